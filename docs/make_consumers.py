@@ -28,12 +28,12 @@ HEAD = """# Servers
 Made by `docs/make_consumers.py` from the results of `make consumers`: servers load what `convert --target huggingface`
 wrote of tiny models with heads of 64, two layers and random weights (the example is trained), and compute 48 tokens.
 
-- `1.2e-06`: the largest difference of a log-probability from that of `tpuconv.load` of the same parameters, in float32,
-  divided by the largest. `1.2e-06, 79%`: that of the tokens before an activation falls on the next FP8 value, by a
-  rounding error of float32; from there on a text differs (OLMo 2's from its first token on).
-- `1e-04 / 2e-03`: the mean KL divergence from `tpuconv.load` of the same quantized values, and, after the stroke, that
-  of quantization itself: of these from the plain model. A server rounds activations in another way than we do, which
-  costs as much again, or computes in bfloat16. A router may choose other experts for a token then.
+- `1.2e-06`: the largest difference of a log-probability from `tpuconv.load` of the same parameters, in float32,
+  divided by the largest. `1.2e-06, 79%`: the difference of the tokens before an activation falls on the next FP8
+  value, by a rounding error of float32; after that token a text differs (OLMo 2's from its first token on).
+- `1e-04 / 2e-03`: the mean KL divergence from `tpuconv.load` of the same quantized values, and, after the slash, the
+  divergence of the quantized values from the plain model. A server rounds activations in another way than tpuconv,
+  which costs as much again, or computes in bfloat16. A router may then choose other experts for a token.
 - A letter: it is refused, for the reason below. `loads, a`: its weights are loaded, and computing fails.
 - `-`: the model does not have this form.
 

@@ -35,7 +35,7 @@ COMPILED = ("test_every_family_compiles_for_a_slice", "test_every_other_family_c
 
 HEAD = """# Status
 
-Made by `docs/make_status.py` from the results of the tests. Logits are those of tiny models in float32, and their
+Made by `docs/make_status.py` from the results of the tests. The logits come from tiny models in float32, and their
 difference from transformers is divided by the largest logit: the worst of all cases of the family, whose limit is 2e-5.
 
 - `scanned`: the same of models whose layers are stacked (`--scan-layers`), where the family has them.
@@ -53,7 +53,7 @@ COLUMNS = (
 WRAPPED_HEAD = """
 ## Text models inside multimodal models
 
-Compared with transformers' class of the whole, in the same way. All else is that of the family of the text model.
+Compared with transformers' class of the whole, in the same way. Everything else equals the family of the text model.
 
 | family | text model | difference |
 |---|---|---|

@@ -110,7 +110,7 @@ def test_a_source_in_a_bucket(bucket, source, tmp_path):
     shard = next(name for name in objects(place) if name.endswith(".safetensors"))
     data = objects(place)[shard]
     bucket.put(f"src/{shard}", data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(OutputError, match=r"not made from|exists already"):
+    with pytest.raises(OutputError, match="exists already"):
         api.convert(place, tmp_path / "far")
     bucket.put(f"src/{shard}", data[:-1])
     with pytest.raises(SourceError, match="truncated"):

@@ -565,7 +565,7 @@ def test_what_is_calibrated_is_kept_until_the_output_is_complete(in_bucket, tmp_
     shutil.rmtree(folder)
     api.quantize(f"{ROOT}/ckpt", f"{ROOT}/out", **in_bucket)
     assert objects(f"{ROOT}/out") == contents(tmp_path / "out")
-    with pytest.raises(UsageError, match="which this is not"):
+    with pytest.raises(UsageError, match="this output is on a disk or has no"):
         api.quantize(f"{ROOT}/ckpt", tmp_path / "local", workspace=tmp_path / "mine", **in_bucket)
 
 
@@ -745,7 +745,7 @@ def test_a_plan_says_the_memory_and_too_little_is_an_error(orbax, tmp_path):
     given = {"config": path, "calibration": "self", "samples": 2, "length": 64}
     plan = api.plan_quantization(ckpt, **given)
     assert plan.peak_memory_bytes > api.plan_quantization(ckpt, config="int4_weight_only").peak_memory_bytes
-    with pytest.raises(ResourceError, match="too few to calibrate"):
+    with pytest.raises(ResourceError, match=r"needs at least .* of memory; --max-memory"):
         api.quantize(ckpt, tmp_path / "out", **given, max_memory=600 << 20)
     assert not list(tmp_path.glob(".out*"))
 

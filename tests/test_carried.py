@@ -51,11 +51,13 @@ def test_the_complete_checkpoint_comes_back(wrapper: Path, tmp_path: Path, monke
 def test_a_text_model_alone_is_not_exported_as_a_whole_one(wrapper: Path, tmp_path: Path) -> None:
     """Its config.json describes a tower, for which transformers would fill in random numbers."""
     for call in (api.plan_export, lambda ckpt: api.export(ckpt, tmp_path / "back")):
-        with pytest.raises(UsageError, match=r"holds the text model alone, .*: \d+ tensors would be missing") as error:
+        with pytest.raises(
+            UsageError, match=r"contains only the text model, .*: \d+ tensors would be missing"
+        ) as error:
             call(wrapper / "out")
         assert error.value.hint
         assert "--with-skipped" in error.value.hint
-        assert any("sees images" in line for line in error.value.details)
+        assert any("vision encoder" in line for line in error.value.details)
     assert not (tmp_path / "back").exists()
 
 
@@ -67,7 +69,7 @@ def test_what_safetensors_take_along_is_not_called_left_out(wrapper: Path, tmp_p
     plan = api.plan(wrapper / "hf", target="huggingface").to_json()
     assert (plan["carried"], plan["skipped"]) == (done.carried, [])
     text = tpuconv_command("convert", wrapper / "hf", tmp_path / "direct", "--target", "huggingface").stdout
-    assert f"carried along unchanged: {done.carried} tensors" in text
+    assert f"copied unchanged: {done.carried} tensors" in text
     assert "not converted" not in text
 
 

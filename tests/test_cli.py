@@ -113,7 +113,7 @@ def test_converted_quantized_and_verified_in_three_commands(tmp_path):
         done = json.loads(tpuconv("quantize", *here, "--config", "int8_default", "--json", cwd=inside).stdout)
         assert Path(done["out"]) == tmp_path.resolve() / "tiny-qwen3-orbax-int8_default"
     again = tpuconv("quantize", "--config", "int8_default.yaml", cwd=tmp_path).stdout
-    assert "tiny-qwen3-orbax-int8_default is already there" in again
+    assert "tiny-qwen3-orbax-int8_default exists already" in again
     assert sorted(os.listdir(tmp_path)) == ["tiny-qwen3-orbax", "tiny-qwen3-orbax-int8_default"]
     facts = json.loads(tpuconv("quantize", "--config", "int4_ends_int8", "--explain", "--json", cwd=tmp_path).stdout)
     kinds = {row["parameter"]: row["qtype"] for row in facts["parameters"]}
@@ -411,7 +411,7 @@ def test_families_of_a_target_are_listed_with_how_they_are_loaded():
     assert found["mistral"]["models"] == "model_type mistral of llama"
     assert found["qwen3"]["models"] == get_family("qwen3").summary
     shown = tpuconv("families", "--target", "tunix").stdout
-    assert "load OUT there by: CheckpointManager(OUT).maybe_restore(model)" in shown
+    assert "to load OUT there: CheckpointManager(OUT).maybe_restore(model)" in shown
     assert "quantized parameters: no" in shown
     assert "yes" not in shown
     assert "gpt_oss" not in shown
@@ -422,7 +422,7 @@ def test_a_target_with_our_own_names_has_every_family(target):
     facts = json.loads(tpuconv("families", "--target", target, "--json").stdout)
     assert [family["name"] for family in facts["families"]] == family_names()
     assert facts["quantized"]
-    assert "names are our own" in tpuconv("families", "--target", target, "llama").stdout
+    assert "names: our names" in tpuconv("families", "--target", target, "llama").stdout
 
 
 def test_one_family_of_a_target_may_be_asked_for():

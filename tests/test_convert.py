@@ -486,7 +486,7 @@ def test_an_output_is_replaced_only_on_request_and_only_if_it_is_ours(tmp_path):
     inode = out.stat().st_ino
     convert(folder, out)  # of this very plan: nothing to do
     assert out.stat().st_ino == inode
-    with pytest.raises(OutputError, match="exists already, and is not what this command writes") as info:
+    with pytest.raises(OutputError, match="exists already, and this command would write another output") as info:
         convert(folder, out, Options(dtype="float32"))
     assert info.value.details == ("options.dtype: made with 'auto', now 'float32'",)
     assert_same(restore(out), expected(folder, Options()))

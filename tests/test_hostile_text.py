@@ -156,10 +156,10 @@ def test_a_folder_of_any_name_is_shown(name, converted, tmp_path):
     out, _ = tpuconv("convert", name, f"{name}.out", cwd=tmp_path)
     folder = Path(name).parent
     assert out.startswith(f"{shown}.out: qwen3, ")
-    assert f"{shown}.out is already there" in tpuconv("convert", name, f"{name}.out", cwd=tmp_path)[0]
+    assert f"{shown}.out exists already" in tpuconv("convert", name, f"{name}.out", cwd=tmp_path)[0]
     out, _ = tpuconv("verify", cwd=tmp_path / folder)
     assert f"Verifying {text.plain(Path(name).name)}.out, the newest checkpoint in this folder." in out
-    assert "every checksum holds" in out
+    assert "all checksums match" in out
     card = (tmp_path / f"{name}.out" / "README.md").read_bytes().decode()
     assert Path(name).name not in card  # what a folder of this machine is called is not published
     assert not UNSAFE.search(card)
@@ -237,7 +237,7 @@ def test_a_folder_whose_name_is_no_utf8_goes_all_the_way(converted, tmp_path):
     name = os.fsdecode(b"n\xff\xfe")
     shutil.copytree(converted / "hf", tmp_path / name)
     tpuconv("convert", name, f"{name}-orbax", cwd=tmp_path)
-    assert "every checksum holds" in tpuconv("verify", f"{name}-orbax", cwd=tmp_path)[0]
+    assert "all checksums match" in tpuconv("verify", f"{name}-orbax", cwd=tmp_path)[0]
     tpuconv("export", f"{name}-orbax", f"{name}-again", cwd=tmp_path)
     for tensor, values in read_tensors(tmp_path / name).items():
         np.testing.assert_array_equal(values.view("u1"), read_tensors(tmp_path / f"{name}-again")[tensor].view("u1"))
@@ -313,7 +313,7 @@ def test_with_closed_streams_the_work_is_done(closed, converted, tmp_path):
     done = subprocess.run(["sh", "-c", shell, sys.executable], cwd=tmp_path, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == b""
-    assert "every checksum holds" in tpuconv("verify", "out", cwd=tmp_path)[0]
+    assert "all checksums match" in tpuconv("verify", "out", cwd=tmp_path)[0]
     failing = f'exec "$0" -m tpuconv convert ./nowhere {closed}'
     assert subprocess.run(["sh", "-c", failing, sys.executable], cwd=tmp_path, capture_output=True).returncode == 2
 

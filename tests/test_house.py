@@ -239,3 +239,39 @@ transpose(words, at, 8, np.zeros(512, np.uint8), at, 8, 8, 1)
 assert "scipy.linalg" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+MOST_VAGUE_DOCSTRINGS = 20
+"""The most docstrings that may begin with one of these words: the number only falls."""
+
+MOST_OWN_NAMES = 55
+"""The most places in the package that use a name with `own_`."""
+
+MOST_THAT_OF = 85
+"""The most places in the package and its pages that say "that of" or "those of" instead of the noun."""
+
+
+def docstrings(path: Path) -> list[str]:
+    """Returns the docstrings of a file, and the strings that describe the constant or field above them."""
+    bodies = (node.body for node in ast.walk(parsed(path)) if isinstance(getattr(node, "body", None), list))
+    values = (line.value for body in bodies for line in body if isinstance(line, ast.Expr))
+    return [v.value.strip() for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)]
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    """ "Returns ...", "Reads ..." of a function, a noun of a class or constant; not "What", "Whether" or a pronoun."""
+    vague = re.compile(r"(What|Whether|Of|That|Those)\b")
+    found = [doc for path in MODULES.values() for doc in docstrings(path) if vague.match(doc)]
+    assert len(found) <= MOST_VAGUE_DOCSTRINGS
+
+
+def test_names_say_whose_they_are():
+    found = [name for path in MODULES.values() for name in re.findall(r"(?<![A-Za-z])own_\w+", path.read_text())]
+    assert len(found) <= MOST_OWN_NAMES
+
+
+def test_nouns_stand_instead_of_pronouns():
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name != "log.md"]
+    files = (*MODULES.values(), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *pages)
+    texts = (re.sub(r"\n\s*#", " ", path.read_text()) for path in files)
+    assert sum(len(re.findall(r"\b(?:that|those)\s+of\b", text, re.IGNORECASE)) for text in texts) <= MOST_THAT_OF

@@ -241,8 +241,8 @@ def test_a_source_that_was_replaced_is_not_the_one_before(hf, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"scan_layers": True}, UsageError, "has every layer"),
-        ({"max_memory": 200 << 20}, ResourceError, "too few to write"),
+        ({"scan_layers": True}, UsageError, "always has all layers"),
+        ({"max_memory": 200 << 20}, ResourceError, "as safetensors needs at least"),
     ],
 )
 def test_what_is_refused(options, error, message, hf, tmp_path):

@@ -609,7 +609,7 @@ def test_the_commands(saved, tmp_path):
     assert json.loads(back.stdout)["bytes"] == sum(x.nbytes for x in read_tensors(tmp_path / "hf").values())
     assert read_tensors(tmp_path / "back").keys() == read_tensors(tmp_path / "hf").keys()
     again = run(["export", "hf-orbax", "back"])
-    assert (again.returncode, "already there" in again.stdout) == (0, True)
+    assert (again.returncode, "exists already" in again.stdout) == (0, True)
     assert run(["export", "hf-orbax", "hf"]).returncode == 9
 
 

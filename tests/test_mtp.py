@@ -138,7 +138,7 @@ def test_other_numbers_and_names_of_such_layers_are_faults(with_mtp, tmp_path):
         convert(tmp_path / "hf", tmp_path / "out", Options(include_mtp=True))
     with pytest.raises(UsageError, match="no layers that predict further tokens"):
         change(**config | {"num_nextn_predict_layers": 0})
-    with pytest.raises(UsageError, match="does not go with --layers"):
+    with pytest.raises(UsageError, match="--include-mtp and --layers exclude each other"):
         plan_for(with_mtp, Options(include_mtp=True, layers=range(1, 2)))
 
 

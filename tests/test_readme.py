@@ -105,7 +105,7 @@ def run(args: list[str], folder: Path) -> str:
 
 def test_every_command_of_the_readme_runs_in_its_order(folder: Path) -> None:
     said = {line: run([sys.executable, "-m", *shlex.split(line)], folder) for line in commands()}
-    assert len(said) == 10
+    assert len(said) == 11
     made = {path.name for path in folder.iterdir()}
     assert {"Qwen3-8B-orbax", "DeepSeek-R1-orbax", "DeepSeek-R1-orbax-int8_default", "Qwen3-8B-orbax-recipe"} <= made
     assert {"recipe.yaml", "recipe.html"} <= made

@@ -214,5 +214,5 @@ def test_a_scheme_needs_quantized_parameters(tmp_path: Path) -> None:
     save(ONE_OF_EACH["qwen3"], tmp_path / "hf", "bfloat16")
     with pytest.raises(UsageError, match="no quantized parameters"):
         api.convert(tmp_path / "hf", tmp_path / "out", target="huggingface", scheme="awq")
-    with pytest.raises(UsageError, match="no schemes of servers"):
+    with pytest.raises(UsageError, match="does not write formats of servers"):
         api.convert(tmp_path / "hf", tmp_path / "out", scheme="awq")

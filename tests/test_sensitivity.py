@@ -220,7 +220,7 @@ def test_prompts_of_other_rotary_positions_are_not_run_side_by_side(orbax, tmp_p
     case = BY_ID["phi3-longrope"]
     limit = case.config["original_max_position_embeddings"]
     manifest, prompts = read_manifest(orbax(case)), [[5] * (limit + 3), [5] * 2]
-    with pytest.raises(UsageError, match=f"are others beyond {limit} tokens"):
+    with pytest.raises(UsageError, match=f"change beyond {limit} tokens"):
         LayerwiseProbe(manifest, None, prompts, tmp_path)
 
 
@@ -236,7 +236,7 @@ def test_the_smallest_recipe_that_holds_its_gates_is_found(ckpt, tmp_path):
         assert "<svg" in found.picture.read_text()
         assert f"{found.out.name}, measured" in found.picture.read_text()
     assert loose.bits_per_weight < tight.bits_per_weight
-    with pytest.raises(GateError, match="no recipe holds the gates mean_kl=0"):
+    with pytest.raises(GateError, match="no recipe passes the gates mean_kl=0"):
         api.sensitivity(ckpt, method="nearest", gates={"mean_kl": 0.0}, recipe=tmp_path / "none.yaml")
     assert not (tmp_path / "none.yaml").exists()
     with pytest.raises(UsageError, match="exclude each other"):

@@ -148,7 +148,7 @@ def test_a_product_without_a_static_scale_is_named(family, module, message, orba
         (f"act_qtype: int8, {AXES}", "nearest", "needs a rule with weight_qtype"),
         ("weight_qtype: int8, act_qtype: int8, act_static_scale: true", "nearest", "for all texts and positions"),
         ("weight_qtype: int8, act_qtype: int8, act_batch_axes: [0, 1]", "gptq", "is for static scales"),
-        (f"weight_qtype: int8, act_qtype: int8, tile_size: 32, {AXES}", "nearest", "that of complete inputs"),
+        (f"weight_qtype: int8, act_qtype: int8, tile_size: 32, {AXES}", "nearest", "belongs to complete inputs"),
         (
             f"weight_qtype: int8, act_qtype: int8, act_calibration_method: minmax, {AXES}",
             "nearest",

@@ -1,4 +1,4 @@
-"""The way back of what a trainer saved: Orbax checkpoints without a manifest of tpuconv, exported by `--config`."""
+"""The way back of a trainer's checkpoint: Orbax checkpoints without a manifest of tpuconv, exported by `--config`."""
 
 import json
 import shutil
@@ -255,8 +255,8 @@ def test_two_trees_of_parameters_are_not_guessed_between(maxtext, qwen3, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"intermediate_size": 64}, "arrays of .* are not those of the config"),
-        ({"num_hidden_layers": 5}, "arrays of .* are not those of the config"),
+        ({"intermediate_size": 64}, "arrays of .* do not match the config"),
+        ({"num_hidden_layers": 5}, "arrays of .* do not match the config"),
         ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "is not a checkpoint of this llama"),
     ],
 )
@@ -292,7 +292,7 @@ def test_options_and_folders_that_do_not_fit(maxtext, qwen3, tmp_path):
     ckpt = save_standard(tmp_path / "ckpt", maxtext)
     cases = [
         (ckpt, {"config": None}, UsageError, "is a checkpoint of Orbax without tpuconv.json"),
-        (ckpt, {"config": None, "target": "maxtext"}, UsageError, "--target is of a trainer's checkpoint"),
+        (ckpt, {"config": None, "target": "maxtext"}, UsageError, "--target is only for a trainer's checkpoint"),
         (ckpt, {"config": qwen3, "with_skipped": qwen3}, UsageError, "--with-skipped needs the manifest"),
         (ckpt, {"config": qwen3, "target": "huggingface"}, UsageError, "has no arrays of Orbax"),
         (ckpt, {"config": qwen3, "target": "tunix"}, MappingError, "no array of .* as tunix has it"),

@@ -22,7 +22,7 @@ from tpuconv.location import SCHEMES, BucketPath
 from tpuconv.object_requests import UploadedBytes, delete_if
 
 Version = Mapping[str, str]
-"""What tells two contents of an object apart: `e_tag`, and `version` where the store has one."""
+"""The version of an object's contents: `e_tag`, and `version` if the store has one."""
 ABSENT_OBJECT: Version = {}
 """The condition of a write that there is no object yet."""
 
@@ -35,7 +35,7 @@ PART_BYTES_OF_UPLOADS = 32 << 20
 """The parts of an object that is written from start to end: 10,000 of them, the most that stores take, are 320 GB."""
 
 PARTS_AT_A_TIME = 4
-"""Each is in memory until it is written."""
+"""The number of parts at a time. Each part is in memory until it is written."""
 
 CLIENT = {"timeout": "300s", "connect_timeout": "10s"}
 BUCKET_RETRIES: dict[str, Any] = {"max_retries": 8, "retry_timeout": timedelta(minutes=3)}
@@ -79,8 +79,8 @@ class Bucket:
 
     @contextmanager
     def upload(self, key: str) -> Iterator[Callable[[Any], object]]:
-        """A function that appends bytes to a new object, which appears when the `with` ends without an error. After an
-        error the store is told to forget the parts."""
+        """Yields a function that appends bytes to a new object, which appears when the `with` ends without an error.
+        After an error the store is told to forget the parts."""
         import obstore
 
         parts = UploadedBytes()
@@ -127,7 +127,7 @@ _opening = threading.Lock()
 
 
 def bucket_of(path: BucketPath) -> Bucket:
-    """The bucket of a path.
+    """Returns the bucket of a path.
 
     Raises:
         UsageError: obstore is not installed.
@@ -162,7 +162,7 @@ def _connect(path: BucketPath) -> Any:
 
 
 def read(path: BucketPath, start: int = 0, stop: int | None = None) -> memoryview:
-    """The bytes [start, stop) of an object, all of it by default.
+    """Returns the bytes [start, stop) of an object, all of it by default.
 
     Raises:
         FileNotFoundError: there is no such object.
@@ -177,7 +177,7 @@ def read(path: BucketPath, start: int = 0, stop: int | None = None) -> memoryvie
 
 
 def read_object(path: BucketPath) -> tuple[bytes, ObjectFacts]:
-    """The bytes of an object, and its facts when they were read.
+    """Returns the bytes of an object, and its facts when they were read.
 
     Raises:
         FileNotFoundError: there is no such object.
@@ -191,7 +191,7 @@ def read_object(path: BucketPath) -> tuple[bytes, ObjectFacts]:
 
 
 def read_ranges(path: BucketPath, starts: Sequence[int], length: int) -> list[memoryview]:
-    """Some bytes of an object from each of `starts` on, asked for together."""
+    """Returns some bytes of an object from each of `starts` on, requested together."""
     store = bucket_of(path).store
     import obstore
 
@@ -232,7 +232,7 @@ def stream(
 
 
 def facts(path: BucketPath) -> ObjectFacts | None:
-    """The facts of an object; None if there is none."""
+    """Returns the facts of an object; None if there is none."""
     if not path.key:
         return None
     store = bucket_of(path).store
@@ -247,12 +247,12 @@ def facts(path: BucketPath) -> ObjectFacts | None:
 
 
 def listing(folder: BucketPath) -> dict[str, int]:
-    """The size of every object in a folder and its folders, by its name from there."""
+    """Returns the size of every object in a folder and its folders, by its name from there."""
     return {name: found.size for name, found in listing_facts(folder).items()}
 
 
 def listing_facts(folder: BucketPath) -> dict[str, ObjectFacts]:
-    """The facts of every object in a folder and its folders, by its name from there."""
+    """Returns the facts of every object in a folder and its folders, by its name from there."""
     store, cut = bucket_of(folder).store, len(folder.key) + 1 if folder.key else 0
     import obstore
 
@@ -262,7 +262,7 @@ def listing_facts(folder: BucketPath) -> dict[str, ObjectFacts]:
 
 
 def names(folder: BucketPath) -> list[str]:
-    """The names of the objects and folders directly in a folder, sorted."""
+    """Returns the names of the objects and folders directly in a folder, sorted."""
     store = bucket_of(folder).store
     import obstore
 
@@ -288,7 +288,7 @@ LIST_TRIES = 4
 
 
 def _tried_again(ask: Callable[[], Any]) -> Any:
-    """The answer to a question. obstore does not ask again if the connection breaks within a list."""
+    """Returns the answer to a question. obstore does not ask again if the connection breaks within a list."""
     from obstore.exceptions import GenericError
 
     for number in range(LIST_TRIES):
@@ -329,7 +329,7 @@ def put_object(path: BucketPath, data: Any, *, only_if: Version | None = None) -
 
 @contextmanager
 def upload(path: BucketPath) -> Iterator[Callable[[Any], object]]:
-    """A function that appends bytes to a new object of any size, which appears when the `with` ends without an
+    """Yields a function that appends bytes to a new object of any size, which appears when the `with` ends without an
     error."""
     bucket = bucket_of(path)
     with _translated(path, writes=True), bucket.upload(path.key) as append:
@@ -360,7 +360,7 @@ def delete_object(path: BucketPath, version: Version) -> bool | None:
 
 
 def is_same(version: Version, other: Version) -> bool:
-    """Whether two versions of an object are one, by what a store says of both."""
+    """Returns True if two versions of an object are equal, by the store's description of both."""
     common = version.keys() & other.keys()
     return bool(common) and all(version[key].strip('"') == other[key].strip('"') for key in common)
 
@@ -445,6 +445,6 @@ def _translated(path: BucketPath, *, writes: bool = False) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """What an error says, without the queries of URLs: those of Azure hold signatures."""
+    """Returns the text of an error, without the queries of URLs: the queries of Azure contain signatures."""
     line = str(error).strip().partition("\n")[0]
     return re.sub(r"\?\S*", "", line)

@@ -9,12 +9,12 @@ from tpuconv.errors import SourceError
 
 
 def largest(dtype: "np.dtype[Any]") -> float:
-    """The largest finite number of a float dtype."""
+    """Returns the largest finite number of a float dtype."""
     return float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
 
 def overflows(before: np.ndarray, after: np.ndarray) -> bool:
-    """Whether a cast, or another change, has made a finite value infinite or NaN."""
+    """Returns True if a cast or another change has made a finite value infinite or NaN."""
     if before.dtype == after.dtype and np.shares_memory(before, after):
         return False
     wrong = ~np.isfinite(after)
@@ -22,7 +22,7 @@ def overflows(before: np.ndarray, after: np.ndarray) -> bool:
 
 
 def too_large(name: str, dtype: "np.dtype[Any]") -> SourceError:
-    """The error for a parameter whose values a dtype cannot hold."""
+    """Returns the error for a parameter whose values a dtype cannot hold."""
     return SourceError(
         f"{name} has finite values that {dtype.name} cannot hold: its largest number is {largest(dtype):g}",
         hint="give --dtype float32",
@@ -36,7 +36,7 @@ def check_cast(name: str, before: np.ndarray, after: np.ndarray) -> None:
 
 
 def cast(values: np.ndarray, dtype: "np.dtype[Any]") -> tuple[np.ndarray, bool]:
-    """The values in a dtype, and whether finite ones became infinite. Without a copy if they have the dtype."""
+    """Returns the values in a dtype, and whether finite ones became infinite. Without a copy if they have the dtype."""
     if values.dtype == dtype:
         return values, False
     with np.errstate(over="ignore", invalid="ignore"):  # what overflows is returned

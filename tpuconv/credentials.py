@@ -1,4 +1,4 @@
-"""Whose credentials are used for buckets, and which server is asked."""
+"""The credentials for buckets, and the server of the requests."""
 
 import os
 from collections.abc import Callable
@@ -17,7 +17,7 @@ LIST_RIGHTS = {"gs": "storage.objects.list", "s3": "s3:ListBucket", "az": "Stora
 
 
 def endpoint(scheme: str) -> str | None:
-    """The address of another server than the cloud's own, if the environment names one."""
+    """Returns the address of another server than the cloud's own, if the environment names one."""
     return next((os.environ[name] for name in ENDPOINTS[scheme] if name in os.environ), None)
 
 
@@ -27,15 +27,16 @@ def region() -> str | None:
 
 
 def credentials(scheme: str) -> tuple[str, Callable[[], Any] | None]:
-    """Whose credentials are used: a name for people, and what makes obstore's provider; None for obstore's own ways."""
+    """Returns the owner of the credentials: a name for people, and a function that makes obstore's provider; None if
+    obstore finds them itself."""
     if names := [name for name in CREDENTIAL_VARIABLES[scheme] if name in os.environ]:
         return f"the environment ({', '.join(names)})", None
     found = _google_credentials() if scheme == "gs" else _boto3_credentials() if scheme == "s3" else None
-    return found or ("those of this machine, if it has any", None)
+    return found or ("the credentials of this machine, if it has any", None)
 
 
 def google_token() -> str | None:
-    """A token for GCS; None if this machine has none."""
+    """Returns a token for GCS; None if this machine has none."""
     if "GOOGLE_BEARER_TOKEN" in os.environ:
         return os.environ["GOOGLE_BEARER_TOKEN"]
     found = _google_credentials()
@@ -43,7 +44,8 @@ def google_token() -> str | None:
 
 
 def _google_credentials() -> tuple[str, Callable[[], Any]] | None:
-    """What google-auth finds, where it is installed: a login of gcloud, a workload identity, a metadata server."""
+    """Returns the credentials that google-auth finds, if it is installed: a login of gcloud, a workload identity, a
+    metadata server."""
     try:
         import google.auth
         from google.auth.exceptions import DefaultCredentialsError
@@ -58,7 +60,7 @@ def _google_credentials() -> tuple[str, Callable[[], Any]] | None:
 
 
 def _boto3_credentials() -> tuple[str, Callable[[], Any]] | None:
-    """What boto3 finds, where it is installed: a profile, SSO, a role."""
+    """Returns the credentials that boto3 finds, if it is installed: a profile, SSO, a role."""
     try:
         import boto3  # type: ignore[import-untyped]
         from obstore.auth.boto3 import Boto3CredentialProvider

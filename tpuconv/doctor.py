@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Status = Literal["ok", "warn", "fail"]
 STATUSES: tuple[Status, ...] = ("ok", "warn", "fail")
-"""From best to worst."""
+"""The states, from best to worst."""
 
 PACKAGES: Mapping[str, str] = {
     "jax": "",
@@ -95,7 +95,7 @@ class Diagnosis:
         return max((item.status for item in self.items), key=STATUSES.index)
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {"status": self.status, "items": [asdict(item) for item in self.items]}
 
 
@@ -121,7 +121,7 @@ def examine(folder: Location, *, network: bool = True) -> Diagnosis:
 
 
 def _checked(name: str, check: Callable[..., Item], *args: Any) -> Item:
-    """The item that a check returns, or one with status "fail" if the check raises."""
+    """Returns the item that a check returns, or one with status "fail" if the check raises."""
     try:
         return check(*args)
     except Exception as e:
@@ -164,7 +164,8 @@ def _package(name: str) -> Item:
 
 
 def _requirement(name: str) -> "Requirement | None":
-    """The requirement for a package in the metadata of tpuconv or of jax, extras included; None if there is none."""
+    """Returns the requirement for a package in the metadata of tpuconv or of jax, extras included; None if there is
+    none."""
     for owner in ("tpuconv", "jax"):
         for extra in ("", "hf", "tpu"):
             for wanted in _requirements(owner):
@@ -234,7 +235,7 @@ def _memory() -> Item:
 
 
 def _bucket(folder: BucketPath) -> Item:
-    """Whose credentials are used, and whether objects can be written, under a condition too, read and deleted."""
+    """Checks the credentials, and whether objects can be written (also under a condition), read and deleted."""
     probe = folder / f"tpuconv-doctor-{secrets.token_hex(8)}"
     facts: dict[str, Any] = {"folder": str(folder), "store": SCHEMES[folder.scheme]}
     try:
@@ -307,8 +308,8 @@ def _disk(folder: Path) -> Item:
 
 
 def _disk_speed(folder: Path) -> tuple[float, float]:
-    """The speed in bytes per second of writing, fsync included, and of reading past the page cache. Writes random
-    bytes, which no file system can compress."""
+    """Returns the speed in bytes per second of writing, fsync included, and of reading past the page cache. Writes
+    random bytes, which no file system can compress."""
     block = os.urandom(BLOCK_BYTES)
     with tempfile.TemporaryFile(dir=folder, prefix=".tpuconv-doctor-", buffering=0) as file:
         start = time.perf_counter()
@@ -350,7 +351,7 @@ def _hub() -> Item:
 
 
 def _token() -> Item:
-    """The account of the token in use. The token itself is never shown."""
+    """Returns the account of the token in use. The token itself is never shown."""
     from huggingface_hub import constants, get_session, get_token
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 

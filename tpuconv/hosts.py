@@ -1,4 +1,4 @@
-"""Which part of the work is that of this process, where several convert one model.
+"""Finds the share of this process when several processes convert one model.
 
 Nothing here starts processes: clusters do. Each process knows its index and their count, from options or from what the
 cluster says in the environment.
@@ -12,7 +12,7 @@ from typing import TypeVar
 from tpuconv.errors import UsageError
 
 METADATA_SECONDS = 2.0
-"""How long the metadata server of a TPU VM may take to answer."""
+"""The time limit for an answer of the metadata server of a TPU VM."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ProcessPart:
         return f"process {self.index} of {self.count}"
 
     def to_json(self) -> dict[str, int]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {"index": self.index, "count": self.count}
 
 
@@ -83,17 +83,17 @@ CLUSTERS = (
     Cluster("Slurm, within srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     Cluster("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
 )
-"""Those that have a variable for each number, in the order in which they are looked for."""
+"""The clusters that have a variable for each number, in the order of the search."""
 TPU_ON_GKE = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
 SLICES = ("MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES")
 INDEXED_JOB = "JOB_COMPLETION_INDEX"
-"""Of an indexed Job of Kubernetes, and so of a JobSet. It has no variable for the count."""
+"""The variable of an indexed Job of Kubernetes, and of a JobSet. There is no variable for the count."""
 TPU_VM = ("agent-worker-number", "worker-network-endpoints")
 """Attributes of a TPU VM on its metadata server."""
 
 
 def find_part(count: int | None = None, environment: Environment = os.environ) -> ProcessPart:
-    """The part of this process, from what its cluster says.
+    """Returns the part of this process, from what its cluster says.
 
     Args:
         count: of processes, if it was given.
@@ -136,7 +136,7 @@ def _from_variables(environment: Environment) -> ProcessPart | None:
 
 
 def _from_gke(environment: Environment) -> ProcessPart | None:
-    """One process for each host of each slice."""
+    """Returns the share for one process on each host of each slice."""
     if not all(name in environment for name in TPU_ON_GKE):
         return None
     hosts = len(environment[TPU_ON_GKE[1]].split(","))
@@ -154,7 +154,7 @@ def _from_tpu_vm(ask: Callable[[str], str | None] | None = None) -> ProcessPart 
 
 
 def _metadata(attribute: str) -> str | None:
-    """An attribute of this virtual machine of Google Cloud; None elsewhere."""
+    """Returns an attribute of this virtual machine of Google Cloud; None elsewhere."""
     from urllib.request import ProxyHandler, Request, build_opener
 
     host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")

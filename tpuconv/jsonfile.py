@@ -33,8 +33,8 @@ MAX_DIGITS = 100
 
 @contextmanager
 def opened(path: Path, error: type[TpuconvError], *, hint: str | None = None) -> Iterator[tuple[int, os.stat_result]]:
-    """A context with a regular file, open for reading: its descriptor and its status. An OSError within the context is
-    raised as `error` with the file's name.
+    """Yields a context with a regular file, open for reading: its descriptor and its status. An OSError within the
+    context is raised as `error` with the file's name.
 
     Raises:
         error: the file is missing (with `hint`), not a regular file, or not readable.
@@ -287,7 +287,7 @@ def _fault(value: Any, schema: Any, path: tuple[str | int, ...]) -> _Fault | Non
 
 
 def _members(value: Mapping[str, Any], keys: Mapping[str, Any], exactly: bool) -> Iterator[tuple[str, Any, Any]]:
-    """Each key with its value and its schema. If `exactly`, unknown keys get a schema that nothing matches."""
+    """Yields each key with its value and its schema. If `exactly`, unknown keys get a schema that nothing matches."""
     for key, schema in keys.items():
         if key in value or not isinstance(schema, Optional):
             yield key, value.get(key, _ABSENT), schema

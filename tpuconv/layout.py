@@ -68,7 +68,7 @@ def format_axes(tensor: Axes) -> str:
 
 
 def parse_axes(text: str) -> Axes:
-    """The inverse of `format_axes`.
+    """Returns the inverse of `format_axes`.
 
     Raises:
         LayoutError: the text is malformed.
@@ -178,7 +178,7 @@ def _first_composite(axes: Axes) -> int | None:
 
 
 def _atom_letters(axes: Axes) -> list[tuple[str, ...]]:
-    """The letters of each atom that `_split` makes of a tensor."""
+    """Returns the letters of each atom that `_split` makes of a tensor."""
     i = _first_composite(axes)
     if i is None:
         return [tuple(axis.letter for axis in axes if axis.letter != UNIT)]
@@ -207,7 +207,7 @@ def _split(array: np.ndarray, axes: Axes, sizes: Sizes) -> list[tuple[str, np.nd
 
 
 def _join(atoms: list[tuple[str, np.ndarray]], axes: Axes, sizes: Sizes) -> np.ndarray:
-    """The inverse of `_split`: removes the atoms that `axes` needs from the list, and returns the tensor."""
+    """Returns the inverse of `_split`: removes the atoms that `axes` needs from the list, and returns the tensor."""
     i = _first_composite(axes)
     if i is None:
         letters = [axis.letter for axis in axes if axis.letter != UNIT]
@@ -259,7 +259,7 @@ def runs(tensor: Axes, sizes: Sizes, ranges: Ranges) -> list[tuple[int, int]]:
 
 
 def _axis_runs(axis: Axis, sizes: Sizes, ranges: Ranges) -> tuple[int, list[tuple[int, int]]]:
-    """The size of an axis, and the ranges of its elements that are in all `ranges`."""
+    """Returns the size of an axis, and the ranges of its elements that are in all `ranges`."""
     if not axis.op:
         size = axis.size(sizes)
         return size, [ranges.get(axis.letter, (0, size))]
@@ -280,7 +280,7 @@ def _axis_runs(axis: Axis, sizes: Sizes, ranges: Ranges) -> tuple[int, list[tupl
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges, adjacent ones joined."""
+    """Returns the ranges, adjacent ones joined."""
     out: list[tuple[int, int]] = []
     for a, b in ranges:
         if out and out[-1][1] == a:
@@ -295,7 +295,7 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class ScaleLayout:
-    """How the block scales of tensors are rearranged when a layout rearranges the tensors. Nothing is requantized.
+    """The rearrangement of block scales when a layout rearranges their tensors. Nothing is requantized.
 
     Attributes:
         layout: the layout of tensors and scales.
@@ -360,7 +360,7 @@ def scale_layout(layout: Layout, sizes: Sizes, blocks: Sequence[Sequence[int]]) 
             spread(inner, inner_size if covers else gcd(block, inner_size))
 
     def block_of(axis: Axis) -> int:
-        """The block of an axis that results from the blocks of its letters."""
+        """Returns the block of an axis that results from the blocks of its letters."""
         if not axis.op:
             return letter_blocks.get(axis.letter) or axis.size(sizes)
         blocks = [block_of(part) for part in axis.parts]

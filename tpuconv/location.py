@@ -1,4 +1,4 @@
-"""Where files are: a local path, or the URL of a folder or object in a bucket.
+"""The location of files: a local path, or the URL of a folder or object in a bucket.
 
 to_location("out")            Path("out")
 to_location("gs://b/models")  BucketPath("gs", "b", "models")
@@ -63,7 +63,7 @@ class BucketPath:
         return [self.parent, *self.parent.parents]
 
     def with_name(self, name: str) -> "BucketPath":
-        """The same with another last part of the key."""
+        """Returns the same with another last part of the key."""
         return self.parent / name
 
     def absolute(self) -> "BucketPath":
@@ -79,12 +79,12 @@ Location = Path | BucketPath
 
 
 def is_address(text: object) -> bool:
-    """Whether a text is an address, such as `gs://b/out`, `hdfs://host/x` or `gs:/b`, and not a local path."""
+    """Returns True if a text is an address, such as `gs://b/out`, `hdfs://host/x` or `gs:/b`, and not a local path."""
     return _ADDRESS.match(str(text)) is not None
 
 
 def to_location(place: "str | Path | BucketPath") -> Location:
-    """The location that a user gives.
+    """Returns the location that a user gives.
 
     Raises:
         UsageError: it is an address that is not of a bucket.
@@ -116,7 +116,7 @@ def to_location(place: "str | Path | BucketPath") -> Location:
 
 
 def local_path(place: "str | Path | BucketPath", why: str = "it is read here from a local disk only") -> Path:
-    """The local path that a user gives.
+    """Returns the local path that a user gives.
 
     Raises:
         UsageError: it is an address. `why` says why it must be a local path.

@@ -1,4 +1,4 @@
-"""How much memory this process has used, and how much it may use."""
+"""The memory that this process has used, and the memory that it may use."""
 
 import os
 import resource
@@ -14,8 +14,8 @@ JAX_ADDRESS_SPACE, JAX_ADDRESS_SPACE_PER_CPU = 2_500_000_000, 250_000_000
 
 
 def peak_memory() -> int:
-    """The peak resident memory of this process in bytes. Linux's getrusage would count that of the parent before
-    exec."""
+    """Returns the peak resident memory of this process in bytes. Linux's getrusage would count the memory of the parent
+    before exec."""
     try:
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) * 1024
@@ -24,8 +24,7 @@ def peak_memory() -> int:
 
 
 def available_memory() -> tuple[int, int]:
-    """How much memory new processes may use, and how much there is, in bytes: of this machine, or of the container that
-    this process is in."""
+    """Returns the available and the total memory in bytes: of this machine, or of the container of this process."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     sizes = {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in lines if len(parts) == 3}
     total, available = sizes["MemTotal"], sizes["MemAvailable"]
@@ -71,7 +70,7 @@ def check_address_space_for_jax(more: int = 0) -> None:
 
 
 def address_space_limit() -> int | None:
-    """The limit on the addresses of this process (`ulimit -v`) in bytes; None without one."""
+    """Returns the limit on the addresses of this process (`ulimit -v`) in bytes; None without one."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if limit == resource.RLIM_INFINITY else limit
 

@@ -15,7 +15,7 @@ QVALUE, SCALE, ZERO_POINT = ".array.qvalue", ".array.scale", ".array.zero_point"
 """The suffixes that Qwix appends to a parameter's name for its quantized values, scales and zero points."""
 
 INPUT_SCALE = ".einsum0_lhs_scale.array"
-"""What Qwix appends to a module's name for the static scale of the input of its product."""
+"""The suffix that Qwix appends to a module's name for the static scale of the input of its product."""
 
 _NUMBER = re.compile(r"(?:(?<![^.])|(?<=layers_))\d+(?![^.])")  # MaxText has the layers `layers_0`, `layers_1`
 

@@ -21,8 +21,8 @@ def plain_path(folder: Location) -> AbstractContextManager[Location]: ...
 
 @contextmanager  # type: ignore[misc]  # a Path for a Path
 def plain_path(folder: Location) -> Iterator[Location]:
-    """The folder by a path that TensorStore and tokenizers accept: in UTF-8, without a backslash. If its own path is
-    not such a path, this is the path of an open descriptor of the folder. A URL is such a path."""
+    """Yields the folder by a path that TensorStore and tokenizers accept: in UTF-8, without a backslash. If its own
+    path is not such a path, this is the path of an open descriptor of the folder. A URL is such a path."""
     path = str(folder.absolute())
     if isinstance(folder, BucketPath) or (not has_surrogates(path) and "\\" not in path):
         yield folder
@@ -35,12 +35,12 @@ def plain_path(folder: Location) -> Iterator[Location]:
 
 
 def named_path(folder: Location) -> Location:
-    """The folder by a path that ends in its name, as `.` and `..` do not."""
+    """Returns the folder by a path that ends in its name, as `.` and `..` do not."""
     return Path(os.path.abspath(folder)) if folder.name in ("", "..") and isinstance(folder, Path) else folder
 
 
 def near_folders(path: Path) -> str | None:
-    """A hint that names folders with a similar name beside `path`; None if there are none."""
+    """Returns a hint that names folders with a similar name beside `path`; None if there are none."""
     try:
         folders = [p.name for p in path.parent.iterdir() if p.is_dir()]
     except OSError:

@@ -24,7 +24,7 @@ from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import CHANGED
 
 PART_BYTES = 64 << 20
-"""What is brought from the device at a time to be hashed."""
+"""The bytes that are copied from the device at a time for hashing."""
 
 
 def save(
@@ -100,8 +100,8 @@ def _source(model: nnx.Module, like: Checkpoint) -> _Model:
 
 
 def _digest(array: jax.Array) -> str:
-    """A hash of the content: a rerun resumes only if the weights are the same. Rows come from the device a part at a
-    time, since jax keeps a copy of what it transferred."""
+    """Returns a hash of the content: a rerun resumes only if the weights are the same. Rows come from the device a part
+    at a time, since jax keeps a copy of what it transferred."""
     hasher, rows = xxhash.xxh3_64(), np.atleast_1d(array) if array.ndim == 0 else array
     step = max(1, PART_BYTES // max(1, prod(array.shape[1:]) * array.dtype.itemsize))
     for start in range(0, rows.shape[0], step):

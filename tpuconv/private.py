@@ -44,7 +44,7 @@ TESTED: Mapping[str, tuple[str, ...]] = {
     "qwix": ("0.1.8",),
     "transformers": ("5.23.0",),
 }
-"""The tested versions of each package: those of constraints.txt."""
+"""The tested versions of each package, from constraints.txt."""
 
 INTERFACES: Mapping[str, Interface] = {
     # --- qwix: its public interface quantizes a complete model in memory, and does not return the rule of a parameter

@@ -1,4 +1,4 @@
-"""How long work tells how far it is."""
+"""Progress reports of long work."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Progress:
 
 
 Listener = Callable[[Progress], None]
-"""What an operation calls with its progress, several times a second at most."""
+"""The function that an operation calls with its progress, at most several times a second."""
 
 
 def ignore(progress: Progress) -> None:

@@ -35,7 +35,7 @@ from tpuconv.storage.disk import aligned_array
 from tpuconv.storage.places import is_readable
 
 MODEL_DTYPES = ("bfloat16", "float16", "float32")
-"""Of the parameters and activations of a model."""
+"""The dtypes of the parameters and activations of a model."""
 
 
 def load(
@@ -53,7 +53,7 @@ def load(
         dtype: of parameters and activations; None for the checkpoint's. Quantized values keep their dtype.
         mesh: devices to shard the parameters over, with axes of the names in `tpuconv.sharding.AXES`. Each device reads
             its own shards only. None for one device of this process: with `jax.distributed` each process then has a
-            copy. The device layouts are those of `layouts.json` for this kind of device and mesh, if `fit
+            copy. The device layouts come from `layouts.json` for this kind of device and mesh, if `fit
             --write-layouts` wrote them.
         mtp: with the module for multi-token prediction, `model.mtp`: of several such layers with the first.
 
@@ -86,7 +86,7 @@ def load(
             )
     if mtp:
         check_mtp(manifest)
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # shapes are those of no mesh
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # shapes without a mesh
         graphdef, state = nnx.split(abstract_model(manifest, dtype, mtp=mtp))
     flat = {_name(path): value for path, value in nnx.to_flat_state(state)}
     _check_arrays(manifest, flat)
@@ -119,7 +119,7 @@ def load(
 
 
 def _restored(manifest: Manifest, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays, restored by Orbax: those of a checkpoint whose manifest does not say how they are divided."""
+    """Restores the arrays by Orbax, for a checkpoint whose manifest does not say how arrays are divided."""
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             tree = unflatten_dict(targets, sep=".")  # type: ignore[no-untyped-call]
@@ -221,8 +221,8 @@ def _abstract_model(manifest: Manifest, dtype: DTypeLike | None) -> Any:
 
 
 def default_mesh(ckpt: str | Location) -> Mesh | None:
-    """Returns a mesh of all devices, with `jax.distributed` those of all processes, with which the model decodes with
-    the fewest collectives; None if there is only one device.
+    """Returns a mesh of all devices (with `jax.distributed`, of all processes), with which the model decodes with the
+    fewest collectives; None if there is only one device.
 
     Raises:
         UsageError: the folder has no checkpoint of tpuconv.

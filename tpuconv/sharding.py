@@ -39,12 +39,12 @@ MESH_AXES: Rules = {
     "W": WIDTH_AXES,
     "D": ("data",),
 }
-"""For parameters. Heads and MLPs are sharded as in Megatron-LM (arXiv:1909.08053), the model width as in ZeRO
+"""The rules for parameters. Heads and MLPs are sharded as in Megatron-LM (arXiv:1909.08053), the model width as in ZeRO
 (arXiv:1910.02054). A layer needs two all-reduces on any mesh."""
 
 ACTIVATIONS: Rules = {"B": ("data",), "N": WIDTH_AXES, "K": ("tensor",), "V": WIDTH_AXES}
-"""For activations between layers. The batch is sharded over `data`, the model width is replicated; heads and logits are
-sharded."""
+"""The rules for activations between layers. The batch is sharded over `data`, the model width is replicated; heads and
+logits are sharded."""
 
 BY_HEAD: Rules = {"B": ("data",), "K": ("tensor",), "n": ("tensor",), "G": ("group", "expert"), "N": WIDTH_AXES}
 """For attention with a small cache: sharded over heads only. If there are more chips than key-value heads, several
@@ -88,12 +88,12 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def format_mesh(mesh: Mapping[str, int]) -> str:
-    """The inverse of `parse_mesh`."""
+    """Returns the inverse of `parse_mesh`."""
     return ",".join(f"{name}={size}" for name, size in mesh.items())
 
 
 def _letters(axes: str) -> list[str]:
-    """The letter whose rule each axis follows. Query heads that lie in groups are query heads."""
+    """Returns the letter whose rule each axis follows. Query heads that lie in groups are query heads."""
     return ["N" if str(axis) == "(K G)" else lead(axis) for axis in parse_axes(axes)]
 
 
@@ -173,7 +173,7 @@ def decoding_mesh(sizes: Mapping[str, Any], devices: int) -> dict[str, int]:
 
 
 def _largest_divisor(number: int, fits: Callable[[int], bool]) -> int:
-    """The largest divisor for which `fits` holds; 1 if there is none."""
+    """Returns the largest divisor for which `fits` holds; 1 if there is none."""
     return next((n for n in range(number, 1, -1) if number % n == 0 and fits(n)), 1)
 
 

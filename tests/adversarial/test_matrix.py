@@ -284,7 +284,7 @@ def test_row_05_a_file_may_not_grow(middle, made, tmp_path):
 
 def test_row_06_the_plan_says_it(hf, tmp_path):
     """With what needs less; where there is room, it says that."""
-    need = r"takes [\d.]+ [kM]B of disk for OUT"
+    need = r"needs [\d.]+ [kM]B of disk for OUT"
     assert re.search(rf"{need}; .* are free", tpuconv("convert", hf, "--dry-run", cwd=tmp_path).stdout)
     little = "import shutil, types; shutil.disk_usage = lambda _: types.SimpleNamespace(free=1000)"
     for words, less in (
@@ -294,7 +294,7 @@ def test_row_06_the_plan_says_it(hf, tmp_path):
     ):
         said = " ".join(tpuconv("convert", hf, "out", "--dry-run", *words, cwd=tmp_path, patch=little).stdout.split())
         said, _, ways = said.partition(" It fits with")
-        assert re.search(rf"too little disk: it {need}, and .* has 1 kB free\.$", said), said
+        assert re.search(rf"too little disk: the conversion {need}, and .* has 1 kB free\.$", said), said
         assert [way for way in ("in a bucket", "--quantize int8_weight_only", "--layers 0-1") if way in ways] == [*less]
     assert not (tmp_path / "out").exists()
 
@@ -1363,7 +1363,7 @@ os.rename = rename"""
     args = (command, made / ("hf" if command == "convert" else "orbax"), tmp_path / "out")
     tpuconv(*args, patch=kill, code=-signal.SIGKILL)
     assert (tmp_path / ".out.tpuconv").exists()
-    assert "is already there" in tpuconv(*args).stdout
+    assert "exists already" in tpuconv(*args).stdout
     assert os.listdir(tmp_path) == ["out"]
     tpuconv("verify", tmp_path / "out")
 

@@ -48,20 +48,20 @@ class CheckpointComparison:
 
     @property
     def passed(self) -> bool | None:
-        """Whether every gate holds; None if there are none."""
+        """True if all gates hold; None if there are no gates."""
         return self.statistics.passed
 
     def check(self) -> None:
         """Raises GateError if a gate failed."""
         if failures := self.statistics.failures():
             raise GateError(
-                f"{self.checkpoint} does not compute what {self.reference} does",
+                f"{self.checkpoint} computes other outputs than {self.reference}",
                 details=failures,
                 hint="the parameters that differ most are in the table above, and in `tensors` of --json",
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         facts = asdict(self.statistics)
         facts["perplexity"] = {"reference": facts.pop("perplexity_reference"), "checkpoint": facts["perplexity"]}
         return {
@@ -112,8 +112,9 @@ def compare_checkpoints(
         dtype: to compute in: "auto" (the reference's), "bfloat16" or "float32".
         cache_dtype: "int8" or "float8_e4m3fn": the second model writes its keys and values to a cache of this dtype,
             and reads them from it, as in decoding.
-        gates: bounds by the name of a statistic; by default those of the checkpoint's quantization config, which may
-            be what another rounding changes; of one that is not quantized and has no cache, those of its dtype.
+        gates: bounds by the name of a statistic. They default to the gates of the checkpoint's quantization config,
+            which may be measured by another rounding. An unquantized checkpoint without a quantized cache has the gates
+            of its dtype.
         tasks: names of tasks or groups of lm-evaluation-harness (extra `eval`), which both models do too.
         task_folder: a folder with further tasks, YAML files as lm-evaluation-harness has them.
         task_limit: examples of each task at most; all by default.
@@ -198,7 +199,7 @@ def compare_checkpoints(
 def _windows(
     manifest: "Manifest", prompts: Sequence[str], text: Path | None, length: int, stride: int
 ) -> "Sequence[Window]":
-    """The windows of a text, or a window for each prompt, all of whose predictions but the last count.
+    """Returns the windows of a text, or a window for each prompt, all of whose predictions but the last count.
 
     Raises:
         UsageError: the text cannot be read, or is too short; there is no tokenizer, or a window is too long.

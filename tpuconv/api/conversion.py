@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DTYPE_CHOICES = ("auto", "bfloat16", "float32")
 ENCODING_CHOICES = ("dequantize", "keep")
-"""What `dtype` and `encoding` may be; `--dtype` of every command."""
+"""The values of `dtype` and `encoding`, and of `--dtype` of every command."""
 
 
 def convert(
@@ -64,7 +64,7 @@ def convert(
             `-<config>` after it if `quantize` is given.
         dtype: of the parameters: "auto" (the source's), "bfloat16" or "float32".
         encoding: "dequantize" decodes FP8, INT8, INT4 and FP4 weights; "keep" passes them through.
-        compress: compress all arrays by zstd, not only codes of less than 8 bits.
+        compress: compress all arrays by zstd, not only quantized values of less than 8 bits.
         quantize: name or path of a quantization config, applied on the way.
         scan_layers: stack the layers, for `jax.lax.scan`.
         layers: convert these layers only, as a trial.
@@ -137,8 +137,8 @@ def plan(
     jobs: int | None = None,
     progress: Listener = ignore,
 ) -> ConversionPlan:
-    """What `convert` with these arguments would do. No weights are downloaded or read. What does not fit is in
-    `plan.faults`; `check` raises it.
+    """Plans `convert` with these arguments. No weights are downloaded or read. `plan.faults` lists the faults; `check`
+    raises them.
 
     Raises:
         TpuconvError: the source cannot be read or its architecture is not supported.
@@ -196,7 +196,7 @@ def plan_quantization(
     max_memory: int | None = None,
     jobs: int | None = None,
 ) -> ConversionPlan:
-    """What `quantize` with these arguments would do. No weights are read.
+    """Plans `quantize` with these arguments. No weights are read.
 
     Raises:
         TpuconvError: `ckpt` is no checkpoint that can be quantized, or the config does not fit it.
@@ -226,7 +226,7 @@ def quantize(
     progress: Listener = ignore,
 ) -> Conversion:
     """Quantizes a checkpoint by the Qwix rules of a config: the arrays are those that Qwix makes of the model, bit for
-    bit. With a config that has a `calibration` the quantized values are those of its method instead.
+    bit. If the config has a `calibration`, its method chooses the quantized values instead.
 
     The output appears complete or not at all; interrupted, the same call continues.
 
@@ -258,7 +258,9 @@ def quantize(
     place = workspace_folder(workspace)
     if place is not None and (rules.calibration is None or isinstance(to, Path)):
         raise UsageError(
-            "the workspace takes what a calibration finds for an output in a bucket, which this is not",
+            "--workspace holds the results of a calibration for an output in a bucket; this output is on a disk or "
+            "has no "
+            "calibration",
             hint="leave --workspace out",
         )
     data = calibration_data(folder, rules, calibration, samples, length)
@@ -272,14 +274,14 @@ def quantize(
 
 
 def is_checkpoint(path: str | Location) -> bool:
-    """Whether a folder, on a disk or in a bucket, holds a checkpoint of ours."""
+    """Returns True if a folder, on a disk or in a bucket, contains a checkpoint of tpuconv."""
     from tpuconv.storage.places import is_file
 
     return is_file(to_location(path) / MANIFEST)
 
 
 def find_rules(config: str | Path | None, encoding: str = "dequantize") -> "QuantConfig | None":
-    """The quantization config of a name or path; None where none is given.
+    """Returns the quantization config of a name or path; None where none is given.
 
     Raises:
         ConfigError: it is no valid config.
@@ -320,12 +322,12 @@ def _run(
     from tpuconv.storage.sealed import read_sealed
 
     progress(Progress(stage))  # from here on a rerun continues
-    began, resumed, own_bytes, is_published = time.monotonic(), 0, plan.source_bytes, True
+    began, resumed, part_bytes, is_published = time.monotonic(), 0, plan.source_bytes, True
     convert_plan = convert_to_safetensors if plan.target.is_safetensors else partial(run, workspace=workspace)
     for step in convert_plan(plan, out, limits, overwrite=overwrite, part=part):
         progress(step.shown_as(f"{stage}, {part}" if part else stage))
         if step.stage in ("convert", "export"):
-            own_bytes = step.total
+            part_bytes = step.total
         resumed = step.resumed * plan.source_bytes // max(1, step.total) or resumed
         is_published = step.stage != PART_DONE
     seconds = time.monotonic() - began
@@ -351,7 +353,7 @@ def _run(
         left_out=plan.left_out,
         quantization=report(raw) if raw and plan.quantization else None,
         part=part,
-        part_bytes=own_bytes,
+        part_bytes=part_bytes,
         published=is_published,
     )
     if check and done.already_there:

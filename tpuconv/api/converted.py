@@ -1,4 +1,4 @@
-"""What a conversion did, and what it would do."""
+"""The result of a conversion, and the plan of one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` or `quantize` wrote.
+    """The output of `convert` or `quantize`.
 
     Attributes:
         out: the folder of the checkpoint.
         family: the family of the model, such as "llama".
-        source_state: how the source was checked, as the manifest says it; None if nothing is known.
-        arrays: how many arrays the checkpoint has.
-        parameters: how many parameters the model has; tied ones count once.
+        source_state: the check of the source, as the manifest records it; None if nothing is known.
+        arrays: the number of arrays in the checkpoint.
+        parameters: the number of parameters of the model; tied parameters count once.
         output_bytes: size of the arrays on the disk.
         source_bytes: bytes of the source that are converted.
-        resumed_bytes: how many of them an earlier run had converted.
+        resumed_bytes: the bytes that an earlier run had converted.
         seconds: wall-clock time.
         peak_memory_bytes: peak resident memory of this process.
-        adapters: what was merged.
+        adapters: the merged adapters.
         skipped: source tensors that are not converted, and why.
-        carried: how many source tensors are in safetensors that were written as they are, such as those of a tower.
+        carried: the number of source tensors that are copied to safetensors unchanged, such as the tensors of a tower.
         ignored_config: keys of config.json that are not read, and why.
         left_out: files of the source that are not copied, and why.
         quantization: the quantization report; None for a checkpoint that is not quantized, or not published yet.
-        part: which of several processes this was; None if it was the only one.
+        part: the share of this process; None if there was only one process.
         part_bytes: bytes of the source (of the files, for safetensors) in its part.
         published: whether OUT is complete. If not, the last of the other processes publishes it.
         calibration: how much text a calibration had; None without one.
@@ -68,18 +68,18 @@ class Conversion:
 
     @property
     def source_verified(self) -> bool:
-        """Whether every file has the hash that the Hub lists."""
+        """True if every file has the hash that the Hub lists."""
         from tpuconv.sources.source import VERIFIED
 
         return self.source_state == VERIFIED
 
     @property
     def already_there(self) -> bool:
-        """Whether nothing was left to convert."""
+        """True if nothing was left to convert."""
         return self.published and self.resumed_bytes == self.source_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         facts: dict[str, Any] = {
             "out": str(self.out),
             "family": self.family,
@@ -106,17 +106,17 @@ class Conversion:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """What a conversion would do, from headers alone.
+    """The plan of a conversion, from headers alone.
 
     Attributes:
-        plan: every array, the source tensors it is made of, and what does not fit (`plan.faults`).
+        plan: every array, its source tensors, and the faults (`plan.faults`).
         jobs: threads that would run.
-        peak_memory_bytes: private memory that they would need at most.
-        workspace_bytes: of a streamed source, the most that is on the disk at a time; 0 if nothing is streamed.
-        disk_bytes: what the output takes on its disk, with the files beside the weights.
+        peak_memory_bytes: the most private memory that they would need.
+        workspace_bytes: the most bytes of a streamed source that are on the disk at a time; 0 if nothing is streamed.
+        disk_bytes: the disk space of the output, with the files beside the weights.
         rules: the quantization config; None without one.
         calibration: how much text a calibration would have; None without one.
-        files: of a target with safetensors the tensors of each file that would be written; empty for others.
+        files: for a target with safetensors, the tensors of each file that would be written; empty for other targets.
     """
 
     plan: "Plan"
@@ -132,7 +132,7 @@ class ConversionPlan:
     def sized(
         cls, plan: "Plan", rules: "QuantConfig | None", max_memory: int | None, jobs: int | None
     ) -> "ConversionPlan":
-        """The plan with the jobs and the memory of a run; see `tpuconv.api.convert`.
+        """Returns the plan with the jobs and the memory of a run; see `tpuconv.api.convert`.
 
         Raises:
             ResourceError: the memory does not suffice.
@@ -162,22 +162,22 @@ class ConversionPlan:
 
     @property
     def split_skipped(self) -> "tuple[tuple[Skip, ...], int]":
-        """What is left out of the output, and how many tensors are carried along unchanged."""
+        """The tensors that are left out of the output, and the number of tensors that are copied unchanged."""
         from tpuconv.convert.export.carried import split_skipped
 
         return split_skipped(self.plan)
 
     @property
     def notes(self) -> "Sequence[str]":
-        """What the rules name and stays as it is, and why."""
+        """Notes on modules that the rules name but that stay unquantized, with the reasons."""
         return self.plan.quantization.config.get("notes", ()) if self.plan.quantization else ()
 
     def check(self) -> None:
-        """Raises MappingError if source and family do not fit each other."""
+        """Raises MappingError if the source does not match the table of the family."""
         self.plan.check()
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         facts = self.plan.to_json(self.peak_memory_bytes) | {
             "workspace_bytes": self.workspace_bytes,
             "disk_bytes": self.disk_bytes,

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
         checkpoint: the folder that was checked.
-        arrays: how many arrays were checked.
-        files: how many other files were checked.
-        bytes: size of what was read.
-        faults: what is missing, damaged, changed or extra.
-        updated: files that were taken into the manifest; None if that was not asked for.
+        arrays: the number of checked arrays.
+        files: the number of other checked files.
+        bytes: the bytes that were read.
+        faults: missing, damaged, changed and extra files.
+        updated: files that were recorded in the manifest; None without `update`.
         seconds: wall-clock time.
     """
 
@@ -63,7 +63,7 @@ class Verification:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {
             "passed": self.passed,
             "checkpoint": str(self.checkpoint),
@@ -112,7 +112,7 @@ def verify(ckpt: str | Location, *, update: bool = False, progress: Listener = i
 
 @dataclass(frozen=True)
 class Comparison:
-    """The logits of a converted model beside those of transformers; or its scores or hidden states.
+    """The logits, scores or hidden states of a converted model, compared with transformers.
 
     Attributes:
         checkpoint: the folder of the checkpoint.
@@ -144,13 +144,13 @@ class Comparison:
 
     @property
     def failures(self) -> list[str]:
-        """What failed, a sentence each."""
+        """The failures, one sentence each."""
         first = self.first_diverging
         return ([f"{first} is the first to diverge"] if first else []) + self.statistics.failures()
 
     @property
     def passed(self) -> bool | None:
-        """Whether every gate holds; None if the quantization config has none."""
+        """True if all gates hold; None if the quantization config has no gates."""
         return False if self.failures else self.statistics.passed
 
     def check(self) -> None:
@@ -158,19 +158,19 @@ class Comparison:
         if self.failures:
             what = "quantized" if self.rounded else "converted"
             changed = (
-                f"{self.source} has other weights than those that were converted: give that source, or for merged "
-                "adapters one with the same adapters merged"
+                f"{self.source} has other weights than the converted source: give the converted source, or for merged "
+                "adapters a source with the same adapters merged"
                 if self.given
                 else "the source changed since the conversion: convert it again"
             )
             raise GateError(
-                f"the {what} model does not compute what the original does",
+                f"the {what} model computes other outputs than the original",
                 details=self.failures,
                 hint=changed if self.source_changed else None,
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         facts = {"checkpoint": str(self.checkpoint), "source": self.source, **self.statistics.to_json()}
         facts["source_changed"] = None if self.source_changed is None else bool(self.source_changed)
         if self.mesh:
@@ -235,7 +235,7 @@ def compare(
         check_logits(manifest)
     if manifest.raw["options"].get("adapters") and source is None:
         raise UsageError(
-            f"{ckpt} has adapters merged, and its source has not",
+            f"{ckpt} has merged adapters, and its source has not",
             hint="merge them with peft (merge_and_unload, save_pretrained), and name that folder by --source",
         )
     origin = manifest.raw["source"]
@@ -250,7 +250,7 @@ def compare(
     with resolved, plain_path(own) as source_folder, plain_path(manifest.folder) as folder:
         check_sizes(manifest, own)
         layerwise = layerwise or _needs_decoded(manifest, own, mesh)
-        progress(Progress("comparing the source with that of the conversion"))
+        progress(Progress("comparing the source with the source of the conversion"))
         changed = changed_shards(own, origin["shards"], known_stamps(manifest.sealed, own))
         on_source(changed)
         ids = tokenized(manifest, own, prompts)
@@ -309,7 +309,7 @@ def compare(
 
 
 def _source_folder(manifest: "Manifest") -> Path:
-    """The local folder that a checkpoint was converted from, or a copy of it.
+    """Returns the local folder that a checkpoint was converted from, or a copy of it.
 
     Raises:
         UsageError: nobody knows it on this machine.
@@ -321,18 +321,18 @@ def _source_folder(manifest: "Manifest") -> Path:
     if folder is None:
         raise UsageError(
             f"{manifest.folder} was converted from a local folder, which a checkpoint does not name",
-            details=["this machine remembers none with the same weights, and there is none beside the checkpoint"],
-            hint="give it, or a copy of it, by --source FOLDER; a changed copy is told",
+            details=["this machine remembers no folder with the same weights, and there is none beside the checkpoint"],
+            hint="give this folder or a copy with --source FOLDER; a changed copy is reported",
         )
     return folder
 
 
 def _needs_decoded(manifest: "Manifest", source: Path, mesh: Mapping[str, int] | None) -> bool:
-    """Whether transformers must be given decoded weights, which is done layer by layer: by itself it would round the
-    inputs of the source's matrices, and the converted model does not.
+    """Returns True if transformers needs decoded weights, which are compared layer by layer. On the encoded source it
+    would round the inputs of matrices, and the converted model does not.
 
     Raises:
-        UsageError: it must, and this checkpoint cannot be compared layer by layer.
+        UsageError: transformers needs them, and this checkpoint cannot be compared layer by layer.
     """
     from tpuconv.encodings.schemes import quantizes_inputs
     from tpuconv.models.stored import model_config
@@ -353,7 +353,7 @@ def _needs_decoded(manifest: "Manifest", source: Path, mesh: Mapping[str, int] |
             f"{manifest.folder} does not",
             details=[f"decoded weights are compared layer by layer, and here {reason}" for reason in cannot],
             hint="compare a checkpoint in which the weights are decoded, without --mesh; `tpuconv compare` compares "
-            "that one with this",
+            "it with this one",
         )
     return True
 
@@ -390,8 +390,8 @@ def _room(manifest: "Manifest", dtype: str, *, layerwise: bool) -> int | None:
 
 
 def tokenized(manifest: "Manifest", tokenizer_folder: Path, prompts: Sequence[str]) -> list[list[int]]:
-    """Token ids of prompts, by the tokenizer in a folder. Where there are none, those of the built-in ones, of which no
-    more is taken than the model has positions for.
+    """Returns the token ids of prompts, by the tokenizer in a folder. Without prompts it uses the built-in ones, of
+    which no more is taken than the model has positions for.
 
     Raises:
         UsageError: there is no tokenizer, or a prompt is longer than the context of the model.
@@ -417,7 +417,7 @@ def tokenized(manifest: "Manifest", tokenizer_folder: Path, prompts: Sequence[st
 
 
 def model_context(manifest: "Manifest") -> int:
-    """How many tokens the model of a checkpoint was made for."""
+    """Returns the number of tokens that the model of a checkpoint was made for."""
     from tpuconv.models.common.config import context_of
     from tpuconv.models.stored import model_config
 

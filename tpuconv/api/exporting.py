@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Export:
-    """What `export` wrote.
+    """The output of `export`.
 
     Attributes:
         out: the folder with the safetensors files.
         family: the family of the model.
         target: the program that the checkpoint is for.
         arrays: the folder of the Orbax checkpoint.
-        skipped: what was not exported of a trainer's checkpoint, or of what the conversion skipped.
-        files: how many safetensors files there are.
+        skipped: the arrays of a trainer's checkpoint, or the tensors skipped by the conversion, that were not exported.
+        files: the number of safetensors files.
         bytes: size of the tensors.
         already_there: whether OUT was complete before.
         seconds: wall-clock time.
         peak_memory_bytes: peak resident memory of this process.
-        part: which of several processes this was; None if it was the only one.
+        part: the share of this process; None if there was only one process.
         published: whether OUT is complete. If not, the last of the other processes publishes it, and `files` is 0.
     """
 
@@ -76,15 +76,16 @@ class Export:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What an export would write, before a value is read.
+    """The plan of an export, before a value is read.
 
     Attributes:
         ckpt: the checkpoint.
         family: the family of the model.
         target: the program that the checkpoint is for.
-        skipped: what would not be exported of a trainer's checkpoint, or of what the conversion skipped.
+        skipped: the arrays of a trainer's checkpoint, or the tensors skipped by the conversion, that would not be
+            exported.
         files: the tensors of each safetensors file.
-        encoding: what config.json would say of quantized parameters; None if there are none.
+        encoding: the description of quantized parameters for config.json; None if there are none.
     """
 
     ckpt: Location
@@ -125,7 +126,7 @@ def plan_export(
     form: str | None = None,
     progress: Listener = ignore,
 ) -> ExportPlan:
-    """What `export` would write with the same arguments; no values are read.
+    """Plans `export` with the same arguments; no values are read.
 
     Raises:
         TpuconvError: see `tpuconv.errors` for its children.
@@ -164,7 +165,7 @@ def export(
             the latest step is taken.
         out: the folder to write; it appears complete or not at all.
         config: a folder or a Hub id with the config.json and the tokenizer of the model that was trained. If it has
-            safetensors, their names are those of `out`.
+            safetensors, `out` has their names.
         target: the program that a trainer's checkpoint is of; by default each is tried.
         with_skipped: the source that the checkpoint was converted from, a folder or a Hub id, which gives the tensors
             that the conversion skipped. It is proved to be the same.
@@ -187,7 +188,8 @@ def export(
 
     if config is not None and part is not None:
         raise UsageError(
-            "what a trainer saved is exported by one process", hint="leave out --process-count, --distributed and --ray"
+            "a trainer's checkpoint is exported by one process",
+            hint="leave out --process-count, --distributed and --ray",
         )
     folder = to_location(out)
     began, total, was_there, is_published = time.monotonic(), 0, False, True
@@ -255,11 +257,12 @@ def _check_options(
         )
     if config is None and target is not None:
         raise UsageError(
-            "--target is of a trainer's checkpoint, which needs --config", hint="leave it out, or give --config SRC"
+            "--target is only for a trainer's checkpoint, which needs --config",
+            hint="leave it out, or give --config SRC",
         )
     if config is not None and scheme is not None:
         raise UsageError(
-            "--scheme is for quantized checkpoints of tpuconv, and --config is for what a trainer saved",
+            "--scheme is for quantized checkpoints of tpuconv, and --config is for a trainer's checkpoint",
             hint="leave it out",
         )
     if config is not None and with_skipped is not None:
@@ -308,8 +311,8 @@ def _converted(
 
 
 def _check_whole(manifest: "Manifest") -> None:
-    """Raises UsageError if a checkpoint holds the text model of a multimodal one alone: the config.json of its export
-    would describe parts that are not there, for which transformers fills in random numbers."""
+    """Raises UsageError if a checkpoint contains only the text model of a multimodal model: the config.json of its
+    export would describe missing parts, which transformers fills with random numbers."""
     from tpuconv.models.common.wrapper import is_outside
 
     lost = [skip for skip in manifest.raw["skipped"] if is_outside(skip["reason"])]
@@ -317,10 +320,10 @@ def _check_whole(manifest: "Manifest") -> None:
         origin = manifest.raw["source"]
         count = sum(skip["count"] for skip in lost)
         raise UsageError(
-            f"{manifest.folder} holds the text model alone, and its config.json describes a multimodal one: "
+            f"{manifest.folder} contains only the text model, and its config.json describes a multimodal model: "
             f"{format_count(count, 'tensor')} would be missing",
             details=shorten([f"{skip['pattern']}: {skip['reason']}" for skip in lost]),
-            hint="give the source, which has them, for a complete model: --with-skipped "
+            hint="for a complete model give the source, which has them: --with-skipped "
             f"{origin.get('repo') or origin.get('folder') or 'SRC'}",
         )
 
@@ -328,7 +331,7 @@ def _check_whole(manifest: "Manifest") -> None:
 def _trained(
     ckpt: Location, config: str, target: str | None, stack: ExitStack, progress: Listener
 ) -> "tuple[ArraySource, Exporting, tuple[Skip, ...]]":
-    """The arrays of what a trainer saved, what is exported of them, and what is not."""
+    """Returns the arrays of a trainer's checkpoint, the exported ones and the skipped ones."""
     from tpuconv.checkpoint.orbax_tree import TrainedTree, locate_tree
     from tpuconv.convert.export.exporting import Exporting
     from tpuconv.convert.export.orbax_arrays import OrbaxArrays
@@ -340,7 +343,7 @@ def _trained(
     folder = locate_tree(ckpt)
     if is_there(ckpt / MANIFEST):
         raise UsageError(
-            f"{ckpt} has a manifest of tpuconv, which says what it is",
+            f"{ckpt} has a manifest of tpuconv, so --config is not needed",
             hint="leave out --config; if a trainer wrote other arrays into it, give the folder of its step",
         )
     tree = TrainedTree(folder)

@@ -34,14 +34,14 @@ class Inspection:
     device_bytes: int | None
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         sharded = {"mesh": dict(self.mesh), "device_bytes": self.device_bytes} if self.mesh else {}
         facts = {"format": self.format, "tensors": self.tensors, "bytes": self.bytes}
         return {**facts, **sharded, "patterns": list(self.patterns)}
 
 
 def inspect(path: str | Location, *, mesh: Mapping[str, int] | None = None) -> Inspection:
-    """The tensors of a checkpoint, from headers alone.
+    """Returns the tensors of a checkpoint, from headers alone.
 
     Args:
         path: a safetensors folder or file, a Hub id, or a checkpoint of ours.
@@ -83,7 +83,7 @@ def inspect(path: str | Location, *, mesh: Mapping[str, int] | None = None) -> I
 
 
 def _our_tensors(path: Location, mesh: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """The arrays of a checkpoint, and the part of each that one device of the mesh holds."""
+    """Returns the arrays of a checkpoint, and the part of each that one device of the mesh holds."""
     from tpuconv.checkpoint.manifest import element_bytes, read_manifest
     from tpuconv.sharding import partition, shard_shape, undivided
 
@@ -116,8 +116,8 @@ def _source_tensors(path: str) -> dict[str, dict[str, Any]]:
 
 
 def propose(src: str | Path) -> "FamilyProposal":
-    """The family that is nearest to a checkpoint that no family reads, what it explains, and a draft of a `family.py`.
-    From config.json and headers alone.
+    """Returns the family that is nearest to a checkpoint that no family reads, what it explains, and a draft of a
+    `family.py`. From config.json and headers alone.
 
     Args:
         src: a folder with safetensors, or a Hub id.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def load(
     ckpt: str | Location, dtype: "DTypeLike | None" = None, mesh: "Mesh | None" = None, *, mtp: bool = False
 ) -> "nnx.Module":
-    """The model of a checkpoint, with its weights; see `tpuconv.restore.load`."""
+    """Returns the model of a checkpoint, with its weights; see `tpuconv.restore.load`."""
     from tpuconv import restore
 
     with plain_path(to_location(ckpt)) as folder:
@@ -68,8 +68,8 @@ def leave_processes() -> None:
 
 
 def load_on_all_devices(folder: Location, dtype: Any = None, *, mtp: bool = False) -> Any:
-    """The model of a checkpoint, sharded over all devices, with `jax.distributed` those of all processes; with `mtp`
-    and its module for multi-token prediction."""
+    """Returns the model of a checkpoint, sharded over all devices (with `jax.distributed`, of all processes); with
+    `mtp` and its module for multi-token prediction."""
     from tpuconv.checkpoint.manifest import read_manifest
 
     check_address_space_for_jax(int(read_manifest(folder).raw["bytes"]))
@@ -89,7 +89,7 @@ def generator(
     speculate: bool = False,
     before_reading: "Callable[[PromptEncoder], None] | None" = None,
 ) -> "TextGenerator":
-    """What continues texts with the model of a checkpoint, on all devices of this machine; see
+    """Returns a generator that continues texts with the model of a checkpoint, on all devices of this machine; see
     `tpuconv.models.text_generator.TextGenerator`.
 
     Args:
@@ -150,7 +150,7 @@ def save(
     """Writes a trained or changed model as a checkpoint that every command takes. It appears complete or not at all.
 
     Args:
-        model: a Flax NNX model as `load` returns it, not quantized; its dtype is that of the checkpoint.
+        model: a Flax NNX model as `load` returns it, not quantized; it has the dtype of the checkpoint.
         out: the folder to write.
         like: the checkpoint that the model was loaded from: config, tokenizer and names come from it, and the arrays of
             multi-token prediction layers that the model does not have.
@@ -160,7 +160,7 @@ def save(
         The folder.
 
     Raises:
-        TpuconvError: the model is not that of `like`, or the folder cannot be written; see `tpuconv.errors`.
+        TpuconvError: the model differs from `like`, or the folder cannot be written; see `tpuconv.errors`.
     """
     from tpuconv import persist
     from tpuconv.convert.run.sizing import Limits

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """How fast a model decodes on the devices of this machine.
+    """The decoding speed of a model on the devices of this machine.
 
     Attributes:
         checkpoint: the folder of the checkpoint.
@@ -39,7 +39,7 @@ class Benchmark:
     timings: Sequence["Timing"]
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {
             "checkpoint": str(self.checkpoint),
             "source": self.source,
@@ -127,10 +127,10 @@ def benchmark(
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a model fits TPU slices, by the TPU compiler.
+    """The answer of the TPU compiler to the question whether a model fits TPU slices.
 
     Attributes:
-        source: what was asked about.
+        source: the model or checkpoint.
         request: batch, context, types and mesh.
         reports: one for each slice that was compiled for.
         layouts: the file that `write_layouts` wrote; None if it wrote none.
@@ -169,7 +169,7 @@ class Fit:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         request = self.request
         return {
             "source": self.source,
@@ -258,9 +258,7 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
     allowed: Sequence[str] = ()
     if is_checkpoint(src):
         if encoding == "keep":
-            raise UsageError(
-                f"{src} is converted already: its weights are taken as stored", hint="leave --encoding out"
-            )
+            raise UsageError(f"{src} is converted already: its weights are used as stored", hint="leave --encoding out")
         manifest = read_manifest(to_location(src))
         check_logits(manifest)
         stored, allowed = manifest.dtype, manifest.allow_config
@@ -281,7 +279,7 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
     config = without_keys(fetch_config(src), allowed)
     if returned := find_family(config).returns(config):
         raise UsageError(
-            f"{src} has a model that returns {returned}: it does not decode, which is what is compiled",
+            f"{src} has a model that returns {returned}: it cannot decode, and `fit` compiles decoding",
             hint="give a language model",
         )
     if encoding == "keep":

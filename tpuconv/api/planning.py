@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a source is, and what becomes of what is fetched of it."""
+    """The place of a source, and the treatment of its fetched files."""
 
     src: str
     revision: str | None
@@ -38,7 +38,7 @@ class Origin:
 
 
 def workspace_folder(workspace: str | Path | None) -> Path | None:
-    """The folder of a workspace, if there is one.
+    """Returns the folder of a workspace, if there is one.
 
     Raises:
         UsageError: it is not on a local disk.
@@ -50,7 +50,7 @@ def workspace_folder(workspace: str | Path | None) -> Path | None:
 def planned_conversion(
     origin: Origin, options: "Options", rules: "QuantConfig | None", *, runs: bool, progress: Listener
 ) -> "Iterator[Plan]":
-    """The plan of a conversion; the source is held while it is used."""
+    """Yields the plan of a conversion; the source is held while it is used."""
     from tpuconv.models.registry import find_family
     from tpuconv.sources.hub import resolve
     from tpuconv.sources.source import fetched_meanwhile, open_source
@@ -79,7 +79,7 @@ def planned_conversion(
 def planned_quantization(
     ckpt: Location, rules: "QuantConfig", data: "CalibrationData | None", compress: bool, *, runs: bool
 ) -> "Plan":
-    """The plan to quantize a checkpoint."""
+    """Returns the plan to quantize a checkpoint."""
     from tpuconv.checkpoint.reader import open_checkpoint
     from tpuconv.convert.plan.types import Options
     from tpuconv.models.registry import get_family
@@ -90,7 +90,7 @@ def planned_quantization(
 
 
 def text_of(plan: "Plan") -> "CalibrationText | None":
-    """How much text a planned quantization is calibrated on; None without a calibration."""
+    """Returns the amount of calibration text of a planned quantization; None without a calibration."""
     from tpuconv.quantize.calibrate.run import LayerwiseCalibration
 
     calibration = plan.quantization.calibration if plan.quantization else None
@@ -109,7 +109,7 @@ def _make_plan(
     *,
     runs: bool,
 ) -> "Plan":
-    """The plan for a table, or for the family's and the target's if it is None."""
+    """Returns the plan for a table, or for the family's and the target's if it is None."""
     from tpuconv.convert.plan.coverage import make_plan
     from tpuconv.targets.compose import check_quantized, find_tree, same_parameters, target_table
     from tpuconv.targets.registry import get_target
@@ -118,11 +118,11 @@ def _make_plan(
     target = get_target(options.target)
     if target.is_safetensors and (options.scan_layers or options.layers):
         raise UsageError(
-            f"the target {target.name} has every layer, by itself", hint="leave out --scan-layers and --layers"
+            f"the target {target.name} always has all layers, unstacked", hint="leave out --scan-layers and --layers"
         )
     if options.scheme is not None and not target.is_safetensors:
         raise UsageError(
-            f"the target {target.name} has no schemes of servers",
+            f"the target {target.name} does not write formats of servers",
             hint="leave out --scheme, or use --target huggingface",
         )
     if rules is not None and target.quantized is None:
@@ -130,7 +130,7 @@ def _make_plan(
     if rules is not None and target.fp8_block:
         raise UsageError(
             f"the target {target.name} has no parameters that are quantized by rules",
-            hint="leave out --quantize, or keep the FP8 of a release by --encoding keep",
+            hint="leave out --quantize, or keep the FP8 weights of a release with --encoding keep",
         )
     returns = family.returns(source.config, source.tensors) if table is None else table.returns
     report = family.check_config(source.config, options.allow_config, source.tensors, returns)

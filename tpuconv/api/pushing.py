@@ -12,7 +12,7 @@ from tpuconv.location import local_path
 
 @dataclass(frozen=True)
 class Push:
-    """What `push` uploaded, or would upload.
+    """The files that `push` uploaded, or would upload.
 
     Attributes:
         folder: the output.
@@ -34,7 +34,7 @@ class Push:
         return sum(self.files.values())
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         facts = {"folder": str(self.folder), "repo": self.repo, "revision": self.revision, "commit": self.commit}
         return {**facts, "bytes": self.bytes, "files": dict(self.files)}
 
@@ -46,7 +46,7 @@ def push(
     skips what is there.
 
     Args:
-        path: the folder. Its files must be those of its manifest, with their sizes; `verify` compares contents.
+        path: the folder. It must contain the files of its manifest, with their sizes; `verify` compares contents.
         repo: `org/name`; it is made if it does not exist.
         private: the repository must be private; a new one is made so.
         revision: a branch, which is made if it does not exist.
@@ -88,7 +88,7 @@ def push(
 
 
 def _complete(folder: Path) -> dict[str, int]:
-    """The files of an output and their sizes, after checking that it is complete and holds nothing else."""
+    """Returns the files of an output and their sizes, after checking that it is complete and holds nothing else."""
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.names import MANIFEST
     from tpuconv.storage.places import size_faults

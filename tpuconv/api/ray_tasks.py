@@ -24,7 +24,7 @@ from tpuconv.location import Location, to_location
 from tpuconv.progress import Listener, Progress, ignore
 
 LOCK_SECONDS = 180.0
-"""How long a task that runs again waits for the lock of the process that it follows. NFS frees it after 90 s."""
+"""The time that a repeated task waits for the lock of the process that it follows. NFS frees it after 90 s."""
 POLL_OF_TASKS_SECONDS = 0.5
 
 Result = TypeVar("Result", Conversion, Export)
@@ -40,8 +40,8 @@ def on_ray(
     progress: Listener = ignore,
     **options: Any,
 ) -> Result:
-    """Runs a function of this package as tasks of a Ray cluster, then publishes the output: it is equal to that of one
-    process, bit for bit. Interrupted, the same call continues.
+    """Runs a function of this package as tasks of a Ray cluster, then publishes the output: it is equal to the output
+    of one process, bit for bit. Interrupted, the same call continues.
 
     Args:
         command: `convert`, `quantize` or `export`.
@@ -80,7 +80,7 @@ def on_ray(
             raise
         except ray.exceptions.RayError as error:
             raise ResourceError(
-                "a task of Ray died, and so did those that repeated it",
+                "a task of Ray died, and so did its repetitions",
                 details=str(error).splitlines()[:10],
                 hint="the same command continues; with too little memory on a node give --max-memory",
             ) from error
@@ -103,8 +103,8 @@ def _do_part(
     folder: str,
     token: bytes,
 ) -> int:
-    """The task: one part, in the working directory of the driver, if this node has it. Returns how many bytes of the
-    source an earlier run had converted."""
+    """Returns the task: one part, in the working directory of the driver, if this node has it. Returns how many bytes
+    of the source an earlier run had converted."""
     from tpuconv.storage.shared_journal import PartRunning
 
     libtpu.hide_without_tpu()
@@ -148,8 +148,8 @@ def _cluster(address: str) -> Iterator[Any]:
 
 @contextmanager
 def _token(out: Location) -> Iterator[bytes]:
-    """What is in a random file that is beside an output on a disk while tasks run: a node that does not see it has
-    another disk there. Empty for a bucket."""
+    """Yields the contents of a random file beside an output on a disk while tasks run: a node that does not see the
+    file has another disk there. Empty for a bucket."""
     from tpuconv.storage import disk
 
     if not isinstance(out, Path):
@@ -178,7 +178,7 @@ def _check_shared(out: Location, token: bytes) -> None:
 
 
 def _absolute(place: Any) -> Any:
-    """A path that holds in other working directories; a Hub id as it is."""
+    """Returns a path that holds in other working directories; a Hub id as it is."""
     location = to_location(place)
     if isinstance(location, Path) and (location.exists() or isinstance(place, Path)):
         return Path(os.path.abspath(location))

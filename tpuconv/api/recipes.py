@@ -1,4 +1,4 @@
-"""What rounding each group of parameters costs a model, and the recipe that a budget of bits allows."""
+"""Measures the cost of rounding each group of parameters, and finds the best recipe for a budget of bits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 ROUNDING_METHODS = ("gptq", "awq", "nearest")
-"""How weights are rounded while their costs are measured; the first is the default."""
+"""The rounding of weights while their costs are measured; the first is the default."""
 GATE_CANDIDATES = 64
 """Recipes among which the smallest that holds its gates is searched, evenly by bits."""
 GATE_STRIDE = 8
-"""Of the candidates each of this number is measured first."""
+"""The step between the candidates that are measured first."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Sensitivity:
     calibration: "CalibrationText | None" = None
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         facts: dict[str, Any] = {
             "checkpoint": str(self.checkpoint),
             "dtype": self.dtype,
@@ -241,9 +241,9 @@ def _smallest(
     ids: Sequence[Sequence[int]],
     gates: Mapping[str, float],
 ) -> "tuple[list[Option], LogitStatistics]":
-    """The choice with the fewest bits, of about `GATE_CANDIDATES`, with which the model holds the gates. They are
-    measured from the fewest bits on, since more bits do not always lose less: each `GATE_STRIDE`th up to the first that
-    holds, then those between it and the one before.
+    """Returns the choice with the fewest bits, of about `GATE_CANDIDATES`, with which the model holds the gates. They
+    are measured from the fewest bits on, since more bits do not always lose less: each `GATE_STRIDE`th up to the first
+    that holds, then those between it and the one before.
 
     Raises:
         GateError: none does.
@@ -266,7 +266,7 @@ def _smallest(
         found = first_of(range(before + 1, found[0])) or found
     if found is None:
         raise GateError(
-            "no recipe holds the gates " + ", ".join(f"{name}={bound:g}" for name, bound in gates.items()),
+            "no recipe passes the gates " + ", ".join(f"{name}={bound:g}" for name, bound in gates.items()),
             hint="give gates that allow more, or leave the model unquantized",
         )
     return found[1:]

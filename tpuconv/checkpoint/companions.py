@@ -15,7 +15,7 @@ from tpuconv.storage.sinks import FolderSink, Sink
 
 
 def companions_of(manifest: Manifest) -> dict[str, dict[str, Any]]:
-    """The files that came with the weights, with size and hash."""
+    """Returns the files that came with the weights, with size and hash."""
     if not manifest.sealed.is_sealed:
         return find_companions(manifest.folder, SOURCE_CARD).copied
     files = manifest.sealed.files.items()
@@ -23,7 +23,8 @@ def companions_of(manifest: Manifest) -> dict[str, dict[str, Any]]:
 
 
 def is_copied(manifest: Manifest, name: str) -> bool:
-    """Whether a file of a checkpoint came with the weights: a companion, or in the folder of a module."""
+    """Returns True if a file of a checkpoint came with the weights: a companion, or a file in the folder of a
+    module."""
     return is_companion(name) or ("/" in name and not manifest.is_of_arrays(name))
 
 
@@ -42,7 +43,8 @@ def copy_companion(manifest: Manifest, name: str, sink: Sink, target: str, facts
 
 @contextmanager
 def tokenizer_folder(manifest: Manifest) -> Iterator[Path]:
-    """A local folder with the tokenizer and the configs of a checkpoint: its own, or copies of what is in a bucket."""
+    """Yields a local folder with the tokenizer and the configs of a checkpoint: its own folder, or copies from a
+    bucket."""
     if isinstance(manifest.folder, Path):
         with plain_path(manifest.folder) as path:
             yield path

@@ -24,7 +24,7 @@ class CheckpointFiles:
         return dict(self.manifest.file_sizes())
 
     def changed(self, names: Collection[str]) -> Iterator[str]:
-        """See `Contents`. Of an array whose checksum is not that of the manifest, all of these shards are yielded."""
+        """See `Contents`. All shards are yielded of an array whose checksum differs from the manifest."""
         listed = ListedFiles(self.manifest.folder, self.manifest.sealed.files)
         yield from listed.changed([name for name in names if name in listed.files])
         shards: dict[str, list[str]] = {}
@@ -48,7 +48,7 @@ class CheckpointFiles:
 
 
 def contents_of(folder: Location, sealed: Sealed) -> Contents:
-    """The contents of an output of any kind.
+    """Returns the contents of an output of any kind.
 
     Raises:
         CorruptOutput: the manifest is not valid.

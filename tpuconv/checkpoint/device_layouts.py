@@ -18,7 +18,7 @@ from tpuconv.storage.sealed import take_in, write_whole
 LAYOUTS_FORMAT = 1
 
 MAX_ARRAYS = 100_000
-"""In one file. A checkpoint has a few thousand."""
+"""The most entries in one file. A checkpoint has a few thousand."""
 
 
 class DeviceLayout(NamedTuple):
@@ -31,7 +31,7 @@ class DeviceLayout(NamedTuple):
 
     @classmethod
     def of(cls, dtype: str, major_to_minor: Iterable[int], tiling: Iterable[Iterable[int]]) -> "DeviceLayout":
-        """A layout from lists, as JSON has them."""
+        """Returns a layout from lists, as JSON has them."""
         return cls(dtype, tuple(major_to_minor), tuple(map(tuple, tiling)))
 
 

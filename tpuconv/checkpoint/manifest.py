@@ -38,7 +38,7 @@ from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT, Sealed, check_cu
 PARAMS = "params"
 """The folder of the Orbax checkpoint, unless the target has it elsewhere."""
 ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
-"""What makes a folder of arrays an Orbax checkpoint."""
+"""The files that make a folder of arrays an Orbax checkpoint."""
 AS_RELEASED = "as released"
 """The name of the quantization of parameters that stay encoded, where others have the name of a config."""
 LIBRARIES = ("tpuconv", "numpy", "ml_dtypes")
@@ -48,12 +48,12 @@ OWN_TARGET = "tpuconv"
 """The target whose tree is ours."""
 MAX_LAYERS = 1 << 20
 MAX_CHUNKS = 10_000_000
-"""Of one array, which would have 5 TB."""
+"""The most chunks of one array, which would have 5 TB."""
 
 
 def chunk_checksum(shape: Shape, chunks: Shape, start: Shape, chunk: np.ndarray) -> int:
-    """The part of the chunk at `start` in the checksum of its array. `chunk` is contiguous and of the full shape
-    `chunks`."""
+    """Returns the part of the chunk at `start` in the checksum of its array. `chunk` is contiguous and of the full
+    shape `chunks`."""
     index = 0
     for n, c, first in zip(shape, chunks, start, strict=True):
         index = index * -(-n // c) + first // c
@@ -61,7 +61,8 @@ def chunk_checksum(shape: Shape, chunks: Shape, start: Shape, chunk: np.ndarray)
 
 
 def crc_checksum(grid: Shape, index: Shape, crcs: bytes) -> int:
-    """The part of a shard, at `index` in the grid of shards, in the sum over the crc32c of its chunks, `crcs`."""
+    """Returns the part of a shard, at `index` in the grid of shards, in the sum over the crc32c of its chunks,
+    `crcs`."""
     number = 0
     for n, i in zip(grid, index, strict=True):
         number = number * n + i
@@ -69,12 +70,12 @@ def crc_checksum(grid: Shape, index: Shape, crcs: bytes) -> int:
 
 
 def add_checksums(parts: Iterable[int]) -> int:
-    """The sum of parts of a checksum, modulo 2^64."""
+    """Returns the sum of parts of a checksum, modulo 2^64."""
     return sum(parts) % (1 << 64)
 
 
 def add_statistics(total: dict[str, float], part: Mapping[str, float]) -> None:
-    """Adds the statistics of a part of a parameter to those of other parts."""
+    """Adds the statistics of a part of a parameter to the statistics of other parts."""
     for name, value in part.items():
         total[name] = total.get(name, 0) + value
 
@@ -98,7 +99,7 @@ class StoredArray:
 
     @property
     def spec(self) -> ShardedArraySpec:
-        """How the array is divided among files. Not for manifests of format 1."""
+        """The division of the array into files. Not for manifests of format 1."""
         assert self.shards is not None
         return ShardedArraySpec(
             self.shape,
@@ -111,7 +112,7 @@ class StoredArray:
 
     @property
     def is_compressed(self) -> bool:
-        """Whether its chunks are zstd frames."""
+        """True if the chunks are zstd frames."""
         return self.shard_bytes is not None
 
 
@@ -137,7 +138,7 @@ class Manifest:
         check_current(self.folder, self.sealed)
 
     def read_file(self, name: str) -> bytes:
-        """The bytes of a small file beside the arrays.
+        """Returns the bytes of a small file beside the arrays.
 
         Raises:
             CorruptOutput: it cannot be read, or does not match the manifest.
@@ -182,11 +183,11 @@ class Manifest:
         return self.folder / str(self.raw.get("folder", PARAMS))
 
     def path_of(self, name: str) -> str:
-        """The path in the folder of a file or folder of the Orbax checkpoint."""
+        """Returns the path in the folder of a file or folder of the Orbax checkpoint."""
         return path_in(self.raw.get("folder", PARAMS), name)
 
     def is_of_arrays(self, path: str) -> bool:
-        """Whether a path in the folder is of the Orbax checkpoint, and not beside the arrays."""
+        """Returns True if a path in the folder belongs to the Orbax checkpoint, not to the files beside the arrays."""
         top = self.path_of("").partition("/")[0]
         return path.startswith(f"{top}/") if top else "/" in path or path in ORBAX_FILES
 
@@ -219,7 +220,7 @@ class Manifest:
         """
         if self.target != OWN_TARGET:
             raise UsageError(
-                f"{self.folder} is a checkpoint for {self.target}, with the names of that",
+                f"{self.folder} is a checkpoint for {self.target}, with the names of that program",
                 hint="convert the source without --target, or `tpuconv export` this and convert that",
             )
 
@@ -240,17 +241,17 @@ class Manifest:
 
     @property
     def returns(self) -> str:
-        """What the model returns if not logits: see `MappingTable.returns`."""
+        """The output of a model that does not return logits: see `MappingTable.returns`."""
         return str(self.raw.get("returns", ""))
 
     @property
     def scan_layers(self) -> bool:
-        """Whether the layers are stacked in one array each."""
+        """True if the layers are stacked in one array each."""
         return bool(self.raw["options"]["scan_layers"])
 
     @property
     def include_mtp(self) -> bool:
-        """Whether it has the layers that predict further tokens."""
+        """True if the checkpoint has the layers that predict further tokens."""
         return bool(self.raw["options"].get("include_mtp"))
 
     @property
@@ -260,14 +261,14 @@ class Manifest:
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
-        """The rules of the quantization, and what became of each parameter. Without rules, the parameters are encoded
+        """The rules of the quantization, and the result for each parameter. Without rules, the parameters are encoded
         as they were released. None if no parameter is quantized."""
         quantization: Mapping[str, Any] | None = self.raw.get("quantization")
         return quantization
 
     @property
     def is_rounded(self) -> bool:
-        """Whether parameters were quantized by rules, so that their values are not the source's."""
+        """True if parameters were quantized by rules, so that their values differ from the source."""
         return self.quantization is not None and "rules" in self.quantization
 
     @property
@@ -278,7 +279,7 @@ class Manifest:
 
     @property
     def dtype(self) -> str:
-        """The dtype in which the model computes: that of most of its bytes, quantized parameters aside."""
+        """The dtype in which the model computes: the dtype of most of its bytes, without quantized parameters."""
         total: dict[str, int] = {}
         for array in self.arrays.values():
             if array.name.endswith((QVALUE, SCALE, ZERO_POINT)):
@@ -311,17 +312,17 @@ class Manifest:
 
 
 def path_in(folder: str, name: str) -> str:
-    """The path of a name in a folder, of which "." is the output itself."""
+    """Returns the path of a name in a folder, of which "." is the output itself."""
     return name if folder == "." else f"{folder}/{name}"
 
 
 def element_bytes(dtype: str) -> int:
-    """The number of bytes of an element as numpy holds it."""
+    """Returns the number of bytes of an element as numpy holds it."""
     return np.dtype(dtype).itemsize
 
 
 def passthrough_facts(passthrough: Mapping[str, Passthrough]) -> dict[str, Any]:
-    """What the manifest says about parameters that stay encoded."""
+    """Returns the manifest's description of passthrough parameters."""
     titles = dict.fromkeys(parameter.scheme.title for parameter in passthrough.values())
     return {
         "name": AS_RELEASED,
@@ -341,7 +342,7 @@ def read_manifest(folder: Location) -> Manifest:
 
 
 def manifest_of(folder: Location, sealed: Sealed) -> Manifest:
-    """The manifest of a converted checkpoint, whose file was read. Raises as `read_manifest` does."""
+    """Returns the manifest of a converted checkpoint, whose file was read. Raises as `read_manifest` does."""
     raw, path = sealed.raw, folder / MANIFEST
     if raw["format"] > MANIFEST_FORMAT:
         raise UsageError(f"{folder} was made by a newer tpuconv (format {raw['format']})", hint="update tpuconv")
@@ -369,7 +370,7 @@ def manifest_of(folder: Location, sealed: Sealed) -> Manifest:
 
 
 def stored_arrays(raw: Mapping[str, Any]) -> dict[str, StoredArray]:
-    """The arrays of a parsed manifest."""
+    """Returns the arrays of a parsed manifest."""
     return {
         name: StoredArray(
             name=name,
@@ -389,7 +390,7 @@ def stored_arrays(raw: Mapping[str, Any]) -> dict[str, StoredArray]:
 
 
 def _quantized_fault(name: str, arrays: Mapping[str, StoredArray], quantization: Mapping[str, Any]) -> str | None:
-    """What is impossible in a quantized parameter; None if nothing."""
+    """Returns the fault of a quantized parameter; None if it has none."""
     values, scale, facts = arrays.get(name + QVALUE), arrays.get(name + SCALE), quantization["parameters"][name]
     if values is None or scale is None:
         return "has no quantized values or no scales in arrays"
@@ -404,7 +405,7 @@ def _quantized_fault(name: str, arrays: Mapping[str, StoredArray], quantization:
 
 @cache
 def _rank(axes: str) -> int | None:
-    """The number of axes that letters stand for; None if they are not valid."""
+    """Returns the number of axes that letters stand for; None if they are not valid."""
     try:
         return len(parse_axes(axes)) if len(axes) <= 200 else None
     except ValueError:
@@ -412,7 +413,7 @@ def _rank(axes: str) -> int | None:
 
 
 def _array_fault(array: StoredArray, is_sealed: bool, raw: Mapping[str, Any]) -> str | None:
-    """What is impossible in the manifest's description of an array; None if nothing."""
+    """Returns the fault of the manifest's description of an array; None if it has none."""
     is_quantized = raw.get("quantization") is not None
     is_part = "target" in raw["options"] or array.name.endswith((QVALUE, SCALE, ZERO_POINT))
     if array.dtype not in PLAIN_DTYPES and not (is_quantized and is_part):
@@ -425,7 +426,7 @@ def _array_fault(array: StoredArray, is_sealed: bool, raw: Mapping[str, Any]) ->
     if not all((*array.chunks, *(array.shards or ()))):
         return f"has chunks {array.chunks} and shards {array.shards} without elements"
     if _rank(array.axes) != len(array.shape):
-        return f"has the axes {short(array.axes)}, which are not those of its shape"
+        return f"has the axes {short(array.axes)}, which do not match its shape"
     if array.shards is None or array.crc32c is None:
         return "has no shards or no crc32c" if is_sealed else None
     if any(s < c or s % c for s, c in zip(array.shards, array.chunks, strict=True)):

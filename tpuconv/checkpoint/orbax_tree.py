@@ -49,18 +49,18 @@ _STEP = re.compile(r"(?:[\w-]*_)?(\d+)")
 UNFINISHED = "wait until the trainer has saved it, then run again"
 
 STORE_ERRORS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
-"""How TensorStore's errors begin that are a bucket's and not the checkpoint's."""
+"""The beginnings of TensorStore's errors that come from a bucket, not from the checkpoint."""
 
 TENSORSTORE_MEMORY = 300 << 20
-"""What TensorStore and its threads add to a process."""
+"""The memory that TensorStore and its threads add to a process."""
 
 CACHE_BYTES = 256 << 20
-"""Of decoded chunks; more where two chunks of an array have more."""
+"""The cache of decoded chunks; larger if two chunks of an array need more."""
 
 
 def locate_tree(folder: Location) -> Location:
-    """The folder of the tree of parameters in what a trainer saved: the folder itself, an item in it, or an item of the
-    latest step.
+    """Returns the folder with the tree of parameters in a trainer's checkpoint: the folder itself, an item in it, or an
+    item of the latest step.
 
     Raises:
         UsageError: there is none, or TensorStore does not read it where it is.
@@ -90,7 +90,7 @@ def locate_tree(folder: Location) -> Location:
 
 
 def holds_tree(folder: Location) -> bool:
-    """Whether `locate_tree` finds one."""
+    """Returns True if `locate_tree` finds a tree."""
     try:
         locate_tree(folder)
     except (UsageError, SourceError):

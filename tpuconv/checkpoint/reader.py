@@ -49,7 +49,7 @@ from tpuconv.storage.hashes import blocks, hash_bytes
 from tpuconv.storage.sinks import Sink
 
 MAX_ZARR_BYTES = 1 * MIB
-"""Of a zarr.json, which has about 900 bytes."""
+"""The largest zarr.json. A real one has about 900 bytes."""
 
 SAFETENSORS_DTYPES = {dtype.name: code for code, dtype in DTYPES.items()}
 
@@ -70,7 +70,7 @@ class Checkpoint(Source):
 
     @property
     def skipped_before(self) -> Sequence[Mapping[str, Any]]:
-        """What the conversion of the original source skipped."""
+        """The tensors that the conversion of the original source skipped."""
         skipped: Sequence[Mapping[str, Any]] = self.manifest.raw["skipped"]
         return skipped
 
@@ -85,7 +85,7 @@ class Checkpoint(Source):
     def open(
         self, check_cancelled: Callable[[], None] = lambda: None, *, hashes: Collection[str] | None = None
     ) -> "CheckpointReader":
-        """A reader of the arrays. Waits until their contents are checked.
+        """Returns a reader of the arrays. Waits until their contents are checked.
 
         Raises:
             CorruptOutput, SourceError: see `check_contents`.
@@ -102,11 +102,11 @@ class Checkpoint(Source):
         """None: config.json describes the encoding of the original source."""
 
     def origin(self, hashes: Mapping[str, str | None]) -> dict[str, Any]:
-        """What the manifest says about the original source."""
+        """Returns the manifest's description of the original source."""
         return self.manifest.origin
 
     def files(self, info: TensorInfo) -> list[tuple[Path, int, int]]:
-        """The shard files of an array: file, first byte and number of bytes."""
+        """Returns the shard files of an array: file, first byte and number of bytes."""
         folder = self.manifest.params / info.name
         if isinstance(folder, BucketPath):
             return []
@@ -117,7 +117,7 @@ class Checkpoint(Source):
         copy_companion(self.manifest, name, sink, target, self.companions[name])
 
     def table(self) -> MappingTable:
-        """A table that maps every array to the parameter of the same name."""
+        """Returns a table that maps every array to the parameter of the same name."""
         rows = [Map(a.name, a.name, a.axes, buffer=a.buffer) for a in self.manifest.arrays.values()]
         periods = {a.shape[0] for a in self.manifest.arrays.values() if a.axes.split()[:1] == [PERIODS]}
         axes = {PERIODS: periods.pop()} if len(periods) == 1 else {}
@@ -132,7 +132,7 @@ def check_logits(manifest: Manifest) -> None:
     """
     if manifest.returns:
         raise UsageError(
-            f"{manifest.folder} holds a model that returns {manifest.returns}, not logits: it has no next token",
+            f"{manifest.folder} holds a model that returns {manifest.returns}, not logits: it predicts no next token",
             hint="take a checkpoint of a language model; `tpuconv.load` gives a model to call",
         )
 
@@ -151,7 +151,7 @@ def check_mtp(manifest: Manifest) -> None:
     if quantized := sorted(name for name in manifest.passthrough if name.startswith(MTP_PARAMETERS)):
         raise UsageError(
             f"{manifest.folder} has its layers for multi-token prediction quantized as released: {quantized[0]} and "
-            f"{len(quantized) - 1} more, and they are computed from dequantized weights only",
+            f"{len(quantized) - 1} more, and the model computes them only from dequantized weights",
             hint="convert the model again without --encoding keep",
         )
 
@@ -183,7 +183,7 @@ def open_checkpoint(folder: Location) -> Checkpoint:
 
 
 def read_checkpoint_config(manifest: Manifest) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint.
+    """Returns the parsed config.json of a checkpoint.
 
     Raises:
         CorruptOutput: it does not match the manifest.
@@ -282,7 +282,7 @@ def _read_box(folder: Location, spec: ShardedArraySpec, box: Sequence[slice], ou
 
 
 def read_checksum(manifest: Manifest, name: str) -> str:
-    """The checksum of an array as it is stored, in hex. Every byte is read once, past the page cache.
+    """Returns the checksum of an array as it is stored, in hex. Every byte is read once, past the page cache.
 
     Raises:
         CorruptOutput: it cannot be read, or a chunk does not match its crc32c.

@@ -1,4 +1,4 @@
-"""What a manifest of a checkpoint must look like; see `tpuconv.jsonfile.check`."""
+"""The schema of a checkpoint's manifest; see `tpuconv.jsonfile.check`."""
 
 from tpuconv.checkpoint.shards import ZSTD
 from tpuconv.jsonfile import AtLeast, Each, OneOf, Optional, Range, Size
@@ -12,12 +12,12 @@ NUMBERS = (
 
 _SUM = AtLeast(0, finite=False)
 STATISTICS = {"signal": _SUM, "noise": _SUM, "clipped": _SUM, "count": AtLeast(1)}
-"""What was found when a parameter was quantized. The sums may be infinite or NaN if such values are allowed."""
+"""Statistics of the quantization of a parameter. The sums may be infinite or NaN if such values are allowed."""
 
 _ENCODED = {"qtype": str, "tiles": [Range(1)], "bits": AtLeast(0)}
 CALIBRATED_SCHEMA = {"nearest": _SUM, "calibrated": _SUM, "left": Size, "why": str}
-"""What a calibration found: the squared error of the outputs with each weight rounded to nearest and as it is; how many
-matrices were left at the nearest, and why."""
+"""The result of a calibration: the squared error of the outputs with each weight rounded to nearest and as it is; the
+number of matrices left at the nearest values, and the reason."""
 _QUANTIZED = {**_ENCODED, "kept": Optional(OneOf()), "rule": Size, "figures": STATISTICS}
 _QUANTIZED |= {"calibration": Optional(CALIBRATED_SCHEMA)}
 _PASSTHROUGH = {
@@ -40,7 +40,8 @@ QUANTIZATIONS = (
     },
     {**_NAMED, "rules": Optional(OneOf()), "parameters": Each(_PASSTHROUGH)},
 )
-"""Of parameters that were quantized by rules, which `quantize.config` reads, and of parameters that stay encoded."""
+"""The schema of parameters that were quantized by rules, which `quantize.config` reads, and of passthrough
+parameters."""
 
 CHECKPOINT_SCHEMA = {
     "source": {
@@ -94,4 +95,4 @@ CHECKPOINT_SCHEMA = {
     ),
     "quantization": Optional(QUANTIZATIONS),
 }
-"""Of a checkpoint."""
+"""The schema of a checkpoint's manifest."""

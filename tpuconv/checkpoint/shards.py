@@ -1,4 +1,4 @@
-"""How an array is divided among shard files: what `store` writes and `checkpoint` reads.
+"""The division of an array into shard files, which `store` writes and `checkpoint` reads.
 
 An array is a grid of shards, one file each. A shard is a grid of chunks, which are what a device reads (zarr v3
 "sharding_indexed"):
@@ -6,7 +6,7 @@ An array is a grid of shards, one file each. A shard is a grid of chunks, which 
     chunk, crc32c, chunk, crc32c, ..., (offset, size) of each chunk, crc32c
 
 Chunks of compressed arrays are zstd frames. A code of 4 bits takes a byte in a chunk, since TensorStore holds it in
-one; of such codes zstd leaves less than 4 bits.
+one; of such values zstd leaves less than 4 bits.
 """
 
 import threading
@@ -33,11 +33,12 @@ ABSENT = np.iinfo(INDEX_ENTRY).max
 
 
 MAX_SLOTS = 1 << 16
-"""Of one shard. A shard that tpuconv writes has a few hundred."""
+"""The most chunks of one shard. A shard that tpuconv writes has a few hundred."""
 
 ZSTD = "zstd"
 ZSTD_LEVEL = 1
-"""Codes are noise: only their entropy can be taken. Higher levels look for matches, which costs more than it saves."""
+"""Quantized values are noise: only their entropy can be taken. Higher levels look for matches, which costs more than it
+saves."""
 
 _own = threading.local()
 
@@ -103,8 +104,8 @@ class ShardedArraySpec:
         return inside.reshape(-1)
 
     def is_dense(self, index: Shape, entries: np.ndarray, size: int) -> bool:
-        """Whether the file of a shard, of `size` bytes, has the index that tpuconv writes: all chunks that lie in the
-        array and no others, one after the other. `entries` are [slots, 2]."""
+        """Returns True if the file of a shard, of `size` bytes, has the index that tpuconv writes: exactly the chunks
+        in the array, one after the other. `entries` are [slots, 2]."""
         inside = self.in_array(index)
         starts, lengths = entries[inside].T
         ends = np.cumsum(lengths)
@@ -117,28 +118,28 @@ class ShardedArraySpec:
         )
 
     def chunks_of(self, index: Shape) -> int:
-        """How many chunks of a shard lie, at least partly, in the array."""
+        """Returns the number of chunks of a shard that lie, at least partly, in the array."""
         return prod(
             -(-min(s, n - i * s) // c) for i, n, s, c in zip(index, self.shape, self.shards, self.chunks, strict=True)
         )
 
     def shard_names(self) -> list[str]:
-        """The names of all shard files."""
+        """Returns the names of all shard files."""
         return [shard_name(index) for index in product(*map(range, self.grid))]
 
     def size_of(self, index: Shape) -> int:
-        """The size of the file of a shard as tpuconv writes it; the largest possible one if it is compressed and not
-        written yet."""
+        """Returns the size of the file of a shard as tpuconv writes it; the largest possible one if it is compressed
+        and not written yet."""
         if self.file_bytes:
             return self.file_bytes[int(np.ravel_multi_index(index, self.grid)) if index else 0]
         return self.chunks_of(index) * self.slot_bytes + self.index_bytes
 
     def shard_sizes(self) -> dict[str, int]:
-        """The sizes of all shard files, by name; see `size_of`."""
+        """Returns the sizes of all shard files, by name; see `size_of`."""
         return {shard_name(index): self.size_of(index) for index in product(*map(range, self.grid))}
 
     def zarr_json(self) -> dict[str, Any]:
-        """The array's zarr metadata, as JSON."""
+        """Returns the array's zarr metadata, as JSON."""
         crc = {"name": "crc32c"}
         little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
         zstd = {"name": ZSTD, "configuration": {"level": ZSTD_LEVEL, "checksum": False}}
@@ -162,7 +163,7 @@ class ShardedArraySpec:
 
 
 def shard_name(index: Shape) -> str:
-    """The file name of a shard, in the folder of its array."""
+    """Returns the file name of a shard, in the folder of its array."""
     return ".".join(("c", *map(str, index)))
 
 
@@ -182,7 +183,7 @@ class ShardBuilder:
         return self.spec.starts(self.index)
 
     def place(self, slot: int, bits: np.dtype[Any]) -> np.ndarray:
-        """The memory of a chunk, in its shape, as unsigned integers of the dtype `bits`."""
+        """Returns the memory of a chunk, in its shape, as unsigned integers of the dtype `bits`."""
         start = self._places[slot] = len(self._places) * self.spec.slot_bytes
         return self.buffer[start : start + self.spec.chunk_bytes].view(bits).reshape(self.spec.chunks)
 
@@ -201,7 +202,7 @@ class ShardBuilder:
         self.offsets[slot] = start, self._used - start
 
     def crcs(self) -> bytes:
-        """The crc32c of each chunk, in the order of the file. Call it after all are built."""
+        """Returns the crc32c of each chunk, in the order of the file. Call it after all are built."""
         return bytes(self._crcs)
 
     @property
@@ -236,7 +237,7 @@ def checked(data: np.ndarray, what: str) -> np.ndarray:
 
 
 def decoded(data: np.ndarray, spec: ShardedArraySpec, what: str) -> np.ndarray:
-    """The values of a chunk as bytes, from what its file holds without the checksum.
+    """Returns the values of a chunk as bytes, from what its file holds without the checksum.
 
     Raises:
         ValueError: it does not hold a chunk of the array; `what` names it.
@@ -252,7 +253,7 @@ def decoded(data: np.ndarray, spec: ShardedArraySpec, what: str) -> np.ndarray:
 
 
 def _compressor() -> zstandard.ZstdCompressor:
-    """That of this thread."""
+    """Returns the compressor of this thread."""
     if not hasattr(_own, "compressor"):
         _own.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
     compressor: zstandard.ZstdCompressor = _own.compressor

@@ -42,7 +42,11 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
 @options.ckpt
 @options.benchmark_sizes
 @click.option(
-    "--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs, of which the median is shown."
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="The number of runs; the median is shown.",
 )
 @options.dtype
 @options.cache_dtype
@@ -51,7 +55,8 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
 @options.on_all_processes
 @options.as_json
 def benchmark(ckpt: Location | None, markdown: bool, distributed: bool, as_json: bool, **sizes: Any) -> None:
-    """Time prefill and decoding of CKPT on the devices of this machine, with --distributed those of all.
+    """Time prefill and decoding of CKPT on the devices of this machine; with --distributed, on the devices of all
+    processes.
 
     CKPT defaults to the newest checkpoint in the current folder.
     """
@@ -69,7 +74,7 @@ def benchmark(ckpt: Location | None, markdown: bool, distributed: bool, as_json:
 
 
 def show_benchmark(found: api.Benchmark) -> None:
-    """A table of the timings, the limits of the machine, and the text that was generated."""
+    """Shows the timings, the limits of the machine, and the generated text."""
     columns = _columns(found)
     table = Table(
         _title(found),
@@ -94,7 +99,7 @@ def _say_markdown(found: api.Benchmark) -> None:
 
 
 def _columns(found: api.Benchmark) -> dict[str, Callable[[Any], str]]:
-    """The columns; tokens a step only where drafts are accepted."""
+    """Returns the columns; tokens a step only if drafts are accepted."""
     drafts = any(timing.tokens_per_step > 1 for timing in found.timings)
     return {name: cell for name, cell in COLUMNS.items() if drafts or name != DRAFTS}
 

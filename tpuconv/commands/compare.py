@@ -39,27 +39,29 @@ MOST_ROWS = 8
 @click.option(
     "--text",
     type=File(exists=True, dir_okay=False),
-    help="A text file to run on instead of prompts: perplexity in windows that overlap.",
+    help="A text file to use instead of prompts: perplexity in overlapping windows.",
 )
 @click.option(
     "--length",
     type=click.IntRange(min=2, max=options.MOST_TOKENS),
     default=WINDOW_LENGTH,
     show_default=True,
-    help="Tokens of a window of the text.",
+    help="Tokens per window of the text.",
 )
 @click.option(
     "--stride",
     type=click.IntRange(min=1, max=options.MOST_TOKENS),
-    help="Tokens from one window to the next, less than --length.  [default: half of --length]",
+    help="Tokens from the start of one window to the next, less than --length.  [default: half of --length]",
 )
-@click.option("--tasks", help="Tasks of lm-evaluation-harness to do with both models: names, separated by commas.")
+@click.option("--tasks", help="Tasks of lm-evaluation-harness to run with both models: names, separated by commas.")
 @click.option(
     "--task-folder",
     type=File(exists=True, file_okay=False),
-    help="A folder with further tasks, YAML files of lm-evaluation-harness.",
+    help="A folder with more tasks: YAML files of lm-evaluation-harness.",
 )
-@click.option("--task-limit", type=click.IntRange(min=1), help="Examples of each task at most.  [default: all]")
+@click.option(
+    "--task-limit", type=click.IntRange(min=1), help="The largest number of examples per task.  [default: all]"
+)
 @click.option(
     "--chat-template",
     is_flag=True,
@@ -88,10 +90,10 @@ def compare(
     """Run the models of the checkpoints REFERENCE and CKPT on the same tokens, and compare their parameters.
 
     Divergences are KL(REFERENCE || CKPT). One model is in memory at a time, and transformers is not needed. With
-    --cache-dtype the model of CKPT reads its keys and values from such a cache, as in decoding.
+    --cache-dtype the model of CKPT reads keys and values from a cache of this dtype, as in decoding.
 
-    Exit code 3: a gate failed. Gates are those of the quantization config of CKPT, or, if it is not quantized, those of
-    `verify --compare-hf`; --gate replaces them.
+    Exit code 3: a gate failed. The gates come from the quantization config of CKPT; an unquantized CKPT has the gates
+    of `verify --compare-hf`. --gate replaces them.
     """
     if text and prompts:
         raise UsageError("--text and --prompts exclude each other")

@@ -1,5 +1,5 @@
-"""What a terminal shows: text, JSON, tables. Foreign text (names, paths, messages) is made `plain` here, wherever it
-stands; it never is markup."""
+"""Writes text, JSON and tables to a terminal. Foreign text (names, paths, messages) is made `plain` here and is never
+markup."""
 
 import shutil
 import sys
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PLAIN_WIDTH = 180  # columns of tables that go to a file or a pipe
 COPIED = " " * 5
-"""What a command in a hint begins with, which a user copies."""
+"""The beginning of a command in a hint, which a user copies."""
 NAME_WIDTH = 24  # to which names are broken before a column is left out
 
 
@@ -51,7 +51,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def console(err: bool = False) -> "Console":
-    """The console that draws everything. A string has no markup in it and is made `plain`."""
+    """Returns the console that draws everything. A string has no markup in it and is made `plain`."""
     from rich.console import Console
     from rich.text import Text
 
@@ -66,8 +66,8 @@ def console(err: bool = False) -> "Console":
 
 
 def show(*parts: str | tuple[str, str]) -> None:
-    """A line on stdout, in parts: a string, or a pair of a string and its style. For a terminal it is broken between
-    words."""
+    """Writes a line to stdout, in parts: a string, or a pair of a string and its style. For a terminal it is broken
+    between words."""
     console().print(styled(*parts), soft_wrap=not sys.stdout.isatty())
 
 
@@ -88,8 +88,8 @@ def lines(items: Iterable[str]) -> "Text":
 
 @dataclass
 class Table:
-    """A table that fits its console: names are broken at dots, then columns are left out, those of `optional` in that
-    order, and a line says which.
+    """A table that fits its console: names are broken at dots, then the columns in `optional` are left out in this
+    order, and a line names them.
 
     Attributes:
         title: a line above it.
@@ -135,7 +135,7 @@ class Table:
             yield Text(f"  not shown at this width: {', '.join(left_out)} (--json has all)", style="dim")
 
     def _fitting(self, width: int) -> tuple[list[str], list[str]]:
-        """The columns that are shown, and those that are left out."""
+        """Returns the columns that are shown, and those that are left out."""
         shown, left_out = list(self.columns), []
         for name in (name for name in self.optional if name in self.columns):
             if self._width(shown, NAME_WIDTH) <= width:
@@ -153,7 +153,7 @@ class Table:
         return max([len(name), *(line.cell_len for row in self.rows for line in row[at].split())])
 
     def _broken_widths(self, shown: Sequence[str], width: int) -> dict[str, int]:
-        """How wide each column may be: the widest ones give way."""
+        """Returns the width of each column; the widest columns are narrowed."""
         widths = {name: self._natural(name) for name in shown}
         while _framed(widths.values()) > width:
             widest = max(widths, key=lambda name: widths[name])
@@ -164,12 +164,12 @@ class Table:
 
 
 def _framed(widths: Iterable[int]) -> int:
-    """The width of a table with columns of these widths: padding, a space between columns, and edges."""
+    """Returns the width of a table with columns of these widths: padding, a space between columns, and edges."""
     return sum(width + 3 for width in widths) + 1
 
 
 def _broken(cell: "Text", width: int) -> "Text":
-    """The cell with lines longer than `width` broken after dots, commas and spaces; text with styles stays."""
+    """Returns the cell with lines longer than `width` broken after dots, commas and spaces; text with styles stays."""
     from rich.text import Text
 
     if cell.spans or all(line.cell_len <= width for line in cell.split()):

@@ -1,4 +1,4 @@
-"""`tpuconv convert`, and what a conversion and its plan look like."""
+"""`tpuconv convert`, and the output of a conversion and of its plan."""
 
 import shutil
 from pathlib import Path
@@ -47,7 +47,9 @@ if TYPE_CHECKING:
 @options.compress
 @options.quantize
 @click.option("--scan-layers", is_flag=True, help="Stack the layers into one array each, for jax.lax.scan.")
-@click.option("--layers", type=Layers(), help="Convert only these layers, first and last, as a trial.")
+@click.option(
+    "--layers", type=Layers(), help="Convert only these layers as a trial: the first and the last, such as 0-1."
+)
 @click.option(
     "--include-mtp",
     is_flag=True,
@@ -68,13 +70,13 @@ if TYPE_CHECKING:
     "--allow-config",
     metavar="KEY",
     multiple=True,
-    help="Convert as if this key of config.json, which is not supported, were not there; may be repeated.",
+    help="Ignore this key of config.json, which is not supported; may be repeated.",
 )
 @options.writes_output
 @click.option(
     "--keep-source",
     is_flag=True,
-    help="Download a Hub checkpoint to the Hub's cache first. By default what is not there is streamed.",
+    help="Download a Hub checkpoint to the Hub's cache first. By default files that are not in the cache are streamed.",
 )
 @options.workspace
 @options.limits
@@ -95,13 +97,13 @@ def convert(
     **conversion: Any,
 ) -> None:
     """Convert SRC, a Hub id or a folder with safetensors, to an Orbax checkpoint in OUT (./<name>-orbax by default).
-    With --target, to one that another program loads: `tpuconv families --target NAME` lists what it can have.
-    By default OUT is ./<name>-<target> then; with --quantize -<config> follows.
+    With --target, convert it for another program: `tpuconv families --target NAME` lists the supported families.
+    OUT then defaults to ./<name>-<target>, or ./<name>-<target>-<config> with --quantize.
 
-    OUT appears complete or not at all. Interrupted, the same command continues. A source on the Hub or in a bucket is
-    fetched while it is converted, and no copy of it stays; --dry-run shows the disk that it needs.
+    OUT appears complete or not at all. After an interruption the same command continues. A source on the Hub or in a
+    bucket is fetched during the conversion, and no copy of it stays; --dry-run shows the disk space that it needs.
 
-    With --distributed, or --process-index and --process-count, several processes convert one model, each a part of it.
+    With --distributed, or --process-index and --process-count, several processes convert one model together.
     """
     convert_model = options.on_processes(api.convert, ray, distributed, process_index, process_count)
     if conversion["quantize"]:
@@ -118,7 +120,8 @@ def convert(
 
 
 def show_conversion(done: api.Conversion, check: bool, as_json: bool) -> None:
-    """What was written; with `check` it was compared with its checksums if it was there already."""
+    """Shows the output of a conversion. With `check`, an output that existed already was compared with its
+    checksums."""
     if as_json:
         print_json(done.to_json())
         return
@@ -130,7 +133,7 @@ def show_conversion(done: api.Conversion, check: bool, as_json: bool) -> None:
         )
         return
     if done.already_there:
-        show((str(done.out), "bold"), f" is already there, of this source and options: {already_there(check)}.")
+        show((str(done.out), "bold"), f" exists already, from this source and these options: {already_there(check)}.")
     else:
         rate = (done.source_bytes - done.resumed_bytes) / done.seconds
         show(
@@ -152,12 +155,12 @@ def show_conversion(done: api.Conversion, check: bool, as_json: bool) -> None:
 
 
 def already_there(check: bool) -> str:
-    """What is known of an output that was there before."""
-    return "every checksum holds" if check else "all file sizes are right (--check reads the files)"
+    """Describes the state of an output that existed before the command."""
+    return "all checksums match" if check else "all file sizes match (--check reads the files)"
 
 
 def show_plan(plan: api.ConversionPlan, as_json: bool, out: Location | None) -> None:
-    """The plan, whether the disk of OUT has room for it, and after it what is wrong with it."""
+    """Shows the plan, the free space on the disk of OUT, and then the faults of the plan."""
     if as_json:
         try:
             plan.check()
@@ -197,28 +200,29 @@ def show_plan(plan: api.ConversionPlan, as_json: bool, out: Location | None) -> 
 
 
 def show_disk(plan: api.ConversionPlan, out: Path) -> None:
-    """The disk that a plan takes; if the one of OUT has less, what takes less."""
+    """Shows the disk space that a plan needs; if the disk of OUT has less, the options that need less."""
     folder = next((path for path in (out, *out.absolute().parents) if path.is_dir()), Path("/"))
     options, free = plan.plan.options, shutil.disk_usage(folder).free
-    own_disk = plan.workspace_bytes if plan.plan.source.workspace is None else 0
+    workspace_on_disk = plan.workspace_bytes if plan.plan.source.workspace is None else 0
     beside = f", {format_size(plan.workspace_bytes)} for the source" if plan.workspace_bytes else ""
     takes = f"{format_size(plan.disk_bytes)} of disk for OUT{beside}"
-    if plan.disk_bytes + own_disk <= free:
-        show(f"  takes {takes}; {format_size(free)} are free")
+    if plan.disk_bytes + workspace_on_disk <= free:
+        show(f"  needs {takes}; {format_size(free)} are free")
         return
     less = ["an OUT on another disk or in a bucket (gs://, s3://, az://)"]
-    less += ["--workspace on another disk"] * bool(own_disk)
+    less += ["--workspace on another disk"] * bool(workspace_on_disk)
     if plan.rules is None and options.layers is None:
         less += ["--quantize int8_weight_only: about half"] * (options.encoding != "keep")
         less += ["--layers 0-1: a trial"] * (not plan.files)
     show(
         ("  too little disk", "yellow"),
-        f": it takes {takes}, and {folder.absolute()} has {format_size(free)} free. It fits with " + ", or ".join(less),
+        f": the conversion needs {takes}, and {folder.absolute()} has {format_size(free)} free. It fits with "
+        + ", or ".join(less),
     )
 
 
 def _arrays_of(title: str, plan: api.ConversionPlan) -> Table:
-    """The arrays that would be written, and what they are made of."""
+    """Returns a table of the arrays that would be written, with their source tensors."""
     from tpuconv.names import collapse
 
     arrays = plan.plan.arrays
@@ -243,7 +247,7 @@ def _arrays_of(title: str, plan: api.ConversionPlan) -> Table:
 
 
 def tensor_table(title: str, files: "Sequence[Sequence[ExportTensor]]") -> Table:
-    """The tensors of the files that would be written."""
+    """Returns a table of the tensors that would be written."""
     from tpuconv.names import collapse
 
     tensors = {tensor.name: tensor for file in files for tensor in file}
@@ -256,19 +260,19 @@ def tensor_table(title: str, files: "Sequence[Sequence[ExportTensor]]") -> Table
 
 
 def in_files(files: "Sequence[Sequence[ExportTensor]]") -> str:
-    """How many tensors go to how many files."""
+    """Returns the number of tensors and of files, as text."""
     return f"{format_count(sum(map(len, files)), 'tensor')} in {format_count(len(files), 'file')}"
 
 
 def _show_adapters(adapters: "Sequence[Adapter]") -> None:
-    """A line for each adapter that is merged."""
+    """Shows a line for each adapter that is merged."""
     for facts in (adapter.to_summary() for adapter in adapters):
         tensors = format_count(facts["changes"], "tensor")
         show(f"  adapter {facts['name']}, weight {facts['weight']:g}: changes {tensors}")
 
 
 def _show_ignored(ignored: "Sequence[IgnoredKey]") -> None:
-    """A line for each reason, with the first keys of config.json that it covers."""
+    """Shows a line for each reason, with the first keys of config.json that it covers."""
     for reason, warning in dict.fromkeys((key.reason, key.warning) for key in ignored):
         keys = [key.key[:100] for key in ignored if (key.reason, key.warning) == (reason, warning)]
         named = ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if keys[4:] else "")
@@ -276,13 +280,13 @@ def _show_ignored(ignored: "Sequence[IgnoredKey]") -> None:
 
 
 def _show_carried(count: int) -> None:
-    """A line on the tensors that are in the output as they were."""
+    """Shows the number of tensors that are copied to the output unchanged."""
     if count:
-        show(f"  carried along unchanged: {format_count(count, 'tensor')}")
+        show(f"  copied unchanged: {format_count(count, 'tensor')}")
 
 
 def _show_left_out(left_out: "Sequence[LeftOut]") -> None:
-    """A line for each reason, with the first files that it covers."""
+    """Shows a line for each reason, with the first files that it covers."""
     for reason in dict.fromkeys(file.reason for file in left_out):
         names = [plain(file.name)[:100] for file in left_out if file.reason == reason]
         named = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
@@ -290,8 +294,8 @@ def _show_left_out(left_out: "Sequence[LeftOut]") -> None:
 
 
 def show_skipped(what: str, skipped: "Sequence[Skip]", unit: str = "") -> None:
-    """A line for each reason, with the first patterns that it covers. `what` says what was not done, `unit`
-    what is counted, if the reasons do not."""
+    """Shows a line for each reason, with the first patterns that it covers. `what` names the step that was skipped,
+    `unit` names the things counted, unless the reasons name them."""
     for reason in dict.fromkeys(skip.reason for skip in skipped):
         group = [skip for skip in skipped if skip.reason == reason]
         named = ", ".join(skip.pattern for skip in group[:2]) + (f" and {len(group) - 2} more" if group[2:] else "")
@@ -299,7 +303,7 @@ def show_skipped(what: str, skipped: "Sequence[Skip]", unit: str = "") -> None:
 
 
 def show_report(report: "Report", out: Location) -> None:
-    """What quantizing cost, by pattern and type of the parameters, worst first."""
+    """Shows the quantization error by pattern and type of the parameters, worst first."""
     from tpuconv.convert.plan.quantization import REPORT
     from tpuconv.quantize.report import by_pattern
 

@@ -23,11 +23,11 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
     "tpuconv doctor gs://bucket/models",
 )
 @click.argument("folder", required=False, default=".", type=LocationParam(exists=True, file_okay=False))
-@click.option("--offline", is_flag=True, help="Do not ask the Hub.")
+@click.option("--offline", is_flag=True, help="Do not contact the Hub.")
 @options.as_json
 def doctor(folder: Location, offline: bool, as_json: bool) -> None:
-    """Check what tpuconv needs of this machine, and the disk of FOLDER, the current folder by default; or whether the
-    bucket of a URL can be written, and with whose credentials.
+    """Check the versions, devices, memory and disk of this machine. FOLDER, by default the current folder, names the
+    disk. For the URL of a bucket, check that the bucket can be written, and with whose credentials.
 
     Exit code 8: something is missing or does not work.
     """

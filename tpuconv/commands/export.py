@@ -29,19 +29,19 @@ from tpuconv.sizes import format_size
     "--config",
     type=Name(),
     metavar="SRC",
-    help="CKPT is what a trainer saved with Orbax, of the model SRC: a path or Hub id with config.json and tokenizer.",
+    help="CKPT is a trainer's Orbax checkpoint of the model SRC: a path or Hub id with config.json and tokenizer.",
 )
 @click.option(
     "--target",
     type=Name(),
     metavar="NAME",
-    help="The program that a trainer's CKPT is of: maxtext, tunix, nnx, ...  [default: each is tried]",
+    help="The program that trained CKPT: maxtext, tunix, nnx, ...  [default: each is tried]",
 )
 @click.option(
     "--with-skipped",
     type=Name(),
     metavar="SRC",
-    help="Add the tensors that the conversion skipped (towers, MTP layers), from its source: a path or Hub id.",
+    help="Add the tensors that the conversion skipped (towers, MTP layers) from its source, a path or Hub id.",
 )
 @options.scheme
 @click.option(
@@ -74,7 +74,7 @@ def export(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Write the checkpoint CKPT to the folder OUT as safetensors, under the names that its tensors had.
+    """Write the checkpoint CKPT to the folder OUT as safetensors, under the names of the source.
 
     Tensors that were neither cast nor dequantized come back bit for bit. Quantized parameters are written in the
     formats that vLLM, SGLang, tpu-inference and transformers load. OUT appears complete or not at all.
@@ -98,7 +98,7 @@ def export(
 
 
 def _show_plan(plan: api.ExportPlan, as_json: bool) -> None:
-    """The tensors that would be written."""
+    """Shows the tensors that would be written."""
     if as_json:
         print_json(plan.to_json())
         return
@@ -109,14 +109,14 @@ def _show_plan(plan: api.ExportPlan, as_json: bool) -> None:
 
 
 def _show_export(done: api.Export, trained: bool, check: bool, as_json: bool) -> None:
-    """What was written; if a trainer had saved the checkpoint, how it was read."""
+    """Shows the output of an export; for a trainer's checkpoint also the target whose tree it has."""
     if as_json:
         print_json(done.to_json())
         return
     if not done.published:
         show(f"{done.part}: part done, {format_size(done.bytes)}; the last process publishes ", (str(done.out), "bold"))
     elif done.already_there:
-        show((str(done.out), "bold"), f" is already there, of this checkpoint: {already_there(check)}.")
+        show((str(done.out), "bold"), f" exists already, from this checkpoint: {already_there(check)}.")
     else:
         show(
             (str(done.out), "bold"),

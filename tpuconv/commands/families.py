@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 )
 @click.argument("name", required=False)
 @click.option("--table", "as_table", is_flag=True, help="Show the mapping of every tensor.")
-@click.option("--target", type=Name(), metavar="NAME", help="List those that this target of `convert --target` has.")
+@click.option("--target", type=Name(), metavar="NAME", help="List the families that this target supports.")
 @click.option(
     "--new",
     type=Name(),
     metavar="SRC",
-    help="Of a model that no family reads: the nearest family, what it explains, and a draft of a family.py.",
+    help="Draft a family.py for a model without a family; show the nearest family and the tensors that it explains.",
 )
 @options.as_json
 def families(name: str | None, as_table: bool, target: str | None, new: str | None, as_json: bool) -> None:
-    """List the model families that can be converted, or that of NAME, a family or a model_type of config.json; with
-    --table its mapping of every tensor.
+    """List the model families that can be converted. With NAME (a family or a model_type of config.json) list only this
+    family; with --table show its mapping of every tensor.
 
-    With --new read the config.json and the headers of SRC, a Hub id or a folder with safetensors, and no weights.
+    With --new, read the config.json and the headers of SRC, a Hub id or a folder with safetensors. No weights are read.
     """
     if new is not None:
         if name or as_table or target:
@@ -54,7 +54,7 @@ def families(name: str | None, as_table: bool, target: str | None, new: str | No
     if target is not None:
         if as_table:
             raise UsageError(
-                "--table shows a family's own table, --target what a target has",
+                "--table shows the table of a family, --target the families of a target",
                 hint="`tpuconv convert SRC --target NAME --dry-run` shows the parameters of a model there",
             )
         _show_target(target, name, as_json)
@@ -82,7 +82,7 @@ def families(name: str | None, as_table: bool, target: str | None, new: str | No
 
 
 def _all() -> "tuple[list[Family], list[Wrapper]]":
-    """All families, and the multimodal models that have the text models of some. One that cannot be imported is named
+    """Returns all families, and the multimodal models around their text models. Names a family that cannot be imported
     on stderr."""
     from tpuconv.models.registry import family_names, get_family
     from tpuconv.models.wrappers import WRAPPERS
@@ -97,7 +97,7 @@ def _all() -> "tuple[list[Family], list[Wrapper]]":
 
 
 def _named(name: str) -> "tuple[list[Family], list[Wrapper]]":
-    """The family of this name or of this model_type, or the multimodal model of this model_type.
+    """Returns the family of this name or model_type, or the multimodal model of this model_type.
 
     Raises:
         UsageError: there is none.
@@ -118,12 +118,12 @@ def _to_json(family: "Family") -> dict[str, Any]:
 
 
 def _show_proposal(proposed: "FamilyProposal") -> None:
-    """The nearest families, what the first does not explain, and the draft."""
+    """Shows the nearest families, the tensors that the nearest does not explain, and the draft."""
     near = proposed.nearest
     if proposed.read_by:
-        show((proposed.read_by, "bold"), " reads this model_type already; a draft follows all the same.")
+        show((proposed.read_by, "bold"), " reads this model_type already. The draft follows anyway.")
     elif not near.explained:
-        show("No family is near: none has a tensor of the same name and shape. The draft is little more than a frame.")
+        show("No family is near: no family has a tensor of the same name and shape. The draft is mostly empty.")
     table = Table(
         f"{proposed.source}: model_type {proposed.model_type}",
         ("family", "patterns explained", "left", "missing", "keys refused", "keys not read"),
@@ -136,17 +136,17 @@ def _show_proposal(proposed: "FamilyProposal") -> None:
     for left in proposed.left:
         show(f"  {near.name} has no row for {left.pattern}  {left.dtype} {list(left.shape)} ({left.count})")
     for pattern in near.missing:
-        show(f"  {near.name} has {pattern}, which is missing here or has another shape")
+        show(f"  {near.name} has {pattern}; the source does not have it, or has another shape")
     for key, value in proposed.unread.items():
         show(f"  {near.name} {'refuses' if key in near.refused else 'does not read'} {key}={short(value)}")
     for key, value in proposed.absent.items():
-        show(f"  {near.name} reads {key}, which config.json does not have (there {short(value)})")
+        show(f"  {near.name} reads {key}, which config.json does not set (default: {short(value)})")
     show()
     click.echo(proposed.draft)
 
 
 def _show_target(name: str, family: str | None, as_json: bool) -> None:
-    """What a target has, and how its output is loaded."""
+    """Shows the families that a target supports, and how its output is loaded."""
     from tpuconv.targets.listing import supported
     from tpuconv.targets.registry import get_target
 
@@ -165,13 +165,13 @@ def _show_target(name: str, family: str | None, as_json: bool) -> None:
     for each in found:
         table.add_row(each.name, each.models, "yes" if each.scanned else "no", lines(each.notes))
     console().print(table)
-    of_release = f"those of a release in FP8 with blocks of {target.fp8_block}, by --encoding keep"
+    of_release = f"FP8 weights of a release in blocks of {target.fp8_block}, with --encoding keep"
     show("  quantized parameters: " + ((of_release if target.fp8_block else "yes") if quantized else "no"))
-    show(f"  load OUT there by: {target.loading}")
+    show(f"  to load OUT there: {target.loading}")
     if target.is_safetensors:
-        show("  names are those of the release")
+        show("  names: the names of the release")
     elif target.trees is None:
-        show("  names are our own; --scan-layers is refused where kinds of layers do not repeat with a period")
+        show("  names: our names; --scan-layers is refused if the kinds of layers do not repeat with a period")
 
 
 def _show_table(family: "Family") -> None:
@@ -184,7 +184,7 @@ def _show_table(family: "Family") -> None:
     for pattern, why in family.table.ignore.items():
         show(f"  not converted: {pattern}: {why}")
     for copy, original in family.table.copies.items():
-        show(f"  not converted: {copy}, where it is a copy of {original}")
+        show(f"  not converted: {copy}, if it is a copy of {original}")
     for names in family.table.recut:
         show(f"  may be cut at other rows: {', '.join(names)}")
     for place in family.release_reader().places:

@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     type=click.IntRange(1, options.MOST_SEQUENCES),
     default=1,
     show_default=True,
-    help="Sequences at once.",
+    help="Sequences in a batch.",
 )
 @click.option(
     "--context",
     type=click.IntRange(1, options.MOST_TOKENS),
     default=2048,
     show_default=True,
-    help="Tokens of a sequence, prompt and continuation.",
+    help="Tokens per sequence: prompt and continuation.",
 )
 @options.mesh
 @options.dtype
@@ -94,7 +94,7 @@ def _show_report(report: "FitReport") -> None:
 
 
 def tables(found: api.Fit) -> "Iterator[Table]":
-    """Memory of a device; a step's time; what a step does."""
+    """Yields three tables: the memory of a device, the time of a step, and the operations of a step."""
     from tpuconv.verify.topology.request import ESTIMATE_ERROR
 
     request = found.request
@@ -130,7 +130,8 @@ def tables(found: api.Fit) -> "Iterator[Table]":
             )
     yield table
     table = Table(
-        "what a step does; products: as multiplied (as stored)", ("slice", "program", "kind", "count and bytes")
+        "operations of a step; products: type of the multiplication (type in memory)",
+        ("slice", "program", "kind", "count and bytes"),
     )
     for report in found.reports:
         for program in report.programs:

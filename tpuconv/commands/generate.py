@@ -36,23 +36,23 @@ if TYPE_CHECKING:
     "prompts",
     type=Prompt(),
     multiple=True,
-    help="The text to continue; - reads it from standard input. May be repeated: all are continued in one batch.",
+    help="The text to continue; - reads it from standard input. May be repeated; all texts run in one batch.",
 )
 @click.option("--prompt-file", type=File(exists=True, dir_okay=False), help="A text file with one prompt per line.")
-@click.option("--chat", is_flag=True, help="Write each prompt as a user's message, by the model's chat template.")
+@click.option("--chat", is_flag=True, help="Format each prompt as a user message with the chat template of the model.")
 @click.option("--system", type=Prompt(), help="The system message of the chat.")
 @click.option(
     "--stop",
     type=Prompt(),
     multiple=True,
-    help="End a text before this string, also a special token such as <|im_end|>; may be repeated.",
+    help="End the text before this string or special token, such as <|im_end|>; may be repeated.",
 )
 @click.option(
     "--max-new-tokens",
     type=click.IntRange(1, options.MOST_TOKENS),
     default=128,
     show_default=True,
-    help="Stop after so many tokens.",
+    help="The largest number of tokens to generate.",
 )
 @click.option(
     "--temperature", type=Number(min=0, max=1000), default=0.0, show_default=True, help="0 takes the most likely token."
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     type=Number(min=0, max=1, min_open=True),
     default=1.0,
     show_default=True,
-    help="Sample from the fewest tokens that have this probability together.",
+    help="Sample from the smallest set of tokens with this total probability.",
 )
 @click.option("--top-k", type=click.IntRange(min=1), help="Sample from the k most likely tokens.")
 @click.option(
@@ -102,7 +102,7 @@ def generate(
         def check_prompts(encoder: "PromptEncoder") -> None:
             encoder.check_lengths(encoder.encode(texts, chat=chat, system=system), max_new_tokens)
             if encoder.has_chat_template and not chat and not as_json:
-                say("The model has a chat template: --chat writes the prompt as it was trained to read it.", err=True)
+                say("The model has a chat template: --chat formats the prompt with it.", err=True)
 
         generator = api.generator(folder, speculate=speculate, before_reading=check_prompts, **sampling)
         streams = not as_json and len(texts) == 1
@@ -130,7 +130,7 @@ def generate(
 
 
 def _all_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
-    """The prompts of the options, "-" read from standard input."""
+    """Returns the prompts of the options; reads "-" from standard input."""
     if list(prompts).count("-") > 1:
         raise UsageError("standard input is one prompt: --prompt - can be given once")
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts] + read_prompts(file)

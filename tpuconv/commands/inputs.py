@@ -1,4 +1,4 @@
-"""What commands read when the user names nothing, or names a file of prompts."""
+"""Default inputs of commands: the newest checkpoint, and prompts from a file."""
 
 from pathlib import Path
 
@@ -10,15 +10,15 @@ from tpuconv.location import Location
 def chosen_checkpoint(
     ckpt: Location | None, doing: str, *, quiet: bool, own: bool = False, quantized: bool | None = None
 ) -> Location:
-    """The checkpoint that was given, or the newest one in the current folder, which may be one itself. That is said
+    """Returns the given checkpoint, or the newest one in the current folder (or this folder itself). Shows the choice
     unless `quiet`.
 
     Args:
         ckpt: what the user gave.
-        doing: the first word of what is said, such as "Verifying".
-        quiet: say nothing.
-        own: look only at checkpoints with our own names, not at those for other programs.
-        quantized: look at quantized checkpoints only, or at others only.
+        doing: the first word of the line that is shown, such as "Verifying".
+        quiet: show nothing.
+        own: consider only checkpoints with our names, not checkpoints for other programs.
+        quantized: True considers only quantized checkpoints, False only unquantized ones.
 
     Raises:
         UsageError: there is none.
@@ -53,7 +53,7 @@ def _newest_checkpoint(own: bool, quantized: bool | None) -> Path:
 
 
 def read_prompts(file: Path | None) -> list[str]:
-    """The prompts of a text file, one per line; none without a file.
+    """Returns the prompts of a text file, one per line; none without a file.
 
     Raises:
         UsageError: it is not UTF-8 text, cannot be read, or holds none.

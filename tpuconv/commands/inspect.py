@@ -23,8 +23,8 @@ from tpuconv.sizes import format_size
 @options.mesh
 @options.as_json
 def inspect(path: str, mesh: dict[str, int] | None, as_json: bool) -> None:
-    """Show the tensors of PATH by pattern: a safetensors folder or file, a Hub id, or a checkpoint of ours. With --mesh
-    show how a checkpoint of ours is sharded over it."""
+    """Show the tensors of PATH by pattern: a safetensors folder or file, a Hub id, or a checkpoint of tpuconv. With
+    --mesh show how the mesh shards the checkpoint."""
     found = api.inspect(path, mesh=mesh)
     if as_json:
         print_json(found.to_json())
@@ -58,5 +58,5 @@ def inspect(path: str, mesh: dict[str, int] | None, as_json: bool) -> None:
 
 
 def _mesh_axes(partition: Sequence[Any]) -> str:
-    """The mesh axes that shard each axis of an array; a dot for an axis that is not sharded."""
+    """Returns the mesh axes that shard each axis of an array; a dot for an axis that is not sharded."""
     return " ".join("·" if part is None else part if isinstance(part, str) else "*".join(part) for part in partition)

@@ -1,4 +1,4 @@
-"""Options that several commands have, each written once, and the classes of commands."""
+"""Options that several commands share, each defined once, and the classes of commands."""
 
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -34,8 +34,7 @@ class Group(click.Group):
 
 
 class Command(click.Command):
-    """A command whose help ends with examples, one per line. It takes -v, which the process looks for, as the group
-    does."""
+    """A command whose help ends with examples, one per line. It takes -v, as the group does; the process reads it."""
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -51,7 +50,7 @@ class Command(click.Command):
 
 
 def stacked(*decorators: Callable[[Any], Any]) -> Callable[[Callback], Callback]:
-    """The decorators as one; in the help they stand in this order."""
+    """Combines decorators into one; the help lists their options in this order."""
 
     def decorate(function: Callback) -> Callback:
         for decorator in reversed(decorators):
@@ -73,7 +72,7 @@ ckpt = click.argument("ckpt", required=False, type=LocationParam())
 overwrite = click.option(
     "--overwrite",
     is_flag=True,
-    help="Replace OUT if tpuconv wrote it. It stays complete until the new output is.",
+    help="Replace OUT if tpuconv wrote it. The old output stays complete until the new one is.",
 )
 
 writes_output = stacked(
@@ -81,7 +80,7 @@ writes_output = stacked(
     click.option(
         "--check",
         is_flag=True,
-        help="If OUT is there already, read all of it and compare checksums. By default only file sizes are compared.",
+        help="If OUT exists already, read all of it and compare checksums. By default only file sizes are compared.",
     ),
 )
 
@@ -89,14 +88,14 @@ workspace = click.option(
     "--workspace",
     metavar="DIR",
     type=Name(),
-    help="Folder for large temporary files, such as /dev/shm: the part of a streamed source that is needed at a time; "
-    "what a calibration finds for an OUT in a bucket.  [default: beside OUT, or the folder for temporary files]",
+    help="Folder for large temporary files, such as /dev/shm: segments of a streamed source, and the results of a "
+    "calibration if OUT is in a bucket.  [default: beside OUT, or the folder for temporary files]",
 )
 
 compress = click.option(
     "--compress",
     is_flag=True,
-    help="Compress all arrays with zstd: smaller, slower. Codes of less than 8 bits always are.",
+    help="Compress all arrays with zstd: smaller, slower. Quantized values of less than 8 bits are always compressed.",
 )
 
 limits = stacked(
@@ -109,11 +108,14 @@ encoding = click.option(
     type=click.Choice(ENCODING_CHOICES),
     default="dequantize",
     show_default=True,
-    help="FP8, INT8, INT4 and FP4 weights: decode them to bfloat16, or keep quantized values and scales as they are.",
+    help="FP8, INT8, INT4 and FP4 weights: decode them to bfloat16, or keep quantized values and scales (passthrough).",
 )
 
 quantize = click.option(
-    "--quantize", type=Name(), metavar="CONFIG", help="Quantize as `tpuconv quantize --config` would."
+    "--quantize",
+    type=Name(),
+    metavar="CONFIG",
+    help="Quantize during the conversion, by this config of `tpuconv quantize`.",
 )
 
 target = click.option(
@@ -122,13 +124,13 @@ target = click.option(
     metavar="NAME",
     default="tpuconv",
     show_default=True,
-    help="The program that the output is for: tpuconv, huggingface, maxtext, tunix, nnx, jax-llm-examples, a plugin's.",
+    help="The program that reads the output: tpuconv, huggingface, maxtext, tunix, nnx, jax-llm-examples, or a plugin.",
 )
 
 scheme = click.option(
     "--scheme",
     type=click.Choice(["compressed-tensors", "fp8", "awq", "mxfp4"]),
-    help="The quant_method of config.json in which quantized weights are written.  [default: by their types]",
+    help="The format of quantized weights: quant_method of config.json.  [default: chosen by the types of the weights]",
 )
 
 
@@ -136,8 +138,8 @@ def _dtype(help: str) -> Callable[[Any], Any]:
     return click.option("--dtype", type=click.Choice(DTYPE_CHOICES), default="auto", show_default=True, help=help)
 
 
-dtype = _dtype("Dtype of parameters and activations; auto is the checkpoint's.")
-comparison_dtype = _dtype("What both models compute in; auto is float32, in which nothing but a fault differs.")
+dtype = _dtype("Dtype of parameters and activations. auto: the dtype of the checkpoint.")
+comparison_dtype = _dtype("Compute dtype of both models. auto: float32, so that any difference is a bug, not rounding.")
 
 cache_dtype = click.option(
     "--cache-dtype",
@@ -153,20 +155,20 @@ gate = click.option(
     multiple=True,
     metavar="NAME=BOUND",
     callback=lambda ctx, param, value: _parsed_gates(value),
-    help="A bound that must hold: top1=0.99, the share of tokens whose most likely successor stays the same (without "
-    "those that have two), or mean_kl=0.01. May be repeated.",
+    help="A bound that must hold: top1=0.99, the top-1 agreement over tokens without ties, or mean_kl=0.01. May be "
+    "repeated.",
 )
 
 speculate = click.option(
     "--speculate",
     is_flag=True,
-    help="Draft tokens with the model's MTP module; the checkpoint was converted with --include-mtp.",
+    help="Draft tokens with the model's MTP module. The checkpoint must be converted with --include-mtp.",
 )
 
 mesh = click.option(
     "--mesh",
     callback=lambda ctx, param, value: _parsed_mesh(value),
-    help="Sizes of the mesh axes, as tensor=8,expert=2.",
+    help="Sizes of the mesh axes, such as tensor=8,expert=2.",
 )
 
 prompts = click.option(
@@ -177,21 +179,25 @@ prompts = click.option(
 
 benchmark_sizes = stacked(
     click.option(
-        "--batch", type=Numbers(MOST_SEQUENCES), default="1", show_default=True, help="Sequences at once; a list: 1,8."
+        "--batch",
+        type=Numbers(MOST_SEQUENCES),
+        default="1",
+        show_default=True,
+        help="Sequences in a batch; a list such as 1,8.",
     ),
     click.option(
         "--prompt-length",
         type=Numbers(MOST_TOKENS),
         default="128",
         show_default=True,
-        help="Tokens of a prompt; a list.",
+        help="Tokens per prompt; a list such as 128,1024.",
     ),
     click.option(
         "--new-tokens",
         type=Numbers(MOST_TOKENS),
         default="64",
         show_default=True,
-        help="Tokens generated per prompt; a list.",
+        help="Tokens generated per prompt; a list such as 64,256.",
     ),
 )
 
@@ -200,24 +206,25 @@ processes = stacked(
     click.option(
         "--distributed",
         is_flag=True,
-        help="Do only a part, as one of several processes; the cluster says which, and --process-count how many if it "
-        "does not.",
+        help="Convert one part; index and count come from the cluster. Give --process-count if the cluster does not "
+        "set "
+        "it.",
     ),
     click.option(
         "--process-index",
         type=click.IntRange(min=0),
         metavar="I",
-        help="Do only a part, as process I of several, from 0. The last one to end publishes OUT.",
+        help="Convert one part, as process I of several, from 0. The last process to end publishes OUT.",
     ),
-    click.option("--process-count", type=click.IntRange(min=1), metavar="N", help="How many processes there are."),
+    click.option("--process-count", type=click.IntRange(min=1), metavar="N", help="The number of processes."),
     click.option(
         "--ray",
         type=RayAddress(),
         is_flag=False,
         flag_value="auto",
         metavar="[ADDRESS]",
-        help="Run as tasks of the Ray cluster at this address, by default that of this host: one for each node, or "
-        "--process-count.",
+        help="Run as tasks of the Ray cluster at this address, by default the cluster of this host: one task for each "
+        "node, or --process-count tasks.",
     ),
 )
 
@@ -225,7 +232,7 @@ processes = stacked(
 on_all_processes = click.option(
     "--distributed",
     is_flag=True,
-    help="Run on the devices of all processes of this cluster, each of which gets the same command; process 0 prints.",
+    help="Run on the devices of all processes of this cluster. Start the same command in each; process 0 prints.",
 )
 
 
@@ -236,11 +243,11 @@ def on_processes(
     process_index: int | None,
     process_count: int | None,
 ) -> Callable[..., Result]:
-    """A function of `tpuconv.api` as the options `processes` say it runs: on a Ray cluster, for the part of this
-    process, or alone.
+    """Returns a function of `tpuconv.api` that runs as the options `processes` say: on a Ray cluster, for the share of
+    this process, or alone.
 
     Raises:
-        UsageError: the options do not go together, or no cluster says which process this is.
+        UsageError: the options exclude each other, or the cluster does not set the index of this process.
     """
     if ray is not None:
         if distributed or process_index is not None:
@@ -250,7 +257,7 @@ def on_processes(
 
 
 def _chosen_part(distributed: bool, process_index: int | None, process_count: int | None) -> "ProcessPart | None":
-    """The part of the work of this process; None for all of it."""
+    """Returns this process's share of the work; None for all of it."""
     from tpuconv.hosts import ProcessPart, find_part
 
     if distributed and process_index is not None:
@@ -260,7 +267,7 @@ def _chosen_part(distributed: bool, process_index: int | None, process_count: in
     if (process_index is None) != (process_count is None):
         raise UsageError(
             "--process-index and --process-count go together",
-            hint="give both, or --distributed where the cluster says them",
+            hint="give both, or --distributed if the cluster sets them",
         )
     if process_index is None or process_count is None:
         return None

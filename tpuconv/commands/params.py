@@ -106,7 +106,7 @@ class LocationParam(File):
 
 
 class Name(click.ParamType[str]):
-    """A path, or the name of something else: a Hub id, a config of this package."""
+    """A path, a Hub id, or the name of a config or target."""
 
     name = "text"
 
@@ -144,18 +144,18 @@ class Prompt(click.ParamType[str]):
 
 
 def shortened(value: object) -> str:
-    """An argument as a message shows it."""
+    """Returns an argument in the form in which messages show it."""
     text = str(value)
     return text if len(text) <= 200 else f"{text[:60]}... ({len(text):,} characters)"
 
 
 def _integer(text: str) -> int | None:
-    """None if it is none, or has so many digits that it is a mistake."""
+    """Parses an integer. Returns None if the text is not one, or has so many digits that it is a mistake."""
     return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
 def _path_problem(path: "str | os.PathLike[str]") -> str | None:
-    """Why the system can have no file of this name; None if it can."""
+    """Returns the reason why no file can have this name; None if one can."""
     if not os.fspath(path):
         return "the path is empty"
     try:

@@ -1,4 +1,4 @@
-"""What a command does with its process: standard streams, signals, the exit code and the message of an error."""
+"""The process of a command: standard streams, signals, the exit code and the message of an error."""
 
 import errno
 import gc
@@ -30,9 +30,9 @@ EXIT_CODES: Mapping[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143}
 KEPT = "What is done is kept: the same command continues from there."
 """The note of an interruption of work that a rerun continues."""
 STUCK_SECONDS = 3
-"""How long after a signal its handler may be late."""
+"""The longest delay of the handler after a signal."""
 SHOWN_CURSOR = "\x1b[?25h"
-"""What has a terminal show the cursor, which a bar hides."""
+"""The sequence that makes a terminal show the cursor, which a bar hides."""
 GC_THRESHOLD = 20_000
 """Objects between two collections of garbage. Imports and tracing make many objects that stay, and the default of 700
 has the collector look through them again and again: 0.5 s of a quantization. What holds much memory in cycles of
@@ -103,7 +103,7 @@ class Stream:
 
     @property
     def buffer(self) -> "Stream":
-        """What takes bytes: click writes them if the encoding is ASCII."""
+        """The stream for bytes: click writes bytes if the encoding is ASCII."""
         return Stream(cast(TextIO, self.stream).buffer, self.name)
 
     def write(self, text: str | bytes) -> int:
@@ -154,8 +154,8 @@ _signals: list[int] = []
 
 
 class _Interrupted(KeyboardInterrupt):
-    """Of a class of its own: by a plain one that was raised within `exec` the interpreter would end with SIGINT,
-    whatever the exit code."""
+    """An interruption. It has its own class: after a plain KeyboardInterrupt within `exec` the interpreter would end
+    with SIGINT, whatever the exit code."""
 
 
 LOCKING = frozenset(f"{name}.{step}" for name in ("Condition", "_AcquireFutures") for step in ("__enter__", "__exit__"))
@@ -213,12 +213,12 @@ def _end_if_stuck(reader: int) -> None:
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Whether an error comes from a signal that asks this process to stop."""
+    """Returns True if an error comes from a signal that asks this process to stop."""
     return bool(_signals) or isinstance(error, KeyboardInterrupt)
 
 
 def fail(error: TpuconvError, as_json: bool, known: Mapping[str, Any] | None = None) -> NoReturn:
-    """Ends the process with the error. In JSON it stands beside the facts that are `known` all the same."""
+    """Ends the process with the error. The JSON contains the error and the `known` facts."""
     if as_json:
         facts = {"type": type(error).__name__, "message": error.message, "details": error.details, "hint": error.hint}
         print_json({**(known or {}), "error": {**facts, "exit_code": error.exit_code}})
@@ -229,7 +229,7 @@ def fail(error: TpuconvError, as_json: bool, known: Mapping[str, Any] | None = N
 
 
 def _known(error: BaseException) -> TpuconvError:
-    """The error as one of ours, with an exit code. An error that cannot be one is a bug."""
+    """Converts an error to a TpuconvError with an exit code. Any other error is a bug."""
     if without_descriptors := _no_descriptors(error):
         return without_descriptors
     if isinstance(error, TpuconvError):
@@ -263,7 +263,7 @@ def _known(error: BaseException) -> TpuconvError:
 
 
 def _no_descriptors(error: BaseException) -> ResourceError | None:
-    """The error to show if one was raised because no file could be opened any more, whatever was made of that."""
+    """Returns the error to show if the process could not open more files, even if another error wraps it."""
     cause: BaseException | None = error
     while cause is not None:
         if found := no_descriptors(getattr(cause, "filename", None) or "a file or connection", cause):

@@ -15,14 +15,14 @@ from tpuconv.sizes import format_size
 from tpuconv.text import plain
 
 QUIET_SECONDS = 30
-"""Between two lines where stderr is no terminal."""
+"""The time between two lines if stderr is not a terminal."""
 FULL_WIDTH = 80
 """Columns of a terminal below which the memory is left out: the bar would take two lines."""
 
 
 @contextmanager
 def shown(as_json: bool) -> Iterator[Listener]:
-    """A listener that shows progress while the block runs; with `as_json` only messages."""
+    """Yields a listener that shows progress while the block runs; with `as_json` only messages."""
     if as_json:
         yield _messages
     elif sys.stderr.isatty():

@@ -19,16 +19,16 @@ from tpuconv.sizes import format_size
 )
 @click.argument("path", type=File())
 @click.argument("repo", type=Name(), metavar="ORG/NAME")
-@click.option("--private", is_flag=True, help="Make a private repository; one that is public is refused.")
-@click.option("--revision", type=Name(), help="A branch, which is made if it does not exist.  [default: main]")
-@click.option("--dry-run", is_flag=True, help="List the files and stop; the Hub is not asked.")
+@click.option("--private", is_flag=True, help="Create a private repository; a public one is refused.")
+@click.option("--revision", type=Name(), help="A branch; created if it does not exist.  [default: main]")
+@click.option("--dry-run", is_flag=True, help="List the files and stop, without contacting the Hub.")
 @options.as_json
 def push(path: Path, repo: str, private: bool, revision: str | None, dry_run: bool, as_json: bool) -> None:
-    """Upload PATH, a complete checkpoint or export of ours, to the repository ORG/NAME on the Hub, which is made if it
-    does not exist.
+    """Upload PATH, a complete checkpoint or export of tpuconv, to the repository ORG/NAME on the Hub. The repository is
+    created if it does not exist.
 
-    Interrupted, the same command continues. File sizes are compared with the manifest; `tpuconv verify` compares
-    contents.
+    After an interruption the same command continues. File sizes are compared with the manifest; `tpuconv verify`
+    compares contents.
     """
     done = api.push(path, repo, private=private, revision=revision, dry_run=dry_run)
     if as_json:
@@ -40,4 +40,4 @@ def push(path: Path, repo: str, private: bool, revision: str | None, dry_run: bo
             table.add_row(name, format_size(size))
         console().print(table)
     what = f"{len(done.files)} files, {format_size(done.bytes)}"
-    show((repo, "bold"), f": {what} would go" if dry_run else f": {what}, commit {done.commit}")
+    show((repo, "bold"), f": {what} would be uploaded" if dry_run else f": {what}, commit {done.commit}")

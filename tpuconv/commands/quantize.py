@@ -53,11 +53,11 @@ QUANTIZING = (
 )
 @options.ckpt
 @click.argument("out", required=False, type=LocationParam())
-@click.option("--config", type=Name(), metavar="NAME", help="A config of this package (see --list), or a YAML file.")
+@click.option("--config", type=Name(), metavar="NAME", help="A config of this package (see --list) or a YAML file.")
 @click.option("--list", "as_list", is_flag=True, help="List the configs of this package.")
 @click.option("--show", "shown_config", type=Name(), metavar="NAME", help="Print a config of this package.")
 @click.option("--explain", is_flag=True, help="Show how each parameter would be quantized, and stop.")
-@click.option("--sensitivity", is_flag=True, help="Measure what rounding each group of parameters costs, and stop.")
+@click.option("--sensitivity", is_flag=True, help="Measure the cost of rounding each group of parameters, and stop.")
 @click.option(
     "--target-bits",
     type=Number(min=0, min_open=True),
@@ -69,36 +69,37 @@ QUANTIZING = (
     type=File(),
     default="recipe.yaml",
     show_default=True,
-    help="The file that --target-bits and --gate write; a picture of the choice is beside it, with the suffix .html.",
+    help="The file that --target-bits and --gate write. A plot of the choice is beside it, with the suffix .html.",
 )
 @click.option(
     "--method",
     type=click.Choice(ROUNDING_METHODS),
     default=ROUNDING_METHODS[0],
     show_default=True,
-    help="How weights are rounded while their cost is measured; a recipe has it as its calibration.",
+    help="The rounding of weights while their cost is measured. The recipe names it as its calibration.",
 )
 @options.prompts
 @click.option(
     "--calibration",
     type=Name(),
     metavar="TEXT",
-    help="For a config with `calibration`, and --method gptq or awq: a text file, or `self` to draw text from the "
-    "model.  [default: a text of this package]",
+    help="The text for a config with `calibration`, and for --method gptq or awq: a file, or `self` to sample text "
+    "from "
+    "the model.  [default: a text of this package]",
 )
 @click.option(
     "--samples",
     type=click.IntRange(min=1),
     default=CALIBRATION_SAMPLES,
     show_default=True,
-    help="How many samples of that text, at most.",
+    help="The largest number of samples of the text.",
 )
 @click.option(
     "--length",
     type=click.IntRange(min=2, max=options.MOST_TOKENS),
     default=CALIBRATION_LENGTH,
     show_default=True,
-    help="Tokens of a sample.",
+    help="Tokens per sample.",
 )
 @options.compress
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
@@ -138,16 +139,16 @@ def quantize(
 ) -> None:
     """Quantize the checkpoint CKPT by Qwix rules to OUT (<CKPT>-<config>, beside it, by default).
 
-    CKPT defaults to the newest checkpoint in the current folder that is not quantized. OUT appears complete or not at
-    all; interrupted, the same command continues. It holds the arrays that Qwix makes of the model, bit for bit, and a
-    report, quantization.html.
+    CKPT defaults to the newest unquantized checkpoint in the current folder. OUT appears complete or not at all. After
+    an interruption the same command continues. OUT contains the arrays that Qwix computes, bit for bit, and a report,
+    quantization.html.
 
-    With a config that has `calibration: {method: gptq}` the model runs on text, layer by layer, and weights are rounded
+    If the config has `calibration: {method: gptq}`, the model runs on text, layer by layer, and weights are rounded
     so that the outputs of each layer change less.
 
-    With --sensitivity, --target-bits or --gate nothing is quantized: the model runs on prompts, layer by layer in
-    float32, to measure what each group of its parameters costs it in int8 and in int4. --gate searches for the smallest
-    config that holds.
+    --sensitivity, --target-bits and --gate measure and do not quantize CKPT. The model runs on prompts, layer by layer
+    in float32, to measure the KL divergence of each group of parameters in int8 and in int4. --gate searches for the
+    smallest config that passes.
     """
     from tpuconv.quantize.config import find_config
 
@@ -164,8 +165,8 @@ def quantize(
         options.require_mode("--method gptq or awq", False, "calibration", "samples", "length")
     if measuring and (config or out):
         raise UsageError(
-            f"{MEASURING} measures, and quantizes nothing",
-            hint="leave OUT and --config out; then quantize with `--config recipe.yaml`",
+            f"{MEASURING} measures and quantizes nothing",
+            hint="leave out OUT and --config; then quantize with `--config recipe.yaml`",
         )
     options.require_mode("--config", not measuring, *QUANTIZING)
     quantize_model = options.on_processes(api.quantize, ray, distributed, process_index, process_count)
@@ -180,7 +181,7 @@ def quantize(
             found = api.sensitivity(
                 chosen,
                 prompts=read_prompts(prompts),
-                prompts_from=f"those of {prompts}" if prompts else "the default ones",
+                prompts_from=f"the prompts of {prompts}" if prompts else "the default ones",
                 method=method,
                 calibration=calibration,
                 samples=samples,
@@ -221,23 +222,23 @@ def _list_configs(as_json: bool) -> None:
     if as_json:
         print_json({"configs": [config.to_json() | {"bits_per_weight": config.bits} for config in configs]})
         return
-    table = Table("quantization configs", ("name", "bits a weight", "what"), right=("bits a weight",))
+    table = Table("quantization configs", ("name", "bits a weight", "summary"), right=("bits a weight",))
     for config in configs:
         table.add_row(config.name, " and ".join(f"{bits:g}" for bits in config.bits), config.summary)
     console().print(table)
     show(
-        "  bits a weight: of quantized weights, with their share of the scales of tiles, in bfloat16; a scale for each "
+        "  bits a weight: quantized weights and their share of the scales of groups, in bfloat16; a scale for each "
         "channel adds less than 0.1"
     )
 
 
 def _show_config(name: str, as_json: bool) -> None:
-    """A config as its file has it, to be changed."""
+    """Prints the file of a config, for the user to edit."""
     from tpuconv.quantize.config import config_names, configs_folder, find_config
 
     config = find_config(name)
     if config.name not in config_names():
-        raise UsageError(f"--show prints configs of this package, and {name} is none", hint="see --list")
+        raise UsageError(f"--show prints configs of this package, and {name} is not one of them", hint="see --list")
     if as_json:
         print_json(config.to_json() | {"bits_per_weight": config.bits})
     else:
@@ -245,7 +246,7 @@ def _show_config(name: str, as_json: bool) -> None:
 
 
 def _show_explanation(plan: api.ConversionPlan, as_json: bool) -> None:
-    """How each parameter would be quantized."""
+    """Shows how each parameter would be quantized."""
     from tpuconv.names import collapse
     from tpuconv.quantize.explain import explain
 
@@ -281,12 +282,13 @@ def _show_explanation(plan: api.ConversionPlan, as_json: bool) -> None:
         show(f"  {pattern}: one scale for {values} values: Qwix applies tile_size to the last contracted axis only")
     show(
         f"{format_size(sum(row['bytes_before'] for row in rows))} -> {format_size(plan.plan.output_bytes)} at most; "
-        f"line: of the rule in {plan.rules.name}; codes of less than 8 bits are compressed on the disk"
+        f"line: the line of the rule in {plan.rules.name}; quantized values of less than 8 bits are compressed on the "
+        "disk"
     )
 
 
 def _alike(rows: "Sequence[Mapping[str, Any]]") -> "list[tuple[Mapping[str, Any], list[str]]]":
-    """The rows that differ in nothing but the parameter's name, with the names."""
+    """Groups the rows that differ only in the name of the parameter, with the names."""
     groups: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
     for row in rows:
         key = str({name: value for name, value in row.items() if name != "parameter"})
@@ -295,7 +297,7 @@ def _alike(rows: "Sequence[Mapping[str, Any]]") -> "list[tuple[Mapping[str, Any]
 
 
 def _show_sensitivity(found: api.Sensitivity, as_json: bool, calibrated: str) -> None:
-    """What was measured, and the recipe, which with the options `calibrated` makes what was measured."""
+    """Shows the measurements and the recipe. `calibrated` has the options that reproduce the measured model."""
     if as_json:
         print_json(found.to_json())
         return
@@ -313,13 +315,14 @@ def _show_sensitivity(found: api.Sensitivity, as_json: bool, calibrated: str) ->
         cells = [costs.get(kind, "") for kind in kinds]
         table.add_row(group.pattern, f"{group.count:,}", *cells, *([str(option)] if recipe else []))
     console().print(table)
-    kept = "; kept from an earlier run" if found.reused else ""
+    kept = "; reused from an earlier run" if found.reused else ""
     show(f"  KL(unquantized || this group quantized), nats a token, worst first{kept}")
     if recipe:
         show(
             (str(recipe.out), "bold"),
             f": {recipe.bits_per_weight:.2f} bits a weight; KL {recipe.measured_kl:.3g} and "
-            f"top-1 {100 * recipe.measured_top1:.2f}% measured, KL {recipe.predicted_kl:.3g} by the sum of its groups; "
-            f"picture: {recipe.picture}. "
+            f"top-1 {100 * recipe.measured_top1:.2f}% measured, KL {recipe.predicted_kl:.3g} predicted by the sum "
+            "over groups; "
+            f"plot: {recipe.picture}. "
             f"Next: tpuconv quantize {found.checkpoint} --config {recipe.out}{calibrated}",
         )

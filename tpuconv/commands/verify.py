@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     "tpuconv verify Qwen3-8B-orbax --benchmark",
 )
 @options.ckpt
-@click.option("--compare-hf", is_flag=True, help="Compare what the model returns with transformers on the source.")
-@click.option("--layerwise", is_flag=True, help="Compare a layer at a time, in the memory of one layer.")
+@click.option("--compare-hf", is_flag=True, help="Compare the outputs of the model with transformers on the source.")
+@click.option("--layerwise", is_flag=True, help="Compare one layer at a time, in the memory of one layer.")
 @click.option(
     "--source",
     type=Name(),
-    help="Path or Hub id of the source checkpoint.  [default: what was converted, as far as this machine knows it]",
+    help="Path or Hub id of the source checkpoint.  [default: the source that was converted, if this machine knows it]",
 )
 @options.prompts
 @options.comparison_dtype
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 @click.option(
     "--update",
     is_flag=True,
-    help="First take config.json, tokenizer files and model cards into the manifest as they are now.",
+    help="First record the current config.json, tokenizer files and model cards in the manifest.",
 )
 @options.on_all_processes
 @options.as_json
@@ -67,10 +67,11 @@ def verify(
     distributed: bool,
     as_json: bool,
 ) -> None:
-    """Check every array and file of CKPT against its checksum; with --compare-hf, its model against the original.
+    """Check every array and file of CKPT against its checksum; with --compare-hf, compare its model with the original.
 
-    --compare-hf runs both models on eight short prompts, or on those of --prompts. A model with sliding windows,
-    chunks or an indexer also runs on one prompt beyond each, up to 8,256 tokens, whose last 128 logits are compared.
+    --compare-hf runs both models on eight short prompts, or on the prompts of --prompts. A model with sliding
+    windows, chunks or an indexer also runs on one longer prompt for each of their lengths, of up to 8,256 tokens; the
+    last 128 logits are compared.
 
     CKPT defaults to the newest checkpoint in the current folder. Exit code 3: a gate of the comparison failed; 10: the
     checkpoint is damaged.
@@ -107,12 +108,12 @@ def _check(folder: Location, update: bool, as_json: bool) -> tuple[dict[str, obj
         found = api.verify(folder, update=update, progress=progress)
     if not as_json:
         if found.updated:
-            show("taken into the manifest: ", ", ".join(found.updated))
+            show("recorded in the manifest: ", ", ".join(found.updated))
         found.check()
         counted = f"{found.arrays} arrays, " if found.arrays else ""
         show(
             ("complete", "green"),
-            f": {counted}{found.files} files, {format_size(found.bytes)}, every checksum holds "
+            f": {counted}{found.files} files, {format_size(found.bytes)}, all checksums match "
             f"({format_size(found.bytes / max(found.seconds, 1e-9))}/s)",
         )
     return found.to_json(), 0 if found.passed else CorruptOutput.exit_code
@@ -148,14 +149,14 @@ def _compare(
 
 
 def _show_verdict(found: api.Comparison) -> None:
-    """A sentence on what was compared, and the prompt to look at."""
+    """Shows the verdict, and the prompt with the largest divergence."""
     from tpuconv.verify.vectors import VectorStatistics
 
     result = found.statistics
     compared = f"{result.prompts} prompts, {result.tokens} tokens"
     if isinstance(result, VectorStatistics):
         worst = f"relative error of the {result.returns} {result.relative_error:.3g}"
-        no_gates = "no gates set: those of quantization configs are for logits, so nothing passed or failed; "
+        no_gates = "no gates set: the gates of quantization configs are for logits, so nothing passed or failed; "
     else:
         worst = f"largest mean KL: prompt {result.worst_prompt}, {result.worst_prompt_kl:.3g}"
         no_gates = (
@@ -165,17 +166,17 @@ def _show_verdict(found: api.Comparison) -> None:
     if found.passed is None:
         show(no_gates, worst)
     else:
-        what = "is close enough to the original" if found.rounded else "computes what the original does"
+        what = "is close enough to the original" if found.rounded else "gives the same outputs as the original"
         show(("passed", "green"), f": the model {what} on {compared}; {worst}")
     for horizon in found.horizons:
-        where = f"  beyond {horizon.tokens:,} tokens, where a window or the like ends: "
+        where = f"  beyond {horizon.tokens:,} tokens, the length of a window, chunk or indexer: "
         show(where, *([("not compared", "yellow"), f"; {horizon.why_not}"] if horizon.why_not else ["compared"]))
 
 
 def _show_source(changed: Sequence[str] | None) -> None:
-    """Whether the source is still the one that was converted."""
+    """Shows whether the source has changed since the conversion."""
     if changed is None:
-        show("source: not the files that were converted, and no hash of them is known: it may have changed")
+        show("source: other files than the conversion read, and their hashes are unknown: it may have changed")
     elif not changed:
         show("source: unchanged since the conversion")
     else:
@@ -207,7 +208,7 @@ def _comparison_table(found: api.Comparison) -> Table:
 
 
 StatisticRow = tuple[str, str, str | None]
-"""What a statistic is, its value, and the name of its gate."""
+"""The description of a statistic, its value, and the name of its gate."""
 
 
 def _vector_rows(result: "VectorStatistics") -> tuple[StatisticRow, ...]:

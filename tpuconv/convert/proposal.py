@@ -75,12 +75,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class FamilyProposal:
-    """What is known of a checkpoint that no family reads.
+    """The description of a checkpoint that no family reads.
 
     Attributes:
-        source, model_type, architectures: of the checkpoint.
+        source, model_type, architectures: the facts of the checkpoint.
         candidates: the nearest families, the nearest first.
-        explained, left: tensors that the nearest family explains, and those that it does not.
+        explained, left: tensors that the nearest family explains, and the other tensors.
         unread: keys of config.json that the nearest family refuses or does not read, with their values.
         absent: keys that it reads and config.json does not have, with the family's defaults.
         draft: the text of a `family.py`.
@@ -104,7 +104,7 @@ class FamilyProposal:
         return self.candidates[0]
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         patterns = {
             key: [vars(each) | {"shape": list(each.shape)} for each in getattr(self, key)]
             for key in ("explained", "left")
@@ -189,8 +189,8 @@ def _text_of(family: Family, raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _lenient_config(family: Family, raw: Mapping[str, Any]) -> tuple[DecoderConfig, bool] | None:
-    """The family's reading of what it knows of a config.json; of the sizes alone, and then True, if it cannot read
-    that. None if it cannot read these either."""
+    """Returns the family's reading of what it knows of a config.json; of the sizes alone, and then True, if it cannot
+    read that. None if it cannot read these either."""
     text = _text_of(family, raw)
     known = {key for key, _ in _keys_of(family)} | set(ROPE_KEYS)
     sizes = {family.config._key(field.name) for field in fields(DecoderConfig)}
@@ -206,7 +206,7 @@ def _lenient_config(family: Family, raw: Mapping[str, Any]) -> tuple[DecoderConf
 
 
 def _keys_of(family: Family) -> Iterator[tuple[str, Any]]:
-    """The keys of config.json that a family reads, with their defaults."""
+    """Yields the keys of config.json that a family reads, with their defaults."""
     for field in fields(family.config):
         if field.name not in family.config.derived:
             yield family.config._key(field.name), field.default
@@ -273,7 +273,7 @@ def _first(values: int | Any) -> tuple[int, ...]:
 
 
 def _draft(fit: _Fit, raw: Mapping[str, Any], left: Mapping[str, set[Shape]]) -> Iterator[str]:
-    """The lines of a `family.py`."""
+    """Yields the lines of a `family.py`."""
     near, kind = fit.family.name, re.sub(r"[^\w.-]", "_", str(raw.get("model_type")))
     name = re.sub(r"\W", "_", kind)
     unfit = {row.jax_names[0] for row in fit.unfit_rows}
@@ -336,7 +336,7 @@ def _draft(fit: _Fit, raw: Mapping[str, Any], left: Mapping[str, set[Shape]]) ->
 
 
 def _typed(value: Any) -> str | None:
-    """The annotation and the default of a field with this value; None if it is not plain."""
+    """Returns the annotation and the default of a field with this value; None if it is not plain."""
     if isinstance(value, str | int | float):
         return f"{type(value).__name__} = {_literal(value)}"
     kinds = {type(each) for each in value} if isinstance(value, list) and len(value) <= MOST_LISTED else set()
@@ -350,7 +350,7 @@ def _literal(value: str | int | float) -> str:
 
 
 def _row_of(pattern: str, shapes: set[Shape], axes: Mapping[str, Any]) -> str:
-    """A row for tensors that no table has, or a comment if their shape has no letters."""
+    """Returns a row for tensors that no table has, or a comment if their shape has no letters."""
     parts = pattern.split("{}")
     shape = min(shapes)
     indices = ["L", "E"] if "layers." in parts[0] else ["E"]
@@ -380,7 +380,7 @@ def _letters_of(size: int, axes: Mapping[str, Any]) -> str | None:
 
 
 def _parameter_of(hf: str, rank: int) -> str:
-    """A name for the parameter of a tensor, as other families name theirs."""
+    """Returns a name for the parameter of a tensor, as other families name theirs."""
     module, _, kind = hf.removeprefix("model.").rpartition(".")
     module = module.replace("self_attn.", "attn.").replace("experts.{E}.", "").replace("_proj", "")
     return f"{module}.{'kernel' if rank > 1 else 'scale'}" if kind == "weight" else f"{module}.{kind}"

@@ -27,14 +27,14 @@ WEIGHT_DTYPE, BUFFER_DTYPE = "BF16", "F32"
 SHARD = "model.safetensors"
 
 MAX_MODEL_BYTES = 4 << 40
-"""Twice those of the largest model: a plan holds all slabs of the conversion."""
+"""Twice the bytes of the largest model: a plan holds all slabs of the conversion."""
 
 NEVER_ENCODED = ("embed", "router")
-"""How the names of modules begin whose matrix is looked up, or in which small differences decide."""
+"""The beginnings of the names of modules whose matrix is looked up, or in which small differences decide."""
 
 
 def source_from_config(name: str, raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Source:
-    """A source without bytes.
+    """Returns a source without bytes.
 
     Args:
         name: of the model.
@@ -81,15 +81,15 @@ def _is_multiplied(binding: Binding) -> bool:
 
 
 def _has_stacked_experts(binding: Binding) -> bool:
-    """Whether each tensor of the source holds the matrices of all experts. Kernels of convolutions have three axes
-    too."""
+    """Returns True if each tensor of the source holds the matrices of all experts. Kernels of convolutions have three
+    axes too."""
     sources = zip(binding.layout.src, binding.src, strict=True)
     return all(len(axes) == stack.depth + 3 and axes[stack.depth].letter == "E" for axes, stack in sources)
 
 
 def _scheme(known: Sequence[SchemeGroup], name: str, shape: Shape, stacked: bool) -> Scheme | None:
-    """The scheme of a matrix, or of those of all experts if they are `stacked`; None if it is not encoded. Stacks have
-    blocks of a fixed size: a scale for each row or tensor is that of a matrix."""
+    """Returns the scheme of a matrix, or of the matrices of all experts if they are `stacked`; None if it is not
+    encoded. Stacks have blocks of a fixed size: a scale for each row or tensor belongs to one matrix."""
     for group in known:
         scheme = group.schemes[0]
         is_stack = scheme.groups_apart or (stacked and not scheme.affine and None not in scheme.blocks)

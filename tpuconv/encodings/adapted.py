@@ -13,7 +13,7 @@ from tpuconv.sources.adapter_changes import AdapterFile, Change, LowRank, Replac
 from tpuconv.sources.reader import Reader
 
 BY_ADAPTER = ", which an adapter changes"
-"""What the reason says for which a changed tensor is not converted."""
+"""A phrase of the reason why a changed tensor is not converted."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Adapted(Tensor):
         first, last = start // columns, -(-(start + out.size) // columns)
         inside = slice(start - first * columns, start - first * columns + out.size)
         if isinstance(self.changes[0], LowRank) and self.changes[0].magnitude is not None:
-            # A norm is that of a complete row.
+            # A norm belongs to a complete row.
             rows = np.empty((last - first) * columns, out.dtype)
             stored = np.empty(self.base.stored_bytes(rows.size) + 8, np.uint8)
             self.base.read(reader, first * columns, stored, rows)

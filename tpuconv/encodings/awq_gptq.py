@@ -46,7 +46,7 @@ ZERO_SHIFTS = {None: 1, "gptq": 1, "gptq_v2": 0}
 
 
 def awq_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
-    """The group of an AWQ description.
+    """Returns the group of an AWQ description.
 
     Raises:
         UnsupportedConfig: another packing than "gemm", or another number of bits than 4.
@@ -69,7 +69,7 @@ def awq_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
 
 
 def gptq_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
-    """The groups of a GPTQ description: those of `dynamic`, and all other modules.
+    """Returns the groups of a GPTQ description: the groups of `dynamic`, and all other modules.
 
     Raises:
         UnsupportedConfig: another `checkpoint_format`, or number of bits.
@@ -122,7 +122,7 @@ def _gptq(description: Mapping[str, Any]) -> tuple[Scheme, ...]:
 
 
 def _scheme(title: str, size: Any, affine: Affine) -> Scheme:
-    """A scheme of matrices [in, out] in groups of `size` inputs; -1 or None is one group of all."""
+    """Returns a scheme of matrices [in, out] in groups of `size` inputs; -1 or None is one group of all."""
     if size is not None and size != -1 and not size > 0:
         raise UnsupportedConfig(f"{title} with group_size={size!r} is not implemented", hint="known are -1 and numbers")
     how = f"in groups of {size}" if size and size > 0 else "by channel"

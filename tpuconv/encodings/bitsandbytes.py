@@ -39,13 +39,13 @@ TABLES: Mapping[Any, np.ndarray] = {
     "nf4": np.array(NF4_VALUES, np.float32),
     "fp4": np.array([*FP4_TWELFTHS, *(-1.0 * value for value in FP4_TWELFTHS)], np.float32) / np.float32(12),
 }
-"""By `bnb_4bit_quant_type`."""
+"""The tables by `bnb_4bit_quant_type`."""
 TABLE_QTYPES = {"nf4": "nf4"}
 """Qwix's types with the same table."""
 STORAGE = {None: "U8", "uint8": "U8", "int8": "I8", "float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 """By `bnb_4bit_quant_storage`, the dtype whose bytes hold the values."""
 FLAT_BLOCK = 64
-"""Of what has no description but config.json, which does not say it."""
+"""The size of blocks of tensors that only config.json describes; it does not name the size."""
 ROW_BY_ROW = 0
 """The only order of LLM.int8's values that is not made for one GPU."""
 
@@ -68,13 +68,13 @@ LLM_INT8 = Scheme(
 
 
 def is_bitsandbytes(quantization: Mapping[str, Any]) -> bool:
-    """Whether a description is of bitsandbytes; those of its first versions do not name it."""
+    """Returns True if a description belongs to bitsandbytes. Its first versions do not name it."""
     flags = quantization.get("load_in_4bit"), quantization.get("load_in_8bit")
     return quantization.get("quant_method") in (METHOD, None) and any(flags)
 
 
 def bitsandbytes_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
-    """The group of a bitsandbytes description.
+    """Returns the group of a bitsandbytes description.
 
     Raises:
         UnsupportedConfig: neither 4 nor 8 bits, or both; weights that are stored in half precision; or a type or

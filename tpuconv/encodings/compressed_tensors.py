@@ -93,11 +93,11 @@ STORED_WITH_TWO_SCALES: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]
 PACKED_FORMAT, BYTES_FORMATS = "pack-quantized", ("int-quantized", "naive-quantized")
 """Formats that tell which of two ways is used."""
 STORED_SCALE_DTYPES: Mapping[tuple[Any, Any], str] = {("float", "group"): "U8", ("float", TENSOR_GROUP): "F8_E4M3"}
-"""By type and strategy, the dtype of scales if it is not that of the original weights."""
+"""By type and strategy, the dtype of scales if it differs from the original weights."""
 
 
 def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
-    """The groups of a compressed-tensors description.
+    """Returns the groups of a compressed-tensors description.
 
     Raises:
         UnsupportedConfig: a format, strategy or number of bits that is not implemented.
@@ -168,8 +168,8 @@ def _takes_all(group: Mapping[str, Any]) -> bool:
 
 
 def _is_target(targets: Sequence[str], ignored: Sequence[str], module: str) -> bool:
-    """Whether a module is a target, as compressed-tensors chooses: by name, by a pattern of its
-    beginning, or by class."""
+    """Returns True if a module is a target of compressed-tensors: by name, by a pattern of its beginning, or by
+    class."""
 
     def matches(target: str) -> bool:
         return (
@@ -180,7 +180,7 @@ def _is_target(targets: Sequence[str], ignored: Sequence[str], module: str) -> b
 
 
 def _compressed_blocks(weights: Mapping[str, Any]) -> tuple[str, Blocks | None]:
-    """The blocks in words and as numbers; None if the strategy is not known."""
+    """Returns the blocks in words and as numbers; None if the strategy is not known."""
     strategy, size, block = (weights.get(key) for key in ("strategy", "group_size", "block_structure"))
     if isinstance(block, str):  # as older ones have it: "128x128"
         block = [int(n) if n.isdecimal() and len(n) < 10 else 0 for n in block.split("x")]

@@ -1,4 +1,4 @@
-"""How a checkpoint encodes a tensor in several stored ones, and decoding it.
+"""The encoding of a tensor in several stored tensors, and its decoding.
 
 An encoding is a property of the checkpoint, read from config.json's `quantization_config`; it knows no family. All
 encodings are one scheme: a quantized value of 8 or 4 bits stands for a number (a table), and a block of values shares a
@@ -78,7 +78,7 @@ class Tensor:
         return prod(self.shape)
 
     def stored_bytes(self, count: int) -> int:
-        """The number of bytes in which `count` values are stored, without scales."""
+        """Returns the number of bytes in which `count` values are stored, without scales."""
         return count * self.values.nbytes // max(1, self.size)
 
     def ranges(self, start: int, stop: int) -> Iterator[tuple[TensorInfo, int, int]]:
@@ -90,11 +90,12 @@ class Tensor:
             yield from ((info, 0, info.nbytes) for info in self.stored)
 
     def work_bytes(self, count: int) -> int:
-        """The memory that reading `count` values takes beside the arguments of `read`, if it grows with them."""
+        """Returns the memory that reading `count` values takes beside the arguments of `read`, if it grows with
+        them."""
         return 0
 
     def is_stored_as(self, dtype: np.dtype[Any]) -> bool:
-        """Whether its stored bytes are values of that dtype."""
+        """True if the stored bytes are values of this dtype."""
         return self.scheme is None and self.dtype == dtype
 
     def read(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
@@ -153,7 +154,7 @@ class Tensor:
                 )
 
     def place(self, number: int) -> list[int]:
-        """The index of value `number` in the stored tensor that is named in an error."""
+        """Returns the index of value `number` in the stored tensor that is named in an error."""
         return place_of(number, self.shape)
 
     def decode_scales(self, reader: Reader, stored: np.ndarray) -> np.ndarray:
@@ -273,7 +274,7 @@ class Tensor:
         return stored.astype(np.float32)
 
     def _groups(self, reader: Reader, rows: Span, height: int) -> np.ndarray:
-        """The number of the group of each of some rows."""
+        """Returns the number of the group of each of some rows."""
         if self.group_index is None:
             return np.arange(*rows) // height
         stored = np.empty(rows[1] - rows[0], DTYPES[self.group_index.dtype])

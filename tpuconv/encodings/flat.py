@@ -43,7 +43,7 @@ class FlatParts:
     any_scales: bool
 
     def state(self, reader: Reader) -> Mapping[str, Any]:
-        """What the text says, as `FLAT_STATE` or `NESTED_STATE` describes it.
+        """Returns the parsed text, as `FLAT_STATE` or `NESTED_STATE` describes it.
 
         Raises:
             SourceError: it does not have this schema, or contradicts the shape or the number of scales.
@@ -60,12 +60,13 @@ class FlatParts:
             raise SourceError(
                 f"{info.name} says {state['shape']} in blocks of {state['blocksize']}, but config.json wants "
                 f"{list(self.shape)}, and there are {self.scales.size} scales",
-                hint="the weights are not those of this config.json: download both again",
+                hint="the weights do not belong to this config.json: download both again",
             )
         return state
 
     def block_scales(self, reader: Reader, first: int, last: int, state: Mapping[str, Any]) -> np.ndarray:
-        """The scales of some blocks, in float32; of nested ones (number * scale) + offset, each rounded to float32.
+        """Returns the scales of some blocks, in float32; of nested ones (number * scale) + offset, each rounded to
+        float32.
 
         Raises:
             SourceError: one is not finite, unless `any_scales`.

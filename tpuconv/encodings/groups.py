@@ -38,7 +38,8 @@ NAME = re.compile(r"[\w./-]*")
 
 
 def pattern_to_check(where: str, text: str, pattern: str) -> tuple[tuple[str, str], ...]:
-    """The pattern of `text`, to be checked; none if the text is only a name. `where` is its key in config.json."""
+    """Returns the pattern of `text`, to be checked; none if the text is only a name. `where` is its key in
+    config.json."""
     return () if NAME.fullmatch(text) else ((f"config.json, {where}", pattern),)
 
 
@@ -47,8 +48,8 @@ compiled_pattern = cache(re.compile)
 
 
 def unless_named(schemes: tuple[Scheme, ...], names: Sequence[str], key: str) -> SchemeGroup:
-    """All weights except the modules that are named, as transformers chooses: a name is a pattern for the beginning of
-    a module's name, up to a dot, or the end of it. `key` is that of the names."""
+    """Returns all weights except the modules that are named, as transformers chooses: a name is a pattern for the
+    beginning of a module's name, up to a dot, or the end of it. `key` is the key of the names."""
     patterns = {name: rf"(?:{name})(?:\.|$)" for name in names}
 
     def takes(module: str) -> bool:
@@ -61,10 +62,10 @@ def unless_named(schemes: tuple[Scheme, ...], names: Sequence[str], key: str) ->
 
 
 def within(module: str) -> list[str]:
-    """A module and its parents. For experts, only the parent may be named."""
+    """Returns a module and its parents. For experts, only the parent may be named."""
     return [module, *(module[:i] for i, letter in enumerate(module) if letter == ".")]
 
 
 def is_within(names: Collection[str], module: str) -> bool:
-    """Whether a module or one of its parents is named."""
+    """Returns True if a module or one of its parents is named."""
     return any(name in names for name in within(module))

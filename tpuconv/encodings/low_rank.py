@@ -7,9 +7,9 @@ from tpuconv.bfloat16 import to_bfloat16, to_float32
 from tpuconv.compiled import compiled, compiled_fused
 
 COLUMNS_AT_ONCE = 512
-"""Columns of the product that are computed at once: those of 16 rows of the right matrix take 32 KB."""
+"""The columns of the product that are computed at once: they take 32 KB for 16 rows of the right matrix."""
 NAN = np.uint16(0x7FC0)
-"""In bfloat16."""
+"""NaN in bfloat16."""
 FLOAT32_LANES = 8
 """Sums that PyTorch adds up side by side on a CPU with AVX2."""
 
@@ -17,7 +17,7 @@ FLOAT32_LANES = 8
 @compiled_fused  # type: ignore[untyped-decorator]
 def multiply_row(left: np.ndarray, right: np.ndarray, start: int, out: np.ndarray) -> None:
     """Fills `out` [n] with left [R] times n columns of right [R, columns] from `start`, all in float32. Each sum goes
-    in the order of R: the result does not depend on what is computed together, and is that of PyTorch on a CPU."""
+    in the order of R: the result does not depend on what is computed together, and equals PyTorch on a CPU."""
     stop, whole = start + out.size, left.size - left.size % 4
     out[:] = np.float32(0)
     for k in range(0, whole, 4):  # four products at a time stay in registers

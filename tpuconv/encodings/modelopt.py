@@ -1,9 +1,8 @@
 """Schemes as ModelOpt describes them: what that library exports.
 
-NVFP4 has two scales, one in FP8 for each 16 values and one in float32 for the tensor; the names of algorithms are those
-of hf_quant_config.json. AWQ's int4 (arXiv:2306.00978) has scales of groups, and where no norm before the product could
-take it, a scale for each input.
-"""
+NVFP4 has two scales, one in FP8 for each 16 values and one in float32 for the tensor; the names of algorithms come from
+hf_quant_config.json. AWQ's int4 (arXiv:2306.00978) has scales of groups, and where no norm before the product could
+take it, a scale for each input."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -65,7 +64,8 @@ AWQ_ALGORITHMS: Mapping[str, tuple[str, ...]] = {"W4A16_AWQ": (), "W4A8_AWQ": ("
 
 
 def modelopt_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
-    """The groups of a ModelOpt description: in config.json, or one level deeper in a file of its own (`read_config`).
+    """Returns the groups of a ModelOpt description: in config.json, or one level deeper in a file of its own
+    (`read_config`).
 
     Raises:
         UnsupportedConfig: an algorithm that is not implemented.
@@ -97,7 +97,7 @@ def modelopt_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
 
 
 def _modelopt_schemes(layer: Mapping[str, Any]) -> tuple[Scheme, ...]:
-    """The schemes of a `quant_algo`, of the model or of a layer. Some releases write it in lower case."""
+    """Returns the schemes of a `quant_algo`, of the model or of a layer. Some releases write it in lower case."""
     size = layer.get("group_size")
     algorithm = str(layer.get("quant_algo")).upper()
     if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):

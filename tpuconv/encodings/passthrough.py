@@ -46,7 +46,7 @@ class QValues(Tensor):
         return np.dtype(STORED_AS.get(self.scheme.qtype, self.scheme.qtype))
 
     def is_stored_as(self, dtype: np.dtype[Any]) -> bool:
-        """Whether each stored byte is one quantized value."""
+        """True if each stored byte is one quantized value."""
         return self.scheme.affine is None and self._per_byte == 1
 
     @property
@@ -165,13 +165,13 @@ class Scales(Tensor):
         return decoded
 
     def place(self, number: int) -> list[int]:
-        """The index of scale `number` in the stored tensor of scales."""
+        """Returns the index of scale `number` in the stored tensor of scales."""
         index = [i // n for i, n in zip(np.unravel_index(number, self.shape), self.refine, strict=True)]
         return place_of(int(np.ravel_multi_index(index, self.grid)), self.values.shape)
 
 
 class ZeroPoints(Scales):
-    """The zero points of an encoded tensor, one for each scale. `grid` and `refine` are those of the scales."""
+    """Returns the zero points of an encoded tensor, one for each scale. `grid` and `refine` describe the scales."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -191,7 +191,7 @@ STORED_AS = {"nf4": "uint8"}
 
 
 def scale_dtype(stored: str, has_tensor_scale: bool) -> np.dtype[Any]:
-    """The dtype in which scales are kept. `stored` is safetensors' name of the stored dtype."""
+    """Returns the dtype in which scales are kept. `stored` is safetensors' name of the stored dtype."""
     if has_tensor_scale or stored == "F16":  # bfloat16 would round what a TPU has no other type for
         return np.dtype(np.float32)
     return BF16 if stored in POWERS_OF_TWO else DTYPES[stored]
@@ -207,7 +207,7 @@ def from_middle(affine: Affine, qtype: str, stored: np.ndarray) -> np.ndarray:
 
 
 def to_middle(affine: Affine, qvalues: np.ndarray) -> np.ndarray:
-    """The inverse of `from_middle`."""
+    """Returns the inverse of `from_middle`."""
     stored: np.ndarray = (qvalues.view(np.uint8) + np.uint8(affine.middle)) & np.uint8(affine.words.mask)
     return stored
 
@@ -235,13 +235,14 @@ def pack_halves(values: np.ndarray) -> np.ndarray:
 
 
 def exponents(scales: np.ndarray) -> np.ndarray:
-    """The bytes of scales that are powers of two, as exponents with a bias (E8M0)."""
+    """Returns the bytes of scales that are powers of two, as exponents with a bias (E8M0)."""
     found = np.frexp(scales.astype(np.float32))[1] - 1  # 2^e is 0.5 * 2^(e + 1) to frexp
     return (found + E8M0_BIAS).astype(np.uint8)
 
 
 def pack(scheme: Scheme, qvalues: np.ndarray) -> np.ndarray:
-    """The stored tensor of values, from quantized values in the shape of the tensor: the inverse of `QValues`."""
+    """Returns the stored tensor of values, from quantized values in the shape of the tensor: the inverse of
+    `QValues`."""
     if scheme.affine is not None:
         return scheme.affine.words.pack(to_middle(scheme.affine, np.ascontiguousarray(qvalues)))
     dtype = DTYPES[scheme.dtype]
@@ -258,7 +259,7 @@ def pack(scheme: Scheme, qvalues: np.ndarray) -> np.ndarray:
 def unrefine(
     scales: np.ndarray, refine: Sequence[int], dtype: str, shape: Shape, factor: np.float32 = NO_FACTOR
 ) -> np.ndarray:
-    """The stored tensor of scales, of the shape `shape`, from refined scales: the inverse of `Scales`."""
+    """Returns the stored tensor of scales, of the shape `shape`, from refined scales: the inverse of `Scales`."""
     stored: np.ndarray = np.ascontiguousarray(scales[tuple(slice(None, None, n) for n in refine)])
     if factor != NO_FACTOR:
         stored = without_factor(stored, factor)
@@ -268,9 +269,9 @@ def unrefine(
 
 
 def separate_scales(products: np.ndarray, *, divided: bool) -> tuple[np.ndarray, np.ndarray] | None:
-    """The inverse of multiplying the scales of blocks, in float8_e4m3fn, by one scale of the tensor, or of dividing
-    them by it if `divided`: scales in the shape of `products`, and one in float32 of shape [1]. Their products are
-    `products`, bit for bit. None if no such scales exist.
+    """Returns the inverse of multiplying the scales of blocks, in float8_e4m3fn, by one scale of the tensor, or of
+    dividing them by it if `divided`: scales in the shape of `products`, and one in float32 of shape [1]. Their products
+    are `products`, bit for bit. None if no such scales exist.
 
     The largest scale of a block is tried as each number of its type, from 448 down, which is what quantizers give it.
     """
@@ -313,6 +314,6 @@ FLOAT8_NUMBERS = np.arange(1, 127, dtype=np.uint8).view(FLOAT8).astype(np.float3
 
 
 def pack_zero_points(affine: Affine, zeros: np.ndarray, refine: Sequence[int]) -> np.ndarray:
-    """The stored tensor of zero points, from refined ones: the inverse of `ZeroPoints`."""
+    """Returns the stored tensor of zero points, from refined ones: the inverse of `ZeroPoints`."""
     stored = np.ascontiguousarray(zeros[tuple(slice(None, None, n) for n in refine)])
     return affine.stored_zeros(to_middle(affine, stored))

@@ -15,8 +15,8 @@ from tpuconv.sources.reader import Reader
 
 
 def shaped(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """The tensors, where flat ones that hold so many values have the shape that a table wants: only a text that is read
-    with their values says it."""
+    """Returns the tensors, where flat ones that hold so many values have the shape that a table wants: only a text that
+    is read with their values says it."""
     out = dict(tensors)
     for name, shape in shapes.items():
         tensor = out.get(name)
@@ -61,7 +61,7 @@ class Recut(Tensor):
 def recut(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape], groups: Iterable[Sequence[str]]
 ) -> dict[str, Tensor]:
-    """The tensors, cut as a table wants them where those of a group are equal parts of as many rows.
+    """Cuts the tensors as a table wants them, if the tensors of a group are equal parts of as many rows.
 
     Args:
         tensors: of the source.

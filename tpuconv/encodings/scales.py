@@ -31,14 +31,14 @@ def _bad_scale(name: str, place: list[int], value: np.floating[Any], count: int,
 
 
 def place_of(number: int, shape: Shape) -> list[int]:
-    """The index of element `number` in an array of this shape."""
+    """Returns the index of element `number` in an array of this shape."""
     return list(map(int, np.unravel_index(number, shape)))
 
 
 def check_scales(
     name: str, scales: np.ndarray, shape: Shape | None = None, start: int = 0, *, any_sign: bool = False
 ) -> None:
-    """Checks scales: those of a whole tensor, or some of a tensor of the shape `shape`, from number `start` on.
+    """Checks all scales of a tensor, or some scales of a tensor of the shape `shape`, from number `start` on.
 
     Raises:
         SourceError: one is infinite or NaN, or not positive unless they may have `any_sign`. The message has the index

@@ -63,11 +63,11 @@ class Affine:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Of the tensors of zero points, and of the groups of rows."""
+        """The name suffixes of zero points and of the groups of rows."""
         return tuple(filter(None, (self.zero_points, self.group_index)))
 
     def numbers(self, qvalues: np.ndarray) -> np.ndarray:
-        """The quantized values of bytes, in float32."""
+        """Returns the quantized values of bytes, in float32."""
         if self.zero_points:
             return qvalues.astype(np.float32)
         half = np.int8(1 << (self.words.bits - 1))  # two's complement
@@ -84,7 +84,7 @@ class Affine:
         return zeros
 
     def stored_zeros(self, zeros: np.ndarray) -> np.ndarray:
-        """The inverse of `zeros_of`, in words."""
+        """Returns the inverse of `zeros_of`, in words."""
         return self.zero_words.pack((zeros - np.uint8(self.zero_shift)) & np.uint8(self.zero_words.mask))
 
 
@@ -116,7 +116,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the tensors of one kind are encoded.
+    """The encoding of the tensors of one kind.
 
     Attributes:
         title: the name that users see.
@@ -132,7 +132,7 @@ class Scheme:
         extra: suffixes of other tensors that belong to it.
         groups_apart: whether the groups are an axis of their own: [..., groups, bytes of a group].
         xor_mask: the bits in which a stored integer differs from its two's complement.
-        tensor_scale: suffix of one more scale, of the whole tensor, which multiplies those of the blocks.
+        tensor_scale: suffix of one more scale, of the whole tensor, which multiplies the scales of the blocks.
         divided: whether the tensor's scale divides them instead.
         factor: what each product of a value and a scale is multiplied by.
         any_sign: whether scales may be zero or negative: auto-round chooses their sign, float16 rounds small ones to
@@ -176,27 +176,27 @@ class Scheme:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Of all stored names."""
+        """The suffixes of all stored names."""
         own = (self.values, self.scales, self.tensor_scale, self.column_scales, *self.extra)
         return tuple(filter(None, own)) + (self.affine.suffixes if self.affine else ())
 
     @property
     def described(self) -> tuple[str, ...]:
-        """Of the tensors that hold nothing but what the scheme says; the last ones may be absent."""
+        """The suffixes of tensors that only repeat facts of the scheme; the last ones may be absent."""
         if self.affine is None:
             return self.extra
         has_zeros = bool(self.affine.zero_points) and not self.affine.symmetric
         return (*self.extra, *self.affine.suffixes[1 if has_zeros else 0 :])
 
     def encodes(self, info: TensorInfo) -> bool:
-        """Whether a stored tensor holds values of this scheme, by its name, dtype and rank."""
+        """Returns True if a stored tensor holds values of this scheme, by its name, dtype and rank."""
         has_blocks = len(info.shape) == 2 if self.affine else len(info.shape) > self.groups_apart
         if self.flat:
             has_blocks = len(info.shape) == 2 and info.shape[1] == 1
         return info.name.endswith(self.values) and info.dtype == self.dtype and has_blocks
 
     def shape(self, stored: Shape) -> Shape:
-        """The shape of the values that a tensor of the shape `stored` holds; of flat ones, their number."""
+        """Returns the shape of the values that a tensor of the shape `stored` holds; of flat ones, their number."""
         if self.affine:
             return self.affine.words.shape(stored)
         if self.flat:
@@ -206,7 +206,7 @@ class Scheme:
         return (*stored[:-1], stored[-1] * self.per_element)
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """The inverse of `shape`."""
+        """Returns the inverse of `shape`."""
         if self.affine:
             return self.affine.words.stored_shape(shape)
         if self.flat:
@@ -229,14 +229,14 @@ class Scheme:
         return rows, shape[-1] if columns is None else columns
 
     def has_blocks_of_rows(self, shape: Shape, scales: Shape) -> bool:
-        """Whether each block is a part of a row, or some complete rows."""
+        """Returns True if each block is a part of a row, or some complete rows."""
         if self.flat is None:
             return True
         size, rest = divmod(prod(shape), prod(scales))
         return not rest and size in (self.blocks[1], *FLAT_BLOCKS) and (shape[-1] % size == 0 or size % shape[-1] == 0)
 
     def scale_shape(self, shape: Shape, scales: Shape) -> Shape:
-        """The shape that the scales must have for values of the shape `shape`. `scales` is the stored one."""
+        """Returns the shape that the scales must have for values of the shape `shape`. `scales` is the stored one."""
         if self.flat:
             assert self.blocks[1] is not None
             counts = [(-(-prod(shape) // size),) for size in (self.blocks[1], *FLAT_BLOCKS)]
@@ -252,7 +252,8 @@ class Scheme:
         return (*shape[:-2], *grid)
 
     def stored(self, name: str, shape: Shape) -> dict[str, tuple[str, Shape]]:
-        """The dtype and shape, by name, of the tensors in which a release stores the tensor `name` of this shape."""
+        """Returns the dtype and shape, by name, of the tensors in which a release stores the tensor `name` of this
+        shape."""
         base = name.removesuffix(self.name)
         shape = shape[::-1] if self.input_first else shape
         scales = self.scale_shape(shape, (shape[0], 1) if self.by_row else () if self.flat else (1,))
@@ -265,7 +266,8 @@ class Scheme:
         }
 
     def extra_kinds(self, shape: Shape, scales: Shape) -> dict[str, tuple[str, Shape]]:
-        """The dtype and shape, by suffix, of the other tensors that belong to values and scales of these shapes."""
+        """Returns the dtype and shape, by suffix, of the other tensors that belong to values and scales of these
+        shapes."""
         kinds = {suffix: (DTYPE_NAMES[value.dtype], value.shape) for suffix, value in self.constants.items()}
         if self.flat is None:
             return {suffix: kinds.get(suffix, ("I32", (len(shape),))) for suffix in self.extra}
@@ -276,7 +278,7 @@ class Scheme:
         return kinds
 
     def affine_shapes(self, shape: Shape, scales: Shape) -> dict[str, Shape]:
-        """The stored shapes, by suffix, of zero points and of the groups of rows; both are I32."""
+        """Returns the stored shapes, by suffix, of zero points and of the groups of rows; both are I32."""
         if self.affine is None:
             return {}
         shapes = {
@@ -286,7 +288,7 @@ class Scheme:
         return {suffix: shapes[suffix] for suffix in self.affine.suffixes}
 
     def expected(self, suffix: str, shape: Shape, scales: Shape, dtype: str) -> np.ndarray:
-        """What the other tensor `suffix` holds that belongs to values and scales of these shapes."""
+        """Returns the contents of the other tensor `suffix` that belongs to values and scales of these shapes."""
         if suffix in self.constants:
             return self.constants[suffix]
         if self.affine and suffix == self.affine.zero_points:
@@ -339,7 +341,7 @@ FP4_BY_32 = Scheme(
 
 
 def fp8_scheme(title: str, scales: str, blocks: Blocks, *, by_row: bool = False) -> Scheme:
-    """A scheme of values in float8_e4m3fn. `scales` is the suffix of the stored scales."""
+    """Returns a scheme of values in float8_e4m3fn. `scales` is the suffix of the stored scales."""
     return Scheme(title=title, scales=scales, name=".weight", blocks=blocks, by_row=by_row, **FP8_FIELDS)
 
 
@@ -350,5 +352,5 @@ def mxfp8_scheme(title: str, scales: str) -> Scheme:
 
 
 def is_block(block: Any) -> bool:
-    """Whether a value of a description is a block: [rows, columns], both positive."""
+    """Returns True if a value of a description is a block: [rows, columns], both positive."""
     return isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)

@@ -41,7 +41,7 @@ METHOD_SCHEMAS: Mapping[Any, Any] = {
     "gptq": GPTQ,
     METHOD: BITSANDBYTES,
 }
-"""For each method, which keys of a description are read, and their types."""
+"""For each method, the keys of a description that are read, and their types."""
 
 
 E4M3_NAMES = ("e4m3", "float8_e4m3fn")
@@ -49,7 +49,7 @@ E4M3_NAMES = ("e4m3", "float8_e4m3fn")
 
 
 def schemes(quantization: Mapping[str, Any] | None) -> tuple[Scheme, ...]:
-    """The schemes that a `quantization_config` describes; none if it is None.
+    """Returns the schemes that a `quantization_config` describes; none if it is None.
 
     Raises:
         UnsupportedConfig: its method, format or number of bits is not implemented.
@@ -59,7 +59,8 @@ def schemes(quantization: Mapping[str, Any] | None) -> tuple[Scheme, ...]:
 
 
 def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
-    """The groups of weights that a `quantization_config` describes. A weight belongs to the first group that takes it.
+    """Returns the groups of weights that a `quantization_config` describes. A weight belongs to the first group that
+    takes it.
 
     Raises:
         UnsupportedConfig, ConfigError: see `schemes`.
@@ -104,7 +105,7 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
 
 
 def quantizes_inputs(quantization: Mapping[str, Any] | None) -> bool:
-    """Whether transformers, which reads this `quantization_config`, rounds the inputs of matrices too (W8A8)."""
+    """Returns True if transformers also rounds the inputs of matrices (W8A8) with this `quantization_config`."""
     if quantization is None:
         return False
     config_groups = quantization.get("config_groups")
@@ -114,7 +115,7 @@ def quantizes_inputs(quantization: Mapping[str, Any] | None) -> bool:
 
 
 def _method(quantization: Mapping[str, Any]) -> Any:
-    """The `quant_method`. Older releases of ModelOpt only name themselves as the producer."""
+    """Returns the `quant_method`. Older releases of ModelOpt only name themselves as the producer."""
     if is_bitsandbytes(quantization):
         return METHOD
     producer = quantization.get("producer")
@@ -123,15 +124,15 @@ def _method(quantization: Mapping[str, Any]) -> Any:
 
 
 def _unless_named(quantization: Mapping[str, Any], schemes: tuple[Scheme, ...]) -> SchemeGroup:
-    """All weights except the head and the modules that are named."""
+    """Returns all weights except the head and the modules that are named."""
     names = quantization.get("ignored_layers") or quantization.get("modules_to_not_convert") or ()
     group = unless_named(schemes, names, "modules_to_not_convert")
     return replace(group, takes=lambda module: not is_head(module) and group.takes(module))
 
 
 def _experts(quantization: Mapping[str, Any]) -> Scheme | None:
-    """The scheme of the experts beside FP8; None if they are FP8 too. ModelOpt's DeepSeek V4 still has the key that
-    says what they were before."""
+    """Returns the scheme of the experts beside FP8; None if they are FP8 too. ModelOpt's DeepSeek V4 still has the key
+    that says what they were before."""
     algorithm = quantization.get("moe_quant_algo")
     if algorithm == "NVFP4":
         return MODELOPT_NVFP4

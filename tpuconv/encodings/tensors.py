@@ -19,7 +19,7 @@ from tpuconv.sources.headers import TensorInfo
 def decode_names(
     tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any] | None, *, any_scales: bool = False
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of a source as tables see them.
+    """Returns the tensors of a source as tables see them.
 
     Args:
         tensors: what is stored, by name.
@@ -100,7 +100,7 @@ def decode_names(
 
 
 def _has_scales_of(scheme: Scheme, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether the stored values have scales, and zero points, as the scheme wants them. A checkpoint may use several
+    """Returns True if the stored values have the scales and zero points of the scheme. A checkpoint may use several
     schemes."""
     base, shape = info.name.removesuffix(scheme.values), scheme.shape(info.shape)
     scales = tensors.get(base + scheme.scales)
@@ -113,7 +113,7 @@ def _has_scales_of(scheme: Scheme, info: TensorInfo, tensors: Mapping[str, Tenso
 def _flat_fault(
     scheme: Scheme, extra: Sequence[TensorInfo], values: TensorInfo, scales: TensorInfo
 ) -> tuple[str, str] | None:
-    """What is wrong with the tensors beside flat values: the name of one, and the fault; None if nothing."""
+    """Returns the fault of the tensors beside flat values, with the name of one; None if they have none."""
     if scheme.flat is None:
         return None
     base = values.name.removesuffix(scheme.values)
@@ -136,8 +136,8 @@ def _flat_fault(
 def _affine_fault(
     scheme: Scheme, parts: Mapping[str, TensorInfo | None], shape: Shape, scales: TensorInfo, name: str
 ) -> tuple[str, str] | None:
-    """What is wrong with the zero points of a tensor or with the groups of its rows: the name of a stored tensor, and
-    the fault; None if nothing."""
+    """Returns the fault of the zero points of a tensor or of the groups of its rows, with the name of a stored tensor;
+    None if they have none."""
     if scheme.affine is None:
         return None
     if scales.dtype not in AFFINE_SCALE_DTYPES:
@@ -156,6 +156,6 @@ _OF_ACTIVATIONS = re.compile(r".*\.((activation|(input|output|[qkv])(_global)?)_
 
 
 def unused_reason(name: str) -> str | None:
-    """Why a tensor of a quantized checkpoint does not concern the weights; None if it may. A second scale that no
-    scheme takes brings weights to the range of FP8, for products with activations in FP8."""
+    """Returns the reason why a tensor of a quantized checkpoint does not concern the weights; None if it may. A second
+    scale that no scheme takes brings weights to the range of FP8, for products with activations in FP8."""
     return "of quantized activations, which the model computes without" if _OF_ACTIVATIONS.fullmatch(name) else None

@@ -15,7 +15,7 @@ from tpuconv.sources.reader import Reader
 WORD_BITS = 32
 WORD_DTYPE, BYTE_DTYPE = np.dtype(np.int32), np.dtype(np.uint8)
 PART_VALUES = 1 << 18
-"""How many values of a matrix are unpacked together: they stay in a cache."""
+"""The number of values of a matrix that are unpacked together: they stay in a cache."""
 
 Span = tuple[int, int]
 """The first row or column, and the one after the last."""
@@ -64,18 +64,18 @@ class Words:
         return lcm(self.word_bits, self.bits) // self.word_bits
 
     def shape(self, stored: Shape) -> Shape:
-        """The shape of the values that words of the shape `stored` hold."""
+        """Returns the shape of the values that words of the shape `stored` hold."""
         return self._resized(stored, stored[self.axis] // self.words_per_group * self.per_group)
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """The shape of the words that hold values of this shape. The last ones may be filled up."""
+        """Returns the shape of the words that hold values of this shape. The last ones may be filled up."""
         return self._resized(shape, -(-shape[self.axis] // self.per_group) * self.words_per_group)
 
     def _resized(self, shape: Shape, size: int) -> Shape:
         return tuple(size if axis == self.axis else n for axis, n in enumerate(shape))
 
     def unpack(self, words: np.ndarray) -> np.ndarray:
-        """The values [rows, columns], as bytes, of whole groups of words."""
+        """Returns the values [rows, columns], as bytes, of whole groups of words."""
         values = np.empty(self.shape(words.shape), np.uint8)
         words, out = (np.moveaxis(array, self.axis, 0) for array in (words.view(self._unsigned), values))
         for number, (word, shift) in enumerate(self._places()):
@@ -86,7 +86,7 @@ class Words:
         return values
 
     def pack(self, values: np.ndarray) -> np.ndarray:
-        """The inverse of `unpack`: values [rows, columns] in words, zeros after the last."""
+        """Returns the inverse of `unpack`: values [rows, columns] in words, zeros after the last."""
         word_type = self._unsigned.type
         words = np.zeros(self.stored_shape(values.shape), word_type)
         out, values = (np.moveaxis(array, self.axis, 0) for array in (words, values))
@@ -98,7 +98,7 @@ class Words:
         return words.view(self.dtype)
 
     def _places(self) -> Iterator[tuple[int, int]]:
-        """The word and the lowest bit of each value of a group."""
+        """Yields the word and the lowest bit of each value of a group."""
         return (divmod(self.bits * number, self.word_bits) for number in range(self.per_group))
 
     def _place(self, number: int) -> int:
@@ -157,7 +157,7 @@ def spans_of(start: int, count: int, columns: int) -> Iterator[tuple[Span, Span]
 
 
 def read_part(reader: Reader, info: TensorInfo, rows: Span, columns: Span) -> np.ndarray:
-    """A part [rows, columns] of a stored matrix, in its dtype."""
+    """Returns a part [rows, columns] of a stored matrix, in its dtype."""
     out: np.ndarray[Any, Any] = np.empty((rows[1] - rows[0], columns[1] - columns[0]), DTYPES[info.dtype])
     reader.read_box(info, (slice(*rows), slice(*columns)), out)
     return out

@@ -18,7 +18,7 @@ class Arithmetic(Protocol):
         """Returns the changed values in their dtype. `sizes` are the sizes of the letters."""
 
     def undo(self, values: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """The inverse of `apply`."""
+        """Returns the inverse of `apply`."""
 
 
 @dataclass(frozen=True)

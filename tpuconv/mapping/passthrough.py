@@ -34,7 +34,7 @@ PartName = Callable[[str, str], str]
 
 
 def own_part(parameter: str, suffix: str) -> str:
-    """The names in our tree."""
+    """Returns the names in our tree."""
     return f"{parameter}.{suffix}"
 
 
@@ -59,13 +59,13 @@ class Stored:
         return scale_dtype(self.dtype, self.tensor_scale)
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest says about it; `from_json` reads it back."""
+        """Returns the manifest's description of the tensor; `from_json` is the inverse."""
         facts: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape), "extra": list(self.extra)}
         return facts | ({"tensor_scale": True} if self.tensor_scale else {})
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "Stored":
-        """The inverse of `to_json`."""
+        """Returns the inverse of `to_json`."""
         has_tensor_scale = facts.get("tensor_scale", False)
         return cls(facts["dtype"], tuple(facts["shape"]), tuple(facts["extra"]), has_tensor_scale)
 
@@ -104,7 +104,7 @@ class Passthrough:
     stored: tuple[Stored, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest says about it."""
+        """Returns the manifest's description of the parameter."""
         bits, with_zeros = QTYPE_BITS[self.scheme.qtype], has_zero_points(self.scheme)
         shared = 8 * self.stored[0].scale_dtype.itemsize + (bits if with_zeros else 0)
         return {
@@ -118,7 +118,7 @@ class Passthrough:
 
 
 def has_zero_points(scheme: Scheme) -> bool:
-    """Whether zero points are kept beside the scales."""
+    """True if zero points are stored beside the scales."""
     return scheme.affine is not None and not scheme.affine.symmetric
 
 
@@ -128,8 +128,8 @@ def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape], part:
     `part` names the arrays that hold the parameters.
 
     Raises:
-        UnsupportedConfig: the scales do not follow the axes of the tensor or, refined, those of the parameter; or the
-            row changes values.
+        UnsupportedConfig: the scales do not follow the axes of the tensor or, refined, the axes of the parameter; or
+            the row changes values.
     """
     if scheme.affine is not None and scheme.affine.any_order:
         raise UnsupportedConfig("its groups are in any order (desc_act), which no QArray has")
@@ -179,7 +179,7 @@ def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape], part:
 
 
 def _blocks(scheme: Scheme, shape: Shape, scales: Shape) -> Shape:
-    """The block along every axis, no longer than the axis."""
+    """Returns the block along every axis, no longer than the axis."""
     if prod(scales) == 1:
         return shape
     rows, columns = scheme.block(shape, scales)
@@ -191,7 +191,7 @@ def _blocks(scheme: Scheme, shape: Shape, scales: Shape) -> Shape:
 
 
 def _renamed(binding: Binding, suffix: str, ending: str, scheme: Scheme, part: PartName, **changes: Any) -> Binding:
-    """The binding with the stored names of the sources, and the names of a part of a QArray for the targets."""
+    """Returns the binding with the stored names of the sources, and the names of a part of a QArray for the targets."""
     return replace(
         binding,
         src=tuple(
@@ -248,7 +248,7 @@ def pass_through(
                 assert scaled.scheme is not None
                 raise UnsupportedConfig(
                     f"each of its columns has a scale of its own too ({scaled.scheme.column_scales.removeprefix('.')}, "
-                    "of its inputs), and a QArray has those of groups only"
+                    "of its inputs), and a QArray has only scales of groups"
                 )
             parts = split(binding, first.scheme, [each.shape for each in stored], part)
         except UnsupportedConfig as e:
@@ -295,7 +295,7 @@ def pass_through(
 
 
 def _described(tensor: Tensor) -> tuple[TensorInfo, ...]:
-    """The stored tensors that hold nothing but what the scheme says, in the order of `Scheme.described`."""
+    """Returns the stored tensors that hold nothing but what the scheme says, in the order of `Scheme.described`."""
     assert tensor.scheme is not None
     zeros = None if has_zero_points(tensor.scheme) else tensor.zero_points
     return (*tensor.extra, *(info for info in (zeros, tensor.group_index) if info is not None))

@@ -48,8 +48,8 @@ MAX_MODEL_TENSORS = 500_000
 
 
 class HasAxes(Protocol):
-    """What a table needs of a family's config, besides the properties that its rows name in `when`, and `layer_sizes`
-    where layers differ in the size of a letter (`DecoderConfig.layer_sizes`)."""
+    """The interface of a family's config for a table, besides the properties that rows name in `when`, and
+    `layer_sizes` if layers differ in the size of a letter (`DecoderConfig.layer_sizes`)."""
 
     @property
     def axes(self) -> Mapping[str, int | Sequence[int]]:
@@ -67,10 +67,10 @@ class Map:
 
     Attributes:
         hf, jax: names of the source tensors and of the parameters.
-        layout: how the axes of the sources become those of the parameters.
+        layout: how the axes of the sources become the axes of the parameters.
         when: a property of the config that must hold for the row to exist.
         buffer: whether it is not trained: never cast, and not counted as parameters.
-        arithmetic: of each parameter, how its values differ from those of the sources; empty if none differ.
+        arithmetic: for each parameter, how its values differ from the sources; empty if none differ.
         input_first: whether the source is a matrix [in, out], as transformers' Conv1D has it. What adapters change and
             servers read is [out, in].
     """
@@ -399,7 +399,7 @@ def _in_front(name: str, letter: str, front: str) -> str:
 
 
 def is_of_mtp(row: Map) -> bool:
-    """Whether a row is of layers that predict further tokens."""
+    """Returns True if a row belongs to layers that predict further tokens."""
     return row.jax_names[0].startswith(MTP_PARAMETERS)
 
 

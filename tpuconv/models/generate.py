@@ -112,7 +112,7 @@ def refused_when_compiled(arrays: Sequence[Any]) -> bool:
 
 
 def _compiled_format(x: Any) -> Format:
-    """The format of the argument in a program that is compiled for this array."""
+    """Returns the format of the argument in a program that is compiled for this array."""
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)  # type: ignore[no-untyped-call]
     compiled = jax.jit(lambda x: x, in_shardings=x.format).lower(shape).compile()
     found: Format = compiled.input_formats[0][0]
@@ -208,32 +208,32 @@ class Generator:
         return self._compile(self._prefill_step, weights, formats, ids, mask, cache=self.cache_shapes(batch, length))
 
     def _weight_formats(self) -> list[Any]:
-        """The formats that `decode` is compiled for; by `jax.jit` those that the weights have."""
+        """Returns the formats that `decode` is compiled for; by `jax.jit` those that the weights have."""
         if self.by_jit:
             return [x.sharding for x in self.weights]
         return [Format(Layout.AUTO, x.sharding) if self.free_layouts else x.format for x in self.weights]
 
     def _decode_step(self, weights: list[jax.Array], ids_B: jax.Array, cache: Cache, key: jax.Array) -> Any:
-        """What `decode` compiles."""
+        """Returns the function that `decode` compiles."""
         return self._prefill_step(weights, ids_B[:, None], None, cache, key)
 
     def _prefill_step(
         self, weights: list[jax.Array], ids_BT: jax.Array, mask_BT: Any, cache: Cache, key: jax.Array
     ) -> Any:
-        """What `prefill` compiles: the next token [B] of each sequence after `ids_BT`, and the cache with these
-        tokens."""
+        """Returns the function that `prefill` compiles. Returns the next token [B] of each sequence after `ids_BT`, and
+        the cache with these tokens."""
         model = self._merged(weights)
         logits_B1V, cache = model(ids_BT, mask_BT, cache=cache, first=-1)
         return self.sampling(logits_B1V[:, 0], jax.random.fold_in(key, cache.used)), cache
 
     def _merged(self, weights: list[jax.Array]) -> Any:
-        """The model with these weights."""
+        """Returns the model with these weights."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.form, weights))
 
     def _compile(
         self, step: Callable[..., Any], weights: list[Any], cache_formats: Any, *inputs: Any, cache: Cache
     ) -> Compiled | JittedProgram:
-        """A step (weights, *inputs, cache, key) -> (ids, cache) for inputs and a cache of these shapes."""
+        """Returns a step (weights, *inputs, cache, key) -> (ids, cache) for inputs and a cache of these shapes."""
         jitted = jax.jit(
             step,
             donate_argnums=1 + len(inputs),

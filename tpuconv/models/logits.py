@@ -56,8 +56,8 @@ def forward_each(
     Args:
         model, dtype: as of `forward`.
         windows: what the model runs on.
-        cache_dtype: that of keys and values, which are written to a cache and read from it, as in decoding; None to
-            compute without a cache.
+        cache_dtype: the dtype of keys and values, which are written to a cache and read from it, as in decoding; None
+            to compute without a cache.
     """
     import jax
     import jax.numpy as jnp

@@ -255,8 +255,8 @@ def all_families() -> list[Family]:
 
 
 def _imported(faults: list[str]) -> Iterator[Family]:
-    """The families, ours first, so that plugins are imported only if needed. One that cannot be imported is left out:
-    `faults` takes the reason."""
+    """Yields the families, ours first, so that plugins are imported only if needed. One that cannot be imported is left
+    out: `faults` takes the reason."""
     for name in family_names():
         try:
             family = get_family(name)
@@ -267,7 +267,7 @@ def _imported(faults: list[str]) -> Iterator[Family]:
 
 
 def _wrapped(hf_config: Mapping[str, Any]) -> Family | None:
-    """The family of the text model in one of `tpuconv.models.wrappers`; None of another config.json."""
+    """Returns the family of the text model in one of `tpuconv.models.wrappers`; None of another config.json."""
     family: Family | None = _resolve(WRAPPED)(hf_config)
     return family
 

@@ -127,8 +127,8 @@ class Speculator(Generator):
     def _drafted(
         self, model: Any, x_BTD: jax.Array, next_BT: jax.Array, column_B: jax.Array, cache: Cache, slot: jax.Array
     ) -> tuple[jax.Array, jax.Array, Cache]:
-        """The next token [B] and the draft of its successor [B], after the tokens in these columns, and the cache with
-        the tokens of all columns."""
+        """Returns the next token [B] and the draft of its successor [B], after the tokens in these columns, and the
+        cache with the tokens of all columns."""
         y_BTD, cache = model.draft(x_BTD, next_BT, cache, slot)
         y_B1D = jnp.take_along_axis(y_BTD, column_B[:, None, None], axis=1)
         next_B = jnp.take_along_axis(next_BT, column_B[:, None], axis=1)[:, 0]
@@ -168,7 +168,7 @@ class Speculator(Generator):
         seed: int = 0,
         width: int = 0,
     ) -> Iterator[np.ndarray]:
-        """Generates tokens; arguments, results and errors are those of `Generator`."""
+        """Generates tokens; arguments, results and errors as in `Generator`."""
         if not prompts or not all(prompts) or max_new_tokens < 1:
             raise UsageError(NOTHING_TO_DO)
         rows: list[list[int]] = [[] for _ in prompts]

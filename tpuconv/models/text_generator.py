@@ -33,7 +33,7 @@ class Completion:
     stopped: str
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {"prompt": self.prompt, "text": self.text, "ids": list(self.ids), "stopped": self.stopped}
 
 
@@ -51,7 +51,7 @@ class PromptEncoder:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
+        """True if the tokenizer has a chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def encode(self, prompts: Sequence[str], *, chat: bool = False, system: str | None = None) -> list[list[int]]:
@@ -145,7 +145,7 @@ class TextGenerator:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
+        """True if the tokenizer has a chat template."""
         return self.encoder.has_chat_template
 
     def encode(self, prompts: Sequence[str], *, chat: bool = False, system: str | None = None) -> list[list[int]]:
@@ -199,7 +199,7 @@ class TextGenerator:
                 return
 
     def __call__(self, prompts: Sequence[str], max_new_tokens: int = 128, **options: Any) -> list[Completion]:
-        """Returns the completions of all prompts. Arguments and errors are those of `stream`."""
+        """Returns the completions of all prompts. Arguments and errors as in `stream`."""
         out: list[Completion] = []
         for _, completions in self.stream(prompts, max_new_tokens, **options):
             out = completions
@@ -235,8 +235,8 @@ class _Text:
         return new
 
     def _before_stop(self) -> str | None:
-        """The text before the first stop string; None if there is none. A stop string may have special tokens, which
-        the text has not."""
+        """Returns the text before the first stop string; None if there is none. A stop string may have special tokens,
+        which the text has not."""
         if (at := self._first_stop(self.text)) is not None:
             return self.text[:at]
         if not self.stop or (whole := self._new_text(len(self.ids), special=True)) == self.text:

@@ -73,8 +73,8 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 class PlainTokenizer:
-    """The tokenizer of a tokenizer.json, by the package `tokenizers` alone. It is called as that of transformers is,
-    and cannot apply chat templates.
+    """The tokenizer of a tokenizer.json, by the package `tokenizers` alone. It is called like a tokenizer of
+    transformers, and cannot apply chat templates.
 
     Args:
         folder: with tokenizer.json, and with tokenizer_config.json, which names the tokens that begin and end a text.
@@ -131,7 +131,7 @@ def end_tokens(folder: Path, tokenizer: Any = None) -> frozenset[int]:
 
 
 def text_ids(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
-    """Returns the token ids that a tokenizer puts before a text, such as that of BOS, and those of the text itself."""
+    """Returns the token ids that a tokenizer puts before a text, such as BOS, and the ids of the text itself."""
     ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     short = text[:SHORT]  # what is put before a text does not depend on it
     plain, whole = (list(tokenizer(short, add_special_tokens=special)["input_ids"]) for special in (False, True))

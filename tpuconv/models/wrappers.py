@@ -81,7 +81,7 @@ class Wrapper:
         return [f"{self.model_type}.{text}" for text in self.texts]
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {"model_type": self.model_type, "architecture": self.architecture, "families": self.families}
 
 

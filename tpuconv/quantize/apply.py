@@ -1,4 +1,4 @@
-"""From a quantization config to what a plan needs to quantize while it converts."""
+"""Turns a quantization config into the encoders of a plan."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -44,7 +44,7 @@ def quantization(
     *,
     for_servers: bool = False,
 ) -> Quantization:
-    """How the parameters of a plan without quantization are quantized by rules.
+    """Returns the quantization of the parameters of an unquantized plan by rules.
 
     Args:
         plain: the plan.
@@ -105,8 +105,8 @@ def _is_by_the_way(name: str, quants: "Mapping[str, ParamQuant]") -> bool:
 
 
 def _passthrough(plain: Plan, quants: "Mapping[str, ParamQuant]") -> dict[str, int]:
-    """The parameters that the source has in exactly the type that is asked for, row by row, with the numbers of their
-    rules."""
+    """Returns the parameters that the source has in exactly the type that is asked for, row by row, with the numbers of
+    their rules."""
     passthrough: dict[str, int] = {}
     for binding in plain.bindings:
         tensors = [plain.tensors[name] for stack in binding.src for name in stack.names]

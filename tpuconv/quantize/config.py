@@ -42,7 +42,7 @@ REQUIRED_TILE_SIZES = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 
 SCALE_DTYPES = ("bfloat16", "float32")
 METHODS: Mapping[str, tuple[int, ...]] = {"absmax": (0, 1), "minmax": (0, 1), "rms": (1,), "fixed": (1, 2)}
-"""How many numbers may follow a calibration method."""
+"""The possible counts of numbers after a calibration method."""
 LARGEST_FACTOR = 1e6
 """The largest of them. The smallest factor is its inverse."""
 GATE_LIMITS: Mapping[str, float] = {"top1": 1.0, "mean_kl": 1e6}
@@ -84,18 +84,18 @@ class Rule:
     act_batch_axes: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that differ from Qwix's defaults."""
+        """Returns the fields that differ from Qwix's defaults."""
         fields = {name: getattr(self, name) for name in RULE_FIELDS}
         return {name: value for name, value in fields.items() if value != getattr(Rule, name)}
 
     def to_qwix(self) -> dict[str, Any]:
-        """The fields that Qwix has. It has no blocks: of a rule with these it sees no tiles."""
+        """Returns the fields that Qwix has. It has no blocks: of a rule with these it sees no tiles."""
         ours = ("tile_axes", "tile_size") if self.tile_axes == "block" else ("tile_axes",)
         return {name: value for name, value in self.to_json().items() if name not in ours}
 
     @property
     def group_size(self) -> int:
-        """How many weights share a scale; 0 if that depends on the parameter."""
+        """The number of weights that share a scale; 0 if it depends on the parameter."""
         if not isinstance(self.tile_size, int):
             return 0
         return self.tile_size**2 if self.tile_axes == "block" else self.tile_size
@@ -106,7 +106,7 @@ RULE_FIELDS = tuple(name for name in Rule.__dataclass_fields__ if name != "line"
 
 @dataclass(frozen=True)
 class Calibration:
-    """How the inputs of products are used to round their weights. See `tpuconv.quantize.calibrate`.
+    """The use of the inputs of products to round their weights. See `tpuconv.quantize.calibrate`.
 
     Attributes:
         method: of `CALIBRATION_FIELDS`.
@@ -119,7 +119,7 @@ class Calibration:
     act_order: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        """The method and its settings."""
+        """Returns the method and its settings."""
         return {name: getattr(self, name) for name in ("method", *CALIBRATION_FIELDS[self.method])}
 
 
@@ -128,7 +128,7 @@ class QuantConfig:
     """The rules of one file.
 
     Attributes:
-        scale_dtype: the dtype of stored scales; None for that of the weights.
+        scale_dtype: the dtype of stored scales; None for the dtype of the weights.
         gates: the limits that the quantized model must hold, compared with the original; None for what roundings of
             this size change, empty where the user wants none.
         calibration: None to round each weight to the nearest value.
@@ -148,11 +148,11 @@ class QuantConfig:
         return [QTYPES[str(r.weight_qtype)] + (16 / r.group_size if r.group_size else 0) for r in rules]
 
     def rule_of(self, module: str) -> int:
-        """The number of the first rule that matches a module."""
+        """Returns the number of the first rule that matches a module."""
         return next(i for i, rule in enumerate(self.rules) if re.fullmatch(rule.module_path, module))
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest says about it. `from_json` is the inverse."""
+        """Returns the manifest's description of the config. `from_json` is the inverse."""
         return {
             "name": self.name,
             "summary": self.summary,
@@ -164,7 +164,7 @@ class QuantConfig:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "QuantConfig":
-        """The config of a manifest. The line of a rule is its number.
+        """Returns the config of a manifest. The line of a rule is its number.
 
         Raises:
             CorruptOutput: it is no valid config.
@@ -180,14 +180,14 @@ class QuantConfig:
 
 
 def config_names() -> list[str]:
-    """The names of the configs of this package."""
+    """Returns the names of the configs of this package."""
     return sorted(
         entry.name.removesuffix(".yaml") for entry in configs_folder().iterdir() if entry.name.endswith(".yaml")
     )
 
 
 def find_config(name_or_path: str) -> QuantConfig:
-    """A config of this package by its name, with or without `.yaml`, or any file by its path.
+    """Returns a config of this package by its name, with or without `.yaml`, or any file by its path.
 
     Raises:
         UsageError: there is no such config or file.
@@ -209,7 +209,7 @@ def find_config(name_or_path: str) -> QuantConfig:
 
 
 def configs_folder() -> Any:
-    """The folder of the configs of this package."""
+    """Returns the folder of the configs of this package."""
     return files("tpuconv") / "quant_configs"
 
 
@@ -290,7 +290,7 @@ def _gates(value: YamlValue) -> dict[str, float]:
 
 
 def gate_from_text(text: str) -> tuple[str, float]:
-    """A gate written as `top1=0.99`: the name of the statistic and its bound.
+    """Returns a gate written as `top1=0.99`: the name of the statistic and its bound.
 
     Raises:
         UsageError: it is none of `GATE_LIMITS`, or outside of its range.
@@ -356,7 +356,7 @@ def _check_types(value: YamlValue, rule: Rule) -> None:
 
 
 def _tile_axes(value: YamlValue, given: Mapping[str, Any]) -> str:
-    """The value of `tile_axes` in a rule with these other fields."""
+    """Returns the value of `tile_axes` in a rule with these other fields."""
     axes = str(value.choice(TILE_AXES, null=False))
     if axes != "last" and not isinstance(given.get("tile_size"), int):
         raise value.error("needs a tile_size, a number of elements")
@@ -383,7 +383,7 @@ def _static_scale(value: YamlValue, fields: Mapping[str, YamlValue], given: Mapp
         )
     if "tile_size" in given:
         raise fields["tile_size"].error(
-            "works with scales of each token: a static scale is that of complete inputs",
+            "works with scales of each token: a static scale belongs to complete inputs",
             hint="leave out tile_size, or act_static_scale",
         )
     if _is_asymmetric(given.get("act_calibration_method", "absmax")):
@@ -399,7 +399,7 @@ def _is_asymmetric(method: str) -> bool:
 
 
 def _method(value: YamlValue) -> str:
-    """A calibration method with its numbers: absmax, minmax, rms or fixed."""
+    """Returns a calibration method with its numbers: absmax, minmax, rms or fixed."""
     name, *numbers = value.text().split(",")
     try:
         factors = [float(number) for number in numbers]

@@ -42,8 +42,8 @@ Parts = tuple[list[np.ndarray], dict[str, float]]
 
 @dataclass(frozen=True)
 class QuantKind:
-    """What determines quantized values and scales besides the weights. `group_shape` is how many elements share a
-    scale."""
+    """The settings that determine quantized values and scales besides the weights. `group_shape` is the number of
+    elements along each axis that share a scale."""
 
     qtype: str
     method: str
@@ -51,16 +51,17 @@ class QuantKind:
 
     @property
     def comparison_key(self) -> "QuantKind":
-        """What is compared with Qwix once: the sizes of groups do not matter, only along which axes there are some."""
+        """The key of the comparison with Qwix, which is made once per key. It contains the axes with groups, not the
+        sizes of groups."""
         return QuantKind(self.qtype, self.method, tuple(min(group, 2) for group in self.group_shape))
 
     def transposed(self, order: Sequence[int]) -> "QuantKind":
-        """The kind of a transposed parameter; `order` is as for `np.transpose`."""
+        """Returns the kind of a transposed parameter; `order` is as for `np.transpose`."""
         return QuantKind(self.qtype, self.method, tuple(self.group_shape[axis] for axis in order))
 
     def in_qwix(self, shape: tuple[int, ...]) -> Any:
-        """The kind in Qwix's terms: groups of one element are channelwise axes, groups of the complete
-        axis are none."""
+        """Returns the kind in Qwix's terms: groups of one element are channelwise axes, groups of the complete axis are
+        none."""
         return qarray.HowToQuantize(
             qtype=self.qtype,
             channelwise_axes=[i for i, group in enumerate(self.group_shape) if group == 1],
@@ -75,8 +76,8 @@ class QuantKind:
 
 @dataclass(frozen=True)
 class QwixEncoder:
-    """Encodes one parameter; see `tpuconv.convert.plan.types.Encoder`. `dtype` is that of the weights, `scale_dtype`
-    that of stored scales."""
+    """Encodes one parameter; see `tpuconv.convert.plan.types.Encoder`. `dtype` is the dtype of the weights,
+    `scale_dtype` the dtype of stored scales."""
 
     name: str
     quant: ParamQuant
@@ -109,21 +110,21 @@ class QwixEncoder:
 
     @property
     def kind(self) -> QuantKind:
-        """What determines the result besides the weights."""
+        """The settings that determine the result besides the weights."""
         return QuantKind(self.quant.qtype, self.method, self.quant.group_shape)
 
     @property
     def by_tables(self) -> bool:
-        """Whether tables are used instead of Qwix."""
+        """True if tables are used instead of Qwix."""
         return self.dtype == BF16 and self.method.startswith("absmax")
 
     @property
     def is_asymmetric(self) -> bool:
-        """Whether there are zero points."""
+        """True if there are zero points."""
         return self.method.startswith("minmax") or (self.method.startswith("fixed") and not _is_symmetric(self.method))
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest says about it."""
+        """Returns the manifest's description of the encoding."""
         return {
             "qtype": self.quant.qtype,
             "rule": self.quant.rule,
@@ -179,7 +180,7 @@ class QwixEncoder:
         return [qvalues, scales.astype(self.scale_dtype), *zero_points], statistics
 
     def decoded(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """The weights in float32 that quantized values as bytes, scales and zero points, if any, stand for."""
+        """Returns the weights in float32 that quantized values as bytes, scales and zero points, if any, stand for."""
         return decoded_values(self.quant.qtype, parts)
 
     def check(self) -> None:
@@ -194,13 +195,13 @@ class QwixEncoder:
 
 @cache
 def stored_dtype(qtype: str) -> np.dtype[Any]:
-    """The dtype of stored quantized values: Qwix's, or uint8 for NF4, since no checkpoint stores its uint4."""
+    """Returns the dtype of stored quantized values: Qwix's, or uint8 for NF4, since no checkpoint stores its uint4."""
     value = jax.ShapeDtypeStruct((), BF16)  # type: ignore[no-untyped-call]
     return stored(jax.eval_shape(partial(numerics.convert_to, qtype=qtype), value).dtype)
 
 
 def stored(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which quantized values of the dtype `dtype` are stored."""
+    """Returns the dtype in which quantized values of the dtype `dtype` are stored."""
     return np.dtype(np.uint8) if dtype.name == "uint4" else dtype
 
 
@@ -271,8 +272,8 @@ def _value_table(qtype: str) -> np.ndarray:
 
 
 def decoded_values(qtype: str, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The weights in float32 that the parts of a parameter of this type stand for: quantized values as bytes, scales,
-    and zero points as bytes, if there are any. Each axis of the scales divides the same axis of the values."""
+    """Returns the weights in float32 that the parts of a parameter of this type stand for: quantized values as bytes,
+    scales, and zero points as bytes, if there are any. Each axis of the scales divides the same axis of the values."""
     table = _value_table(qtype)
     qvalues, scales, *zero_points = parts
     groups = tuple(n // scale for n, scale in zip(qvalues.shape, scales.shape, strict=True))
@@ -291,8 +292,8 @@ def decoded_values(qtype: str, parts: Sequence[np.ndarray]) -> np.ndarray:
 
 @cache
 def values_of_bytes(qtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers that quantized values of a type stand for without scales, ascending, in float32; and the byte of
-    each."""
+    """Returns the numbers that quantized values of a type stand for without scales, ascending, in float32; and the byte
+    of each."""
     known = np.unique(_qvalue_byte_table(qtype))
     values, first = np.unique(_value_table(qtype)[known], return_index=True)
     return values, known[first]
@@ -316,7 +317,7 @@ def _scale_table(qtype: str, method: str) -> "Future[np.ndarray]":
 
 
 NO_TABLES = np.empty(0, np.uint8), np.empty(0, np.float32)
-"""For integers, which are computed."""
+"""The tables of integers, which are computed without tables."""
 
 
 def _by_tables(values: np.ndarray, kind: QuantKind) -> Parts:

@@ -1,4 +1,4 @@
-"""How a config quantizes each parameter, from a plan alone."""
+"""Explains how a config quantizes each parameter, from a plan alone."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from tpuconv.quantize.config import QuantConfig
 
 
 def explain(plan: Plan, rules: QuantConfig) -> list[dict[str, Any]]:
-    """A row for each parameter: the line of its rule, the type, elements of each axis that share a scale, bits of a
-    weight, and bytes before and after; `line` and `qtype` are None if it is not quantized."""
+    """Returns a row for each parameter: the line of its rule, the type, elements of each axis that share a scale, bits
+    of a weight, and bytes before and after; `line` and `qtype` are None if it is not quantized."""
     rows = []
     for name in dict.fromkeys(stack.names[0] for binding in plan.bindings for stack in binding.dst):
         arrays = [plan.arrays[part] for part in plan.stored_names(name)]

@@ -29,7 +29,7 @@ class InputScale:
 
 
 def input_scales(config: QuantConfig, model: Any, last_module: Callable[[], str]) -> dict[str, InputScale]:
-    """The static scales of a quantized model, by module.
+    """Returns the static scales of a quantized model, by module.
 
     Args:
         config: the rules that it is quantized by.
@@ -37,8 +37,8 @@ def input_scales(config: QuantConfig, model: Any, last_module: Callable[[], str]
         last_module: the module that asked for a rule last.
 
     Raises:
-        ConfigError: a module has one for another product than that of each token with its weights, or multiplies its
-            weights in another way when the model decodes.
+        ConfigError: a module has one for another product than the product of each token with its weights, or multiplies
+            its weights in another way when the model decodes.
     """
     if not any(rule.act_static_scale for rule in config.rules):
         return {}
@@ -69,8 +69,8 @@ QWIX_NAME = INPUT_SCALE.split(".")[1]
 
 
 class MeanScale:
-    """The static scale of an input, as Qwix finds it: that of the mean, over tokens and samples, of what its
-    calibration method finds for each token.
+    """Returns the static scale of an input, as Qwix computes it: the scale of the mean, over tokens and samples, of
+    what its calibration method finds for each token.
 
     Args:
         how: Qwix's `HowToQuantize` of the input.

@@ -25,7 +25,7 @@ def absmax(bits: np.ndarray, group_row: np.ndarray, group: int, out: np.ndarray)
 
 @compiled  # type: ignore[untyped-decorator]
 def absmax_of_run(bits: np.ndarray) -> np.uint16:
-    """The largest absolute value of adjacent weights [n], by its bits."""
+    """Returns the largest absolute value of adjacent weights [n], by its bits."""
     most = np.uint16(0)
     for j in range(bits.size):
         most = np.uint16(max(most, np.uint16(bits[j] & np.uint16(0x7FFF))))
@@ -80,7 +80,7 @@ def encode_by_tables(
 
 @compiled  # type: ignore[untyped-decorator]
 def count_clipped(bits: np.ndarray, scales: np.ndarray, bound: np.float32) -> np.int32:
-    """How many weights of a row [C] are larger than `bound` times their scales [C]."""
+    """Returns the number of weights of a row [C] that are larger than `bound` times their scales [C]."""
     count = np.int32(0)
     for j in range(bits.size):
         count = np.int32(count + np.int32(abs(to_float32(bits[j]) / scales[j]) > bound))

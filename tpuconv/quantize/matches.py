@@ -1,4 +1,4 @@
-"""What the rules of a config match in a model: each must be of use."""
+"""Matches the rules of a config with the modules of a model: each rule must match a module."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What quantizing cost each parameter, from statistics that were added up while it was quantized.
+"""The quantization error of each parameter, from statistics that were summed while it was quantized.
 
 The signal-to-noise ratio is 10 log10(sum x^2 / sum (x - x')^2) in dB. x' is the weight that quantized value and scale
 stand for.
@@ -38,7 +38,7 @@ class Row:
     source: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints; an infinite ratio is null."""
+        """Returns the keys of `--json`; an infinite ratio is null."""
         return vars(self) | {"snr_db": self.snr_db if self.snr_db < inf else None}
 
 
@@ -62,7 +62,7 @@ class Report:
     notes: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """Returns the keys of `--json`."""
         return {
             **({"notes": list(self.notes)} if self.notes else {}),
             "config": self.config,
@@ -74,7 +74,7 @@ class Report:
 
 
 def report(manifest: Mapping[str, Any]) -> Report:
-    """The report of a quantized checkpoint, from its manifest."""
+    """Returns the report of a quantized checkpoint, from its manifest."""
     rows = []
     for name, facts in manifest["quantization"]["parameters"].items():
         statistics = facts["figures"]
@@ -109,7 +109,7 @@ def report(manifest: Mapping[str, Any]) -> Report:
 
 
 def _notes(parameters: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line for each kind of parameters of which a calibration left something at the nearest values."""
+    """Returns a line for each kind of parameters of which a calibration left something at the nearest values."""
     left: dict[str, dict[str, int]] = {}
     for name, facts in parameters.items():
         if (calibration := facts.get("calibration")) and calibration["left"]:
@@ -140,7 +140,7 @@ class PatternSummary:
 
 
 def by_pattern(rows: Sequence[Row]) -> list[PatternSummary]:
-    """The rows by type and pattern, the one with the worst row first."""
+    """Returns the rows by type and pattern, the one with the worst row first."""
     out = []
     for kind in dict.fromkeys((row.qtype, row.bits, row.source) for row in rows):
         by_name = {row.name: row for row in rows if (row.qtype, row.bits, row.source) == kind}
@@ -163,8 +163,8 @@ svg text{font:12px system-ui,sans-serif;fill:currentColor}.dot{fill:#2f6fde;fill
 
 
 def report_page(manifest: Mapping[str, Any]) -> str:
-    """The report as an HTML page without other files: totals, a plot of every parameter's ratio, and a table, worst
-    first."""
+    """Returns the report as an HTML page without other files: totals, a plot of every parameter's ratio, and a table,
+    worst first."""
     checkpoint_report = report(manifest)
     groups = by_pattern(checkpoint_report.rows)
     title = f"{manifest['source']['name']}, {checkpoint_report.config}"

@@ -19,7 +19,7 @@ from flax import nnx
 from tpuconv.names import QVALUE
 
 MOVED = 11
-"""Of 256 quantized values as many move up, and as many down: 1/24."""
+"""The number of quantized values in 256 that move up, and that move down: 1/24."""
 
 
 SEEDS = (0, 1)

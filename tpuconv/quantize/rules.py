@@ -29,7 +29,8 @@ from tpuconv.quantize.input_scale import InputScale, input_scales
 from tpuconv.quantize.matches import check_rules, check_used
 
 TOKENS = 1024
-"""Of the call that shows Qwix every product: enough that no product takes a path for few tokens."""
+"""The number of tokens in the call that shows Qwix every product: enough that no product takes a path for few
+tokens."""
 
 EMBEDDING = "embed"
 """The module whose matrix is looked up, and in some models multiplied too. Qwix would quantize it for the product, and
@@ -51,7 +52,7 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
         self.module = ""
 
     def unused(self) -> set[int]:
-        """The numbers of the config's rules that matched nothing."""
+        """Returns the numbers of the config's rules that matched nothing."""
         return {i for i, count in enumerate(self._rule_matches[1:]) if count == 0}
 
     def _get_current_rule_and_op_id(self, op_name: str, **kwargs: Any) -> Any:
@@ -96,12 +97,12 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
 
 
 def _is_plain_qarray(x: Any) -> bool:
-    """Whether it has quantized values that are numbers themselves, and scales but no zero points."""
+    """True if the quantized values are numbers themselves, and there are scales but no zero points."""
     return isinstance(x, qarray.QArray) and x.zero_point is None and x.qvalue.dtype.name in grouped.KINDS
 
 
 def _einsum(equation: str, lhs: Any, rhs: Any) -> jax.Array:
-    """Qwix's einsum; on a TPU that of `tiled` if it is faster."""
+    """Qwix's einsum; on a TPU the einsum of `tiled` if it is faster."""
     if (
         isinstance(lhs, qarray.QArray)
         or not _is_plain_qarray(rhs)
@@ -120,7 +121,7 @@ def _einsum(equation: str, lhs: Any, rhs: Any) -> jax.Array:
 
 @dataclass(frozen=True)
 class ParamQuant:
-    """How one parameter is quantized.
+    """The quantization of one parameter.
 
     Attributes:
         group_shape: how many elements of each axis share a scale.
@@ -144,8 +145,8 @@ class ParamQuant:
 
 
 def passthrough_rules(passthrough: Mapping[str, Mapping[str, Any]], stacks: LayerStacks | None = None) -> QuantConfig:
-    """A config that quantizes exactly the modules of these parameters, each to the type that it is encoded in. The
-    scales are those of the checkpoint, not Qwix's. `stacks` says which layers the names are those of, if some are
+    """Returns a config that quantizes exactly the modules of these parameters, each to the type that it is encoded in.
+    The scales come from the checkpoint, not from Qwix. `stacks` says which layers the names belong to, if some are
     stacked."""
     layers: dict[str, list[str]] = {}
     for layer in range(stacks.layers if stacks else 0):
@@ -172,7 +173,7 @@ ENTRIES = ("run_layers", "head")
 
 
 def quantized(model: nnx.Module, provider: Provider) -> Any:
-    """The model as Qwix quantizes it. Within `nnx.eval_shape` it needs no weights."""
+    """Returns the model as Qwix quantizes it. Within `nnx.eval_shape` it needs no weights."""
     model = qwix.quantize_model(model, provider, jnp.zeros((1, TOKENS), jnp.int32))
     for name in ENTRIES if isinstance(model, Decoder) else ():
         method = apply_interceptors(getattr(type(model), name), provider, lambda output: output)
@@ -183,7 +184,8 @@ def quantized(model: nnx.Module, provider: Provider) -> Any:
 def abstract_quantized_model(
     build: Callable[[], Any], quantization: Mapping[str, Any], stacks: LayerStacks | None = None
 ) -> Any:
-    """The model with shapes instead of arrays, quantized as a manifest says: by rules, or encoded as it was released.
+    """Returns the model with shapes instead of arrays, quantized as a manifest says: by rules, or encoded as it was
+    released.
 
     Args:
         build: makes the model with separate layers, which rules name.
@@ -228,7 +230,7 @@ def abstract_quantized_model(
 def resolve_rules(
     build: Callable[[], Any], config: QuantConfig, stacks: LayerStacks | None = None
 ) -> dict[str, ParamQuant]:
-    """How every parameter that a config quantizes is quantized.
+    """Returns the quantization of every parameter that a config quantizes.
 
     Args:
         build: makes the model with separate layers.
@@ -281,7 +283,7 @@ def resolve_rules(
 
 
 def _with_tile_axes(name: str, quant: ParamQuant, config: QuantConfig) -> ParamQuant:
-    """The same with the tiles of its rule that Qwix does not know.
+    """Returns the same with the tiles of its rule that Qwix does not know.
 
     Raises:
         ConfigError: blocks do not divide the parameter `name`.
@@ -307,9 +309,9 @@ def _with_tile_axes(name: str, quant: ParamQuant, config: QuantConfig) -> ParamQ
 
 
 def _block_shape(quant: ParamQuant, tile: int) -> tuple[int, ...] | int:
-    """How many elements along each axis are in a block of `tile` inputs and as many outputs. Several axes of inputs, or
-    of outputs, count as one, as in a matrix; axes before them, such as experts, have scales for each element. Fewer
-    than `tile` inputs or outputs are one block. Or the axis that blocks do not divide."""
+    """Returns the number of elements along each axis in a block of `tile` inputs and as many outputs. Several axes of
+    inputs, or of outputs, count as one, as in a matrix; axes before them, such as experts, have scales for each
+    element. Fewer than `tile` inputs or outputs are one block. Or the axis that blocks do not divide."""
     shape, first = quant.shape, quant.summed[0]
     block = [1] * len(shape)
     outputs = [axis for axis in range(first, len(shape)) if axis not in quant.summed]
@@ -324,7 +326,7 @@ def _block_shape(quant: ParamQuant, tile: int) -> tuple[int, ...] | int:
 
 
 def _tiled_along_all(quant: ParamQuant) -> ParamQuant:
-    """The same with scales of its own for each element of the summed axes but the last, which Qwix tiles."""
+    """Returns the same with scales of its own for each element of the summed axes but the last, which Qwix tiles."""
     first = quant.summed[:-1]
     how = replace(quant.qwix_how, channelwise_axes=sorted([*quant.qwix_how.channelwise_axes, *first]))
     group_shape = tuple(1 if axis in first else size for axis, size in enumerate(quant.group_shape))
@@ -332,11 +334,12 @@ def _tiled_along_all(quant: ParamQuant) -> ParamQuant:
 
 
 UNTILED = re.compile(r"\(([\d, ]+?),?\) cannot be tiled as {(\d+): (\d+)")
-"""What Qwix says of an axis that a tile size does not divide: the shape of the parameter, the axis, the tile size."""
+"""The message of Qwix for an axis that a tile size does not divide: the shape of the parameter, the axis, the tile
+size."""
 
 
 def _tile_error(build: Callable[[], Any], config: QuantConfig, shape: Shape, axis: int, tile: int) -> ConfigError:
-    """The error for a tile size that does not divide an axis, with the parameters and the sizes that would."""
+    """Returns the error for a tile size that does not divide an axis, with the parameters and the sizes that would."""
     state = nnx.to_flat_state(nnx.state(nnx.eval_shape(build), nnx.Param))
     wrong: dict[str, Rule] = {}
     for path, leaf in state:
@@ -361,7 +364,7 @@ def _tile_error(build: Callable[[], Any], config: QuantConfig, shape: Shape, axi
 def _stacked(
     param_quants: Mapping[str, ParamQuant], config: QuantConfig, provider: Provider, stacks: LayerStacks
 ) -> dict[str, ParamQuant]:
-    """The result for stacked layers, from that of one layer: each layer has its own scales.
+    """Returns the result for stacked layers, from the result of one layer: each layer has its own scales.
 
     Raises:
         UnsupportedConfig: layers that are in one array are not quantized alike.
@@ -381,16 +384,17 @@ def _stacked(
             out[name] = quant
             continue
         prefix, place = stacks.find(int(match[1]))
-        own_name = f"{prefix}.{match[2]}"
+        layer_name = f"{prefix}.{match[2]}"
         if place is None:
-            out[own_name] = quant
+            out[layer_name] = quant
         elif place == 0:
-            out[own_name] = replace(quant, shape=(stacks.count, *quant.shape), group_shape=(1, *quant.group_shape))
+            out[layer_name] = replace(quant, shape=(stacks.count, *quant.shape), group_shape=(1, *quant.group_shape))
     return out
 
 
 def _decisions(config: QuantConfig, module: str) -> list[Rule | None]:
-    """The rules that quantize a module's products: those that match it, up to the first that is for all products."""
+    """Returns the rules that quantize a module's products: those that match it, up to the first that is for all
+    products."""
     out: list[Rule | None] = []
     for rule in config.rules:
         if re.fullmatch(rule.module_path, module):
@@ -432,5 +436,5 @@ def _group_shape(leaf: Any) -> tuple[int, ...]:
 
 
 def _modules(model: Any) -> list[str]:
-    """The names of all modules of a model, as rules name them."""
+    """Returns the names of all modules of a model, as rules name them."""
     return ["/".join(map(str, path)) for path, _ in nnx.iter_modules(model)]

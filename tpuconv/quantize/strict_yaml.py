@@ -20,7 +20,7 @@ _OCTAL = re.compile(r"[+-]?0\d")
 
 
 def compose(data: bytes, path: str) -> yaml.Node:
-    """The root of a YAML file. Raises ConfigError if it is no valid YAML, or has what is not allowed."""
+    """Returns the root of a YAML file. Raises ConfigError if it is no valid YAML, or has what is not allowed."""
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{path} has {len(data)} bytes, more than a config can have")
     try:
@@ -48,7 +48,7 @@ def compose(data: bytes, path: str) -> yaml.Node:
 
 
 def yaml_node(value: Any, line: int = 0) -> yaml.Node:
-    """A JSON value as YAML parses it. The items of a list have lines of their own."""
+    """Returns a JSON value as YAML parses it. The items of a list have lines of their own."""
     mark = yaml.Mark("", 0, line, 0, None, 0)
     match value:
         case dict():
@@ -72,7 +72,7 @@ def _error_at(path: str, where: Any, what: str, hint: str | None = None) -> Conf
 
 
 def node_text(node: Any) -> str:
-    """A node as errors show it."""
+    """Returns a node as errors show it."""
     if isinstance(node, yaml.ScalarNode):
         return short(node.value)
     return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
@@ -94,7 +94,7 @@ class YamlValue:
         return _error_at(self.path, self.node, f"{self.name}: {what}", hint)
 
     def mapping(self, *known: str) -> dict[str, "YamlValue"]:
-        """The values by key. Raises ConfigError for an unknown or duplicate key."""
+        """Returns the values by key. Raises ConfigError for an unknown or duplicate key."""
         if not isinstance(self.node, yaml.MappingNode):
             raise self.error(f"must be a mapping with {', '.join(known)}")
         out: dict[str, YamlValue] = {}
@@ -118,15 +118,15 @@ class YamlValue:
             yield YamlValue(item, self.path, f"an item of {self.name}")
 
     def is_scalar(self, text: str) -> bool:
-        """Whether it is this word."""
+        """Returns True if the node is this word."""
         return self._tag() == "str" and self.node.value == text
 
     def is_null(self) -> bool:
-        """Whether it is null."""
+        """Returns True if the node is null."""
         return self._tag() == "null"
 
     def text(self) -> str:
-        """A string."""
+        """Returns a string."""
         if self._tag() != "str":
             raise self.error("must be a text", hint="put it in quotes")
         return str(self.node.value)
@@ -138,7 +138,8 @@ class YamlValue:
         return bool(self.node.value.lower() == "true")
 
     def number(self, most: float, *, least: float = LEAST_NUMBER) -> int | float:
-        """A number from `least` to `most`. What YAML reads differently than it looks (`010`, `1:30`) is an error."""
+        """Returns a number from `least` to `most`. What YAML reads differently than it looks (`010`, `1:30`) is an
+        error."""
         text = str(self.node.value)
         if self._tag() not in ("int", "float") or len(text) > 100 or _OCTAL.match(text):
             raise self.error(f"must be a number, not {text[:80]!r}")

@@ -14,8 +14,8 @@ from tpuconv.models.kernels.grouped import DEPTH
 
 
 def is_for(equation: str, x: jax.Array, qvalues: jax.Array, scale: jax.Array) -> bool:
-    """Whether that is faster: groups are as deep as the matrix unit, and the sums of a group smaller than its quantized
-    values."""
+    """Returns True if this product is faster: groups are as deep as the matrix unit, and the sums of a group are
+    smaller than its quantized values."""
     left, right, out = _letters(equation)
     summed = [letter for letter in right if letter not in out]
     tiles = {letter: size // count for letter, size, count in zip(right, qvalues.shape, scale.shape, strict=True)}

@@ -2,8 +2,8 @@
 
 Each pair of matrices A [R, in] and B [out, R] changes a weight by B A times a factor: alpha / R, or alpha / sqrt(R)
 (rsLoRA, arXiv:2312.03732). With a magnitude the rows are scaled to it (DoRA, arXiv:2402.09353). Tensors that were
-trained as a whole (`modules_to_save`, biases) replace those of the model. What changes weights in another way is
-refused by name.
+trained as a whole (`modules_to_save`, biases) replace the tensors of the model. An adapter that changes weights in
+another way is refused by name.
 """
 
 import re
@@ -53,12 +53,14 @@ class Adapter:
     is_on_hub: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest says about it. A folder, unlike a Hub id, is of the machine."""
+        """Returns the manifest's description of the adapter. It names a Hub id but no folder, which depends on the
+        machine."""
         named = {"name": self.name} if self.is_on_hub else {}
         return {**named, "weight": self.weight, "xxh3_128": self.digest}
 
     def to_summary(self) -> dict[str, Any]:
-        """What a conversion says about it: `changes` is how many tensors it changes, experts of a layer as one."""
+        """Returns the description for the output of a conversion: `changes` is the number of changed tensors; the
+        experts of a layer count once."""
         return {"name": self.name, "weight": self.weight, "changes": len(self.changes) + len(self.experts)}
 
 
@@ -186,7 +188,7 @@ _FETCHED: "list[TemporaryDirectory[str]]" = []
 
 
 def _fetched(place: BucketPath) -> Path:
-    """A local copy of an adapter in a bucket."""
+    """Returns a local copy of an adapter in a bucket."""
     _FETCHED.append(TemporaryDirectory())
     folder = Path(_FETCHED[-1].name)
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):

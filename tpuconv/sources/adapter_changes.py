@@ -1,4 +1,4 @@
-"""What an adapter does to one tensor."""
+"""The changes of an adapter to one tensor."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ class AdapterFile:
         self.bytes = np.memmap(path, np.uint8, "r")
 
     def matrix(self, info: TensorInfo) -> np.ndarray:
-        """A tensor of the file, of which `values` reads parts."""
+        """Returns a tensor of the file, of which `values` reads parts."""
         return np.ndarray(info.shape, DTYPES[info.dtype], self.bytes, info.offset)
 
     def values(self, part: np.ndarray) -> np.ndarray:
@@ -59,10 +59,11 @@ class AdapterFile:
 
 @dataclass(frozen=True)
 class LowRank:
-    """The change of a weight: `left` [rows, R] times `right` [R, columns], times `scaling`. Both are parts of
-    `file`, perhaps with their axes swapped, and are read when they are needed. PEFT computes changes in float32; those
-    of embeddings and of experts it rounds to the dtype of the weight before it adds them (`rounded`). Those of stacked
-    experts have one more axis before the others. With a `magnitude` [rows] the changed rows are scaled to it (DoRA)."""
+    """The change of a weight: `left` [rows, R] times `right` [R, columns], times `scaling`. Both are parts of `file`,
+    perhaps with their axes swapped, and are read when they are needed. PEFT computes changes in float32; it rounds the
+    changes of embeddings and of experts to the dtype of the weight before it adds them (`rounded`). The changes of
+    stacked experts have one more axis before the others. With a `magnitude` [rows] the changed rows are scaled to it
+    (DoRA)."""
 
     left: np.ndarray
     right: np.ndarray

@@ -1,4 +1,4 @@
-"""The keys of adapter_config.json, those of peft 0.21's `LoraConfig`: which are read, which have no effect on merged
+"""The keys of adapter_config.json, from peft 0.21's `LoraConfig`: which are read, which have no effect on merged
 weights, and which change them in a way that is not implemented."""
 
 import re
@@ -87,6 +87,6 @@ def check_adapter_config(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers at the start of a version."""
+    """Returns the numbers at the start of a version."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part[:9]) for part in found[0].split(".")) if found else (0,)

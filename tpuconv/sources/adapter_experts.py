@@ -10,7 +10,7 @@ from tpuconv.layout import Shape
 from tpuconv.sources.adapter_changes import AdapterFile, LowRank
 
 NESTED = ".base_layer"
-"""What PEFT inserts into the name of a module for each parameter of it that is wrapped further out."""
+"""The name that PEFT inserts into the name of a module for each parameter that is wrapped further out."""
 IN_ORDER = ("gate_up_proj", "down_proj")
 """Parameters of transformers' modules of experts, in their order."""
 
@@ -41,12 +41,12 @@ class ExpertChange:
         return f"{self.module}.{self.parameter}"
 
     def shape_of(self, experts: int, *, input_first: bool) -> Shape:
-        """The shape of the parameter."""
+        """Returns the shape of the parameter."""
         inputs, outputs = self.a.shape[1], self.b.shape[0]
         return (experts, inputs, outputs) if input_first else (experts, outputs, inputs)
 
     def stacked(self, experts: int, *, input_first: bool) -> LowRank:
-        """The change of the parameter as one tensor."""
+        """Returns the change of the parameter as one tensor."""
         right = self.a.reshape(experts, -1, self.a.shape[1])  # [E, R, in]
         left = self.b.reshape(self.b.shape[0], -1, experts).transpose(2, 0, 1)  # [E, out, R]
         if input_first:
@@ -54,7 +54,7 @@ class ExpertChange:
         return LowRank(left, right, self._scaling(experts), self.file, rounded=True)
 
     def of_expert(self, expert: int, experts: int, outputs: slice) -> LowRank:
-        """The change of some outputs of one expert: [out, in]."""
+        """Returns the change of some outputs of one expert: [out, in]."""
         whole = self.stacked(experts, input_first=False)
         return LowRank(whole.left[expert, outputs], whole.right[expert], whole.scaling, self.file, rounded=True)
 

@@ -55,7 +55,7 @@ UNKNOWN = "not a config, tokenizer, template or license"
 OTHER_FOLDER = f"a folder that {MODULES} does not name"
 
 COMPANION_SUFFIXES = (".json", ".model", ".tiktoken", ".txt", ".jinja")
-"""Of files that configs and tokenizers consist of. A folder of such a name is an error."""
+"""The name suffixes of configs and tokenizers. A folder of such a name is an error."""
 
 
 class LeftOut(NamedTuple):
@@ -73,7 +73,7 @@ class Beside(NamedTuple):
 
 
 def why_left_out(name: str, modules: Collection[str] = ()) -> str | None:
-    """The reason why a file is not copied; None if it is. The model card is not decided here.
+    """Returns the reason why a file is not copied; None if it is copied. The model card is not decided here.
 
     Args:
         name: its path in the folder.
@@ -93,12 +93,12 @@ def why_left_out(name: str, modules: Collection[str] = ()) -> str | None:
 
 
 def is_companion(name: str) -> bool:
-    """Whether a file at the top of a folder goes with the weights. The model card does not count."""
+    """Returns True if a file at the top of a folder goes with the weights. The model card does not count."""
     return "/" not in name and why_left_out(name) is None
 
 
 def module_folders(folder: Location) -> list[str]:
-    """The folders that the list of modules names, if there is one.
+    """Returns the folders that the list of modules names, if there is one.
 
     Raises:
         SourceError: it is no such list, or names what is not a folder inside.
@@ -124,7 +124,7 @@ def find_companions(
     weights: Collection[str] = (),
     listed: Collection[str] = (),
 ) -> Beside:
-    """The files beside the weights of a folder, with its model card.
+    """Returns the files beside the weights of a folder, with its model card.
 
     Args:
         folder: the checkpoint.
@@ -151,7 +151,7 @@ def find_companions(
 
 
 def _left_out(names: Iterable[str], modules: Collection[str]) -> Iterable[LeftOut]:
-    """What is said of files that are not copied: of a folder that is none of the modules' once."""
+    """Returns the reasons for files that are not copied; one reason for each folder that belongs to no module."""
     folders = set()
     for name in names:
         reason = why_left_out(name, modules)
@@ -163,7 +163,8 @@ def _left_out(names: Iterable[str], modules: Collection[str]) -> Iterable[LeftOu
 
 
 def _files_in(folder: Location, inside: Collection[str]) -> list[str]:
-    """The files at the top of a folder and in some folders of it; of others the name, with a slash at its end."""
+    """Returns the files at the top of a folder and in some folders of it; of others the name, with a slash at its
+    end."""
     tops = {name.partition("/")[0] for name in inside}
     if isinstance(folder, BucketPath):
         names = names_in(folder)
@@ -211,7 +212,7 @@ def check_inside(folder: Location, names: "list[str] | Mapping[str, object]") ->
     inside = Path(os.path.realpath(folder))
     roots = [inside]
     if inside.parent.name == "snapshots" and inside.parents[1].name.startswith("models--"):
-        roots += [inside.parents[1] / "blobs", inside.parents[2] / "blobs"]  # the repository's, and those of all
+        roots += [inside.parents[1] / "blobs", inside.parents[2] / "blobs"]  # the repository's, and the blobs of all
     for name in names:
         target = Path(os.path.realpath(folder / name))
         if target.is_file() and not any(root in target.parents for root in roots):

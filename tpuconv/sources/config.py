@@ -15,10 +15,10 @@ MLX_KEY = "quantization"
 """The key of MLX's description of encoded weights, of which only newer files have a copy under the first of
 `ENCODING_KEYS`."""
 EXPERT_KEY = "expert_dtype"
-"""The key of the encoding of experts, where it is not that of other weights."""
+"""The key of the encoding of experts, if other weights have another encoding."""
 
 DTYPE_KEYS = ("dtype", "torch_dtype")
-"""Of config.json, the second in files of transformers before 5."""
+"""The keys of the dtype in config.json; files of transformers before 5 have the second."""
 
 
 INSIDE_KEYS = ("thinker_config", "text_config")
@@ -26,7 +26,8 @@ INSIDE_KEYS = ("thinker_config", "text_config")
 
 
 def parts_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """A parsed config.json, and the objects in it that describe its text model: the last one is the text model's."""
+    """Returns a parsed config.json, and the objects in it that describe its text model: the last one is the text
+    model's."""
     parts = [config]
     for key in INSIDE_KEYS:
         if isinstance(inner := parts[-1].get(key), Mapping):
@@ -37,7 +38,7 @@ def parts_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 def changed(
     config: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]], keys: Sequence[str] = INSIDE_KEYS
 ) -> dict[str, Any]:
-    """A parsed config.json with each of `parts_of` it changed."""
+    """Returns a parsed config.json with each of `parts_of` it changed."""
     out = change(config)
     for at, key in enumerate(keys, 1):
         if isinstance(inner := config.get(key), Mapping):
@@ -46,8 +47,8 @@ def changed(
 
 
 def encoding_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The description, in a parsed config.json, of how the weights are encoded; None if there is none. Some multimodal
-    models have it in `text_config`. DeepSeek V4 has `EXPERT_KEY` beside it."""
+    """Returns the description, in a parsed config.json, of how the weights are encoded; None if there is none. Some
+    multimodal models have it in `text_config`. DeepSeek V4 has `EXPERT_KEY` beside it."""
     places = parts_of(config)
     found = next((place[key] for place in places for key in ENCODING_KEYS if place.get(key) is not None), None)
     if found is None and isinstance(config.get(MLX_KEY), Mapping):
@@ -57,18 +58,18 @@ def encoding_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def without_encoding(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A parsed config.json without the description of how the weights are encoded."""
+    """Returns a parsed config.json without the description of how the weights are encoded."""
     return changed(config, lambda part: {key: value for key, value in part.items() if key not in ENCODING_KEYS})
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> Mapping[str, Any]:
-    """A parsed config.json with another dtype of the weights, such as that which they were cast to."""
+    """Returns a parsed config.json with another dtype of the weights, such as that which they were cast to."""
     out = changed(config, lambda part: {key: dtype if key in DTYPE_KEYS else value for key, value in part.items()})
     return out if set(DTYPE_KEYS) & set(config) else out | {DTYPE_KEYS[0]: dtype}
 
 
 def read_json(path: Location, error: type[ConfigError] | type[SourceError], limit: int = MAX_BYTES) -> dict[str, Any]:
-    """A JSON file that must hold an object without duplicate keys.
+    """Returns a JSON file that must hold an object without duplicate keys.
 
     Raises:
         error: it is missing, or holds no such object.
@@ -83,7 +84,7 @@ def read_json(path: Location, error: type[ConfigError] | type[SourceError], limi
 
 
 def read_config(path: Location) -> dict[str, Any]:
-    """A parsed config.json. If it does not say how the weights are encoded, the description beside it is added.
+    """Returns a parsed config.json. If it does not say how the weights are encoded, the description beside it is added.
 
     Raises:
         ConfigError: config.json is missing, or one of the files holds no JSON object.
@@ -94,7 +95,7 @@ def read_config(path: Location) -> dict[str, Any]:
 
 
 def with_encoding(raw: dict[str, Any], folder: Location, names: Collection[str] = ENCODING_FILES) -> dict[str, Any]:
-    """A parsed config.json; if it does not say how the weights are encoded, with the first description of
+    """Returns a parsed config.json; if it does not say how the weights are encoded, with the first description of
     `ENCODING_FILES` in the folder, of those in `names`.
 
     Raises:
@@ -111,8 +112,8 @@ def with_encoding(raw: dict[str, Any], folder: Location, names: Collection[str] 
 
 
 def _description(name: str, content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The `quantization_config` that the content of a file stands for; None if it is of something else, such as a
-    conversion to ONNX."""
+    """Returns the `quantization_config` that the content of a file stands for; None if it is of something else, such as
+    a conversion to ONNX."""
     if name == ENCODING_FILES[0]:
         return {"quant_method": "modelopt", **content}
     if isinstance(content.get("quant_method"), str):

@@ -45,22 +45,22 @@ GIT_SHA1 = "git_sha1"
 """The hash that the Hub lists for files that git itself stores: the sha1 of git's blob, which begins with the size."""
 
 Promise = tuple[str, str]
-"""What the Hub promises of a file: the name of the hash, of `HASHES` or `GIT_SHA1`, and its value."""
+"""The hash that the Hub promises for a file: its name (one of `HASHES` or `GIT_SHA1`) and value."""
 
 
 def wrong_hash(path: Location, expected: str, actual: str, name: str = "sha256") -> DamagedDownload:
-    """The error for a file with a wrong hash. It names what to delete from the cache."""
+    """Returns the error for a file with a wrong hash. It names what to delete from the cache."""
     return damaged(Path(str(path)), f"{name} promised  {expected}", f"{name} found     {actual}")
 
 
 def damaged(path: Path, *details: str) -> DamagedDownload:
     # The blob and, where repositories share it, the shared file under it.
-    """The error for a file in the cache that is damaged in this way. It names what to delete."""
+    """Returns the error for a file in the cache that is damaged in this way. It names what to delete."""
     return DamagedDownload(path, link_targets(path)[-2:], *details)
 
 
 def link_targets(path: Path) -> list[Path]:
-    """The targets of a symlink, link after link; the path itself if it is no link."""
+    """Returns the targets of a symlink, link after link; the path itself if it is no link."""
     targets: list[Path] = []
     while path.is_symlink() and len(targets) < 8:
         path = Path(os.path.normpath(path.parent / os.readlink(path)))
@@ -79,7 +79,7 @@ def check_download(path: Location, promise: Promise | None) -> None:
 
 
 def hash_of(path: Location, name: str) -> str:
-    """The hash of a file, in hex, by its name in `HASHES`; of a local file also `GIT_SHA1`.
+    """Returns the hash of a file, in hex, by its name in `HASHES`; of a local file also `GIT_SHA1`.
 
     Raises:
         SourceError: it cannot be read.

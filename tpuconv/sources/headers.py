@@ -39,9 +39,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
 MAX_NAME_LENGTH = 512
 MAX_AXES = 64
 MAX_SHARD_TENSORS = 250_000
-"""Of one shard. The largest real checkpoints have as many in all their shards together."""
+"""The most tensors of one source file. The largest real checkpoints have as many in all their files together."""
 MAX_SIGNS = {b"{": MAX_SHARD_TENSORS + 2, b":": 5 * MAX_SHARD_TENSORS, b",": 10 * MAX_SHARD_TENSORS}
-"""How often these characters may occur in a header: each tensor is an object of three keys and a few numbers."""
+"""The most occurrences of these characters in a header: each tensor is an object of three keys and a few numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,8 @@ def read_header(path: Location) -> tuple[int, int, list[TensorInfo]]:
 
 @contextmanager
 def _random_access(path: Location) -> Iterator[tuple[int, int, Callable[[int, int], bytes]]]:
-    """The size of a file, its modification time in ns, and a function that reads bytes of it: how many, from where."""
+    """Yields the size of a file, its modification time in ns, and a function that reads bytes of it: how many, from
+    where."""
     if isinstance(path, BucketPath):
         found = buckets.facts(path)
         if found is None:

@@ -24,7 +24,7 @@ def resolve(
     streams: bool = False,
     progress: DownloadProgress | None = None,
 ) -> Resolved:
-    """The folder of a checkpoint, downloaded first if `src` is a Hub id.
+    """Returns the folder of a checkpoint, downloaded first if `src` is a Hub id.
 
     Args:
         src: a folder, the URL of one in a bucket, or a Hub id as `name` or `org/name`. An existing folder has
@@ -61,7 +61,8 @@ def resolve(
 
 
 def fetch_config(src: str, revision: str | None = None) -> dict[str, Any]:
-    """The config.json of a folder or a Hub id, or the file `src` itself; see `read_config`. Nothing else is read.
+    """Returns the config.json of a folder or a Hub id, or the file `src` itself; see `read_config`. Nothing else is
+    read.
 
     Raises:
         UsageError: `src` is none of these, or a path that the system refuses.

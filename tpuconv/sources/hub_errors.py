@@ -85,7 +85,7 @@ def _translate(error: BaseException, repo: str, revision: str, to_write: bool) -
 
 
 def _system_error(error: OSError, repo: str, to_write: bool) -> TpuconvError | None:
-    """The error for a call that the system refused; None for others."""
+    """Returns the error for a call that the system refused; None for others."""
     from huggingface_hub import constants
 
     if exhausted := no_descriptors(f"a file or connection of {repo}", error):
@@ -116,7 +116,7 @@ def _direction(to_write: bool) -> str:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Whether the server did not answer, or is down."""
+    """Returns True if the server did not answer, or is down."""
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(error, HfHubHTTPError):
@@ -127,7 +127,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def is_offline(error: BaseException) -> bool:
-    """Whether the client is in offline mode (HF_HUB_OFFLINE)."""
+    """Returns True if the client is in offline mode (HF_HUB_OFFLINE)."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     return isinstance(error, OfflineModeIsEnabled)
@@ -153,7 +153,8 @@ def _unreachable(repo: str, cause: BaseException, *details: str, to_write: bool 
 
 
 def _no_folder(repo: str) -> list[str]:
-    """That an id is no folder here either, with the names of similar ones: it may be mistyped."""
+    """Returns a hint that the id is not a local folder either, with the names of similar folders: it may be
+    mistyped."""
     near = near_folders(Path(repo))
     return [f"there is no folder {repo} here either" + (f": {near}" if near else "")]
 

@@ -18,7 +18,7 @@ _SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 
 def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
-    """The names of the shards and, if there is an index, the shard of every tensor.
+    """Returns the names of the shards and, if there is an index, the shard of every tensor.
 
     Raises:
         UsageError: the folder holds no safetensors.
@@ -83,7 +83,7 @@ OTHER_KINDS = (
      "export it to the form of transformers with Megatron Bridge or NeMo"),
     ("checkpoint-[0-9]*", "checkpoints of a trainer", "give one of these folders"),
     ("_METADATA|_CHECKPOINT_METADATA|manifest.ocdbt", "a checkpoint of Orbax",
-     "`tpuconv export FOLDER OUT --config SRC` writes safetensors of what a trainer saved"),
+     "`tpuconv export FOLDER OUT --config SRC` writes safetensors from a trainer's checkpoint"),
     ("*.gguf", "GGUF files, which have weights in formats of llama.cpp",
      "convert the repository that they were made from"),
     ("*.bin", "pickled weights (.bin), which can run code and are not read",
@@ -96,13 +96,13 @@ OTHER_KINDS = (
     ("modules.json", "a list of modules of sentence-transformers, and the model in one of their folders",
      "give the folder of the first module"),
 )  # fmt: skip
-"""What a folder without a model in safetensors may hold: patterns of names, what it is, what to do. The first
+"""The possible contents of a folder without safetensors: patterns of names, a description, and a hint. The first match
 counts."""
 
 
 def other_kind(names: Collection[str]) -> tuple[str, str] | None:
-    """What a folder without a model in safetensors holds, with the names that tell, and what to do; None if no one
-    knows."""
+    """Describes the contents of a folder without safetensors, with the names that show it, and a hint; None if
+    unknown."""
     for patterns, what, todo in OTHER_KINDS:
         found = sorted(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns.split("|")))
         if found:
@@ -121,7 +121,7 @@ def describe_missing(weight_map: Mapping[str, str], missing: Sequence[str]) -> l
 
 
 def read_weight_map(index: Location) -> dict[str, str]:
-    """The shard of every tensor, from an index file: names of safetensors files in its folder.
+    """Returns the shard of every tensor, from an index file: names of safetensors files in its folder.
 
     Raises:
         SourceError: it has no such map, or names other files.
@@ -142,7 +142,7 @@ def read_weight_map(index: Location) -> dict[str, str]:
 
 
 def shard_names(folder: Location) -> set[str]:
-    """The names of the shards in a folder, by its index if there is one and no single file."""
+    """Returns the names of the shards in a folder, by its index if there is one and no single file."""
     weight_map = read_weight_map(folder / INDEX_FILE) if is_there(folder / INDEX_FILE) else None
     if weight_map is None or (is_there(folder / SINGLE_FILE) and is_alone(weight_map)):
         return {SINGLE_FILE}
@@ -150,6 +150,6 @@ def shard_names(folder: Location) -> set[str]:
 
 
 def is_alone(weight_map: Mapping[str, str] | None) -> bool:
-    """Whether a single file is a model by itself, which an index beside it does not name. It goes before the index, as
-    in transformers."""
+    """Returns True if a single file is a complete model that the index beside it does not name. The file takes
+    precedence over the index, as in transformers."""
     return weight_map is None or SINGLE_FILE not in weight_map.values()

@@ -1,9 +1,9 @@
-"""Where the sources of outputs lie on this machine, and the stamps that their files had.
+"""The places of the sources of outputs on this machine, and the stamps of their files.
 
 An output says nothing of the machine that made it: equal sources give equal outputs, wherever they lie. So the path of
 the source, and the stamps by which a file need not be read again, are kept in the user's cache
 (`$XDG_CACHE_HOME/tpuconv/sources`, else `~/.cache`). Without it, or on another machine, files are read and their hashes
-compared with those of the manifest.
+compared with the hashes of the manifest.
 """
 
 import json
@@ -28,14 +28,14 @@ MOST_FOLDERS = 8
 
 
 def known_stamps(made: Sealed, folder: Location) -> Mapping[str, str]:
-    """The stamps by name that the files in a folder had when the output with this manifest was made of them; none if it
-    was made elsewhere, or nobody knows."""
+    """Returns the stamps by name that the files in a folder had when the output with this manifest was made of them;
+    none if it was made elsewhere, or nobody knows."""
     return dict(_folders(made)).get(str(_absolute(folder)), {})
 
 
 def find_folder(made: Sealed, output: Location) -> Path | None:
-    """The folder on this machine that the output with this manifest was made of, or one beside it or in the current
-    folder with files of the same names and sizes; None if there is none."""
+    """Returns the folder on this machine that the output with this manifest was made of, or one beside it or in the
+    current folder with files of the same names and sizes; None if there is none."""
     remembered = (Path(folder) for folder, _ in _folders(made) if os.path.isdir(folder))
     near = [*([output.absolute().parent] if isinstance(output, Path) else []), Path()]
     return next(remembered, None) or next((x for place in near for x in _inside(place) if _is_like(x, made)), None)
@@ -48,7 +48,7 @@ def _inside(place: Path) -> list[Path]:
 
 
 def _is_like(folder: Path, made: Sealed) -> bool:
-    """Whether a folder has files of the names and sizes of the source, and is no output of ours."""
+    """Returns True if a folder has files with the names and sizes of the source, and is not an output of tpuconv."""
     shards = made.raw["source"]["shards"]
     with suppress(OSError):
         sizes = all((folder / name).stat().st_size == facts["bytes"] for name, facts in shards.items())
@@ -81,8 +81,8 @@ def _folders(made: Sealed) -> Iterator[tuple[str, Mapping[str, str]]]:
 
 
 def _entry(made: Sealed) -> Path | None:
-    """The file of the cache for the source of an output. Two outputs of the same bytes share one: it is named by the
-    hashes of the source's files, or, where not all of them were hashed, by the identity of the output."""
+    """Returns the file of the cache for the source of an output. Two outputs of the same bytes share one: it is named
+    by the hashes of the source's files, or, where not all of them were hashed, by the identity of the output."""
     shards = made.raw.get("source", {}).get("shards", {})
     hashes = [[name, known_hash(facts)] for name, facts in sorted(shards.items())]
     is_known = hashes and all(found is not None for _, found in hashes)

@@ -54,7 +54,8 @@ class Reader(Protocol):
         """
 
     def hash_of(self, shard: str) -> str | None:
-        """The hash of a shard, in hex, that of `SourceShard.hash_name`; None if the source has checksums of its own."""
+        """Returns the hash of a shard in hex, named by `SourceShard.hash_name`; None if the source has checksums of its
+        own."""
 
     def check_unchanged(self, shards: Collection[str] | None = None) -> None:
         """Raises SourceError if one of the shards, all if None, is no longer what was planned from."""
@@ -87,8 +88,8 @@ class Reader(Protocol):
         return
 
     def unproved(self, shards: Collection[str]) -> set[str]:
-        """Those of the shards whose bytes are not known to be the promised ones yet: what is made from them does not
-        count before."""
+        """Returns the shards whose bytes are not yet known to be the promised ones: work made from them does not count
+        before."""
         return set()
 
     def unbound(self) -> None:

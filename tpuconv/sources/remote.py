@@ -34,8 +34,8 @@ class RemoteFile(Protocol):
         """Raises SourceError if the file is gone, or changed."""
 
     def planned_start(self, stop: int) -> bytes:
-        """The first bytes of the file as the plan saw them, up to `stop` or the end of the header. Empty if the version
-        of the file says that they are the same."""
+        """Returns the first bytes of the file as the plan saw them, up to `stop` or the end of the header. Empty if the
+        version of the file says that they are the same."""
 
 
 class HubShard:
@@ -56,7 +56,7 @@ class HubShard:
             yield from chunks_of(self.link, start, stop, stopped)
 
     def check_unchanged(self) -> None:
-        """See `RemoteFile`: it is that of the commit."""
+        """See `RemoteFile`: it is the version of the commit."""
 
     def planned_start(self, stop: int) -> bytes:
         """See `RemoteFile`."""

@@ -1,6 +1,6 @@
 """One repository of the Hub at one revision, and its place in the client's cache.
 
-Cache, token, endpoint and offline mode are those of `huggingface_hub`. Weights are fetched here instead: the client
+Cache, token, endpoint and offline mode come from `huggingface_hub`. Weights are fetched here instead: the client
 throws a partial file away when it is interrupted (2.4.0), and a shard has gigabytes. A partial file lies beside the
 client's blobs until it is complete, and the client then links it into the snapshot.
 """
@@ -52,7 +52,7 @@ class Resolved:
 
     @property
     def headers_only(self) -> bool:
-        """Whether the shards hold only headers."""
+        """True if the shards hold only headers."""
         return self._temporary is not None
 
     def close(self) -> None:
@@ -101,12 +101,12 @@ class Repository:
         self.meter = Meter(None)
 
     def snapshot(self, commit: str) -> Path:
-        """The cache folder of a commit."""
+        """Returns the cache folder of a commit."""
         return self.storage / "snapshots" / commit
 
     def config(self) -> Path:
-        """The path of config.json in the cache, with what stands beside it about encodings. Works offline if it is
-        cached."""
+        """Returns the path of config.json in the cache, with what stands beside it about encodings. Works offline if it
+        is cached."""
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
         try:  # the client would retry many times and print a warning each time
@@ -125,8 +125,8 @@ class Repository:
         return self.snapshot(commit) / CONFIG_FILE
 
     def fetch(self, names: Collection[str]) -> Path:
-        """The repository's folder in the cache, with those of these files that it has. Works offline if something of it
-        is cached."""
+        """Returns the repository's folder in the cache, with the files that it already has. Works offline if something
+        of it is cached."""
         try:
             commit, files = self._listing()
         except Exception as error:
@@ -138,7 +138,8 @@ class Repository:
         return self.snapshot(commit)
 
     def resolve(self, weights: bool, progress: DownloadProgress | None, *, streams: bool = False) -> Resolved:
-        """The checkpoint's folder in the cache, downloaded as far as needed. See `tpuconv.sources.hub.resolve`."""
+        """Returns the checkpoint's folder in the cache, downloaded as far as needed. See
+        `tpuconv.sources.hub.resolve`."""
         from huggingface_hub import constants
 
         try:
@@ -256,7 +257,7 @@ class Repository:
         return [files[name] for name in names]
 
     def _modules(self, commit: str, files: Mapping[str, HubFile]) -> list[str]:
-        """The folders of modules of sentence-transformers."""
+        """Returns the folders of modules of sentence-transformers."""
         if MODULES not in files:
             return []
         self._proved(commit, files[MODULES])
@@ -375,7 +376,7 @@ class Repository:
         return hf_hub_url(self.repo, file.name, revision=commit)
 
     def _blob(self, file: HubFile) -> Path | None:
-        """Where the client stores a file of this content; None for files that git itself stores."""
+        """Returns the path at which the client stores a file of this content; None for files that git itself stores."""
         return self.storage / "blobs" / file.sha256 if file.sha256 else None
 
     def _partial(self, blob: Path) -> Path:
@@ -384,7 +385,7 @@ class Repository:
     # --- without network -------------------------------------------------------------------------------------------
 
     def _cached(self, cause: Exception) -> tuple[str, Path]:
-        """The commit of the revision and its folder in the cache, as far as it is there."""
+        """Returns the commit of the revision and its folder in the cache, as far as it is there."""
         ref = self.storage / "refs" / self.revision
         commit = self.revision if re.fullmatch("[0-9a-f]{40}", self.revision) else ""
         if not commit and ref.is_file():
@@ -397,7 +398,8 @@ class Repository:
         return commit, snapshot
 
     def _from_cache(self, cause: Exception) -> Resolved:
-        """The snapshot in the cache, if it is complete. The client names blobs by the hashes that the Hub promises."""
+        """Returns the snapshot in the cache, if it is complete. The client names blobs by the hashes that the Hub
+        promises."""
         commit, snapshot = self._cached(cause)
         promised: dict[str, str] = {}
         unproved: list[str] = []
@@ -430,7 +432,7 @@ class Repository:
 
 
 def _is_wanted(name: str, modules: Collection[str]) -> bool:
-    """Whether a conversion uses this file besides the weights."""
+    """Returns True if a conversion uses this file besides the weights."""
     return name == CARD or why_left_out(name, modules) is None
 
 

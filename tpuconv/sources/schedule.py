@@ -1,4 +1,4 @@
-"""What of a remote source is fetched, in which order, and how much of it is on the disk at a time.
+"""The schedule of a remote source: the segments to fetch, their order, and the bytes that are on the disk at a time.
 
 Files are fetched in segments, one after the other in the order in which steps read them. A segment stays until the
 last step that reads it is finished. Of tensors that wide steps need, of which every file may have a few bytes, a copy

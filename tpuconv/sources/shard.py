@@ -43,12 +43,12 @@ SAMPLES, SAMPLE_BYTES = 16, 4096
 
 
 def hash_stamp(status: os.stat_result) -> str:
-    """The hash of a file's stamp, in hex; see `tpuconv.storage.hashes.stamp`."""
+    """Returns the hash of a file's stamp, in hex; see `tpuconv.storage.hashes.stamp`."""
     return xxhash.xxh3_64_hexdigest(repr(stamp(status)).encode())
 
 
 def object_stamp(found: buckets.ObjectFacts) -> str:
-    """The stamp of a shard in a bucket, in hex: the hash of its size and version."""
+    """Returns the stamp of a shard in a bucket, in hex: the hash of its size and version."""
     return xxhash.xxh3_64_hexdigest(repr((found.size, *sorted(found.version.items()))).encode())
 
 
@@ -71,7 +71,7 @@ def object_samples(path: BucketPath, start: int, size: int) -> Sequence[memoryvi
 
 
 def read_digest(path: Location) -> tuple[str, str]:
-    """The digest and the stamp of a shard.
+    """Returns the digest and the stamp of a shard.
 
     Raises:
         SourceError: it cannot be read.
@@ -108,7 +108,7 @@ def _sample_starts(start: int, size: int) -> list[int]:
 def changed_shards(
     folder: Location, known: Mapping[str, Mapping[str, Any]], stamps: Mapping[str, str]
 ) -> list[str] | None:
-    """The shards of a source that are missing, or differ from those of a conversion.
+    """Returns the shards of a source that are missing, or differ from the shards of a conversion.
 
     Args:
         folder: the source.
@@ -137,7 +137,7 @@ def changed_shards(
 
 
 def _size_and_stamp(path: Location) -> tuple[int, str] | None:
-    """Of a shard; None if it is missing."""
+    """Returns the size and stamp of a shard; None if it is missing."""
     if isinstance(path, BucketPath):
         found = buckets.facts(path)
         return None if found is None else (found.size, object_stamp(found))

@@ -61,16 +61,16 @@ class Source:
     """The folder for what was fetched; None to choose it."""
 
     hashed = True
-    """Whether its shards are hashed while they are read."""
+    """True if the shards are hashed while they are read."""
 
     @property
     def skipped_before(self) -> Sequence[Mapping[str, Any]]:
-        """What an earlier conversion skipped, as its manifest says it: of a checkpoint."""
+        """For a checkpoint: the tensors that the earlier conversion skipped, from its manifest."""
         return ()
 
     @property
     def encoding(self) -> Mapping[str, Any] | None:
-        """What config.json says about how the weights are encoded; None if nothing."""
+        """The description of the encoding of the weights in config.json; None if there is none."""
         return encoding_of(self.config)
 
     @property
@@ -99,8 +99,8 @@ class Source:
     def open(
         self, check_cancelled: Callable[[], None] = lambda: None, *, hashes: Collection[str] | None = None
     ) -> Reader:
-        """A reader of the weights. `check_cancelled` raises when the work is to stop; `hashes` are the shards to be
-        hashed while they are read, all if None."""
+        """Returns a reader of the weights. `check_cancelled` raises when the work is to stop; `hashes` are the shards
+        to be hashed while they are read, all if None."""
         here = SafetensorsReader(self.folder, self.shards, check_cancelled, hashes=hashes)
         if not self.remote:
             return here
@@ -113,7 +113,8 @@ class Source:
         return ()
 
     def files(self, info: TensorInfo) -> list[tuple[Path, int, int]]:
-        """Where the bytes of a tensor are on a disk: file, first byte and number of bytes. None if they are not."""
+        """Returns the place of a tensor's bytes on a disk: file, first byte and number of bytes. None if they are not
+        on a disk."""
         if isinstance(self.folder, BucketPath) or info.shard in self.remote:
             return []
         return [(self.folder / info.shard, info.offset, info.nbytes)]
@@ -143,7 +144,8 @@ class Source:
 
 
 def fetched_meanwhile(source: Source, files: Mapping[str, RemoteFile] | None, workspace: Path | None) -> Source:
-    """The source with shards that are fetched while they are read: those of the Hub by name, or all in a bucket.
+    """Returns the source with shards that are fetched while they are read: the shards of the Hub by name, or all in a
+    bucket.
 
     What the Hub promises identifies its shards: here they have only headers.
     """
@@ -193,13 +195,13 @@ def open_source(
     for name in shard_names:
         try:
             size, _, infos = read_header(folder / name)
-            digest, own_stamp = read_digest(folder / name)
+            digest, stamp = read_digest(folder / name)
         except SourceError as error:
             if (promised := (sha256 or {}).get(name)) is not None:  # a damaged download is downloaded again
                 check_download(folder / name, ("sha256", promised))
             faults += [error.message, *error.details]
             continue
-        shards.append(SourceShard(name, size, digest, own_stamp, (sha256 or {}).get(name)))
+        shards.append(SourceShard(name, size, digest, stamp, (sha256 or {}).get(name)))
         for info in infos:
             if info.name in tensors:
                 faults.append(f"{info.name} is in {tensors[info.name].shard} and in {name}")

@@ -26,11 +26,11 @@ from tpuconv.storage import disk
 from tpuconv.storage.hashes import BLOCK, HASHES
 
 WAIT_SECONDS = 0.2
-"""Between two looks at whether the work was cancelled."""
+"""The time between two checks whether the work was cancelled."""
 
 
 class DamagedStream(DamagedDownload):
-    """What was fetched of a file does not match what the Hub promises. It was dropped already."""
+    """The fetched bytes of a file do not match the hash that the Hub promises. They were dropped already."""
 
     def __init__(self, name: str, folder: Path, *details: str):
         super().__init__(Path(name), [folder], *details)
@@ -127,17 +127,17 @@ class StreamReader(Reader):
         return set()
 
     def _is_unproved(self, name: str, schedule: FetchSchedule) -> bool:
-        """Whether a file that is fetched again has a promised hash, which no step looks at."""
+        """Returns True if a file that is fetched again has a promised hash, which no step checks."""
         return name in self.hashes and name not in schedule.proofs and self._shards[name].sha256 is not None
 
     def _is_needed(self, segment: Segment) -> bool:
-        """Whether a segment must be here, beside its wide part."""
+        """Returns True if a segment must be on the disk, besides its wide part."""
         assert self._workspace is not None
         has_wide = self._workspace.has(self._numbers[segment.file], segment, wide=True)
         return bool(segment.users) or not has_wide
 
     def _also_here(self, work: Location, reserved: int) -> int:
-        """The bytes that the output takes on the disk of the workspace."""
+        """Returns the bytes that the output takes on the disk of the workspace."""
         assert self._workspace is not None
         if not isinstance(work, Path) or not work.is_dir():
             return 0
@@ -191,7 +191,7 @@ class StreamReader(Reader):
             self._fail(error)
 
     def _next_segment(self) -> Segment | None:
-        """The next segment to fetch, once there is room for it; None if there is none."""
+        """Returns the next segment to fetch, once there is room for it; None if there is none."""
         with self._changed:
             while not self._stopped.is_set() and self._next_number < len(self._schedule.order):
                 segment = self._schedule.order[self._next_number]

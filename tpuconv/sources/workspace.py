@@ -59,15 +59,15 @@ class Workspace:
         remove_known(self.folder, lambda name: bool(_SEGMENT.fullmatch(name)) and self.folder / name not in paths)
 
     def file_folder(self, number: int) -> Path:
-        """The folder of a file of the source, by its number there."""
+        """Returns the folder of a file of the source, by its number there."""
         return self.folder / f"{number:05d}"
 
     def path(self, number: int, segment: Segment, *, wide: bool = False) -> Path:
-        """Where a segment of a file, or its wide part, is kept."""
+        """Returns the path of a segment of a file, or of its wide part."""
         return self.file_folder(number) / (f"{segment.number:06d}" + (WIDE if wide else ""))
 
     def has(self, number: int, segment: Segment, *, wide: bool = False) -> bool:
-        """Whether it is there."""
+        """Returns True if the segment is on the disk."""
         try:
             size = self.path(number, segment, wide=wide).stat().st_size
         except FileNotFoundError:
@@ -75,7 +75,7 @@ class Workspace:
         return size == (segment.wide_bytes if wide else segment.nbytes)
 
     def used_bytes(self) -> int:
-        """The bytes that are there already."""
+        """Returns the bytes that are there already."""
         return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
     def check_room(self, need: int) -> None:

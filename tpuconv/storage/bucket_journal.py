@@ -51,7 +51,7 @@ from tpuconv.storage.refusals import CLAIM, check_not_nested, exists_already, no
 from tpuconv.storage.sinks import Staged, StagedSink
 
 POLL_SECONDS = 1.0
-"""Between two looks at the claim of another process of this run, which prepares or publishes."""
+"""The time between two looks at the claim of another process of this run, which prepares or publishes."""
 STAGED_SCHEMA = Each({"key": str, "bytes": Size, "version": Each(str)})
 PLAN_SCHEMA = {**ENTRY_SCHEMAS["plan"], "names": [str], "old": STAGED_SCHEMA}
 OBJECTS_SCHEMA = {"objects": Optional(STAGED_SCHEMA), "names": Optional([str])}
@@ -134,7 +134,7 @@ class BucketJournal(JournalEntries):
         return self._take_over(*found)
 
     def _is_dead(self, held: Held, found: ObjectFacts) -> bool:
-        """Whether the process that holds a claim is dead, or all that share one."""
+        """Returns True if the process that holds a claim is dead, or all processes that share it."""
         if held.holder == ANYBODY:
             here = self.work / held.work
             processes = [name.partition("/")[0] for name in buckets.listing(here) if inside_random(name) == RUNS]
@@ -202,8 +202,8 @@ class BucketJournal(JournalEntries):
         self._entries, self._known, self._state = {}, set(), State.NEW
 
     def _check_folder(self) -> None:
-        """Raises OutputError if the work folder holds what is not ours. Objects under random prefixes are what late
-        requests left."""
+        """Raises OutputError if the work folder holds objects that are not ours. Objects under random prefixes come
+        from late requests."""
         foreign = [name for name in objects_in(self.work) if name != CLAIM and inside_random(name) is None]
         if foreign:
             raise OutputError(
@@ -381,7 +381,7 @@ class BucketJournal(JournalEntries):
         return all(self._is_recorded(part) for part in parts)
 
     def _take_back_claim(self) -> bool:
-        """Whether this process, of several, is to publish."""
+        """Returns True if this process, of several, should publish."""
         while True:
             held, found = self.claim.held, self.claim.read()
             if found is None or held is None or (found[0].work, found[0].state) != (held.work, ClaimState.WRITING):

@@ -33,12 +33,12 @@ all else is there. The manifest is the last of all."""
 COMMIT_MARK = MARKS[-2]
 """By which Orbax tells, in Google's buckets, that a checkpoint is complete."""
 NOTE, RUNS = "note", "runs"
-"""What a process writes under its prefix besides objects of the output: see `tpuconv.storage.bucket_journal`."""
+"""The object that a process writes under its prefix besides the output: see `tpuconv.storage.bucket_journal`."""
 TRIAL = MANIFEST + PARTIAL
-"""Of a trial in OUT, before the old output is touched."""
+"""The object of a trial in OUT, before the old output is touched."""
 PROBES = ("probe", "probe-copy")
 ENDS = ("plan.done", "complete.done")
-"""What is deleted last: without it nobody knows what else is ours."""
+"""The object that is deleted last: without it nobody knows which other objects are ours."""
 RANDOM_ID = re.compile("[0-9a-f]{32}")
 COMPARED_BYTES = 1 << 20
 """Objects of at most this size are compared byte by byte where versions tell nothing."""
@@ -46,7 +46,7 @@ COMPARED_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a store can do besides conditional writes, as a probe found.
+    """The abilities of a store besides conditional writes, as found by a probe.
 
     Attributes:
         keeps_etags: a copy has the ETag of its source.
@@ -91,7 +91,7 @@ def _tried(folder: BucketPath) -> Abilities:
     buckets.remove_objects(folder, [one.name, other.name])
     if left := {*PROBES} & buckets.listing(folder).keys():
         raise BucketError(
-            f"{folder / min(left)} was deleted, and is there still",
+            f"{folder / min(left)} was deleted and still exists",
             hint="ask for the right to delete, or for a bucket without a retention policy",
         )
     return Abilities(keeps, deletes, has_unique_versions, creates)
@@ -114,7 +114,8 @@ def _probe_conditions(path: BucketPath, first: buckets.Version, store: str) -> b
 
 
 def _refuses(request: Callable[[], object]) -> bool:
-    """Whether a condition of a request is looked at. A store that does not know it is as one that ignores it."""
+    """Returns True if the store checks a condition of a request. A store that does not know the condition counts as one
+    that ignores it."""
     try:
         with suppress(UsageError):
             request()
@@ -156,7 +157,7 @@ class Publication:
     # --- before ----------------------------------------------------------------------------------------------------
 
     def check(self) -> dict[str, ObjectFacts]:
-        """What lies in OUT. Nothing is changed.
+        """Returns the contents of OUT. Changes nothing.
 
         Raises:
             OutputError: something in it belongs to others, or to the output that is replaced and was changed since.
@@ -167,7 +168,7 @@ class Publication:
             raise OutputError(
                 f"{self.out} holds files that were written or changed since this conversion began",
                 details=shorten(sorted(foreign)),
-                hint="move them away, and run the same command again: it publishes what is converted",
+                hint="move them away, and run the same command again: it publishes the finished conversion",
             )
         return there
 
@@ -177,7 +178,7 @@ class Publication:
         return self._is_new(name, found) or self._is_note(name, found)
 
     def _is_new(self, name: str, found: ObjectFacts) -> bool:
-        """Whether an object in OUT is that of the new output."""
+        """Returns True if an object in OUT belongs to the new output."""
         staged = self.new.get(name)
         if staged is None or staged.size != found.size:
             return False
@@ -190,7 +191,7 @@ class Publication:
         return False
 
     def _has_comparable(self, staged: Staged) -> bool:
-        """Whether a copy of an object has its ETag: not if that was uploaded in parts."""
+        """Returns True if a copy of an object has its ETag. It has another one if the object was uploaded in parts."""
         return self.can.keeps_etags and "-" not in staged.version.get("e_tag", "-")
 
     def _is_note(self, name: str, found: ObjectFacts) -> bool:
@@ -284,7 +285,8 @@ class Publication:
         buckets.for_each(remove, list(names))
 
     def _revoke(self, *, keep_own: bool) -> None:
-        """Deletes notes, so that none can be copied any more: those of other processes, then that of this one."""
+        """Deletes notes, so that none can be copied any more: first the notes of other processes, then the note of this
+        one."""
         notes = [name for name in buckets.listing(self.work) if name.endswith(f"/{NOTE}")]
         own = f"{self.claim.process}/{NOTE}"
         self.claim.check()
@@ -311,7 +313,7 @@ class Publication:
         return OutputError(
             f"{self.out} was changed while it was published",
             details=shorten(sorted(names)),
-            hint="stop what writes there, move its files away, and run the same command again",
+            hint="stop the program that writes there, move its files away, and run the same command again",
         )
 
 
@@ -321,7 +323,7 @@ def write_note(work: BucketPath, process: str) -> None:
 
 
 def note_text(work: BucketPath) -> bytes:
-    """What stands in place of an object while an output is replaced."""
+    """The text in place of an object while an output is replaced."""
     return f"tpuconv: the output that was here is being replaced (work {work.name})\n".encode()
 
 
@@ -352,7 +354,7 @@ def check_staged(work: BucketPath, objects: Mapping[str, Staged]) -> None:
 
 
 def inside_random(name: str) -> str | None:
-    """What follows the prefix of a name that begins with a random one, of a work or of a process; else None."""
+    """Returns the rest of a name after a random prefix of a work or process; None if the name has no such prefix."""
     prefix, _, inside = name.partition("/")
     return inside if inside and RANDOM_ID.fullmatch(prefix) else None
 

@@ -26,7 +26,7 @@ from tpuconv.storage.refusals import CLAIM
 
 HEARTBEAT_SECONDS = 60
 RETRY_SECONDS = 5
-"""After a renewal that failed."""
+"""The pause after a renewal that failed."""
 FENCE_SECONDS = 200
 LAPSED_SECONDS = 300
 """Age of a claim after which its process is taken for dead."""
@@ -40,7 +40,7 @@ CLAIM_FORMAT, BY = 2, "tpuconv"
 
 
 class ClaimState(StrEnum):
-    """What is done with the work of a claim: written, published, cleaned after that, dropped, or nothing any more."""
+    """The state of the work of a claim: it is written, published, cleaned after that, dropped, or free."""
 
     WRITING = "writing"
     PUBLISHING = "publishing"
@@ -64,12 +64,12 @@ CLAIM_SCHEMA = {
 
 @dataclass(frozen=True)
 class Held:
-    """What a claim says.
+    """The contents of a claim.
 
     Attributes:
         plan: the fingerprint of the plan whose output is written.
         work: the name of the folder of its objects, never used again.
-        state: what is done with the work.
+        state: the state of the work.
         holder: the process that holds it; ANYBODY.
         number: grows with every change, so that no two contents are equal.
         machine: where the holder runs; see `this_machine`.
@@ -85,7 +85,7 @@ class Held:
     host: str
 
     def to_bytes(self) -> bytes:
-        """The object."""
+        """Returns the object."""
         return json.dumps({"format": CLAIM_FORMAT, "by": BY, **asdict(self)}).encode()
 
 
@@ -118,7 +118,7 @@ class Claim:
     # --- reading -------------------------------------------------------------------------------------------------
 
     def read(self) -> tuple[Held, ObjectFacts] | None:
-        """What the claim says now; None if there is none.
+        """Returns the current claim; None if there is none.
 
         Raises:
             OutputError: it is not a claim of this version of tpuconv.
@@ -143,13 +143,14 @@ class Claim:
         )
 
     def is_dead(self, held: Held, found: ObjectFacts) -> bool:
-        """Whether the holder of a claim is dead: it ran on this machine and has ended, or the claim has lapsed."""
+        """Returns True if the holder of a claim is dead: it ran on this machine and has ended, or the claim has
+        lapsed."""
         if held.holder != ANYBODY and is_running(held.machine, held.holder) is False:
             return True
         return self.age(held, found) >= LAPSED_SECONDS
 
     def age(self, held: Held, found: ObjectFacts) -> float:
-        """The age of a claim in seconds, by the clock of the server: clocks of hosts differ.
+        """Returns the age of a claim in seconds, by the clock of the server: clocks of hosts differ.
 
         Raises:
             BucketError: the server does not show what was just written.
@@ -225,8 +226,8 @@ class Claim:
             )
 
     def check_held(self) -> None:
-        """Raises ClaimLost if the claim in the bucket is not that of this process, or of several with the same work:
-        asks the store."""
+        """Raises ClaimLost if the claim in the bucket does not belong to this process, or to several with the same
+        work: asks the store."""
         self.check()
         found, held = self.read(), self.held
         if (
@@ -238,7 +239,7 @@ class Claim:
             raise self.lost()
 
     def lost(self) -> ClaimLost:
-        """The error of a process that has lost the claim."""
+        """Returns the error of a process that has lost the claim."""
         return ClaimLost(
             f"another process writes to {self.out}", hint="wait for it; the same command then finds its output"
         )
@@ -290,14 +291,14 @@ class Claim:
 
 
 def _clocks() -> tuple[float, float]:
-    """Seconds by a clock that runs while the machine is suspended, and by that of the day."""
+    """Returns seconds by a clock that runs while the machine is suspended, and seconds by the clock of the day."""
     steady = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(steady), time.time()
 
 
 def this_machine() -> str:
-    """The name of this process among all that ran on this machine: boot, space of process numbers, number, and when it
-    began. Empty where the system has no /proc."""
+    """Returns the name of this process among all that ran on this machine: boot, space of process numbers, number, and
+    when it began. Empty where the system has no /proc."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.getpid()}/{_began(os.getpid())}"
@@ -305,7 +306,7 @@ def this_machine() -> str:
 
 
 def _began(pid: int) -> str:
-    """When a process began, in ticks since the boot. Raises OSError if it does not run."""
+    """Returns the start time of a process, in ticks since the boot. Raises OSError if it does not run."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     if fields[0] in "ZX":  # it has ended, and nobody has asked for its exit status
         raise ProcessLookupError
@@ -313,7 +314,7 @@ def _began(pid: int) -> str:
 
 
 def is_running(machine: str, holder: str) -> bool | None:
-    """Whether the process of a claim runs; None if this machine cannot tell."""
+    """Returns True if the process of a claim runs; None if this machine cannot tell."""
     here = this_machine()
     space, _, mine = here.rpartition("/")[0].rpartition("/")
     if not here or not machine.startswith(f"{space}/"):

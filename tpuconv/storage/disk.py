@@ -50,7 +50,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def write_error(path: Path, error: OSError) -> TpuconvError:
-    """The error to raise for a path that could not be written, created or removed: it says what to do."""
+    """Returns the error to raise for a path that could not be written, created or removed: it says what to do."""
     if error.errno in FULL:
         return ResourceError(
             f"the disk of {path} is full", hint="free some space and run the same command: it resumes where it stopped"
@@ -79,7 +79,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _translated(function: Function) -> Function:
-    """A decorator for functions whose first argument is the path: their OSErrors become `write_error`s."""
+    """Returns a decorator for functions whose first argument is the path: their OSErrors become `write_error`s."""
 
     @wraps(function)
     def call(path: Path, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ PARTIAL = ".partial"
 
 
 STAGED_BYTES = 8 << 20
-"""Of a file that is written from start to end, what is written at a time: it stays in a cache."""
+"""The bytes that are written at a time to a file from start to end: they stay in a cache."""
 
 
 class Writer:
@@ -165,7 +165,7 @@ class Writer:
         self._used = self._written = 0
 
     def facts(self) -> dict[str, Any]:
-        """The size and hash of what was written, as a manifest has them: `bytes` and `xxh3_128`."""
+        """Returns the size and hash of what was written, as a manifest has them: `bytes` and `xxh3_128`."""
         return self._hash.facts()
 
     def __enter__(self) -> "Writer":
@@ -278,9 +278,10 @@ def open_lock(path: Path) -> int:
 
 
 LEFTOVERS = (".nfs", ".fuse_hidden")
-"""How the names begin that some file systems give to a file which is removed while it is open, until it is closed."""
+"""The beginnings of the names that some file systems give to a file which is removed while it is open, until it is
+closed."""
 LEFTOVER_SECONDS = 2.0
-"""How long after a file is closed such a name may stay: FUSE closes it a little later."""
+"""The time that such a name may stay after a file is closed: FUSE closes it a little later."""
 
 
 def is_leftover(path: Path) -> bool:
@@ -341,7 +342,7 @@ def sync_all(folder: Path) -> None:
 
 
 def _inside(folder: Path) -> Iterator[Path]:
-    """The files and folders in a folder, and the folder itself."""
+    """Yields the files and folders in a folder, and the folder itself."""
     for name in entries(folder):
         path = folder / name
         if path.is_dir():
@@ -353,7 +354,7 @@ def _inside(folder: Path) -> Iterator[Path]:
 
 @_translated
 def entries(path: Path) -> list[str]:
-    """The names in an output or work folder, sorted."""
+    """Returns the names in an output or work folder, sorted."""
     return sorted(os.listdir(path))
 
 

@@ -1,5 +1,4 @@
-"""What journals of all kinds have in common: entries for the parts of a work that are done, and what a run asks of
-them."""
+"""The common interface of all journals: entries for the finished units of a work, and the questions that a run asks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -20,12 +19,12 @@ ENTRY_SCHEMAS: Mapping[str, Any] = {
     "complete": {"fingerprint": str, "identity": str},
     "names": {"names": [str]},
 }
-"""Of the journal's own entries. The schemas of other parts are given by those who record them."""
+"""The schema of the journal's own entries. Whoever records other entries gives their schemas."""
 
 
 class State(Enum):
-    """What a run finds: nothing, a part of its work, a complete but unpublished output, its published output, or other
-    processes of the same plan at work."""
+    """The state that a run finds: nothing, a part of its work, a complete but unpublished output, its published output,
+    or other processes of the same plan at work."""
 
     NEW = "new"
     BEGUN = "begun"
@@ -45,7 +44,7 @@ class JournalEntries(ABC):
         """The folder of the entries, beside the output."""
 
     def done(self, part: str, schema: Any = dict) -> dict[str, Any] | None:
-        """The recorded results of a part of the work.
+        """Returns the recorded results of a part of the work.
 
         Args:
             part: the name of the part.
@@ -72,7 +71,7 @@ class JournalEntries(ABC):
         return self._read_entry(self._entry_path(part))
 
     def _read_entry(self, path: Location) -> dict[str, Any]:
-        """What an entry says. Raises OutputError if it cannot be read, or was changed."""
+        """Returns the contents of an entry. Raises OutputError if it cannot be read, or was changed."""
         try:
             data = read_bytes(path, MAX_ENTRY_BYTES, OutputError)
             facts: dict[str, Any] = check(parse(data, str(path), OutputError), {ENTRY_KEY: str}, str(path), OutputError)
@@ -91,7 +90,7 @@ class JournalEntries(ABC):
 
     @abstractmethod
     def _is_recorded(self, part: str) -> bool:
-        """Whether there is an entry for a part."""
+        """Returns True if there is an entry for a part."""
 
     @abstractmethod
     def forget(self, parts: list[str]) -> None:
@@ -99,7 +98,7 @@ class JournalEntries(ABC):
 
 
 class RunJournal(Protocol):
-    """What a run needs of a journal: `Journal` on a local disk, `BucketJournal` in a bucket."""
+    """The interface of a journal for a run: `Journal` on a local disk, `BucketJournal` in a bucket."""
 
     @property
     def out(self) -> Location:
@@ -111,7 +110,7 @@ class RunJournal(Protocol):
 
     @property
     def sink(self) -> Sink:
-        """What takes the files of the output, once `begin` was called."""
+        """The sink for the files of the output, once `begin` was called."""
 
     def __enter__(self) -> Any:
         """Makes this process the writer of the output."""
@@ -120,10 +119,11 @@ class RunJournal(Protocol):
         """Lets the next process begin; removes the work folder if nothing in it can be resumed."""
 
     def begin(self) -> State:
-        """What exists already. Raises OutputError if `out` must not be replaced, or belongs to another plan."""
+        """Returns the state of the work so far. Raises OutputError if `out` must not be replaced, or belongs to another
+        plan."""
 
     def done(self, part: str, schema: Any = dict) -> dict[str, Any] | None:
-        """The recorded results of a part; None if it is not done."""
+        """Returns the recorded results of a part; None if it is not done."""
 
     def record(self, part: str, facts: Mapping[str, Any], files: Collection[str] = ()) -> None:
         """Marks a part as done, which wrote these files of the output."""
@@ -135,11 +135,11 @@ class RunJournal(Protocol):
         """Lets other processes of the same plan do their parts, if this is one of several."""
 
     def gather(self, parts: Collection[str]) -> bool:
-        """Whether this process is to publish the output: all parts are recorded, and other processes have stopped. Of a
-        process that works alone."""
+        """Returns True if this process should publish the output: all parts are recorded and no other process is
+        running. Always True for a single process."""
 
     def is_published(self) -> bool:
-        """Whether `out` is a published output of this plan."""
+        """Returns True if `out` is a published output of this plan."""
 
     def publish(self) -> None:
         """Makes what was written the output. It must be complete and hold its manifest."""

@@ -22,12 +22,12 @@ is for files of which someone promises it."""
 
 
 def known_hash(facts: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The name and the value of the hash that facts about a file have; None if they have none."""
+    """Returns the name and the value of the hash that facts about a file have; None if they have none."""
     return next(((name, facts[name]) for name in HASHES if facts.get(name) is not None), None)
 
 
 def hash_file(path: Location) -> dict[str, Any]:
-    """The size and hash of a file, as a manifest has them: `bytes` and `xxh3_128`.
+    """Returns the size and hash of a file, as a manifest has them: `bytes` and `xxh3_128`.
 
     Raises:
         OSError: the file cannot be read.
@@ -82,11 +82,11 @@ def blocks(path: Location, block_bytes: int = BLOCK) -> Iterator[bytes | memoryv
 
 
 def hash_bytes(data: bytes) -> dict[str, Any]:
-    """The size and hash of a file with these bytes, as `hash_file` returns them."""
+    """Returns the size and hash of a file with these bytes, as `hash_file` returns them."""
     return {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
 
 
 def stamp(status: os.stat_result) -> tuple[int, ...]:
-    """The stamp of a file: device, inode, size, and times of modification and of change. No program can set the last.
-    Two stamps are equal only if it is the same file and nobody wrote to it in between."""
+    """Returns the stamp of a file: device, inode, size, and times of modification and of change. No program can set the
+    last. Two stamps are equal only if it is the same file and nobody wrote to it in between."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -57,18 +57,18 @@ CALIBRATED = "calibrated"
 """The folder with what a calibration found, and the beginning of the names of its entries. They can be resumed."""
 
 HELD_OPEN = "left-"
-"""How the names begin of what is left of removed folders whose files are open; the next run removes it."""
+"""The beginnings of the names of removed folders whose files are still open; the next run removes them."""
 TRIED = "tried"
 """The folder in which renames are tried."""
 LAST = (WORK, "names.done", "complete.done")
-"""What is removed at the end: without it nobody knows what else is ours."""
+"""The file that is removed at the end: without it nobody knows which other files are ours."""
 _OF_JOURNAL = re.compile(
     rf"{re.escape(WORK)}|[^/]+\.done(-\d+)?({re.escape(disk.PARTIAL)})?|process-\d+"
     rf"|{CALIBRATED}/(.+\.(qvalues|values)|(states|input)-\d+)"
     r"|source(-\d+)?/(lock|[0-9a-f]{32}/\d{5}/\d{6}[^/]*)"
 )
-"""The files of a work folder besides those of out/ and old/: entries, locks, what a calibration left, and the segments
-of a source that is fetched."""
+"""The files of a work folder besides the files in out/ and old/: entries, locks, what a calibration left, and the
+segments of a source that is fetched."""
 
 
 class Journal(JournalEntries):
@@ -298,7 +298,7 @@ class Journal(JournalEntries):
         return (self.staging / STAGED).exists()
 
     def _is_idle(self) -> bool:
-        """Whether nothing here can be resumed, as after an error before the work began."""
+        """Returns True if nothing can be resumed, as after an error before the work began."""
         if not locks.same_file(self._lock, self.folder / WORK):
             return False
         names = disk.entries(self.folder)
@@ -338,7 +338,7 @@ class Journal(JournalEntries):
             )
 
     def _is_movable(self, folder: Path) -> bool:
-        """Whether the file system renames a folder that is there already."""
+        """Returns True if the file system can rename an existing folder."""
         if "overlay" not in file_system_of(folder):
             return True
         full = self.folder / TRIED
@@ -390,7 +390,8 @@ class Journal(JournalEntries):
             raise self._holds_others(left)
 
     def _is_of_journal(self, name: str) -> bool:
-        """Whether a file is ours, or a folder without files: of removed ones that are still open it seems empty."""
+        """Returns True if a file is ours, or a folder is empty. A folder with only removed files that are still open
+        counts as empty."""
         return name.endswith("/") or bool(_OF_JOURNAL.fullmatch(name))
 
     @property
@@ -398,7 +399,7 @@ class Journal(JournalEntries):
         return self.staging, self._old
 
     def _is_in(self, folder: Path) -> Callable[[str], bool]:
-        """Whether a file is of the output in a folder: one that was replaced, or one that is not finished."""
+        """Returns True if a file belongs to the replaced or the unfinished output in a folder."""
         is_unfinished = (folder / STAGED).exists() or not (folder / MANIFEST).exists()
         return is_known({STAGED, *(self._planned_names() if is_unfinished else names_of(folder, self.contents_of))})
 
@@ -411,10 +412,10 @@ class Journal(JournalEntries):
 
 
 def _names_in(folder: Path) -> list[str]:
-    """The names in a work folder, without those of removed files that are still open."""
+    """Returns the names in a work folder, without the names of removed files that are still open."""
     return [name for name in os.listdir(folder) if not disk.is_leftover(folder / name)]
 
 
 def _is_empty(folder: Path) -> bool:
-    """Whether it is an empty folder, which a rename replaces as if it were not there."""
+    """Returns True for an empty folder, which a rename replaces as if it did not exist."""
     return folder.is_dir() and not folder.is_symlink() and not disk.entries(folder)

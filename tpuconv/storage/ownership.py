@@ -1,4 +1,4 @@
-"""What in a folder is tpuconv's, and may be replaced or deleted.
+"""The files of a folder that belong to tpuconv, and may be replaced or deleted.
 
 An output is ours by its manifest, and a file in it by being listed there and by having the bytes that are listed. A
 work folder is ours by its mark, and a file in it by a name that the journal or its plan knows. A name alone proves
@@ -22,7 +22,7 @@ from tpuconv.storage.hashes import hash_file
 from tpuconv.storage.sealed import STAGED, Sealed, read_sealed
 
 REWRITTEN = "was changed since tpuconv wrote it"
-"""How the reason ends, after the name of a file."""
+"""The end of the reason, after the name of a file."""
 SHOWN = 5
 """Names of files that an error lists."""
 
@@ -44,7 +44,7 @@ class Contents(Protocol):
         """The size of each file but the manifest, by its path in the output. None: the manifest does not say."""
 
     def changed(self, names: Collection[str]) -> Iterable[str]:
-        """Those of these files whose bytes are not those of the manifest. Reads the files."""
+        """Returns the files whose bytes differ from the manifest. Reads the files."""
 
 
 ContentsOf = Callable[[Location, Sealed], Contents]
@@ -53,7 +53,7 @@ ContentsOf = Callable[[Location, Sealed], Contents]
 
 @dataclass(frozen=True)
 class ListedFiles:
-    """The contents of an output whose manifest lists all files, as that of an export does."""
+    """Returns the contents of an output whose manifest lists all files, such as an export."""
 
     folder: Location
     files: Mapping[str, Mapping[str, Any]]

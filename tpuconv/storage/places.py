@@ -12,12 +12,12 @@ from tpuconv.storage.hashes import stamp
 
 
 def real(location: Location) -> Location:
-    """The location without links."""
+    """Returns the location without links."""
     return location if isinstance(location, BucketPath) else Path(os.path.realpath(location))
 
 
 def is_there(location: Location) -> bool:
-    """Whether a path exists, be it a link to nothing; in a bucket, whether there is an object of this name."""
+    """Returns True if a path exists, even as a broken link; in a bucket, if there is an object of this name."""
     if isinstance(location, BucketPath):
         return buckets.facts(location) is not None
     return os.path.lexists(location)
@@ -32,17 +32,18 @@ def is_readable(location: Location) -> bool:
 
 
 def is_file(location: Location) -> bool:
-    """Whether there is a regular file, or an object, of this name."""
+    """Returns True if there is a regular file, or an object, of this name."""
     return location.is_file() if isinstance(location, Path) else is_there(location)
 
 
 def work_folder(out: Location) -> Location:
-    """The folder of the unfinished work of an output, beside it: `.NAME.tpuconv`, in a bucket `NAME.tpuconv`."""
+    """Returns the folder of the unfinished work of an output, beside it: `.NAME.tpuconv`, in a bucket
+    `NAME.tpuconv`."""
     return out.with_name(f"{'' if isinstance(out, BucketPath) else '.'}{out.name}{WORK_SUFFIX}")
 
 
 def is_work_name(out: Location) -> bool:
-    """Whether a folder has the name of a work folder."""
+    """Returns True if a folder has the name of a work folder."""
     is_hidden = isinstance(out, BucketPath) or out.name.startswith(".")
     return is_hidden and out.name.endswith(WORK_SUFFIX)
 
@@ -51,7 +52,7 @@ WORK_SUFFIX = ".tpuconv"
 
 
 def names_in(folder: Location) -> list[str]:
-    """The names of what a folder holds, sorted. A folder in a bucket that does not exist holds nothing.
+    """Returns the names of what a folder holds, sorted. A folder in a bucket that does not exist holds nothing.
 
     Raises:
         OSError: a local folder cannot be read.
@@ -62,7 +63,7 @@ def names_in(folder: Location) -> list[str]:
 
 
 def stamp_of(location: Location) -> tuple[object, ...] | None:
-    """The stamp of a file, or the version of an object; None if it does not exist."""
+    """Returns the stamp of a file, or the version of an object; None if it does not exist."""
     if isinstance(location, BucketPath):
         found = buckets.facts(location)
         return None if found is None else (found.size, *sorted(found.version.items()))

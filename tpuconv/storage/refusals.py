@@ -17,31 +17,32 @@ WORK, CLAIM = "tpuconv.work", "claim"
 
 
 def unfinished(out: Location, work: Location, began: Mapping[str, Any], facts: Mapping[str, Any]) -> OutputError:
-    """The error for unfinished work of another plan, whose entry is `began`."""
+    """Returns the error for unfinished work of another plan, whose entry is `began`."""
     return OutputError(
         f"there is an unfinished conversion to {out.name} in {work}, of another source or with other options",
         details=_differences(began["facts"], facts),
-        hint="run it with what it began with to finish it, or give --overwrite to begin anew",
+        hint="run the command with its source and options to finish it, or give --overwrite to begin anew",
     )
 
 
 def exists_already(
     out: Location, facts: Mapping[str, Any], contents_of: ContentsOf, *, overwrite: bool
 ) -> OutputError | None:
-    """The error for an output that exists and is not that of a plan with these facts; None if it may be replaced."""
+    """Returns the error for an output that exists and was not made by a plan with these facts; None if it may be
+    replaced."""
     if why_foreign := strangers(out, contents_of):
         return not_replaced(out, why_foreign, overwrite=overwrite)
     if overwrite:
         return None
     return OutputError(
-        f"{out} exists already, and is not what this command writes",
+        f"{out} exists already, and this command would write another output",
         details=_differences(_made_with(out, facts), facts, was="made"),
         hint="choose another OUT, or give --overwrite to replace it",
     )
 
 
 def not_replaced(out: Location, why: Sequence[str], *, overwrite: bool) -> OutputError:
-    """The error for a place that holds what is not tpuconv's, by these reasons."""
+    """Returns the error for a place with files that do not belong to tpuconv, by these reasons."""
     stays = ", so --overwrite does not replace it" if overwrite else ""
     is_changed = all(reason.endswith(REWRITTEN) for reason in why)
     return OutputError(
@@ -50,7 +51,7 @@ def not_replaced(out: Location, why: Sequence[str], *, overwrite: bool) -> Outpu
         details=shorten(why),
         hint="choose another OUT, or move them away; `tpuconv verify --update` accepts a change"
         if is_changed
-        else "choose another OUT, or move away what is not tpuconv's",
+        else "choose another OUT, or move these files away",
     )
 
 
@@ -58,7 +59,7 @@ def check_not_nested(out: Location) -> None:
     """Checks that an output may lie here.
 
     Raises:
-        UsageError: its name is that of a work folder.
+        UsageError: it has the name of a work folder.
         OutputError: it lies in another output, or in one that is being written.
     """
     if is_work_name(out):
@@ -79,7 +80,7 @@ def check_not_nested(out: Location) -> None:
 
 
 def _made_with(out: Location, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of a plan as the manifest of an output has them. What that does not say is as in the plan."""
+    """Returns the facts of a plan as the manifest of an output has them. What that does not say is as in the plan."""
     try:
         raw = sealed.read_sealed(out).raw
     except BucketError:
@@ -97,8 +98,8 @@ def _made_with(out: Location, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "", *, was: str = "began") -> list[str]:
-    """The differences between two mappings, one line per key: `options.dtype: began with 'auto', now 'float32'`. For
-    two hashes it only says that they differ."""
+    """Returns the differences between two mappings, one line per key: `options.dtype: began with 'auto', now
+    'float32'`. For two hashes it only says that they differ."""
     lines = []
     for key in dict.fromkeys([*old, *new]):
         before, now = old.get(key), new.get(key)
@@ -113,7 +114,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 
 
 def _is_hash(value: Any) -> bool:
-    """Whether a value is a hash, which tells a reader nothing. A commit id, of 40 digits, does."""
+    """Returns True if a value is a hash, which tells a reader nothing. A commit id, of 40 digits, is not one."""
     return isinstance(value, str) and re.fullmatch("([0-9a-f]{32}){1,2}", value) is not None
 
 

@@ -46,15 +46,15 @@ SEALED_SCHEMA = {
     "kind": Optional(str),
     "files": Optional(Each({"bytes": Size, "xxh3_128": str})),
 }
-"""What the manifests of all kinds have."""
+"""The schema that the manifests of all kinds share."""
 
 _SEAL = re.compile(rb',\n "seal": "([0-9a-f]{32})"\n}\n')
 
 
 @dataclass(frozen=True)
 class Sealed:
-    """A manifest that was read. Of formats before 2, `identity` is the hash of all its bytes. `stamp` is that of the
-    file."""
+    """A manifest that was read. In formats before 2, `identity` is the hash of all its bytes. `stamp` is the stamp of
+    the file."""
 
     raw: Mapping[str, Any]
     identity: str
@@ -68,12 +68,12 @@ class Sealed:
 
     @property
     def is_sealed(self) -> bool:
-        """Whether the format has seals and lists the files."""
+        """True if the format has seals and lists the files."""
         return int(self.raw["format"]) >= SEALED_SINCE
 
 
 def seal(facts: Mapping[str, Any]) -> bytes:
-    """The bytes of a manifest with these facts, which must not be empty."""
+    """Returns the bytes of a manifest with these facts, which must not be empty."""
     unsealed = {key: value for key, value in facts.items() if key != "seal"}
     body = json.dumps(unsealed, indent=1).encode()[: -len(b"\n}")]
     return body + b',\n "seal": "%s"\n}\n' % xxhash.xxh3_128_hexdigest(body).encode()
@@ -87,20 +87,20 @@ def read_sealed(folder: Location) -> Sealed:
         CorruptOutput: the manifest cannot be read, or does not match its seal.
     """
     path = folder / MANIFEST
-    own_stamp, data = stamp_of(path), _read_manifest(path)
+    stamp, data = stamp_of(path), _read_manifest(path)
     raw = check(parse(data, str(path), CorruptOutput), SEALED_SCHEMA, str(path), CorruptOutput)
     if raw["format"] < SEALED_SINCE:
-        return Sealed(raw, xxhash.xxh3_128_hexdigest(data), own_stamp)
+        return Sealed(raw, xxhash.xxh3_128_hexdigest(data), stamp)
     found = seal_of(data)
     if found is None:
         raise CorruptOutput(
             f"{path} was changed: it does not hold its own hash", hint="move the checkpoint away, and convert it again"
         )
-    return Sealed(raw, found, own_stamp)
+    return Sealed(raw, found, stamp)
 
 
 def seal_of(data: bytes) -> str | None:
-    """The seal at the end of a manifest's bytes. None if there is none, or the bytes do not match it."""
+    """Returns the seal at the end of a manifest's bytes. None if there is none, or the bytes do not match it."""
     found = _SEAL.fullmatch(data, max(0, data.rfind(b",\n")))
     if found is None or found[1].decode() != xxhash.xxh3_128_hexdigest(data[: found.start()]):
         return None
@@ -127,7 +127,7 @@ def _read_manifest(path: Location) -> bytes:
 
 
 def kind_of(folder: Location) -> str | None:
-    """The kind of an output of ours. None if its manifest cannot be read."""
+    """Returns the kind of an output of ours. None if its manifest cannot be read."""
     try:
         return str(read_sealed(folder).raw.get("kind", CHECKPOINT))
     except BucketError:
@@ -149,7 +149,7 @@ def check_current(folder: Location, sealed: Sealed) -> None:
 
 
 def identity(folder: Location) -> str | None:
-    """The identity of a folder's contents. None if it has no valid manifest."""
+    """Returns the identity of a folder's contents. None if it has no valid manifest."""
     try:
         return read_sealed(folder).identity
     except BucketError:

@@ -32,7 +32,7 @@ from tpuconv.storage.refusals import WORK
 PROCESSES = "processes"
 """The entry with the count of processes."""
 MEETING_SECONDS = 300.0
-"""How much later than this process another one may begin."""
+"""The longest time that another process may begin after this one."""
 MEETING_POLL_SECONDS = 1.0
 PROCESSES_SCHEMA = {"count": Size}
 
@@ -62,7 +62,7 @@ class SharedJournal(Journal):
         super().__init__(out, fingerprint, facts, names, overwrite=overwrite, contents_of=contents_of)
         self.part = part
         self._is_alone = False
-        self._own_lock = -1
+        self._index_lock = -1
         self._has_met = part.count == 1 or not part.starts_with_others
         self._deadline = time.monotonic() + MEETING_SECONDS
 
@@ -83,9 +83,9 @@ class SharedJournal(Journal):
         if began is None or others is None or not self._is_staged() or self.done("complete") is not None:
             return
         if began["fingerprint"] != self.fingerprint or others["count"] != self.part.count:
-            what = "other ones, with another plan" if began["fingerprint"] != self.fingerprint else "another number"
+            what = "has another plan" if began["fingerprint"] != self.fingerprint else "has another count"
             raise OutputError(
-                f"{self.out} is being written by {others['count']} processes, and {self.part} is of {what}",
+                f"{self.out} is being written by {others['count']} processes, and {self.part} {what}",
                 hint="wait for them, or choose another OUT",
             )
         self._is_alone = False
@@ -102,7 +102,7 @@ class SharedJournal(Journal):
                 f"{self.part} is running already, and writes to {self.out}",
                 hint="give each process its own index, or wait for that one",
             )
-        self._own_lock = own
+        self._index_lock = own
 
     def begin(self) -> State:
         """See `Journal`. An output of this plan is left as it is, even with `overwrite`: another process of this run
@@ -125,7 +125,7 @@ class SharedJournal(Journal):
         self._look_for_others()
 
     def _look_for_others(self) -> bool:
-        """Whether another process was here.
+        """Returns True if another process was here.
 
         Raises:
             OutputError: none came in time.
@@ -135,7 +135,8 @@ class SharedJournal(Journal):
         self._has_met = self._has_met or not names or any(n.startswith("process-") and n != own for n in names)
         if not self._has_met and time.monotonic() > self._deadline:
             raise OutputError(
-                f"{self.part} is alone at {self.folder}: {self.out.parent} is not on a disk that all hosts share",
+                f"{self.part}: no other process appeared in {self.folder} within {MEETING_SECONDS / 60:.0f} minutes; "
+                f"{self.out.parent} is probably not on a disk that all hosts share",
                 hint="name an OUT in a bucket, or on a disk that all hosts mount; if the other processes start later, "
                 "give --process-index and --process-count instead of --distributed",
             )
@@ -148,7 +149,7 @@ class SharedJournal(Journal):
         # The exclusive lock goes first, and another process may take it.
         locks.lock(self._lock, self.folder / WORK, shared=True, wait=True)
         self._is_alone = False
-        if not self._is_own_work():
+        if not self._is_current_work():
             raise OutputError(f"another process has begun to write to {self.out}", hint="run again")
 
     def gather(self, parts: Collection[str]) -> bool:
@@ -163,14 +164,14 @@ class SharedJournal(Journal):
         locks.unlock(self._lock)
         locks.lock(self._lock, self.folder / WORK, wait=True)
         self._is_alone = True
-        return self._is_own_work() and self._has_all(parts)
+        return self._is_current_work() and self._has_all(parts)
 
     def _has_all(self, parts: Collection[str]) -> bool:
         # A list: some shared disks remember for a while that a single name was missing.
         names = set(disk.entries(self.folder)) if self.folder.is_dir() else set()
         return all(f"{part}.done" in names for part in parts)
 
-    def _is_own_work(self) -> bool:
+    def _is_current_work(self) -> bool:
         if not locks.same_file(self._lock, self.folder / WORK):
             return False
         began = self.done("plan")
@@ -186,6 +187,6 @@ class SharedJournal(Journal):
                 os.close(self._lock)
                 self._lock = -1
         finally:
-            if self._own_lock >= 0:
-                os.close(self._own_lock)
-                self._own_lock = -1
+            if self._index_lock >= 0:
+                os.close(self._index_lock)
+                self._index_lock = -1

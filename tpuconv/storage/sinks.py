@@ -1,4 +1,4 @@
-"""Where the files of an output are written until it is published: a folder on a disk, or objects in a bucket."""
+"""The place of the files of an output until it is published: a folder on a disk, or objects in a bucket."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +24,7 @@ class FileWriter(Protocol):
         """Writes all bytes of a buffer."""
 
     def facts(self) -> dict[str, Any]:
-        """The size and hash of what was written, as a manifest has them."""
+        """Returns the size and hash of what was written, as a manifest has them."""
 
 
 class Sink(Protocol):
@@ -51,7 +51,7 @@ class Sink(Protocol):
         """Makes files durable, and the names in folders."""
 
     def size_faults(self, sizes: Mapping[str, int]) -> Iterable[tuple[str, str]]:
-        """Each file that is missing or has the wrong size, and what is wrong with it."""
+        """Yields each file that is missing or has the wrong size, and what is wrong with it."""
 
     def check_room(self, need: int, what: str) -> None:
         """Checks that there is room for `need` bytes. Raises ResourceError if there is not."""
@@ -70,7 +70,7 @@ class FolderSink:
         for name in folders:
             disk.make_folder(self.folder / name)
         parents = {self.folder / parent for name in folders for parent in PurePosixPath(name).parents}
-        for folder in sorted(parents, reverse=True):  # up to that of the output, whose own name is on the disk
+        for folder in sorted(parents, reverse=True):  # up to the folder of the output, whose own name is on the disk
             disk.sync(folder)
 
     def write(self, name: str, data: bytes | np.ndarray) -> None:
@@ -112,12 +112,12 @@ class Staged:
     version: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """As an entry of the journal has it."""
+        """Returns the facts for an entry of the journal."""
         return {"key": self.key, "bytes": self.size, "version": dict(self.version)}
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "Staged":
-        """From an entry of the journal."""
+        """Returns the object from an entry of the journal."""
         return cls(facts["key"], facts["bytes"], facts["version"])
 
 

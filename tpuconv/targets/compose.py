@@ -1,4 +1,4 @@
-"""From a family's table and a target's tree to the table from released tensors to the target's parameters."""
+"""Composes a family's table and a target's tree to the table from released tensors to the target's parameters."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -69,7 +69,7 @@ def target_table(
     tree = find_tree(target, family, model_type, config)
     if scan_layers and not all(layers.stacked for layers in tree.layers):
         raise UnsupportedConfig(f"{target.name} has no stacked layers of this model", hint="leave out --scan-layers")
-    config = WithAxes(config, {**config.axes, **_own_letters(config, tree, scan_layers)})
+    config = WithAxes(config, {**config.axes, **_tree_letters(config, tree, scan_layers)})
     composer = _Composer(target, tree, config, scan_layers)
     rows: list[Map] = []
     own = [
@@ -88,10 +88,10 @@ def target_table(
 
 
 def same_parameters(
-    own: MappingTable, own_config: HasAxes, theirs: MappingTable, config: HasAxes, include_mtp: bool = False
+    own: MappingTable, default_config: HasAxes, theirs: MappingTable, config: HasAxes, include_mtp: bool = False
 ) -> dict[str, str]:
     """Returns the target's names of the parameters that are ours but for the name: not joined, not changed."""
-    ours = {_sources(binding): binding for binding in own.bind(own_config, include_mtp)}
+    ours = {_sources(binding): binding for binding in own.bind(default_config, include_mtp)}
     out: dict[str, str] = {}
     for binding in theirs.bind(config, include_mtp):
         other = ours.get(_sources(binding))
@@ -156,7 +156,7 @@ def find_tree(target: Target, family: str, model_type: str, config: Any) -> Tree
     )
 
 
-def _own_letters(config: HasAxes, tree: Tree, scan: bool) -> dict[str, Any]:
+def _tree_letters(config: HasAxes, tree: Tree, scan: bool) -> dict[str, Any]:
     """Half of the head dimension; the first layers of all periods, the places of a period that share an array, and the
     layers after the last period.
 
@@ -190,12 +190,12 @@ def _own_letters(config: HasAxes, tree: Tree, scan: bool) -> dict[str, Any]:
 
 
 def _layer_letters(axes: Mapping[str, Any]) -> list[str]:
-    """The letters of some of the layers."""
+    """Returns the letters of some of the layers."""
     return [letter for letter in LAYER_INDICES if letter in axes and not isinstance(axes[letter], int)]
 
 
 def _stacks(tree: Tree) -> dict[str, list[int]]:
-    """The places of a period, by the names of the arrays that hold their layers if they are scanned."""
+    """Returns the places of a period, by the names of the arrays that hold their layers if they are scanned."""
     stacks: dict[str, list[int]] = {}
     for place in range(tree.period):
         for name in {layers.stack(place) for layers in tree.layers}:
@@ -204,7 +204,7 @@ def _stacks(tree: Tree) -> dict[str, list[int]]:
 
 
 def _by_place(tree: Tree) -> bool:
-    """Whether layers have names by their place in a period even where they are not scanned."""
+    """True if layers have names by their place in a period even if they are not scanned."""
     return any(layers.letter.startswith(PERIODS) for layers in tree.layers)
 
 
@@ -217,13 +217,13 @@ def _is_looped(row: Map, config: HasAxes, include_mtp: bool) -> bool:
 
 
 def _renamed(table: MappingTable, target: Target) -> MappingTable:
-    """The table with our own names between the target's root and leaf."""
+    """Returns the table with our own names between the target's root and leaf."""
     rows = [replace(row, jax=tuple(f"{target.root}{name}{target.leaf}" for name in row.jax_names)) for row in table]
     return table.with_rows(rows)
 
 
 def _merged(rows: Sequence[Map], tree: Tree) -> list[Map]:
-    """The rows, those merged into one whose parameters a place joins."""
+    """Returns the rows, those merged into one whose parameters a place joins."""
     out = list(rows)
     for letter, places in (("", tree.places), *((layers.letter, layers.places) for layers in tree.layers)):
         for joined in places:
@@ -246,7 +246,7 @@ def _merged(rows: Sequence[Map], tree: Tree) -> list[Map]:
 
 
 def _is_named(parameter: str, name: str, letter: str) -> bool:
-    """Whether a parameter has this name in the layers of a letter, or outside of layers for the letter ""."""
+    """Returns True if a parameter has this name in the layers of a letter, or outside of layers for the letter ""."""
     layer = _LAYER.match(parameter)
     if layer is None:
         return parameter == name
@@ -290,7 +290,7 @@ class _Composer:
                 yield from self._periodic(row, placed, layers, own, index)
 
     def _index(self, own: str, layers: LayerPlaces) -> str:
-        """The layers of both a row and a part of the tree, as an index in names; empty if there are none."""
+        """Returns the layers of both a row and a part of the tree, as an index in names; empty if there are none."""
         if layers.letter in (LAYERS, own):
             return own
         if own == LAYERS or set(self.axes.get(layers.letter, (None,))) <= set(self.axes[own]):
@@ -298,8 +298,8 @@ class _Composer:
         return ""
 
     def _periodic(self, row: Map, placed: "_Placed", layers: LayerPlaces, own: str, index: str) -> Iterator[Map]:
-        """The rows of scanned layers: one for each array that holds some places of a period, and those of the layers
-        after the last period."""
+        """Returns the rows of scanned layers: one for each array that holds some places of a period, and the rows of
+        the layers after the last period."""
         numbers = self.axes[index]
         has = range(numbers) if isinstance(numbers, int) else numbers
         for first in self.axes[PERIODS][:1]:
@@ -344,7 +344,7 @@ _SHARED_PLACES = (f"{PERIODS}+{PLACES}", PERIODS + PLACES)
 
 
 def _with_index(row: Map, letter: str, index: str | int) -> Map:
-    """The row for other layers: those of an index, or a single one."""
+    """Returns the row for other layers: the layers of an index, or a single one."""
     new = f"{{{index}}}" if isinstance(index, str) else str(index)
     names = [tuple(name.replace(f"{{{letter}}}", new) for name in x) for x in (row.hf_names, row.jax_names)]
     return replace(row, hf=names[0], jax=names[1])
@@ -355,7 +355,7 @@ _Placed = list[tuple[tuple[int, ...], Place]]
 
 
 def _find(places: Places, names: Collection[str]) -> _Placed | None:
-    """The places of a row's parameters; None unless all have one."""
+    """Returns the places of a row's parameters; None unless all have one."""
     number = {name: i for i, name in enumerate(names)}
     found: _Placed = []
     for ours, theirs in places.items():
@@ -368,8 +368,8 @@ def _find(places: Places, names: Collection[str]) -> _Placed | None:
 
 
 def _joined(row: Map, placed: _Placed) -> tuple[list[Axes], list[Axes]]:
-    """The axes of a row's sources and of the target's parameters. A letter that a place takes apart, such as H as
-    (X + X), is taken apart in the sources too."""
+    """Returns the axes of a row's sources and of the target's parameters. A letter that a place takes apart, such as H
+    as (X + X), is taken apart in the sources too."""
     stack = "".join(row_indices(row)[1])
     layout = Layout.parse(row.layout, stack)
     apart: dict[str, Axis] = {}

@@ -2,7 +2,7 @@
 kimi_k2, in our axes, with config.json and the tokenizer in the same folder as the arrays.
 
 Each program quantizes attention, MLPs and experts, each by a switch of its config. Where it multiplies what a product
-sums with the scales (those of llama3, and of attention in llama4, deepseek_r1_jax and kimi_k2), Qwix has no such
+sums with the scales (in llama3, and in the attention of llama4, deepseek_r1_jax and kimi_k2), Qwix has no such
 scales, and the parameters are not quantized.
 """
 
@@ -26,12 +26,12 @@ NORM_PLACES: Places = {
 
 
 def _mlp(name: str) -> Places:
-    """The places of a dense MLP."""
+    """Returns the places of a dense MLP."""
     return {f"mlp.{x}.kernel": f"{name}w_{x}" for x in ("gate", "up", "down")}
 
 
 def _experts(name: str) -> Places:
-    """The places of experts, their router and the expert that all tokens share."""
+    """Returns the places of experts, their router and the expert that all tokens share."""
     return {
         "moe.router.kernel": f"{name}.w_router",
         "moe.router.correction": f"{name}.b_router",
@@ -50,12 +50,13 @@ OWN_FORMAT = (
 
 
 def _has_head(config: Any) -> bool:
-    """Whether the head has weights of its own."""
+    """Returns True if the head has weights of its own."""
     return bool(config.has_lm_head)
 
 
 def _tree(places: Places, *quantized: frozenset[str], note: str = "", tied: bool = False) -> Tree:
-    """The tree of a model, with what its program reads quantized, and whether it has models without a head."""
+    """Returns the tree of a model, with the quantized parameters of its program, and whether it has models without a
+    head."""
     layers = LayerPlaces(places, "layers.{L}")
     return Tree(MODEL_PLACES, (layers,), when=lambda x: tied or _has_head(x), note=note, quantized=quantized)
 

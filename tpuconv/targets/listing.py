@@ -25,7 +25,7 @@ class Support:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {"name": self.name, "models": self.models, "scanned": self.scanned, "notes": list(self.notes)}
 
 
@@ -55,7 +55,7 @@ def supported(target: Target, family: str | None = None) -> list[Support]:
 
 
 def _models(name: str) -> str:
-    """The models of a family, or whose a model_type is."""
+    """Returns the models of a family, or whose a model_type is."""
     if name in family_names():
         return get_family(name).summary
     owners = [family.name for family in all_families() if name in family.architectures.values()]

@@ -1,6 +1,6 @@
 """MaxText (github.com/AI-Hypercomputer/maxtext), version 0.2.5: names and shapes of its own models.
 
-The value changes are those of its `checkpoint_conversion/utils/param_mapping.py`: queries are stored with the factor
+The value changes come from its `checkpoint_conversion/utils/param_mapping.py`: queries are stored with the factor
 1 / sqrt(head dimension) where its attention has none, and Llama 3.1's heads in interleaved pairs.
 """
 
@@ -31,7 +31,7 @@ ATTENTION_PARTS = {"q": "query", "k": "key", "v": "value", "o": "out"}
 
 
 def _attention(name: str = "self_attention") -> Places:
-    """The places of attention with grouped queries."""
+    """Returns the places of attention with grouped queries."""
     return {
         **{
             f"attn.{ours}.{kind}": f"{name}.{theirs}.{kind}"
@@ -44,7 +44,7 @@ def _attention(name: str = "self_attention") -> Places:
 
 
 def _experts(name: str) -> Places:
-    """The places of experts and their router."""
+    """Returns the places of experts and their router."""
     return {
         "moe.router.kernel": f"{name}.gate.kernel",
         "moe.gate.kernel": f"{name}.wi_0",
@@ -54,7 +54,7 @@ def _experts(name: str) -> Places:
 
 
 def _shared_expert(name: str) -> Places:
-    """The places of the expert that takes every token."""
+    """Returns the places of the expert that takes every token."""
     return {
         "moe.shared.gate.kernel": f"{name}.wi_0.kernel",
         "moe.shared.up.kernel": f"{name}.wi_1.kernel",
@@ -63,12 +63,12 @@ def _shared_expert(name: str) -> Places:
 
 
 def _alike(places: Places, **changes: Any) -> Tree:
-    """The tree of a model whose layers are all alike."""
+    """Returns the tree of a model whose layers are all alike."""
     return Tree(MODEL_PLACES, (LayerPlaces(places, "decoder.layers_{L}", "decoder.layers"),), **changes)
 
 
 def _periodic(period: int, places: Places, rest: str = "") -> Tree:
-    """The tree of a model whose layers are alike at the same place of a period."""
+    """Returns the tree of a model whose layers are alike at the same place of a period."""
     layers = LayerPlaces(places, "decoder.layers_{L}", "decoder.layers.layers_{#}", rest=rest)
     return Tree(MODEL_PLACES, (layers,), period)
 
@@ -144,7 +144,7 @@ GEMMA_NORMS = {
 
 
 def _gemma(tree: Tree, factor: Times) -> Tree:
-    """The tree of a Gemma, whose norms hold 1 + w, and whose embedding is multiplied by sqrt(D)."""
+    """Returns the tree of a Gemma, whose norms hold 1 + w, and whose embedding is multiplied by sqrt(D)."""
     embedding = Place("token_embedder.embedding", arithmetic=factor)
     norm = Place("decoder.decoder_norm.scale", arithmetic=Plus(1.0))
     return replace(
@@ -156,7 +156,7 @@ def _gemma(tree: Tree, factor: Times) -> Tree:
 
 
 def _gemma2_layer(kind: str) -> Places:
-    """The places of one of the two layers of a period."""
+    """Returns the places of one of the two layers of a period."""
     attention = {ours: name for ours, name in _attention(f"self_attention_{kind}").items() if "norm" not in str(ours)}
     return {
         **attention,
@@ -195,11 +195,11 @@ GEMMA3 = _gemma(
 )
 
 LOCAL_AND_GLOBAL = (*["decoder.scanned_blocks.local_layers"] * 5, "decoder.scanned_blocks.global_layer")
-"""Where the layers of a period of Gemma 4 are."""
+"""Returns the places of the layers of a period of Gemma 4."""
 
 
 def _gemma4(mlp: Places, stacked: tuple[str, ...], **changes: Any) -> Tree:
-    """The tree of a Gemma 4, whose norms are those of the release."""
+    """Returns the tree of a Gemma 4, whose norms equal the release."""
     places: Places = {
         **_attention(),
         **mlp,
@@ -254,7 +254,7 @@ GEMMA4 = (
 
 
 def _delta(stacked: tuple[str, ...]) -> Tree:
-    """The tree of a Qwen with linear attention in three of four layers, and experts in all."""
+    """Returns the tree of a Qwen with linear attention in three of four layers, and experts in all."""
     inputs = ("attn.q.kernel", "attn.k.kernel", "attn.v.kernel", "attn.z.kernel")
     convolutions = ("attn.q_conv.kernel", "attn.k_conv.kernel", "attn.v_conv.kernel")
     both: Places = {
@@ -319,7 +319,7 @@ SHARED_EXPERTS: Places = {
 
 
 def _latent(query: Place, **changes: Any) -> Tree:
-    """The tree of a model with latent attention, of which the first layers are dense."""
+    """Returns the tree of a model with latent attention, of which the first layers are dense."""
     own = {**LATENT_ATTENTION, QUERY_PARTS: query}
     dense = LayerPlaces({**own, **MLP_PLACES}, "decoder.dense_layers_{#I}", "decoder.dense_layers", "I")
     sparse = LayerPlaces({**own, **SHARED_EXPERTS}, "decoder.moe_layers_{#J}", "decoder.moe_layers", "J")

@@ -28,7 +28,7 @@ def _plugins() -> dict[str, EntryPoint]:
 
 
 def target_names() -> list[str]:
-    """Returns the names of all targets: the default first, then those of this package."""
+    """Returns the names of all targets: the default first, then the targets of this package."""
     return [OWN_TARGET, *TARGETS, *_plugins()]
 
 

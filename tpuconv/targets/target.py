@@ -1,4 +1,4 @@
-"""What a target is: where it has its arrays, and for each family a table from our parameters to its own.
+"""Describes a target: the place of its arrays, and for each family a table from our parameters to its parameters.
 
 A tree is written in the letters of the mapping tables. It says only what differs: its names, the parameters that it
 joins, the axis on which it stacks layers, and the few values that it changes. The way there from the tensors of a
@@ -17,13 +17,13 @@ from tpuconv.names import QVALUE, SCALE, ZERO_POINT
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter, or several joined, is in a target's tree.
+    """The place of a parameter, or of several joined ones, in a target's tree.
 
     Attributes:
         name: the target's name of the parameter.
         layout: how our axes become the target's, as in a mapping table; by default they are the same.
         arithmetic: how its values differ from ours; by default they are the same.
-        layer_axis: the axis on which scanned layers are stacked; by default that of the target.
+        layer_axis: the axis on which scanned layers are stacked; by default the axis of the target.
     """
 
     name: str
@@ -45,8 +45,8 @@ class LayerPlaces:
         places: by our names after `layers.{L}.`.
         apart: what stands before the names of one layer. `{L}` is the number of the layer, `{#J}` its place among the
             layers of the letter J.
-        stacked: what stands before the names of scanned layers; `{#}` is the place in a period. Or that of each place
-            of a period: places with the same one are stacked on an axis of their own, after that of the periods.
+        stacked: the prefix of the names of scanned layers; `{#}` is the place in a period. Or the prefix of each place
+            of a period: places with the same one are stacked on an axis of their own, after the axis of the periods.
         letter: the layers that have these names: L for all, I for those with a dense MLP, J for those with experts, Y
             for the first of each period, Y+1 for the second.
         rest: what stands before the names of a layer after the last complete period, if the others are scanned. If
@@ -72,7 +72,7 @@ class Tree:
         places: of the parameters outside of the layers.
         layers: all layers, or each kind of layers.
         period: how many layers repeat; scanned layers are stacked for each place of a period.
-        when: whether the tree is that of a config. The first that is counts.
+        when: whether the tree belongs to a config. The first match counts.
         note: what a user must know to load it.
         quantized: sets of parameters of layers, by our names after `layers.{L}.`, of which the program reads all
             quantized or none; others it reads as they are. None if it reads each as it finds it.
@@ -144,7 +144,7 @@ class Target:
 
 
 OWN_PARTS = {suffix.removeprefix("."): suffix for suffix in (QVALUE, SCALE, ZERO_POINT)}
-"""How parts of quantized parameters are named in our own tree."""
+"""The names of the parts of quantized parameters in our tree."""
 
 OWN = Target(
     name=OWN_TARGET,

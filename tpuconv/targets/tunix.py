@@ -28,12 +28,12 @@ ROUTED: Places = {
 
 
 def _tree(places: Places, note: str = "") -> Tree:
-    """The tree of a model."""
+    """Returns the tree of a model."""
     return Tree(MODEL_PLACES, (LayerPlaces(places, "layers.{L}"),), note=note)
 
 
 def _gemma(norms: Places, **changes: Any) -> Tree:
-    """The tree of a Gemma: keys and values are in one array, norms are those of the release. Where there are as many
+    """Returns the tree of a Gemma: keys and values are in one array, norms equal the release. Where there are as many
     heads of keys as of queries, Tunix has all three in one array, for which there is no table."""
     places: Places = {
         "attn.q.kernel": Place("attn.q_einsum.w", "D N H -> N D H"),

@@ -1,7 +1,7 @@
 """Times prefill and decoding on all devices, and compares the times with the hardware limits.
 
 A decode step reads every weight that it uses, and the cache, at least once: its limit is the memory bandwidth. A
-prefill multiplies every weight with every token: its limit is the peak FLOP/s. The limits are those of the chip
+prefill multiplies every weight with every token: its limit is the peak FLOP/s. The limits are the limits of the chip
 (`tpuconv.verify.topology.chips.CHIPS`) if it is listed there, and are measured in the same run otherwise.
 """
 
@@ -48,13 +48,14 @@ class Machine:
     versions: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is timed: the number of prompts in a batch, their length in tokens, and the new tokens of each."""
+    """The workload that is timed: the number of prompts in a batch, their length in tokens, and the new tokens of
+    each."""
 
     batch: int
     prompt_length: int
@@ -120,7 +121,7 @@ class Timing:
         return self.prefill_flops / self.first_token_seconds / self.limits.peak
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         facts = asdict(self)
         del facts["limits"], facts["new_ids"]
         return {
@@ -179,7 +180,7 @@ def _measure_limits(devices: int) -> HardwareLimits:
 
 
 def _best(function: Callable[..., Any], *args: Any, repeats: int = 5) -> float:
-    """The shortest time of several calls in seconds, after one that compiles."""
+    """Returns the shortest time of several calls in seconds, after one that compiles."""
     function(*args).block_until_ready()
     times = []
     for _ in range(repeats):
@@ -199,8 +200,8 @@ class Roofline:
         from tpuconv.models.common.moe import Expert
 
         def total(part: Any) -> np.ndarray:
-            """The bits of a module's arrays, and the elements of its weights, as an array of two. Scales and zero
-            points are read, and multiply no token by themselves."""
+            """Returns the bits of a module's arrays, and the elements of its weights, as an array of two. Scales and
+            zero points are read, and multiply no token by themselves."""
             found = np.zeros(2, int)
             for path, value in nnx.to_flat_state(nnx.state(part)):
                 x, name = value.get_value(), "." + ".".join(map(str, path))
@@ -223,15 +224,15 @@ class Roofline:
         self.expert = routed_total // self.experts
 
     def step_bytes(self, batch: int, cache_bytes: float) -> int:
-        """The bytes that a decode step must read: weights, chosen experts, rows of the embedding, and the cache. It is
-        assumed that no two tokens choose the same expert while there are enough experts."""
+        """Returns the bytes that a decode step must read: weights, chosen experts, rows of the embedding, and the
+        cache. It is assumed that no two tokens choose the same expert while there are enough experts."""
         experts = min(self.experts, batch * self.chosen)
         bits = self.dense[0] + experts * self.expert[0] + batch * self.row
         return int(bits / 8 + cache_bytes)
 
     def prefill_flops(self, batch: int, length: int) -> int:
-        """The FLOPs of a prefill's products with weights: 2 per weight and token. The head counts for the last token
-        only; attention scores are not counted."""
+        """Returns the FLOPs of a prefill's products with weights: 2 per weight and token. The head counts for the last
+        token only; attention scores are not counted."""
         token = self.dense[1] - self.head + self.chosen * self.expert[1]
         return int(2 * batch * (length * token + self.head))
 
@@ -355,7 +356,7 @@ def _measure_workload(
 
 
 def _batched(prompt: Sequence[int], shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """The ids [B, T] and mask [B, T] of a batch that has the prompt in each row, padded on the left."""
+    """Returns the ids [B, T] and mask [B, T] of a batch that has the prompt in each row, padded on the left."""
     ids_BT, mask_BT = np.zeros(shape, np.int32), np.zeros(shape, bool)
     ids_BT[:, -len(prompt) :], mask_BT[:, -len(prompt) :] = prompt, True
     return ids_BT, mask_BT

@@ -90,12 +90,13 @@ def check_export(folder: Location, sealed: Sealed) -> Iterator[Checked]:
 
 
 def _threads(folder: Location) -> int:
-    """One for each processor, or as many requests as are good at a time."""
+    """Returns the number of threads: one for each processor, or the best number of requests at a time."""
     return buckets.REQUESTS if isinstance(folder, BucketPath) else len(os.sched_getaffinity(0))
 
 
 def _files(manifest: Manifest) -> list[str]:
-    """All files except shards and the manifest. A manifest of format 1 lists none: then those that Orbax needs."""
+    """Returns all files except shards and the manifest. A manifest of format 1 lists none: then those that Orbax
+    needs."""
     return list(manifest.sealed.files) or [manifest.path_of(name) for name in ORBAX_FILES]
 
 

@@ -39,7 +39,7 @@ class Horizon(NamedTuple):
     why_not: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {"tokens": self.tokens, "compared": not self.why_not, "reason": self.why_not or None}
 
 
@@ -84,7 +84,7 @@ def long_prompts(
 
 
 def _ids(folder: Path, length: int, vocabulary: int) -> list[int]:
-    """The first tokens of the package's text, repeated if it is too short."""
+    """Returns the first tokens of the package's text, repeated if it is too short."""
     if not has_tokenizer(folder):
         return [int(token) for token in np.random.default_rng(1).integers(0, vocabulary, length)]
     begin, ids = text_ids(load_tokenizer(folder), default_text())

@@ -57,11 +57,11 @@ class LayerError:
 
     @property
     def diverges(self) -> bool:
-        """Whether `own_error` is above the gate, or NaN."""
+        """True if `own_error` is above the gate, or NaN."""
         return not self.own_error <= self.gate
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {"name": self.name, "own_error": self.own_error, "error": self.error, "departs": self.diverges}
 
 
@@ -83,7 +83,7 @@ def compare_layers(
 
     Returns:
         The errors; then transformers' logits and ours, [T, V] in float32 for each window, from its first token that
-        counts on. They equal those of the complete models.
+        counts on. They equal the logits of the complete models.
 
     Raises:
         UsageError: the checkpoint is quantized, or has only a part of the layers; or its layers cannot run one by one.
@@ -158,7 +158,7 @@ them and that the model does not unpack."""
 
 
 def _first_of(module: Any, names: Sequence[str]) -> Any:
-    """The submodule with the first of these names that the module has."""
+    """Returns the submodule with the first of these names that the module has."""
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
@@ -242,7 +242,7 @@ class _Reference:
         return self._returned(x)
 
     def _returned(self, x: Any) -> Any:
-        """What a layer returns, with the hidden states x."""
+        """Returns the output of a layer for the hidden states x."""
         length = RETURNED.get(self.decoder.config.model_type, 0)
         return (x, *[None] * (length - 1)) if length else x
 
@@ -259,7 +259,8 @@ class _Reference:
         return self._states()
 
     def logits(self) -> list[np.ndarray]:
-        """The logits [T, V] of each window: transformers' forward pass, in which every layer returns `hidden`."""
+        """Returns the logits [T, V] of each window: transformers' forward pass, in which every layer returns
+        `hidden`."""
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         self._fill(head, "lm_head." if "lm_head.kernel" in self.sources else "embed.")
         out = []
@@ -309,7 +310,7 @@ class _Reference:
             )
 
     def _read(self, tensor: Tensor) -> Any:
-        """The decoded values of a tensor, with the axes that transformers' module has."""
+        """Returns the decoded values of a tensor, with the axes that transformers' module has."""
         out = np.empty(tensor.size, tensor.dtype)
         tensor.read(self.reader, 0, np.empty(tensor.values.nbytes, np.uint8), out)
         values = self._as_torch(tensor, out)
@@ -319,7 +320,8 @@ class _Reference:
         return values.transpose(-2, -1).contiguous() if is_swapped else values
 
     def _as_torch(self, tensor: Tensor, out: np.ndarray) -> Any:
-        """A torch tensor of the values. Numpy and torch do not share bfloat16, so its bits are reinterpreted."""
+        """Returns a torch tensor of the values. Numpy and torch do not share bfloat16, so its bits are
+        reinterpreted."""
         if tensor.dtype.name == "bfloat16":
             return self.torch.from_numpy(out.view(np.int16)).view(self.torch.bfloat16).reshape(tensor.shape)
         return self.torch.from_numpy(out).reshape(tensor.shape)
@@ -423,7 +425,7 @@ class _Ours:
         return self._states(both[0]), self._states(both[1])
 
     def logits(self) -> list[np.ndarray]:
-        """The logits [T, V] of each window."""
+        """Returns the logits [T, V] of each window."""
         norm = self._filled(self.model.norm, "norm")
         if self.model.lm_head is None:
             head = self._filled(self.model.embed, "embed")
@@ -439,7 +441,7 @@ class _Ours:
         return [np.asarray(x[0, :n], np.float32) for x, n in zip(padded, self.lengths, strict=True)]
 
     def _filled(self, part: Any, prefix: str, layer: int | None = None) -> Any:
-        """A module with its arrays; `layer` selects one layer of stacked arrays."""
+        """Returns a module with its arrays; `layer` selects one layer of stacked arrays."""
         graph, state = self.nnx.split(part)
         flat = []
         for path, value in self.nnx.to_flat_state(state):

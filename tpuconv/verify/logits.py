@@ -1,4 +1,4 @@
-"""Compares the logits of the converted model with those of transformers on the same tokens.
+"""Compares the logits of the converted model with the logits of transformers on the same tokens.
 
 The reference is transformers on the source checkpoint, without remote code. Divergences are KL(reference || ours) in
 nats per predicted token.
@@ -55,16 +55,16 @@ the mathematics. In the 16-bit types both models round, and not alike: these gat
 much. See `rounding_gates`."""
 
 ROUNDINGS = 2
-"""How many times what another rounding changes two models may differ: in a 16-bit type, a rounding in the reference; of
-a quantized model, roundings of its weights (`tpuconv.quantize.rerounding`). With a trained model of 135 million
-parameters in bfloat16 one rounding gives 0.0024 nats, transformers' own two implementations of attention differ by
-0.0015, and ours from them by 0.0015 and 0.0018."""
+"""The largest allowed ratio between the difference of two models and the effect of another rounding: in a 16-bit type,
+a rounding in the reference; of a quantized model, roundings of its weights (`tpuconv.quantize.rerounding`). With a
+trained model of 135 million parameters in bfloat16 one rounding gives 0.0024 nats, transformers' own two
+implementations of attention differ by 0.0015, and ours from them by 0.0015 and 0.0018."""
 
 
 def rounding_gates(dtype: str, rounding_kl: float | None) -> Gates:
     """Returns the gates of two models that compute in a dtype. How far roundings move the logits depends on the model;
-    the reference itself shows it. Where it did, the most likely token has no gate, since that of a right model changes
-    too.
+    the reference itself shows it. Where it did, the most likely token has no gate, since the most likely token of a
+    right model changes too.
 
     Args:
         dtype: of parameters and activations.
@@ -116,7 +116,7 @@ def quantized_gates(dtype: str, rounding_kl: float, quantization: Mapping[str, A
 
 
 def _methods(rules: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What rules round, as a key of `UNCLIPPED`, and by which calibration method."""
+    """Yields the kind of values that rules round, as a key of `UNCLIPPED`, and the calibration method."""
     for rule in rules:
         yield "weights", rule.get("weight_calibration_method") or "absmax"
         if rule.get("act_qtype"):
@@ -178,7 +178,7 @@ class LogitStatistics:
         return self.max_abs_difference / max(self.max_abs_logit, float(np.finfo(np.float32).tiny))
 
     def failures(self) -> list[str]:
-        """The gates that failed, one sentence each."""
+        """Returns the gates that failed, one sentence each."""
         out = [] if "mean_kl" in self.gates or np.isfinite(self.mean_kl) else [f"mean_kl is {self.mean_kl}"]
         for name, gate in self.gates.items():
             value = float(self.top1_decided if name == "top1" else getattr(self, name))
@@ -188,11 +188,11 @@ class LogitStatistics:
 
     @property
     def passed(self) -> bool | None:
-        """Whether every gate holds; None if there are no gates."""
+        """True if all gates hold; None if there are no gates."""
         return not self.failures() if self.gates else None
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         facts = asdict(self)
         facts["perplexity"] = {"hf": facts.pop("perplexity_reference"), "jax": self.perplexity}
         return {"passed": self.passed, **facts, "failures": self.failures()}
@@ -254,7 +254,7 @@ def each_logits(
     rounding: int | None = None,
 ) -> Iterator[np.ndarray]:
     """Yields what `model_logits` returns, one window at a time, from its first token that counts on; with `rounding`, a
-    seed, those of another rounding of the model (`tpuconv.quantize.rerounding`)."""
+    seed, the logits of another rounding of the model (`tpuconv.quantize.rerounding`)."""
     import jax
 
     from tpuconv.restore import default_mesh, load
@@ -289,7 +289,7 @@ def rounding_divergence(
     Args:
         prompts, dtype: as of `compare_logits`.
         ours: gives the model's logits for each prompt.
-        rerounded: gives those of another rounding of it, with a seed.
+        rerounded: gives the logits of another rounding of the model, with a seed.
     """
     from tpuconv.quantize.rerounding import SEEDS
 
@@ -342,8 +342,8 @@ def compare_logits(
 
 
 class _Compared(NamedTuple):
-    """What `compare_logits` keeps of a prompt: of each token, and of the negative log-likelihoods of the tokens that
-    are predicted."""
+    """The statistics that `compare_logits` keeps of a prompt: of each token, and the negative log-likelihoods of the
+    predicted tokens."""
 
     largest_difference: float
     sum_of_differences: float

@@ -37,16 +37,16 @@ BOX_VALUES = 1 << 24
 
 @dataclass(frozen=True)
 class Side:
-    """A model that is compared: its checkpoint, the dtype that it computes in, and that of its cache, None to compute
-    without one."""
+    """A model that is compared: its checkpoint, the dtype that it computes in, and the dtype of its cache, None to
+    compute without one."""
 
     manifest: Manifest
     dtype: str
     cache_dtype: str | None = None
 
     def logits(self, prompts: Sequence[Sequence[int]], rounding: int | None = None) -> Iterator[np.ndarray]:
-        """Yields its logits [T, V] of each prompt; with `rounding`, a seed, those of another rounding. The model is in
-        memory until the last one."""
+        """Yields its logits [T, V] of each prompt; with `rounding`, a seed, the logits of another rounding. The model
+        is in memory until the last one."""
         with plain_path(self.manifest.folder) as folder:
             yield from each_logits(folder, whole_texts(prompts), self.dtype, None, self.cache_dtype, rounding=rounding)
 
@@ -88,7 +88,7 @@ def compare_windows(
                 yield np.frombuffer(file.read(size * count * vocabulary), np.float32).reshape(count, vocabulary)
 
         def storing(logits: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-            """The logits, each of which takes the place of what `stored` yielded before it."""
+            """Yields the logits, each of which takes the place of what `stored` yielded before it."""
             for start, logits_TV in zip(starts, scored_logits(windows, logits), strict=True):
                 file.seek(size * vocabulary * start)
                 file.write(np.ascontiguousarray(logits_TV, np.float32).data)
@@ -123,7 +123,7 @@ def compare_windows(
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How a parameter differs.
+    """The difference of a parameter.
 
     Attributes:
         name: of the parameter, of one layer.
@@ -138,7 +138,7 @@ class TensorDifference:
     largest: float
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints; an infinite ratio is null."""
+        """Returns the keys of `--json`; an infinite ratio is null."""
         return vars(self) | {"snr_db": self.snr_db if self.snr_db < inf else None}
 
 
@@ -161,7 +161,7 @@ class _Parameter:
     qtype: str | None
 
     def read(self, rows: slice) -> np.ndarray:
-        """Its values in float32, those of some rows of its first axis. `rows` begins and ends at a multiple of
+        """Returns the values in float32 of some rows of the first axis. `rows` begins and ends at a multiple of
         `step`."""
         if self.qtype is None:
             return self._part(self.stored, rows).astype(np.float32)
@@ -183,7 +183,7 @@ class _Parameter:
 
 
 def _parameters(manifest: Manifest) -> dict[str, _Parameter]:
-    """The parameters by the names that they have in a model of separate layers."""
+    """Returns the parameters by the names that they have in a model of separate layers."""
     quantized: Mapping[str, Any] = (manifest.quantization or {}).get("parameters", {})
     suffixes = (QVALUE, SCALE, ZERO_POINT, INPUT_SCALE)
     names = [name for name in manifest.arrays if not name.endswith(suffixes)]
@@ -224,7 +224,8 @@ def tensor_differences(reference: Manifest, other: Manifest) -> Iterator[TensorD
         first = min(name for name in {**theirs, **ours} if shapes[0].get(name) != shapes[1].get(name))
         said = [str(list(side[first])) if first in side else "none" for side in shapes]
         raise UsageError(
-            f"{reference.folder} and {other.folder} hold models of other shapes: {first} is {said[0]} in one and "
+            f"{reference.folder} and {other.folder} contain models of different shapes: {first} is {said[0]} in one "
+            "and "
             f"{said[1]} in the other",
             hint="compare a checkpoint with one that was made from it, or from the same release",
         )

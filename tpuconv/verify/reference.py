@@ -82,8 +82,8 @@ def reference_config(source: Path) -> Any:
 
 def reference_class(config: Any, returns: str = LOGITS) -> Any:
     """Returns transformers' class of automatic models that has a model for a config that returns this
-    (`tpuconv.models.common.heads`). For logits it is that of causal models; of multimodal models, of which the text is
-    computed, it is mostly another one."""
+    (`tpuconv.models.common.heads`). For logits it is the class of causal models; of multimodal models, of which the
+    text is computed, it is mostly another one."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         AutoModel,
@@ -113,14 +113,14 @@ def empty_weights() -> Iterator[None]:
 
 
 class Reference(NamedTuple):
-    """What transformers' model returns.
+    """The outputs of transformers' model.
 
     Attributes:
         logits: [T, V] in float32 for each window, from its first token that counts on; of a model that returns them,
             hidden states [T, D] or scores [1, O].
         rounding_kl: how much one rounding changes: the mean divergence in nats from the logits with each number of the
-            tokens' embeddings moved by half a spacing, up or down, and rounded again. None of other models than those
-            of logits, and in float32.
+            tokens' embeddings moved by half a spacing, up or down, and rounded again. None for models without logits,
+            and in float32.
     """
 
     logits: list[np.ndarray]
@@ -191,7 +191,8 @@ def reference(
 
 @contextlib.contextmanager
 def without_adapter(source: Path, adapted: bool) -> Iterator[Path]:
-    """A folder with the files of a source; without the adapter that it may hold, unless that is to be applied."""
+    """Yields a folder with the files of a source; without the adapter that it may hold, unless that is to be
+    applied."""
     if adapted or not (source / ADAPTER_CONFIG).exists():
         yield source
         return

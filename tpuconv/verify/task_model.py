@@ -15,14 +15,14 @@ from tpuconv.models.text_generator import TextGenerator
 
 
 class TaskModel(TemplateLM):  # type: ignore[misc]
-    """Tokens are those of the tokenizer by itself, as lm_eval's model of transformers has them; texts that are too long
-    lose their beginning.
+    """A model of lm_eval. Its tokens come from the tokenizer by itself, as in lm_eval's model of transformers; texts
+    that are too long lose their beginning.
 
     Args:
         model: from `tpuconv.load`.
         tokenizer, ends: as of `TextGenerator`.
         dtype: that the model computes in.
-        cache_dtype: that of keys and values; None for the model's.
+        cache_dtype: the dtype of keys and values; None for the dtype of the model.
         on_request: called with the number of requests that are done, and of all, of one kind.
     """
 
@@ -48,13 +48,13 @@ class TaskModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """Tells the texts of this chat template from those of others."""
+        """Tells the texts of this chat template from the texts of other templates."""
         return str(self.tokenizer.name_or_path)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation, by the tokenizer's chat template. Without the prompt for an answer, the last
-        message is the beginning of one. The system message is left out if the template refuses it, as lm_eval's model
-        of transformers does.
+        """Returns the text of a conversation, by the tokenizer's chat template. Without the prompt for an answer, the
+        last message is the beginning of one. The system message is left out if the template refuses it, as lm_eval's
+        model of transformers does.
 
         Raises:
             UsageError: the template fails.

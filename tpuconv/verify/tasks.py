@@ -37,13 +37,13 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class TaskDifference:
-    """A statistic of a task before and after: that of the reference, and that of the other checkpoint."""
+    """A statistic of a task for the reference and for the other checkpoint."""
 
     reference: TaskScore
     checkpoint: TaskScore
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         sides = {"reference": self.reference, "checkpoint": self.checkpoint}
         return {
             "task": self.reference.task,
@@ -83,7 +83,7 @@ class TaskList:
         self._tokenizer(manifest)
 
     def _tokenizer(self, manifest: Manifest) -> tuple[Any, frozenset[int]]:
-        """The tokenizer of a checkpoint, and the tokens that end a text."""
+        """Returns the tokenizer of a checkpoint, and the tokens that end a text."""
         from tpuconv.models.tokenizer import end_tokens, load_tokenizer
 
         with tokenizer_folder(manifest) as folder:
@@ -127,7 +127,7 @@ class TaskList:
         cache_dtype: str | None = None,
         on_request: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[TaskScore]:
-        """The scores of a checkpoint.
+        """Returns the scores of a checkpoint.
 
         Args:
             manifest: of the checkpoint.

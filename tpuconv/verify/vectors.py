@@ -1,4 +1,4 @@
-"""Compares the hidden states or scores of a converted model with those of transformers on the same tokens."""
+"""Compares the hidden states or scores of a converted model with transformers on the same tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -45,17 +45,17 @@ class VectorStatistics:
     gates: Mapping[str, float]
 
     def failures(self) -> list[str]:
-        """The gates that failed, one sentence each."""
+        """Returns the gates that failed, one sentence each."""
         values = [(name, float(getattr(self, name)), gate) for name, gate in self.gates.items()]
         return [f"{name} is {value:.3g}, the gate is {gate:g}" for name, value, gate in values if not value <= gate]
 
     @property
     def passed(self) -> bool | None:
-        """Whether every gate holds; None if there are no gates."""
+        """True if all gates hold; None if there are no gates."""
         return not self.failures() if self.gates else None
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {"passed": self.passed, **asdict(self), "failures": self.failures()}
 
 

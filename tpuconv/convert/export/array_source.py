@@ -1,4 +1,4 @@
-"""Where an export takes its arrays from: a checkpoint, or the plan of a conversion (`planned_arrays`)."""
+"""The source of the arrays of an export: a checkpoint, or the plan of a conversion (`planned_arrays`)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ class ArraySource(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """What the arrays are. Of a plan, what the manifest of its output would say before any value is known."""
+        """The manifest of the arrays. For a plan: the manifest of its output before any value is known."""
 
     @property
     def memory(self) -> int:
@@ -42,10 +42,10 @@ class ArraySource(Protocol):
         """Copies one of these files into an output, as `target`."""
 
     def check(self) -> None:
-        """Checks, before arrays are read, that they are those of the manifest."""
+        """Checks, before arrays are read, that they match the manifest."""
 
     def read(self, name: str, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]) -> np.ndarray:
-        """An array, or the box of it with these ranges of letters.
+        """Returns an array, or the box of it with these ranges of letters.
 
         Args:
             name: of the array.
@@ -63,14 +63,16 @@ class ArraySource(Protocol):
         this process hashed while it read them, by name."""
 
     def finish(self, hashes: Mapping[str, str]) -> dict[str, Any]:
-        """What the manifest says about the source, from the hashes of all its files, if it is unchanged still."""
+        """Returns the manifest's description of the source, from the hashes of all its files, if it is still
+        unchanged."""
 
     def describe(self, figures: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """What the manifest says besides, and further files, from what was found about quantized parameters."""
+        """Returns further facts for the manifest, and further files, from the statistics of quantized parameters."""
 
     @property
     def stamps(self) -> dict[str, str]:
-        """What tells, by file of the source, that it was changed or replaced. Empty where the identity does."""
+        """Returns a stamp for each source file, which shows that the file was changed or replaced. Empty if the
+        identity shows it."""
 
     @property
     def stamps_for_hosts(self) -> dict[str, str]:
@@ -81,8 +83,8 @@ class ArraySource(Protocol):
 
 
 class IdentifiedArrays:
-    """What arrays have in common whose source has an identity: nothing else tells that it changed, no file of it is
-    hashed, and nothing of it is quantized meanwhile. See `ArraySource`."""
+    """The common part of arrays whose source has an identity: only the identity shows a change, no source file is
+    hashed, and nothing is quantized during the export. See `ArraySource`."""
 
     hashed: Sequence[str] = ()
     memory = 0
@@ -141,17 +143,17 @@ class CheckpointArrays(IdentifiedArrays):
 
 
 def array_box(array: StoredArray, ranges: Ranges) -> tuple[slice, ...]:
-    """The box of an array with these ranges of letters, each of which is alone on its axis."""
+    """Returns the box of an array with these ranges of letters, each of which is alone on its axis."""
     sizes = zip((lead(axis) for axis in parse_axes(array.axes)), array.shape, strict=True)
     return tuple(slice(*ranges[letter]) if letter in ranges else slice(0, n) for letter, n in sizes)
 
 
 def released_config(manifest: Manifest) -> dict[str, Any]:
-    """The config.json of a checkpoint to export: the source's, without the description of an encoding that was
+    """Returns the config.json of a checkpoint to export: the source's, without the description of an encoding that was
     undone."""
     return exported_config(CheckpointArrays(manifest))
 
 
 def exported_config(arrays: ArraySource) -> dict[str, Any]:
-    """The same of arrays that are exported."""
+    """Returns the same of arrays that are exported."""
     return dict(arrays.config) if arrays.manifest.passthrough else without_encoding(arrays.config)

@@ -59,7 +59,7 @@ class Carried:
 
 
 def carried(manifest: Manifest, source: Source, table: MappingTable, config: HasAxes) -> Carried:
-    """Returns what the conversion of a checkpoint skipped.
+    """Returns the tensors that the conversion of a checkpoint skipped.
 
     A copy of another tensor is carried too, unless the export may hold other values of that.
 
@@ -70,12 +70,12 @@ def carried(manifest: Manifest, source: Source, table: MappingTable, config: Has
         config: the family's reading of the source's config.json.
 
     Raises:
-        UsageError: the conversion skipped nothing; or what it skipped is encoded, and the export is not.
-        SourceError: it is not the source of the checkpoint, or that cannot be proved.
+        UsageError: the conversion skipped nothing; or the skipped tensors are encoded, and the export is not.
+        SourceError: it is not the source of the checkpoint, or this cannot be proved.
     """
     if any(BY_ADAPTER in skip["reason"] for skip in manifest.raw["skipped"]):
         raise UsageError(
-            f"an adapter that was merged changes what the conversion of {source.name} skipped",
+            f"a merged adapter changes tensors that the conversion of {source.name} skipped",
             hint="merge the adapter with peft first, and convert that",
         )
     _check_same(manifest, source)
@@ -99,7 +99,7 @@ def carried(manifest: Manifest, source: Source, table: MappingTable, config: Has
     is_multimodal = any(is_outside(why_ignored(info.name) or "") for info in infos)
     if encoded and not (is_multimodal and all(why_ignored(name) == FURTHER_TOKENS for name in encoded)):
         raise UsageError(
-            f"what the conversion of {source.name} skipped is encoded, and the export is not",
+            f"the tensors that the conversion of {source.name} skipped are encoded, and the export is not",
             details=shorten(list(collapse(encoded))),
             hint="convert with --encoding keep, and export that",
         )
@@ -110,8 +110,8 @@ def carried(manifest: Manifest, source: Source, table: MappingTable, config: Has
 
 
 def skipped_tensors(plan: Plan) -> Carried | None:
-    """What a plan leaves out of its source and is not encoded; if the output stays encoded, that too. None if it leaves
-    out nothing."""
+    """Returns the unencoded tensors that a plan leaves out of its source; if the output stays encoded, the encoded ones
+    too. None if it leaves out nothing."""
     mapped = {name for array in plan.arrays.values() for name in array.sources}
     infos = [
         info
@@ -126,7 +126,7 @@ def skipped_tensors(plan: Plan) -> Carried | None:
 
 
 def split_skipped(plan: Plan) -> tuple[tuple[Skip, ...], int]:
-    """What a plan leaves out of its output, and how many tensors it carries along unchanged."""
+    """Returns the tensors that a plan leaves out of its output, and the number of tensors that it copies unchanged."""
     if not plan.target.is_safetensors or plan.faults or (beside := skipped_tensors(plan)) is None:
         return plan.skipped, 0
     names = {tensor.name for tensor in beside.tensors}
@@ -138,14 +138,14 @@ def _as_they_are(source: Source, infos: Sequence[TensorInfo]) -> Carried:
 
 
 def _has_values_of_source(manifest: Manifest) -> bool:
-    """Whether the export has the source's own values."""
+    """Returns True if the export has the unchanged values of the source."""
     options: Mapping[str, Any] = manifest.raw["options"]
     changed = manifest.raw["source"].get("changed") or manifest.is_rounded or options.get("adapters")
     return not changed and options["dtype"] == "auto"
 
 
 def _check_same(manifest: Manifest, source: Source) -> None:
-    """Raises SourceError unless every shard is that of the conversion, by its stamp or its sha256."""
+    """Raises SourceError unless every shard is unchanged since the conversion, by its stamp or its sha256."""
     if isinstance(source.folder, BucketPath):
         raise UsageError(f"--with-skipped does not read {source.folder}", hint="give a local copy of it, or its Hub id")
     changed = changed_shards(

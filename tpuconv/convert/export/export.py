@@ -1,7 +1,7 @@
 """Exporting a checkpoint of ours to safetensors with Hugging Face's names, by the inverse of the table; or converting a
 source to such files, in one pass.
 
-If it was not cast, the exported bytes are those of the source: values, or quantized values and scales if they stayed
+If it was not cast, the exported bytes equal the source: values, or quantized values and scales if they stayed
 encoded. A few tensors are in memory at a time.
 """
 
@@ -62,7 +62,7 @@ _Made = tuple[ExportTensor, np.ndarray, dict[str, Any], bool]
 
 
 FILE_ENTRY = {"facts": {"bytes": Size, "xxh3_128": str}, "figures": Each(STATISTICS)}
-"""The journal's entry of a file: its facts, and those of the parameters whose first tensor it has."""
+"""The journal's entry of a file: its facts, and the facts of the parameters whose first tensor it has."""
 
 
 def export(
@@ -82,7 +82,7 @@ def export(
     stay.
 
     Args:
-        arrays: those of a checkpoint or of a plan.
+        arrays: the arrays of a checkpoint or of a plan.
         what: what is written of them.
         layout: how, from `lay_out`.
         out: the output folder.
@@ -222,12 +222,12 @@ def convert_to_safetensors(
 
 @dataclass(frozen=True)
 class PlannedFiles:
-    """What `convert_to_safetensors` would write.
+    """The files that `convert_to_safetensors` would write.
 
     Attributes:
         files: the tensors of each.
         room: threads and memory.
-        memory: the private memory in bytes that they need at most.
+        memory: the most private memory in bytes that the threads need.
         workspace_bytes: the most that a source which is fetched takes on the disk of the workspace.
     """
 
@@ -260,14 +260,14 @@ def planned_files(plan: Plan, limits: Limits) -> PlannedFiles:
 
 
 def described(plan: Plan, published: Mapping[str, Any]) -> dict[str, Any]:
-    """What a manifest of a checkpoint would say about safetensors that `convert_to_safetensors` wrote, whose own
-    manifest is `published`."""
+    """Returns the facts that the manifest of a checkpoint would contain, for safetensors of `convert_to_safetensors`,
+    whose manifest is `published`."""
     sizes = [facts["bytes"] for name, facts in published["files"].items() if name.endswith(".safetensors")]
     return {**describe_plan(plan), **published, "stored_bytes": sum(sizes)}
 
 
 def _all_done(arrays: ArraySource, journal: RunJournal, count: int, changed: set[str]) -> Stale:
-    """All files that are done: each may hold tensors of a file of the source that changed."""
+    """Returns all files that are done: each may hold tensors of a file of the source that changed."""
     hashes = [proof_step(i) for i, name in enumerate(arrays.hashed) if name in changed]
     return Stale([file_entry(i) for i in range(count) if journal.done(file_entry(i), FILE_ENTRY)], hashes)
 
@@ -375,7 +375,8 @@ class _Run:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def _make(self, piece: ExportPiece, ranges: Ranges) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """The values of all tensors of a piece, or of a slab of them; and what was found about its parameters."""
+        """Returns the values of all tensors of a piece, or of a slab of them; and what was found about its
+        parameters."""
         made: dict[str, np.ndarray] = {}
         figures: dict[str, Any] = {}
         values = []
@@ -397,8 +398,8 @@ class _Run:
     def _array(
         self, row: ExportRow, name: str, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]
     ) -> np.ndarray:
-        """An array without the changes that its row makes, as unsigned integers: these are faster to move than floats
-        and keep every bit."""
+        """Returns an array without the changes that its row makes, as unsigned integers: these are faster to move than
+        floats and keep every bit."""
         values = self.arrays.read(name, ranges, made, figures)
         if (change := row.inverse.inverse.arithmetic.get(name)) is not None:
             with np.errstate(over="ignore", invalid="ignore"):
@@ -410,7 +411,7 @@ class _Run:
         return values.view(f"u{values.itemsize}")
 
     def _contiguous(self, array: np.ndarray, row: ExportRow) -> np.ndarray:
-        """The values in the dtype of the row's arrays; a contiguous copy if they are not contiguous."""
+        """Returns the values in the dtype of the row's arrays; a contiguous copy if they are not contiguous."""
         out = array
         if not array.flags.c_contiguous:  # what comes back as it was read is
             out = np.empty(array.shape, array.dtype)

@@ -1,4 +1,4 @@
-"""What is exported of arrays: the table and the config with which the tensors of the release are named."""
+"""Chooses the table and the config for an export, which name the tensors of the release."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ NAMINGS = (BY_RELEASES, BY_TRANSFORMERS)
 
 @dataclass(frozen=True)
 class Exporting:
-    """What is exported, besides the arrays.
+    """The facts of an export besides the arrays.
 
     Attributes:
         table: from released tensors to the arrays, before layers are stacked.
-        config: the family's, with the letters of the table.
-        family: its name.
-        beside: tensors of the source that are written too.
-        scheme: in which quantized parameters are written; None to leave them encoded as they were released.
+        config: the config of the family, with the letters of the table.
+        family: the name of the family.
+        beside: further tensors of the source to write.
+        scheme: the format of quantized parameters; None to leave them encoded as they were released.
     """
 
     table: MappingTable
@@ -89,8 +89,8 @@ def released_table(manifest: Manifest, family: Family, config: Any, form: str | 
 
 
 def _scheme_of(manifest: Manifest, family: Family, raw: Mapping[str, Any]) -> str:
-    """The scheme that servers read the types of a checkpoint in: that of compressed-tensors; MXFP4's own where releases
-    of the family have other tensors in it."""
+    """Returns the scheme in which servers read the types of a checkpoint: compressed-tensors; MXFP4's own where
+    releases of the family have other tensors in it."""
     types = {facts["qtype"] for facts in (manifest.quantization or {})["parameters"].values()}
     plain = _read(manifest, family, without_encoding(raw))
     if types == {IN_MXFP4} and _read(manifest, family, _encoded(raw, IN_MXFP4)) != plain:
@@ -99,7 +99,7 @@ def _scheme_of(manifest: Manifest, family: Family, raw: Mapping[str, Any]) -> st
 
 
 def _encoded(raw: Mapping[str, Any], scheme: str) -> dict[str, Any]:
-    """A parsed config.json that says that weights are encoded in this scheme."""
+    """Returns a parsed config.json that says that weights are encoded in this scheme."""
     return without_encoding(raw) | {ENCODING_KEYS[0]: {"quant_method": scheme}}
 
 

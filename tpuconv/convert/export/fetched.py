@@ -25,7 +25,7 @@ Reads = Sequence[Collection[Extent]]
 
 
 def file_entry(number: int) -> str:
-    """The name of the journal's entry, and of the step, for a file of an export."""
+    """Returns the name of the journal's entry, and of the step, for a file of an export."""
     return f"file-{number:05d}"
 
 
@@ -35,7 +35,7 @@ def record_file(journal: RunJournal, number: int, count: int, facts: Mapping[str
 
 
 def file_reads(arrays: PlannedArrays, layout: FileLayout, beside: Carried | None) -> list[set[Extent]]:
-    """What of the source each file is made from."""
+    """Returns the extents of the source that each file is made from."""
     place = {tensor.name: number for number, file in enumerate(layout.files) for tensor in file}
     reads: list[set[Extent]] = [set() for _ in layout.files]
     for piece in layout.pieces:
@@ -51,8 +51,8 @@ def file_reads(arrays: PlannedArrays, layout: FileLayout, beside: Carried | None
 def file_steps(
     plan: Plan, reads: Reads, left: Sequence[int], proved: Collection[str], known: Collection[str]
 ) -> list[ReadStep]:
-    """The files that are left to write in their order, each followed by the proofs of the shards that no further one
-    reads; then copies are compared.
+    """Returns the files that are left to write in their order, each followed by the proofs of the shards that no
+    further one reads; then copies are compared.
 
     Args:
         plan: of the source.
@@ -73,7 +73,7 @@ def file_steps(
 
 
 def workspace_of_files(arrays: PlannedArrays, reads: Reads) -> int:
-    """The most that the source takes on the disk of the workspace while all files are written."""
+    """Returns the most that the source takes on the disk of the workspace while all files are written."""
     plan = arrays.plan
     sizes = {shard.name: shard.size for shard in plan.source.shards if shard.name in plan.source.remote}
     steps = file_steps(plan, reads, range(len(reads)), arrays.hashed, ())
@@ -85,7 +85,7 @@ class FetchedFiles:
 
     Args:
         arrays: what is exported.
-        reads: of all files, those of other processes too.
+        reads: the reads of all files, also of other processes.
         own: the numbers of the files of this process.
         part: which process this is.
         journal: takes what is done.

@@ -1,4 +1,4 @@
-"""How an export lays tensors out: which are made together, and which file each goes to."""
+"""The layout of an export: the tensors that are made together, and the file of each tensor."""
 
 from dataclasses import dataclass
 from math import prod
@@ -49,7 +49,8 @@ def lay_out(arrays: ArraySource, what: Exporting) -> FileLayout:
 
 
 def _job_bytes(piece: ExportPiece, manifest: Manifest) -> int:
-    """The memory that a slab of a piece takes: values as they are stored, as they are wanted, rearranged, encoded."""
+    """Returns the memory that a slab of a piece takes: values as they are stored, as they are wanted, rearranged,
+    encoded."""
     total = 0
     for row in piece.rows:
         arrays = sum(map(prod, row.inverse.layout.src_shapes(row.inverse.sizes)))

@@ -113,6 +113,6 @@ class OrbaxArrays(IdentifiedArrays):
         """See `ArraySource`. Raises OutputError if that is not known: nobody hashes what a trainer saved."""
         if known_stamps(made, self.tree.folder) != self.stamps:
             raise OutputError(
-                f"{out} exists already, and may not be made from {self.tree.folder} as it is now",
+                f"{out} exists already, and {self.tree.folder} may have changed since it was made",
                 hint="choose another OUT, or give --overwrite to replace it",
             )

@@ -52,7 +52,7 @@ class PlannedArrays:
 
     @cached_property
     def reader(self) -> Reader:
-        """Of the source. It is opened when the first value is read."""
+        """The reader of the source. It is opened when the first value is read."""
         return self.plan.source.open(self._check_cancelled, hashes=self.share.hashes(self.plan))
 
     @property
@@ -66,7 +66,7 @@ class PlannedArrays:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether `cancel` was called."""
+        """True if `cancel` was called."""
         return self._cancelled.is_set()
 
     def _check_cancelled(self) -> None:
@@ -101,7 +101,8 @@ class PlannedArrays:
             check_copy(self.plan, self.reader, copy, original, self._check_cancelled)
 
     def extents(self, name: str, ranges: Ranges) -> Iterable[Extent]:
-        """The bytes of the source that are read for an array, or for the box of it with these ranges of letters."""
+        """Yields the bytes of the source that are read for an array, or for the box of it with these ranges of
+        letters."""
         binding, dtype = self._made_by[name]
         return slab_reads(self.plan, Slab(binding, ranges, dtype))
 
@@ -201,7 +202,7 @@ class PlannedArrays:
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
-    """What the manifest of a plan's checkpoint would say, with zeros for what is found on the way."""
+    """Returns the manifest of a plan's checkpoint, with zeros for values that only the conversion finds."""
     result = UnitResult(
         checksums=dict.fromkeys(plan.arrays, (0, 0)),
         statistics={

@@ -1,4 +1,4 @@
-"""What an export makes: the rows of the table turned around, cut so that each makes one tensor of the source."""
+"""The rows of an export: the rows of the table inverted, and cut so that each makes one tensor of the source."""
 
 import math
 import re
@@ -37,8 +37,8 @@ class ExportPiece:
         rows: of complete tensors.
         slabs: the ranges of letters that a slab has: of those that the arrays have and the rows do not, since they are
             made one expert at a time, or one layer; and of `letter`.
-        letter: that of the first axis of all tensors, if there are several slabs, which are parts of them one after the
-            other.
+        letter: the letter of the first axis of all tensors, if there are several slabs, which are parts of them one
+            after the other.
     """
 
     rows: tuple[ExportRow, ...]
@@ -47,7 +47,7 @@ class ExportPiece:
 
     @property
     def tensors(self) -> list[ExportTensor]:
-        """What is made, in this order."""
+        """The tensors that are made, in this order."""
         return [tensor for row in self.rows for tensor in row.tensors]
 
     @property
@@ -59,7 +59,7 @@ class ExportPiece:
 def export_pieces(
     arrays: ArraySource, table: MappingTable, config: HasAxes, beside: Sequence[str], scheme: str | None
 ) -> tuple[list[ExportPiece], dict[str, Any] | None]:
-    """All pieces, and the description for config.json of what is quantized.
+    """Returns all pieces, and the description for config.json of what is quantized.
 
     Args:
         arrays: what is exported.
@@ -81,8 +81,8 @@ def export_pieces(
     target = get_target(manifest.target)
     known = {scheme.title: scheme for scheme in schemes(encoding_of(arrays.config))}
     quantized = manifest.quantization["parameters"] if manifest.quantization and scheme else {}
-    own_table = table.stack_layers(config) if manifest.scan_layers else table
-    for whole in own_table.bind(config, manifest.include_mtp):
+    layer_table = table.stack_layers(config) if manifest.scan_layers else table
+    for whole in layer_table.bind(config, manifest.include_mtp):
         is_quantized = any(stack.names[0] in quantized for stack in whole.dst)
         if not is_quantized:
             plain += _linear_modules(whole)
@@ -100,8 +100,9 @@ def export_pieces(
 
 
 def _by_layer(pieces: Sequence[ExportPiece]) -> list[ExportPiece]:
-    """The pieces layer by layer, as releases have them, where the table has row by row: what a file is made of lies
-    together in the source, and a server that loads a layer reads one file. What has no layer stays before or behind."""
+    """Returns the pieces layer by layer, as releases have them, where the table has row by row: what a file is made of
+    lies together in the source, and a server that loads a layer reads one file. What has no layer stays before or
+    behind."""
     layers = [re.search(r"\.(\d+)\.", piece.tensors[0].name) for piece in pieces]
     first = next((i for i, found in enumerate(layers) if found), 0)
     keys = [int(found[1]) if found else -1 if i < first else math.inf for i, found in enumerate(layers)]
@@ -109,7 +110,7 @@ def _by_layer(pieces: Sequence[ExportPiece]) -> list[ExportPiece]:
 
 
 def _cut(whole: Binding) -> Iterator[tuple[Binding, Ranges]]:
-    """The row for each source tensor alone, with its ranges of the letters on which the sources are stacked; the
+    """Yields the row for each source tensor alone, with its ranges of the letters on which the sources are stacked; the
     complete row if nothing is, or the parameters cannot be cut there."""
     letters = [axis.letter for axis in whole.layout.src[0][: whole.src[0].depth]]
     merged = any(axis.op and lead(axis) in letters for axes in whole.layout.dst for axis in axes)
@@ -124,8 +125,8 @@ def _cut(whole: Binding) -> Iterator[tuple[Binding, Ranges]]:
 
 
 def _in_slabs(binding: Binding, rows: tuple[ExportRow, ...], ranges: Ranges) -> ExportPiece:
-    """The piece of a row, in slabs along the first axis of its tensors if it is large and that is the first axis of the
-    arrays too: others would be read again for each slab."""
+    """Returns the piece of a row, in slabs along the first axis of its tensors if it is large and that is the first
+    axis of the arrays too: others would be read again for each slab."""
     piece = ExportPiece(rows, (ranges,))
     nbytes = piece.nbytes
     if nbytes <= sizes.SLAB_BYTES or not all(tensor.sliced for tensor in piece.tensors):
@@ -145,7 +146,8 @@ def _in_slabs(binding: Binding, rows: tuple[ExportRow, ...], ranges: Ranges) -> 
 
 
 def _leads(row: ExportRow, letter: str, ranges: Ranges, count: int) -> bool:
-    """Whether a letter of this size is alone on the first axis, after those of the ranges, of all arrays of a row."""
+    """Returns True if a letter of this size is alone on the first axis of all arrays of a row, after the axes of the
+    ranges."""
     for axes, stack in zip(row.inverse.layout.src, row.inverse.src, strict=True):
         first = next((i for i, axis in enumerate(axes) if lead(axis) not in ranges), 0)
         repeats = row.repeats.get(stack.names[0])
@@ -265,10 +267,10 @@ def _passthrough_rows(
                 affine = scheme.affine
                 assert affine is not None
                 zeros_shape = affine.zero_words.stored_shape(stored_scales.shape)
-                own_name = base + affine.zero_points
+                zeros_name = base + affine.zero_points
                 zero_points.append(
                     ExportTensor(
-                        *(own_name, "I32", zeros_shape, own_name),
+                        *(zeros_name, "I32", zeros_shape, zeros_name),
                         lambda x, affine=affine, refine=refine: pack_zero_points(affine, x, refine),  # type: ignore[misc]
                     )
                 )
@@ -281,7 +283,7 @@ def _passthrough_rows(
 def _two_scales(
     scheme: Scheme, base: str, scale_name: str, stored: Stored, refine: Sequence[int]
 ) -> Iterator[ExportTensor]:
-    """The scales of blocks and that of the tensor, of which a checkpoint has the products."""
+    """Separates the scales of blocks and the scale of the tensor; a checkpoint has their products."""
 
     def separated(products: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         found = separate_scales(unrefine(products, refine, "F32", stored.shape), divided=scheme.divided)

@@ -1,4 +1,4 @@
-"""The way back of what a trainer saved: which target's table explains the arrays of an Orbax tree.
+"""The way back of a trainer's checkpoint: finds the target whose table explains the arrays of an Orbax tree.
 
 A tree may have its parameters below other names (`params` of a train state), with or without the leaf `value` of Flax
 NNX, and the state of an optimizer beside them. Everything else must be a parameter of the table.
@@ -22,14 +22,15 @@ from tpuconv.targets.registry import get_target, target_names
 from tpuconv.targets.target import Target
 
 LEAF = ".value"
-"""What Flax NNX appends to the name of a variable. A program's trees have it or not, by how they were saved."""
+"""The suffix that Flax NNX appends to the name of a variable. A program's trees have it or not, by how they were
+saved."""
 
 TRAINING_STATES = {
     **dict.fromkeys(("opt_state", "opt_states", "optimizer", "optimizer_state"), "arrays of an optimizer's state"),
     **dict.fromkeys(("step", "steps"), "arrays with the number of a step"),
     **dict.fromkeys(("rng", "rngs"), "arrays of the state of random numbers"),
 }
-"""What a trainer saves beside the parameters, by a part of its name."""
+"""The values that a trainer saves beside the parameters, by a part of the name."""
 
 VOCABULARY = Axis("V")
 
@@ -67,7 +68,7 @@ class Explained:
 
 @dataclass(frozen=True)
 class Parameter:
-    """An array of the table: `shape` is that of the model's config, `stored` what the tree has."""
+    """An array of the table: `shape` is the shape by the model's config, `stored` the shape in the tree."""
 
     name: str
     shape: Shape
@@ -117,13 +118,14 @@ def explain_tree(
             f"{tree.folder} is not a checkpoint of this {family.name}: as {best.form} has it, "
             f"{len(best.missing)} arrays are missing and {len(best.unknown)} are not explained",
             details=shorten(lines),
-            hint="give the config of the model that was trained; what is no part of the model must not be in the tree",
+            hint="give the config of the model that was trained; arrays that do not belong to the model must not be "
+            "in the tree",
         )
     return best
 
 
 def parameters_of(tree: TrainedTree, explained: Explained) -> tuple[list[Parameter], tuple[Skip, ...]]:
-    """Opens the arrays. Returns them, and what is left out of them: rows of the vocabulary beyond that of the model.
+    """Opens the arrays. Returns them, and the parts that are left out: rows beyond the vocabulary of the model.
 
     Raises:
         MappingError: an array has another shape, or a dtype that cannot be exported. They are named.
@@ -149,7 +151,7 @@ def parameters_of(tree: TrainedTree, explained: Explained) -> tuple[list[Paramet
             found.append(Parameter(name, shape, axes[name], sources, binding.row.buffer, array))
     if faults:
         raise MappingError(
-            f"{len(faults)} arrays of {tree.folder} are not those of the config",
+            f"{len(faults)} arrays of {tree.folder} do not match the config",
             details=shorten(faults),
             hint="give the config of the model that was trained",
         )
@@ -157,7 +159,7 @@ def parameters_of(tree: TrainedTree, explained: Explained) -> tuple[list[Paramet
 
 
 def _targets(tree: TrainedTree, name: str | None) -> list[Target]:
-    """The targets to try: first those whose names end as most of the tree's do."""
+    """Returns the targets to try: first those whose names end as most of the tree's do."""
     if name is not None:
         target = get_target(name)
         if target.is_safetensors:
@@ -217,7 +219,7 @@ def _explained(
 
 
 def _front(found: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """What stands before the names of parameters in a tree: before most of them, states aside."""
+    """Returns the prefix of the names of parameters in a tree: the prefix of most names, without states."""
     counts: Counter[str] = Counter()
     for name in found:
         parts = name.split(".")
@@ -228,12 +230,12 @@ def _front(found: Mapping[str, str], wanted: Mapping[str, str]) -> str:
 
 
 def _state(name: str) -> str:
-    """What a trainer's array is besides a parameter, by its name; empty if it may be one."""
+    """Describes a trainer's array that is not a parameter, by its name; empty if it may be a parameter."""
     return next((TRAINING_STATES[part] for part in name.split(".") if part in TRAINING_STATES), "")
 
 
 def _is_padded(stored: Shape, shape: Shape, axes: str) -> bool:
-    """Whether an array only has more rows of the vocabulary."""
+    """Returns True if an array only has more rows of the vocabulary."""
     own = parse_axes(axes)
     return len(stored) == len(shape) and all(
         n == m or (n > m and axis == VOCABULARY) for n, m, axis in zip(stored, shape, own, strict=True)

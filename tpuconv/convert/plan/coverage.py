@@ -94,9 +94,7 @@ def make_plan(
     expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
     everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
     if options.adapters and options.encoding == "keep":
-        raise UsageError(
-            "an adapter changes weights, so that they cannot stay encoded", hint="leave out --encoding keep"
-        )
+        raise UsageError("an adapter changes weights, so they cannot stay encoded", hint="leave out --encoding keep")
     input_first = {name for b in bindings if b.row.input_first for name in b.src_shapes()}
     tensors = recut(shaped(tensors, expected), expected, table.recut_groups(config, mtp))
     reader = get_family(family).release_reader(table.returns) if options.adapters else None
@@ -147,7 +145,7 @@ def make_plan(
     wanted = [b for b in bindings if options.encoding == "keep" or _is_passthrough(b, quantization)]
     if wanted and target.squeezes_scales:
         raise UnsupportedConfig(
-            f"{target.name} has scales of whole channels, not those of a release",
+            f"{target.name} has scales of whole channels, not the scales of a release",
             hint="decode by --encoding dequantize, or quantize to another type than the release has",
         )
     if wanted and not faults:
@@ -214,7 +212,7 @@ def _check_fp8(target: Target, passthrough: Mapping[str, Passthrough], arrays: M
 
 
 def _checked_table(source: Source, table: MappingTable, config: HasAxes, options: Options) -> MappingTable:
-    """The table, with stacked layers if these are wanted.
+    """Returns the table, with stacked layers if these are wanted.
 
     Raises:
         UsageError, UnsupportedConfig, MappingError: as `make_plan` does.
@@ -226,16 +224,18 @@ def _checked_table(source: Source, table: MappingTable, config: HasAxes, options
             )
         table = table.stack_layers(config)
     if options.layers is not None and any(PERIODS in (*loop, *stack) for loop, stack in map(row_indices, table)):
-        raise UsageError("--layers does not go with layers that are stacked by periods", hint="leave out one of them")
+        raise UsageError(
+            "--layers and layers that are stacked by periods exclude each other", hint="leave out one of them"
+        )
     mtp = options.include_mtp
     if mtp and not config.axes.get(MTP):
         raise UsageError(f"{source.name} has no layers that predict further tokens", hint="leave out --include-mtp")
     if mtp and options.layers is not None:
-        raise UsageError("--include-mtp does not go with --layers", hint="leave out one of them")
+        raise UsageError("--include-mtp and --layers exclude each other", hint="leave out one of them")
     if (tensor_count := table.count(config, mtp)) > TENSORS_TO_LIST + 4 * len(source.tensors):
         raise MappingError(
             f"config.json asks for {tensor_count} tensors, and {source.name} has {len(source.tensors)}",
-            hint="num_hidden_layers and the number of experts are not those of these weights",
+            hint="num_hidden_layers or the number of experts does not belong to these weights",
         )
     return table
 
@@ -248,7 +248,7 @@ def _coverage_faults(
     unmapped: Sequence[str],
     copies: Mapping[str, str],
 ) -> list[str]:
-    """What of tensors and table does not fit each other, by pattern of names."""
+    """Returns the mismatches between tensors and table, by pattern of names."""
     faults = [_describe(tensors, pattern, names, "has no row") for pattern, names in collapse(unmapped).items()]
     # What has a fault already is not missing too.
     missing = [name for name in expected if name not in tensors and name not in source.tensors]
@@ -281,7 +281,7 @@ def _is_input_first(tensors: Mapping[str, Tensor], name: str) -> bool:
 
 
 def _original(name: str, copies: Mapping[str, str], expected: Mapping[str, Shape]) -> str | None:
-    """The original of a copy. It may be a copy of a copy, as is the head of a tied model."""
+    """Returns the original of a copy. It may be a copy of a copy, as is the head of a tied model."""
     original = copies.get(name)
     while original is not None and original not in expected:
         original = copies.get(original)
@@ -294,7 +294,8 @@ ZERO_BIASES = "biases that the model does not have, as some programs write them:
 def _zero_biases(
     tensors: Mapping[str, Tensor], rows: Collection[str], why_ignored: Callable[[str], str | None]
 ) -> dict[str, str]:
-    """The biases of encoded matrices which have rows without biases, each with `ZEROS`: programs of GPTQ write them."""
+    """Returns the biases of encoded matrices which have rows without biases, each with `ZEROS`: programs of GPTQ write
+    them."""
     encoded = {name.removesuffix(".weight") for name, tensor in tensors.items() if tensor.scheme and name in rows}
     biases = (f"{module}.bias" for module in encoded)
     found = [name for name in biases if name in tensors and name not in rows and not why_ignored(name)]

@@ -100,7 +100,7 @@ class _Cut:
         self.chunks = _chunk_shape(shape, self.leads, letters, itemsize)
 
     def least(self, letter: str, size: int) -> int:
-        """The smallest range of a letter that is a whole number of chunks and blocks."""
+        """Returns the smallest range of a letter that is a whole number of chunks and blocks."""
         axis = self.leads.index(letter)
         inner = self.shape[axis] // size
         return lcm(self.chunks[axis], self.blocks[axis], inner) // inner
@@ -142,7 +142,8 @@ class _Cut:
                     shape
                 ):
                     raise UnsupportedConfig(
-                        f"{target.name} has scales of whole channels, and those of {name} are of shape {list(shape)}",
+                        f"{target.name} has scales of whole channels, and the scales of {name} have the shape "
+                        f"{list(shape)}",
                         hint="quantize without tile_size, or decode by --encoding dequantize",
                     )
                 array = array.squeezed(dropped)
@@ -150,8 +151,8 @@ class _Cut:
 
 
 def _chunk_shape(shape: Shape, leads: list[str], letters: list[str], itemsize: int) -> Shape:
-    """The shape of an array's chunks. Stacked axes are cut first, then those that a mesh divides, eight ways unless the
-    pieces become too small, then all others until a chunk is small enough."""
+    """Returns the shape of an array's chunks. Stacked axes are cut first, then those that a mesh divides, eight ways
+    unless the pieces become too small, then all others until a chunk is small enough."""
     ranks = {letter: 2 if "tensor" in axes else 3 for letter, axes in MESH_AXES.items()}
     ranks |= {LAYERS: 0, PERIODS: 0, EXPERTS: 1}
     order = sorted((i for i, x in enumerate(leads) if x in letters), key=lambda i: (ranks.get(leads[i], 4), i))
@@ -173,13 +174,13 @@ def _chunk_shape(shape: Shape, leads: list[str], letters: list[str], itemsize: i
 
 
 def element_bits(dtype: np.dtype[Any]) -> int:
-    """The bits of an element that are used."""
+    """Returns the bits of an element that are used."""
     found = re.match(r"u?int([1-7])$|float([1-7])_", dtype.name)
     return int(found[1] or found[2]) if found else BYTE_BITS * dtype.itemsize
 
 
 def _divisor(size: int, wanted: int) -> int:
-    """The smallest divisor of `size` from `wanted` to twice that; `wanted` if there is none (uneven chunks)."""
+    """Returns the smallest divisor of `size` from `wanted` to twice that; `wanted` if there is none (uneven chunks)."""
     return next((n for n in range(wanted, min(2 * wanted, size) + 1) if size % n == 0), min(wanted, size))
 
 

@@ -1,4 +1,4 @@
-"""What a plan knows of quantization: what encodes a parameter, and what calibrates it before."""
+"""The quantization of a plan: the encoder of each parameter, and its calibration before."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -83,7 +83,7 @@ class CalibrationPass(Protocol):
         before it is calibrated."""
 
     def results(self, journal: Journal) -> dict[str, dict[str, Any]]:
-        """What the manifest says of each calibrated parameter besides the rest, after the run."""
+        """Returns further facts for the manifest of each calibrated parameter, after the run."""
 
     def found(self, journal: Journal) -> dict[str, np.ndarray]:
         """The arrays that `Quantization.found` describes, after the run."""
@@ -111,7 +111,7 @@ class Quantization:
     found: Mapping[str, FoundArray] = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str], target: str) -> "Quantization":
-        """The same with other names of the parameters.
+        """Returns the same with other names of the parameters.
 
         Raises:
             UnsupportedConfig: a parameter that is quantized has none, since the target joins or changes it.

@@ -42,20 +42,20 @@ FLOAT_DTYPES = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, 
 
 @dataclass(frozen=True)
 class Options:
-    """What changes the output.
+    """The options that change the output.
 
     Attributes:
         dtype: "auto" (as in the source), "bfloat16" or "float32".
         scan_layers: stack the layers in one array each.
         layers: the layers to convert; all if None.
         include_mtp: convert the layers that predict further tokens too.
-        encoding: what becomes of encoded tensors; "dequantize" or "keep".
-        compress: compress all arrays, not only those of codes of less than 8 bits.
+        encoding: the treatment of encoded tensors: "dequantize" or "keep".
+        compress: compress all arrays, not only quantized values of less than 8 bits.
         allow_nonfinite: let NaN and infinite values pass.
         allow_config: keys of config.json that are read as if they were not there.
         target: the name of the program that the output is for.
-        adapters: what is added to weights, in this order.
-        scheme: in which a target with safetensors has quantized weights; None to choose it by their types.
+        adapters: the adapters that change weights, in this order.
+        scheme: the format of quantized weights for a target with safetensors; None to choose it by their types.
     """
 
     dtype: str = "auto"
@@ -72,7 +72,7 @@ class Options:
 
     @classmethod
     def of_checkpoint(cls, manifest: Manifest, *, compress: bool = False) -> "Options":
-        """The options that repeat the form of a checkpoint: what `quantize` and `save` write."""
+        """Returns the options that repeat the form of a checkpoint: what `quantize` and `save` write."""
         return cls(
             compress=compress,
             scan_layers=manifest.scan_layers,
@@ -82,7 +82,7 @@ class Options:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest says about them."""
+        """Returns the manifest's description of the options."""
         layers = None if self.layers is None else [self.layers.start, self.layers.stop - 1]
         return {
             "dtype": self.dtype,
@@ -112,7 +112,7 @@ class OutputArray(ShardedArraySpec):
     dropped: tuple[int, ...] = ()
 
     def squeezed(self, dropped: Sequence[int]) -> "OutputArray":
-        """The array without these axes, which have size 1."""
+        """Returns the array without these axes, which have size 1."""
 
         def kept(sizes: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(size for i, size in enumerate(sizes) if i not in dropped)
@@ -129,8 +129,8 @@ class OutputArray(ShardedArraySpec):
 
 @dataclass(frozen=True)
 class Slab:
-    """What is read, transformed and written at once: a box of every target of a binding, in complete chunks. `ranges`
-    are its ranges of letters; `dtype` is that of the values, before a target is encoded."""
+    """The data that is read, transformed and written at once: a box of every target of a binding, in complete chunks.
+    `ranges` are its ranges of letters; `dtype` is the dtype of the values, before a target is encoded."""
 
     binding: Binding
     ranges: Ranges
@@ -176,7 +176,8 @@ class Slab:
                 yield from stack.names[start:stop]
 
     def begins(self) -> tuple[str, int]:
-        """The source tensor that is read first, and the number of its first element: the first run of `reads`."""
+        """Returns the source tensor that is read first, and the number of its first element: the first run of
+        `reads`."""
         stack, axes = self.binding.src[0], self.binding.layout.src[0]
         sizes = self.binding.sizes
         corner = {letter: (start, start + 1) for letter in sizes for start, _ in [self.ranges.get(letter, (0, 0))]}
@@ -185,7 +186,7 @@ class Slab:
         return stack.names[index], first
 
     def boxes(self) -> list[tuple[slice, ...]]:
-        """The box of the slab in each target of the layout."""
+        """Returns the box of the slab in each target of the layout."""
         layout, sizes = self.binding.layout, self.binding.sizes
         return [
             tuple(self._range(lead(axis), n) for axis, n in zip(axes, shape, strict=True))
@@ -286,34 +287,35 @@ class Plan:
 
     @property
     def hashes_shards(self) -> bool:
-        """Whether shards are read completely, and so hashed. A trial on some layers would read all others only to hash
-        them."""
+        """True if shards are read completely, and so hashed. A trial on some layers would read all other shards only to
+        hash them."""
         return self.source.hashed and self.options.layers is None
 
     def shards_of(self, unit: WorkUnit) -> set[str]:
-        """The shards of the source that a unit is made from."""
+        """Returns the shards of the source that a unit is made from."""
         return {i.shard for slab in unit.slabs for name in slab.names() for i in self.tensors[name].stored}
 
     def is_encoded(self, slab: Slab) -> bool:
-        """Whether the slab has a target that is quantized."""
+        """Returns True if the slab has a target that is quantized."""
         return any(name in self.encoders for stack in slab.binding.dst for name in stack.names)
 
     def is_stored_as_wanted(self, slab: Slab) -> bool:
-        """Whether the stored bytes are already the values. Of a stack an adapter may change some tensors."""
+        """Returns True if the stored bytes are already the values. An adapter may change some tensors of a stack."""
         return all(self.tensors[name].is_stored_as(slab.dtype) for name in slab.names())
 
     def is_plain(self, slab: Slab) -> bool:
-        """Whether the stored bytes are already the values, in no encoding."""
+        """Returns True if the stored bytes are already the values, without an encoding."""
         tensors = (self.tensors[name] for name in slab.names())
         return all(tensor.scheme is None and tensor.is_stored_as(slab.dtype) for tensor in tensors)
 
     def is_box(self, slab: Slab) -> bool:
-        """Whether the slab is a box of a single tensor of the source, stored as plain values of the same dtype."""
+        """Returns True if the slab is a box of a single tensor of the source, stored as plain values of the same
+        dtype."""
         layout, stack = slab.binding.layout, slab.binding.src[0]
         return layout.src == layout.dst and len(layout.src) == 1 and not stack.depth and self.is_plain(slab)
 
     def stored_bytes(self, slab: Slab) -> int:
-        """The bytes that are read for the values of a slab, without scales."""
+        """Returns the bytes that are read for the values of a slab, without scales."""
         return stored_bytes(self.tensors, slab)
 
     def written_bytes(self, slab: Slab) -> int:
@@ -323,7 +325,7 @@ class Plan:
         return sum(self.arrays[name].nbytes for name in names) * slab.elements // max(1, all_elements)
 
     def stored_names(self, parameter: str) -> tuple[str, ...]:
-        """The names of the arrays that hold a parameter."""
+        """Returns the names of the arrays that hold a parameter."""
         encoder = self.encoders.get(parameter)
         return tuple(self.target.part(parameter, part.suffix) for part in encoder.parts) if encoder else (parameter,)
 
@@ -357,7 +359,7 @@ class Plan:
         return _digest(self.facts)
 
     def to_json(self, peak_memory: int) -> dict[str, Any]:
-        """What `convert --dry-run --json` prints."""
+        """Returns the keys of `convert --dry-run --json`."""
         return {
             "family": self.family,
             "source": {"name": self.source.name, "tensors": len(self.source.tensors), "bytes": self.source.nbytes},
@@ -401,17 +403,18 @@ class Plan:
             raise MappingError(
                 f"{self.source.name} has no head, and config.json does not say that it is tied to the embedding",
                 details=self.faults,
-                hint="if it is an embedding model, without a head, set architectures in config.json to "
-                f"[{named or '...Model'}]; of a language model the head is lost, or tie_word_embeddings is wrong",
+                hint="if it is an embedding model without a head, set architectures in config.json to "
+                f"[{named or '...Model'}]; if it is a language model, the head is lost or tie_word_embeddings is wrong",
             )
         if self.faults:
             adapters = "that each adapter was trained on this model, " if self.options.adapters else ""
             raise MappingError(
-                f"{count} {'patterns' if count > 1 else 'pattern'} of {self.source.name} and the table of "
-                f"{self.family} do not fit each other",
+                f"{count} tensor {'patterns' if count > 1 else 'pattern'} of {self.source.name} "
+                f"{'do' if count > 1 else 'does'} not match the {self.family} table",
                 details=shorten(self.faults),
-                hint=f"check {adapters}that config.json is that of these files, its numbers of layers and sizes too, "
-                f"and that all files are there; `tpuconv families {self.family} --table` shows what the family reads",
+                hint=f"check {adapters}that config.json belongs to these files, with the same numbers of layers and "
+                "sizes, "
+                f"and that no file is missing; `tpuconv families {self.family} --table` shows what the family reads",
             )
 
 
@@ -420,6 +423,6 @@ def _digest(facts: Any) -> str:
 
 
 def stored_bytes(tensors: Mapping[str, Tensor], slab: Slab) -> int:
-    """The bytes in which the values of a slab are stored at most, without scales."""
+    """Returns the bytes in which the values of a slab are stored at most, without scales."""
     elements = slab.elements
     return max(tensors[name].stored_bytes(elements) for name in slab.names())

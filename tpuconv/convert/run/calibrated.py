@@ -1,5 +1,5 @@
-"""What a calibration leaves for the run that writes the output: files in the work folder with the quantized values of a
-parameter, or with other values of it. The run reads boxes of them."""
+"""The results of a calibration for the run that writes the output: files in the work folder with the quantized values
+of a parameter, or with other values of it. The run reads boxes of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ class CalibratedValues:
 
     @property
     def folder(self) -> Path:
-        """Where they are."""
+        """The place of the files."""
         return self.work / CALIBRATED
 
     def write(self, parameter: str, layer: int | None, kind: str, values: np.ndarray) -> None:
@@ -50,8 +50,9 @@ class CalibratedValues:
         dtype: np.dtype[Any],
         others: np.ndarray | None = None,
     ) -> np.ndarray | None:
-        """A box of a parameter of this shape; None if there is no file of this kind, as calibration left it alone. Of
-        stacked layers it may have changed some: those without a file are as in `others`, of the shape of the box."""
+        """Returns a box of a parameter of this shape; None if there is no file of this kind, as calibration left it
+        alone. Of stacked layers it may have changed some: those without a file are as in `others`, of the shape of the
+        box."""
         if self._path(parameter, None, kind).name in self._names:
             return self._map(parameter, None, kind, shape, dtype)[tuple(box)]
         layers = range(box[0].start, box[0].stop) if box else range(0)
@@ -93,7 +94,7 @@ class CalibrationRun:
 
     @property
     def values(self) -> CalibratedValues:
-        """What it leaves."""
+        """The files of the calibration."""
         return CalibratedValues(self.journal.folder)
 
     def layers(self) -> Iterator[str]:
@@ -101,11 +102,11 @@ class CalibrationRun:
         return self.calibration.run(self.journal)
 
     def found(self) -> Mapping[str, np.ndarray]:
-        """The arrays that it found."""
+        """Returns the arrays that it found."""
         return self.calibration.found(self.journal)
 
     def results(self) -> Mapping[str, Mapping[str, Any]]:
-        """What the manifest says of each parameter."""
+        """Returns the manifest's facts of each parameter."""
         return self.calibration.results(self.journal)
 
 
@@ -113,9 +114,9 @@ class CalibrationRun:
 def calibration_run(
     calibration: CalibrationPass, journal: RunJournal, fingerprint: str, workspace: Path | None
 ) -> Iterator[CalibrationRun]:
-    """A calibration with the journal of the output. An output in a bucket has no work folder on a disk: for one there
-    is another journal on the local disk, which is removed when the body ends. After an error or a kill, a run on the
-    same machine goes on with it, and one on another machine begins anew, to the same bits.
+    """Yields a calibration with the journal of the output. An output in a bucket has no work folder on a disk: for one
+    there is another journal on the local disk, which is removed when the body ends. After an error or a kill, a run on
+    the same machine goes on with it, and one on another machine begins anew, to the same bits.
 
     Args:
         calibration: what runs.

@@ -35,7 +35,7 @@ params = ocp.StandardCheckpointer().restore(path_of_params)
 
 
 def _loading(target: Target) -> str:
-    """How the checkpoint is loaded by the program that it is for."""
+    """Returns the text on loading the checkpoint in its target."""
     if target is OWN:
         return _OWN_LOADING
     return f"""It is for {code(target.name)} ({markdown(target.summary)}), where this folder, OUT, is loaded by:
@@ -48,7 +48,7 @@ def _loading(target: Target) -> str:
 
 
 def model_card(manifest: Mapping[str, Any], target: Target = OWN) -> str:
-    """The README.md of a checkpoint with this manifest, for this target."""
+    """Returns the README.md of a checkpoint with this manifest, for this target."""
     source, arrays = manifest["source"], manifest["arrays"]
     at_commit = f"{markdown(source['repo'] or '')} at commit {markdown(source['commit'] or '')}"
     origin = at_commit if source["repo"] else f"the folder {code(source['name'])}"

@@ -53,9 +53,9 @@ PART_DONE = "part done"
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far a conversion is, in bytes of the source; of one of several processes, in those of its part. `resumed` are
-    those of an earlier run; `layer` is what is being calibrated, before anything is converted. `stage` is PUBLISHING
-    once all is converted; the last is "published", or PART_DONE."""
+    """The progress of a conversion in bytes of the source; for one of several processes, in bytes of its share.
+    `resumed` are the bytes of an earlier run; `layer` is the layer that is being calibrated, before anything is
+    converted. `stage` is PUBLISHING once all is converted; the last is "published", or PART_DONE."""
 
     done: int
     total: int
@@ -195,13 +195,12 @@ def check_made_of(plan: Plan, out: Location, made: Sealed) -> Iterator[RunProgre
         promise = known_hash(facts)
         if promise is None:
             raise OutputError(
-                f"{out} exists already, and it is not known whether it was made from {path} as it is now: only a part "
-                "of the file was read",
+                f"{out} exists already, and {path} may have changed since: only a part of the file was read then",
                 hint="choose another OUT, or give --overwrite to replace it",
             )
         if hash_of(path, promise[0]) != promise[1]:
             raise OutputError(
-                f"{out} exists already, and was not made from {path} as it is now",
+                f"{out} exists already, and {path} has changed since it was made",
                 hint="choose another OUT, or give --overwrite to replace it",
             )
     remember(made, source.folder, {**then, **{shard.name: shard.stamp for shard in unpromised}})
@@ -265,7 +264,7 @@ def companion_bytes(plan: Plan) -> int:
 
 
 def _result(plan: Plan, journal: RunJournal) -> UnitResult:
-    """What all units found together."""
+    """Returns the results of all units together."""
     result = UnitResult()
     steps = [*(unit.uid for unit in plan.units), *([FOUND_STEP] if _calibration(plan) is not None else [])]
     for step in steps:
@@ -278,7 +277,7 @@ def _result(plan: Plan, journal: RunJournal) -> UnitResult:
         or {name: set(files) for name, files in result.shard_bytes.items()} != compressed
     ):
         raise OutputError(
-            f"the entries in {journal.work} are not those of this conversion",
+            f"the entries in {journal.work} do not belong to this conversion",
             hint=f"move {journal.work} away, and run again to begin anew",
         )
     return result
@@ -297,10 +296,10 @@ def _write_rest(
         for i, s in enumerate(plan.source.shards)
     }
     sink = journal.sink
-    for name, own_facts in plan.source.companions.items():
+    for name, companion_facts in plan.source.companions.items():
         target = SOURCE_CARD if name == CARD else name
         plan.source.copy_companion(name, sink, target)
-        files[target] = own_facts
+        files[target] = companion_facts
     if plan.target.step_item:
         parent, step = Path(plan.target.folder).parent, step_files(plan.target.step_item)
         files |= sink.write_all({f"{parent}/{name}": content for name, content in step.items()})

@@ -92,22 +92,23 @@ class SlabConverter:
             for part, values, full_name in zip(encoder.parts, parts, self.plan.stored_names(name), strict=True):
                 part_box = tuple(slice(s.start // n, s.stop // n) for s, n in zip(box, part.blocks, strict=True))
                 array = self.plan.arrays[full_name]
-                own_box = tuple(box for axis, box in enumerate(part_box) if axis not in array.dropped)
-                own_values = values.view(_bits(part.dtype)).squeeze(array.dropped)
-                writes.append(self._write(array, own_box, own_values, result))
+                array_box = tuple(box for axis, box in enumerate(part_box) if axis not in array.dropped)
+                array_values = values.view(_bits(part.dtype)).squeeze(array.dropped)
+                writes.append(self._write(array, array_box, array_values, result))
         return writes
 
     def _calibrated(
         self, name: str, kind: str, box: tuple[slice, ...], dtype: np.dtype[Any], others: np.ndarray | None = None
     ) -> np.ndarray | None:
-        """What a calibration found for a box of a parameter, if there was one; see `CalibratedValues.read`."""
+        """Returns the result of a calibration for a box of a parameter, if there was a calibration; see
+        `CalibratedValues.read`."""
         if self.calibrated is None:
             return None
         shape = self.plan.arrays[self.plan.stored_names(name)[0]].shape
         return self.calibrated.read(name, kind, shape, box, dtype, others)
 
     def _not_finite(self, name: str, slab: Slab, sources: Sequence[np.ndarray]) -> SourceError:
-        """The error for values of a parameter that are not finite. It names the first one in the source."""
+        """Returns the error for values of a parameter that are not finite. It names the first one in the source."""
         values = np.concatenate([source.reshape(-1) for source in sources]).view(slab.dtype)
         found = np.flatnonzero(~np.isfinite(values.astype(np.float64)))
         details = []

@@ -19,7 +19,7 @@ def describe(
     result: UnitResult,
     calibrated: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The manifest of a finished run, without the files beside the arrays.
+    """Returns the manifest of a finished run, without the files beside the arrays.
 
     Args:
         plan: what was converted.
@@ -89,7 +89,7 @@ def _compression(array: OutputArray, sizes: Mapping[str, Mapping[str, int]]) -> 
 
 
 def _undone(plan: Plan, name: str) -> dict[str, str]:
-    """The encoding of the source that a parameter had before it was quantized to another."""
+    """Returns the encoding of the source that a parameter had before it was quantized to another."""
     source = plan.arrays[plan.stored_names(name)[0]].sources[0]
     scheme = plan.tensors[source].scheme
     return {"requantized": scheme.title} if scheme else {}

@@ -14,7 +14,7 @@ from tpuconv.storage.entries import RunJournal
 from tpuconv.storage.journal import CALIBRATED
 
 FOUND_STEP = f"{CALIBRATED}-arrays"
-"""The journal's entry, of the same form as that of a unit of work."""
+"""The journal's entry, of the same form as the entry of a unit of work."""
 
 
 def write_found(plan: Plan, journal: RunJournal, store: Store, values: Mapping[str, np.ndarray]) -> None:

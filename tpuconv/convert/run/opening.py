@@ -21,7 +21,7 @@ def open_journal(
     *,
     overwrite: bool = False,
 ) -> RunJournal:
-    """The journal of an output; see `Journal` and, for a `part`, `SharedJournal`."""
+    """Returns the journal of an output; see `Journal` and, for a `part`, `SharedJournal`."""
     if isinstance(out, BucketPath):
         return BucketJournal(out, fingerprint, facts, names, part, overwrite=overwrite, contents_of=contents_of)
     if part is not None:

@@ -1,4 +1,4 @@
-"""What parts of a run found, and the entries of the journal that keep it."""
+"""The results of units of work, and the entries of the journal that record them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,12 +30,12 @@ def add_sums(checksums: Checksums, name: str, parts: tuple[int, int]) -> None:
 
 @dataclass
 class UnitResult:
-    """What a unit of work found.
+    """The results of a unit of work.
 
     Attributes:
-        checksums: of each array that it wrote to.
-        statistics: of each quantized parameter, what its encoder found.
-        shard_bytes: of each compressed array, the sizes of the files that it wrote, by name.
+        checksums: the checksums of each array that it wrote to.
+        statistics: the statistics of each quantized parameter, from its encoder.
+        shard_bytes: for each compressed array, the sizes of the files that it wrote, by name.
     """
 
     checksums: Checksums = field(default_factory=dict)
@@ -43,7 +43,7 @@ class UnitResult:
     shard_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The journal's entry."""
+        """Returns the journal's entry."""
         sums = {name: dict(zip(("values", "crcs"), parts, strict=True)) for name, parts in self.checksums.items()}
         return {
             "checksums": sums,
@@ -62,6 +62,6 @@ class UnitResult:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
-        """What the journal's entry of a unit says."""
+        """Returns the contents of the journal's entry of a unit."""
         checksums = {name: (sums["values"], sums["crcs"]) for name, sums in entry["checksums"].items()}
         return cls(checksums, entry["figures"], entry.get("shard_bytes", {}))

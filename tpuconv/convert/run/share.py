@@ -1,4 +1,4 @@
-"""What one process of several does of a plan."""
+"""The share of one process of several in a plan."""
 
 from dataclasses import dataclass
 
@@ -28,15 +28,15 @@ class Share:
         return sum(unit.nbytes for unit in self.units)
 
     def hashes(self, plan: Plan) -> list[str]:
-        """The names of the files to be hashed while they are read. Of a source that is fetched it is every file: what a
-        neighbour fetched does not prove what was fetched here."""
+        """Returns the names of the files to be hashed while they are read. Of a source that is fetched it is every
+        file: what a neighbour fetched does not prove what was fetched here."""
         shards = plan.source.shards if plan.source.remote and plan.hashes_shards else self.shards
         return [shard.name for shard in shards]
 
 
 def share_of(plan: Plan, part: ProcessPart | None) -> Share:
-    """What a process does of a plan: all of it if there is no other. A shard is hashed by the process that reads most
-    of it."""
+    """Returns the share of a process in a plan: all of it if there is no other process. A shard is hashed by the
+    process that reads most of it."""
     shards = plan.source.shards if plan.hashes_shards else ()
     if part is None:
         return Share(plan.units, shards, frozenset())
@@ -59,7 +59,7 @@ def share_of(plan: Plan, part: ProcessPart | None) -> Share:
 
 
 def entries_of(plan: Plan) -> list[str]:
-    """The entries of a journal in which all parts of a plan are done."""
+    """Returns the entries of a journal in which all parts of a plan are done."""
     return [
         *(unit.uid for unit in plan.units),
         *(proof_step(number) for number in range(len(plan.source.shards) if plan.hashes_shards else 0)),

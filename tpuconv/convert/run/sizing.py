@@ -1,4 +1,4 @@
-"""How many jobs a run of a plan has, and how much memory it needs."""
+"""The number of jobs and the memory of a run of a plan."""
 
 import os
 from dataclasses import dataclass
@@ -17,12 +17,13 @@ QUANTIZE_MEMORY = 170 << 20
 """Measured: what jax and Qwix add."""
 
 IN_FLIGHT_BYTES = 1 << 30
-"""Of tensors of an export that are made and not written yet, unless one alone is larger or memory is scarce."""
+"""The bytes of an export's tensors that are made and not written yet, unless one tensor is larger or memory is
+scarce."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run may use. Does not change the output. `max_memory` is in bytes."""
+    """The limits of a run. They do not change the output. `max_memory` is in bytes."""
 
     jobs: int
     max_memory: int
@@ -62,7 +63,7 @@ class Buffers:
 
 
 def buffers(plan: Plan) -> Buffers:
-    """The memory that one job of a plan needs."""
+    """Returns the memory that one job of a plan needs."""
     values = raw = changed = encoded = 0
     for slab in (slab for unit in plan.units for slab in unit.slabs):  # 100,000 of a large model: once, for all
         elements, tensors = slab.elements, [plan.tensors[name] for name in slab.names()]
@@ -79,22 +80,24 @@ def buffers(plan: Plan) -> Buffers:
 
 
 def jobs(plan: Plan, limits: Limits) -> int:
-    """The number of jobs: those wanted, as far as the memory suffices.
+    """Returns the number of jobs: the wanted number, as far as the memory suffices.
 
     Raises:
-        ResourceError: it does not suffice for one.
+        ResourceError: the memory does not suffice for one job.
     """
     job_bytes, base = buffers(plan).nbytes, _base_memory(plan)
     fitting = (limits.max_memory - base) // max(1, job_bytes)
     if fitting < 1:
         raise ResourceError(
-            f"{format_size(limits.max_memory)} of memory are too few to convert {plan.source.name}",
+            f"the conversion of {plan.source.name} needs at least {-(-(base + job_bytes) // 1_000_000)} MB of memory; "
+            f"--max-memory is {format_size(limits.max_memory)}",
             hint=f"--max-memory must be at least {-(-(base + job_bytes) // 1_000_000)}MB",
         )
     calibration = plan.quantization.calibration if plan.quantization else None
     if calibration and calibration.memory > limits.max_memory:
         raise ResourceError(
-            f"{format_size(limits.max_memory)} of memory are too few to calibrate {plan.source.name}",
+            f"the calibration of {plan.source.name} needs at least {-(-calibration.memory // 1_000_000)} MB of memory; "
+            f"--max-memory is {format_size(limits.max_memory)}",
             hint=f"--max-memory must be at least {-(-calibration.memory // 1_000_000)}MB; samples of "
             "a smaller --length need less",
         )
@@ -103,7 +106,7 @@ def jobs(plan: Plan, limits: Limits) -> int:
 
 @dataclass(frozen=True)
 class TensorRoom:
-    """What a run that makes tensors may hold: `in_flight` are bytes of tensors that wait to be written."""
+    """The limits of a run that makes tensors: `in_flight` are bytes of tensors that wait to be written."""
 
     jobs: int
     in_flight: int = IN_FLIGHT_BYTES
@@ -126,7 +129,8 @@ def room_for_tensors(name: str, limits: Limits, job_bytes: int, total: int, more
     left = limits.max_memory - BASE_MEMORY - more
     if left < job_bytes:
         raise ResourceError(
-            f"{format_size(limits.max_memory)} of memory are too few to write {name} as safetensors",
+            f"writing {name} as safetensors needs at least {-(-(BASE_MEMORY + more + job_bytes) // 1_000_000)} MB of "
+            f"memory; --max-memory is {format_size(limits.max_memory)}",
             hint=f"--max-memory must be at least {-(-(BASE_MEMORY + more + job_bytes) // 1_000_000)}MB",
         )
     for jobs in range(
@@ -144,11 +148,11 @@ def planned_memory_for_tensors(room: TensorRoom, job_bytes: int, more: int) -> i
 
 
 def _base_memory(plan: Plan) -> int:
-    """What a run needs whatever the model."""
+    """Returns the memory that a run needs whatever the model."""
     return BASE_MEMORY + (QUANTIZE_MEMORY if plan.quantization else 0)
 
 
 def planned_memory(plan: Plan, job_count: int) -> int:
-    """The private memory in bytes that a conversion with `job_count` jobs needs at most."""
+    """Returns the private memory in bytes that a conversion with `job_count` jobs needs at most."""
     calibration = plan.quantization.calibration if plan.quantization else None
     return max(_base_memory(plan) + job_count * buffers(plan).nbytes, calibration.memory if calibration else 0)

@@ -18,7 +18,7 @@ CAN_BE_NAN = {*FLOAT_DTYPES, "float8_e4m3fn"}
 
 
 def read_slab(reader: Reader, plan: Plan, slab: Slab, values: np.ndarray, raw: np.ndarray) -> list[np.ndarray]:
-    """The source tensors of a slab, in the dtype of its values.
+    """Returns the source tensors of a slab, in the dtype of its values.
 
     Args:
         reader: of the source.
@@ -63,7 +63,7 @@ def check_copy(
         if stored.view(DTYPES[info.dtype]).any():
             raise SourceError(
                 f"{copy} has values other than 0, and the model that config.json describes has no such bias",
-                hint="check that config.json is that of these files, its attention_bias and mlp_bias too",
+                hint="check that config.json belongs to these files, and its attention_bias and mlp_bias",
             )
         return
     a, b = (plan.tensors[name].values for name in (copy, original))
@@ -82,8 +82,8 @@ def check_copy(
 
 
 def check_promise(plan: Plan, reader: Reader, shard: SourceShard) -> str | None:
-    """The hash of a shard; None if the source has checksums of its own. Raises DamagedDownload if it is not that
-    which the Hub promises."""
+    """Returns the hash of a shard; None if the source has checksums of its own. Raises DamagedDownload if it is not
+    that which the Hub promises."""
     digest = reader.hash_of(shard.name)
     if digest is not None and shard.sha256 is not None and digest != shard.sha256:
         raise wrong_hash(plan.source.folder / shard.name, shard.sha256, digest)
@@ -91,10 +91,10 @@ def check_promise(plan: Plan, reader: Reader, shard: SourceShard) -> str | None:
 
 
 def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
-    """Whether no element is infinite or NaN, from the bit patterns of floats of the dtype `dtype`.
+    """Returns True if no element is infinite or NaN, from the bit patterns of floats of the dtype `dtype`.
 
-    Those are the patterns from that of infinity on (of NaN, if the dtype has no infinity), of either sign. So the
-    largest signed and the largest unsigned pattern decide: two passes at the speed of memory, without a copy.
+    Such elements have the pattern of infinity (of NaN, if the dtype has no infinity) or a larger one, of either sign.
+    So the largest signed and the largest unsigned pattern decide: two passes at the speed of memory, without a copy.
     """
     if not bits.size:
         return True
@@ -104,7 +104,7 @@ def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
 
 
 def not_finite(name: str, details: Sequence[str] = ()) -> SourceError:
-    """The error for values of a parameter that are not finite."""
+    """Returns the error for values of a parameter that are not finite."""
     return SourceError(
         f"{name} is not finite: there are NaN or infinite values",
         details=list(details),

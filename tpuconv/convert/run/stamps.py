@@ -89,7 +89,7 @@ def check_same_files(journal: RunJournal, for_hosts: Mapping[str, str]) -> None:
     if theirs != for_hosts:
         names = sorted(name for name in {*theirs, *for_hosts} if theirs.get(name) != for_hosts.get(name))
         raise SourceError(
-            f"other processes that write to {journal.out} read other files than this one",
+            f"other processes that write to {journal.out} read other files than this process",
             details=shorten(names),
             hint="give all of them the same source, then run again",
         )

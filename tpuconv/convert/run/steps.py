@@ -12,7 +12,7 @@ COMPARE_STEP = "compared"
 
 
 def proof_step(shard: int) -> str:
-    """The name of the step, and of the journal's entry, for the hash of a shard, by its number."""
+    """Returns the name of the step, and of the journal's entry, for the hash of a shard, by its number."""
     return f"hash-{shard:05d}"
 
 
@@ -49,7 +49,8 @@ def work_steps(plan: Plan, units: Sequence[WorkUnit], known: Collection[str] = (
 
 
 def compare_steps(plan: Plan, known: Collection[str]) -> list[ReadStep]:
-    """The step in which copies of tensors are compared, if there are any and it is not among those that are done."""
+    """Returns the step in which copies of tensors are compared, if there are any and it is not among those that are
+    done."""
     if not plan.copies or COMPARE_STEP in known:
         return []
     return [ReadStep(COMPARE_STEP, tuple(map(whole, _copied(plan))), is_wide=True)]
@@ -60,7 +61,7 @@ def _copied(plan: Plan) -> set[TensorInfo]:
 
 
 def copied_ranges(plan: Plan) -> dict[str, list[tuple[int, int]]]:
-    """The ranges of copies and their originals in each file that is fetched."""
+    """Returns the ranges of copies and their originals in each file that is fetched."""
     return ranges_by_file(plan, _copied(plan))
 
 
@@ -82,13 +83,13 @@ def slab_reads(plan: Plan, slab: Slab) -> Iterator[Extent]:
 
 
 def whole(info: TensorInfo) -> Extent:
-    """The bytes of a stored tensor."""
+    """Returns the bytes of a stored tensor."""
     return info.shard, info.offset, info.offset + info.nbytes
 
 
 def wide_ranges(plan: Plan) -> dict[str, list[tuple[int, int]]]:
-    """The ranges of each file that is fetched that wide steps read, done or not: complete tensors, so that they do not
-    depend on how slabs are cut."""
+    """Returns the ranges of each file that is fetched that wide steps read, done or not: complete tensors, so that they
+    do not depend on how slabs are cut."""
     if not plan.source.remote:
         return {}
     wide = (slab for unit in plan.units if unit.is_wide for slab in unit.slabs)
@@ -97,7 +98,7 @@ def wide_ranges(plan: Plan) -> dict[str, list[tuple[int, int]]]:
 
 
 def ranges_by_file(plan: Plan, infos: Iterable[TensorInfo]) -> dict[str, list[tuple[int, int]]]:
-    """The ranges of tensors in the files that are fetched, sorted and apart."""
+    """Returns the ranges of tensors in the files that are fetched, sorted and apart."""
     found: dict[str, list[tuple[int, int]]] = {}
     for info in infos:
         if info.shard in plan.source.remote:
@@ -106,7 +107,7 @@ def ranges_by_file(plan: Plan, infos: Iterable[TensorInfo]) -> dict[str, list[tu
 
 
 def workspace_bytes(plan: Plan) -> int:
-    """The most that a source that is fetched takes on the disk of the workspace; 0 if all of it is here."""
+    """Returns the most that a source that is fetched takes on the disk of the workspace; 0 if all of it is here."""
     sizes = {shard.name: shard.size for shard in plan.source.shards if shard.name in plan.source.remote}
     if not sizes or plan.faults:
         return 0

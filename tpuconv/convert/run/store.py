@@ -23,12 +23,12 @@ LIST_PLACE, DICT_KEY = 1, 2
 
 @dataclass(frozen=True)
 class OrbaxTree:
-    """What Orbax's metadata say about the tree of a checkpoint besides its arrays.
+    """The facts of Orbax's metadata about the tree of a checkpoint besides its arrays.
 
     Attributes:
         empty: names that are in the tree without an array.
         has_lists: whether numbers in names are places in lists; else they are keys of dicts.
-        custom_metadata: what Orbax keeps for the program that loads it.
+        custom_metadata: the metadata that Orbax keeps for the program that loads the checkpoint.
     """
 
     empty: Sequence[str] = ()
@@ -88,14 +88,14 @@ class Store:
 
 
 def step_files(item: str) -> dict[str, bytes]:
-    """The files that make a folder a step of a `CheckpointManager` with one item."""
+    """Returns the files that make a folder a step of a `CheckpointManager` with one item."""
     handlers = {item: INTERFACES["PyTreeCheckpointHandler"].name}
     contents = (json.dumps(_checkpoint_metadata(handlers, {})).encode(), b"ok")
     return dict(zip(ORBAX_FILES[1:], contents, strict=True))
 
 
 def _orbax_files(names: Iterable[str], form: OrbaxTree) -> dict[str, bytes]:
-    """The files that make a folder of arrays an Orbax checkpoint; the mark of success last."""
+    """Returns the files that make a folder of arrays an Orbax checkpoint; the mark of success last."""
     kinds = {name: ("np.ndarray", False) for name in names} | {name: ("None", True) for name in form.empty}
     tree = {
         str(tuple(name.split("."))): {

@@ -59,8 +59,8 @@ def _transpose(chunks: Sequence[np.ndarray], views: Sequence[np.ndarray]) -> boo
 
 
 def _matrices(arrays: Sequence[np.ndarray], axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """The matrices of this axis and the last one in equal arrays: the array in which the first one lies, and their
-    offsets [matrices] from it in bytes."""
+    """Returns the matrices of this axis and the last one in equal arrays: the array in which the first one lies, and
+    their offsets [matrices] from it in bytes."""
     first = arrays[0]
     starts = np.array([array.__array_interface__["data"][0] for array in arrays])
     offsets = starts - starts.min()

@@ -12,7 +12,7 @@ PANEL_ROWS = 256
 
 @compiled  # type: ignore[untyped-decorator]
 def exchange_halves(a: np.ndarray, b: np.ndarray, low: np.uint64, shift: np.uint64) -> None:
-    """Exchanges the high parts of the words of `a` with the low parts of those of `b`, for two rows [words]."""
+    """Exchanges the high parts of the words of `a` with the low parts of the words of `b`, for two rows [words]."""
     for i in range(a.size):
         x, y = a[i], b[i]
         a[i] = (x & low) | ((y & low) << shift)

@@ -46,11 +46,11 @@ class _OpenUnit:
             return len(self._found) == len(self.unit.slabs)
 
     def written(self) -> list[str]:
-        """The files of all shards. Waits until they are written, and raises what went wrong."""
+        """Returns the files of all shards. Waits until they are written, and raises what went wrong."""
         return [write.result() for write in self._writes]
 
     def result(self) -> UnitResult:
-        """What all slabs found, in their order."""
+        """Returns the results of all slabs, in their order."""
         result = UnitResult()
         for number in range(len(self.unit.slabs)):
             result.add(self._found[number])
@@ -119,8 +119,8 @@ class Workers:
             _end((*pools, self.reader.close))
 
     def _hashes(self) -> list[str]:
-        """The files to be hashed while they are read. Of a source that is here, those are left out whose hash is known
-        from an earlier run: a hash needs all of a file."""
+        """Returns the files to be hashed while they are read. Of a source that is here, those are left out whose hash
+        is known from an earlier run: a hash needs all of a file."""
         numbers = {shard.name: i for i, shard in enumerate(self.plan.source.shards)}
         names = self.share.hashes(self.plan)
         if self.plan.source.remote:
@@ -135,7 +135,7 @@ class Workers:
             task(converter)
 
     def _tasks(self, units: Sequence[WorkUnit]) -> Iterator[Task]:
-        """What is done for each step, in the order of the steps. From here on a source that is not here is fetched."""
+        """Yields the tasks of each step, in the order of the steps. From here on a remote source is fetched."""
         plan = self.plan
         names = [COMPARE_STEP, *(proof_step(i) for i in range(len(plan.source.shards)))]
         known = {name for name in names if name in self.share.others or self.journal.done(name) is not None}
@@ -183,7 +183,7 @@ class Workers:
         self.reader.finish(COMPARE_STEP)
 
     def _unit(self, unit: WorkUnit) -> list[Task]:
-        """A task for each slab of a unit."""
+        """Returns a task for each slab of a unit."""
         opened = _OpenUnit(unit)
         return [partial(self._unit_slab, opened, number) for number in range(len(unit.slabs))]
 

@@ -1,4 +1,4 @@
-"""Aria (arXiv:2410.05993), the text model: attention as Llama's, experts as those of Granite 3."""
+"""Aria (arXiv:2410.05993), the text model: attention as in Llama, experts as in Granite 3."""
 
 from tpuconv.models.arcee.modules import Attention
 from tpuconv.models.common import blocks

@@ -63,7 +63,7 @@ class Config(SparseConfig, PatternConfig):
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """As `DecoderConfig.read_ropes`: those of layers with the window. Layers without have none."""
+        """As `DecoderConfig.read_ropes`: the positions of layers with the window. Other layers have none."""
         check_rope_keys(raw)
         given = raw.get("rope_parameters")
         if given and (given.get("full_attention") is not None or given.get("sliding_attention") is None):

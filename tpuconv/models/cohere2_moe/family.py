@@ -102,17 +102,17 @@ class Config(ChosenExperts, MixedMLPs, PatternConfig):
 
     @property
     def has_shared_experts(self) -> bool:
-        """Whether there are experts that every token uses, which are stored as one MLP."""
+        """True if there are experts that every token uses, which are stored as one MLP."""
         return bool(self.num_shared_experts)
 
     @property
     def all_shared(self) -> bool:
-        """Whether every layer has shared experts."""
+        """True if every layer has shared experts."""
         return self.all_experts and self.has_shared_experts
 
     @property
     def some_shared(self) -> bool:
-        """Whether there are shared experts in layers beside dense ones."""
+        """True if there are shared experts in layers beside dense layers."""
         return self.some_dense and self.has_shared_experts
 
 

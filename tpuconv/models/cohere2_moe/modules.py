@@ -16,8 +16,8 @@ from tpuconv.models.common.placement import placed
 
 
 class MoE(Experts):
-    """The chosen experts, and the sum or the mean of their output and that of the shared experts, if any; x [B, T, D]
-    to [B, T, D]. The weights are a softmax over the scores of the chosen experts, or their sigmoids."""
+    """The chosen experts, and the sum or the mean of their output and the output of the shared experts, if any; x [B,
+    T, D] to [B, T, D]. The weights are a softmax over the scores of the chosen experts, or their sigmoids."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)

@@ -1,1 +1,1 @@
-"""What families share: layers, caches, experts, the decoder."""
+"""The common parts of families: layers, caches, experts, the decoder."""

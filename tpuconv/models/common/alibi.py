@@ -11,7 +11,7 @@ import numpy as np
 
 def alibi_slopes(heads: int) -> np.ndarray:
     """Returns the slope of each head [N] in float32: from 2^(-8/N) to 2^-8, where N is a power of two. Of another
-    number, the heads after the largest power of two have the slopes between those of the first ones."""
+    number, the heads after the largest power of two have the slopes between the slopes of the first heads."""
     power = 1 << (heads.bit_length() - 1)
     first, between = np.arange(1, power + 1), np.arange(0.5, power)
     slopes: np.ndarray = np.exp2(-8 / power * np.concatenate([first, between]))[:heads].astype(np.float32)

@@ -18,7 +18,7 @@ from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, atte
 class Attention(nnx.Module):
     """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. `scale`
     is the factor of scores, by default H^-0.5, and `cap` their soft limit. With `float32_rope` rotary positions are
-    applied in float32. Biases are those of queries, keys and values, and that of the output."""
+    applied in float32. Biases belong to queries, keys and values, and to the output."""
 
     float32_rope: ClassVar[bool] = False
     scale: float | None = None

@@ -62,8 +62,8 @@ class KV:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class IndexKeys:
-    """The keys of an indexer, beside those of attention, in the model's dtype: rounded ones would select other tokens.
-    `axes` are the letters of each array."""
+    """The keys of an indexer, beside the keys of attention, in the model's dtype: rounded ones would select other
+    tokens. `axes` are the letters of each array."""
 
     axes: ClassVar[tuple[str, ...]] = ("B S x",)
 
@@ -84,7 +84,7 @@ class Cache:
         layers: `KV`, or the family's own class, for each layer; or one with a leading axis L for all layers.
         positions_BS: position of the token in each slot, -1 for none.
         used: number of slots in use.
-        mtp: that of the module for multi-token prediction, in the same slots; None without one.
+        mtp: the cache of the module for multi-token prediction, in the same slots; None without one.
     """
 
     layers: Any
@@ -118,7 +118,7 @@ def has_scales(dtype: DTypeLike) -> bool:
 
 
 def empty_vectors(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
-    """Returns zeros of this shape, whose last axis is that of the vectors, and for int8 and FP8 their scales, else
+    """Returns zeros of this shape, whose last axis is the axis of the vectors, and for int8 and FP8 their scales, else
     None."""
     scales = jnp.zeros(shape[:-1], jnp.float32) if has_scales(dtype) else None
     return jnp.zeros(shape, dtype), scales

@@ -71,8 +71,8 @@ class DecoderConfig:
     hf_names: ClassVar[Mapping[str, str]] = {}
     """The keys of config.json of fields that have another name."""
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Further keys of config.json, beside those of `aliases_of_reference`, and the keys that they stand for, over which
-    they win as in transformers."""
+    """Further keys of config.json, beside the keys of `aliases_of_reference`, and the keys that they stand for, over
+    which they win as in transformers."""
     synonyms: ClassVar[Mapping[str, str]] = {}
     """Further keys of config.json and those that they stand for, which must agree where a file has both."""
     left_out: ClassVar[frozenset[str]] = frozenset()
@@ -186,14 +186,14 @@ class DecoderConfig:
 
     @classmethod
     def _aliases(cls) -> dict[str, str]:
-        """The aliases of keys that this family reads."""
+        """Returns the aliases of keys that this family reads."""
         known = cls._known()
         others = aliases_of_reference(cls.model_type).items()
         return {alias: key for alias, key in others if key in known and alias not in known} | dict(cls.aliases)
 
     @classmethod
     def _known(cls) -> list[str]:
-        """The keys that this family reads."""
+        """Returns the keys that this family reads."""
         return [cls._key(field.name) for field in fields(cls) if field.name not in cls.derived]
 
     @classmethod
@@ -286,7 +286,8 @@ class DecoderConfig:
 
     @property
     def layer_kinds(self) -> tuple[Any, ...]:
-        """What the parameters and the computation of each layer depend on, besides windows and rotary positions."""
+        """A kind for each layer: layers of one kind have the same parameters and computation, besides windows and
+        rotary positions."""
         groups = [value for x in LAYER_INDICES if not isinstance(value := self.axes.get(x, 0), int)]
         return tuple(tuple(layer in group for group in groups) for layer in range(self.num_hidden_layers))
 
@@ -326,12 +327,12 @@ class DecoderConfig:
 
     @property
     def has_lm_head(self) -> bool:
-        """Whether there is a matrix for the logits. If not, the embedding is used (tied embeddings)."""
+        """True if there is a matrix for the logits. If not, the embedding is used (tied embeddings)."""
         return not self.tie_word_embeddings and not self.head.kind
 
     @property
     def has_head_bias(self) -> bool:
-        """Whether the logits have a bias."""
+        """True if the logits have a bias."""
         return False
 
     @property
@@ -364,7 +365,7 @@ class IgnoredKey:
     warning: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         return {"key": self.key, "value": short(self.value), "reason": self.reason, "warning": self.warning or None}
 
 

@@ -106,7 +106,7 @@ def ignored_keys(
 
 @cache
 def _reference() -> dict[str, Any]:
-    """What transformers reads of config.json; tools/reference_keys.py writes it."""
+    """Returns the keys of config.json that transformers reads; tools/reference_keys.py writes them."""
     table: dict[str, Any] = json.loads((files("tpuconv") / "models" / "common" / "reference_keys.json").read_bytes())
     return table
 

@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
     Attributes:
         pos_BT: positions of the call's tokens, -1 for padding.
-        pos_BS: positions of all keys, those of the cache included.
+        pos_BS: positions of all keys, including the keys of the cache.
         slot: slot of the cache for the first token.
         cos_sin: cosine and sine [B, T, 1, H/2] of the tokens' rotary angles in this layer, in float32.
         input: what this layer reads besides the hidden states; None in most families.
@@ -69,7 +69,7 @@ class Steps:
         slot: jax.Array | int,
         inputs: Sequence[Any] | None = None,
     ) -> "Steps":
-        """Returns the inputs of the layers of a model; the arguments are those of `Step`, and the `input` of each
+        """Returns the inputs of the layers of a model; the arguments are the fields of `Step`, and the `input` of each
         layer. Without a cache `pos_BS` is `pos_BT` itself."""
         slots = None if pos_BS is pos_BT else pos_BS.shape[1]
         rotations = list(zip(config.ropes, config.rope_dims, strict=True))
@@ -312,7 +312,7 @@ class Decoder(nnx.Module):
             x_BTD: their hidden states, before the last norm.
             next_BT: id of the token after each.
             cache: the cache with these tokens.
-            slot: that of the first one.
+            slot: the slot of the first token.
 
         Returns:
             Hidden states [B, T, D], of which `head` makes the logits of the token after `next_BT`, and the cache.
@@ -326,8 +326,8 @@ class Decoder(nnx.Module):
 
     @property
     def mtp_rope(self) -> tuple[Rope | None, int]:
-        """The rotary positions of the module for multi-token prediction, and of how many dimensions: those of the last
-        layer. Families whose layers differ may override this."""
+        """The rotary positions of the module for multi-token prediction, and the number of their dimensions: the
+        positions of the last layer. Families whose layers differ may override this."""
         return self.config.ropes[-1], self.config.rope_dims[-1]
 
     def mtp_inputs(self, next_BT: jax.Array, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -427,7 +427,7 @@ class Decoder(nnx.Module):
         return jax.lax.scan(run_period, x_BTD, tuple(inputs))
 
     def _headless(self, x_BTD: jax.Array, ids_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
-        """The hidden states [B, T, D], or the scores [B, O] of each text, as transformers'
+        """Returns the hidden states [B, T, D], or the scores [B, O] of each text, as transformers'
         GenericForSequenceClassification has them."""
         x_BTD = self.norm(placed(x_BTD, "B T D"))
         if self.score is None:

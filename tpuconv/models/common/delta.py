@@ -24,7 +24,7 @@ from tpuconv.models.common.recurrence import (
 )
 
 NORM_EPS = 1e-6
-"""Epsilon of the length of queries and keys. config.json has that of other norms only."""
+"""Epsilon of the length of queries and keys. config.json has only the epsilon of other norms."""
 
 
 @jax.tree_util.register_dataclass
@@ -132,8 +132,8 @@ def _one_token(
 def _one_chunk(
     s_Bnrkw: jax.Array, q_Btnk: jax.Array, k_Btnk: jax.Array, v_Btnrw: jax.Array, g_Btnr: jax.Array, b_Btnr: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The tokens of a chunk at once, by the WY form (section 3.3): the state after it, and the outputs. The changes of
-    the tokens before, which a token's own change depends on, are the solution of a triangular system."""
+    """Returns the tokens of a chunk at once, by the WY form (section 3.3): the state after it, and the outputs. The
+    changes of the tokens before, which a token's own change depends on, are the solution of a triangular system."""
     g_Bnrt, b_Bnrt = (jnp.moveaxis(x, 1, -1) for x in (g_Btnr, b_Btnr))
     until_Bnrt = jnp.exp(jnp.cumsum(g_Bnrt, axis=-1))
     decay_Bnrts = decays(g_Bnrt)

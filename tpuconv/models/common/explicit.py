@@ -1,5 +1,5 @@
-"""Models on meshes with explicit axes, as those of `jax.make_mesh` are: there each operation states how its result is
-sharded. Within a model the compiler chooses; outside of it arrays are on the mesh that the user gave."""
+"""Models on meshes with explicit axes, such as the meshes of `jax.make_mesh`: there each operation states how its
+result is sharded. Within a model the compiler chooses; outside of it arrays are on the mesh that the user gave."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ def is_explicit(x: jax.Array) -> bool:
 def call_on_explicit_mesh(
     model: nnx.Module, weights: jax.Array, ids_BT: Any, mask_BT: Any, cache: Cache | None, first: int
 ) -> Any:
-    """Calls a model on a mesh with explicit axes, that of `weights`, one of its arrays. The results are sharded over
-    the batch, caches as `cache_shardings` has them."""
+    """Calls a model on a mesh with explicit axes, the mesh of `weights`, one of its arrays. The results are sharded
+    over the batch, caches as `cache_shardings` has them."""
     graph, state = nnx.split(model)
 
     def run(state: Any, ids_BT: Any, mask_BT: Any, cache: Cache | None) -> Any:

@@ -1,4 +1,4 @@
-"""Keys of config.json and rows of tables of the families whose names are those of GPT-2."""
+"""Keys of config.json and rows of tables of the families with the names of GPT-2."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,8 +24,8 @@ GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 
 @dataclass(frozen=True)
 class UnrotatedConfig(DecoderConfig):
-    """A decoder without rotary positions. Without `intermediate_size` an MLP is four times as wide as the model.
-    Defaults are those of GPT-2."""
+    """A decoder without rotary positions. Without `intermediate_size` an MLP is four times as wide as the model. The
+    defaults come from GPT-2."""
 
     derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"head_dim"}
 
@@ -132,7 +132,7 @@ def gpt_table(
 
     Args:
         rows: of each layer, without prefixes.
-        others: rows besides those of the layers, the embedding and the last norm.
+        others: rows besides the rows of the layers, the embedding and the last norm.
         head: rows of the head besides its matrix.
         masks: how the names of `MASKS` begin in a layer.
         embed: the name of the embedding.

@@ -1,4 +1,4 @@
-"""What a model returns: logits, or scores of a text (`...ForSequenceClassification`), or hidden states (`...Model`).
+"""The outputs of a model: logits, or scores of a text (`...ForSequenceClassification`), or hidden states (`...Model`).
 
 Every family has all three. `architectures` of config.json says which it is; where the tensors show another, they count.
 A model without logits has the family's table without the head: `headed` makes it.
@@ -13,11 +13,11 @@ from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, MappingTable
 
 LOGITS, SCORES, HIDDEN = "", "scores", "hidden states"
-"""What models return."""
+"""The outputs of models."""
 
 CAUSAL_ENDS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 HEADLESS_ENDS = {"ForSequenceClassification": SCORES, "Model": HIDDEN}
-"""The ends of architectures' names, in place of those of `CAUSAL_ENDS`."""
+"""The ends of architectures' names, in place of `CAUSAL_ENDS`."""
 
 MOST_LABELS = 1 << 16
 TWO_LABELS = 2

@@ -39,7 +39,7 @@ class StateConfig(DecoderConfig):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The `layer_types` of all layers; those of a config.json without are attention."""
+        """The `layer_types` of all layers; without the key all layers are attention."""
         return self.layer_types or (self.other_kinds[0],) * self.num_hidden_layers
 
     def layers_of(self, kind: str) -> tuple[int, ...]:
@@ -57,8 +57,8 @@ NO_LIMIT = 3e38
 
 @dataclass(frozen=True)
 class MambaConfig(StateConfig):
-    """A decoder with Mamba-2 in some layers. `mamba_d_head` is that of `mamba_expand` times the model width if it is
-    absent or "auto"."""
+    """A decoder with Mamba-2 in some layers. `mamba_d_head` is computed from `mamba_expand` times the model width if it
+    is absent or "auto"."""
 
     mamba_n_heads: int
     mamba_n_groups: int
@@ -122,5 +122,5 @@ class MambaConfig(StateConfig):
 
 
 def _is_infinite(limit: Any) -> bool:
-    """Whether an entry of config.json is infinity, as transformers 5 or others write it, or no float32."""
+    """Returns True if an entry of config.json is infinity, as transformers 5 or others write it, or not a float32."""
     return limit == {"__float__": "Infinity"} or (isinstance(limit, int | float) and limit > NO_LIMIT)

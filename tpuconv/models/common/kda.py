@@ -132,7 +132,7 @@ def kimi_delta_rule(
 def _one_chunk(
     s_Bnkw: jax.Array, q_Btnk: jax.Array, k_Btnk: jax.Array, v_Btnw: jax.Array, g_Btnk: jax.Array, b_Btn: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The tokens of a chunk at once, by the WY form (section 3): the state after it, and the outputs."""
+    """Returns the tokens of a chunk at once, by the WY form (section 3): the state after it, and the outputs."""
     decay_Bnkts, b_Bnt1 = decays(jnp.moveaxis(g_Btnk, 1, -1)), jnp.moveaxis(b_Btn, 1, -1)[..., None]
     q_Bntk, k_Bntk, v_Bntw = (jnp.swapaxes(x, 1, 2) for x in (q_Btnk, k_Btnk, v_Btnw))
     until_Bntk = jnp.exp(jnp.cumsum(jnp.swapaxes(g_Btnk, 1, 2), axis=2))

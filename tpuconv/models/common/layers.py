@@ -186,7 +186,7 @@ def rope_cos_sin(
 
 
 def _rates_of_length(rope: Rope, rope_dim: int, length: Any) -> jax.Array:
-    """The rates [R/2] for sequences of a length that may not be known before the model runs."""
+    """Returns the rates [R/2] for sequences of a length that may not be known before the model runs."""
     short, _ = rope.inverse_frequencies(rope_dim)
     original = rope.original_max_position_embeddings
     if rope.type == "longrope":
@@ -222,7 +222,8 @@ def deinterleave(x_BTNH: jax.Array) -> jax.Array:
 
 def is_visible(pos_BT: jax.Array, pos_BS: jax.Array, window: jax.Array | int) -> jax.Array:
     """Returns the causal mask [B, T, S]: a token sees the keys at its own position and at the `window` - 1 positions
-    before it. `pos_BT` are the positions of tokens, `pos_BS` those of keys, -1 for padding, which is not seen."""
+    before it. `pos_BT` are the positions of tokens, `pos_BS` the positions of keys, -1 for padding, which is not
+    seen."""
     distance_BTS = pos_BT[:, :, None] - pos_BS[:, None, :]
     visible_BTS: jax.Array = (pos_BS[:, None, :] >= 0) & (distance_BTS >= 0) & (distance_BTS < window)
     return visible_BTS

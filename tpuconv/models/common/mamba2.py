@@ -121,7 +121,7 @@ def state_space(
 def _one_chunk(
     s_Bnrkw: jax.Array, c_Btnk: jax.Array, b_Btnk: jax.Array, x_Btnrw: jax.Array, g_Btnr: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The tokens of a chunk at once (section 6): the state after it, and the outputs."""
+    """Returns the tokens of a chunk at once (section 6): the state after it, and the outputs."""
     g_Bnrt = jnp.moveaxis(g_Btnr, 1, -1)
     decay_Bnrts, until_Bnrt = decays(g_Bnrt), jnp.exp(jnp.cumsum(g_Bnrt, axis=-1))
     scores_Bnts = exact_einsum("Btnk,Bsnk->Bnts", c_Btnk, b_Btnk)

@@ -176,7 +176,7 @@ def _shape(letters: str, experts: Sequence[Expert]) -> tuple[int, ...]:
 
 
 def _letters(expert: Expert, x: jax.Array) -> str:
-    """The axes of an array of an expert's state. Quantized values and scales have those of the kernel."""
+    """Returns the axes of an array of an expert's state. Quantized values and scales have the axes of the kernel."""
     return expert.letters if x.ndim == 3 else expert.letters[0] + expert.letters[2]
 
 
@@ -187,7 +187,7 @@ def _widths(expert: Expert, state: Any) -> list[int]:
 
 
 def _spec(expert: Expert, state: Any, sizes: Mapping[str, int], width: AxisSharding) -> Any:
-    """The sharding of each array of an expert's state, over `width` where it has the axis M."""
+    """Returns the sharding of each array of an expert's state, over `width` where it has the axis M."""
 
     def spec(x: jax.Array) -> PartitionSpec:
         letters = _letters(expert, x)

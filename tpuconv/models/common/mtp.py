@@ -13,8 +13,8 @@ from tpuconv.models.common.layers import Einsum, Keys, RMSNorm
 
 
 class JoinedInputs(nnx.Module):
-    """The parts of a module besides its layer: norms, the products that join both inputs, and the norm before the
-    head, which is the model's own. `window` is that of the layer."""
+    """The parts of a module besides its layer: norms, the products that join both inputs, and the norm before the head,
+    which is the model's own. `window` is the window of the layer."""
 
     norm_type: ClassVar[Callable[..., Any]] = RMSNorm
     window: int = NO_WINDOW
@@ -74,8 +74,8 @@ class JoinedLayer(JoinedInputs):
 
 
 class MTPModule(nnx.Module):
-    """The module of a model whose further layers have numbers that follow those of its own layers. Only the first one
-    is used, which predicts the token after the next.
+    """The module of a model whose further layers have numbers that follow the numbers of its own layers. Only the first
+    one is used, which predicts the token after the next.
 
     Attributes:
         layer_type: creates the layer, an `MTPLayer`.

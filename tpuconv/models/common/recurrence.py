@@ -75,8 +75,8 @@ class PackedTokens(NamedTuple):
 
 
 class Convolution(nnx.Module):
-    """A causal convolution of each channel along the tokens. `letters` are those of the channels; the last tap is that
-    of the current token."""
+    """A causal convolution of each channel along the tokens. `letters` are the letters of the channels; the last tap is
+    that of the current token."""
 
     def __init__(self, letters: str, sizes: Any, *, bias: bool = False, dtype: DTypeLike, keys: Keys):
         shape = tuple(sizes[letter] for letter in letters)

@@ -141,13 +141,13 @@ class Rope:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether angles depend on the length of the sequence; with a cache that is the number of its slots."""
+        """True if angles depend on the length of the sequence; with a cache this is the number of its slots."""
         return self.type in ("longrope", "dynamic")
 
     def inverse_frequencies(self, head_dim: int, length: int = 0) -> tuple[FloatArray, float]:
         """Returns the angular frequencies [H/2] in radians per position, and a factor for cosine and sine. The float32
-        operations are those of transformers, in the same order: at position 100,000 the last bit of a frequency changes
-        the angle noticeably. The types `longrope` and `dynamic` depend on the length of the sequence."""
+        operations equal transformers, in the same order: at position 100,000 the last bit of a frequency changes the
+        angle noticeably. The types `longrope` and `dynamic` depend on the length of the sequence."""
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
         theta = self.theta
         if self.type == "dynamic":
@@ -177,8 +177,8 @@ class Rope:
         return self.factor * length / self.original_max_position_embeddings - (self.factor - 1)
 
     def _llama3(self, rates: FloatArray) -> FloatArray:
-        """The scaling of Llama 3.1, as in transformers: high frequencies are kept, low ones are divided by `factor`,
-        and those between are interpolated, by the number of rotations within the original context."""
+        """Returns the scaling of Llama 3.1, as in transformers: high frequencies are kept, low ones are divided by
+        `factor`, and those between are interpolated, by the number of rotations within the original context."""
         wavelengths = np.float32(2 * math.pi) / rates
         original = self.original_max_position_embeddings
         rotations = np.float32(original) / wavelengths
@@ -195,7 +195,7 @@ class Rope:
         pairs = len(periods)
 
         def pair_of(rotations: float) -> float:
-            """The pair with this number of rotations within the original context."""
+            """Returns the pair with this number of rotations within the original context."""
             context = self.original_max_position_embeddings
             return pairs * math.log(context / (rotations * 2 * math.pi)) / math.log(self.theta)
 
@@ -222,7 +222,7 @@ class Rope:
         return scale(1.0)
 
     def _longrope_attention_factor(self) -> float:
-        """The factor of LongRoPE (arXiv:2402.13753, section 3.3)."""
+        """Returns the factor of LongRoPE (arXiv:2402.13753, section 3.3)."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1:
@@ -231,7 +231,7 @@ class Rope:
 
 
 def _checked_factors(name: str, given: Any) -> tuple[float, ...]:
-    """The factors of LongRoPE, one for each pair."""
+    """Returns the factors of LongRoPE, one for each pair."""
     if not isinstance(given, list) or len(given) > MOST_FACTORS:
         raise ConfigError(f"config.json: {name}={short(given)} of the rotary positions is not a list of numbers")
     _check_numbers({f"{name}[{i}]": value for i, value in enumerate(given)})

@@ -1,4 +1,4 @@
-"""The keys of rotary positions in config.json: those of transformers 5, and beside them those of older programs.
+"""The keys of rotary positions in config.json: the keys of transformers 5, and the keys of older programs.
 
 transformers 5 writes `rope_parameters` alone. Programs that read `rope_theta` and `rope_scaling` take their own default
 without them, and compute other logits without an error.
@@ -41,7 +41,7 @@ def without_older_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _holds(config: Mapping[str, Any], older: Mapping[str, Any]) -> bool:
-    """Whether a config has no other values of these keys."""
+    """Returns True if a config has no other values of these keys."""
     return all(config.get(key) in (None, value) for key, value in older.items())
 
 

@@ -142,7 +142,7 @@ STACKED_EXPERTS = (
     Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
     Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
 )
-"""All experts of a layer in one tensor each, with the axis of the outputs before that of the inputs."""
+"""All experts of a layer in one tensor each, with the axis of the outputs before the axis of the inputs."""
 
 IN_FIRST_EXPERTS = (
     Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E D (M + M) -> E D M, E D M"),
@@ -153,10 +153,10 @@ IN_FIRST_EXPERTS = (
 MTP_INPUTS = (
     Map("enorm.weight", "embed_norm.scale", "D"),
     Map("hnorm.weight", "hidden_norm.scale", "D"),
-    # The kernel of the next token's embedding, then that of the hidden state.
+    # The kernel of the next token's embedding, then the kernel of the hidden state.
     Map("eh_proj.weight", ("from_embed.kernel", "from_hidden.kernel"), "D (A + A) -> A D, A D"),
 )
-"""What joins the inputs of a layer for multi-token prediction (arXiv:2412.19437, section 2.2)."""
+"""The rows that join the inputs of a layer for multi-token prediction (arXiv:2412.19437, section 2.2)."""
 MTP_HEAD = (*MTP_INPUTS, Map("shared_head.norm.weight", "norm.scale", "D"))
 """Such a layer in DeepSeek V3, besides the rows of every layer."""
 MTP_FINAL = (*MTP_INPUTS, Map("final_layernorm.weight", "norm.scale", "D"))
@@ -178,7 +178,7 @@ MTP_COPIES = {
 
 
 def when(condition: str, *rows: Map) -> tuple[Map, ...]:
-    """The rows under a condition, a property of the config."""
+    """Returns the rows under a condition, a property of the config."""
     return tuple(replace(row, when=condition) for row in rows)
 
 
@@ -208,8 +208,8 @@ def decoder_table(
     copies: Mapping[str, str] | None = None,
     recut: Sequence[tuple[str, ...]] = (),
 ) -> MappingTable:
-    """The table of a decoder: `rows` of each layer, without prefixes, and those of the embedding, the last norm and the
-    head.
+    """Returns the table of a decoder: `rows` of each layer, without prefixes, and the rows of the embedding, the last
+    norm and the head.
 
     Args:
         rows: of each layer.

@@ -27,7 +27,7 @@ def among_best(scores_BTS: jax.Array, count: int, candidates_BTS: jax.Array) -> 
 
 
 def in_blocks(x_BSx: jax.Array, step: Step, blocks: int, size: int) -> jax.Array:
-    """Returns the vectors [B, P, c, x] of the first P `blocks` of `size` tokens, made of those of all slots."""
+    """Returns the vectors [B, P, c, x] of the first P `blocks` of `size` tokens, made of the vectors of all slots."""
     order_BS1 = jnp.argsort(step.pos_BS < 0, axis=1, stable=True)[:, : blocks * size, None]
     return jnp.take_along_axis(x_BSx, order_BS1, axis=1).reshape(len(x_BSx), blocks, size, -1)
 

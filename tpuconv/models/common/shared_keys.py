@@ -55,12 +55,12 @@ class SharedKeysConfig(PatternConfig):
 
     @property
     def has_global_values(self) -> bool:
-        """Whether layers that see all tokens have a matrix for values. Without, values are made of the keys."""
+        """True if layers that see all tokens have a matrix for values. Without it, values are made of the keys."""
         return True
 
     @property
     def has_layer_inputs(self) -> bool:
-        """Whether each layer has embeddings of its own."""
+        """True if each layer has its own embeddings."""
         return self.hidden_size_per_layer_input > 0
 
     @property

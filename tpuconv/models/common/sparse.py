@@ -70,18 +70,18 @@ class MixedMLPs:
 
     @property
     def all_experts(self) -> bool:
-        """Whether every layer has experts."""
+        """True if every layer has experts."""
         return "dense" not in self.mlp_kinds
 
     @property
     def some_dense(self) -> bool:
-        """Whether a layer has an MLP instead of experts."""
+        """True if a layer has an MLP instead of experts."""
         return not self.all_experts
 
 
 class GroupedExperts:
-    """A decoder with experts in groups: each token's experts are chosen among those of its best groups. A family's
-    Config derives from this class and from another, in this order."""
+    """A decoder with experts in groups: each token's experts are chosen from its best groups. A family's Config derives
+    from this class and from another, in this order."""
 
     n_routed_experts: int
     n_group: int
@@ -133,12 +133,13 @@ class SparseConfig(GroupedExperts, MixedMLPs, DecoderConfig):
 
     @property
     def has_shared_experts(self) -> bool:
-        """Whether there are experts that every token uses."""
+        """True if there are experts that every token uses."""
         return bool(self.n_shared_experts)
 
 
 def stepped_mlp_kinds(dense: Collection[int], step: int, layers: int) -> tuple[str, ...]:
-    """Returns the `mlp_layer_types` of a model with experts in every `step`-th layer, but not in those of `dense`."""
+    """Returns the `mlp_layer_types` of a model with experts in every `step`-th layer, but not in the layers of
+    `dense`."""
     dense = set(dense)
     return tuple("dense" if layer in dense or (layer + 1) % step else "sparse" for layer in range(layers))
 

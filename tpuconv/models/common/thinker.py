@@ -9,7 +9,7 @@ from tpuconv.mapping.table import MappingTable
 from tpuconv.models.common.wrapper import HEARS, SEES, WrapperConfig, inside
 
 THINKER = "thinker_config"
-SPEAKS = "speaks: the text model alone is converted"
+SPEAKS = "speech generator: the text model alone is converted"
 
 
 class ThinkerConfig(WrapperConfig):

@@ -108,7 +108,7 @@ class PatternConfig(DecoderConfig):
 @dataclass(frozen=True)
 class TwoRopesConfig(PatternConfig):
     """A decoder whose layers with a sliding window have rotary positions of their own, `local_rope`. config.json has
-    `rope_parameters` for each of the `layer_types`, and the defaults of the fields are those of a file without."""
+    `rope_parameters` for each of the `layer_types`, and the defaults of the fields apply to a file without it."""
 
     derived: ClassVar[frozenset[str]] = PatternConfig.derived | {"local_rope"}
     rope_fields: ClassVar[Mapping[str, str]] = ROPES_BY_KIND
@@ -139,8 +139,8 @@ def read_two_ropes(config: type[DecoderConfig], raw: Mapping[str, Any], context:
 
 
 def read_older_ropes(config: type[DecoderConfig], raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-    """Returns the fields of `ROPES_BY_KIND`, of older files too, in which `rope_theta` and `rope_scaling` are those of
-    layers that see all tokens, and `rope_local_base_freq` is that of the others: see `DecoderConfig.read_ropes`."""
+    """Returns the fields of `ROPES_BY_KIND`, of older files too, in which `rope_theta` and `rope_scaling` apply to
+    layers that see all tokens, and `rope_local_base_freq` to the other layers: see `DecoderConfig.read_ropes`."""
     older = {
         "full_attention": (raw.get("rope_theta"), raw.get("rope_scaling")),
         "sliding_attention": (raw.get("rope_local_base_freq"), None),
@@ -159,7 +159,7 @@ class TwoPartialRopesConfig(TwoRopesConfig):
 
     Attributes:
         rotary_part: the part of a head with rotary positions, where config.json does not say it.
-        local_rope: the rotary positions of layers with the window; `rope` has those of the others.
+        local_rope: the rotary positions of layers with the window; `rope` has the positions of the other layers.
         full_rotary, local_rotary: the parts of a head of layers that see all tokens, and of those with the window.
     """
 
@@ -188,8 +188,8 @@ class TwoPartialRopesConfig(TwoRopesConfig):
 
     @property
     def rope_dims(self) -> tuple[int, ...]:
-        """As `DecoderConfig.rope_dims`. An odd number is that of the frequencies' exponents, and one more dimension
-        has rotary positions."""
+        """As `DecoderConfig.rope_dims`. An odd number counts the frequencies' exponents, and one more dimension has
+        rotary positions."""
         H = self.head_dim or self.hidden_size // self.num_attention_heads
         parts = {kind: getattr(self, field) for kind, field in PART_FIELDS.items()}
         return tuple(int(H * parts.get(kind, 1.0)) for kind in self.kinds)  # unknown ones are contradictions

@@ -35,9 +35,9 @@ OUTSIDE_BEGINNINGS = ("vision_", "audio_", "video_", "image_", "projector_", "pr
 OUTSIDE_ENDS = ("_token_id", "_token_index")
 """Keys beside `text_config` that have no effect on the text model, and how the names of others begin or end."""
 
-SEES = "sees images: the text model alone is converted"
-HEARS = "hears: the text model alone is converted"
-BRINGS = "brings images to the text model, which alone is converted"
+SEES = "vision encoder: the text model alone is converted"
+HEARS = "audio encoder: the text model alone is converted"
+BRINGS = "multimodal projector: the text model alone is converted"
 
 
 def is_outside(reason: str) -> bool:
@@ -143,7 +143,7 @@ class WrapperConfig:
 
     @classmethod
     def _beside(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys beside `text_config` that neither this family nor the reference reads."""
+        """Returns the keys beside `text_config` that neither this family nor the reference reads."""
         if cls._is_flat(raw):
             return {}
         known = {"text_config", "tie_word_embeddings", *cls.outside_keys}

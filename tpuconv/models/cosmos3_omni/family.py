@@ -11,7 +11,7 @@ from tpuconv.models.qwen3 import family as qwen3
 from tpuconv.models.qwen3_vl import family as qwen3_vl
 from tpuconv.models.registry import family
 
-GENERATES = "generates images, sound or actions: the text model alone is converted"
+GENERATES = "generator of images, sound or actions: the text model alone is converted"
 GENERATOR = dict.fromkeys(
     (
         *("*moe_gen*", "*_for_gen.*", "*.self_attn.add_*", "*.self_attn.to_add_out.*", "*.self_attn.norm_added_*"),
@@ -19,7 +19,7 @@ GENERATOR = dict.fromkeys(
     ),
     GENERATES,
 )
-"""The tensors beside those of the text model in releases."""
+"""The tensors beside the text model in releases."""
 
 RENAMED = {
     **{f"self_attn.{x}_proj.": f"self_attn.to_{x}." for x in "qkv"},

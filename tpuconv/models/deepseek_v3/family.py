@@ -95,22 +95,22 @@ class Config(GroupedExperts, MixedMLPs, DecoderConfig):
 
     @property
     def has_shared_experts(self) -> bool:
-        """Whether there are shared experts, which are stored as one MLP."""
+        """True if there are shared experts, which are stored as one MLP."""
         return bool(self.n_shared_experts)
 
     @property
     def has_query_latent(self) -> bool:
-        """Whether queries are computed from a latent vector, as keys and values are."""
+        """True if queries are computed from a latent vector, as keys and values are."""
         return self.q_lora_rank is not None
 
     @property
     def has_plain_query(self) -> bool:
-        """Whether queries are computed from the hidden state directly."""
+        """True if queries are computed from the hidden state directly."""
         return not self.has_query_latent
 
     @property
     def has_query_latent_bias(self) -> bool:
-        """Whether the projection to the query's latent vector has a bias."""
+        """True if the projection to the query's latent vector has a bias."""
         return self.has_query_latent and self.attention_bias
 
     @property

@@ -19,7 +19,7 @@ from tpuconv.models.deepseek_v3.family import Config
 from tpuconv.sharding import ACTIVATIONS, Rules
 
 LATENT_EPS = 1e-6
-"""Epsilon of the norms of latent vectors. config.json has that of the other norms only."""
+"""Epsilon of the norms of latent vectors. config.json has only the epsilon of the other norms."""
 
 
 @jax.tree_util.register_dataclass
@@ -168,8 +168,8 @@ class Attention(nnx.Module):
         return self.v_b.product("BTNC,CNH->BTNH", placed(y_BTNC, "B T N C"))
 
     def _weights(self, scores_BNTS: jax.Array, q_BTNR: jax.Array, kv: Latent, visible_BTS: jax.Array) -> jax.Array:
-        """The attention weights [B, N, T, S], multiplied by the scales of the latent vectors. `scores_BNTS` are the
-        scores without rotary position."""
+        """Returns the attention weights [B, N, T, S], multiplied by the scales of the latent vectors. `scores_BNTS` are
+        the scores without rotary position."""
         k_BSR = to_compute_dtype(kv.k_BSR, q_BTNR.dtype)
         rotary_BNTS = jnp.einsum("BTNR,BSR->BNTS", q_BTNR, k_BSR, preferred_element_type=jnp.float32)
         scores_BNTS = _scaled(scores_BNTS, kv.c_scale_BS) + _scaled(rotary_BNTS, kv.k_scale_BS)

@@ -26,9 +26,9 @@ INDEXER_EPS = 1e-6
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class IndexedLatent:
-    """The cache of a layer: that of DeepSeek V3, and for each token the key of the indexer. An int8 cache has scales
-    and the indexer's keys in the model's dtype: rounded ones would select other tokens. `axes` are the letters of each
-    array."""
+    """The cache of a layer: the cache of DeepSeek V3, and for each token the key of the indexer. An int8 cache has
+    scales and the indexer's keys in the model's dtype: rounded ones would select other tokens. `axes` are the letters
+    of each array."""
 
     axes: ClassVar[tuple[str, ...]] = ("B S C", "B S R", "B S x", "B S", "B S")
 

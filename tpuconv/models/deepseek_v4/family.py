@@ -78,7 +78,7 @@ class Config(OneWindow, DecoderConfig):
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """As `DecoderConfig.read_ropes`, with those of layers that compress keys."""
+        """As `DecoderConfig.read_ropes`, with the positions of layers that compress keys."""
         nested = raw.get("rope_parameters") or {}
         flat = raw.get("rope_scaling") or {k: v for k, v in nested.items() if k not in ("main", "compress")}
         main, compress = (nested.get(kind) for kind in ("main", "compress"))

@@ -26,8 +26,9 @@ from tpuconv.models.deepseek_v4.family import HASHED, HEAVY, SLIDING, SPARSE_SER
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Compressed:
-    """What a compressor keeps: its entries, and of the last tokens what the next ones are made of. `axes` are the
-    letters of each array: H is the width of an entry, S counts entries, P the last tokens of each series."""
+    """The state of a compressor: its entries, and the values of the last tokens from which the next entries are made.
+    `axes` are the letters of each array: H is the width of an entry, S counts entries, P the last tokens of each
+    series."""
 
     axes: ClassVar[tuple[str, ...]] = ("B S H", "B P X H", "B P X H")
 
@@ -102,7 +103,7 @@ def turned(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array
 
 class Series(nnx.Module):
     """Vectors of tokens that entries are weighted sums of, and the logits of their weights. `bias` is added by a
-    token's place among those of an entry."""
+    token's place among the tokens of an entry."""
 
     def __init__(self, width: str, tokens: str, sizes: Any, *, dtype: DTypeLike, keys: Keys):
         self.kv = Einsum(f"BTD,D{width}->BT{width}", sizes, dtype=dtype, keys=keys)

@@ -25,7 +25,7 @@ from tpuconv.models.registry import family
 @dataclass(frozen=True)
 class Config(SparseConfig, PatternConfig):
     """The keys of config.json. Without `layer_types` the layers from `max_window_layers` on have the window, if there
-    is one. transformers has no numbers of experts for a file without; these are those of the released model."""
+    is one. transformers has no numbers of experts for a file without them; these come from the released model."""
 
     model_type: ClassVar[str] = "dots1"
     only: ClassVar = {

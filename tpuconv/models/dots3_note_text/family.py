@@ -16,10 +16,10 @@ from tpuconv.models.deepseek_v32.family import INDEXER
 from tpuconv.models.registry import family
 
 DOTS3_FULL, DOTS3_INDEXED, DOTS3_SLIDING = "full_attention", "indexed_attention", "sliding_attention"
-"""The `layer_types` of layers that attend to all tokens, to selected ones, and to those of a window."""
+"""The `layer_types` of layers that attend to all tokens, to selected tokens, and to the tokens of a window."""
 
 DOTS3_ROPE, DOTS3_LOCAL_ROPE = Rope(theta=80_000_000.0), Rope(theta=50_000.0)
-"""The rotary positions of a config.json without any, and those of layers with a window."""
+"""The rotary positions of a config.json without any, and the positions of layers with a window."""
 
 SWA_SIZES = {
     "num_attention_heads": "N",

@@ -62,7 +62,7 @@ class Config(dense.Config):
 
     @property
     def has_shared_experts(self) -> bool:
-        """Whether there are shared experts, which are stored as one MLP."""
+        """True if there are shared experts, which are stored as one MLP."""
         return bool(self.moe_num_shared_experts)
 
 

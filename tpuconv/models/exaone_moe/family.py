@@ -25,7 +25,7 @@ from tpuconv.models.registry import family
 
 @dataclass(frozen=True)
 class Config(SparseConfig, exaone4.Config):
-    """The keys of config.json. Windows and rotary positions are those of EXAONE 4."""
+    """The keys of config.json. Windows and rotary positions are the same as in EXAONE 4."""
 
     model_type: ClassVar[str] = "exaone_moe"
     least: ClassVar = {"first_k_dense_replace": 0, "sliding_window_pattern": 0}

@@ -14,7 +14,7 @@ from tpuconv.models.registry import family
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """The keys of config.json. `new_decoder_architecture` is that of Falcon 40B and later: attention and MLP side by
+    """The keys of config.json. `new_decoder_architecture` is set in Falcon 40B and later: attention and MLP side by
     side, and groups of heads. Without it `multi_query` says that all heads share one key and one value, whatever
     `num_kv_heads` is. With `alibi` attention is biased by distance, and there are no rotary positions."""
 
@@ -68,17 +68,17 @@ class Config(DecoderConfig):
 
     @property
     def one_norm(self) -> bool:
-        """Whether attention and MLP have the same norm."""
+        """True if attention and MLP have the same norm."""
         return self.use_parallel_residual and not self.two_norms
 
     @property
     def two_norms(self) -> bool:
-        """Whether attention and MLP are side by side, each after a norm of its own."""
+        """True if attention and MLP are parallel, each after a norm of its own."""
         return self.new_decoder_architecture and self.num_ln_in_parallel_attn != 1
 
     @property
     def sequential(self) -> bool:
-        """Whether the MLP follows attention."""
+        """True if the MLP follows attention."""
         return not self.use_parallel_residual
 
 

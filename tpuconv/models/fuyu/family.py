@@ -8,12 +8,12 @@ from tpuconv.models.persimmon import family as persimmon
 from tpuconv.models.registry import family
 
 OF_PATCHES = frozenset({"patch_size", "num_channels"})
-"""Keys of what brings images."""
+"""Keys of the image projector."""
 
 
 @dataclass(frozen=True)
 class Config(WrapperConfig, persimmon.Config):
-    """The keys of `text_config`, which releases have beside those of images."""
+    """The keys of `text_config`, which releases have beside the keys of images."""
 
     model_type: ClassVar[str] = "fuyu"
     flat: ClassVar[bool] = True

@@ -1,1 +1,1 @@
-"""Gemma 3n with what sees and hears, of which the text model is converted."""
+"""Gemma 3n with vision and audio towers; only the text model is converted."""

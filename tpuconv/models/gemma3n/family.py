@@ -1,4 +1,4 @@
-"""Gemma 3n with what sees and hears: the text model's config and mapping table."""
+"""Gemma 3n with vision and audio towers: the text model's config and mapping table."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -62,7 +62,7 @@ class AltUp(nnx.Module):
         self.output_scale = nnx.Param(jnp.ones(sizes["D"], dtype))
 
     def _weights(self, x_BTD: jax.Array) -> jax.Array:
-        """The weights [B, T, k] of the matrices."""
+        """Returns the weights [B, T, k] of the matrices."""
         weights_BTk: jax.Array = self.router(self.router_norm(x_BTD) * x_BTD.shape[-1] ** -1.0)
         return jnp.tanh(weights_BTk.astype(jnp.float32)).astype(x_BTD.dtype)
 

@@ -1,1 +1,1 @@
-"""Gemma 4 with what sees and hears, of which the text model is converted."""
+"""Gemma 4 with vision and audio towers; only the text model is converted."""

@@ -1,4 +1,4 @@
-"""Gemma 4 with what sees and hears: the text model's config and mapping table."""
+"""Gemma 4 with vision and audio towers: the text model's config and mapping table."""
 
 from dataclasses import dataclass
 from typing import ClassVar

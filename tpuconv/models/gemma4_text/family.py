@@ -123,8 +123,8 @@ class Config(SharedKeysConfig):
 
 
 def _sizes_of_full_attention(raw: Mapping[str, Any], head_dim: int | None) -> dict[str, Any]:
-    """The `global_head_dim` and the `num_global_key_value_heads` that `per_layer_config` has. A size that it leaves out
-    is that of all layers, as transformers writes it: of equal sizes nothing is left.
+    """Returns the `global_head_dim` and the `num_global_key_value_heads` that `per_layer_config` has. A size that it
+    leaves out is that of all layers, as transformers writes it: of equal sizes nothing is left.
 
     Raises:
         ConfigError: it does not say the same for all layers that it names.

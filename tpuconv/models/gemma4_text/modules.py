@@ -138,8 +138,8 @@ class LayerEmbed(nnx.Module):
 
 
 class LayerInputs(nnx.Module):
-    """What each layer reads besides the hidden states: the token's embedding for the layer, and a projection of the
-    first layer's input."""
+    """Returns the inputs of each layer besides the hidden states: the token's embedding for the layer, and a projection
+    of the first layer's input."""
 
     def __init__(self, config: SharedKeysConfig, *, dtype: DTypeLike, keys: Keys):
         self.config = config

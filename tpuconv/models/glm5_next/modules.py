@@ -27,8 +27,8 @@ from tpuconv.models.hy_v4 import modules as hy_v4
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PoolKeys:
-    """What an indexer keeps of each token: its key, and the logits of its weight in the key of its pool. In the model's
-    dtype, as `IndexKeys`. `axes` are the letters of each array."""
+    """The state of an indexer for each token: its key, and the logits of its weight in the key of its pool. In the
+    model's dtype, as `IndexKeys`. `axes` are the letters of each array."""
 
     axes: ClassVar[tuple[str, ...]] = ("B S x", "B S x")
 
@@ -43,7 +43,7 @@ class PoolKeys:
 
 class PoolIndexer(nnx.Module):
     """Selects for each token the pools of `index_kpool` tokens with the highest scores, `index_topk` tokens in all, and
-    its own pool while that is incomplete. A pool's key is the weighted sum of those of its tokens, with weights for
+    its own pool while that is incomplete. A pool's key is the weighted sum of the keys of its tokens, with weights for
     each element; its score is as in DeepSeek V3.2 (arXiv:2512.02556, section 2.1). Scores are computed in float32: a
     small error may select another pool."""
 

@@ -88,7 +88,7 @@ class Config(ChosenExperts, DecoderConfig):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the experts are stored as (in, out), the orientation of the product."""
+        """True if the experts are stored as (in, out), the orientation of the product."""
         return not self.is_mxfp4
 
 

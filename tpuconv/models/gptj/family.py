@@ -66,7 +66,7 @@ UNFUSED_ROWS = (
     Map("mlp.fc_out.weight", "mlp.down.kernel", "D F -> F D"),
     Map("mlp.fc_out.bias", "mlp.down.bias", "D"),
 )
-"""The rows of a layer besides those of queries, keys and values, which CodeGen has in one matrix."""
+"""The rows of a layer besides queries, keys and values, which CodeGen has in one matrix."""
 HEAD_ROWS = (Map("lm_head.bias", "lm_head.bias", "V", when="has_head_bias"),)
 
 TABLE = gpt_table(

@@ -13,7 +13,7 @@ from tpuconv.models.registry import family
 
 @dataclass(frozen=True)
 class GraniteWindows(granite.Config, PatternConfig):
-    """Granite's keys and those of its windows. Without `layer_types` the first layer of every four sees all tokens.
+    """Granite's keys and the keys of its windows. Without `layer_types` the first layer of every four sees all tokens.
     `layer_rope_theta` has the base of each layer's rotary positions, 0 for a layer without."""
 
     sliding_window: int | None = 128

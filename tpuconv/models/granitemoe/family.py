@@ -28,7 +28,7 @@ class Config(ChosenExperts, granite.Config):
 
     @property
     def has_shared_expert(self) -> bool:
-        """Whether all tokens pass an MLP beside the experts."""
+        """True if all tokens pass an MLP beside the experts."""
         return False
 
 

@@ -15,8 +15,8 @@ from tpuconv.models.registry import family
 
 @dataclass(frozen=True)
 class Config(granite.Config, MambaConfig):
-    """The keys of config.json. `intermediate_size` is the width of one expert, `shared_intermediate_size` that of the
-    MLP which all tokens pass. There may be no experts, and no layers with Mamba-2."""
+    """The keys of config.json. `intermediate_size` is the width of one expert, `shared_intermediate_size` the width of
+    the MLP which all tokens pass. There may be no experts, and no layers with Mamba-2."""
 
     model_type: ClassVar[str] = "granitemoehybrid"
     only: ClassVar = {"mlp_bias": (False,)}
@@ -63,17 +63,17 @@ class Config(granite.Config, MambaConfig):
 
     @property
     def has_experts(self) -> bool:
-        """Whether layers have experts, besides the MLP that all tokens pass."""
+        """True if layers have experts, besides the MLP that all tokens pass."""
         return self.num_local_experts > 0
 
     @property
     def has_shared_expert(self) -> bool:
-        """Whether all tokens pass an MLP beside experts."""
+        """True if all tokens pass an MLP beside experts."""
         return self.has_experts
 
     @property
     def is_dense(self) -> bool:
-        """Whether there are no experts."""
+        """True if there are no experts."""
         return not self.has_experts
 
 

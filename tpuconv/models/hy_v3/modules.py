@@ -1,4 +1,4 @@
-"""Hy3: the layers of dots.llm1, which are those of DeepSeek V3 (arXiv:2412.19437) but for their attention."""
+"""Hy3: the layers of dots.llm1, which equal DeepSeek V3 (arXiv:2412.19437) except for their attention."""
 
 from tpuconv.models.common import mtp
 from tpuconv.models.dots1 import modules as dots1

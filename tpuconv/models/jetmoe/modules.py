@@ -16,7 +16,7 @@ from tpuconv.models.common.placement import placed
 from tpuconv.models.jetmoe.family import Config
 
 EPS_IN_LAYERS = 1e-6
-"""That of the norms in layers, whatever config.json says."""
+"""The epsilon of the norms in layers, whatever config.json says."""
 
 
 class Router(Einsum):
@@ -35,8 +35,9 @@ class Router(Einsum):
 
 class Attention(nnx.Module):
     """Attention of experts, x [B, T, D] to [B, T, D]: each has a query head for each key head, and an output matrix;
-    the keys and values are those of all. Also returns the keys and values of all tokens so far. The queries of all
-    experts are computed, and those of the token's own attend: experts are few, and products of matrices are fast."""
+    the keys and values are shared by all experts. Also returns the keys and values of all tokens so far. The queries of
+    all experts are computed, and those of the token's own attend: experts are few, and products of matrices are
+    fast."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes = config.axes

@@ -24,7 +24,7 @@ FEW_ROWS = 512
 """The most rows for which the Pallas kernel is used. With more rows all matrices are needed, and XLA's kernel, which
 has larger blocks, is faster."""
 TILE_ROWS = 128
-"""Rows of a block: those of the matrix unit, for which fewer take as long."""
+"""Rows of a block: the rows of the matrix unit, for which fewer take as long."""
 SLAB = 1024
 """The length of the contracted axis in one product within the kernel. So many rows of a matrix are converted at
 once."""
@@ -91,8 +91,8 @@ def _signature(x: jax.Array | None) -> Signature | None:
 
 @cache
 def _is_correct(x: Signature, kernel: Signature, scale: Signature | None, groups: int) -> bool:
-    """Whether the Pallas kernel's result equals that of XLA's kernel on the first device; warns if not. Runs in another
-    thread, since the caller may be tracing a model or have set a mesh, which apply to its own thread only."""
+    """Returns True if the result of the Pallas kernel equals XLA's kernel on the first device; warns if not. Runs in
+    another thread, since the caller may be tracing a model or have set a mesh, which apply to its own thread only."""
     with ThreadPoolExecutor(1) as thread:
         problem = thread.submit(difference, x, kernel, scale, groups, few_rows).result()
     if problem is not None:
@@ -255,7 +255,7 @@ def _tile_matmul(x: Any, kernel: Any, scale: jax.Array | None) -> jax.Array:
 
 
 def _slabs(D: int, deep: int) -> list[slice]:
-    """The rows of a matrix for each product: a part of one block, or complete blocks of depth `deep`."""
+    """Returns the rows of a matrix for each product: a part of one block, or complete blocks of depth `deep`."""
     step = deep if deep >= DEPTH else SLAB // deep * deep
     ends = [(start, min(start + step, D)) for start in range(0, D, step)]
     return [slice(d, min(d + SLAB, end)) for start, end in ends for d in range(start, end, SLAB)]
@@ -305,6 +305,6 @@ def tile_width(x: jax.Array, kernel: jax.Array, scale: jax.Array | None = None) 
 
 
 def _bytes_per_element(x: jax.Array) -> float:
-    """The bytes of an element, which may be a fraction."""
+    """Returns the bytes of an element, which may be a fraction."""
     bits: int = jax.dtypes.itemsize_bits(x.dtype)
     return bits / 8

@@ -103,7 +103,7 @@ class Config(deepseek_v3.Config, StateConfig):
 
 
 def _is_numbers(value: Any) -> TypeGuard[list[int]]:
-    """Whether it is a list of the numbers of layers."""
+    """Returns True if the value is a list of the numbers of layers."""
     return isinstance(value, list) and all(type(number) is int for number in value)
 
 

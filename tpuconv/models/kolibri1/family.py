@@ -42,7 +42,7 @@ class Config(ChosenExperts, PatternConfig):
 
     @property
     def has_shared_experts(self) -> bool:
-        """Whether there is an expert that every token uses."""
+        """True if there is an expert that every token uses."""
         return True
 
     @property

@@ -100,12 +100,12 @@ class Config(SparseConfig, TwoPartialRopesConfig):
 
     @property
     def gates_heads(self) -> bool:
-        """Whether the output of attention has one gate for each head."""
+        """True if the output of attention has one gate for each head."""
         return self.gating != "per-element"
 
     @property
     def gates_elements(self) -> bool:
-        """Whether the output of attention has a gate for each of its elements."""
+        """True if the output of attention has a gate for each of its elements."""
         return not self.gates_heads
 
 

@@ -76,7 +76,7 @@ class Config(DecoderConfig):
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the experts of a layer are stacked in one tensor."""
+        """True if the experts of a layer are stacked in one tensor."""
         return not self.is_one_by_one
 
     def contradictions(self) -> Iterator[str]:

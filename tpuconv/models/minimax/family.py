@@ -17,7 +17,7 @@ from tpuconv.models.registry import family
 MINIMAX_RELEASES = {"MiniMaxText01ForCausalLM": "minimax_text_01", "MiniMaxM1ForCausalLM": "minimax_m1"}
 """The architectures of the releases, and their `model_type`."""
 DECAY_BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
-"""What transformers stores of lightning attention beside the weights."""
+"""The tensors of lightning attention that transformers stores beside the weights."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Config(minimax_m2.Config, StateConfig):
     mlp_alpha_factor: float = 1.0
     mlp_beta_factor: float = 1.0
     block_size: int = 256
-    """Of how many tokens transformers computes lightning attention at once: without effect."""
+    """The number of tokens for which transformers computes lightning attention at once: without effect."""
 
     @classmethod
     def of_type(cls, model_type: str | None) -> type[DecoderConfig]:

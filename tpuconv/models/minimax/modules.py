@@ -17,7 +17,7 @@ from tpuconv.models.minimax.family import Config
 from tpuconv.models.mixtral.modules import MoE
 
 LIGHTNING_EPS = 1e-6
-"""Epsilon of the norm of lightning attention. config.json has that of the other norms only."""
+"""Epsilon of the norm of lightning attention. config.json has only the epsilon of the other norms."""
 
 
 @jax.tree_util.register_dataclass

@@ -36,7 +36,7 @@ INDEX_KEYS = {
     "index_topk_blocks": "sparse_topk_blocks",
     "index_local_blocks": "sparse_local_block",
 }
-"""Keys, and those of `sparse_attention_config` that releases have for them."""
+"""Keys, and the keys of `sparse_attention_config` that releases have for them."""
 
 SPARSE_ONLY = {"use_sparse_attention": True, "sparse_score_type": "max", "sparse_init_block": 0}
 """Keys of `sparse_attention_config` that have one value."""
@@ -159,7 +159,7 @@ class Config(MixedMLPs, ChosenExperts, PartialRopeConfig):
 
 
 def _sparse_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `sparse_attention_config`, empty without."""
+    """Returns the `sparse_attention_config`, empty without."""
     given = raw.get("sparse_attention_config") or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"config.json: sparse_attention_config={short(given)} is not an object")

@@ -61,7 +61,7 @@ class MaxBlockIndexer(nnx.Module):
         is_later_BT1S = jnp.arange(S) > step.pos_BT[..., None, None]
         scores_BTnS = jnp.where(is_later_BT1S, -jnp.inf, scores_BTnS)
         scores_BTnS = jnp.pad(scores_BTnS, ((0, 0),) * 3 + ((0, number * self.size - S),), constant_values=-jnp.inf)
-        # From here on the last axis is that of blocks.
+        # From here on the last axis is the axis of blocks.
         scores = scores_BTnS.reshape(*scores_BTnS.shape[:3], number, self.size).max(-1)
         distance = step.pos_BT[..., None, None] // self.size - jnp.arange(number)
         scores = jnp.where((distance >= 0) & (distance < self.local), jnp.inf, scores)

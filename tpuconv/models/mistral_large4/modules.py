@@ -23,7 +23,7 @@ from tpuconv.models.mistral_large4.family import Config
 
 
 class Given(NamedTuple):
-    """What a layer reads besides the hidden states.
+    """The inputs of a layer besides the hidden states.
 
     Attributes:
         factors_BTX: the factors of the rotary frequencies, the same for all tokens.

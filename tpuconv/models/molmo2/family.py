@@ -52,17 +52,17 @@ class Config(WrapperConfig, DecoderConfig):
 
     @property
     def norm_before(self) -> bool:
-        """Whether norms precede attention and MLP."""
+        """True if norms precede attention and MLP."""
         return not self.norm_after
 
     @property
     def norms_all_heads(self) -> bool:
-        """Whether queries and keys are normalized all heads together."""
+        """True if queries and keys are normalized over all heads together."""
         return self.qk_norm_type == "olmo"
 
     @property
     def norms_each_head(self) -> bool:
-        """Whether queries and keys are normalized each head separately."""
+        """True if queries and keys are normalized for each head separately."""
         return not self.norms_all_heads
 
 

@@ -15,7 +15,7 @@ from tpuconv.models.molmo2.family import Config
 
 
 class WiderEmbed(layers.Embed):
-    """The embedding matrix, and that of the tokens after the vocabulary, for which the head has no rows."""
+    """The embedding matrix, and the matrix of the tokens after the vocabulary, for which the head has no rows."""
 
     def __init__(self, sizes: Mapping[str, int], *, dtype: DTypeLike, keys: Keys):
         super().__init__(sizes, dtype=dtype, keys=keys)

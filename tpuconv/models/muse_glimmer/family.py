@@ -77,7 +77,7 @@ class Config(WrapperConfig, PatternConfig):
 
     @property
     def with_rope(self) -> tuple[bool, ...]:
-        """Whether each layer has rotary positions."""
+        """For each layer, True if it has rotary positions."""
         if self.layer_rope_theta is not None:
             return tuple(map(bool, self.layer_rope_theta))
         return tuple(not is_full for is_full in self._full_by_default)

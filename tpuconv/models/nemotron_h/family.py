@@ -109,7 +109,7 @@ class Config(GroupedExperts, MambaConfig):
 
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """As `MambaConfig.in_our_keys`. The kinds of layers are those of `layers_block_type`, or else of
+        """As `MambaConfig.in_our_keys`. The kinds of layers come from `layers_block_type`, or else of
         `hybrid_override_pattern`."""
         out = super().in_our_keys(raw)
         for key, kinds_key in PATTERN_KEYS.items():
@@ -161,23 +161,23 @@ class Config(GroupedExperts, MambaConfig):
 
     @property
     def has_latent(self) -> bool:
-        """Whether experts read a vector that is narrower than the model."""
+        """True if experts read a vector that is narrower than the model."""
         return self.moe_latent_size is not None
 
     @property
     def has_latent_bias(self) -> bool:
-        """Whether the projections to and from that vector have biases."""
+        """True if the projections to and from this vector have biases."""
         return self.has_latent and self.mlp_bias
 
     @property
     def has_mtp(self) -> bool:
-        """Whether there are layers for multi-token prediction, of the kinds that are known."""
+        """True if there are layers for multi-token prediction, of the known kinds."""
         kinds = [OLDER_KINDS.get(kind, kind) for kind in self.mtp_layers_block_type or MTP_KINDS]
         return self.num_nextn_predict_layers == 1 and tuple(kinds) == MTP_KINDS
 
     @property
     def is_full_width(self) -> bool:
-        """Whether experts read hidden states."""
+        """True if experts read hidden states."""
         return not self.has_latent
 
 

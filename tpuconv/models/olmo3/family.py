@@ -43,8 +43,8 @@ class Config(PatternConfig):
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """As `DecoderConfig.read_ropes`. `rope_scaling` and `rope_theta` of older files are those of the layers that
-        see all tokens. transformers has the default theta for the others, so that another one is refused."""
+        """As `DecoderConfig.read_ropes`. `rope_scaling` and `rope_theta` of older files apply to the layers that see
+        all tokens. transformers has the default theta for the others, so that another one is refused."""
         theta = raw.get("rope_theta")
         full = rope_of_layers(
             raw, "full_attention", OLMO3_ROPE.theta if theta is None else theta, raw.get("rope_scaling")

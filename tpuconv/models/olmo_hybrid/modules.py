@@ -13,7 +13,7 @@ from tpuconv.models.olmo2.modules import Attention
 from tpuconv.models.olmo_hybrid.family import Config
 
 DELTA_EPS = 1e-5
-"""Epsilon of the norm after linear attention. config.json has that of other norms only."""
+"""Epsilon of the norm after linear attention. config.json has only the epsilon of other norms."""
 
 
 class Delta(DeltaNet):

@@ -19,7 +19,7 @@ LONGROPE = ("longrope", "su", "yarn")
 
 @dataclass(frozen=True)
 class Config(OneWindow, PartialRopeConfig):
-    """The keys of config.json. The sliding window, if any, is that of all layers."""
+    """The keys of config.json. The sliding window, if any, applies to all layers."""
 
     model_type: ClassVar[str] = "phi3"
 

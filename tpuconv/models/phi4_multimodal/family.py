@@ -7,13 +7,13 @@ from tpuconv.models.common.wrapper import WrapperConfig, inside
 from tpuconv.models.phi3 import family as phi3
 from tpuconv.models.registry import family
 
-BRINGS_BOTH = "brings images and sound to the text model, which alone is converted"
+BRINGS_BOTH = "image and audio projector: the text model alone is converted"
 ADAPTS = "an adapter for images or sound, without effect on text alone"
 
 
 @dataclass(frozen=True)
 class Config(WrapperConfig, phi3.Config):
-    """The keys of config.json, those of what sees and hears beside those of the text model."""
+    """The keys of config.json: the keys of vision and audio modules beside the keys of the text model."""
 
     model_type: ClassVar[str] = "phi4_multimodal"
     flat: ClassVar[bool] = True

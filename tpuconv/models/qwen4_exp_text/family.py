@@ -14,7 +14,7 @@ from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH, OUTSIDE_TEXT
 from tpuconv.models.registry import family
 
 INDEXED_KINDS = ("indexed_attention", "qwen_sparse_attention")
-"""What transformers calls the `layer_types` that the releases call "full_attention"."""
+"""The name that transformers has for the `layer_types` that releases call "full_attention"."""
 
 MOST_HASHES = 1 << 12
 """The largest number of hashes of n-grams in all layers together: each needs a prime number of its own."""
@@ -209,7 +209,7 @@ MIXER_ROWS = (
     Map("input_mix_weight_down.weight", "down.kernel", "d (e D) -> e D d"),
     Map("input_mix_weight_up.weight", "up.kernel", "(e D) d -> d e D"),
 )
-"""What is read of the residual streams."""
+"""The rows of the values that are read from the residual streams."""
 
 STREAM_ROWS = (*MIXER_ROWS, Map("block_inject_weight.weight", "inject.kernel", "u (e D) -> e D u"))
 

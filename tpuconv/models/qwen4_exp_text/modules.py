@@ -49,7 +49,8 @@ class Mixer(nnx.Module):
 
 
 class GatedResiduals(Mixer):
-    """What a part of a layer reads of the residual streams, as `Mixer`, and how much it writes to each."""
+    """Computes the input of a part of a layer from the residual streams, as `Mixer`, and the weights of its output for
+    each stream."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
@@ -68,9 +69,9 @@ def written(x_BTD: jax.Array, y_BTD: jax.Array, weights_BTe: jax.Array) -> jax.A
 
 class MeanBlockIndexer(nnx.Module):
     """Selects for each token the blocks of `indexer_compress_ratio` tokens with the highest scores, `indexer_budget`
-    tokens in all, and its own block while that is incomplete. A block's key is the mean of those of its tokens, at the
-    position of the first one; its score is the sum over the heads of the products of queries and key, negative ones as
-    0. Scores are computed in float32: a small error may select another block."""
+    tokens in all, and its own block while that is incomplete. A block's key is the mean of the keys of its tokens, at
+    the position of the first one; its score is the sum over the heads of the products of queries and key, negative ones
+    as 0. Scores are computed in float32: a small error may select another block."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes, self.config = config.axes, config
@@ -99,7 +100,7 @@ class MeanBlockIndexer(nnx.Module):
         return tokens_of_best_blocks(scores_BTP, chosen, rate, step, visible_BTS)
 
     def block_keys(self, k_BSx: jax.Array, step: Step, blocks: int, rate: int) -> jax.Array:
-        """Returns the keys [B, P, x] of the blocks, made of those of all tokens in the order of their positions."""
+        """Returns the keys [B, P, x] of the blocks, made of the keys of all tokens in the order of their positions."""
         k_BPcx = in_blocks(k_BSx, step, blocks, rate)
         k_BPx = self.k_norm(k_BPcx.astype(jnp.float32).mean(axis=2).astype(k_BSx.dtype))
         first_1P = jnp.arange(0, blocks * rate, rate)[None]

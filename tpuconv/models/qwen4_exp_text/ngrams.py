@@ -1,4 +1,4 @@
-"""Embeddings of n-grams: each token gets those of the n-grams that end with it, which hashes number."""
+"""Embeddings of n-grams: each token gets the embeddings of the n-grams that end with it, which hashes number."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -68,7 +68,7 @@ def ngram_numbers(ids_BS: jax.Array, numbering: NGramHash, end: int) -> jax.Arra
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NGramState(LayerState):
-    """What a layer keeps for n-grams: the last tokens, and the last inputs of the convolution in float32."""
+    """The state of a layer for n-grams: the last tokens, and the last inputs of the convolution in float32."""
 
     axes: ClassVar[tuple[str, ...]] = ("B P", "B P e D")
 
@@ -95,7 +95,7 @@ class StreamNorm(CenteredRMSNorm):
 
 
 class DilatedConvolution(nnx.Module):
-    """A causal convolution of each channel along the tokens. Its taps are `step` tokens apart; the last one is that of
+    """A causal convolution of each channel along the tokens. Its taps are `step` tokens apart; the last one belongs to
     the current token."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
@@ -113,9 +113,9 @@ class DilatedConvolution(nnx.Module):
 
 
 class NGrams(nnx.Module):
-    """What embeddings of n-grams add to the residual streams, x [B, T, (e D)] to [B, T, (e D)]: a value, which each
-    stream weights by its product with a key, and a convolution of the weighted values. Also returns the state after
-    these tokens."""
+    """Returns the values that embeddings of n-grams add to the residual streams, x [B, T, (e D)] to [B, T, (e D)]: a
+    value, which each stream weights by its product with a key, and a convolution of the weighted values. Also returns
+    the state after these tokens."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         sizes, self.config, self.numbering = config.axes, config, config.ngram_hash(layer)

@@ -51,7 +51,7 @@ class Config(PatternConfig):
 
     @property
     def with_rope(self) -> tuple[bool, ...]:
-        """Whether each layer has rotary positions."""
+        """For each layer, True if it has rotary positions."""
         if self.no_rope_layers is not None:
             return tuple(map(bool, self.no_rope_layers))
         return tuple(i % self.no_rope_layer_interval != 0 for i in range(1, self.num_hidden_layers + 1))

@@ -1,4 +1,4 @@
-"""Solar Open: experts as those of DeepSeek V3 (arXiv:2412.19437) in all layers."""
+"""Solar Open: experts as in DeepSeek V3 (arXiv:2412.19437) in all layers."""
 
 from jax.typing import DTypeLike
 

@@ -36,7 +36,7 @@ class Config(PartialRopeConfig):
 
     @property
     def has_two_norms(self) -> bool:
-        """Whether the MLP of a layer has a norm of its own."""
+        """True if the MLP of a layer has a norm of its own."""
         return not self.use_parallel_residual
 
 

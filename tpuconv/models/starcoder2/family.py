@@ -23,7 +23,7 @@ from tpuconv.models.registry import family
 
 @dataclass(frozen=True)
 class Config(OneWindow, DecoderConfig):
-    """The keys of config.json. The sliding window, if any, is that of all layers."""
+    """The keys of config.json. The sliding window, if any, applies to all layers."""
 
     model_type: ClassVar[str] = "starcoder2"
     only: ClassVar = {"hidden_act": ("gelu_pytorch_tanh",)}

@@ -186,7 +186,7 @@ LAYER_LISTS = ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits
 
 
 def _numbers(given: Any) -> set[int]:
-    """The numbers of layers that `moe_layers_enum` lists: in a list, or in a string between commas."""
+    """Returns the numbers of layers that `moe_layers_enum` lists: in a list, or in a string between commas."""
     parts = [part for part in given.split(",") if part.strip()] if isinstance(given, str) else given
     try:
         return set(map(int, parts))
@@ -217,7 +217,7 @@ def _ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_layers(key: str, given: Any, kinds: Any, kind: str) -> Any:
-    """The value that a key has for all layers of a type: itself, or its entries for these layers."""
+    """Returns the value that a key has for all layers of a type: itself, or its entries for these layers."""
     if not isinstance(given, list):
         return given
     kinds = kinds if isinstance(kinds, list) else [kind] * len(given)

@@ -42,12 +42,12 @@ class CalibrationData:
     asked: int = 0
 
     def to_json(self) -> dict[str, str | int]:
-        """What the manifest says about it."""
+        """Returns the manifest's description of the text."""
         return {"text": self.text, "samples": self.samples, "length": self.length, "xxh3_128": self.digest}
 
 
 def from_ids(text: str, ids_ST: np.ndarray) -> CalibrationData:
-    """The data of token ids [samples, length]."""
+    """Returns the data of token ids [samples, length]."""
     ids_ST = np.ascontiguousarray(ids_ST, np.int32)
     digest = xxhash.xxh3_128_hexdigest(ids_ST.tobytes())
     samples, length = ids_ST.shape

@@ -2,8 +2,8 @@
 made up for by those that are not rounded yet.
 
 A kernel is a matrix [I, O] here: I inputs, which the product sums over, and O outputs. Its scales are fixed beforehand,
-those of rounding to nearest, so that only the quantized values change; then the order of the inputs is free ("static
-groups"). The Hessian [I, I] of the squared error of the output is X^T X, of the inputs X [tokens, I].
+the scales of rounding to nearest, so that only the quantized values change; then the order of the inputs is free
+("static groups"). The Hessian [I, I] of the squared error of the output is X^T X, of the inputs X [tokens, I].
 """
 
 from dataclasses import dataclass
@@ -40,14 +40,14 @@ class Grid:
 @dataclass(frozen=True)
 class KernelScales:
     """The scales of a kernel [I, O], and its zero points, which are 0 for symmetric ranges: float32 [G, O]. Input i has
-    those of row `row_of_I[i]`: a weight is (value - zero point) * scale."""
+    the scale and zero point of row `row_of_I[i]`: a weight is (value - zero point) * scale."""
 
     scale: np.ndarray
     zero_point: np.ndarray
     row_of_I: np.ndarray
 
     def outputs(self, start: int, stop: int) -> "KernelScales":
-        """Those of some outputs."""
+        """Returns the scales of some outputs."""
         return KernelScales(self.scale[:, start:stop], self.zero_point[:, start:stop], self.row_of_I)
 
     def weights(self, values: np.ndarray) -> np.ndarray:

@@ -67,7 +67,7 @@ class _Columns:
         return self.start + sum(prod(shape[2:]) for shape, _ in self.leaves)
 
     def read(self, states_TW: np.ndarray) -> Any:
-        """The tree."""
+        """Returns the tree."""
         out, start = [], self.start
         for shape, dtype in self.leaves:
             stop = start + prod(shape[2:])
@@ -153,7 +153,7 @@ class LayerRunner:
         return columns
 
     def _arguments(self, layer: int, states_TW: np.ndarray) -> tuple[jax.Array, Any, Any]:
-        """The hidden states, the step and the cache of a layer."""
+        """Returns the hidden states, the step and the cache of a layer."""
         step, kv = self.steps[layer], None
         if self._input_of is not None:
             step = step._replace(input=self._inputs[self._input_of[layer]].read(states_TW))
@@ -162,12 +162,12 @@ class LayerRunner:
         return jnp.asarray(states_TW[:, : self.hidden])[None], step, kv
 
     def layer(self, stage: str) -> int | None:
-        """The number of a stage's layer; None of the head."""
+        """Returns the number of a stage's layer; None of the head."""
         return None if stage == HEAD_STAGE else int(stage.rpartition(".")[2])
 
     def stored_name(self, name: str) -> tuple[str, int | None]:
-        """The parameter of the checkpoint that holds an array of a model of separate layers, and the layer within it,
-        if layers are stacked."""
+        """Returns the parameter of the checkpoint that holds an array of a model of separate layers, and the layer
+        within it, if layers are stacked."""
         top, number, *rest = name.split(".")
         if self.manifest.scan_layers and top == "layers":
             prefix, index = LayerStacks(len(self.windows), self.model.config.period).find(int(number))
@@ -203,7 +203,8 @@ class LayerRunner:
         return {n: jnp.asarray(x if n.endswith(".embedding") else x.astype(dtypes[n])) for n, x in arrays.items()}
 
     def names(self, stage: str) -> dict[str, Any]:
-        """The names of a stage's arrays, with their dtypes in the model; those of the head with the norm before it."""
+        """Returns the names of a stage's arrays, with their dtypes in the model; the names of the head include the norm
+        before it."""
         return _names(self._modules(stage))
 
     def weights(self, stage: str) -> Weights:
@@ -241,7 +242,7 @@ class LayerRunner:
         return out
 
     def seen(self, stage: str) -> set[str]:
-        """The names of the kernels whose inputs `observe` returns. Nothing is computed."""
+        """Returns the names of the kernels whose inputs `observe` returns. Nothing is computed."""
         if stage == HEAD_STAGE:
             return {f"{HEAD_STAGE}.kernel"}
         return {
@@ -249,8 +250,8 @@ class LayerRunner:
         }
 
     def input_bytes(self, stage: str) -> tuple[int, int]:
-        """The bytes of the inputs that `observe` returns of a sample, and those of all their Hessians [I, I]. Nothing
-        is computed."""
+        """Returns the bytes of the inputs that `observe` returns of a sample, and the bytes of all their Hessians [I,
+        I]. Nothing is computed."""
         if stage == HEAD_STAGE:
             return 4 * len(self.steps[0].pos_BT[0]) * self.hidden, 4 * self.hidden**2
         found = self._shapes(stage).values()
@@ -258,7 +259,7 @@ class LayerRunner:
         return sum(4 * rows.size for rows, _ in found), hessians
 
     def _shapes(self, stage: str) -> Mapping[str, tuple[Any, Any]]:
-        """The shapes of what a stage's layer shows; see `_observe`."""
+        """Returns the shapes of what a stage's layer shows; see `_observe`."""
         i = int(stage.rpartition(".")[2])
         graph, state = nnx.split(self.model.layers[i])
         nothing_TW = np.zeros((self.steps[i].pos_BT.shape[1], self.width), np.float32)
@@ -270,7 +271,7 @@ class LayerRunner:
         return shapes
 
     def run(self, stage: str, weights: Weights, x_TD: np.ndarray) -> np.ndarray:
-        """The states [T, W] after a layer."""
+        """Returns the states [T, W] after a layer."""
         i = int(stage.rpartition(".")[2])
         number, state = self._numbered(*_split(self.model.layers[i], stage, weights))
         with jax.default_matmul_precision("highest"):
@@ -284,8 +285,8 @@ class LayerRunner:
         return states_TW
 
     def _numbered(self, graph: Any, state: Any) -> tuple[int, Any]:
-        """The number of a graph, by which a function is compiled once for equal ones, and the state. A graph may have
-        attributes without a hash, and cannot be a static argument then."""
+        """Returns the number of a graph, by which a function is compiled once for equal ones, and the state. A graph
+        may have attributes without a hash, and cannot be a static argument then."""
         if graph not in self._graphs:
             self._graphs.append(graph)
         return self._graphs.index(graph), state
@@ -298,7 +299,7 @@ class LayerRunner:
         return self._read(modules)
 
     def logits(self, weights: Weights, x_TD: np.ndarray) -> np.ndarray:
-        """The logits [T, V] of the states [T, W] after the last layer, by the arrays of `logits_weights`."""
+        """Returns the logits [T, V] of the states [T, W] after the last layer, by the arrays of `logits_weights`."""
         with jax.default_matmul_precision("highest"):
             x_BTD = _filled(self.model.norm, "norm", weights)(jnp.asarray(x_TD[:, : self.hidden])[None])
             if self.model.lm_head is None:
@@ -309,14 +310,14 @@ class LayerRunner:
 
 
 def _split(part: Any, prefix: str, weights: Weights) -> tuple[Any, Any]:
-    """The graph of a module, and its state with these arrays."""
+    """Returns the graph of a module, and its state with these arrays."""
     graph, state = nnx.split(part)
     flat = [(p, v.replace(weights[".".join(map(str, (prefix, *p)))])) for p, v in nnx.to_flat_state(state)]
     return graph, nnx.from_flat_state(flat)
 
 
 def _filled(part: Any, prefix: str, weights: Weights) -> Any:
-    """A module with its arrays."""
+    """Returns a module with its arrays."""
     return nnx.merge(*_split(part, prefix, weights))
 
 

@@ -15,13 +15,13 @@ BASE_BYTES = 900 << 20
 
 
 def hessian_bytes(width: int) -> int:
-    """The bytes of the Hessian of an input with so many elements."""
+    """Returns the bytes of the Hessian of an input with so many elements."""
     return 4 * width * width
 
 
 def widest_input(manifest: Manifest, encoders: Mapping[str, QwixEncoder]) -> int:
-    """The most inputs that a product with one of these parameters of a checkpoint sums over, of one layer; 0 without
-    any."""
+    """Returns the most inputs that a product with one of these parameters of a checkpoint sums over, of one layer; 0
+    without any."""
     return max((_width(manifest, name, encoder) for name, encoder in encoders.items()), default=0)
 
 
@@ -31,15 +31,15 @@ def _width(manifest: Manifest, name: str, encoder: QwixEncoder) -> int:
 
 
 def _shape_of_layer(manifest: Manifest, name: str) -> tuple[int, ...]:
-    """The shape of a parameter, of one layer where layers are stacked."""
+    """Returns the shape of a parameter, of one layer where layers are stacked."""
     shape = manifest.arrays[name].shape
     return shape[1:] if manifest.scan_layers and name.startswith("layers.") else shape
 
 
 def calibration_memory(manifest: Manifest, encoders: Mapping[str, QwixEncoder], heads: int, length: int) -> int:
-    """The private memory in bytes that a calibration needs at most. Of the stage with most: its weights in float32 and
-    their quantized values; the Hessians, and two copies of the largest while it is factorized; a parameter while it is
-    rounded; the activations of one sample.
+    """Returns the private memory in bytes that a calibration needs at most. Of the stage with most: its weights in
+    float32 and their quantized values; the Hessians, and two copies of the largest while it is factorized; a parameter
+    while it is rounded; the activations of one sample.
 
     Args:
         manifest: the checkpoint.

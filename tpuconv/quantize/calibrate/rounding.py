@@ -17,13 +17,13 @@ THREADS = 4
 
 
 class Rounding:
-    """A parameter with its quantized values, at first those of rounding to nearest.
+    """A parameter with its quantized values, at first rounded to nearest.
 
     Args:
-        encoder: of the parameter, or of that of stacked layers.
+        encoder: the encoder of the parameter, or of the parameter of stacked layers.
         values: the parameter, of one layer, in float32.
         summed: the axes that its product sums over.
-        has_experts: whether its first axis is that of experts.
+        has_experts: whether the first axis is the axis of experts.
         is_stacked: whether the encoder's parameter has an axis of layers.
 
     Attributes:
@@ -50,7 +50,7 @@ class Rounding:
 
     @property
     def is_channelwise(self) -> bool:
-        """Whether each output has scales of its own, as GPTQ needs it."""
+        """True if each output has scales of its own, as GPTQ needs it."""
         return all(self.scale.shape[axis] == self.values.shape[axis] for axis in (*self._lead, *self._outputs))
 
     @property
@@ -94,7 +94,7 @@ class Rounding:
         view[...] = qbytes.reshape(view.shape)
 
     def _matrices(self, x: np.ndarray) -> np.ndarray:
-        """A view [E, summed axes, outputs] of an array of the parameter's axes."""
+        """Returns a view [E, summed axes, outputs] of an array of the parameter's axes."""
         ordered = x.transpose(*self._lead, *self.summed, *self._outputs)
         return ordered if self._lead else ordered[None]
 

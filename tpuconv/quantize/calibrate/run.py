@@ -41,7 +41,7 @@ their arrays, with the place of the layer in these."""
 
 
 def layer_entry(number: int) -> str:
-    """The journal's entry for a layer, by the number of its stage."""
+    """Returns the journal's entry for a layer, by the number of its stage."""
     return f"{CALIBRATED}-{number:05d}"
 
 
@@ -70,7 +70,7 @@ class HiddenStates:
                 file.write(np.ascontiguousarray(x_TD, np.float32))
 
     def read(self, sample: int, width: int) -> np.ndarray:
-        """The states [T, W] of a sample."""
+        """Returns the states [T, W] of a sample."""
         count = self.length * width
         values = np.fromfile(self.path, np.float32, count, offset=4 * sample * count)
         return values.reshape(self.length, width)
@@ -139,7 +139,7 @@ class LayerwiseCalibration:
             disk.remove(states.path)
 
     def results(self, journal: Journal) -> dict[str, dict[str, Any]]:
-        """What the manifest says of each parameter: sums over the layers of stacked ones."""
+        """Returns the manifest's facts of each parameter: sums over the layers of stacked parameters."""
         out: dict[str, dict[str, Any]] = {}
         number = 0
         while (done := journal.done(layer_entry(number), LAYER_ENTRY)) is not None:
@@ -164,7 +164,7 @@ class LayerwiseCalibration:
                 yield _scale_name(name), form
 
     def found(self, journal: Journal) -> dict[str, np.ndarray]:
-        """The values of these arrays."""
+        """Returns the values of these arrays."""
         out = {name: np.zeros(form.shape, np.float32) for name, form in self.found_arrays}
         number = 0
         while (done := journal.done(layer_entry(number), LAYER_ENTRY)) is not None:
@@ -174,7 +174,7 @@ class LayerwiseCalibration:
         return out
 
     def _stages(self, runner: LayerRunner) -> list[str]:
-        """The stages up to the last with a quantized parameter."""
+        """Returns the stages up to the last with a quantized parameter."""
         quantized = [
             i
             for i, stage in enumerate(runner.stages)
@@ -232,7 +232,7 @@ class LayerwiseCalibration:
     def _input_scales(
         self, runner: LayerRunner, stage: str, weights: Weights, states: HiddenStates
     ) -> dict[str, dict[str, Any]]:
-        """The static scales of a stage with the quantized weights, by the names of their arrays."""
+        """Returns the static scales of a stage with the quantized weights, by the names of their arrays."""
         wanted = self._static_scales(runner, stage)
         means = {name: MeanScale(scale.qwix_how) for name, scale in wanted.items()}
         for sample in range(self.data.samples) if wanted else ():
@@ -246,7 +246,7 @@ class LayerwiseCalibration:
         }
 
     def _static_scales(self, runner: LayerRunner, stage: str) -> dict[str, InputScale]:
-        """The parameters of a stage whose products have inputs with static scales."""
+        """Returns the parameters of a stage whose products have inputs with static scales."""
         encoders = {name: self._encoder(runner, name) for name in runner.names(stage)}
         scales = {name: encoder.quant.input_scale for name, encoder in encoders.items() if encoder is not None}
         return {name: scale for name, scale in scales.items() if scale is not None}
@@ -299,5 +299,5 @@ class LayerwiseCalibration:
 
 
 def _scale_name(parameter: str) -> str:
-    """The name of the array of the static scale of a parameter's input."""
+    """Returns the name of the array of the static scale of a parameter's input."""
     return parameter.rpartition(".")[0] + INPUT_SCALE

@@ -31,8 +31,8 @@ class StageInput:
 
 
 def stage_inputs(runner: LayerRunner, stage: str, weights: Weights, samples: Samples, count: int) -> list[StageInput]:
-    """The inputs of a stage whose products may be scaled, in one pass over `count` samples. Those of experts are left
-    out, and the head's."""
+    """Returns the inputs of a stage whose products may be scaled, in one pass over `count` samples. The inputs of
+    experts and of the head are left out."""
     if stage == HEAD_STAGE:
         return []
     gathered: list[_Gathered] = []
@@ -52,7 +52,7 @@ def stage_inputs(runner: LayerRunner, stage: str, weights: Weights, samples: Sam
 
 
 class _Gathered:
-    """What is known of an input after some samples."""
+    """The statistics of an input after some samples."""
 
     def __init__(self) -> None:
         self.sums: list[np.ndarray] = []
@@ -69,7 +69,7 @@ class _Gathered:
 
     @property
     def statistics(self) -> smoothing.InputStatistics:
-        """Of all samples."""
+        """The statistics of all samples."""
         return smoothing.InputStatistics(np.mean(self.sums, 0), np.max(self.largest, 0), np.concatenate(self.rows))
 
 
@@ -81,8 +81,8 @@ def rounded_by_scales(
     encoders: Mapping[str, QwixEncoder],
     settings: Calibration,
 ) -> tuple[dict[str, Rounding], dict[str, np.ndarray]]:
-    """The quantized parameters of a stage, by their names in a model of separate layers; and the weights that have
-    other values than before they are rounded, in the dtype that they are stored in.
+    """Returns the quantized parameters of a stage, by their names in a model of separate layers; and the weights that
+    have other values than before they are rounded, in the dtype that they are stored in.
 
     Args:
         runner: of the model.
@@ -142,7 +142,7 @@ def _search(
     encoders: Mapping[str, QwixEncoder],
     settings: Calibration,
 ) -> tuple[np.ndarray | None, list[float], list[float]]:
-    """The scales of the quantized kernels of an input; see `smoothing.search`."""
+    """Returns the scales of the quantized kernels of an input; see `smoothing.search`."""
     names, width = list(kernels), statistics.rows.shape[1]
     stored = [runner.stored_name(name)[0] for name in names]
 

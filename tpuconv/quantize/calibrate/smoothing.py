@@ -29,7 +29,7 @@ PRODUCERS = (("up.kernel", "down.kernel"), ("v.kernel", "o.kernel"), ("v_b.kerne
 
 @dataclass(frozen=True)
 class InputStatistics:
-    """What is known of an input [tokens, I]: mean and largest absolute value of each element, and some rows."""
+    """The statistics of an input [tokens, I]: mean and largest absolute value of each element, and some rows."""
 
     mean_I: np.ndarray
     largest_I: np.ndarray
@@ -119,7 +119,7 @@ def _kernel_fold(weights: Weights, producer: str, shape: tuple[int, ...], sizes:
 
 
 def multiplied(kernel: np.ndarray, summed: Sequence[int], scales_I: np.ndarray) -> np.ndarray:
-    """A kernel times scales [I] of the axes that it sums over."""
+    """Returns a kernel times scales [I] of the axes that it sums over."""
     sizes = [kernel.shape[axis] for axis in summed]
     places = [size if axis in summed else 1 for axis, size in enumerate(kernel.shape)]
     assert list(summed) == sorted(summed)
@@ -130,7 +130,7 @@ def multiplied(kernel: np.ndarray, summed: Sequence[int], scales_I: np.ndarray) 
 def find_fold(
     weights: Weights, kernels: Mapping[str, Sequence[int]], run: Callable[[Weights], np.ndarray]
 ) -> Fold | None:
-    """The fold of an input that leaves the output of the layer the same, if there is one.
+    """Returns the fold of an input that leaves the output of the layer the same, if there is one.
 
     Args:
         weights: of the layer.
@@ -150,7 +150,7 @@ def find_fold(
 
 
 def folded(weights: Weights, fold: Fold, kernels: Mapping[str, Sequence[int]], scales: np.ndarray) -> Weights:
-    """The weights of a layer, in float32, with an input divided by scales [J]."""
+    """Returns the weights of a layer, in float32, with an input divided by scales [J]."""
     changed = fold.divide(scales)
     every = fold.repeat(scales)
     changed |= {name: multiplied(np.asarray(weights[name]), summed, every) for name, summed in kernels.items()}
@@ -158,7 +158,7 @@ def folded(weights: Weights, fold: Fold, kernels: Mapping[str, Sequence[int]], s
 
 
 def awq_scales(statistics: InputStatistics, kernels: Sequence[np.ndarray], fold: Fold, exponent: float) -> np.ndarray:
-    """The scales [J] of AWQ: the mean absolute input to a power, around 1."""
+    """Returns the scales [J] of AWQ: the mean absolute input to a power, around 1."""
     scales = np.maximum(fold.mean(statistics.mean_I), 1e-6) ** exponent
     return _centered(scales)
 
@@ -166,7 +166,7 @@ def awq_scales(statistics: InputStatistics, kernels: Sequence[np.ndarray], fold:
 def smooth_scales(
     statistics: InputStatistics, kernels: Sequence[np.ndarray], fold: Fold, exponent: float
 ) -> np.ndarray:
-    """The scales [J] of SmoothQuant: the largest input to a power, by the largest weight to 1 less that power.
+    """Returns the scales [J] of SmoothQuant: the largest input to a power, by the largest weight to 1 less that power.
     `kernels` are matrices [I, O]."""
     largest = np.max([np.abs(kernel).max(1) for kernel in kernels], axis=0)
     inputs, weights = (np.maximum(fold.mean(x), 1e-6) for x in (statistics.largest_I, largest))

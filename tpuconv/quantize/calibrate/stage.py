@@ -34,7 +34,7 @@ def rounding_of(
     summed: Sequence[int] = (),
     has_experts: bool = False,
 ) -> Rounding:
-    """A parameter of a stage, rounded to nearest.
+    """Returns a parameter of a stage, rounded to nearest.
 
     Raises:
         SourceError: it is not finite.
@@ -57,8 +57,8 @@ def rounded_by_gptq(
     settings: Calibration,
     folder: Path,
 ) -> list[dict[str, Rounding]]:
-    """The quantized parameters of a stage, for each set of encoders, by their names in a model of separate layers.
-    Those whose inputs are not seen are left out.
+    """Returns the quantized parameters of a stage, for each set of encoders, by their names in a model of separate
+    layers. Those whose inputs are not seen are left out.
 
     Args:
         runner: of the model.
@@ -103,7 +103,7 @@ def rounded_by_gptq(
 
 
 def _parts(hessians: Sequence[_Hessian]) -> Iterator[Sequence[_Hessian]]:
-    """The Hessians in parts that fit in memory, or are a single one."""
+    """Yields the Hessians in parts that fit in memory, or are a single one."""
     start = held = 0
     for at, (_, _, width, _) in enumerate(hessians):
         held += hessian_bytes(width)
@@ -134,7 +134,7 @@ def _kept(each_sample: Iterator[Sequence[Observed]], folder: Path) -> Iterator[E
 
 
 def kept_bytes(runner: LayerRunner, stages: Sequence[str], samples: int) -> int:
-    """The most that the inputs of a stage take on the disk, where its Hessians do not fit in memory at once."""
+    """Returns the most that the inputs of a stage take on the disk, where its Hessians do not fit in memory at once."""
     arrays = runner.manifest.arrays
     kinds = {
         tuple(
@@ -147,8 +147,8 @@ def kept_bytes(runner: LayerRunner, stages: Sequence[str], samples: int) -> int:
 
 
 def _sums(each_sample: EachSample, places: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
-    """The Hessians [I, I] of inputs, over all samples. `places` has for each the number of the input, the expert, and
-    I."""
+    """Returns the Hessians [I, I] of inputs, over all samples. `places` has for each the number of the input, the
+    expert, and I."""
     hessians = [np.zeros((width, width), np.float32) for *_, width in places]
     for seen in each_sample():
         for hessian, (number, expert, _) in zip(hessians, places, strict=True):

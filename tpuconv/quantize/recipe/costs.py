@@ -1,5 +1,5 @@
-"""What the groups of a checkpoint cost, kept beside it: measured once, and used again while all that it depends on is
-the same."""
+"""The costs of the groups of a checkpoint, in a file beside it: measured once, and reused while all inputs of the
+measurement are the same."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ class KeptCosts:
         }
 
     def read(self) -> list[ParamGroup] | None:
-        """The groups with the costs that were kept; None if there are none, or of something else."""
+        """Returns the groups with the costs that were kept; None if there are none, or of something else."""
         groups = self._space.groups
         try:
             data = read_bytes(self.path, MAX_BYTES, OutputError) if self.path else b""

@@ -46,11 +46,11 @@ class Choices:
     encoders: Mapping[str, Mapping[str, QwixEncoder]]
 
     def all_encoders(self) -> dict[str, QwixEncoder]:
-        """An encoder of each parameter that some option quantizes."""
+        """Returns an encoder of each parameter that some option quantizes."""
         return {name: encoder for encoders in self.encoders.values() for name, encoder in encoders.items()}
 
     def chosen(self, options: Sequence[Option]) -> dict[str, QwixEncoder]:
-        """How each parameter is quantized with these options of the groups."""
+        """Returns the quantization of each parameter with these options of the groups."""
         return {
             name: self.encoders[str(option)][name]
             for group, option in zip(self.space.groups, options, strict=True)
@@ -59,7 +59,7 @@ class Choices:
 
 
 def find_choices(manifest: Manifest) -> Choices:
-    """The choices for a checkpoint, from its shapes. No weights are read.
+    """Returns the choices for a checkpoint, from its shapes. No weights are read.
 
     Raises:
         UsageError: the checkpoint is quantized, or holds only a part of a model.
@@ -116,8 +116,9 @@ def find_choices(manifest: Manifest) -> Choices:
 
 
 def _is_in_a_stage(name: str) -> bool:
-    """Whether a parameter is of a layer or the head. What makes the inputs of layers (Gemma 4) or joins the streams of
-    the last one (DeepSeek V4) stays as it is: it is small, and its cost would not be that of a layer."""
+    """Returns True if a parameter belongs to a layer or the head. The projections that make the inputs of layers (Gemma
+    4) or join the streams of the last layer (DeepSeek V4) are not quantized: they are small, and their cost would not
+    be the cost of a layer."""
     return name.partition(".")[0] in ("layers", HEAD_STAGE)
 
 
@@ -131,14 +132,14 @@ def _check_plain(manifest: Manifest) -> None:
 
 
 def _stored_name(name: str, stacks: LayerStacks | None) -> str:
-    """The name of the array that holds a layer's parameter."""
+    """Returns the name of the array that holds a layer's parameter."""
     match = LAYER.fullmatch(name)
     return f"{stacks.find(int(match[1]))[0]}.{match[2]}" if match and stacks else name
 
 
 def _groups(names: Sequence[str], stacks: LayerStacks | None) -> dict[tuple[str, int | None], list[str]]:
-    """The parameters of each group, by its path, with {} for the number of the layer, and that number. If layers are
-    stacked, the path has a pattern for the numbers of those in one array."""
+    """Returns the parameters of each group, by its path, with {} for the number of the layer, and that number. If
+    layers are stacked, the path has a pattern for the numbers of those in one array."""
     modules = {name: name.replace(".", "/").rpartition("/")[0] for name in names}
     by_parent: dict[str, list[str]] = {}
     for name, module in modules.items():
@@ -147,14 +148,14 @@ def _groups(names: Sequence[str], stacks: LayerStacks | None) -> dict[tuple[str,
             by_parent.setdefault(parent or module, []).append(name)
     out: dict[tuple[str, int | None], list[str]] = {}
     for parent, members in by_parent.items():
-        own_modules = [modules[name] for name in members]
+        group_modules = [modules[name] for name in members]
         inside = [module for module in modules.values() if re.fullmatch(f"{parent}/.*", module)]
-        if own_modules == [parent]:
+        if group_modules == [parent]:
             tail = ""
         elif len(inside) == len(members):
             tail = "/.*"
         else:  # a router is beside them, or another group below
-            tail = f"/({'|'.join(module.rpartition('/')[2] for module in own_modules)})"
+            tail = f"/({'|'.join(module.rpartition('/')[2] for module in group_modules)})"
         layer = re.fullmatch(r"layers/(\d+)(/.*)", parent)
         if layer and stacks and stacks.find(int(layer[1]))[1] is not None:
             mates = stacks.at_place(int(layer[1]) % stacks.period)
@@ -172,6 +173,7 @@ NO_TILE = -1
 
 
 def _tile(quants: Sequence[ParamQuant], sizes: Sequence[int | None]) -> int | None:
-    """The first tile size that divides, or `NO_TILE`. Qwix tiles the last of the axes that a product sums over."""
+    """Returns the first tile size that divides, or `NO_TILE`. Qwix tiles the last of the axes that a product sums
+    over."""
     widths = [quant.shape[quant.summed[-1]] for quant in quants]
     return next((tile for tile in sizes if tile is None or not any(width % tile for width in widths)), NO_TILE)

@@ -1,4 +1,4 @@
-"""What rounding a group of parameters costs, measured layer by layer: the weights of one layer are in memory, and the
+"""Measures the cost of rounding a group of parameters, layer by layer: the weights of one layer are in memory, and the
 hidden states of each variant of the model, one for each option of each group, are files.
 
 A variant begins at the first layer of its group, with the states of the unquantized model; until the last layer it runs
@@ -33,7 +33,7 @@ from tpuconv.sizes import format_size
 from tpuconv.storage import disk
 
 DTYPE = "float32"
-"""Of the model: the rounding of bfloat16 is larger than the effect of one group in int8."""
+"""The dtype of the model: the rounding of bfloat16 is larger than the effect of one group in int8."""
 
 Decoded = Mapping[str, np.ndarray]
 """The weights of a stage that have other values when some are quantized, by their names in a model of separate layers:
@@ -50,7 +50,7 @@ class _Sequences:
     numbers: Iterator[int]
 
     def begin(self) -> HiddenStates:
-        """The states before the first layer."""
+        """Returns the states before the first layer."""
         states = self._new()
         states.write(self.runner.embedded(self.ids_ST), "the embedding")
         return states
@@ -60,7 +60,7 @@ class _Sequences:
         return (states.read(sample, self.runner.width) for sample in range(len(self.ids_ST)))
 
     def after(self, stage: str, weights: Weights, states: HiddenStates) -> HiddenStates:
-        """The states after a layer."""
+        """Returns the states after a layer."""
         out = self._new()
         out.write((self.runner.run(stage, weights, x_TD) for x_TD in self.read(states)), stage)
         return out
@@ -100,7 +100,7 @@ class LayerwiseProbe:
         limit = min((rope.original_max_position_embeddings for rope in changing), default=length)
         if length > limit and min(map(len, prompts)) < length:
             raise UsageError(
-                f"the rotary positions of this model are others beyond {limit} tokens, and prompts run side by side",
+                f"the rotary positions of this model change beyond {limit} tokens, and prompts run in one batch",
                 hint=f"give prompts of at most {limit} tokens",
             )
         ids_PT = np.array([[*ids, *[0] * (length - len(ids))] for ids in prompts], np.int32)
@@ -117,16 +117,16 @@ class LayerwiseProbe:
             needed += kept_bytes(self._runner, self._runner.stages, calibration[1].samples)
         if needed > (free := shutil.disk_usage(folder).free):
             raise ResourceError(
-                f"what is computed of {tokens} tokens takes {format_size(needed)}, and {folder.parent} has "
-                f"{format_size(free)}",
+                f"the hidden states of {tokens} tokens need {format_size(needed)}, and {folder.parent} has "
+                f"{format_size(free)} free",
                 hint="measure on fewer or shorter prompts, or name a recipe on a larger disk",
             )
         self._layers = [stage for stage in self._runner.stages if stage != HEAD_STAGE]
         self._plain: HiddenStates | None = None
 
     def each(self, on_layer: Callable[[int, int], None] = lambda done, total: None) -> list[ParamGroup]:
-        """The groups with the cost of each option. `on_layer` is called with how many layers are done, and of how
-        many."""
+        """Returns the groups with the cost of each option. `on_layer` is called with how many layers are done, and of
+        how many."""
         groups = self._choices.space.groups
         plain = self._texts.begin()
         samples = self._samples.begin() if self._samples else None
@@ -178,7 +178,7 @@ class LayerwiseProbe:
         disk.remove(states.path)
 
     def _reference(self) -> HiddenStates:
-        """The last states of the unquantized model, which `each` leaves."""
+        """Returns the last states of the unquantized model, which `each` leaves."""
         if self._plain is None:
             states = self._texts.begin()
             for stage in self._layers:
@@ -189,7 +189,7 @@ class LayerwiseProbe:
         return self._plain
 
     def _groups_in(self, stage: str) -> dict[int, list[str]]:
-        """The parameters in a stage, of each group that has some there, by its number."""
+        """Returns the parameters in a stage, of each group that has some there, by its number."""
         names = {name: self._runner.stored_name(name)[0] for name in self._runner.names(stage)}
         found = {
             number: [name for name, stored in names.items() if stored in group.names]
@@ -204,9 +204,9 @@ class LayerwiseProbe:
     def _each_rounded(
         self, stage: str, weights: Weights, samples: HiddenStates | None
     ) -> dict[tuple[int, int], Decoded]:
-        """The weights of a stage with each option of each group alone, by the numbers of both. Rounding to nearest and
-        GPTQ change a parameter by itself, so that all groups are rounded at once; AWQ scales what makes an input, which
-        other groups may read."""
+        """Returns the weights of a stage with each option of each group alone, by the numbers of both. Rounding to
+        nearest and GPTQ change a parameter by itself, so that all groups are rounded at once; AWQ scales what makes an
+        input, which other groups may read."""
         encoders, groups, here = self._choices.encoders, self._choices.space.groups, self._groups_in(stage)
         alone = [
             (g, o, str(groups[g].options[o]), names) for g, names in here.items() for o in self._quantizing(groups[g])
@@ -224,7 +224,7 @@ class LayerwiseProbe:
 
     @property
     def _scales(self) -> bool:
-        """Whether inputs are scaled before weights are rounded."""
+        """True if inputs are scaled before weights are rounded."""
         return self._calibration is not None and self._calibration[0].method == "awq"
 
     def _rounded(
@@ -234,7 +234,7 @@ class LayerwiseProbe:
         samples: HiddenStates | None,
         encoder_sets: Sequence[Mapping[str, QwixEncoder]],
     ) -> Sequence[Decoded]:
-        """The weights of a stage, for each set of encoders, which are by stored names."""
+        """Returns the weights of a stage, for each set of encoders, which are by stored names."""
         if self._scales and samples is not None:
             return self._by_awq(stage, weights, samples, encoder_sets)
         calibrated = (
@@ -287,7 +287,8 @@ class LayerwiseProbe:
         return following
 
     def _head(self, encoder_sets: Sequence[Mapping[str, QwixEncoder]], samples: HiddenStates | None) -> list[Weights]:
-        """What makes the logits, for each set of encoders; the last states of the samples are not needed any more."""
+        """Returns the weights that make the logits, for each set of encoders. The last states of the samples are no
+        longer needed."""
         weights = self._runner.logits_weights()
         if HEAD_STAGE in self._runner.stages:
             heads = [
@@ -305,7 +306,7 @@ class LayerwiseProbe:
         variants: Mapping[tuple[int, int], HiddenStates],
         samples: HiddenStates | None,
     ) -> dict[tuple[int, int], float]:
-        """The mean KL of each variant, over all tokens, by the numbers of its group and option."""
+        """Returns the mean KL of each variant, over all tokens, by the numbers of its group and option."""
         groups, weights, kinds = self._choices.space.groups, self._runner.logits_weights(), list(self._choices.encoders)
         heads = self._head([self._choices.encoders[kind] for kind in kinds], samples)
         places = {key: (states, weights) for key, states in variants.items()}

@@ -1,4 +1,4 @@
-"""What a recipe was chosen from, as a page: the Pareto front of bits and KL, with named points."""
+"""Draws the choice of a recipe as a page: the Pareto front of bits and KL, with named points."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tpuconv.text import html as escape
 
 FRONT_WIDTH, FRONT_HEIGHT, LEFT, BOTTOM, LABEL_GAP = 960, 420, 70, 40, 14
 MOST_POINTS = 200
-"""Of the front that are drawn."""
+"""The most points of the front that are drawn."""
 
 FRONT_STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1b1f24;background:#fff}
@@ -30,7 +30,7 @@ class Point:
 
 
 def uniform_points(space: SearchSpace) -> list[Point]:
-    """A point for each option: every group that has it, with it; others with the one nearest in bits."""
+    """Returns a point for each option: every group that has it, with it; others with the one nearest in bits."""
     names = list(dict.fromkeys(str(option) for group in space.groups for option in group.options if option.qtype))
     out = []
     for name in names:
@@ -45,7 +45,7 @@ def _nearest(options: Sequence[Option], name: str, bits: float, count: int) -> O
 
 
 def front_page(title: str, space: SearchSpace, sums: Sums, points: Sequence[Point]) -> str:
-    """The page, without other files.
+    """Returns the page, without other files.
 
     Args:
         title: its heading.

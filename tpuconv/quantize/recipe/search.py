@@ -77,7 +77,7 @@ class ParamGroup:
         return max(option.kl for option in self.options)
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """Returns the keys of `--json`."""
         keys = ("qtype", "tile_size", "bits", "kl")
         options = ((o.qtype, o.tile_size, o.bits / self.count, o.kl) for o in self.options)
         return {
@@ -125,7 +125,7 @@ class Sums:
     steps: Sequence[tuple[np.ndarray, int]]
 
     def options(self, space: SearchSpace, number: int) -> list[Option]:
-        """The option of each group in the choice of this number."""
+        """Returns the option of each group in the choice of this number."""
         chosen = []
         for group, (kept, count) in zip(reversed(space.groups), reversed(self.steps), strict=True):
             option, number = divmod(int(kept[number]), count)
@@ -134,7 +134,7 @@ class Sums:
 
 
 def best_sums(space: SearchSpace) -> Sums:
-    """The Pareto front of all choices, by bits and the sum of KL.
+    """Returns the Pareto front of all choices, by bits and the sum of KL.
 
     This assumes that divergences add up, which they nearly do: measure the complete model afterwards. Then it is a
     knapsack with one item per group, solved exactly (Nemhauser and Ullmann, 1969): group by group, every pair of sums,
@@ -160,7 +160,7 @@ def best_sums(space: SearchSpace) -> Sums:
 
 
 def choose(space: SearchSpace, target: float) -> list[Option]:
-    """The option of each group with the lowest sum of KL at `target` bits per weight or less; see `best_sums`.
+    """Returns the option of each group with the lowest sum of KL at `target` bits per weight or less; see `best_sums`.
 
     Raises:
         UsageError: see `SearchSpace.check`.
@@ -174,7 +174,7 @@ def choose(space: SearchSpace, target: float) -> list[Option]:
 
 
 def rules(groups: Sequence[ParamGroup], options: Sequence[Option]) -> list[str]:
-    """The rules in YAML: one for all layers whose modules of a path get the same option."""
+    """Returns the rules in YAML: one for all layers whose modules of a path get the same option."""
     layers: dict[tuple[str, Option], list[int | None]] = {}
     for group, option in zip(groups, options, strict=True):
         if option.qtype:
@@ -193,7 +193,8 @@ def rules(groups: Sequence[ParamGroup], options: Sequence[Option]) -> list[str]:
 
 
 def _matches_others(path: str, groups: Sequence[ParamGroup]) -> bool:
-    """Whether the pattern of a path matches modules of other groups: layers that lack the path may have them."""
+    """Returns True if the pattern of a path matches modules of other groups: layers that lack the path may have
+    them."""
     others = (name for group in groups if group.path != path for name in group.names)
     modules = {"/".join(name.split(".")[:-1]) for name in others}
     pattern = re.compile(path.format(r"\d+"))
@@ -207,7 +208,8 @@ def to_yaml(
     gates: Mapping[str, float] | None = None,
     method: str | None = None,
 ) -> str:
-    """A config with these options. Its comments are the lines of `provenance`, and a table of what was measured.
+    """Returns a config with these options. Its comments are the lines of `provenance`, and a table of what was
+    measured.
 
     Args:
         space, options: the groups, and what was chosen for each.

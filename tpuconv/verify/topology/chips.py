@@ -8,7 +8,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Chip:
-    """One kind of TPU. Numbers are per jax device: a chip, or on v4 and TPU7x one of its two cores. They are those of
+    """One kind of TPU. Numbers are per jax device: a chip, or on v4 and TPU7x one of its two cores. They come from
     Google's specifications (cloud.google.com/tpu/docs), halved if a device is half a chip.
 
     Attributes:

@@ -76,7 +76,8 @@ class _Compilation:
         self.cache = jax.tree.map(_with_sharding, cache, cache_shardings(cache, self.mesh))
 
     def _param(self, path: tuple[Any, ...], value: Any) -> Any:
-        """A parameter's shape with its sharding. Qwix's quantized values and scales have the parameter's axes."""
+        """Returns a parameter's shape with its sharding. Qwix's quantized values and scales have the parameter's
+        axes."""
         from tpuconv.models.common.placement import sharding
 
         names = list(map(str, path))
@@ -121,7 +122,7 @@ class _Compilation:
         return facts | {"layouts": {} if why else self._layouts()}
 
     def _layouts(self) -> dict[str, DeviceLayout]:
-        """The device layout that the compiler chose for each parameter of the decode step."""
+        """Returns the device layout that the compiler chose for each parameter of the decode step."""
         import jax
         from flax import nnx
 
@@ -213,7 +214,7 @@ def _mesh(topology: Slice, sizes: Mapping[str, int]) -> Any:
 
 
 def _bytes_per_device(tree: Any) -> int:
-    """The bytes of all arrays on one device."""
+    """Returns the bytes of all arrays on one device."""
     import jax
 
     return sum(
@@ -227,6 +228,6 @@ def _gib(nbytes: int) -> str:
 
 
 def _compiler_reason(text: str) -> str:
-    """The sentence of a compiler error that says what does not fit."""
+    """Returns the sentence of a compiler error that says what does not fit."""
     found = re.search(r"RESOURCE_EXHAUSTED:\s*(.*)", text)
     return (found[1] if found else text)[:300]

@@ -131,7 +131,7 @@ class Instruction:
         return int(found[1]) if found else None
 
     def called(self, attribute: str) -> str:
-        """The name of the computation that `attribute` refers to, or ""."""
+        """Returns the name of the computation that `attribute` refers to, or ""."""
         found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
         return found[1] if found else ""
 
@@ -231,7 +231,7 @@ class Schedule:
                 yield ScheduledStep(i, computation, times, *self._traffic(i, computation))
 
     def _iterations(self, condition: str) -> int:
-        """The iterations of a loop: the constant in its condition; 1 if there is none."""
+        """Returns the iterations of a loop: the constant in its condition; 1 if there is none."""
         instructions = self.computations[condition]
         root = next(i for i in instructions.values() if i.is_root)
         compared = [i for name in root.operands if (i := instructions.get(name)) and i.op == "constant"]
@@ -243,7 +243,7 @@ class Schedule:
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     def _traffic(self, i: Instruction, computation: str) -> tuple[int, int]:
-        """The bytes that an instruction reads from HBM and writes to HBM, each time it runs."""
+        """Returns the bytes that an instruction reads from HBM and writes to HBM, each time it runs."""
         instructions = self.computations[computation]
         operands = [instructions[name] for name in i.operands if name in instructions]
         if i.op.endswith("-done") or i.kind in COLLECTIVES:
@@ -280,8 +280,8 @@ class Schedule:
         return read, written
 
     def _bytes_read(self, computation: str, name: str, full: int, depth: int = 0) -> int:
-        """The bytes that a fused computation reads of the value `name`, which has `full` bytes. If it only reads
-        slices, the slices count."""
+        """Returns the bytes that a fused computation reads of the value `name`, which has `full` bytes. If it only
+        reads slices, the slices count."""
         if computation not in self._users:
             users = defaultdict(list)
             for i in self.computations[computation].values():
@@ -311,7 +311,7 @@ class Schedule:
         return total if found else full
 
     def _written(self, inner: Computation, result: Instruction, full: int) -> int:
-        """The bytes that a fusion writes of a result that has `full` bytes. Of an update in place, the update
+        """Returns the bytes that a fusion writes of a result that has `full` bytes. Of an update in place, the update
         counts."""
         while result.op == "bitcast" and result.operands and result.operands[0] in inner:
             result = inner[result.operands[0]]
@@ -370,7 +370,7 @@ class Schedule:
         ]
 
     def _fused(self, i: Instruction) -> Iterator[str]:
-        """The names of the computations inside a fusion."""
+        """Yields the names of the computations inside a fusion."""
         if i.op == "fusion" and (name := i.called("calls")):
             yield name
             for inner in self.computations[name].values():
@@ -460,7 +460,7 @@ class Schedule:
 
 
 def _collective(i: Instruction) -> str:
-    """The kind of collective that an instruction is or starts, or ""."""
+    """Returns the kind of collective that an instruction is or starts, or ""."""
     if i.kind in COLLECTIVES:
         return i.kind
     if i.op == "async-start":
@@ -469,20 +469,20 @@ def _collective(i: Instruction) -> str:
 
 
 def _collective_seconds(i: Instruction, ici: float) -> float:
-    """The estimated seconds of a collective over links of `ici` bytes/s. An all-reduce is a reduce-scatter and an
-    all-gather."""
+    """Returns the estimated seconds of a collective over links of `ici` bytes/s. An all-reduce is a reduce-scatter and
+    an all-gather."""
     hop_seconds, hops, links = 0.25e-6, 6, 2
     phases = 2 if _collective(i) == "all-reduce" else 1
     return phases * (hop_seconds * hops + _moved(i) / (links * ici))
 
 
 def _moved(i: Instruction) -> int:
-    """The bytes of a collective's result. The result of a start includes the operands."""
+    """Returns the bytes of a collective's result. The result of a start includes the operands."""
     return i.nbytes // 2 if i.op.endswith("-start") else i.nbytes
 
 
 def _operand_types(instructions: Computation, name: str) -> tuple[str, str]:
-    """The type of an operand, and the narrowest type that it had between a parameter of the fusion and here."""
+    """Returns the type of an operand, and the narrowest type that it had between a parameter of the fusion and here."""
     operand = instructions.get(name)
     first = operand.values[0] if operand and operand.values else Value("f64", (), 0, 0)
     narrowest, todo, seen = first, [name], set()

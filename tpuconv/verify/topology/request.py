@@ -123,7 +123,7 @@ def parse_topologies(texts: Sequence[str]) -> list[list[Slice]]:
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """What to compile.
+    """The request of a compilation.
 
     Attributes:
         config: a parsed config.json.
@@ -132,8 +132,8 @@ class CompileRequest:
         dtype: of parameters and activations.
         mesh: sizes of mesh axes; None for `tpuconv.sharding.decoding_mesh`.
         quantize: the quantization, as `QuantConfig.to_json` or `source_passthrough` returns it; None for none.
-        checkpoint: the folder of a converted checkpoint, whose arrays keep their stored dtypes; `quantize` is then that
-            of its manifest. None to make the model from `config`.
+        checkpoint: the folder of a converted checkpoint, whose arrays keep their stored dtypes; `quantize` then comes
+            from its manifest. None to make the model from `config`.
         cache_dtype: of keys and values; None for `dtype`.
         programs: the programs to compile.
     """
@@ -203,7 +203,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Program:
-    """One compiled program. Bytes and seconds are those of one step on one device.
+    """One compiled program. Bytes and seconds count one step on one device.
 
     Attributes:
         name: "decode" or "prefill".
@@ -263,7 +263,7 @@ class FitReport:
 
     @property
     def fits(self) -> bool:
-        """Whether the model fits."""
+        """True if the model fits."""
         return not self.why
 
     @property
@@ -272,7 +272,7 @@ class FitReport:
         return Slice(self.topology).chip.kind
 
     def program(self, name: str) -> Program | None:
-        """The program of that name; None if it was not compiled."""
+        """Returns the program of that name; None if it was not compiled."""
         return next((program for program in self.programs if program.name == name), None)
 
     @property
@@ -283,8 +283,8 @@ class FitReport:
 
     @property
     def limit(self) -> str | None:
-        """What takes most of the estimated decode step: "memory bandwidth", "compute" or "communication"; None if
-        decoding was not compiled."""
+        """The limit of the estimated decode step: "memory bandwidth", "compute" or "communication"; None if decoding
+        was not compiled."""
         decode = self.program("decode")
         if decode is None:
             return None
@@ -304,8 +304,8 @@ class FitReport:
         return smaller if sharded + memory.temporaries + memory.code <= memory.available else None
 
     def verdict(self) -> str:
-        """One or two sentences: whether the model fits, the memory that is left, a smaller slice that may do, the
-        estimated decoding speed and what limits it."""
+        """Returns one or two sentences: whether the model fits, the memory that is left, a smaller slice that may do,
+        the estimated decoding speed and what limits it."""
         if not self.fits:
             return f"{self.topology}: does not fit: {self.why}."
         left, available = format_size(self.memory.headroom), format_size(self.memory.available)
@@ -320,7 +320,7 @@ class FitReport:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that docs/json.md lists."""
+        """Returns the keys that docs/json.md lists."""
         memory = {**vars(self.memory), "peak": self.memory.peak, "headroom": self.memory.headroom}
         facts = {key: value for key, value in vars(self).items() if key not in ("programs", "layouts")}
         programs = {program.name: vars(program) for program in self.programs}
@@ -416,8 +416,8 @@ INSTALL_FOLDER = Path(__file__).parents[3]
 
 
 def _child_environment() -> dict[str, str]:
-    """The environment of this process with `ENVIRONMENT`, without the empty entries of PYTHONPATH, which mean the
-    current folder."""
+    """Returns the environment of this process with `ENVIRONMENT`, without the empty entries of PYTHONPATH, which mean
+    the current folder."""
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(entries)}
 

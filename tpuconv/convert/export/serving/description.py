@@ -36,7 +36,7 @@ Groups = Mapping[WeightGroup, list[str]]
 
 
 def describe_encoding(scheme: str, groups: Groups, plain: Iterable[str]) -> dict[str, Any]:
-    """The `quantization_config` of config.json.
+    """Returns the `quantization_config` of config.json.
 
     Args:
         scheme: the `quant_method`.
@@ -82,7 +82,7 @@ def _fp8(groups: Groups, plain: list[str]) -> dict[str, Any]:
             sorted({f"{rows or 'all'}x{columns or 'all'}" for rows, columns in (g.block for g in groups)})
         )
         raise UsageError(
-            f"weights have FP8 scales for blocks of {found}, and fp8 has one size of blocks for all",
+            f"weights have FP8 scales for blocks of {found}, and fp8 has one size of blocks for all weights",
             hint="give all rules the same tile_size, or export with --scheme compressed-tensors",
         )
     return {
@@ -99,7 +99,7 @@ def _awq(groups: Groups, plain: list[str]) -> dict[str, Any]:
     if len(sizes := {group.group_size for group in groups}) > 1:
         found = " and ".join(sorted(str(size or "all") for size in sizes))
         raise UsageError(
-            f"weights have scales for groups of {found} inputs, and awq has one size of groups for all",
+            f"weights have scales for groups of {found} inputs, and awq has one size of groups for all weights",
             hint="give all rules the same tile_size, or export with --scheme compressed-tensors",
         )
     return {
@@ -133,7 +133,7 @@ def _check_names(scheme: str, groups: Groups, plain: list[str], takes: Callable[
     for module in (module for modules in groups.values() for module in modules):
         if is_head(module):
             raise UsageError(
-                f"{module} is quantized, and servers read a plain head with {scheme}",
+                f"{module} is quantized, and servers expect an unquantized head with {scheme}",
                 hint="leave the head out of the quantization config, or export with --scheme compressed-tensors",
             )
         if name := next((name for name in plain if takes(name, module)), None):
@@ -144,8 +144,8 @@ def _check_names(scheme: str, groups: Groups, plain: list[str], takes: Callable[
 
 
 def _patterns(modules: list[str], everything: list[str], *, is_wrapped: bool) -> list[str]:
-    """The modules as patterns that fit no other one, numbers left out where all have them; else names. `is_wrapped`:
-    whether the layers are those of a part of the model."""
+    """Returns the modules as patterns that fit no other one, numbers left out where all have them; else names.
+    `is_wrapped`: True if the layers are a part of the model."""
     chosen, out = set(modules), []
     pattern = partial(_pattern, is_wrapped=is_wrapped)
     forms: dict[str, list[str]] = {}
@@ -162,7 +162,7 @@ def _patterns(modules: list[str], everything: list[str], *, is_wrapped: bool) ->
 
 
 def _pattern(module: str, *, is_wrapped: bool) -> str:
-    """The pattern of a module.
+    """Returns the pattern of a module.
 
     To servers experts are modules of this one. A part of a model has another name in servers: they translate names
     with a dot, but not patterns.
@@ -173,7 +173,7 @@ def _pattern(module: str, *, is_wrapped: bool) -> str:
 
 
 def _in_server(module: str) -> str:
-    """The module that servers have in place of an expert."""
+    """Returns the module that servers have in place of an expert."""
     match = EXPERT.fullmatch(module)
     return match[1] if match else module
 
@@ -196,7 +196,7 @@ def _check_fused(group_of: Mapping[str, WeightGroup], plain: Iterable[str]) -> N
 
 
 def _matrices_with(module: str) -> Iterator[tuple[str, int]]:
-    """What identifies each matrix of a server that has this module's."""
+    """Returns the keys of the matrices of a server that contain the matrix of this module."""
     if _is_experts(experts := _in_server(module)):
         yield experts, len(FUSED)
         return

@@ -1,6 +1,6 @@
 """The formats in which servers read quantized weights, by scheme and type.
 
-A scheme is a `quant_method` of config.json: that of compressed-tensors 0.20, of FP8 in blocks (DeepSeek-V3's technical
+A scheme is a `quant_method` of config.json: compressed-tensors 0.20, of FP8 in blocks (DeepSeek-V3's technical
 report, arXiv:2412.19437, section 3.3), of AWQ (arXiv:2306.00978, the layout `gemm`) and of gpt-oss' experts in MXFP4
 (OCP Microscaling Formats v1.0).
 """
@@ -14,7 +14,7 @@ IN_COMPRESSED, IN_FP8, IN_AWQ, IN_MXFP4 = "compressed-tensors", "fp8", "awq", "m
 
 
 class Packing(Enum):
-    """How quantized values lie in stored elements."""
+    """The arrangement of quantized values in stored elements."""
 
     ONE_EACH = "one each"
     WORDS = "integers with an offset, in int32, along the rows of [out, in]"
@@ -37,9 +37,9 @@ class Format:
         scales: suffix of the stored scales.
         scale_dtype: safetensors' name of the dtype of stored scales; empty for the checkpoint's own. U8 are exponents
             of two.
-        has_rows: whether a scale may be that of a complete row.
-        has_groups: whether a scale may be that of a part of a row.
-        has_blocks: whether a scale may be that of a part of several rows.
+        has_rows: whether a scale may belong to a complete row.
+        has_groups: whether a scale may belong to a part of a row.
+        has_blocks: whether a scale may belong to a part of several rows.
         has_zero_points: whether values may have zero points.
         tensor_scale: whether there is one more scale, of the tensor.
         has_input_scale: whether inputs may have a static scale.
@@ -62,12 +62,12 @@ class Format:
 
     @property
     def input_first(self) -> bool:
-        """Whether matrices are stored as [in, out]."""
+        """True if matrices are stored as [in, out]."""
         return self.packing is Packing.AWQ_WORDS
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether it is for experts that are stacked in one tensor."""
+        """True if the format is for experts that are stacked in one tensor."""
         return self.packing is Packing.GROUPS_APART
 
 
@@ -125,11 +125,11 @@ class WeightGroup:
 
     @property
     def group_size(self) -> int | None:
-        """How many inputs share a scale; None for all."""
+        """The number of inputs that share a scale; None for all."""
         return self.block[1]
 
     def to_json(self, targets: list[str]) -> dict[str, Any]:
-        """The entry in config.json of compressed-tensors."""
+        """Returns the entry in config.json of compressed-tensors."""
         weights: dict[str, Any] = {
             "num_bits": self.format.bits,
             "type": self.format.kind,

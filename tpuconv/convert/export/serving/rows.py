@@ -1,4 +1,4 @@
-"""Quantized parameters as servers read them. Quantized values and scales are those of the checkpoint, bit for bit.
+"""Quantized parameters as servers read them. Quantized values and scales equal the checkpoint, bit for bit.
 
 A scale of the checkpoint that stands for several groups of the format is repeated. What a format cannot hold is an
 error that names the rule to change.
@@ -93,7 +93,7 @@ class _Parameters:
 
     @property
     def tiles(self) -> list[Any]:
-        """How many elements share a scale, along each axis of each parameter."""
+        """The number of elements that share a scale, along each axis of each parameter."""
         return [each["tiles"] for each in self.facts]
 
     @property
@@ -104,8 +104,8 @@ class _Parameters:
 
     @property
     def block(self) -> int:
-        """How many inputs, and how many outputs, share a scale by the rule; 0 if it has no blocks. Matrices that have
-        fewer are one block."""
+        """The numbers of inputs and of outputs that share a scale by the rule; 0 if it has no blocks. Matrices that
+        have fewer are one block."""
         return self.tile_size if self.rule.get("tile_axes") == "block" else 0
 
     @property
@@ -129,11 +129,11 @@ class _Parameters:
 
     @property
     def is_static(self) -> bool:
-        """Whether their inputs have static scales."""
+        """True if their inputs have static scales."""
         return bool(self.rule.get("act_static_scale"))
 
     def input_scales(self, manifest: Manifest) -> np.ndarray:
-        """The static scale of the input of each layer, float32 [L]; [1] if layers are not stacked.
+        """Returns the static scale of the input of each layer, float32 [L]; [1] if layers are not stacked.
 
         Raises:
             UsageError: joined parameters have different ones.
@@ -146,7 +146,7 @@ class _Parameters:
         return first
 
     def refused(self, why: str) -> UsageError:
-        """The error that says why the parameters cannot be exported, and which rule to change."""
+        """Returns the error that says why the parameters cannot be exported, and which rule to change."""
         rule = next((each.get("rule") for each in self.facts if each is not None), None)
         return UsageError(
             f"{' and '.join(self.names)} cannot be exported as quantized safetensors: they {why}",
@@ -156,7 +156,7 @@ class _Parameters:
 
 
 def quantized_row(manifest: Manifest, binding: Binding, target: Target, scheme: str, ranges: Ranges) -> QuantizedRow:
-    """How a row whose parameters are quantized is written.
+    """Returns the tensors of a row whose parameters are quantized.
 
     Args:
         manifest: of the checkpoint.
@@ -212,7 +212,8 @@ def _parts(stacks: tuple[Stack, ...], suffix: str, target: Target) -> tuple[Stac
 
 
 def _repeats(scales: Binding, follow: ScaleLayout) -> dict[str, Shape]:
-    """How often each scale is repeated along every axis before the layout is applied, by name of the array."""
+    """Returns the number of repetitions of each scale along every axis before the layout is applied, by name of the
+    array."""
     return {stack.names[0]: refine[stack.depth :] for stack, refine in zip(scales.src, follow.refine, strict=True)}
 
 
@@ -233,12 +234,13 @@ def _group(parameters: _Parameters, form: Format, matrix: _Matrix) -> WeightGrou
 
 
 def _rows_first(form: Format, pair: Sequence[int]) -> Sequence[int]:
-    """Of outputs and inputs, however matrices are stored."""
+    """Returns a pair in the order [outputs, inputs], however matrices are stored."""
     return pair[::-1] if form.input_first else pair
 
 
 def _steps(parameters: _Parameters, form: Format, blocks: Shape, shape: Shape) -> Shape:
-    """How many rows and columns of a matrix share a stored scale, if `blocks` share one in the checkpoint."""
+    """Returns the numbers of rows and columns of a matrix that share a stored scale, if `blocks` share one in the
+    checkpoint."""
     (outputs, inputs), tile = _rows_first(form, blocks), parameters.tile_size
     columns = _rows_first(form, shape)[1]
     size = form.group_size or (tile if tile and inputs % tile == 0 else inputs)
@@ -266,7 +268,7 @@ def _scale_dtype(parameters: _Parameters, form: Format, dtype: str) -> str:
 
 
 def _values(form: Format, matrix: _Matrix, *, asymmetric: bool) -> Iterator[ExportTensor]:
-    """The tensors made of the quantized values."""
+    """Yields the tensors made of the quantized values."""
     name, base, shape = matrix.name, matrix.base, matrix.shape
     if form.packing is Packing.WORDS:
         words = -(-shape[1] // (PACK_WORD // form.bits))
@@ -313,7 +315,7 @@ def pack_words(bits: int, values: np.ndarray) -> np.ndarray:
 
 
 def _scales(parameters: _Parameters, form: Format, matrix: _Matrix, dtype: str) -> Iterator[ExportTensor]:
-    """The tensors made of the scales."""
+    """Yields the tensors made of the scales."""
     name = matrix.name if form.is_of_experts else matrix.base
 
     def make(scales: np.ndarray) -> np.ndarray:
@@ -331,7 +333,7 @@ def _scales(parameters: _Parameters, form: Format, matrix: _Matrix, dtype: str) 
 def _input_scales(
     parameters: _Parameters, manifest: Manifest, inverse: Binding, matrices: Sequence[_Matrix], ranges: Ranges
 ) -> list[ExportTensor]:
-    """The tensors of static scales, one for each matrix."""
+    """Returns the tensors of static scales, one for each matrix."""
     if not parameters.is_static:
         return []
     scales = parameters.input_scales(manifest)
@@ -364,7 +366,7 @@ def _stored_scales(dtype: str, scales: np.ndarray) -> np.ndarray | None:
 
 
 def _zero_points(form: Format, matrix: _Matrix) -> ExportTensor:
-    """The tensor made of the zero points."""
+    """Returns the tensor made of the zero points."""
     if form.packing is Packing.AWQ_WORDS:
         stored = AWQ_WORDS.stored_shape(matrix.grid)
         return ExportTensor(
