@@ -158,6 +158,8 @@ def _linear_modules(binding: Binding) -> Iterator[str]:
     """Yields the modules of a row that servers multiply with: linear layers, but not embeddings, and the experts of a
     layer, which may be in one tensor."""
     for stack, axes in zip(binding.src, binding.layout.src, strict=True):
+        if len(axes) == stack.depth:
+            continue  # a number for each layer
         first, *others = axes[stack.depth :]
         is_of_experts = lead(first) == EXPERTS and (first.op or len(others) > 1)
         for name in stack.names:
