@@ -39,11 +39,33 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = _cache.name
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--family",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="run every test that is parametrised by this family of models, slow ones too, and no other test;"
+        " may be given several times",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Programs that XLA compiled are kept in pytest's cache folder, for the children and workers of this run and for
     the next run: most of the time of these tests is the compiler's. The key holds the program, the versions and the
     compiler's options. `pytest --cache-clear` empties it. With slow tests properties are tried on more examples."""
-    if config.option.markexpr != "not slow":
+    if config.option.family:
+        from tpuconv.errors import UsageError
+        from tpuconv.models.registry import get_family
+
+        try:
+            for name in config.option.family:
+                get_family(name)
+        except UsageError as error:
+            raise pytest.UsageError(f"--family: {error}") from None
+        if config.option.markexpr == "not slow":  # which pyproject.toml gives
+            config.option.markexpr = "not consumers"
+    elif config.option.markexpr != "not slow":
         settings.load_profile("slow")
     if cache := getattr(config, "cache", None):
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("xla")))
@@ -52,12 +74,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks slow what `is_slow` and `is_left_out` say, before pytest chooses by marks. Of a test's fast cases coverage
-    is measured of the first one: on Python 3.11 it takes half as long again, of jax and torch too."""
-    from helpers.families import is_slow
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out tests of other families than those of `--family`. Marks slow what `is_slow` and `is_left_out` say,
+    before pytest chooses by marks. Of a test's fast cases coverage is measured of the first one: on Python 3.11 it
+    takes half as long again, of jax and torch too."""
+    from helpers.families import families_of, is_slow
     from helpers.samples import is_left_out
 
+    if chosen := set(config.option.family):
+        parameters = {item: call.params for item in items if (call := getattr(item, "callspec", None))}
+        kept = [item for item, values in parameters.items() if chosen & families_of(values)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
     measured = set()
     for item in items:
         name, call = getattr(item, "originalname", ""), getattr(item, "callspec", None)

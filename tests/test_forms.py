@@ -15,7 +15,7 @@ import pytest
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import assert_same, convert, plan_for, restore
 from helpers.encoded import encoded, fp8
-from helpers.families import CASES, FIRST, OMNI, Case, hf_model
+from helpers.families import CASES, FIRST, Case, hf_model
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
@@ -26,7 +26,7 @@ from tpuconv.models.registry import get_family
 FROZEN = Path(__file__).parent / "data" / "frozen_tables.json.gz"
 """The 1,044 tables of the version before forms, which had one for each spelling: what each made of a tiny model. The
 names that it supposed for a norm of DeepSeek V4's MTP layers, which transformers does not save, are corrected."""
-SAVED_BY_TRANSFORMERS = [case for name, case in FIRST.items() if not case.written_as and name not in OMNI]
+SAVED_BY_TRANSFORMERS = [case for case in FIRST.values() if not case.written_as and not case.traits.thinker_of]
 REFUSED = {"longcat_flash": "gate_up_proj"}
 """Families of which transformers saves a tensor that no row reads: with LongCat's experts it stacks those that have no
 matrices in releases."""

@@ -7,7 +7,7 @@ from flax import nnx
 
 import tpuconv
 from helpers.conversions import assert_same, convert, restore
-from helpers.families import CASES, FIRST, Case, one_fast_of_each
+from helpers.families import BY_ID, FIRST, Case, one_fast_of_each
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
@@ -33,8 +33,8 @@ def test_a_model_is_saved_as_it_is(case: Case, orbax, tmp_path):
 
 
 def test_a_changed_model_goes_all_the_way(orbax, tmp_path):
-    model = trained(tpuconv.load(orbax(CASES[0])))
-    tpuconv.save(model, tmp_path / "out", like=orbax(CASES[0]))
+    model = trained(tpuconv.load(orbax(BY_ID["llama-plain"])))
+    tpuconv.save(model, tmp_path / "out", like=orbax(BY_ID["llama-plain"]))
     assert api.verify(tmp_path / "out").passed
     again = tpuconv.load(tmp_path / "out")
     ids = np.array([[3, 1, 4, 1, 5]])
@@ -50,17 +50,17 @@ def test_a_changed_model_goes_all_the_way(orbax, tmp_path):
 
 
 def test_saving_again_finds_it_there_and_other_weights_are_refused(orbax, tmp_path):
-    model = tpuconv.load(orbax(CASES[0]))
+    model = tpuconv.load(orbax(BY_ID["llama-plain"]))
     for _ in range(2):
-        tpuconv.save(model, tmp_path / "out", like=orbax(CASES[0]))
+        tpuconv.save(model, tmp_path / "out", like=orbax(BY_ID["llama-plain"]))
     with pytest.raises(OutputError):
-        tpuconv.save(trained(model), tmp_path / "out", like=orbax(CASES[0]))
-    tpuconv.save(model, tmp_path / "out", like=orbax(CASES[0]), overwrite=True)
+        tpuconv.save(trained(model), tmp_path / "out", like=orbax(BY_ID["llama-plain"]))
+    tpuconv.save(model, tmp_path / "out", like=orbax(BY_ID["llama-plain"]), overwrite=True)
     assert api.verify(tmp_path / "out").passed
 
 
 def test_stacked_layers_in_another_dtype_and_on_a_mesh(hf, tmp_path):
-    convert(hf(CASES[0]), tmp_path / "stacked", Options(scan_layers=True))
+    convert(hf(BY_ID["llama-plain"]), tmp_path / "stacked", Options(scan_layers=True))
     mesh = jax.make_mesh((1,), ("tensor",))
     model = tpuconv.load(tmp_path / "stacked", "bfloat16", mesh)
     tpuconv.save(model, tmp_path / "out", like=tmp_path / "stacked")
@@ -84,14 +84,14 @@ def test_arrays_of_mtp_layers_come_from_the_checkpoint(with_mtp, tmp_path):
 def test_another_model_is_refused(orbax, tmp_path):
     other = FIRST["olmo2"]
     with pytest.raises(UsageError, match="does not match") as error:
-        tpuconv.save(tpuconv.load(orbax(other)), tmp_path / "out", like=orbax(CASES[0]))
+        tpuconv.save(tpuconv.load(orbax(other)), tmp_path / "out", like=orbax(BY_ID["llama-plain"]))
     assert error.value.details
     assert not (tmp_path / "out").exists()
 
 
 def test_a_quantized_model_is_refused(orbax, tmp_path):
-    api.quantize(orbax(CASES[0]), tmp_path / "int8", config="int8_weight_only")
+    api.quantize(orbax(BY_ID["llama-plain"]), tmp_path / "int8", config="int8_weight_only")
     model = tpuconv.load(tmp_path / "int8")
-    for like in (orbax(CASES[0]), tmp_path / "int8"):
+    for like in (orbax(BY_ID["llama-plain"]), tmp_path / "int8"):
         with pytest.raises(UsageError):
             tpuconv.save(model, tmp_path / "out", like=like)

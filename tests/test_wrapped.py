@@ -22,7 +22,7 @@ from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.mapping.release import Release
 from tpuconv.models.common.wrapper import PREFIXES
-from tpuconv.models.registry import FAMILIES, family_of_type, find_family, get_family
+from tpuconv.models.registry import family_of_type, find_family, get_family
 from tpuconv.models.wrappers import WRAPPERS, Wrapper
 from tpuconv.verify.logits import model_logits
 
@@ -40,7 +40,8 @@ def name_of(value: Any) -> str:
 
 
 def text_case(text_type: str) -> Case:
-    return next(case for case in CASES if case.model_type == text_type and case.family in FAMILIES)
+    """The first case of the family of that name, or of another one that reads this type."""
+    return min((case for case in CASES if case.model_type == text_type), key=lambda case: case.family != text_type)
 
 
 def text_config(text_type: str, **changes: Any) -> dict[str, Any]:

@@ -18,16 +18,7 @@ from helpers.buckets import in_memory
 from helpers.checkpoints import read_tensors, write_checkpoint, write_safetensors
 from helpers.conversions import assert_same, convert, plan_for, restore, same_bits
 from helpers.encoded import GPT_OSS, assert_came_back, dequantized, exported, mxfp4, quantized
-from helpers.families import (
-    BY_ID,
-    CASES,
-    RECUT_BY_TRANSFORMERS,
-    RENAMED_BY_TRANSFORMERS,
-    Case,
-    hf_model,
-    save,
-    save_pretrained,
-)
+from helpers.families import BY_ID, CASES, Case, hf_model, save, save_pretrained
 from helpers.logits import forward
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -66,7 +57,7 @@ def assert_logits(ckpt: Path, theirs: Any) -> None:
 # -- transformers -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.family in RENAMED_BY_TRANSFORMERS], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.traits.renamed_by_transformers], ids=str)
 def test_what_transformers_saves_under_names_of_its_own_is_read(case, tmp_path):
     """A model that was trained further and saved by transformers, whose names releases do not have."""
     saved = save_pretrained(case, tmp_path / "saved")
@@ -80,7 +71,7 @@ def test_what_transformers_saves_under_names_of_its_own_is_read(case, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-@pytest.mark.parametrize("case", [case for case in CASES if case.family in RECUT_BY_TRANSFORMERS], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.traits.recut_by_transformers], ids=str)
 def test_what_transformers_saves_cut_at_other_rows_is_read(case, dtype, tmp_path, monkeypatch):
     """A model that was trained further and saved by transformers, which cuts what it loaded as one tensor in equal
     parts. Slabs are smaller than tensors, and begin and end in any of the parts; a bucket is read by ranges."""

@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from helpers.families import CASES, OMNI, Case, hf_model
+from helpers.families import CASES, Case, hf_model
 from tpuconv.errors import LayoutError
 from tpuconv.mapping.forms import ReleaseReader, places
 from tpuconv.mapping.release import AS_TABLED, Release
@@ -262,7 +262,7 @@ def main() -> None:
     out: dict[str, Any] = json.loads(FILE.read_text()) if wanted else {}
     of_family: dict[str, list[Case]] = defaultdict(list)
     for case in CASES:
-        if not case.written_as and case.family not in OMNI and (not wanted or case.family in wanted):
+        if not case.written_as and not case.traits.thinker_of and (not wanted or case.family in wanted):
             of_family[case.family].append(case)
     for name, cases in of_family.items():
         models = [hf_model(case) for case in cases]

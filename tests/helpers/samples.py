@@ -13,7 +13,7 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
         *("llama-plain", "qwen3-tied", "qwen2-windows", "olmo2-biases", "mixtral-plain", "llama4-scout"),
         *("qwen3_moe-few-experts", "gpt_oss-plain", "deepseek_v3-groups", "kimi_k2-one-group"),
     ),
-    "test_every_family_is_kept_in_every_encoding": ("llama-plain-fp8", "qwen3-tied-int4_asymmetric"),
+    "test_every_family_is_kept_in_every_encoding": ("llama-plain-fp8", "qwen3-tied-awq"),
     "test_real_models_are_planned_whole": (
         *("Qwen/Qwen3-0.6B", "mistralai/Mixtral-8x7B-v0.1", "openai/gpt-oss-20b", "meta-llama/Llama-3.3-70B-Instruct"),
     ),

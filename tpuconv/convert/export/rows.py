@@ -160,9 +160,9 @@ def _linear_modules(binding: Binding) -> Iterator[str]:
     """Yields the modules of a row that servers multiply with: linear layers, but not embeddings, and the experts of a
     layer, which may be in one tensor."""
     for stack, axes in zip(binding.src, binding.layout.src, strict=True):
-        if not (own := axes[stack.depth :]):  # a scalar
-            continue
-        first, *others = own
+        if len(axes) == stack.depth:
+            continue  # a number, or one for each layer
+        first, *others = axes[stack.depth :]
         is_of_experts = lead(first) == EXPERTS and (first.op or len(others) > 1)
         for name in stack.names:
             module = name.removesuffix(".weight")
