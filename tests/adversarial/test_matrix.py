@@ -562,7 +562,7 @@ def test_row_15_a_flipped_bit(made, tmp_path):
             is True
         )
         source = read_manifest(tmp_path / "hub").raw["source"]
-        assert source["verified"] == "by the sha256 that the Hub promises"
+        assert source["verified"] == "by the hashes that the Hub promises"
         part = json.loads(tpuconv("convert", REPO, tmp_path / "part", "--layers", "0", "--json", env=env).stdout)
         assert part["source_verified"] is False  # no file was read as a whole
         (shard,) = tmp_path.glob(f"hf-home/hub/*/snapshots/*/{SECOND}")

@@ -24,7 +24,7 @@ from tpuconv.names import LAYOUTS, MANIFEST
 from tpuconv.sources.companions import CARD, SOURCE_CARD, is_companion
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.storage.hashes import hash_file
-from tpuconv.storage.ownership import files_in, unknown
+from tpuconv.storage.ownership import files_in, folders_of, unknown
 from tpuconv.storage.places import is_file, names_in
 from tpuconv.storage.sealed import STAGED, Sealed, check_current, reseal
 
@@ -144,7 +144,7 @@ def _extra(manifest: Manifest) -> Iterator[Checked]:
 
 def _tops(names: Iterable[str], known: Iterable[str]) -> list[str]:
     """Files, or the highest folders that hold some of them and no known file, those at the top first."""
-    folders = {str(parent) for name in known for parent in PurePosixPath(name).parents}
+    folders = {".", *folders_of(known)}
     tops = dict.fromkeys(
         next((str(folder) for folder in reversed(PurePosixPath(name).parents) if str(folder) not in folders), name)
         for name in names
