@@ -35,7 +35,7 @@ PART_BYTES_OF_UPLOADS = 32 << 20
 """The parts of an object that is written from start to end: 10,000 of them, the most that stores take, are 320 GB."""
 
 PARTS_AT_A_TIME = 4
-"""Each is in memory until it is written."""
+"""The number of parts at a time. Each part is in memory until it is written."""
 
 CLIENT = {"timeout": "300s", "connect_timeout": "10s"}
 BUCKET_RETRIES: dict[str, Any] = {"max_retries": 8, "retry_timeout": timedelta(minutes=3)}
@@ -162,7 +162,7 @@ def _connect(path: BucketPath) -> Any:
 
 
 def read(path: BucketPath, start: int = 0, stop: int | None = None) -> memoryview:
-    """The bytes [start, stop) of an object, all of it by default.
+    """Returns the bytes [start, stop) of an object, all of it by default.
 
     Raises:
         FileNotFoundError: there is no such object.
@@ -191,7 +191,7 @@ def read_object(path: BucketPath) -> tuple[bytes, ObjectFacts]:
 
 
 def read_ranges(path: BucketPath, starts: Sequence[int], length: int) -> list[memoryview]:
-    """Some bytes of an object from each of `starts` on, asked for together."""
+    """Returns some bytes of an object from each of `starts` on, requested together."""
     store = bucket_of(path).store
     import obstore
 

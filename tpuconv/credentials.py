@@ -1,4 +1,4 @@
-"""Whose credentials are used for buckets, and which server is asked."""
+"""The credentials for buckets, and the server of the requests."""
 
 import os
 from collections.abc import Callable
@@ -27,7 +27,8 @@ def region() -> str | None:
 
 
 def credentials(scheme: str) -> tuple[str, Callable[[], Any] | None]:
-    """Whose credentials are used: a name for people, and what makes obstore's provider; None for obstore's own ways."""
+    """Returns the owner of the credentials: a name for people, and a function that makes obstore's provider; None if
+    obstore finds them itself."""
     if names := [name for name in CREDENTIAL_VARIABLES[scheme] if name in os.environ]:
         return f"the environment ({', '.join(names)})", None
     found = _google_credentials() if scheme == "gs" else _boto3_credentials() if scheme == "s3" else None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Status = Literal["ok", "warn", "fail"]
 STATUSES: tuple[Status, ...] = ("ok", "warn", "fail")
-"""From best to worst."""
+"""The states, from best to worst."""
 
 PACKAGES: Mapping[str, str] = {
     "jax": "",
@@ -232,7 +232,7 @@ def _memory() -> Item:
 
 
 def _bucket(folder: BucketPath) -> Item:
-    """Whose credentials are used, and whether objects can be written, under a condition too, read and deleted."""
+    """Checks the credentials, and whether objects can be written (also under a condition), read and deleted."""
     probe = folder / f"tpuconv-doctor-{secrets.token_hex(8)}"
     facts: dict[str, Any] = {"folder": str(folder), "store": SCHEMES[folder.scheme]}
     try:
@@ -318,7 +318,7 @@ def _hub() -> Item:
 
 
 def _token() -> Item:
-    """The account of the token in use. The token itself is never shown."""
+    """Returns the account of the token in use. The token itself is never shown."""
     from huggingface_hub import constants, get_session, get_token
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 

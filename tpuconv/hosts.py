@@ -12,7 +12,7 @@ from typing import TypeVar
 from tpuconv.errors import UsageError
 
 METADATA_SECONDS = 2.0
-"""How long the metadata server of a TPU VM may take to answer."""
+"""The time limit for an answer of the metadata server of a TPU VM."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _from_variables(environment: Environment) -> ProcessPart | None:
 
 
 def _from_gke(environment: Environment) -> ProcessPart | None:
-    """One process for each host of each slice."""
+    """Returns the share for one process on each host of each slice."""
     if not all(name in environment for name in TPU_ON_GKE):
         return None
     hosts = len(environment[TPU_ON_GKE[1]].split(","))

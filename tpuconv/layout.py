@@ -295,7 +295,7 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class ScaleLayout:
-    """How the block scales of tensors are rearranged when a layout rearranges the tensors. Nothing is requantized.
+    """The rearrangement of block scales when a layout rearranges their tensors. Nothing is requantized.
 
     Attributes:
         layout: the layout of tensors and scales.

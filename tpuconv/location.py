@@ -1,4 +1,4 @@
-"""Where files are: a local path, or the URL of a folder or object in a bucket.
+"""The location of files: a local path, or the URL of a folder or object in a bucket.
 
 to_location("out")            Path("out")
 to_location("gs://b/models")  BucketPath("gs", "b", "models")

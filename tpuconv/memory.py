@@ -1,4 +1,4 @@
-"""How much memory this process has used, and how much it may use."""
+"""The memory that this process has used, and the memory that it may use."""
 
 import os
 import resource
@@ -24,8 +24,7 @@ def peak_memory() -> int:
 
 
 def available_memory() -> tuple[int, int]:
-    """How much memory new processes may use, and how much there is, in bytes: of this machine, or of the container that
-    this process is in."""
+    """Returns the available and the total memory in bytes: of this machine, or of the container of this process."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     sizes = {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in lines if len(parts) == 3}
     total, available = sizes["MemTotal"], sizes["MemAvailable"]

@@ -1,4 +1,4 @@
-"""How long work tells how far it is."""
+"""Progress reports of long work."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -39,12 +39,12 @@ MESH_AXES: Rules = {
     "W": WIDTH_AXES,
     "D": ("data",),
 }
-"""For parameters. Heads and MLPs are sharded as in Megatron-LM (arXiv:1909.08053), the model width as in ZeRO
+"""The rules for parameters. Heads and MLPs are sharded as in Megatron-LM (arXiv:1909.08053), the model width as in ZeRO
 (arXiv:1910.02054). A layer needs two all-reduces on any mesh."""
 
 ACTIVATIONS: Rules = {"B": ("data",), "N": WIDTH_AXES, "K": ("tensor",), "V": WIDTH_AXES}
-"""For activations between layers. The batch is sharded over `data`, the model width is replicated; heads and logits are
-sharded."""
+"""The rules for activations between layers. The batch is sharded over `data`, the model width is replicated; heads and
+logits are sharded."""
 
 BY_HEAD: Rules = {"B": ("data",), "K": ("tensor",), "n": ("tensor",), "G": ("group", "expert"), "N": WIDTH_AXES}
 """For attention with a small cache: sharded over heads only. If there are more chips than key-value heads, several

@@ -1,8 +1,8 @@
-"""How numbers are written for people."""
+"""Formats numbers for people."""
 
 
 def format_size(nbytes: float) -> str:
-    """In the unit that fits, with three digits: `999 B`, `1.5 kB`, `688 GB`."""
+    """Formats a size in the unit that fits, with three digits: `999 B`, `1.5 kB`, `688 GB`."""
     if nbytes < 0:
         return f"-{format_size(-nbytes)}"
     for unit in ("B", "kB", "MB", "GB"):
@@ -13,10 +13,11 @@ def format_size(nbytes: float) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """With a noun: `1 tensor`, `2 tensors`."""
+    """Formats a number with a noun: `1 tensor`, `2 tensors`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def format_rate(value: float, digits: int) -> str:
-    """With so many significant digits below 1000, as an integer from there on: `32.4`, `8,080`; never `8.08e+03`."""
+    """Formats a number with so many significant digits below 1000, and as an integer from 1000 on: `32.4`, `8,080`;
+    never `8.08e+03`."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.{digits}g}"

@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from tpuconv.quantize.config import QuantConfig
 
 CALIBRATION_SAMPLES, CALIBRATION_LENGTH = 128, 512
-"""How much text a quantization is calibrated on by default: samples, and tokens of each."""
+"""The default amount of calibration text: samples, and tokens per sample."""
 DRAWN_AT_ONCE = 8
 """Samples that a model draws at once."""
 
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """How much text a quantization is calibrated on.
+    """The amount of calibration text.
 
     Attributes:
-        text: where it is from.
-        samples, length: how many samples, and of how many tokens.
-        asked: how many samples were asked for.
+        text: the origin of the text.
+        samples, length: the number of samples, and of tokens per sample.
+        asked: the number of requested samples.
         inputs: the most inputs of a product whose weights are rounded.
     """
 
@@ -39,17 +39,17 @@ class CalibrationText:
 
     @classmethod
     def of(cls, data: "CalibrationData", inputs: int) -> Self:
-        """How much text there is in the data of a calibration."""
+        """Returns the amount of text in the data of a calibration."""
         return cls(data.text, data.samples, data.length, data.asked or data.samples, inputs)
 
     @property
     def tokens(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens."""
         return self.samples * self.length
 
     @property
     def warning(self) -> str:
-        """Why it is too little, and what to do; empty if it is enough."""
+        """The reason why the text is too short, with advice; empty if it is long enough."""
         if self.tokens >= self.inputs:
             return ""
         more = (

@@ -64,7 +64,7 @@ def convert(
             `-<config>` after it if `quantize` is given.
         dtype: of the parameters: "auto" (the source's), "bfloat16" or "float32".
         encoding: "dequantize" decodes FP8, INT8, INT4 and FP4 weights; "keep" passes them through.
-        compress: compress all arrays by zstd, not only codes of less than 8 bits.
+        compress: compress all arrays by zstd, not only quantized values of less than 8 bits.
         quantize: name or path of a quantization config, applied on the way.
         scan_layers: stack the layers, for `jax.lax.scan`.
         layers: convert these layers only, as a trial.

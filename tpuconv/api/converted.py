@@ -132,7 +132,7 @@ class ConversionPlan:
     def sized(
         cls, plan: "Plan", rules: "QuantConfig | None", max_memory: int | None, jobs: int | None
     ) -> "ConversionPlan":
-        """The plan with the jobs and the memory of a run; see `tpuconv.api.convert`.
+        """Returns the plan with the jobs and the memory of a run; see `tpuconv.api.convert`.
 
         Raises:
             ResourceError: the memory does not suffice.

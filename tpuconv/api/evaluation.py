@@ -417,7 +417,7 @@ def tokenized(manifest: "Manifest", tokenizer_folder: Path, prompts: Sequence[st
 
 
 def model_context(manifest: "Manifest") -> int:
-    """How many tokens the model of a checkpoint was made for."""
+    """Returns the number of tokens that the model of a checkpoint was made for."""
     from tpuconv.models.common.config import context_of
     from tpuconv.models.stored import model_config
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """How fast a model decodes on the devices of this machine.
+    """The decoding speed of a model on the devices of this machine.
 
     Attributes:
         checkpoint: the folder of the checkpoint.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a source is, and what becomes of what is fetched of it."""
+    """The place of a source, and the treatment of its fetched files."""
 
     src: str
     revision: str | None
@@ -90,7 +90,7 @@ def planned_quantization(
 
 
 def text_of(plan: "Plan") -> "CalibrationText | None":
-    """How much text a planned quantization is calibrated on; None without a calibration."""
+    """Returns the amount of calibration text of a planned quantization; None without a calibration."""
     from tpuconv.quantize.calibrate.run import LayerwiseCalibration
 
     calibration = plan.quantization.calibration if plan.quantization else None

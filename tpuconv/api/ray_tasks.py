@@ -24,7 +24,7 @@ from tpuconv.location import Location, to_location
 from tpuconv.progress import Listener, Progress, ignore
 
 LOCK_SECONDS = 180.0
-"""How long a task that runs again waits for the lock of the process that it follows. NFS frees it after 90 s."""
+"""The time that a repeated task waits for the lock of the process that it follows. NFS frees it after 90 s."""
 POLL_OF_TASKS_SECONDS = 0.5
 
 Result = TypeVar("Result", Conversion, Export)

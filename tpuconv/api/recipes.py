@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 ROUNDING_METHODS = ("gptq", "awq", "nearest")
-"""How weights are rounded while their costs are measured; the first is the default."""
+"""The rounding of weights while their costs are measured; the first is the default."""
 GATE_CANDIDATES = 64
 """Recipes among which the smallest that holds its gates is searched, evenly by bits."""
 GATE_STRIDE = 8

@@ -18,7 +18,7 @@ from tpuconv.storage.sealed import take_in, write_whole
 LAYOUTS_FORMAT = 1
 
 MAX_ARRAYS = 100_000
-"""In one file. A checkpoint has a few thousand."""
+"""The most entries in one file. A checkpoint has a few thousand."""
 
 
 class DeviceLayout(NamedTuple):

@@ -51,8 +51,8 @@ MAX_CHUNKS = 10_000_000
 
 
 def chunk_checksum(shape: Shape, chunks: Shape, start: Shape, chunk: np.ndarray) -> int:
-    """The part of the chunk at `start` in the checksum of its array. `chunk` is contiguous and of the full shape
-    `chunks`."""
+    """Returns the part of the chunk at `start` in the checksum of its array. `chunk` is contiguous and of the full
+    shape `chunks`."""
     index = 0
     for n, c, first in zip(shape, chunks, start, strict=True):
         index = index * -(-n // c) + first // c
@@ -98,7 +98,7 @@ class StoredArray:
 
     @property
     def spec(self) -> ShardedArraySpec:
-        """How the array is divided among files. Not for manifests of format 1."""
+        """The division of the array into files. Not for manifests of format 1."""
         assert self.shards is not None
         return ShardedArraySpec(
             self.shape,

@@ -24,7 +24,7 @@ class ShardFile(Protocol):
     name: str
     size: int
     read_bytes: int
-    """How much is best read at once."""
+    """The number of bytes that is best read at once."""
 
     def __enter__(self) -> "ShardFile":
         """Itself."""
@@ -33,7 +33,7 @@ class ShardFile(Protocol):
         """Closes it."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The bytes [start, stop), valid until the thread's next read."""
+        """Returns the bytes [start, stop), valid until the thread's next read."""
 
     def expect(self, nbytes: int) -> None:
         """Says how many bytes will be read, one after the other."""

@@ -1,4 +1,4 @@
-"""How an array is divided among shard files: what `store` writes and `checkpoint` reads.
+"""The division of an array into shard files, which `store` writes and `checkpoint` reads.
 
 An array is a grid of shards, one file each. A shard is a grid of chunks, which are what a device reads (zarr v3
 "sharding_indexed"):
@@ -6,7 +6,7 @@ An array is a grid of shards, one file each. A shard is a grid of chunks, which 
     chunk, crc32c, chunk, crc32c, ..., (offset, size) of each chunk, crc32c
 
 Chunks of compressed arrays are zstd frames. A code of 4 bits takes a byte in a chunk, since TensorStore holds it in
-one; of such codes zstd leaves less than 4 bits.
+one; of such values zstd leaves less than 4 bits.
 """
 
 import threading
@@ -118,7 +118,7 @@ class ShardedArraySpec:
         )
 
     def chunks_of(self, index: Shape) -> int:
-        """How many chunks of a shard lie, at least partly, in the array."""
+        """Returns the number of chunks of a shard that lie, at least partly, in the array."""
         return prod(
             -(-min(s, n - i * s) // c) for i, n, s, c in zip(index, self.shape, self.shards, self.chunks, strict=True)
         )

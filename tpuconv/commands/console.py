@@ -66,8 +66,8 @@ def console(err: bool = False) -> "Console":
 
 
 def show(*parts: str | tuple[str, str]) -> None:
-    """A line on stdout, in parts: a string, or a pair of a string and its style. For a terminal it is broken between
-    words."""
+    """Writes a line to stdout, in parts: a string, or a pair of a string and its style. For a terminal it is broken
+    between words."""
     console().print(styled(*parts), soft_wrap=not sys.stdout.isatty())
 
 
@@ -153,7 +153,7 @@ class Table:
         return max([len(name), *(line.cell_len for row in self.rows for line in row[at].split())])
 
     def _broken_widths(self, shown: Sequence[str], width: int) -> dict[str, int]:
-        """How wide each column may be: the widest ones give way."""
+        """Returns the width of each column; the widest columns are narrowed."""
         widths = {name: self._natural(name) for name in shown}
         while _framed(widths.values()) > width:
             widest = max(widths, key=lambda name: widths[name])

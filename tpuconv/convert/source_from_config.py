@@ -30,7 +30,7 @@ MAX_MODEL_BYTES = 4 << 40
 """Twice the bytes of the largest model: a plan holds all slabs of the conversion."""
 
 NEVER_ENCODED = ("embed", "router")
-"""How the names of modules begin whose matrix is looked up, or in which small differences decide."""
+"""The beginnings of the names of modules whose matrix is looked up, or in which small differences decide."""
 
 
 def source_from_config(name: str, raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Source:

@@ -39,7 +39,7 @@ TABLES: Mapping[Any, np.ndarray] = {
     "nf4": np.array(NF4_VALUES, np.float32),
     "fp4": np.array([*FP4_TWELFTHS, *(-1.0 * value for value in FP4_TWELFTHS)], np.float32) / np.float32(12),
 }
-"""By `bnb_4bit_quant_type`."""
+"""The tables by `bnb_4bit_quant_type`."""
 TABLE_QTYPES = {"nf4": "nf4"}
 """Qwix's types with the same table."""
 STORAGE = {None: "U8", "uint8": "U8", "int8": "I8", "float16": "F16", "bfloat16": "BF16", "float32": "F32"}

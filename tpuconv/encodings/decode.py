@@ -1,4 +1,4 @@
-"""How a checkpoint encodes a tensor in several stored ones, and decoding it.
+"""The encoding of a tensor in several stored tensors, and its decoding.
 
 An encoding is a property of the checkpoint, read from config.json's `quantization_config`; it knows no family. All
 encodings are one scheme: a quantized value of 8 or 4 bits stands for a number (a table), and a block of values shares a

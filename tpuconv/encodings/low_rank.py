@@ -9,7 +9,7 @@ from tpuconv.compiled import compiled, compiled_fused
 COLUMNS_AT_ONCE = 512
 """The columns of the product that are computed at once: they take 32 KB for 16 rows of the right matrix."""
 NAN = np.uint16(0x7FC0)
-"""In bfloat16."""
+"""NaN in bfloat16."""
 FLOAT32_LANES = 8
 """Sums that PyTorch adds up side by side on a CPU with AVX2."""
 

@@ -116,7 +116,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the tensors of one kind are encoded.
+    """The encoding of the tensors of one kind.
 
     Attributes:
         title: the name that users see.

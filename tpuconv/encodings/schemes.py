@@ -41,7 +41,7 @@ METHOD_SCHEMAS: Mapping[Any, Any] = {
     "gptq": GPTQ,
     METHOD: BITSANDBYTES,
 }
-"""For each method, which keys of a description are read, and their types."""
+"""For each method, the keys of a description that are read, and their types."""
 
 
 E4M3_NAMES = ("e4m3", "float8_e4m3fn")

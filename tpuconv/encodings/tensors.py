@@ -156,6 +156,6 @@ _OF_ACTIVATIONS = re.compile(r".*\.((activation|(input|output|[qkv])(_global)?)_
 
 
 def unused_reason(name: str) -> str | None:
-    """Why a tensor of a quantized checkpoint does not concern the weights; None if it may. A second scale that no
-    scheme takes brings weights to the range of FP8, for products with activations in FP8."""
+    """Returns the reason why a tensor of a quantized checkpoint does not concern the weights; None if it may. A second
+    scale that no scheme takes brings weights to the range of FP8, for products with activations in FP8."""
     return "of quantized activations, which the model computes without" if _OF_ACTIVATIONS.fullmatch(name) else None

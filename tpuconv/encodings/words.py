@@ -15,7 +15,7 @@ from tpuconv.sources.reader import Reader
 WORD_BITS = 32
 WORD_DTYPE, BYTE_DTYPE = np.dtype(np.int32), np.dtype(np.uint8)
 PART_VALUES = 1 << 18
-"""How many values of a matrix are unpacked together: they stay in a cache."""
+"""The number of values of a matrix that are unpacked together: they stay in a cache."""
 
 Span = tuple[int, int]
 """The first row or column, and the one after the last."""

@@ -1,4 +1,4 @@
-"""From a quantization config to what a plan needs to quantize while it converts."""
+"""Turns a quantization config into the encoders of a plan."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -44,7 +44,7 @@ def quantization(
     *,
     for_servers: bool = False,
 ) -> Quantization:
-    """How the parameters of a plan without quantization are quantized by rules.
+    """Returns the quantization of the parameters of an unquantized plan by rules.
 
     Args:
         plain: the plan.

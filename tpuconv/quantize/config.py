@@ -42,7 +42,7 @@ REQUIRED_TILE_SIZES = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 
 SCALE_DTYPES = ("bfloat16", "float32")
 METHODS: Mapping[str, tuple[int, ...]] = {"absmax": (0, 1), "minmax": (0, 1), "rms": (1,), "fixed": (1, 2)}
-"""How many numbers may follow a calibration method."""
+"""The possible counts of numbers after a calibration method."""
 LARGEST_FACTOR = 1e6
 """The largest of them. The smallest factor is its inverse."""
 GATE_LIMITS: Mapping[str, float] = {"top1": 1.0, "mean_kl": 1e6}
@@ -95,7 +95,7 @@ class Rule:
 
     @property
     def group_size(self) -> int:
-        """How many weights share a scale; 0 if that depends on the parameter."""
+        """The number of weights that share a scale; 0 if it depends on the parameter."""
         if not isinstance(self.tile_size, int):
             return 0
         return self.tile_size**2 if self.tile_axes == "block" else self.tile_size
@@ -106,7 +106,7 @@ RULE_FIELDS = tuple(name for name in Rule.__dataclass_fields__ if name != "line"
 
 @dataclass(frozen=True)
 class Calibration:
-    """How the inputs of products are used to round their weights. See `tpuconv.quantize.calibrate`.
+    """The use of the inputs of products to round their weights. See `tpuconv.quantize.calibrate`.
 
     Attributes:
         method: of `CALIBRATION_FIELDS`.

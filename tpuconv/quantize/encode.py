@@ -180,7 +180,7 @@ class QwixEncoder:
         return [qvalues, scales.astype(self.scale_dtype), *zero_points], statistics
 
     def decoded(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """The weights in float32 that quantized values as bytes, scales and zero points, if any, stand for."""
+        """Returns the weights in float32 that quantized values as bytes, scales and zero points, if any, stand for."""
         return decoded_values(self.quant.qtype, parts)
 
     def check(self) -> None:
@@ -317,7 +317,7 @@ def _scale_table(qtype: str, method: str) -> "Future[np.ndarray]":
 
 
 NO_TABLES = np.empty(0, np.uint8), np.empty(0, np.float32)
-"""For integers, which are computed."""
+"""The tables of integers, which are computed without tables."""
 
 
 def _by_tables(values: np.ndarray, kind: QuantKind) -> Parts:

@@ -1,4 +1,4 @@
-"""How a config quantizes each parameter, from a plan alone."""
+"""Explains how a config quantizes each parameter, from a plan alone."""
 
 from typing import Any
 

@@ -80,7 +80,7 @@ def encode_by_tables(
 
 @compiled  # type: ignore[untyped-decorator]
 def count_clipped(bits: np.ndarray, scales: np.ndarray, bound: np.float32) -> np.int32:
-    """How many weights of a row [C] are larger than `bound` times their scales [C]."""
+    """Returns the number of weights of a row [C] that are larger than `bound` times their scales [C]."""
     count = np.int32(0)
     for j in range(bits.size):
         count = np.int32(count + np.int32(abs(to_float32(bits[j]) / scales[j]) > bound))

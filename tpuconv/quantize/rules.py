@@ -121,7 +121,7 @@ def _einsum(equation: str, lhs: Any, rhs: Any) -> jax.Array:
 
 @dataclass(frozen=True)
 class ParamQuant:
-    """How one parameter is quantized.
+    """The quantization of one parameter.
 
     Attributes:
         group_shape: how many elements of each axis share a scale.
@@ -230,7 +230,7 @@ def abstract_quantized_model(
 def resolve_rules(
     build: Callable[[], Any], config: QuantConfig, stacks: LayerStacks | None = None
 ) -> dict[str, ParamQuant]:
-    """How every parameter that a config quantizes is quantized.
+    """Returns the quantization of every parameter that a config quantizes.
 
     Args:
         build: makes the model with separate layers.
@@ -309,9 +309,9 @@ def _with_tile_axes(name: str, quant: ParamQuant, config: QuantConfig) -> ParamQ
 
 
 def _block_shape(quant: ParamQuant, tile: int) -> tuple[int, ...] | int:
-    """How many elements along each axis are in a block of `tile` inputs and as many outputs. Several axes of inputs, or
-    of outputs, count as one, as in a matrix; axes before them, such as experts, have scales for each element. Fewer
-    than `tile` inputs or outputs are one block. Or the axis that blocks do not divide."""
+    """Returns the number of elements along each axis in a block of `tile` inputs and as many outputs. Several axes of
+    inputs, or of outputs, count as one, as in a matrix; axes before them, such as experts, have scales for each
+    element. Fewer than `tile` inputs or outputs are one block. Or the axis that blocks do not divide."""
     shape, first = quant.shape, quant.summed[0]
     block = [1] * len(shape)
     outputs = [axis for axis in range(first, len(shape)) if axis not in quant.summed]

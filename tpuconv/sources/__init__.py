@@ -1,1 +1,1 @@
-"""Where checkpoints come from: safetensors folders and the Hub."""
+"""The sources of checkpoints: safetensors folders and the Hub."""

@@ -87,6 +87,6 @@ def check_adapter_config(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers at the start of a version."""
+    """Returns the numbers at the start of a version."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part[:9]) for part in found[0].split(".")) if found else (0,)

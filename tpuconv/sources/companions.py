@@ -73,7 +73,7 @@ class Beside(NamedTuple):
 
 
 def why_left_out(name: str, modules: Collection[str] = ()) -> str | None:
-    """The reason why a file is not copied; None if it is. The model card is not decided here.
+    """Returns the reason why a file is not copied; None if it is copied. The model card is not decided here.
 
     Args:
         name: its path in the folder.

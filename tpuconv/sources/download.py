@@ -33,7 +33,7 @@ class Link:
         self._lock = threading.Lock()
 
     def address(self) -> tuple[str, bool]:
-        """The address, and whether it was asked for before this call. Raises the client's errors."""
+        """Returns the address, and whether it was requested before this call. Raises the client's errors."""
         from huggingface_hub import get_hf_file_metadata
 
         with self._lock:
@@ -56,11 +56,11 @@ class Link:
 TOO_MANY_REQUESTS = 429
 MOST_WAIT_SECONDS = 300.0  # the Hub's windows of rates have 5 minutes
 EXPIRED = (401, 403, 404, 410)
-"""How servers answer to a signed address that has expired."""
+"""The answers of servers to a signed address that has expired."""
 
 
 RANGE_RETRIES = 2
-"""How often a part of a file is asked for again if all of it is sent: some caches do that once."""
+"""The number of repeated requests for a part of a file if the whole file is sent: some caches send it once."""
 
 
 class _RangeIgnored(Exception):
@@ -179,8 +179,8 @@ def lock_partial(fd: int, path: Path) -> bool:
 
 
 END_SECONDS = 1.0
-"""How long work that ends early waits for its threads. One that waits for a silent server is left behind, and ends with
-the process."""
+"""The time that work which ends early waits for its threads. A thread that waits for a silent server is left behind,
+and ends with the process."""
 
 
 def end_threads(threads: Sequence[threading.Thread]) -> None:

@@ -41,7 +41,7 @@ MAX_AXES = 64
 MAX_SHARD_TENSORS = 250_000
 """The most tensors of one source file. The largest real checkpoints have as many in all their files together."""
 MAX_SIGNS = {b"{": MAX_SHARD_TENSORS + 2, b":": 5 * MAX_SHARD_TENSORS, b",": 10 * MAX_SHARD_TENSORS}
-"""How often these characters may occur in a header: each tensor is an object of three keys and a few numbers."""
+"""The most occurrences of these characters in a header: each tensor is an object of three keys and a few numbers."""
 
 
 @dataclass(frozen=True, slots=True)

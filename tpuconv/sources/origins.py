@@ -1,4 +1,4 @@
-"""Where the sources of outputs lie on this machine, and the stamps that their files had.
+"""The places of the sources of outputs on this machine, and the stamps of their files.
 
 An output says nothing of the machine that made it: equal sources give equal outputs, wherever they lie. So the path of
 the source, and the stamps by which a file need not be read again, are kept in the user's cache

@@ -34,8 +34,8 @@ class RemoteFile(Protocol):
         """Raises SourceError if the file is gone, or changed."""
 
     def planned_start(self, stop: int) -> bytes:
-        """The first bytes of the file as the plan saw them, up to `stop` or the end of the header. Empty if the version
-        of the file says that they are the same."""
+        """Returns the first bytes of the file as the plan saw them, up to `stop` or the end of the header. Empty if the
+        version of the file says that they are the same."""
 
 
 class HubShard:

@@ -376,7 +376,7 @@ class Repository:
         return hf_hub_url(self.repo, file.name, revision=commit)
 
     def _blob(self, file: HubFile) -> Path | None:
-        """Where the client stores a file of this content; None for files that git itself stores."""
+        """Returns the path at which the client stores a file of this content; None for files that git itself stores."""
         return self.storage / "blobs" / file.sha256 if file.sha256 else None
 
     def _partial(self, blob: Path) -> Path:

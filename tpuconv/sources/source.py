@@ -117,7 +117,8 @@ class Source:
         return ()
 
     def files(self, info: TensorInfo) -> list[tuple[Path, int, int]]:
-        """Where the bytes of a tensor are on a disk: file, first byte and number of bytes. None if they are not."""
+        """Returns the place of a tensor's bytes on a disk: file, first byte and number of bytes. None if they are not
+        on a disk."""
         if isinstance(self.folder, BucketPath) or info.shard in self.remote:
             return []
         return [(self.folder / info.shard, info.offset, info.nbytes)]

@@ -26,7 +26,7 @@ from tpuconv.storage import disk
 from tpuconv.storage.hashes import BLOCK, HASHES
 
 WAIT_SECONDS = 0.2
-"""Between two looks at whether the work was cancelled."""
+"""The time between two checks whether the work was cancelled."""
 
 
 class DamagedStream(DamagedDownload):
@@ -190,7 +190,7 @@ class StreamReader(Reader):
             self._fail(error)
 
     def _next_segment(self) -> Segment | None:
-        """The next segment to fetch, once there is room for it; None if there is none."""
+        """Returns the next segment to fetch, once there is room for it; None if there is none."""
         with self._changed:
             while not self._stopped.is_set() and self._next_number < len(self._schedule.order):
                 segment = self._schedule.order[self._next_number]

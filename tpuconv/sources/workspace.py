@@ -63,7 +63,7 @@ class Workspace:
         return self.folder / f"{number:05d}"
 
     def path(self, number: int, segment: Segment, *, wide: bool = False) -> Path:
-        """Where a segment of a file, or its wide part, is kept."""
+        """Returns the path of a segment of a file, or of its wide part."""
         return self.file_folder(number) / (f"{segment.number:06d}" + (WIDE if wide else ""))
 
     def has(self, number: int, segment: Segment, *, wide: bool = False) -> bool:

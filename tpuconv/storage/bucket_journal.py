@@ -51,7 +51,7 @@ from tpuconv.storage.refusals import CLAIM, check_not_nested, exists_already, un
 from tpuconv.storage.sinks import Staged, StagedSink
 
 POLL_SECONDS = 1.0
-"""Between two looks at the claim of another process of this run, which prepares or publishes."""
+"""The time between two looks at the claim of another process of this run, which prepares or publishes."""
 STAGED_SCHEMA = Each({"key": str, "bytes": Size, "version": Each(str)})
 PLAN_SCHEMA = {**ENTRY_SCHEMAS["plan"], "names": [str], "old": STAGED_SCHEMA}
 OBJECTS_SCHEMA = {"objects": Optional(STAGED_SCHEMA), "names": Optional([str])}

@@ -26,7 +26,7 @@ from tpuconv.storage.refusals import CLAIM
 
 HEARTBEAT_SECONDS = 60
 RETRY_SECONDS = 5
-"""After a renewal that failed."""
+"""The pause after a renewal that failed."""
 FENCE_SECONDS = 200
 LAPSED_SECONDS = 300
 """Age of a claim after which its process is taken for dead."""
@@ -306,7 +306,7 @@ def this_machine() -> str:
 
 
 def _began(pid: int) -> str:
-    """When a process began, in ticks since the boot. Raises OSError if it does not run."""
+    """Returns the start time of a process, in ticks since the boot. Raises OSError if it does not run."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     if fields[0] in "ZX":  # it has ended, and nobody has asked for its exit status
         raise ProcessLookupError

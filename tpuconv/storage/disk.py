@@ -278,9 +278,10 @@ def open_lock(path: Path) -> int:
 
 
 LEFTOVERS = (".nfs", ".fuse_hidden")
-"""How the names begin that some file systems give to a file which is removed while it is open, until it is closed."""
+"""The beginnings of the names that some file systems give to a file which is removed while it is open, until it is
+closed."""
 LEFTOVER_SECONDS = 2.0
-"""How long after a file is closed such a name may stay: FUSE closes it a little later."""
+"""The time that such a name may stay after a file is closed: FUSE closes it a little later."""
 
 
 def is_leftover(path: Path) -> bool:
@@ -353,7 +354,7 @@ def _inside(folder: Path) -> Iterator[Path]:
 
 @_translated
 def entries(path: Path) -> list[str]:
-    """The names in an output or work folder, sorted."""
+    """Returns the names in an output or work folder, sorted."""
     return sorted(os.listdir(path))
 
 

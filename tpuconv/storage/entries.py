@@ -44,7 +44,7 @@ class JournalEntries(ABC):
         """The folder of the entries, beside the output."""
 
     def done(self, part: str, schema: Any = dict) -> dict[str, Any] | None:
-        """The recorded results of a part of the work.
+        """Returns the recorded results of a part of the work.
 
         Args:
             part: the name of the part.

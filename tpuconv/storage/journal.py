@@ -57,7 +57,7 @@ CALIBRATED = "calibrated"
 """The folder with what a calibration found, and the beginning of the names of its entries. They can be resumed."""
 
 HELD_OPEN = "left-"
-"""How the names begin of what is left of removed folders whose files are open; the next run removes it."""
+"""The beginnings of the names of removed folders whose files are still open; the next run removes them."""
 TRIED = "tried"
 """The folder in which renames are tried."""
 LAST = (WORK, "names.done", "complete.done")

@@ -48,8 +48,8 @@ class LocalFile:
             self._direct.close()
 
     def avoid_cache(self) -> None:
-        """From now on what is not in the page cache is read around it, if the file is large and on a file system that
-        can."""
+        """Reads data that is not in the page cache around the cache from now on, if the file is large and its file
+        system supports it."""
         if self._direct is None and self.size >= DIRECT_BYTES:
             with suppress(OSError):
                 self._direct = FileIO(os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT))
@@ -79,7 +79,7 @@ class LocalFile:
             os.posix_fadvise(self.fd, start, stop - start if stop else 0, os.POSIX_FADV_DONTNEED)
 
     def read(self, start: int, stop: int, memory: np.ndarray | None = None, *, again: bool = False) -> np.ndarray:
-        """The bytes [start, stop).
+        """Returns the bytes [start, stop).
 
         Args:
             start: the first byte.
@@ -133,7 +133,7 @@ class LocalFile:
 
 
 def room_for(nbytes: int) -> int:
-    """How many bytes of memory so many bytes of a file need, wherever they begin."""
+    """Returns the bytes of memory that so many bytes of a file need, wherever they begin."""
     return nbytes + 2 * mmap.PAGESIZE if nbytes else 0
 
 

@@ -22,7 +22,7 @@ from tpuconv.storage.hashes import hash_file
 from tpuconv.storage.sealed import STAGED, Sealed, read_sealed
 
 REWRITTEN = "was changed since tpuconv wrote it"
-"""How the reason ends, after the name of a file."""
+"""The end of the reason, after the name of a file."""
 SHOWN = 5
 """Names of files that an error lists."""
 

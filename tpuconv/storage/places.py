@@ -37,7 +37,8 @@ def is_file(location: Location) -> bool:
 
 
 def work_folder(out: Location) -> Location:
-    """The folder of the unfinished work of an output, beside it: `.NAME.tpuconv`, in a bucket `NAME.tpuconv`."""
+    """Returns the folder of the unfinished work of an output, beside it: `.NAME.tpuconv`, in a bucket
+    `NAME.tpuconv`."""
     return out.with_name(f"{'' if isinstance(out, BucketPath) else '.'}{out.name}{WORK_SUFFIX}")
 
 

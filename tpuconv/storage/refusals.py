@@ -17,7 +17,7 @@ WORK, CLAIM = "tpuconv.work", "claim"
 
 
 def unfinished(out: Location, work: Location, began: Mapping[str, Any], facts: Mapping[str, Any]) -> OutputError:
-    """The error for unfinished work of another plan, whose entry is `began`."""
+    """Returns the error for unfinished work of another plan, whose entry is `began`."""
     return OutputError(
         f"there is an unfinished conversion to {out.name} in {work}, of another source or with other options",
         details=_differences(began["facts"], facts),

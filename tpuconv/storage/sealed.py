@@ -100,7 +100,7 @@ def read_sealed(folder: Location) -> Sealed:
 
 
 def seal_of(data: bytes) -> str | None:
-    """The seal at the end of a manifest's bytes. None if there is none, or the bytes do not match it."""
+    """Returns the seal at the end of a manifest's bytes. None if there is none, or the bytes do not match it."""
     found = _SEAL.fullmatch(data, max(0, data.rfind(b",\n")))
     if found is None or found[1].decode() != xxhash.xxh3_128_hexdigest(data[: found.start()]):
         return None

@@ -32,7 +32,7 @@ from tpuconv.storage.refusals import WORK
 PROCESSES = "processes"
 """The entry with the count of processes."""
 MEETING_SECONDS = 300.0
-"""How much later than this process another one may begin."""
+"""The longest time that another process may begin after this one."""
 MEETING_POLL_SECONDS = 1.0
 PROCESSES_SCHEMA = {"count": Size}
 

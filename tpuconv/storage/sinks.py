@@ -1,4 +1,4 @@
-"""Where the files of an output are written until it is published: a folder on a disk, or objects in a bucket."""
+"""The place of the files of an output until it is published: a folder on a disk, or objects in a bucket."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -112,12 +112,12 @@ class Staged:
     version: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """As an entry of the journal has it."""
+        """Returns the facts for an entry of the journal."""
         return {"key": self.key, "bytes": self.size, "version": dict(self.version)}
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "Staged":
-        """From an entry of the journal."""
+        """Returns the object from an entry of the journal."""
         return cls(facts["key"], facts["bytes"], facts["version"])
 
 

@@ -1,4 +1,4 @@
-"""From a family's table and a target's tree to the table from released tensors to the target's parameters."""
+"""Composes a family's table and a target's tree to the table from released tensors to the target's parameters."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -55,7 +55,8 @@ def _has_head(config: Any) -> bool:
 
 
 def _tree(places: Places, *quantized: frozenset[str], note: str = "", tied: bool = False) -> Tree:
-    """The tree of a model, with what its program reads quantized, and whether it has models without a head."""
+    """Returns the tree of a model, with the quantized parameters of its program, and whether it has models without a
+    head."""
     layers = LayerPlaces(places, "layers.{L}")
     return Tree(MODEL_PLACES, (layers,), when=lambda x: tied or _has_head(x), note=note, quantized=quantized)
 

@@ -195,7 +195,7 @@ GEMMA3 = _gemma(
 )
 
 LOCAL_AND_GLOBAL = (*["decoder.scanned_blocks.local_layers"] * 5, "decoder.scanned_blocks.global_layer")
-"""Where the layers of a period of Gemma 4 are."""
+"""Returns the places of the layers of a period of Gemma 4."""
 
 
 def _gemma4(mlp: Places, stacked: tuple[str, ...], **changes: Any) -> Tree:

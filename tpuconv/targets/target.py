@@ -17,7 +17,7 @@ from tpuconv.names import QVALUE, SCALE, ZERO_POINT
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter, or several joined, is in a target's tree.
+    """The place of a parameter, or of several joined ones, in a target's tree.
 
     Attributes:
         name: the target's name of the parameter.
@@ -144,7 +144,7 @@ class Target:
 
 
 OWN_PARTS = {suffix.removeprefix("."): suffix for suffix in (QVALUE, SCALE, ZERO_POINT)}
-"""How parts of quantized parameters are named in our own tree."""
+"""The names of the parts of quantized parameters in our tree."""
 
 OWN = Target(
     name=OWN_TARGET,

@@ -90,7 +90,7 @@ def check_export(folder: Location, sealed: Sealed) -> Iterator[Checked]:
 
 
 def _threads(folder: Location) -> int:
-    """One for each processor, or as many requests as are good at a time."""
+    """Returns the number of threads: one for each processor, or the best number of requests at a time."""
     return buckets.REQUESTS if isinstance(folder, BucketPath) else len(os.sched_getaffinity(0))
 
 

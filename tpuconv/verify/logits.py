@@ -55,10 +55,10 @@ the mathematics. In the 16-bit types both models round, and not alike: these gat
 much. See `rounding_gates`."""
 
 ROUNDINGS = 2
-"""How many times what another rounding changes two models may differ: in a 16-bit type, a rounding in the reference; of
-a quantized model, roundings of its weights (`tpuconv.quantize.rerounding`). With a trained model of 135 million
-parameters in bfloat16 one rounding gives 0.0024 nats, transformers' own two implementations of attention differ by
-0.0015, and ours from them by 0.0015 and 0.0018."""
+"""The largest allowed ratio between the difference of two models and the effect of another rounding: in a 16-bit type,
+a rounding in the reference; of a quantized model, roundings of its weights (`tpuconv.quantize.rerounding`). With a
+trained model of 135 million parameters in bfloat16 one rounding gives 0.0024 nats, transformers' own two
+implementations of attention differ by 0.0015, and ours from them by 0.0015 and 0.0018."""
 
 
 def rounding_gates(dtype: str, rounding_kl: float | None) -> Gates:

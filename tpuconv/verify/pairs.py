@@ -123,7 +123,7 @@ def compare_windows(
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How a parameter differs.
+    """The difference of a parameter.
 
     Attributes:
         name: of the parameter, of one layer.

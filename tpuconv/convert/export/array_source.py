@@ -1,4 +1,4 @@
-"""Where an export takes its arrays from: a checkpoint, or the plan of a conversion (`planned_arrays`)."""
+"""The source of the arrays of an export: a checkpoint, or the plan of a conversion (`planned_arrays`)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

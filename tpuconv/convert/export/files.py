@@ -20,7 +20,7 @@ SHARD_BYTES = 5_000_000_000
 
 
 def file_names(count: int) -> list[str]:
-    """The names of `count` shards, as Hugging Face names them."""
+    """Returns the names of `count` shards, as Hugging Face names them."""
     if count == 1:
         return [SINGLE_FILE]
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]

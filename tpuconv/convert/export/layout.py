@@ -1,4 +1,4 @@
-"""How an export lays tensors out: which are made together, and which file each goes to."""
+"""The layout of an export: the tensors that are made together, and the file of each tensor."""
 
 from dataclasses import dataclass
 from math import prod

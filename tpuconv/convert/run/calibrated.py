@@ -32,7 +32,7 @@ class CalibratedValues:
 
     @property
     def folder(self) -> Path:
-        """Where they are."""
+        """The place of the files."""
         return self.work / CALIBRATED
 
     def write(self, parameter: str, layer: int | None, kind: str, values: np.ndarray) -> None:

@@ -35,7 +35,7 @@ params = ocp.StandardCheckpointer().restore(path_of_params)
 
 
 def _loading(target: Target) -> str:
-    """How the checkpoint is loaded by the program that it is for."""
+    """Returns the text on loading the checkpoint in its target."""
     if target is OWN:
         return _OWN_LOADING
     return f"""It is for {code(target.name)} ({markdown(target.summary)}), where this folder, OUT, is loaded by:

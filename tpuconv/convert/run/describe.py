@@ -19,7 +19,7 @@ def describe(
     result: UnitResult,
     calibrated: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The manifest of a finished run, without the files beside the arrays.
+    """Returns the manifest of a finished run, without the files beside the arrays.
 
     Args:
         plan: what was converted.

@@ -1,4 +1,4 @@
-"""How many jobs a run of a plan has, and how much memory it needs."""
+"""The number of jobs and the memory of a run of a plan."""
 
 import os
 from dataclasses import dataclass

@@ -31,8 +31,8 @@ class StageInput:
 
 
 def stage_inputs(runner: LayerRunner, stage: str, weights: Weights, samples: Samples, count: int) -> list[StageInput]:
-    """The inputs of a stage whose products may be scaled, in one pass over `count` samples. Those of experts are left
-    out, and the head's."""
+    """Returns the inputs of a stage whose products may be scaled, in one pass over `count` samples. The inputs of
+    experts and of the head are left out."""
     if stage == HEAD_STAGE:
         return []
     gathered: list[_Gathered] = []

@@ -103,7 +103,7 @@ def rounded_by_gptq(
 
 
 def _parts(hessians: Sequence[_Hessian]) -> Iterator[Sequence[_Hessian]]:
-    """The Hessians in parts that fit in memory, or are a single one."""
+    """Yields the Hessians in parts that fit in memory, or are a single one."""
     start = held = 0
     for at, (_, _, width, _) in enumerate(hessians):
         held += hessian_bytes(width)

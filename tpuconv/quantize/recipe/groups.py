@@ -50,7 +50,7 @@ class Choices:
         return {name: encoder for encoders in self.encoders.values() for name, encoder in encoders.items()}
 
     def chosen(self, options: Sequence[Option]) -> dict[str, QwixEncoder]:
-        """How each parameter is quantized with these options of the groups."""
+        """Returns the quantization of each parameter with these options of the groups."""
         return {
             name: self.encoders[str(option)][name]
             for group, option in zip(self.space.groups, options, strict=True)

@@ -243,7 +243,7 @@ class Schedule:
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     def _traffic(self, i: Instruction, computation: str) -> tuple[int, int]:
-        """The bytes that an instruction reads from HBM and writes to HBM, each time it runs."""
+        """Returns the bytes that an instruction reads from HBM and writes to HBM, each time it runs."""
         instructions = self.computations[computation]
         operands = [instructions[name] for name in i.operands if name in instructions]
         if i.op.endswith("-done") or i.kind in COLLECTIVES:

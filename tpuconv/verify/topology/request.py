@@ -304,8 +304,8 @@ class FitReport:
         return smaller if sharded + memory.temporaries + memory.code <= memory.available else None
 
     def verdict(self) -> str:
-        """One or two sentences: whether the model fits, the memory that is left, a smaller slice that may do, the
-        estimated decoding speed and what limits it."""
+        """Returns one or two sentences: whether the model fits, the memory that is left, a smaller slice that may do,
+        the estimated decoding speed and what limits it."""
         if not self.fits:
             return f"{self.topology}: does not fit: {self.why}."
         left, available = format_size(self.memory.headroom), format_size(self.memory.available)

@@ -14,7 +14,7 @@ IN_COMPRESSED, IN_FP8, IN_AWQ, IN_MXFP4 = "compressed-tensors", "fp8", "awq", "m
 
 
 class Packing(Enum):
-    """How quantized values lie in stored elements."""
+    """The arrangement of quantized values in stored elements."""
 
     ONE_EACH = "one each"
     WORDS = "integers with an offset, in int32, along the rows of [out, in]"
@@ -125,7 +125,7 @@ class WeightGroup:
 
     @property
     def group_size(self) -> int | None:
-        """How many inputs share a scale; None for all."""
+        """The number of inputs that share a scale; None for all."""
         return self.block[1]
 
     def to_json(self, targets: list[str]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class _Parameters:
 
     @property
     def tiles(self) -> list[Any]:
-        """How many elements share a scale, along each axis of each parameter."""
+        """The number of elements that share a scale, along each axis of each parameter."""
         return [each["tiles"] for each in self.facts]
 
     @property
@@ -104,8 +104,8 @@ class _Parameters:
 
     @property
     def block(self) -> int:
-        """How many inputs, and how many outputs, share a scale by the rule; 0 if it has no blocks. Matrices that have
-        fewer are one block."""
+        """The numbers of inputs and of outputs that share a scale by the rule; 0 if it has no blocks. Matrices that
+        have fewer are one block."""
         return self.tile_size if self.rule.get("tile_axes") == "block" else 0
 
     @property
@@ -156,7 +156,7 @@ class _Parameters:
 
 
 def quantized_row(manifest: Manifest, binding: Binding, target: Target, scheme: str, ranges: Ranges) -> QuantizedRow:
-    """How a row whose parameters are quantized is written.
+    """Returns the tensors of a row whose parameters are quantized.
 
     Args:
         manifest: of the checkpoint.
@@ -212,7 +212,8 @@ def _parts(stacks: tuple[Stack, ...], suffix: str, target: Target) -> tuple[Stac
 
 
 def _repeats(scales: Binding, follow: ScaleLayout) -> dict[str, Shape]:
-    """How often each scale is repeated along every axis before the layout is applied, by name of the array."""
+    """Returns the number of repetitions of each scale along every axis before the layout is applied, by name of the
+    array."""
     return {stack.names[0]: refine[stack.depth :] for stack, refine in zip(scales.src, follow.refine, strict=True)}
 
 
@@ -238,7 +239,8 @@ def _rows_first(form: Format, pair: Sequence[int]) -> Sequence[int]:
 
 
 def _steps(parameters: _Parameters, form: Format, blocks: Shape, shape: Shape) -> Shape:
-    """How many rows and columns of a matrix share a stored scale, if `blocks` share one in the checkpoint."""
+    """Returns the numbers of rows and columns of a matrix that share a stored scale, if `blocks` share one in the
+    checkpoint."""
     (outputs, inputs), tile = _rows_first(form, blocks), parameters.tile_size
     columns = _rows_first(form, shape)[1]
     size = form.group_size or (tile if tile and inputs % tile == 0 else inputs)
