@@ -133,4 +133,4 @@ def test_a_dry_run_lists_the_files(outputs):
     assert (facts["repo"], facts["revision"], facts["commit"]) == (REPO, "main", None)
     said = tpuconv("push", outputs / "export", REPO, "--dry-run").stdout
     assert "model.safetensors" in said
-    assert "would go" in said
+    assert "would be uploaded" in said

@@ -305,8 +305,8 @@ def _converted(
         revision = origin["commit"] if str(with_skipped) == origin["repo"] else None
         resolved = stack.enter_context(_resolved(str(with_skipped), revision, progress, weights=True))
         source = open_source(resolved.folder, repo=resolved.repo)
-        own_config = family.read_config(source.config, manifest.allow_config, source.tensors, manifest.returns)
-        beside = carried(manifest, source, released_table(manifest, family, own_config), own_config)
+        model_config = family.read_config(source.config, manifest.allow_config, source.tensors, manifest.returns)
+        beside = carried(manifest, source, released_table(manifest, family, model_config), model_config)
     return arrays, describe_exporting(arrays, scheme, beside, form)
 
 
@@ -351,12 +351,12 @@ def _trained(
     raw = without_encoding(source.config)
     family = find_family(raw)
     returns = family.returns(raw, source.tensors)
-    own_config = family.read_config(raw, tensors=source.tensors, returns=returns)
-    own_table = family.table_for(source.tensors, own_config, returns)
-    explained = explain_tree(tree, family, raw["model_type"], own_table, own_config, target)
+    model_config = family.read_config(raw, tensors=source.tensors, returns=returns)
+    our_table = family.table_for(source.tensors, model_config, returns)
+    explained = explain_tree(tree, family, raw["model_type"], our_table, model_config, target)
     parameters, padded = parameters_of(tree, explained)
     arrays = OrbaxArrays(tree, explained, parameters, source, family.name)
-    skipped = (*explained.skipped, *padded, *_outside(source, own_table, own_config))
+    skipped = (*explained.skipped, *padded, *_outside(source, our_table, model_config))
     return arrays, Exporting(explained.table, explained.config, family.name), skipped
 
 

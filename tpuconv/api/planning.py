@@ -134,16 +134,16 @@ def _make_plan(
         )
     returns = family.returns(source.config, source.tensors) if table is None else table.returns
     report = family.check_config(source.config, options.allow_config, source.tensors, returns)
-    own_config, ignored = report.config, report.ignored
+    model_config, ignored = report.config, report.ignored
 
-    released = family.table_for(source.tensors, own_config, returns)
+    released = family.table_for(source.tensors, model_config, returns)
     name, kind = family.in_targets(source.config["model_type"])
 
     def for_target(target: Any) -> Any:
         scan, mtp = options.scan_layers, options.include_mtp
-        return target_table(target, name, kind, released, own_config, scan_layers=scan, include_mtp=mtp)
+        return target_table(target, name, kind, released, model_config, scan_layers=scan, include_mtp=mtp)
 
-    table, config = (table, own_config) if table is not None else for_target(target)
+    table, config = (table, model_config) if table is not None else for_target(target)
     plan = make_plan(source, family.name, table, config, options, ignored_config=ignored)
     if rules is None or plan.faults:
         return plan
@@ -153,14 +153,14 @@ def _make_plan(
     if runs:  # begins before jax and Qwix are imported: these come in small pieces from the same disk
         read_ahead(plan)
     if target is OWN:
-        how = quantization(plan, family, own_config, rules, data)
+        how = quantization(plan, family, model_config, rules, data)
     else:
-        own_table, _ = for_target(OWN)
-        own_plan = make_plan(source, family.name, own_table, own_config, replace(options, target=OWN.name))
-        names = same_parameters(own_table, own_config, table, config, options.include_mtp)
-        how = quantization(own_plan, family, own_config, rules, for_servers=target.is_safetensors)
+        our_table, _ = for_target(OWN)
+        our_plan = make_plan(source, family.name, our_table, model_config, replace(options, target=OWN.name))
+        names = same_parameters(our_table, model_config, table, config, options.include_mtp)
+        how = quantization(our_plan, family, model_config, rules, for_servers=target.is_safetensors)
         if target.trees is not None:
-            tree = find_tree(target, name, kind, own_config)
-            check_quantized(target, tree, own_plan.arrays, (*how.encoders, *how.passthrough))
+            tree = find_tree(target, name, kind, model_config)
+            check_quantized(target, tree, our_plan.arrays, (*how.encoders, *how.passthrough))
         how = how.renamed(names, target.name)
     return make_plan(source, family.name, table, config, options, how, ignored)

@@ -73,7 +73,7 @@ def _stored(raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Ite
             scheme = _scheme(own, name, shape, stacked)
             plain = {name: (BUFFER_DTYPE if binding.row.buffer else WEIGHT_DTYPE, shape)}
             stored = scheme.stored(name, shape) if scheme else plain
-            yield from ((part, dtype, own_shape) for part, (dtype, own_shape) in stored.items())
+            yield from ((part, dtype, part_shape) for part, (dtype, part_shape) in stored.items())
 
 
 def _is_multiplied(binding: Binding) -> bool:

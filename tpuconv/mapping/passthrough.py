@@ -33,7 +33,7 @@ PartName = Callable[[str, str], str]
 """Names an array that holds a parameter, from the parameter's name and the suffix that the array has in our tree."""
 
 
-def own_part(parameter: str, suffix: str) -> str:
+def qwix_name(parameter: str, suffix: str) -> str:
     """Returns the names in our tree."""
     return f"{parameter}.{suffix}"
 
@@ -122,7 +122,7 @@ def has_zero_points(scheme: Scheme) -> bool:
     return scheme.affine is not None and not scheme.affine.symmetric
 
 
-def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape], part: PartName = own_part) -> SplitRow:
+def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape], part: PartName = qwix_name) -> SplitRow:
     """Splits a row whose tensors are all encoded by `scheme`, with scales of these shapes, one per stack.
 
     `part` names the arrays that hold the parameters.
@@ -210,7 +210,7 @@ def pass_through(
     tensors: Mapping[str, Tensor],
     bindings: Sequence[Binding],
     chosen: Sequence[Binding],
-    part: PartName = own_part,
+    part: PartName = qwix_name,
 ) -> tuple[dict[str, Tensor], list[Binding], dict[str, Passthrough], list[str]]:
     """Splits the `chosen` rows whose tensors are encoded.
 

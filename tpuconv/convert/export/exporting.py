@@ -66,12 +66,12 @@ def describe_exporting(
         scheme = _scheme_of(manifest, family, raw)
     if scheme is not None:
         raw = _encoded(raw, scheme)
-    own_config = _read(manifest, family, raw)
+    model_config = _read(manifest, family, raw)
     table, config = target_table(
         get_target(manifest.target),
         *family.in_targets(raw["model_type"]),
-        released_table(manifest, family, own_config, form),
-        own_config,
+        released_table(manifest, family, model_config, form),
+        model_config,
         scan_layers=manifest.scan_layers,
         include_mtp=manifest.include_mtp,
     )

@@ -144,7 +144,7 @@ class Decoder(nnx.Module):
         if scan_layers:
             stacks = self._stacks
             keys_of_place = [block_keys[i : stacks.rest.start : stacks.period] for i in range(stacks.period)]
-            blocks = [nnx.vmap(partial(new_block, i))(own_keys) for i, own_keys in enumerate(keys_of_place)]
+            blocks = [nnx.vmap(partial(new_block, i))(place_keys) for i, place_keys in enumerate(keys_of_place)]
             self._set_stacks(blocks, [new_block(layer, block_keys[layer]) for layer in stacks.rest])
         else:
             self.layers = nnx.List(map(new_block, count(), block_keys))
@@ -422,8 +422,8 @@ class Decoder(nnx.Module):
                 new_kvs.append(None if kv is None else new_kv)
             return x_BTD, tuple(new_kvs)
 
-        own_windows = [jnp.asarray([windows[layer] for layer in stacks.at_place(i)]) for i in range(len(blocks))]
-        inputs = zip(states, kvs, own_windows, map(jnp.asarray, kinds), strict=True)
+        place_windows = [jnp.asarray([windows[layer] for layer in stacks.at_place(i)]) for i in range(len(blocks))]
+        inputs = zip(states, kvs, place_windows, map(jnp.asarray, kinds), strict=True)
         return jax.lax.scan(run_period, x_BTD, tuple(inputs))
 
     def _headless(self, x_BTD: jax.Array, ids_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
