@@ -296,7 +296,8 @@ QWEN3_FP8_STATIC = {
 
 
 def test_encodings_of_releases() -> None:
-    assert [scheme.title for scheme in schemes(MINIMAX_M2)] == ["FP8, blocks of 128x128"]
+    blocks = "FP8, blocks of 128x128"
+    assert [scheme.title for scheme in schemes(MINIMAX_M2)] == [blocks, f"{blocks}, of all experts"]
     assert [scheme.title for scheme in schemes(QWEN3_FP8_STATIC)] == ["ModelOpt FP8"]
     experts, others = groups(encoding_of({"expert_dtype": "fp4", "quantization_config": DEEPSEEK_V4_NVFP4}))
     assert experts.schemes == (MODELOPT_NVFP4,)

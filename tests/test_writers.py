@@ -103,7 +103,7 @@ def test_tensors_of_wrong_sizes_are_no_cut_at_other_rows(tmp_path):
     tensors, name = read_tensors(saved), "model.transformer.wte.embedding"
     for wrong in (tensors[name][1:], np.concatenate([tensors[name]] * 2, 1), np.float32(1).reshape(())):
         write_safetensors(saved / "model.safetensors", tensors | {name: wrong})
-        with pytest.raises(MappingError, match="do not fit") as error:
+        with pytest.raises(MappingError, match="do not match") as error:
             plan_for(saved).check()
         assert any(name in detail for detail in error.value.details)
 
