@@ -82,10 +82,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     from helpers.samples import is_left_out
 
     if chosen := set(config.option.family):
-        parameters = {item: call.params for item in items if (call := getattr(item, "callspec", None))}
-        kept = [item for item, values in parameters.items() if chosen & families_of(values)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+        about: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            call = getattr(item, "callspec", None)
+            about[bool(call and chosen & families_of(call.params))].append(item)
+        config.hook.pytest_deselected(items=about[False])
+        items[:] = about[True]
     measured = set()
     for item in items:
         name, call = getattr(item, "originalname", ""), getattr(item, "callspec", None)
