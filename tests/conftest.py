@@ -3,7 +3,7 @@
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
         except UsageError as error:
             raise pytest.UsageError(f"--family: {error}") from None
         if config.option.markexpr == "not slow":  # which pyproject.toml gives
-            config.option.markexpr = "not consumers"
+            config.option.markexpr = "not consumers and not oracles"
     elif config.option.markexpr != "not slow":
         settings.load_profile("slow")
     if cache := getattr(config, "cache", None):
@@ -82,10 +82,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     from helpers.samples import is_left_out
 
     if chosen := set(config.option.family):
-        parameters = {item: call.params for item in items if (call := getattr(item, "callspec", None))}
-        kept = [item for item, values in parameters.items() if chosen & families_of(values)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+        about: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            call = getattr(item, "callspec", None)
+            about[bool(call and chosen & families_of(call.params))].append(item)
+        config.hook.pytest_deselected(items=about[False])
+        items[:] = about[True]
     measured = set()
     for item in items:
         name, call = getattr(item, "originalname", ""), getattr(item, "callspec", None)
@@ -138,6 +140,13 @@ def users_compiler(quick_compiler: None) -> Iterator[None]:
     yield
     jax.config.update("jax_disable_most_optimizations", True)
     jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def chosen(request: pytest.FixtureRequest) -> "Callable[[Iterable[str]], list[str]]":
+    """For a fixture that computes something of many families at once: those of them that this run is about."""
+    only = request.config.option.family
+    return lambda families: [name for name in families if not only or name in only]
 
 
 @pytest.fixture(scope="session")

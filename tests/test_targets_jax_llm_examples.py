@@ -15,7 +15,7 @@ from helpers.oracles import ask, repository
 from helpers.released import GPT_OSS_ROPE, KIMI, KIMI_ROPE, LATENT, LLAMA31
 from tpuconv import api
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.oracles]
 
 SIZES = {
     "embed": "hidden_size",

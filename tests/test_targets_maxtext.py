@@ -9,7 +9,7 @@ from helpers.oracles import ask
 from helpers.released import GPT_OSS_ROPE, KIMI, KIMI_ROPE, LATENT, LLAMA31
 from tpuconv import api
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.oracles]
 
 MODELS = {
     "mistral": "mistral-7b",

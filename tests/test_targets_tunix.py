@@ -10,7 +10,7 @@ from helpers.families import BY_ID, Case, hf_model, save
 from helpers.oracles import ask
 from tpuconv import api
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.oracles]
 
 MODELS = {
     "llama": ("tunix.models.llama3.model", "Llama3"),

@@ -71,8 +71,8 @@ def answers_for(families):
 
 
 @pytest.fixture(scope="module")
-def answers():
-    return answers_for([family for family in FAMILIES if family in CORE])
+def answers(chosen):
+    return answers_for(chosen(family for family in FAMILIES if family in CORE))
 
 
 @compiler

@@ -21,30 +21,7 @@ from tpuconv.models.common.config_keys import given_keys, without_keys
 from tpuconv.models.common.forms import ALL_FORMS
 from tpuconv.models.common.heads import LOGITS, Head, headed, named_head, shown_head
 from tpuconv.models.common.saved import saved_names, saved_outside, saved_places
-
-FAMILIES: tuple[str, ...] = (
-    *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "olmo2", "deepseek_v3", "kimi_k2", "llama4"),
-    *("llama4_text", "gemma", "gemma2", "gemma3_text", "gemma3", "gemma4_text", "gemma4", "gemma4_unified"),
-    *("ministral3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "kimi_k25", "phi3", "glm", "glm4"),
-    *("seed_oss", "arcee", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "qwen2_moe", "olmoe", "granite"),
-    *("granitemoe", "minimax_m2", "starcoder2", "nemotron", "hunyuan_v1_dense", "hunyuan_v1_moe", "ernie4_5"),
-    *("ernie4_5_moe", "apertus", "smollm3", "exaone4", "olmo3", "cohere2", "qwen3_next", "qwen3_5_text"),
-    *("qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "lfm2", "lfm2_moe", "granitemoehybrid", "bamba"),
-    *("nemotron_h", "falcon_h1", "kimi_linear", "mistral4", "mistral_large4", "solar_open", "dots1", "hy_v3"),
-    *("exaone_moe", "afmoe", "cohere2_moe", "youtu", "internlm3", "cohere", "flex_olmo", "qwen2_vl"),
-    *("deepseek_v32", "glm_moe_dsa", "mimo_v2_flash", "deepseek_v4", "bailing_hybrid", "bailing_moe", "exaone"),
-    *("internlm2", "mimo", "longcat_flash", "gpt_neox", "phi", "phimoe", "stablelm", "olmo", "ministral", "cwm"),
-    *("glm4v", "glm4v_moe", "olmo_hybrid", "step3p5", "step3p7", "muse_glimmer", "glm46v", "mellum", "laguna"),
-    *("hy_v4", "axk1", "axk2", "minicpm3", "iquestcoder", "helium", "hyperclovax", "vaultgemma", "jais2"),
-    *("kolibri1", "flint", "granite_swa", "granitemoe_swa", "qwen2_5_omni", "qwen3_omni_moe", "lfm3", "beam"),
-    *("nanochat", "gptj", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "gemma4_unified_text", "gemma3n_text"),
-    *("gemma3n", "minimax_m3_vl", "minimax_m3_vl_text", "qwen4_exp_text", "qwen4_exp", "glm_ocr", "paddleocr_vl"),
-    *("hunyuan_vl", "granite_docling", "falcon", "bitnet", "bloom", "mpt", "dbrx", "jetmoe", "dots3_note_text"),
-    *("dots3_note", "muse_spark", "deepseek_ocr2", "cosmos3_omni", "cosmos3_edge", "phi4_multimodal", "aria"),
-    *("glm5_next", "minimax", "molmo2", "emu3", "cohere_compass_text", "nemo_speechlm", "codegen", "persimmon"),
-    *("fuyu", "xglm", "biogpt"),
-)
-"""The families of this package. Other packages register a `Family` by an entry point in the group `GROUP`."""
+from tpuconv.models.families import FAMILIES
 
 WRAPPED = "tpuconv.models.wrappers:wrapped_family"
 """Finds the family of a text model inside one of many multimodal models."""
