@@ -166,6 +166,7 @@ def test_the_source_of_a_checkpoint_is_found(copies, monkeypatch):
     from tpuconv.api.evaluation import _source_folder
 
     first, _ = copies
+    monkeypatch.setenv("XDG_CACHE_HOME", str(first / "cache"))  # other tests convert the same bytes in other folders
     out = api.convert(first / "model", first / "out").out
     quantized = api.quantize(out, first / "int8", config="int8_weight_only").out
     (out / "LICENSE").write_text("another one")
