@@ -309,12 +309,7 @@ class MappingTable:
         Raises:
             UnsupportedConfig: layers differ in the names or groups of their tensors.
         """
-        if apart := [row for row in self.rows if any(x in SUBSETS for x in row_indices(row)[0])]:
-            raise UnsupportedConfig(
-                f"some layers of this release name or group the tensors of {apart[0].jax_names[0]} in another way than "
-                "the rest, and cannot be stacked with them",
-                hint="leave out --scan-layers",
-            )
+        self.check_layers_alike()
         period, layers = getattr(config, "period", 1), config.axes[LAYERS]
         numbers = range(layers) if isinstance(layers, int) else layers
         whole = len(numbers) // period * period
@@ -341,6 +336,15 @@ class MappingTable:
                 ]
         axes = self.axes if period == 1 else {**self.axes, PERIODS: list(numbers[:whole:period])}
         return replace(self, rows=tuple(rows), axes=axes)
+
+    def check_layers_alike(self) -> None:
+        """Raises UnsupportedConfig if layers differ in the names or groups of their tensors: they cannot be stacked."""
+        if apart := [row for row in self.rows if any(x in SUBSETS for x in row_indices(row)[0])]:
+            raise UnsupportedConfig(
+                f"some layers of this release name or group the tensors of {apart[0].jax_names[0]} in another way than "
+                "the rest, and cannot be stacked with them",
+                hint="leave out --scan-layers",
+            )
 
     def with_rows(self, rows: Sequence[Map]) -> "MappingTable":
         """The table with other rows, of the same model."""

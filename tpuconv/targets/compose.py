@@ -69,7 +69,9 @@ def target_table(
     tree = find_tree(target, family, model_type, config)
     if scan_layers and not all(layers.stacked for layers in tree.layers):
         raise UnsupportedConfig(f"{target.name} has no stacked layers of this model", hint="leave out --scan-layers")
-    config = WithAxes(config, {**config.axes, **_tree_letters(config, tree, scan_layers)})
+    if scan_layers:
+        table.check_layers_alike()
+    config = WithAxes(config, {**config.axes, **table.axes, **_tree_letters(config, tree, scan_layers)})
     composer = _Composer(target, tree, config, scan_layers)
     rows: list[Map] = []
     own = [

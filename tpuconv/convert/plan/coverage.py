@@ -2,6 +2,7 @@
 and shapes and dtypes fit. Faults are collected and raised together, before a byte of the weights is read."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -36,6 +37,7 @@ from tpuconv.mapping.table import (
     MTP,
     PERIODS,
     PLACES,
+    SUBSETS,
     Binding,
     HasAxes,
     MappingTable,
@@ -88,9 +90,8 @@ def make_plan(
         warning = "transformers may quantize the weights when it loads them"
         key = IgnoredKey(ENCODING_KEYS[0], dict(source.encoding), "no tensor is stored as it says", warning)
         ignored_config = (*ignored_config, key)
-    bindings = [
-        b.swapped(partial(_is_input_first, tensors)) for b in table.bind(_cut_layers(config, options.layers), mtp)
-    ]
+    cut_table, cut_config = _cut_layers(table, config, options.layers)
+    bindings = [b.swapped(partial(_is_input_first, tensors)) for b in cut_table.bind(cut_config, mtp)]
     expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
     everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
     if options.adapters and options.encoding == "keep":
@@ -306,16 +307,20 @@ def _is_passthrough(binding: Binding, quantization: Quantization | None) -> bool
     return quantization is not None and all(name in quantization.passthrough for s in binding.dst for name in s.names)
 
 
-def _cut_layers(config: HasAxes, layers: range | None) -> HasAxes:
+def _cut_layers(table: MappingTable, config: HasAxes, layers: range | None) -> tuple[MappingTable, HasAxes]:
+    """A table and a config of these layers alone: both have letters of layers."""
     if layers is None:
-        return config
+        return table, config
     axes = dict(config.axes)
     have = _layer_numbers(axes[LAYERS])
     if not layers or layers[0] not in have or layers[-1] not in have:
         wanted = f"{layers.start}-{layers.stop - 1}"
         raise UsageError(f"--layers {wanted} is not a part of the model's layers {have[0]}-{have[-1]}")
-    cut = {x: [i for i in _layer_numbers(axes[x]) if i in layers] for x in LAYER_INDICES if x in axes}
-    return WithAxes(config, axes | cut)
+    cut, apart = (
+        {x: [i for i in _layer_numbers(known[x]) if i in layers] for x in letters if x in known}
+        for known, letters in ((axes, LAYER_INDICES), (table.axes, SUBSETS))
+    )
+    return replace(table, axes={**table.axes, **apart}), WithAxes(config, axes | cut)
 
 
 def _layer_numbers(axis: int | Sequence[int]) -> Sequence[int]:
