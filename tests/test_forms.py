@@ -15,6 +15,7 @@ import pytest
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import assert_same, convert, plan_for, restore
 from helpers.encoded import encoded, fp8
+from helpers.experts import stacked
 from helpers.families import CASES, FIRST, Case, hf_model
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -99,22 +100,6 @@ def test_what_transformers_saves_is_read(case: Case, tmp_path: Path) -> None:
 
 def with_experts(name: str) -> Case:
     return next(case for case in CASES if case.id == name)
-
-
-def stacked(tensors: Tensors, is_stacked: Callable[[str], bool]) -> Tensors:
-    """The tensors with the experts of some modules in one tensor each, as transformers 5 has them."""
-    out = dict(tensors)
-    for front in sorted({name.partition(".experts.")[0] for name in tensors if ".experts.0." in name}):
-        if not is_stacked(front):
-            continue
-        parts: dict[str, list[np.ndarray]] = {}
-        for name in sorted(tensors, key=lambda name: [int(x) for x in re.findall(r"\d+", name)]):
-            if name.startswith(f"{front}.experts."):
-                parts.setdefault(name.split(".")[-2], []).append(out.pop(name))
-        gate, up, down = (np.stack(parts[kind]) for kind in ("gate_proj", "up_proj", "down_proj"))
-        out[f"{front}.experts.gate_up_proj"] = np.concatenate([gate, up], 1)
-        out[f"{front}.experts.down_proj"] = down
-    return out
 
 
 def rewritten(folder: Path, out: Path, change: Callable[[Tensors], Tensors]) -> Path:
@@ -257,6 +242,8 @@ def test_names_lead_to_those_of_the_table() -> None:
         "visual.blocks.#.mlp.up_proj.weight": None,
     }.items():
         assert speller.canonical(given) == want
+    assert speller.spelled("layers.7.mlp.up_proj.weight") == "model.layers.7.mlp.up_proj.weight"
+    assert speller.spelled("layers.#.mlp.up_proj.weight") is None  # a name that looks like a template
 
 
 @pytest.mark.parametrize(

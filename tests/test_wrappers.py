@@ -12,6 +12,7 @@ import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import assert_same, convert, restore
 from helpers.encoded import assert_came_back, same_bits
+from helpers.experts import stacked
 from helpers.families import CASES, FIRST, VISION, Case, is_inseparable
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -105,18 +106,6 @@ def numbered(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         else:
             out[name] = x
     return {name: np.ascontiguousarray(x) for name, x in out.items()}
-
-
-def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    out = {name: x for name, x in tensors.items() if ".experts." not in name}
-    for front in {name.partition(".experts.")[0] for name in tensors.keys() - out.keys()}:
-        count = sum(name.startswith(f"{front}.experts.") for name in tensors) // 3
-        gate, up, down = (
-            np.stack([tensors[f"{front}.experts.{e}.{kind}_proj.weight"] for e in range(count)])
-            for kind in ("gate", "up", "down")
-        )
-        out |= {f"{front}.experts.gate_up_proj": np.concatenate([gate, up], 1), f"{front}.experts.down_proj": down}
-    return out
 
 
 @pytest.mark.slow

@@ -84,8 +84,7 @@ QUANTIZING = (
     type=Name(),
     metavar="TEXT",
     help="The text for a config with `calibration`, and for --method gptq or awq: a file, or `self` to sample text "
-    "from "
-    "the model.  [default: a text of this package]",
+    "from the model.  [default: a text of this package]",
 )
 @click.option(
     "--samples",

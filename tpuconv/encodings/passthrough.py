@@ -171,7 +171,7 @@ class Scales(Tensor):
 
 
 class ZeroPoints(Scales):
-    """Returns the zero points of an encoded tensor, one for each scale. `grid` and `refine` describe the scales."""
+    """The zero points of an encoded tensor, one for each scale. `grid` and `refine` describe the scales."""
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -27,13 +27,8 @@ from tpuconv.mapping.spelling import (
 )
 from tpuconv.mapping.table import INDEX, SUBSETS, HasAxes, Map, MappingTable, row_indices, under
 
-
-@dataclass(frozen=True)
-class Forms:
-    """Rows that make the same parameters of other tensors. Those of any form may be in a family's table."""
-
-    name: str
-    forms: Mapping[str, tuple[Map, ...]]
+Forms = Mapping[str, tuple[Map, ...]]
+"""Rows that make the same parameters of other tensors, by the name of the form. Any form may be in a family's table."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class FormPlace:
     hf: str
     when: str | None
     home: str
-    forms: Mapping[str, tuple[Map, ...]]
+    forms: Forms
 
     @property
     def name(self) -> str:
@@ -70,7 +65,7 @@ def places(table: MappingTable, groups: Sequence[Forms]) -> list[FormPlace]:
     known = {_key(row) for row in table.rows}
     out: dict[tuple[str, str, str | None], FormPlace] = {}
     for group in groups:
-        for home, rows in group.forms.items():
+        for home, rows in group.items():
             for row in table.rows:
                 hf = row.hf_names[0].removesuffix(rows[0].hf_names[0])
                 jax = row.jax_names[0].removesuffix(rows[0].jax_names[0])
@@ -78,7 +73,7 @@ def places(table: MappingTable, groups: Sequence[Forms]) -> list[FormPlace]:
                     continue
                 here = {
                     name: tuple(replace(each, when=row.when) for each in under(hf[:-1], jax[:-1], *form))
-                    for name, form in group.forms.items()
+                    for name, form in group.items()
                 }
                 if all(_key(each) in known for each in here[home]):
                     out.setdefault((hf, jax, row.when), FormPlace(hf, row.when, home, here))
@@ -199,10 +194,10 @@ class ReleaseReader:
 
     def on_disk(self, name: str, release: Release) -> str | None:
         """Returns the name on disk of a tensor that is named in any spelling; None if the table does not have it."""
-        if (found := self.speller.canonical(template(name))) is None:
+        if (found := self.speller.spelled(name)) is None:
             return None
-        values = numbers(name)
-        return filled(_on_disk(found, release, int(values[0]) if values else None), values)
+        values = numbers(found)
+        return filled(_on_disk(template(found), release, int(values[0]) if values else None), values)
 
     def _in_forms(self, row: Map, release: Release) -> Iterator[tuple[Map, Sequence[int] | None]]:
         """The rows in place of a row of the table, each with its layers if it is not of all."""

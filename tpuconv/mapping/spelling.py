@@ -125,7 +125,7 @@ class Speller:
 
     def spelled(self, name: str) -> str | None:
         """Returns the table's name for a name with numbers; None as `canonical`."""
-        found = self.canonical(template(name))
+        found = None if "#" in name else self.canonical(template(name))  # a hostile name may look like a template
         return None if found is None else filled(found, numbers(name))
 
     def _explained(self, name: str) -> tuple[int, str] | None:

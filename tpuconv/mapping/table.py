@@ -409,13 +409,7 @@ def is_of_mtp(row: Map) -> bool:
 
 def row_indices(row: Map) -> tuple[list[str], list[str]]:
     """The letters that a row loops over, and those on which it stacks."""
-    hf, jax = (
-        {
-            tuple(x for index in INDEX.findall(name) for x in index.lstrip("#").split("+") if not x.isdigit())
-            for name in names
-        }
-        for names in (row.hf_names, row.jax_names)
-    )
+    hf, jax = ({tuple(_letters(name)) for name in names} for names in (row.hf_names, row.jax_names))
     if len(hf) != 1 or len(jax) != 1:
         raise LayoutError(f"the names of one side of {row} differ in their indices")
     (in_hf,), (in_jax,) = hf, jax

@@ -15,14 +15,13 @@ from typing import Any
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, WrapperConfig, inside
+from tpuconv.models.common.wrapper import BRINGS, HEARS, LLAVA, SEES, WrapperConfig, inside
 from tpuconv.models.registry import Family, family_of_type
 
 IN_CAUSAL_MODEL, IN_MODEL, IN_IDEFICS = "language_model.model.", "model.language_model.", "model.text_model."
 """Prefixes of the text model: of a causal model inside another, as until transformers 4.51; of a part of the model; and
 that of Idefics and SmolVLM."""
 
-LLAVA = {"vision_tower": SEES, "multi_modal_projector": BRINGS}
 IDEFICS = {"vision_model": SEES, "connector": BRINGS}
 DEEPSEEK_VL = {"vision_model": SEES, "aligner": BRINGS}
 MINICPM_V = {"vision_tower": SEES, "merger": BRINGS}

@@ -29,7 +29,7 @@ class InputScale:
 
 
 def input_scales(config: QuantConfig, model: Any, last_module: Callable[[], str]) -> dict[str, InputScale]:
-    """Returns the static scales of a quantized model, by module.
+    """The static scales of a quantized model, by module.
 
     Args:
         config: the rules that it is quantized by.
@@ -69,7 +69,7 @@ QWIX_NAME = INPUT_SCALE.split(".")[1]
 
 
 class MeanScale:
-    """Returns the static scale of an input, as Qwix computes it: the scale of the mean, over tokens and samples, of
+    """The static scale of an input, as Qwix computes it: the scale of the mean, over tokens and samples, of
     what its calibration method finds for each token.
 
     Args:

@@ -45,7 +45,7 @@ from tpuconv.storage.bucket_publishing import (
 )
 from tpuconv.storage.claim import ANYBODY, Claim, ClaimLost, ClaimState, Held, is_running, this_machine
 from tpuconv.storage.entries import ENTRY_KEY, ENTRY_SCHEMAS, JournalEntries, State
-from tpuconv.storage.ownership import ContentsOf, listed_files, objects_in
+from tpuconv.storage.ownership import ContentsOf, listed_files, objects_in, without_markers
 from tpuconv.storage.places import work_folder
 from tpuconv.storage.refusals import CLAIM, check_not_nested, exists_already, not_replaced, unfinished
 from tpuconv.storage.sinks import Staged, StagedSink
@@ -353,10 +353,11 @@ class BucketJournal(JournalEntries):
 
     def _look(self) -> dict[str, ObjectFacts]:
         """What lies in OUT, and may be replaced. Raises OutputError if it may not."""
-        there, known = objects_in(self.out, self.names), objects_in(self.out)
-        if known and (error := exists_already(self.out, self.facts, self.contents_of, overwrite=self.overwrite)):
+        listed = buckets.listing_facts(self.out)
+        there = without_markers(listed)
+        if there and (error := exists_already(self.out, self.facts, self.contents_of, overwrite=self.overwrite)):
             raise error
-        if clashing := sorted(there.keys() - known.keys()):
+        if clashing := sorted(self.names & (listed.keys() - there.keys())):
             raise not_replaced(self.out, [f"it holds {name}" for name in clashing], overwrite=self.overwrite)
         return there
 

@@ -53,7 +53,7 @@ ContentsOf = Callable[[Location, Sealed], Contents]
 
 @dataclass(frozen=True)
 class ListedFiles:
-    """Returns the contents of an output whose manifest lists all files, such as an export."""
+    """The contents of an output whose manifest lists all files, such as an export."""
 
     folder: Location
     files: Mapping[str, Mapping[str, Any]]
@@ -97,17 +97,20 @@ def files_in(folder: Location) -> dict[str, Found]:
     return found
 
 
-def objects_in(folder: BucketPath, files: Collection[str] = ()) -> dict[str, buckets.ObjectFacts]:
-    """The facts of every object in a folder and its folders, by its name from there, without markers of folders.
-    Markers are objects without bytes that have the name of a folder of others, or beside which there is nothing. A
-    listing loses the slash at the end of their names. What has the name of one of `files` is none."""
-    found = buckets.listing_facts(folder)
+def objects_in(folder: BucketPath) -> dict[str, buckets.ObjectFacts]:
+    """Returns the facts of every object in a folder and its folders, by its name from there, without markers."""
+    return without_markers(buckets.listing_facts(folder))
+
+
+def without_markers(found: Mapping[str, buckets.ObjectFacts]) -> dict[str, buckets.ObjectFacts]:
+    """Returns a listing without the markers of folders: objects without bytes that have the name of a folder of others,
+    or beside which there is nothing. A listing loses the slash at the end of their names."""
     folders = folders_of(found)
     is_empty = not any(facts.size for facts in found.values())
     return {
         name: facts
         for name, facts in found.items()
-        if facts.size or name in files or not (is_empty or name in folders or name.endswith("/"))
+        if facts.size or not (is_empty or name in folders or name.endswith("/"))
     }
 
 

@@ -8,7 +8,7 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import PRE_NORMS, SHARED_EXPERT_ROWS, decoder_table
 from tpuconv.models.common.sparse import ChosenExperts
-from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
+from tpuconv.models.common.wrapper import LLAVA, WrapperConfig, inside
 from tpuconv.models.gemma.family import BIASED_ATTENTION
 from tpuconv.models.registry import family
 
@@ -59,7 +59,7 @@ TABLE = inside(
         ),
     ),
     "language_model.model.",
-    {"vision_tower": SEES, "multi_modal_projector": BRINGS},
+    LLAVA,
 )
 
 FAMILY = family(Config, TABLE, "Aria, text", "AriaForConditionalGeneration")

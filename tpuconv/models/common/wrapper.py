@@ -39,6 +39,9 @@ SEES = "vision encoder: the text model alone is converted"
 HEARS = "audio encoder: the text model alone is converted"
 BRINGS = "multimodal projector: the text model alone is converted"
 
+LLAVA = {"vision_tower": SEES, "multi_modal_projector": BRINGS}
+"""The modules beside the text model in LLaVA and many models like it."""
+
 
 def is_outside(reason: str) -> bool:
     """Whether tensors that are skipped for this reason are of a part of a multimodal model beside its text model. Every

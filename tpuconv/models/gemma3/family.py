@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
+from tpuconv.models.common.wrapper import LLAVA, WrapperConfig, inside
 from tpuconv.models.gemma3_text import family as gemma3_text
 from tpuconv.models.registry import family
 
@@ -16,7 +16,7 @@ class Config(WrapperConfig, gemma3_text.Config):
     tied: ClassVar[bool] = True
 
 
-TABLE = inside(gemma3_text.TABLE, "language_model.model.", {"vision_tower": SEES, "multi_modal_projector": BRINGS})
+TABLE = inside(gemma3_text.TABLE, "language_model.model.", LLAVA)
 
 FAMILY = family(
     Config,

@@ -138,7 +138,7 @@ class LayerEmbed(nnx.Module):
 
 
 class LayerInputs(nnx.Module):
-    """Returns the inputs of each layer besides the hidden states: the token's embedding for the layer, and a projection
+    """The inputs of each layer besides the hidden states: the token's embedding for the layer, and a projection
     of the first layer's input."""
 
     def __init__(self, config: SharedKeysConfig, *, dtype: DTypeLike, keys: Keys):

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
-from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
+from tpuconv.models.common.wrapper import LLAVA, WrapperConfig, inside
 from tpuconv.models.ministral3 import family as ministral3
 from tpuconv.models.registry import family
 
@@ -45,7 +45,7 @@ class MistralTextConfig(Config):
         return DecoderConfig.read_ropes.__func__(cls, raw, context)  # type: ignore[attr-defined, no-any-return]
 
 
-TABLE = inside(ministral3.TABLE, "language_model.model.", {"vision_tower": SEES, "multi_modal_projector": BRINGS})
+TABLE = inside(ministral3.TABLE, "language_model.model.", LLAVA)
 
 FAMILY = family(
     Config,

@@ -8,7 +8,7 @@ from tpuconv.errors import UnsupportedConfig
 from tpuconv.mapping.table import Map
 from tpuconv.models.common.rope import PARAMETER_KEYS, Rope, check_rope_keys
 from tpuconv.models.common.rows import SHARED_EXPERT_ROWS, STACKED_EXPERTS, decoder_table, mlp_rows
-from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
+from tpuconv.models.common.wrapper import LLAVA, WrapperConfig, inside
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.ministral3.family import GrowingQueries
 from tpuconv.models.registry import family
@@ -92,7 +92,7 @@ TEXT_TABLE = decoder_table(
     ),
 )
 
-TABLE = inside(TEXT_TABLE, "language_model.model.", {"vision_tower": SEES, "multi_modal_projector": BRINGS})
+TABLE = inside(TEXT_TABLE, "language_model.model.", LLAVA)
 
 FAMILY = family(
     Config,

@@ -19,21 +19,18 @@ NEMO_NAMES = {
 }
 """Parts of the names of Nemotron-H, and those that releases have for them."""
 
-SPEECH_EXPERTS = tuple(
-    Forms(
-        "experts",
-        {
-            "stacked, in last": (
-                Map("experts.gate_and_up_projs", "up.kernel", f"E {width} M"),
-                Map("experts.down_projs", "down.kernel", f"E M {width}"),
-            ),
-            "stacked": (
-                Map("experts.up_proj", "up.kernel", f"E M {width} -> E {width} M"),
-                Map("experts.down_proj", "down.kernel", f"E {width} M -> E M {width}"),
-            ),
-            "one": nemotron_h.plain_experts(width),
-        },
-    )
+SPEECH_EXPERTS: tuple[Forms, ...] = tuple(
+    {
+        "stacked, in last": (
+            Map("experts.gate_and_up_projs", "up.kernel", f"E {width} M"),
+            Map("experts.down_projs", "down.kernel", f"E M {width}"),
+        ),
+        "stacked": (
+            Map("experts.up_proj", "up.kernel", f"E M {width} -> E {width} M"),
+            Map("experts.down_proj", "down.kernel", f"E {width} M -> E M {width}"),
+        ),
+        "one": nemotron_h.plain_experts(width),
+    }
     for width in ("D", "C")
 )
 """The experts of releases, which have no gate, and those that transformers writes."""
@@ -72,7 +69,7 @@ TABLE = MappingTable(
             for condition, experts in EXPERT_PLACES.items()
             for row in when(
                 condition,
-                *under("llm.model.layers.{J}.mixer", "layers.{J}.moe", *experts.forms["stacked, in last"]),
+                *under("llm.model.layers.{J}.mixer", "layers.{J}.moe", *experts["stacked, in last"]),
             )
         ),
     ),

@@ -113,7 +113,7 @@ class DilatedConvolution(nnx.Module):
 
 
 class NGrams(nnx.Module):
-    """Returns the values that embeddings of n-grams add to the residual streams, x [B, T, (e D)] to [B, T, (e D)]: a
+    """The values that embeddings of n-grams add to the residual streams, x [B, T, (e D)] to [B, T, (e D)]: a
     value, which each stream weights by its product with a key, and a convolution of the weighted values. Also returns
     the state after these tokens."""
 
