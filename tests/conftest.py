@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -227,6 +228,8 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 5)
     monkeypatch.setattr(download, "BACKOFF_SECONDS", 0.01)
+    for module in ("file_download", "utils._http"):  # the client sleeps before it asks again
+        monkeypatch.setattr(f"huggingface_hub.{module}.time", SimpleNamespace(sleep=lambda _: None))
     return home / "hub"
 
 

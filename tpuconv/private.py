@@ -92,13 +92,8 @@ INTERFACES: Mapping[str, Interface] = {
     "repo_folder_name": Interface(
         "The folder of a repository in the cache.", "huggingface_hub.file_download", "repo_folder_name"
     ),
-    "are_symlinks_supported": Interface(
-        "Whether the cache uses symlinks from snapshots to blobs.",
-        "huggingface_hub.file_download",
-        "are_symlinks_supported",
-    ),
     "http_stream_backoff": Interface(
-        "Streams a range of a file, with the client's retries.",
+        "Streams the start of a file, with the client's retries.",
         "huggingface_hub.utils",
         "http_stream_backoff",
     ),

@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+TICK_SECONDS = 0.1
+"""The time between two reports."""
+
 
 @dataclass(frozen=True)
 class Progress:

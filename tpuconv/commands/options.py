@@ -88,7 +88,7 @@ workspace = click.option(
     "--workspace",
     metavar="DIR",
     type=Name(),
-    help="Folder for large temporary files, such as /dev/shm: segments of a streamed source, and the results of a "
+    help="Folder for large temporary files, such as /dev/shm: shards of a streamed source, and the results of a "
     "calibration if OUT is in a bucket.  [default: beside OUT, or the folder for temporary files]",
 )
 

@@ -13,23 +13,31 @@ from tpuconv.errors import HubError, ResourceError, TpuconvError, no_descriptors
 from tpuconv.paths import near_folders
 
 
+class Stopped(Exception):
+    """Another file failed, or the user interrupted the download."""
+
+
 @contextmanager
-def client_errors(repo: str, revision: str, to_write: bool = False) -> Iterator[None]:
-    """Turns all errors of the client within the `with` into errors of ours: HubError or ResourceError. `to_write` says
-    that the client uploads."""
+def client_errors(repo: str, revision: str, folder: Path | None = None, *, to_write: bool = False) -> Iterator[None]:
+    """Turns all errors of the client within the `with` into errors of ours: HubError or ResourceError.
+
+    Args:
+        repo, revision: for messages.
+        folder: where the client writes; its cache if there is none.
+        to_write: whether the client uploads.
+    """
     try:
         yield
-    except TpuconvError:
+    except (TpuconvError, Stopped):
         raise
     except Exception as error:
-        raise _translate(error, repo, revision, to_write) from error
+        raise _translate(error, repo, revision, folder, to_write) from error
 
 
-def _translate(error: BaseException, repo: str, revision: str, to_write: bool) -> TpuconvError:
+def _translate(error: BaseException, repo: str, revision: str, folder: Path | None, to_write: bool) -> TpuconvError:
     from huggingface_hub import constants, errors, get_token
 
-    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
-        error = error.__cause__  # the client reports any failure of a request as a file that is not in its cache
+    error = cause_of(error)
     if to_write and isinstance(error, RuntimeError) and error.__cause__:
         error = error.__cause__  # of one file
     if is_unreachable(error):
@@ -75,6 +83,8 @@ def _translate(error: BaseException, repo: str, revision: str, to_write: bool) -
             "the Hub limits the rate of your requests",
             hint=f"wait some minutes and run again to resume; log in with {login} for a higher limit",
         )
+    if isinstance(error, OSError) and folder is not None and error.errno is not None:
+        return _write_error(folder, error)
     if isinstance(error, OSError) and (found := _system_error(error, repo, to_write)):
         return found
     return HubError(
@@ -82,6 +92,12 @@ def _translate(error: BaseException, repo: str, revision: str, to_write: bool) -
         details=[f"{type(error).__name__}: {line}" for line in str(error).splitlines()[:1]],
         hint=f"check that {constants.ENDPOINT} is a Hub (HF_ENDPOINT); run again to resume the {_direction(to_write)}",
     )
+
+
+def _write_error(folder: Path, error: OSError) -> TpuconvError:
+    from tpuconv.storage.disk import write_error  # with it numpy comes
+
+    return write_error(folder, error)
 
 
 def _system_error(error: OSError, repo: str, to_write: bool) -> TpuconvError | None:
@@ -113,6 +129,13 @@ def _system_error(error: OSError, repo: str, to_write: bool) -> TpuconvError | N
 
 def _direction(to_write: bool) -> str:
     return "upload" if to_write else "download"
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Returns the failure of a request that the client reports as a file that is not in its cache; else the error."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    return error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
 
 
 def is_unreachable(error: BaseException) -> bool:

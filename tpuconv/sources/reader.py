@@ -20,7 +20,7 @@ from tpuconv.layout import Shape
 from tpuconv.location import BucketPath, Location
 from tpuconv.sources.damaged import hash_of
 from tpuconv.sources.headers import TensorInfo
-from tpuconv.sources.schedule import ReadStep
+from tpuconv.sources.schedule import ReadStep, Spans
 from tpuconv.sources.shard import SourceShard, hash_stamp, object_stamp
 from tpuconv.storage.hashes import HASHES, open_regular
 from tpuconv.storage.local_file import READ_BYTES, LocalFile
@@ -63,10 +63,9 @@ class Reader(Protocol):
     def close(self) -> None:
         """Closes the files."""
 
-    def begin(
-        self, steps: Sequence[ReadStep], wide: Mapping[str, list[tuple[int, int]]], work: Location, reserved: int = 0
-    ) -> set[str]:
-        """Says what will be read, before anything is. Only a source that is fetched meanwhile needs to know.
+    def begin(self, steps: Sequence[ReadStep], wide: Mapping[str, Spans], work: Location, reserved: int = 0) -> None:
+        """Says what will be read, before anything is. Only a source that is fetched meanwhile needs to know, and is
+        fetched from here on.
 
         Args:
             steps: what is left to do, in order.
@@ -74,27 +73,19 @@ class Reader(Protocol):
             work: the work folder of the output.
             reserved: bytes that the output takes on its disk.
 
-        Returns:
-            The shards that must be proved again, since something that was fetched is gone: call it again with steps
-            that do. Else nothing, and the source is being fetched.
-
         Raises:
             ResourceError: there is no room for what is fetched.
         """
-        return set()
+        return
 
     def finish(self, step: str) -> None:
         """Says that a step is done for good, and what it read is not needed again."""
         return
 
-    def unproved(self, shards: Collection[str]) -> set[str]:
-        """Returns the shards whose bytes are not yet known to be the promised ones: work made from them does not count
-        before."""
-        return set()
-
-    def unbound(self) -> None:
-        """Says that the work ends with an error, so that the rest need not fit into the planned room."""
-        return
+    @property
+    def fetching(self) -> tuple[int, int]:
+        """The bytes that have come of a source that is fetched, and the bytes of all files that are needed."""
+        return 0, 0
 
 
 def box_runs(shape: Shape, box: Sequence[slice], out: np.ndarray) -> Iterator[tuple[int, memoryview]]:
@@ -309,6 +300,19 @@ class SafetensorsReader(Reader):
         if self._avoids_cache:
             file.avoid_cache()
         return opened
+
+    def add(self, shard: SourceShard) -> None:
+        """Adds a file that came to the folder, which is not hashed."""
+        with self._lock:
+            self._shards[shard.name] = shard
+
+    def drop(self, shard: str) -> None:
+        """Closes a file that nobody reads any more."""
+        with self._lock:
+            opened = self._opened.pop(shard, None)
+        if opened is not None and opened.file is not None:
+            self._files.remove(opened.file)
+            opened.file.close()
 
     def close(self) -> None:
         """Closes the files."""

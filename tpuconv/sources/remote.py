@@ -1,7 +1,9 @@
-"""Files of weights that are elsewhere, on the Hub or in a bucket: their bytes, by ranges and with retries."""
+"""Files of weights that are elsewhere, on the Hub or in a bucket, and are fetched whole."""
 
+import os
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,59 +12,68 @@ from tpuconv import buckets
 from tpuconv.errors import BucketError, SourceError
 from tpuconv.location import BucketPath
 from tpuconv.sources import download
-from tpuconv.sources.download import Link, Stopped, chunks_of
-from tpuconv.sources.hub_errors import client_errors
+from tpuconv.sources.download import Meter, fetch_file, in_threads
+from tpuconv.sources.hub_errors import Stopped, client_errors
 from tpuconv.sources.shard import object_stamp
 
 CHANGED_HINT = "wait until nothing writes to the source, then run again"
-CHUNK_BYTES_OF_STREAMS = 1 << 20
+RANGE_BYTES = 64 << 20
+"""The part of an object that one request brings: a connection to a bucket is slower than a disk."""
+CONNECTIONS = 4
+STREAM_BYTES = 1 << 20
 
 
 class RemoteFile(Protocol):
-    """A file that is fetched by ranges."""
+    """A file that is fetched whole."""
 
-    def chunks(self, start: int, stop: int, stopped: threading.Event) -> Iterator[bytes | memoryview]:
-        """Yields the bytes [start, stop). A connection that breaks is resumed where it broke.
+    def fetch(self, folder: Path, meter: Meter) -> Path:
+        """Returns the path of the file, fetched to a folder that exists and is empty. A connection that breaks is
+        resumed where it broke.
 
         Raises:
             HubError, BucketError: the server refuses, or cannot be reached after some attempts.
             SourceError: the file is gone, or changed.
-            Stopped: `stopped` was set while it waited.
+            ResourceError: the folder cannot be written.
+            Stopped: the meter was stopped.
         """
 
     def check_unchanged(self) -> None:
         """Raises SourceError if the file is gone, or changed."""
 
-    def planned_start(self, stop: int) -> bytes:
-        """Returns the first bytes of the file as the plan saw them, up to `stop` or the end of the header. Empty if the
-        version of the file says that they are the same."""
+    def planned_start(self) -> bytes:
+        """Returns the first bytes of the file as the plan saw them, up to the end of the header. Empty if the version
+        of the file says that they are the same."""
 
 
+@dataclass(frozen=True)
 class HubShard:
-    """A file of the Hub at a commit, which never changes.
+    """A file of the Hub at a commit, which never changes. Its client fetches it.
 
     Args:
         repo, revision: for messages.
-        url: where the Hub serves it.
+        commit, name: which file.
         header: a file that begins with the header that was fetched before.
     """
 
-    def __init__(self, repo: str, revision: str, url: str, header: Path):
-        self.repo, self.revision, self.link, self.header = repo, revision, Link(url), header
+    repo: str
+    revision: str
+    commit: str
+    name: str
+    header: Path
 
-    def chunks(self, start: int, stop: int, stopped: threading.Event) -> Iterator[bytes | memoryview]:
+    def fetch(self, folder: Path, meter: Meter) -> Path:
         """See `RemoteFile`."""
-        with client_errors(self.repo, self.revision):
-            yield from chunks_of(self.link, start, stop, stopped)
+        with client_errors(self.repo, self.revision, folder):
+            return fetch_file(self.repo, self.name, self.commit, meter, folder)
 
     def check_unchanged(self) -> None:
         """See `RemoteFile`: it is the version of the commit."""
 
-    def planned_start(self, stop: int) -> bytes:
+    def planned_start(self) -> bytes:
         """See `RemoteFile`."""
         with self.header.open("rb") as file:
             length = file.read(8)
-            return (length + file.read(int.from_bytes(length, "little")))[:stop]
+            return length + file.read(int.from_bytes(length, "little"))
 
 
 @dataclass(frozen=True)
@@ -72,14 +83,36 @@ class ObjectShard:
     path: BucketPath
     stamp: str
 
-    def chunks(self, start: int, stop: int, stopped: threading.Event) -> Iterator[bytes | memoryview]:
-        """See `RemoteFile`. obstore repeats requests; here only those are that break within the body."""
-        version = self._version()
+    def fetch(self, folder: Path, meter: Meter) -> Path:
+        """See `RemoteFile`. Several connections bring parts of the object."""
+        from tpuconv.storage import disk  # with it numpy comes
+
+        found = self._found()
+        target = folder / self.path.name
+        with disk.writing(target), open(target, "wb") as out:
+            ranges = [(first, min(first + RANGE_BYTES, found.size)) for first in range(0, found.size, RANGE_BYTES)]
+
+            def fetch_range(span: tuple[int, int]) -> None:
+                position = span[0]
+                for chunk in self._chunks(*span, found.version, meter.stopped):
+                    meter.check()
+                    os.pwrite(out.fileno(), chunk, position)
+                    position += len(chunk)
+
+            with closing(in_threads(fetch_range, ranges, CONNECTIONS, threading.Event())) as done:
+                for start, stop in done:
+                    meter.add(self.path.name, stop - start)
+        return target
+
+    def _chunks(
+        self, start: int, stop: int, version: buckets.Version, stopped: threading.Event
+    ) -> Iterator[bytes | memoryview]:
+        """Yields the bytes [start, stop). obstore repeats requests; here only those are that break within the body."""
         position, failures = start, 0
         while position < stop:
             before = position
             try:
-                for chunk in buckets.stream(self.path, CHUNK_BYTES_OF_STREAMS, (position, stop), version):
+                for chunk in buckets.stream(self.path, STREAM_BYTES, (position, stop), version):
                     position += len(chunk)
                     yield chunk
                 if position < stop:
@@ -97,19 +130,19 @@ class ObjectShard:
 
     def check_unchanged(self) -> None:
         """See `RemoteFile`."""
-        self._version()
+        self._found()
 
-    def planned_start(self, stop: int) -> bytes:
+    def planned_start(self) -> bytes:
         """See `RemoteFile`."""
         return b""
 
-    def _version(self) -> buckets.Version:
+    def _found(self) -> buckets.ObjectFacts:
         found = buckets.facts(self.path)
         if found is None:
             raise SourceError(f"{self.path} is missing now", hint=CHANGED_HINT)
         if object_stamp(found) != self.stamp:
             raise self._changed()
-        return found.version
+        return found
 
     def _changed(self) -> SourceError:
         return SourceError(f"{self.path} changed while it was converted", hint=CHANGED_HINT)

@@ -1,14 +1,12 @@
 """One repository of the Hub at one revision, and its place in the client's cache.
 
-Cache, token, endpoint and offline mode come from `huggingface_hub`. Weights are fetched here instead: the client
-throws a partial file away when it is interrupted (2.4.0), and a shard has gigabytes. A partial file lies beside the
-client's blobs until it is complete, and the client then links it into the snapshot.
+Files, cache, token, endpoint, mirrors, Xet and offline mode are of `huggingface_hub`. Here it is decided which files
+are needed, and each is compared with what the Hub promises.
 """
 
 import os
 import re
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -21,7 +19,7 @@ from tpuconv.location import Location
 from tpuconv.sizes import format_size
 from tpuconv.sources.companions import CARD, MODULES, module_folders, why_left_out
 from tpuconv.sources.damaged import GIT_SHA1, DamagedDownload, Promise, check_download, damaged, link_targets
-from tpuconv.sources.download import TICK_SECONDS, DownloadProgress, Meter, chunks_of, in_threads, lock_partial
+from tpuconv.sources.download import DownloadProgress, Meter, fetch_file, first_bytes, in_threads
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES, INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
 from tpuconv.sources.hub_errors import is_unreachable, raise_unreachable
 from tpuconv.sources.index import describe_missing, is_alone, other_kind, read_weight_map, shard_names
@@ -140,8 +138,6 @@ class Repository:
     def resolve(self, weights: bool, progress: DownloadProgress | None, *, streams: bool = False) -> Resolved:
         """Returns the checkpoint's folder in the cache, downloaded as far as needed. See
         `tpuconv.sources.hub.resolve`."""
-        from huggingface_hub import constants
-
         try:
             commit, files = self._listing()
         except Exception as error:
@@ -165,15 +161,14 @@ class Repository:
         unproved = tuple(sorted(f.name for f in companions if f.promise is None))
 
         self._in_parallel(lambda f: self._proved(commit, f), companions)
-        if streams:  # git's own files have no sha256, and beyond this size the Hub serves none by ranges
-            limit = constants.MAX_HTTP_DOWNLOAD_SIZE
-            downloaded = [f for f in missing if not f.sha256 or f.size > limit]
+        if streams:  # git's own files have no sha256
+            downloaded = [f for f in missing if not f.sha256]
             self._check_disk(downloaded)
-            self._in_parallel(lambda f: self._fetch(commit, f), downloaded)
+            self._in_parallel(lambda f: self._by_client(commit, f), downloaded)
             missing = [f for f in missing if f not in downloaded]
         if weights or not missing:
             self._check_disk(missing)
-            self._in_parallel(lambda f: self._fetch(commit, f), shards)
+            self._in_parallel(lambda f: self._by_client(commit, f), shards)
             self.meter.finish()
             return Resolved(snapshot, self.repo, commit, promised, unproved, tuple(files))
 
@@ -184,9 +179,7 @@ class Repository:
                 (folder / f.name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / f.name).symlink_to(snapshot / f.name)
             self._in_parallel(lambda f: self._lay_out(commit, f, folder), shards)
-            remote = {
-                f.name: HubShard(self.repo, self.revision, self._url(commit, f), folder / f.name) for f in missing
-            }
+            remote = {f.name: HubShard(self.repo, self.revision, commit, f.name, folder / f.name) for f in missing}
         except BaseException:
             temporary.cleanup()
             raise
@@ -272,12 +265,8 @@ class Repository:
         return True
 
     def _check_disk(self, missing: Sequence[HubFile]) -> None:
-        need = 0
-        for f in missing:
-            blob = self._blob(f)
-            if not (blob and blob.exists()):
-                part = self._partial(blob) if blob else None
-                need += f.size - (part.stat().st_size if part and part.exists() else 0)
+        blobs = self.storage / "blobs"
+        need = sum(f.size for f in missing if not (f.sha256 and (blobs / f.sha256).exists()))
         self.storage.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.storage).free
         if need > free:
@@ -297,10 +286,8 @@ class Repository:
 
     def _by_client(self, commit: str, file: HubFile) -> None:
         """Fetches a file with the client, or links it into the snapshot if its blob is there."""
-        from huggingface_hub import hf_hub_download
-
         if not self._is_cached(commit, file):
-            hf_hub_download(self.repo, file.name, revision=commit, tqdm_class=self.meter.bar(file.name))
+            fetch_file(self.repo, file.name, commit, self.meter)
 
     def _proved(self, commit: str, file: HubFile) -> None:
         """Fetches a file that goes with the weights, and compares it with what the Hub promises. A file that differs is
@@ -317,70 +304,21 @@ class Repository:
             self._by_client(commit, file)
             check_download(self.snapshot(commit) / file.name, file.promise)
 
-    def _fetch(self, commit: str, file: HubFile) -> None:
-        """Fetches a shard. Resumes an interrupted download."""
-        from huggingface_hub import constants
-
-        from tpuconv.private import are_symlinks_supported
-
-        blob = self._blob(file)
-        # Beyond its limit the Hub serves files by Xet only, which the client speaks and which cannot be resumed.
-        if blob and not self._is_cached(commit, file) and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
-            # Without symlinks the client would copy the blob: the snapshot then holds the file itself.
-            linked = are_symlinks_supported(self.storage.parent)
-            self._fetch_to(blob if linked else self.snapshot(commit) / file.name, self._partial(blob), commit, file)
-        self._by_client(commit, file)
-
-    def _fetch_to(self, target: Path, partial: Path, commit: str, file: HubFile) -> None:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as out:
-            while not lock_partial(out.fileno(), partial):  # another process fetches it
-                self.meter.check()
-                time.sleep(TICK_SECONDS)
-            if target.exists():
-                if not os.fstat(out.fileno()).st_size:
-                    partial.unlink(missing_ok=True)
-                return
-            position = min(out.seek(0, os.SEEK_END), file.size)
-            out.seek(position)
-            self.meter.set(file.name, position)
-            for chunk in chunks_of(self._url(commit, file), position, file.size, self.meter.stopped, skips=True):
-                out.write(chunk)
-                out.flush()  # what has come stays, however this process ends
-                position += len(chunk)
-                self.meter.set(file.name, position)
-            out.truncate(file.size)
-            partial.replace(target)
-
     def _lay_out(self, commit: str, file: HubFile, folder: Path) -> None:
         """Writes a shard's header, followed by a hole of the weights' size; a link if the shard is in the cache."""
+        from huggingface_hub import hf_hub_url
+
         if self._is_cached(commit, file):
             (folder / file.name).symlink_to(self.snapshot(commit) / file.name)
             return
-        url = self._url(commit, file)
-        head = bytearray().join(chunks_of(url, 0, min(HEADER_PEEK, file.size), self.meter.stopped))
+        url = hf_hub_url(self.repo, file.name, revision=commit)
+        head = first_bytes(url, min(HEADER_PEEK, file.size), self.meter.stopped)
         end = 8 + int.from_bytes(head[:8], "little")
-        if end <= min(file.size, 8 + MAX_HEADER_BYTES):  # else it is not a header, and `read_header` says what it is
-            for chunk in chunks_of(url, len(head), end, self.meter.stopped, skips=True):
-                self.meter.check()
-                head += chunk
-            del head[end:]
+        if len(head) < end <= min(file.size, 8 + MAX_HEADER_BYTES):  # else `read_header` says what it is
+            head = first_bytes(url, end, self.meter.stopped)
         with open(folder / file.name, "wb") as out:
-            out.write(head)
+            out.write(head[:end])
             out.truncate(file.size)
-
-    def _url(self, commit: str, file: HubFile) -> str:
-        from huggingface_hub import hf_hub_url
-
-        return hf_hub_url(self.repo, file.name, revision=commit)
-
-    def _blob(self, file: HubFile) -> Path | None:
-        """Returns the path at which the client stores a file of this content; None for files that git itself stores."""
-        return self.storage / "blobs" / file.sha256 if file.sha256 else None
-
-    def _partial(self, blob: Path) -> Path:
-        return blob.with_name(f"{blob.name}.tpuconv.incomplete")
 
     # --- without network -------------------------------------------------------------------------------------------
 

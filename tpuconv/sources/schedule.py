@@ -1,22 +1,18 @@
-"""The schedule of a remote source: the segments to fetch, their order, and the bytes that are on the disk at a time.
+"""The schedule of a remote source: the files to fetch, their order, and the bytes that are on the disk at a time.
 
-Files are fetched in segments, one after the other in the order in which steps read them. A segment stays until the
-last step that reads it is finished. Of tensors that wide steps need, of which every file may have a few bytes, a copy
-is kept beside: the wide part of a segment.
+Files are fetched whole, one after the other in the order in which steps read them. A file stays until the last step
+that reads it is finished. Of tensors that wide steps need, of which every file may have a few bytes, a copy is kept
+beside: the wide part of a file.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-SEGMENT_BYTES = 64 << 20
-"""Fetched by one request, and again if it breaks for good."""
-CONNECTIONS = 4
-AHEAD_SEGMENTS = 2 * CONNECTIONS
-"""Fetched beyond what the work needs at once, so that the network never waits for it."""
+AHEAD_FILES = 2
+"""Fetched beyond what the work needs at once, so that the network never waits for it; as many at a time."""
 
-Extent = tuple[str, int, int]
-"""A file and bytes of it: first, and behind the last."""
+Spans = Sequence[tuple[int, int]]
+"""Bytes of a file: first, and behind the last; sorted and apart."""
 
 
 @dataclass(frozen=True)
@@ -25,57 +21,19 @@ class ReadStep:
 
     Attributes:
         name: of the step.
-        reads: what it reads.
-        is_wide: whether copies of what it reads are kept beside, until it is done at the end.
-        proves: the file whose hash is made in this step, which needs all of it.
-        is_promised: whether the hash is compared with a promised one. Then steps that read the file are finished only
-            when it is proved; else a segment that was hashed is not needed for it any more.
+        files: that it reads.
+        is_wide: whether it is done at the end, and reads wide parts.
+        proves: the file whose hash is recorded in this step.
     """
 
     name: str
-    reads: tuple[Extent, ...] = ()
+    files: Collection[str] = ()
     is_wide: bool = False
     proves: str | None = None
-    is_promised: bool = True
-
-
-@dataclass(eq=False)
-class Segment:
-    """Consecutive bytes of a file. `wide` are the ranges of its wide part, counted from the start of the file.
-
-    `users` are the steps that need it, or the bytes beside it, and are not finished yet.
-    """
-
-    file: str
-    number: int
-    start: int
-    stop: int
-    wide: tuple[tuple[int, int], ...] = ()
-    users: set[str] = field(default_factory=set)
-    wide_users: set[str] = field(default_factory=set)
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return self.stop - self.start
-
-    @property
-    def wide_bytes(self) -> int:
-        """The size of its wide part."""
-        return sum(stop - start for start, stop in self.wide)
-
-    def wide_place(self, start: int, stop: int) -> int | None:
-        """Where bytes of the file begin in the wide part; None if they are not in it."""
-        place = 0
-        for first, end in self.wide:
-            if first <= start and stop <= end:
-                return place + start - first
-            place += end - first
-        return None
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges in order; those that touch are one."""
+    """Returns the ranges in order; those that touch are one."""
     out: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if out and start <= out[-1][1]:
@@ -86,95 +44,62 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class FetchSchedule:
-    """The segments that steps need, in the order in which they are fetched, and the bytes that they take.
+    """The files that steps need, in the order in which they are fetched, and the bytes that they take.
 
     Args:
         sizes: of the files that are fetched.
         steps: what is left to do, in order.
-        wide: the ranges that wide steps read, of these and of those that are done: by file, sorted and apart.
+        wide: the ranges that wide steps read, of these and of those that are done, by file.
+
+    Attributes:
+        order: the names of the files.
+        users: by file the names of the steps that need all of it, and are not finished yet.
+        wide_users: the same of its wide part.
+        budget: the most bytes of whole files that are on the disk at a time.
+        wide_bytes: the size of all wide parts.
     """
 
-    def __init__(self, sizes: Mapping[str, int], steps: Sequence[ReadStep], wide: Mapping[str, list[tuple[int, int]]]):
-        self.steps = steps
-        self.segments: dict[str, dict[int, Segment]] = {name: {} for name in sizes}
-        self._sizes, self._wide = sizes, wide
-        self.proofs = {step.proves: i for i, step in enumerate(steps) if step.proves in sizes}
-        """By file that is hashed, the number of the step."""
-        first = {name: len(steps) for name in sizes}
-        for number, step in enumerate(steps):
-            for name in [step.proves, *(extent[0] for extent in step.reads)]:
-                if name in first and name is not None:
-                    first[name] = min(first[name], number)
-            if step.proves in sizes and step.proves is not None:
-                self._use((step.proves, 0, sizes[step.proves]), step if step.is_promised else None)
-            for extent in step.reads:
-                if extent[0] in sizes:
-                    self._use(extent, step)
-        self.order = [
-            self.segments[name][n]
-            for name in sorted(first, key=lambda f: first[f])
-            for n in sorted(self.segments[name])
-        ]
-        self.wide_bytes = sum(segment.wide_bytes for segment in self.order if segment.wide_users)
-        self.budget = self._peak() + AHEAD_SEGMENTS * max((segment.nbytes for segment in self.order), default=0)
-        self.budget = min(self.budget, sum(segment.nbytes for segment in self.order))
+    def __init__(self, sizes: Mapping[str, int], steps: Sequence[ReadStep], wide: Mapping[str, Spans]):
+        self._sizes = sizes
+        self.users: dict[str, set[str]] = {}
+        self.wide_users: dict[str, set[str]] = {}
+        reads = [[name for name in step.files if name in sizes] for step in steps]
+        for step, names in zip(steps, reads, strict=True):
+            for name in sorted(names):
+                self.users.setdefault(name, set())
+                self.wide_users.setdefault(name, set())
+                (self.wide_users if step.is_wide else self.users)[name].add(step.name)
+        self.order = list(self.users)
+        self.wide_bytes = sum(
+            stop - start for name in self.order if self.wide_users[name] for start, stop in wide.get(name, ())
+        )
+        largest = max((sizes[name] for name in self.order), default=0)
+        total = sum(sizes[name] for name in self.order)
+        self.budget = min(total, self._peak(steps, reads) + AHEAD_FILES * largest)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is on the disk at a time."""
+        """The most bytes that are on the disk at a time."""
         return self.budget + self.wide_bytes
 
-    def segments_of(self, name: str, start: int, stop: int) -> list[Segment]:
-        """The segments that hold bytes of a file."""
-        found = self.segments[name]
-        return [found[number] for number in range(start // SEGMENT_BYTES, -(-stop // SEGMENT_BYTES))]
-
-    def _use(self, extent: Extent, step: ReadStep | None) -> None:
-        """Adds the segments of an extent. They stay until a step is finished; for no step they only come."""
-        name, start, stop = extent
-        found, size = self.segments[name], self._sizes[name]
-        for number in range(start // SEGMENT_BYTES, -(-stop // SEGMENT_BYTES)):
-            if number not in found:
-                first, end = number * SEGMENT_BYTES, min((number + 1) * SEGMENT_BYTES, size)
-                found[number] = Segment(name, number, first, end, self._wide_within(name, first, end))
-            if step is not None:
-                (found[number].wide_users if step.is_wide else found[number].users).add(step.name)
-
-    def _wide_within(self, name: str, first: int, end: int) -> tuple[tuple[int, int], ...]:
-        ranges = self._wide.get(name, [])
-        begin = max(0, bisect_right(ranges, (first, first)) - 1)
-        out = []
-        for start, stop in ranges[begin:]:
-            if start >= end:
-                break
-            if stop > first:
-                out.append((max(start, first), min(stop, end)))
-        return tuple(out)
-
-    def _peak(self) -> int:
-        """The bytes of segments that are there at once, if every step is done as soon as all of it and of the steps
-        before are there. Steps of a run with several threads begin in this order, so that at least those are done when
-        the next segment must wait for room: with this much room no step waits for ever."""
-        numbers = {step.name: i for i, step in enumerate(self.steps)}
-        needs = [-1] * len(self.steps)
-        files: list[set[str]] = [set() for _ in self.steps]
-        for i, segment in enumerate(self.order):
-            for name in segment.users | segment.wide_users:
-                needs[numbers[name]] = i
-                files[numbers[name]].add(segment.file)
-            if segment.file in self.proofs:
-                needs[self.proofs[segment.file]] = i
-        proofs = {file: i for file, i in self.proofs.items() if self.steps[i].is_promised}
-        ends = [max([i, *(proofs[file] for file in files[i] if file in proofs)]) for i in range(len(needs))]
+    def _peak(self, steps: Sequence[ReadStep], reads: Sequence[Collection[str]]) -> int:
+        """Returns the bytes of the files that are there at once, if each step is done as soon as all its files and
+        those of the steps before are there. Steps of a run with several threads begin in this order, so that at least
+        those are done when the next file must wait for room: with this much room no step waits for ever."""
+        place = {name: i for i, name in enumerate(self.order)}
+        needs = [max((place[name] for name in names), default=-1) for names in reads]
+        last = dict.fromkeys(self.order, -1)
+        for number, (step, names) in enumerate(zip(steps, reads, strict=True)):
+            if not step.is_wide:
+                last |= dict.fromkeys(names, number)
         live = peak = done = 0
         waiting: dict[int, int] = {}
-        for i, segment in enumerate(self.order):
-            live += segment.nbytes
+        for i, name in enumerate(self.order):
+            live += self._sizes[name]
             peak = max(peak, live)
-            last = max((ends[numbers[name]] for name in segment.users), default=-1)
-            waiting[last] = waiting.get(last, 0) + segment.nbytes
+            waiting[last[name]] = waiting.get(last[name], 0) + self._sizes[name]
             while done < len(needs) and needs[done] <= i:
                 done += 1
-            for last in [last for last in waiting if last < done]:
-                live -= waiting.pop(last)
+            for number in [number for number in waiting if number < done]:
+                live -= waiting.pop(number)
         return peak

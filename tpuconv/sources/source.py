@@ -105,7 +105,7 @@ class Source:
         if not self.remote:
             return here
         identity = f"{self.repo} {self.commit} {[(s.name, s.size, s.stamp) for s in self.shards]}"
-        return StreamReader(self.remote, self.shards, here, identity, self.workspace, check_cancelled, hashes=hashes)
+        return StreamReader(self.remote, self.shards, here, identity, self.workspace, check_cancelled)
 
     def start_checks(self) -> Sequence[Future[None]]:
         """Begins to check what can be checked beside other work; the results raise what is wrong. Empty if there is

@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from itertools import count
 from pathlib import Path
 from tempfile import gettempdir
@@ -13,8 +13,6 @@ import xxhash
 from tpuconv.errors import ResourceError
 from tpuconv.location import Location
 from tpuconv.sizes import format_size
-from tpuconv.sources import schedule
-from tpuconv.sources.schedule import Segment
 from tpuconv.storage import disk, locks
 from tpuconv.storage.ownership import remove_known
 
@@ -24,15 +22,15 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PART, WIDE = ".part", ".wide"
 MOST_PLACES = 1024
 LOCK = "lock"
-_SEGMENT = re.compile(rf"\d{{5}}/(\d{{6}}(-[0-9a-f]{{8}})?({re.escape(WIDE)})?({re.escape(PART)})?)?")
-"""A file of a workspace, in the folder of its file of the source, and such a folder."""
-_OLD = re.compile(rf"[0-9a-f]{{32}}/({_SEGMENT.pattern})?")
+_FILE = re.compile(rf"[^/]+\.safetensors({re.escape(PART)}(/.*)?|{re.escape(WIDE)}({re.escape(PART)})?)?")
+"""A file of a workspace: of the source, its wide part, or what is in the folder of a download."""
+_OLD = re.compile(rf"[0-9a-f]{{32}}/({_FILE.pattern})?")
 """The same of a workspace of any source."""
 
 
 class Workspace:
-    """A folder of segments, in use by one process until it is closed. What an earlier run left in it is used again,
-    unless the machine was started since: segments are not flushed to the disk.
+    """A folder of whole files of a source, in use by one process until it is closed. What an earlier run left in it is
+    used again, unless the machine was started since: files are not flushed to the disk.
 
     Args:
         place: the folder of a user, who may have several outputs; by default the work folder of a local output, or the
@@ -50,37 +48,37 @@ class Workspace:
         parent = work if own and isinstance(work, Path) else place or Path(gettempdir())
         self.root, self._lock = claim(parent, name)
         boot = BOOT_ID.read_text() if BOOT_ID.is_file() else os.urandom(16).hex()
-        self.folder = self.root / xxhash.xxh3_128_hexdigest(f"{identity} {schedule.SEGMENT_BYTES} {boot}".encode())
+        self.folder = self.root / xxhash.xxh3_128_hexdigest(f"{identity} {boot}".encode())
         remove_known(self.root, lambda name: bool(_OLD.fullmatch(name)) and not name.startswith(self.folder.name))
         disk.make_folder(self.folder)
 
-    def keep_only(self, paths: Collection[Path]) -> None:
-        """Removes what an earlier run left, but for these: what was on the way, or was not dropped any more."""
-        remove_known(self.folder, lambda name: bool(_SEGMENT.fullmatch(name)) and self.folder / name not in paths)
+    def path(self, name: str) -> Path:
+        """Returns the path of a file of the source. What is there is complete and proved."""
+        return self.folder / name
 
-    def file_folder(self, number: int) -> Path:
-        """Returns the folder of a file of the source, by its number there."""
-        return self.folder / f"{number:05d}"
+    def wide(self, name: str) -> Path:
+        """Returns the path of the wide part of a file: its bytes at their places, with holes between them."""
+        return self.folder / f"{name}{WIDE}"
 
-    def path(self, number: int, segment: Segment, *, wide: bool = False) -> Path:
-        """Returns the path of a segment of a file, or of its wide part."""
-        return self.file_folder(number) / (f"{segment.number:06d}" + (WIDE if wide else ""))
+    def part(self, name: str) -> Path:
+        """Returns the folder in which a file is while it is fetched."""
+        return self.folder / f"{name}{PART}"
 
-    def has(self, number: int, segment: Segment, *, wide: bool = False) -> bool:
-        """Returns True if the segment is on the disk."""
-        try:
-            size = self.path(number, segment, wide=wide).stat().st_size
-        except FileNotFoundError:
-            return False
-        return size == (segment.wide_bytes if wide else segment.nbytes)
+    def keep_only(self, names: Collection[str]) -> None:
+        """Removes what an earlier run left, but for complete files with these names and their wide parts."""
+        kept = {*names, *(f"{name}{WIDE}" for name in names)}
+        remove_known(self.folder, lambda name: bool(_FILE.fullmatch(name)) and name not in kept)
+        disk.make_folder(self.folder)
 
-    def used_bytes(self) -> int:
-        """Returns the bytes that are there already."""
-        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+    def remove_part(self, name: str) -> None:
+        """Removes what was fetched of a file and is not complete."""
+        remove_known(self.part(name), lambda _: True)
+        disk.remove_empty(self.part(name))
 
     def check_room(self, need: int) -> None:
         """Raises ResourceError if there is no room for `need` bytes in all."""
-        more, free = max(0, need - self.used_bytes()), shutil.disk_usage(self.root).free
+        used = sum(path.stat().st_blocks * 512 for path in self.folder.rglob("*") if path.is_file())
+        more, free = max(0, need - used), shutil.disk_usage(self.root).free
         if more > free:
             raise ResourceError(
                 f"the workspace {self.root} has {format_size(free)} free, and streaming the source takes "
@@ -88,15 +86,9 @@ class Workspace:
                 hint="free some space, or give --workspace on another disk (/dev/shm is one in memory)",
             )
 
-    def remove_file(self, number: int) -> None:
-        """Removes all segments of a file."""
-        remove_known(self.file_folder(number), lambda name: bool(_SEGMENT.fullmatch(f"{number:05d}/{name}")))
-        disk.remove_empty(self.file_folder(number))
-
     def close(self) -> None:
         """Removes what is empty, and lets other processes use the folder."""
-        for path in (*(self.folder / name for name in disk.entries(self.folder)), self.folder):
-            disk.remove_empty(path)
+        disk.remove_empty(self.folder)
         release(self.root, self._lock)
 
 
@@ -138,8 +130,3 @@ def release(root: Path, lock: int) -> None:
     os.close(lock)
     if is_over:
         disk.remove_empty(root)
-
-
-def ranges_text(ranges: Iterable[tuple[int, int]]) -> str:
-    """Ranges as text, for an identity."""
-    return " ".join(f"{start}-{stop}" for start, stop in ranges)

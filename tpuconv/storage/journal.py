@@ -65,10 +65,10 @@ LAST = (WORK, "names.done", "complete.done")
 _OF_JOURNAL = re.compile(
     rf"{re.escape(WORK)}|[^/]+\.done(-\d+)?({re.escape(disk.PARTIAL)})?|process-\d+"
     rf"|{CALIBRATED}/(.+\.(qvalues|values)|(states|input)-\d+)"
-    r"|source(-\d+)?/(lock|[0-9a-f]{32}/\d{5}/\d{6}[^/]*)"
+    r"|source(-\d+)?/(lock|[0-9a-f]{32}/([^/]+\.safetensors(\.wide)?(\.part(/.*)?)?|\d{5}/\d{6}[^/]*))"
 )
 """The files of a work folder besides the files in out/ and old/: entries, locks, what a calibration left, and the
-segments of a source that is fetched."""
+files of a source that is fetched (of an older release, segments of them)."""
 
 
 class Journal(JournalEntries):

@@ -8,7 +8,7 @@ encoded. A few tensors are in memory at a time.
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,6 +50,7 @@ from tpuconv.layout import Ranges, cut_sizes
 from tpuconv.location import Location
 from tpuconv.mapping.table import HasAxes, MappingTable
 from tpuconv.names import MANIFEST
+from tpuconv.progress import TICK_SECONDS
 from tpuconv.sources.headers import DTYPES
 from tpuconv.sources.origins import remember
 from tpuconv.storage.entries import RunJournal, State
@@ -322,7 +323,8 @@ class _Run:
         names = {name for name, i in place.items() if not is_done[i]}
         carried = self.beside.read(names, opened) if self.beside else ()
         beside: Iterator[_Made] = ((tensor, values, {}, True) for tensor, values in carried)
-        left = (each for each in chain(self._made(todo), beside) if not is_done[place[each[0].name]])
+        made = chain(self._made(todo), beside)
+        left = (each for each in made if each is None or not is_done[place[each[0].name]])
         for number, (name, shard) in enumerate(zip(file_names(len(self.shards)), self.shards, strict=True)):
             if is_done[number]:
                 continue
@@ -331,21 +333,28 @@ class _Run:
                 file.write(safetensors_header(shard))
                 missing = len(shard)
                 while missing:
-                    _, values, figures, is_last = next(left)
+                    if (each := next(left)) is None:
+                        yield self._progress(written, total, resumed)
+                        continue
+                    _, values, figures, is_last = each
                     file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
                     for parameter, part in figures.items():
                         add_statistics(found.setdefault(parameter, {}), part)
                     missing -= is_last
                     written += values.nbytes
-                    yield RunProgress(written, total, resumed, "export")
+                    yield self._progress(written, total, resumed)
             self.journal.sink.sync(["."])
             record(number, {"facts": file.facts(), "figures": found})
 
     def _record(self, number: int, facts: Mapping[str, Any]) -> None:
         record_file(self.journal, number, len(self.shards), facts)
 
-    def _made(self, pieces: list[ExportPiece]) -> Iterator["_Made"]:
-        """Yields each tensor, or one after the other its slabs."""
+    def _progress(self, written: int, total: int, resumed: int) -> RunProgress:
+        fetching = self.fetched.arrays.reader.fetching if self.fetched is not None else (0, 0)
+        return RunProgress(written, total, resumed, "export", fetching=fetching)
+
+    def _made(self, pieces: list[ExportPiece]) -> Iterator["_Made | None"]:
+        """Yields each tensor, or one after the other its slabs; None, now and then, while it waits for one."""
         waiting: deque[tuple[ExportPiece, Ranges, Future[tuple[list[np.ndarray], dict[str, Any]]]]] = deque()
         rest, nbytes = deque((piece, ranges) for piece in pieces for ranges in piece.slabs), 0
         held: list[_Made] = []  # of all tensors of a piece but the first, which is written first
@@ -361,6 +370,8 @@ class _Run:
                         nbytes += piece.nbytes
                         waiting.append((piece, ranges, pool.submit(self._make, piece, ranges)))
                     piece, ranges, future = waiting.popleft()
+                    while not wait([future], TICK_SECONDS).done:
+                        yield None
                     values, figures = future.result()
                     is_last = ranges is piece.slabs[-1]
                     first, *others = zip(piece.tensors, values, strict=True)

@@ -1,7 +1,7 @@
 """The arrays of a plan, made when they are asked for: what is exported in one pass, without a checkpoint between."""
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,6 @@ from tpuconv.convert.run.share import share_of
 from tpuconv.convert.run.sizing import QUANTIZE_MEMORY
 from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, check_copy, check_promise, not_finite, read_slab
 from tpuconv.convert.run.stamps import stamps_for_hosts
-from tpuconv.convert.run.steps import slab_reads
 from tpuconv.errors import ConfigError, SourceError
 from tpuconv.hosts import ProcessPart
 from tpuconv.layout import Ranges
@@ -25,7 +24,6 @@ from tpuconv.location import Location
 from tpuconv.sources.config import read_json, with_dtype
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.reader import Reader
-from tpuconv.sources.schedule import Extent
 from tpuconv.storage.disk import page_buffer
 from tpuconv.storage.local_file import room_for
 from tpuconv.storage.sealed import Sealed
@@ -53,7 +51,7 @@ class PlannedArrays:
     @cached_property
     def reader(self) -> Reader:
         """The reader of the source. It is opened when the first value is read."""
-        return self.plan.source.open(self._check_cancelled, hashes=self.share.hashes(self.plan))
+        return self.plan.source.open(self._check_cancelled, hashes=[shard.name for shard in self.share.shards])
 
     @property
     def memory(self) -> int:
@@ -100,11 +98,11 @@ class PlannedArrays:
         for copy, original in self.plan.copies.items():
             check_copy(self.plan, self.reader, copy, original, self._check_cancelled)
 
-    def extents(self, name: str, ranges: Ranges) -> Iterable[Extent]:
-        """Yields the bytes of the source that are read for an array, or for the box of it with these ranges of
-        letters."""
+    def shards_of(self, name: str, ranges: Ranges) -> set[str]:
+        """Returns the files of the source that an array is made from, or the box of it with these ranges of letters."""
         binding, dtype = self._made_by[name]
-        return slab_reads(self.plan, Slab(binding, ranges, dtype))
+        names = Slab(binding, ranges, dtype).names()
+        return {info.shard for name in names for info in self.plan.tensors[name].stored}
 
     def read(self, name: str, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]) -> np.ndarray:
         """See `ArraySource`.

@@ -54,14 +54,21 @@ PART_DONE = "part done"
 @dataclass(frozen=True)
 class RunProgress:
     """The progress of a conversion in bytes of the source; for one of several processes, in bytes of its share.
-    `resumed` are the bytes of an earlier run; `layer` is the layer that is being calibrated, before anything is
-    converted. `stage` is PUBLISHING once all is converted; the last is "published", or PART_DONE."""
+
+    Attributes:
+        done, total: bytes that are converted, and all.
+        resumed: bytes of an earlier run.
+        stage: PUBLISHING once all is converted; the last is "published", or PART_DONE.
+        layer: the layer that is being calibrated, before anything is converted.
+        fetching: of a source that is fetched, the bytes that have come, and all.
+    """
 
     done: int
     total: int
     resumed: int
     stage: str
     layer: str = ""
+    fetching: tuple[int, int] = (0, 0)
 
     def shown_as(self, stage: str) -> Progress:
         """Returns what a listener is told of work that is called `stage`, such as "converting"."""
@@ -69,6 +76,8 @@ class RunProgress:
             return Progress(f"calibrating {self.layer}")
         if self.stage == PUBLISHING or (self.stage == "published" and not self.resumed):
             return Progress("publishing")
+        if self.fetching[0] < self.fetching[1]:  # which takes longer
+            return Progress(f"fetching and {stage}", *self.fetching)
         return Progress(stage, self.done, self.total)
 
 
@@ -240,8 +249,9 @@ def _work(
         write_found(plan, journal, store, calibrated.found())
     journal.share()
     values = calibrated.values if calibrated is not None else None
-    for done in Workers(plan, journal, store, jobs, share, values).run(todo):
-        yield RunProgress(resumed + done, share.nbytes, resumed, "convert")
+    workers = Workers(plan, journal, store, jobs, share, values)
+    for done in workers.run(todo):
+        yield RunProgress(resumed + done, share.nbytes, resumed, "convert", fetching=workers.reader.fetching)
     if not journal.gather(entries_of(plan)):
         return RunProgress(share.nbytes, share.nbytes, resumed, "published" if journal.is_published() else PART_DONE)
     yield RunProgress(share.nbytes, share.nbytes, resumed, "convert")

@@ -27,12 +27,6 @@ class Share:
         """The bytes of the source that are converted."""
         return sum(unit.nbytes for unit in self.units)
 
-    def hashes(self, plan: Plan) -> list[str]:
-        """Returns the names of the files to be hashed while they are read. Of a source that is fetched it is every
-        file: what a neighbour fetched does not prove what was fetched here."""
-        shards = plan.source.shards if plan.source.remote and plan.hashes_shards else self.shards
-        return [shard.name for shard in shards]
-
 
 def share_of(plan: Plan, part: ProcessPart | None) -> Share:
     """Returns the share of a process in a plan: all of it if there is no other process. A shard is hashed by the

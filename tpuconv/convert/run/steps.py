@@ -1,10 +1,10 @@
-"""The steps of a run in their order, with the bytes of the source that each reads."""
+"""The steps of a run in their order, with the files of the source that each reads."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from tpuconv.convert.plan.types import ZEROS, Plan, Slab, WorkUnit
+from tpuconv.convert.plan.types import ZEROS, Plan, WorkUnit
 from tpuconv.sources.headers import TensorInfo
-from tpuconv.sources.schedule import Extent, FetchSchedule, ReadStep, merged
+from tpuconv.sources.schedule import FetchSchedule, ReadStep, merged
 from tpuconv.sources.shard import SourceShard
 
 COMPARE_STEP = "compared"
@@ -18,7 +18,7 @@ def proof_step(shard: int) -> str:
 
 def proof_of(number: int, shard: SourceShard) -> ReadStep:
     """The step for the hash of a shard."""
-    return ReadStep(proof_step(number), proves=shard.name, is_promised=shard.sha256 is not None)
+    return ReadStep(proof_step(number), (shard.name,), proves=shard.name)
 
 
 def work_steps(plan: Plan, units: Sequence[WorkUnit], known: Collection[str] = ()) -> list[ReadStep]:
@@ -53,7 +53,7 @@ def compare_steps(plan: Plan, known: Collection[str]) -> list[ReadStep]:
     done."""
     if not plan.copies or COMPARE_STEP in known:
         return []
-    return [ReadStep(COMPARE_STEP, tuple(map(whole, _copied(plan))), is_wide=True)]
+    return [ReadStep(COMPARE_STEP, {info.shard for info in _copied(plan)}, is_wide=True)]
 
 
 def _copied(plan: Plan) -> set[TensorInfo]:
@@ -66,25 +66,7 @@ def copied_ranges(plan: Plan) -> dict[str, list[tuple[int, int]]]:
 
 
 def _unit_step(plan: Plan, unit: WorkUnit) -> ReadStep:
-    reads = (extent for slab in unit.slabs for extent in slab_reads(plan, slab))
-    return ReadStep(unit.uid, tuple(reads) if plan.source.remote else (), unit.is_wide)
-
-
-def slab_reads(plan: Plan, slab: Slab) -> Iterator[Extent]:
-    """Yields the bytes of the source that a slab is made from; of tensors that are encoded, all."""
-    for parts in slab.reads():
-        spans: dict[str, tuple[int, int]] = {}
-        for name, first, count in parts:
-            start, stop = spans.get(name, (first, first + count))
-            spans[name] = min(start, first), max(stop, first + count)
-        for name, (start, stop) in spans.items():
-            for info, first, last in plan.tensors[name].ranges(start, stop):
-                yield info.shard, info.offset + first, info.offset + last
-
-
-def whole(info: TensorInfo) -> Extent:
-    """Returns the bytes of a stored tensor."""
-    return info.shard, info.offset, info.offset + info.nbytes
+    return ReadStep(unit.uid, plan.shards_of(unit) if plan.source.remote else (), unit.is_wide)
 
 
 def wide_ranges(plan: Plan) -> dict[str, list[tuple[int, int]]]:

@@ -21,6 +21,7 @@ from tpuconv.convert.run.slabs import check_copy, check_promise
 from tpuconv.convert.run.steps import COMPARE_STEP, proof_step, wide_ranges, work_steps
 from tpuconv.convert.run.store import Store
 from tpuconv.errors import SourceError
+from tpuconv.progress import TICK_SECONDS
 from tpuconv.sources.shard import SourceShard
 from tpuconv.storage.entries import RunJournal
 
@@ -90,8 +91,6 @@ class Workers:
         self.writers = ThreadPoolExecutor(jobs)
         self.finisher = ThreadPoolExecutor(1)
         self.flushes: deque[Future[None]] = deque()
-        self.made: list[tuple[WorkUnit, UnitResult, list[str]]] = []
-        self.recording = threading.Lock()
 
     def run(self, units: Sequence[WorkUnit]) -> Iterator[int]:
         """Does all `units`. Yields the number of bytes converted so far, about ten times a second."""
@@ -103,7 +102,7 @@ class Workers:
                 tasks.put(task)
             jobs: set[Future[None]] = {pool.submit(self._work, tasks) for _ in range(min(self.jobs, tasks.qsize()))}
             while jobs or self.flushes:
-                finished, jobs = wait(jobs or {self.flushes[-1]}, timeout=0.1, return_when=FIRST_COMPLETED)
+                finished, jobs = wait(jobs or {self.flushes[-1]}, timeout=TICK_SECONDS, return_when=FIRST_COMPLETED)
                 for job in finished:
                     job.result()
                 while self.flushes and self.flushes[0].done():
@@ -119,12 +118,10 @@ class Workers:
             _end((*pools, self.reader.close))
 
     def _hashes(self) -> list[str]:
-        """Returns the files to be hashed while they are read. Of a source that is here, those are left out whose hash
-        is known from an earlier run: a hash needs all of a file."""
+        """Returns the files to be hashed while they are read, without those whose hash is known from an earlier run: a
+        hash needs all of a file."""
         numbers = {shard.name: i for i, shard in enumerate(self.plan.source.shards)}
-        names = self.share.hashes(self.plan)
-        if self.plan.source.remote:
-            return names
+        names = [shard.name for shard in self.share.shards]
         return [name for name in names if self.journal.done(proof_step(numbers[name]), HASH_ENTRY) is None]
 
     def _work(self, tasks: "queue.SimpleQueue[Task]") -> None:
@@ -141,11 +138,7 @@ class Workers:
         known = {name for name in names if name in self.share.others or self.journal.done(name) is not None}
         steps, wide = work_steps(plan, units, known), wide_ranges(plan)
         reserved = sum(plan.written_bytes(slab) for unit in units for slab in unit.slabs)
-        while lost := self.reader.begin(steps, wide, self.journal.work, reserved):
-            again = {proof_step(i) for i, shard in enumerate(plan.source.shards) if shard.name in lost}
-            self.journal.forget(sorted(again))
-            known -= again
-            steps = work_steps(plan, units, known)
+        self.reader.begin(steps, wide, self.journal.work, reserved)
         tasks: dict[str, list[Task]] = {COMPARE_STEP: [self._compare]}
         tasks |= {unit.uid: self._unit(unit) for unit in units}
         tasks |= {proof_step(i): [partial(self._check_hash, shard)] for i, shard in enumerate(plan.source.shards)}
@@ -154,21 +147,19 @@ class Workers:
 
     def _check_hash(self, shard: SourceShard, _: SlabConverter | None = None) -> None:
         entry = proof_step(self.plan.source.shards.index(shard))
-        # What another process found does not prove what was fetched here.
-        if self.journal.done(entry, HASH_ENTRY) is None or self.reader.unproved({shard.name}):
+        if self.journal.done(entry, HASH_ENTRY) is None:
             digest = check_promise(self.plan, self.reader, shard)
             if digest is None:  # the source has checksums of its own
                 return
             self.reader.check_unchanged({shard.name})
             self.journal.record(entry, {"hash": digest})
-            self.reader.finish(entry)
-            self._record_proved()
+        self.reader.finish(entry)
 
     def _check_promises(self, shards: Collection[str]) -> None:
-        """After an error in what shards hold: raises DamagedDownload if one does not match what the Hub promises."""
-        self.reader.unbound()
+        """After an error in what shards hold: raises DamagedDownload if one does not match what the Hub promises. A
+        shard that was fetched meanwhile was proved before it was read."""
         for shard in self.plan.source.shards:
-            if shard.name in shards and shard.sha256 is not None:
+            if shard.name in shards and shard.sha256 is not None and shard.name not in self.plan.source.remote:
                 self._check_hash(shard)
 
     def _compare(self, _: SlabConverter) -> None:
@@ -201,23 +192,13 @@ class Workers:
 
     def _finish(self, opened: _OpenUnit) -> None:
         """Flushes what was made of a unit, and records it. In a thread of its own: it waits for the disk."""
-        written, result = opened.written(), opened.result()
+        unit, written, result = opened.unit, opened.written(), opened.result()
         for name in result.statistics:
             self.plan.encoders[name].check()
         self.store.sync(written)
-        self.reader.check_unchanged(self.plan.shards_of(opened.unit))  # what is done was made of the files of the plan
-        with self.recording:
-            self.made.append((opened.unit, result, written))
-        self._record_proved()
-
-    def _record_proved(self) -> None:
-        """Marks as done the units that are made, and whose sources are known to be the promised ones."""
-        with self.recording:
-            proved = [pair for pair in self.made if not self.reader.unproved(self.plan.shards_of(pair[0]))]
-            self.made = [pair for pair in self.made if pair not in proved]
-        for unit, result, files in proved:
-            self.journal.record(unit.uid, result.to_json(), files)
-            self.reader.finish(unit.uid)
+        self.reader.check_unchanged(self.plan.shards_of(unit))  # what is done was made of the files of the plan
+        self.journal.record(unit.uid, result.to_json(), written)
+        self.reader.finish(unit.uid)
 
     def _check_cancelled(self) -> None:
         if self.stop.is_set():
