@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -238,20 +239,17 @@ def test_what_no_format_holds_is_refused_with_the_rule(rules: str, message: str,
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_matrices_with_their_inputs_first_are_refused(tmp_path: Path) -> None:
-    save(ONE_OF_EACH["gpt2"], tmp_path / "hf", "bfloat16")
-    api.convert(tmp_path / "hf", tmp_path / "quantized", quantize="int8_default")
-    with pytest.raises(UsageError, match=r"which is a matrix \[in, out\], and servers read \[out, in\]"):
-        api.export(tmp_path / "quantized", tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_experts_of_gpt_oss_are_refused_in_other_types(tmp_path: Path) -> None:
-    save(ONE_OF_EACH["gpt_oss"], tmp_path / "hf", "bfloat16")
-    api.convert(tmp_path / "hf", tmp_path / "quantized", quantize="int8_default")
-    with pytest.raises(UsageError, match="is not a linear layer's weight"):
-        api.export(tmp_path / "quantized", tmp_path / "out")
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("gpt2", r"which is a matrix \[in, out\], and servers read \[out, in\]"),
+        ("gpt_oss", "is not a linear layer's weight"),
+        ("jetmoe", "which is a stack of matrices, and servers read one by one"),
+    ],
+)
+def test_matrices_that_no_server_reads_are_refused_by_the_plan(family: str, message: str, hf: Any) -> None:
+    with pytest.raises(UsageError, match=message):
+        api.plan(hf(ONE_OF_EACH[family], "bfloat16"), target="huggingface", quantize="int8_default")
 
 
 @pytest.mark.parametrize("bits", [4, 8])

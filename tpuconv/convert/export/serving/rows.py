@@ -175,6 +175,8 @@ def quantized_row(manifest: Manifest, binding: Binding, target: Target, scheme: 
         raise parameters.refused(f"come from {sources[0]}, which is not {kind}")
     if binding.row.input_first:
         raise parameters.refused(f"come from {sources[0]}, which is a matrix [in, out], and servers read [out, in]")
+    if not form.is_of_experts and any(len(shape) != 2 for shape in binding.src_shapes().values()):
+        raise parameters.refused(f"come from {sources[0]}, which is a stack of matrices, and servers read one by one")
     inverse = binding.swapped(lambda _: form.input_first).inverse
     follow = scale_layout(inverse.layout, binding.sizes, parameters.tiles)
     shapes, matrices, groups = inverse.dst_shapes(), [], set()
