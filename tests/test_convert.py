@@ -197,9 +197,9 @@ def test_gpt2_as_it_is_released(hf, tmp_path):
     written = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_ctx": 64, "summary_use_proj": True}
     config = written | {key: raw[key] for key in ("n_embd", "n_head", "n_layer", "n_positions", "vocab_size")}
     plan = convert(
-        write_checkpoint(tmp_path / "released", config, tensors | masks), tmp_path / "out", Options("float32")
+        write_checkpoint(tmp_path / "released", config, tensors | masks), tmp_path / "out", Options(dtype="float32")
     )
-    convert(folder, tmp_path / "want", Options("float32"))
+    convert(folder, tmp_path / "want", Options(dtype="float32"))
     assert_same(restore(tmp_path / "out"), restore(tmp_path / "want"))
     assert [(skip.pattern, skip.reason) for skip in plan.skipped] == [("h.{0,1}.attn.bias", "the causal mask")]
 

@@ -28,6 +28,7 @@ ORDER = (
         "memory",
         "text",
         "names",
+        "options",
         "location",
         "credentials",
         "object_requests",
@@ -183,9 +184,10 @@ def test_only_commands_print_and_exit():
     assert not {module: names for module, names in faults.items() if names}
 
 
-def test_the_page_of_commands_is_up_to_date():
-    page = runpy.run_path(str(ROOT / "docs" / "make_cli.py"))["page"]
-    assert (ROOT / "docs" / "cli.md").read_text() == page(), "run `python docs/make_cli.py`"
+def test_the_pages_of_commands_and_functions_are_up_to_date():
+    made, text = runpy.run_path(str(ROOT / "docs" / "make_cli.py")), (ROOT / "docs" / "api.md").read_text()
+    assert (ROOT / "docs" / "cli.md").read_text() == made["page"](), "run `python docs/make_cli.py`"
+    assert text == made["api_page"](text), "run `python docs/make_cli.py`"
 
 
 def test_the_page_of_servers_is_made_of_their_results():

@@ -29,7 +29,7 @@ from tpuconv.layout import Shape, parse_axes
 from tpuconv.location import Location
 from tpuconv.mapping.passthrough import Passthrough
 from tpuconv.mapping.release import Release
-from tpuconv.names import MANIFEST, QVALUE, SCALE, ZERO_POINT
+from tpuconv.names import MANIFEST, OWN_TARGET, QVALUE, SCALE, ZERO_POINT
 from tpuconv.sources.headers import DTYPES
 from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.places import is_there, size_faults
@@ -44,8 +44,6 @@ AS_RELEASED = "as released"
 LIBRARIES = ("tpuconv", "numpy", "ml_dtypes")
 PLAIN_DTYPES = {dtype.name for dtype in DTYPES.values()}
 """Dtypes that a source may have."""
-OWN_TARGET = "tpuconv"
-"""The target whose tree is ours."""
 MAX_LAYERS = 1 << 20
 MAX_CHUNKS = 10_000_000
 """The most chunks of one array, which would have 5 TB."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import inf, log10, prod
 from typing import Any
 
-from tpuconv.checkpoint.manifest import OWN_TARGET, element_bytes
-from tpuconv.names import collapse
+from tpuconv.checkpoint.manifest import element_bytes
+from tpuconv.names import OWN_TARGET, collapse
 from tpuconv.sizes import format_size
 from tpuconv.targets.registry import get_target
 from tpuconv.text import html as escape

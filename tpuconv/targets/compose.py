@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tpuconv.checkpoint.manifest import OWN_TARGET
 from tpuconv.errors import LayoutError, UnsupportedConfig
 from tpuconv.layout import Axes, Axis, Layout, format_axes
 from tpuconv.mapping.table import (
@@ -22,7 +21,7 @@ from tpuconv.mapping.table import (
     is_of_mtp,
     row_indices,
 )
-from tpuconv.names import collapse
+from tpuconv.names import OWN_TARGET, collapse
 from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
 
 _LAYER = re.compile(r"layers\.\{(\w)\}\.")

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tpuconv.checkpoint.manifest import OWN_TARGET
 from tpuconv.checkpoint.orbax_tree import TrainedTree, TreeArray
 from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES
 from tpuconv.convert.plan.types import Skip
@@ -16,7 +15,7 @@ from tpuconv.errors import MappingError, UnsupportedConfig, UsageError, shorten
 from tpuconv.layout import Axis, Shape, parse_axes
 from tpuconv.mapping.table import MTP_PARAMETERS, HasAxes, MappingTable
 from tpuconv.models.registry import Family
-from tpuconv.names import collapse
+from tpuconv.names import OWN_TARGET, collapse
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target, target_names
 from tpuconv.targets.target import Target

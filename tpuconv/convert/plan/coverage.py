@@ -7,16 +7,15 @@ from functools import partial
 
 import numpy as np
 
-from tpuconv.checkpoint.manifest import OWN_TARGET
 from tpuconv.convert.plan.adapters import changes_on_disk
 from tpuconv.convert.plan.cutting import cut_binding, gather
+from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.quantization import Quantization
 from tpuconv.convert.plan.types import (
     FLOAT_DTYPES,
     INTEGER_DTYPES,
     IS_MISSING,
     ZEROS,
-    Options,
     OutputArray,
     Plan,
     Skip,
@@ -46,7 +45,7 @@ from tpuconv.mapping.table import (
 )
 from tpuconv.models.common.config import IgnoredKey
 from tpuconv.models.registry import get_family
-from tpuconv.names import collapse
+from tpuconv.names import OWN_TARGET, collapse
 from tpuconv.sizes import format_count
 from tpuconv.sources.config import ENCODING_KEYS
 from tpuconv.sources.source import Source

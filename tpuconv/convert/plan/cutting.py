@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from tpuconv.convert.plan import sizes
+from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.quantization import EncodedComponent, Encoder
 from tpuconv.convert.plan.types import (
     FLOAT_DTYPES,
-    Options,
     OutputArray,
     Slab,
     WorkUnit,
