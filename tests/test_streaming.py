@@ -248,7 +248,7 @@ def test_a_server_that_ignores_ranges_is_not_streamed_from(hub: HubServer, check
     hub.fail("*.safetensors", no_ranges=True)
     with pytest.raises(HubError, match="sends whole files where parts of them are asked for") as info:
         api.convert(REPO, tmp_path / "out")
-    assert "--keep-source" in str(info.value.hint)
+    assert "`keep_source=True`" in str(info.value.hint)
     assert len(of_weights(hub)) <= SHARDS + 2 * schedule.CONNECTIONS * (1 + download.RANGE_RETRIES)
     assert not (tmp_path / "out").exists()
     hub.forget()

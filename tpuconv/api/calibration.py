@@ -54,9 +54,9 @@ class CalibrationText:
         if self.tokens >= self.inputs:
             return ""
         more = (
-            "give a longer text by --calibration FILE, or --calibration self"
+            'give a longer text by `calibration=FILE`, or `calibration="self"`'
             if self.samples < self.asked
-            else "give a larger --samples"
+            else "give a larger `samples=`"
         )
         return f"{self.tokens:,} tokens are fewer than the {self.inputs:,} inputs of a product: {more}"
 
@@ -100,7 +100,7 @@ def calibration_data(ckpt: Location, rules: "QuantConfig", asked: CalibrationOpt
         if text is not None:
             raise UsageError(
                 f"{rules.name} has no calibration, so that no text is needed",
-                hint="add `calibration: {method: gptq}` to the config, or leave --calibration out",
+                hint="add `calibration: {method: gptq}` to the config, or leave `calibration=` out",
             )
         return None
     from tpuconv.checkpoint.companions import tokenizer_folder
@@ -109,7 +109,7 @@ def calibration_data(ckpt: Location, rules: "QuantConfig", asked: CalibrationOpt
     from tpuconv.quantize.calibrate.data import SELF, CalibrationData, from_text
 
     manifest = read_manifest(ckpt)
-    check_positions(manifest, length, "a sample", hint="make --length smaller")
+    check_positions(manifest, length, "a sample", hint="make `length=` smaller")
     if str(text) == SELF:
         return CalibrationData(SELF, samples, length, "", lambda: _drawn(ckpt, samples, length))
     file = None if text is None else local_path(text, "a text to calibrate on is a local file")

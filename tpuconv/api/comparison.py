@@ -68,7 +68,7 @@ class CheckpointComparison:
             raise GateError(
                 f"{self.checkpoint} computes other outputs than {self.reference}",
                 details=failures,
-                hint="the parameters that differ most are in the table above, and in `tensors` of --json",
+                hint="the parameters that differ most are in the table above, and in `tensors` of `to_json()`",
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def _windows(
             raise UsageError(f"{text} is no text file: {e}") from None
         if length > (context := model_context(manifest)):
             raise UsageError(
-                f"a window has {length} tokens, and the model was made for {context}", hint="give a smaller --length"
+                f"a window has {length} tokens, and the model was made for {context}", hint="give a smaller `length=`"
             )
         begin, ids = text_ids(load_tokenizer(folder), content)
         return windows(ids, length, stride, begin)

@@ -157,7 +157,7 @@ def compare(asked: CompareRequest) -> Comparison:
     from tpuconv.verify.vectors import VECTOR_GATES, compare_vectors
 
     if asked.layerwise and asked.mesh:
-        raise UsageError("--layerwise runs on one device", hint="leave --mesh out")
+        raise UsageError("`layerwise=True` runs on one device", hint="leave `mesh=` out")
     manifest = read_manifest(to_location(asked.ckpt))
     manifest.check_own()
     if asked.layerwise:
@@ -165,7 +165,7 @@ def compare(asked: CompareRequest) -> Comparison:
     if manifest.raw["options"].get("adapters") and asked.source is None:
         raise UsageError(
             f"{asked.ckpt} has merged adapters, and its source has not",
-            hint="merge them with peft (merge_and_unload, save_pretrained), and name that folder by --source",
+            hint="merge them with peft (merge_and_unload, save_pretrained), and name that folder by `source=`",
         )
     origin = manifest.raw["source"]
     devices = logits.device_mesh(asked.mesh) if asked.mesh else None
@@ -251,7 +251,7 @@ def _source_folder(manifest: "Manifest") -> Path:
         raise UsageError(
             f"{manifest.folder} was converted from a local folder, which a checkpoint does not name",
             details=["this machine remembers no folder with the same weights, and there is none beside the checkpoint"],
-            hint="give this folder or a copy with --source FOLDER; a changed copy is reported",
+            hint="give this folder or a copy with `source=FOLDER`; a changed copy is reported",
         )
     return folder
 
@@ -281,7 +281,7 @@ def _needs_decoded(manifest: "Manifest", source: Path, mesh: Mapping[str, int] |
             f"not compared: transformers rounds the inputs of the matrices in {source}, and the model in "
             f"{manifest.folder} does not",
             details=[f"decoded weights are compared layer by layer, and here {reason}" for reason in cannot],
-            hint="compare a checkpoint in which the weights are decoded, without --mesh; `tpuconv compare` compares "
+            hint="compare a checkpoint in which the weights are decoded, without `mesh=`; `tpuconv compare` compares "
             "it with this one",
         )
     return True
@@ -305,9 +305,9 @@ def _room(manifest: "Manifest", dtype: str, *, layerwise: bool) -> int | None:
     if need > available:
         ways = []
         if manifest.quantization is None and not manifest.returns:
-            ways.append("use --layerwise, which holds one layer")
+            ways.append("use `layerwise=True`, which holds one layer")
         if dtype == "float32":
-            ways.append("give --dtype bfloat16")
+            ways.append('give `dtype="bfloat16"`')
         if manifest.is_rounded:
             ways.append("compare with the unquantized checkpoint: `tpuconv compare`")
         raise ResourceError(

@@ -314,13 +314,13 @@ def _check_whole(manifest: "Manifest") -> None:
     lost = [skip for skip in manifest.raw["skipped"] if is_outside(skip["reason"])]
     if lost:
         origin = manifest.raw["source"]
-        count = sum(skip["count"] for skip in lost)
+        count, source = sum(skip["count"] for skip in lost), origin.get("repo") or origin.get("folder")
+        shown = repr(source) if source else "SRC"
         raise UsageError(
             f"{manifest.folder} contains only the text model, and its config.json describes a multimodal model: "
             f"{format_count(count, 'tensor')} would be missing",
             details=shorten([f"{skip['pattern']}: {skip['reason']}" for skip in lost]),
-            hint="for a complete model give the source, which has them: --with-skipped "
-            f"{origin.get('repo') or origin.get('folder') or 'SRC'}",
+            hint=f"for a complete model give the source, which has them: `with_skipped={shown}`",
         )
 
 
@@ -339,8 +339,8 @@ def _trained(
     folder = locate_tree(ckpt)
     if is_there(ckpt / MANIFEST):
         raise UsageError(
-            f"{ckpt} has a manifest of tpuconv, so --config is not needed",
-            hint="leave out --config; if a trainer wrote other arrays into it, give the folder of its step",
+            f"{ckpt} has a manifest of tpuconv, so `config=` is not needed",
+            hint="leave out `config=`; if a trainer wrote other arrays into it, give the folder of its step",
         )
     tree = TrainedTree(folder)
     source = _described(stack.enter_context(_resolved(config, None, progress, weights=False)))

@@ -64,7 +64,7 @@ def inspect(asked: InspectRequest) -> Inspection:
     ours = is_file(folder / MANIFEST) and kind_of(folder) != SAFETENSORS
     if asked.mesh and not ours:
         raise UsageError(
-            f"{asked.path} is not a checkpoint of tpuconv: --mesh shards by its axes", hint="convert it first"
+            f"{asked.path} is not a checkpoint of tpuconv: `mesh=` shards by its axes", hint="convert it first"
         )
     tensors = _our_tensors(folder, asked.mesh or {}) if ours else _source_tensors(str(asked.path))
     patterns = []

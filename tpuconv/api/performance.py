@@ -119,7 +119,7 @@ def benchmark(asked: BenchmarkRequest) -> Benchmark:
         check_mtp(manifest)
     check_cache_dtype(manifest, asked.cache_dtype)
     longest = max(shapes, key=lambda shape: shape.tokens)
-    check_positions(manifest, longest.tokens, str(longest), hint="make --prompt-length or --new-tokens smaller")
+    check_positions(manifest, longest.tokens, str(longest), hint="make `prompt_length=` or `new_tokens=` smaller")
     compute = manifest.dtype if asked.dtype == "auto" else asked.dtype
     with tokenizer_folder(manifest) as path:
         tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
@@ -286,13 +286,15 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
     allowed: Sequence[str] = ()
     if is_file(to_location(src) / MANIFEST):
         if encoding == "keep":
-            raise UsageError(f"{src} is converted already: its weights are used as stored", hint="leave --encoding out")
+            raise UsageError(
+                f"{src} is converted already: its weights are used as stored", hint="leave `encoding=` out"
+            )
         manifest = read_manifest(to_location(src))
         check_logits(manifest)
         stored, allowed = manifest.dtype, manifest.allow_config
         if manifest.quantization and quantization:
             raise UsageError(
-                f"{src} is quantized already, by {manifest.quantization['name']}", hint="leave --quantize out"
+                f"{src} is quantized already, by {manifest.quantization['name']}", hint="leave `quantize=` out"
             )
         quantization = quantization or manifest.quantization
         checkpoint = str(manifest.folder.absolute()) if rules is None else None
@@ -301,7 +303,7 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
     if write_layouts and not checkpoint:
         state = "not quantized yet" if rules else "not a checkpoint of tpuconv"
         raise UsageError(
-            f"--write-layouts writes into a checkpoint: {src} is {state}",
+            f"`write_layouts=True` writes into a checkpoint: {src} is {state}",
             hint="make one first, with `tpuconv quantize` or `tpuconv convert`",
         )
     config = without_keys(fetch_config(src), allowed)

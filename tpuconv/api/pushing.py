@@ -82,7 +82,7 @@ def push(asked: PushRequest) -> Push:
             hub = HfApi()
             hub.create_repo(asked.repo, private=asked.private or None, exist_ok=True)
             if asked.private and not hub.model_info(asked.repo).private:
-                raise UsageError(f"{asked.repo} is public", hint="make it private on the Hub, or leave --private out")
+                raise UsageError(f"{asked.repo} is public", hint="make it private on the Hub, or leave `private=` out")
             if asked.revision:
                 hub.create_branch(asked.repo, branch=asked.revision, exist_ok=True)
             done = hub.upload_folder(

@@ -174,7 +174,7 @@ def sensitivity(asked: SensitivityRequest) -> Sensitivity:
     settings = None if asked.method == "nearest" else Calibration(asked.method)
     data = None
     if settings or asked.calibration is not None:
-        named = QuantConfig(f"--method {asked.method}", "", (), calibration=settings)
+        named = QuantConfig(f'`method="{asked.method}"`', "", (), calibration=settings)
         data = calibration_data(folder, named, asked)
     tokens, text = sum(map(len, ids)), None
     rounding = (settings, data) if settings and data else None

@@ -47,10 +47,10 @@ class Verification:
             raise CorruptOutput(
                 f"{count} {'faults' if count > 1 else 'fault'} in {self.checkpoint}",
                 details=shorten([f"{each.name} {each.fault}" for each in self.faults]),
-                hint="delete these files, and convert again with --overwrite; if a file was changed on purpose, "
+                hint="delete these files, and convert again with `overwrite=True`; if a file was changed on purpose, "
                 "`tpuconv verify --update` takes the change into the manifest"
                 if self.arrays
-                else "write the safetensors again, with --overwrite",
+                else "write the safetensors again, with `overwrite=True`",
             )
 
     def to_json(self) -> dict[str, Any]:

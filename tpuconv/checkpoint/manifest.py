@@ -219,7 +219,7 @@ class Manifest:
         if self.target != OWN_TARGET:
             raise UsageError(
                 f"{self.folder} is a checkpoint for {self.target}, with the names of that program",
-                hint="convert the source without --target, or `tpuconv export` this and convert that",
+                hint="convert the source without `target=`, or `tpuconv export` this and convert that",
             )
 
     @property
@@ -300,7 +300,7 @@ class Manifest:
         if self.layers is not None:
             raise UsageError(
                 f"{self.folder} holds only layers {self.layers[0]} to {self.layers[1]}: a trial, not a complete model",
-                hint="convert without --layers",
+                hint="convert without `layers=`",
             )
 
     @property

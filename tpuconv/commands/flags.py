@@ -10,12 +10,14 @@ FLAGS: Mapping[str, str] = {
     "gates": "--gate",
     "recipe": "--out-config",
     "topologies": "--topology",
+    "address": "--ray",
+    "count": "--process-count",
 }
 """The flags that are not spelled as their options are."""
 
 WORDS: Mapping[str, str] = {
     "part=": "--process-count, --distributed and --ray",
-    "ProcessPart": "--process-index and --process-count",
+    "ProcessPart()": "--process-index and --process-count",
     "ProcessPart(I, N)": "--process-index I --process-count N",
     "find_part()": "--distributed",
     "on_ray()": "--ray",

@@ -231,4 +231,4 @@ def require_mode(mode: str, given: bool, *others: str) -> None:
     ctx = click.get_current_context()
     for name in others:
         if not given and ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise UsageError(f"--{name.replace('_', '-')} goes with {mode}")
+            raise UsageError(f"{flag_of(name)} goes with {mode}")

@@ -38,7 +38,7 @@ class Row:
     source: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the keys of `--json`; an infinite ratio is null."""
+        """Returns the keys that docs/json.md lists; an infinite ratio is null."""
         return vars(self) | {"snr_db": self.snr_db if self.snr_db < inf else None}
 
 
@@ -62,7 +62,7 @@ class Report:
     notes: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the keys of `--json`."""
+        """Returns the keys that docs/json.md lists."""
         return {
             **({"notes": list(self.notes)} if self.notes else {}),
             "config": self.config,

@@ -146,7 +146,8 @@ def _no_ranges(address: str) -> HubError:
     host = urlsplit(address).netloc
     return HubError(
         f"{host} sends whole files where parts of them are asked for: a source cannot be streamed from there",
-        hint="give --keep-source, which downloads each file once; or reach the Hub without the proxy that does this",
+        hint="give `keep_source=True`, which downloads each file once; or reach the Hub without the proxy that does "
+        "this",
     )
 
 

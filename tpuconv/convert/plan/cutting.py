@@ -144,7 +144,7 @@ class _Cut:
                     raise UnsupportedConfig(
                         f"{target.name} has scales of whole channels, and the scales of {name} have the shape "
                         f"{list(shape)}",
-                        hint="quantize without tile_size, or decode by --encoding dequantize",
+                        hint='quantize without tile_size, or decode by `encoding="dequantize"`',
                     )
                 array = array.squeezed(dropped)
             yield array

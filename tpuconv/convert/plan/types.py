@@ -335,7 +335,7 @@ class Plan:
             raise MappingError(
                 f"{self.source.name} has weights that {KEEP_FAULT}",
                 details=shorten(self.faults),
-                hint="--encoding dequantize decodes them",
+                hint='`encoding="dequantize"` decodes them',
             )
         lost = [fault.partition(IS_MISSING)[0] for fault in self.faults if IS_MISSING in fault]
         if len(lost) == count > 0 and all(map(is_of_head, lost)):
