@@ -1,11 +1,20 @@
-"""Writes docs/cli.md from the commands themselves: `python docs/make_cli.py`. A test keeps the file up to date."""
+"""Writes docs/cli.md from the commands, and the arguments in docs/api.md from the functions: `python docs/make_cli.py`.
+A test keeps the files up to date."""
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
+from tpuconv import api
 from tpuconv.cli import tpuconv
 from tpuconv.commands.options import Command
+from tpuconv.options import options_of
+
+ARGUMENTS = "## Arguments\n"
+"""The heading in docs/api.md below which everything is generated."""
 
 INTRODUCTION = """# Commands
 
@@ -57,5 +66,32 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def api_page(text: str) -> str:
+    """The text of docs/api.md with the arguments of today."""
+    functions = [each for name in api.__all__ if hasattr(each := getattr(api, name), "request")]
+    by_hand = text.partition(ARGUMENTS)[0]
+    note = (
+        "This section is generated from the functions by `python docs/make_cli.py`; `help(api.convert)` shows the same."
+    )
+    return "\n".join([by_hand + ARGUMENTS, note, "", *map(_arguments, functions)])
+
+
+def _arguments(function: Callable[..., Any]) -> str:
+    parameters = inspect.signature(function).parameters
+    meanings = {each.name: known.meaning for each, known in options_of(function.request)}
+    rows = [f"| `{name}` | {_default(each)} | {_cell(meanings[name])} |" for name, each in parameters.items()]
+    table = ["| argument | default | meaning |", "|---|---|---|", *rows]
+    return "\n".join([f"### api.{function.__name__}", "", *table, ""])
+
+
+def _default(parameter: inspect.Parameter) -> str:
+    if parameter.default is parameter.empty or callable(parameter.default):
+        return ""
+    return f"`{parameter.default!r}`".replace("'", '"')
+
+
 if __name__ == "__main__":
-    Path(__file__).with_name("cli.md").write_text(page(), encoding="utf-8")
+    folder = Path(__file__).parent
+    (folder / "cli.md").write_text(page(), encoding="utf-8")
+    written = folder / "api.md"
+    written.write_text(api_page(written.read_text(encoding="utf-8")), encoding="utf-8")

@@ -245,7 +245,7 @@ def test_what_no_array_holds_is_not_kept(tmp_path):
         MappingError, match=r"up_proj.weight  cannot stay encoded: .* FP4 are a table that no type"
     ) as e:
         plan_for(WRITTEN / FP4, Options(encoding="keep")).check()
-    assert e.value.hint == "--encoding dequantize decodes them"
+    assert e.value.hint == '`encoding="dequantize"` decodes them'
     encoded_mlp(tmp_path, "down_proj")  # rows of 80 values
     plan_for(tmp_path).check()
     with pytest.raises(MappingError, match=r"down_proj.weight  cannot stay encoded: its blocks go over the ends of"):

@@ -56,7 +56,7 @@ def test_a_text_model_alone_is_not_exported_as_a_whole_one(wrapper: Path, tmp_pa
         ) as error:
             call(wrapper / "out")
         assert error.value.hint
-        assert "--with-skipped" in error.value.hint
+        assert "`with_skipped=" in error.value.hint
         assert any("vision encoder" in line for line in error.value.details)
     assert not (tmp_path / "back").exists()
 

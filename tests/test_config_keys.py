@@ -132,7 +132,7 @@ def test_an_encoding_that_no_tensor_has_is_listed(tmp_path: Path) -> None:
 
 def test_a_user_lets_a_key_through() -> None:
     raw = {"model_type": "llama", "sliding_window": 5, "hidden_act": "gelu"}
-    with pytest.raises(UnsupportedConfig, match="--allow-config sliding_window --allow-config hidden_act"):
+    with pytest.raises(UnsupportedConfig, match=r"`allow_config=\['sliding_window', 'hidden_act'\]`"):
         report(
             raw,
         )
@@ -140,7 +140,7 @@ def test_a_user_lets_a_key_through() -> None:
         report(raw, "sliding_window")
     found = report(raw, "sliding_window", "hidden_act")
     assert [(key.key, key.reason) for key in found.ignored] == [
-        ("sliding_window", "allowed by --allow-config"), ("hidden_act", "allowed by --allow-config"),
+        ("sliding_window", "allowed by `allow_config=`"), ("hidden_act", "allowed by `allow_config=`"),
     ]  # fmt: skip
     with pytest.raises(UsageError, match=r"no key 'sliding_windo' \(near: sliding_window\)"):
         report(raw, "sliding_windo")
@@ -154,7 +154,7 @@ def test_a_user_lets_a_key_through() -> None:
     ("model_type", "key"), [("qwen3_moe", "num_local_experts"), ("kimi_linear", "linear_attn_config")]
 )
 def test_another_spelling_of_a_key_is_not_let_through_unread(model_type, key):
-    with pytest.raises(UsageError, match=f"--allow-config {key}: the conversion reads this key"):
+    with pytest.raises(UsageError, match=rf"`allow_config=\['{key}'\]`: the conversion reads this key"):
         report({"model_type": model_type, key: 64 if key.startswith("num") else {}}, key)
 
 

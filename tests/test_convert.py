@@ -125,7 +125,7 @@ def test_compressed_arrays_are_restored_by_orbax(hf, tmp_path, small_cuts):
 @pytest.mark.parametrize("case", [case for case in CASES if case.no_scan], ids=str)
 def test_layers_that_differ_are_not_stacked(case, hf):
     folder = hf(case, "bfloat16")
-    with pytest.raises(UnsupportedConfig, match="--scan-layers cannot stack"):
+    with pytest.raises(UnsupportedConfig, match="`scan_layers=True` cannot stack"):
         plan_for(folder, Options(scan_layers=True))
 
 
@@ -197,9 +197,9 @@ def test_gpt2_as_it_is_released(hf, tmp_path):
     written = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_ctx": 64, "summary_use_proj": True}
     config = written | {key: raw[key] for key in ("n_embd", "n_head", "n_layer", "n_positions", "vocab_size")}
     plan = convert(
-        write_checkpoint(tmp_path / "released", config, tensors | masks), tmp_path / "out", Options("float32")
+        write_checkpoint(tmp_path / "released", config, tensors | masks), tmp_path / "out", Options(dtype="float32")
     )
-    convert(folder, tmp_path / "want", Options("float32"))
+    convert(folder, tmp_path / "want", Options(dtype="float32"))
     assert_same(restore(tmp_path / "out"), restore(tmp_path / "want"))
     assert [(skip.pattern, skip.reason) for skip in plan.skipped] == [("h.{0,1}.attn.bias", "the causal mask")]
 
@@ -287,7 +287,7 @@ def test_a_part_of_the_layers(tmp_path):
     plan = convert(folder, tmp_path / "out", Options(layers=range(1, 3)))
     whole = expected(folder, Options())
     assert_same(restore(tmp_path / "out"), {n: x for n, x in whole.items() if not n.startswith("layers.0.")})
-    assert {skip.reason for skip in plan.skipped} == {"outside --layers 1-2"}
+    assert {skip.reason for skip in plan.skipped} == {"outside `layers=` 1-2"}
     shards = read_manifest(tmp_path / "out").raw["source"]["shards"]
     assert [shard["sha256"] for shard in shards.values()] == [None]  # not read as a whole
     assert not plan.unmapped
@@ -499,7 +499,7 @@ def test_an_output_is_replaced_only_on_request_and_only_if_it_is_ours(tmp_path):
     for overwrite in (False, True):
         with pytest.raises(OutputError, match="that tpuconv did not write") as info:
             convert(folder, theirs, overwrite=overwrite)
-        assert "give --overwrite" not in info.value.hint
+        assert "give `overwrite=True`" not in info.value.hint
     assert (theirs / "thesis.txt").read_text() == "ten years of work"
     with pytest.raises(UsageError, match="source folder"):
         convert(folder, folder / "out")

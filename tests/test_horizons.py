@@ -196,7 +196,7 @@ def test_what_no_prompt_is_long_enough_for_is_named(tmp_path: Path) -> None:
     assert not windows
     assert found[0].why_not == "a prompt of 214 tokens needs 46.9 MB of memory more"
     far = long_prompts(GptOss(sliding_window=FARTHEST + 1), prompts, tmp_path, None)
-    assert far == ([], [Horizon(FARTHEST + 1, "only --prompts has texts of more than 8,256 tokens")])
+    assert far == ([], [Horizon(FARTHEST + 1, "only `prompts=` has texts of more than 8,256 tokens")])
 
 
 def test_a_text_is_not_padded_to_one_that_is_much_longer() -> None:

@@ -268,7 +268,7 @@ def test_what_runs_in_one_process_is_said_first(tmp_path):
     for command, options in ((api.quantize, {"config": config}), (api.export, {"config": "src"})):
         with pytest.raises(UsageError, match="one process") as error:
             command(tmp_path / "nowhere", tmp_path / "out", part=PARTS[0], **options)
-        assert "--process-count" in str(error.value.hint)
+        assert "`part=`" in str(error.value.hint)
 
 
 # --- which process this is -----------------------------------------------------------------------------------------

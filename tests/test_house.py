@@ -28,6 +28,7 @@ ORDER = (
         "memory",
         "text",
         "names",
+        "options",
         "location",
         "credentials",
         "object_requests",
@@ -183,9 +184,10 @@ def test_only_commands_print_and_exit():
     assert not {module: names for module, names in faults.items() if names}
 
 
-def test_the_page_of_commands_is_up_to_date():
-    page = runpy.run_path(str(ROOT / "docs" / "make_cli.py"))["page"]
-    assert (ROOT / "docs" / "cli.md").read_text() == page(), "run `python docs/make_cli.py`"
+def test_the_pages_of_commands_and_functions_are_up_to_date():
+    made, text = runpy.run_path(str(ROOT / "docs" / "make_cli.py")), (ROOT / "docs" / "api.md").read_text()
+    assert (ROOT / "docs" / "cli.md").read_text() == made["page"](), "run `python docs/make_cli.py`"
+    assert text == made["api_page"](text), "run `python docs/make_cli.py`"
 
 
 def test_the_page_of_servers_is_made_of_their_results():
@@ -275,3 +277,39 @@ def test_nouns_stand_instead_of_pronouns():
     files = (*MODULES.values(), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *pages)
     texts = (re.sub(r"\n\s*#", " ", path.read_text()) for path in files)
     assert sum(len(re.findall(r"\b(?:that|those)\s+of\b", text, re.IGNORECASE)) for text in texts) <= MOST_THAT_OF
+
+
+def texts(path: Path) -> list[str]:
+    """The strings of a file, docstrings too; `{}` stands for what an f-string inserts."""
+    tree, inside, found = parsed(path), set(), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            inside |= {id(part) for part in ast.walk(node) if part is not node}
+            found.append("".join(str(p.value) if isinstance(p, ast.Constant) else "{}" for p in node.values))
+    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in inside)
+    return found + [node.value for node in constants if isinstance(node.value, str)]
+
+
+WITH_FLAGS = {
+    "Made by tpuconv {}: quantize {} --method {}": "the command that made a recipe",
+    "--target-bits {}": "a part of it",
+    "--gate {}={}": "a part of it",
+    "use a smaller mesh; XLA_FLAGS=--xla_force_host_platform_device_count=8 gives a CPU eight devices": "a variable",
+}
+"""Texts below `commands` that have flags, with the reason."""
+
+
+def test_the_library_names_options_and_the_commands_name_flags():
+    """Errors, notes and docstrings below `commands` have flags only in commands that are printed for a shell, in
+    backquotes. Elsewhere an option is `mesh=`, and each of these is an option of a command."""
+    from tpuconv.cli import tpuconv
+    from tpuconv.commands.flags import WORDS, flag_of
+
+    below = [path for module, path in MODULES.items() if module != "tpuconv" and room(module) < ORDER.index("commands")]
+    said = {text for path in below for text in texts(path)}
+    commands = re.compile(r"`[\w.]+\s[^`]*`")
+    assert {text for text in said if re.search(r"--[a-z]", commands.sub("", text))} <= set(WITH_FLAGS)
+    flags = {flag for command in tpuconv.commands.values() for param in command.params for flag in param.opts}
+    named = {name for text in said for name in re.findall(r"`(\w+)=[^`]*`", text) if f"{name}=" not in WORDS}
+    assert {name for name in named if flag_of(name) not in flags} == set()
+    assert {"mesh", "encoding", "include_mtp"} <= named

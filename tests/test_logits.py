@@ -87,7 +87,7 @@ def test_a_model_that_does_not_fit_in_memory_is_refused_before_it_is_read(tmp_pa
     monkeypatch.setattr(evaluation, "available_memory", lambda: (1000, 10**9))
     with pytest.raises(ResourceError, match=r"takes .* in float32, and 1 kB of memory are available") as e:
         api.compare(tmp_path / "out")
-    assert e.value.hint == "use --layerwise, which holds one layer, or give --dtype bfloat16"
+    assert e.value.hint == 'use `layerwise=True`, which holds one layer, or give `dtype="bfloat16"`'
 
 
 @pytest.mark.slow

@@ -134,11 +134,11 @@ def test_other_numbers_and_names_of_such_layers_are_faults(with_mtp, tmp_path):
         change(**config | {"num_nextn_predict_layers": 2}).check()
     tensors["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][::-1]
     change(**config).check()
-    with pytest.raises(SourceError, match=r"(?s)should be a copy of model\.embed_tokens.*leave out --include-mtp"):
+    with pytest.raises(SourceError, match=r"(?s)should be a copy of model\.embed_tokens.*leave out `include_mtp=`"):
         convert(tmp_path / "hf", tmp_path / "out", Options(include_mtp=True))
     with pytest.raises(UsageError, match="no layers that predict further tokens"):
         change(**config | {"num_nextn_predict_layers": 0})
-    with pytest.raises(UsageError, match="--include-mtp and --layers exclude each other"):
+    with pytest.raises(UsageError, match="`include_mtp=` and `layers=` exclude each other"):
         plan_for(with_mtp, Options(include_mtp=True, layers=range(1, 2)))
 
 

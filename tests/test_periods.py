@@ -121,7 +121,7 @@ def test_a_mesh_shards_stacked_layers(made):
 
 
 def test_layers_that_do_not_repeat_and_parts_of_periods_are_refused(made, tmp_path):
-    with pytest.raises(UsageError, match="--layers and layers that are stacked by periods exclude each other"):
+    with pytest.raises(UsageError, match="`layers=` and layers that are stacked by periods exclude each other"):
         api.convert(made / "hf", tmp_path / "part", scan_layers=True, layers=range(0, 2))
     config = DELTA | LINEAR | {"layer_types": ["linear_attention"] * 4 + ["full_attention"]}
     save(Case("qwen3_next-once", "qwen3_next", "qwen3_next", config), tmp_path / "hf")

@@ -182,7 +182,7 @@ def test_the_source_of_a_checkpoint_is_found(copies, monkeypatch):
     monkeypatch.chdir(moved.parent)
     with pytest.raises(UsageError, match="a local folder, which a checkpoint does not name") as info:
         _source_folder(read_manifest(out))
-    assert "--source" in str(info.value.hint)
+    assert "`source=FOLDER`" in str(info.value.hint)
 
 
 def test_outputs_of_older_versions(copies):

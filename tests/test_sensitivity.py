@@ -499,4 +499,4 @@ def test_a_folder_in_which_no_file_can_be_made_is_named_before_anything_is_measu
     file = Path("/proc/recipe.yaml")
     with pytest.raises(ResourceError, match=r"recipe\.yaml cannot be written: ") as error:
         recipe.check_free(file, False)
-    assert error.value.hint == "name another file by --out-config"
+    assert error.value.hint == "name another file by `recipe=`"

@@ -119,7 +119,7 @@ def test_what_cannot_draft_is_refused(with_mtp: Path, converted: Path, tmp_path:
     convert(with_mtp, tmp_path / "without")
     with pytest.raises(UsageError, match="no layers for multi-token prediction") as error:
         tpuconv.load(tmp_path / "without", mtp=True)
-    assert "--include-mtp" in str(error.value.hint)
+    assert "`include_mtp=True`" in str(error.value.hint)
     convert(with_mtp, tmp_path / "with", Options(include_mtp=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

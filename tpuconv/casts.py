@@ -25,7 +25,7 @@ def too_large(name: str, dtype: "np.dtype[Any]") -> SourceError:
     """Returns the error for a parameter whose values a dtype cannot hold."""
     return SourceError(
         f"{name} has finite values that {dtype.name} cannot hold: its largest number is {largest(dtype):g}",
-        hint="give --dtype float32",
+        hint='give `dtype="float32"`',
     )
 
 

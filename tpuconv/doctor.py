@@ -229,7 +229,7 @@ def _memory() -> Item:
     facts = {"total": total, "available": available}
     found = f"{format_size(available)} of {format_size(total)} available"
     if available < LOW_MEMORY:
-        advice = "end other processes, or limit commands with --max-memory"
+        advice = "end other processes, or limit commands with `max_memory=`"
         return Item("memory", "warn", found, advice, facts)
     return Item("memory", "ok", found, facts=facts)
 

@@ -107,23 +107,23 @@ def find_part(count: int | None = None, environment: Environment = os.environ) -
         if count is None:
             raise UsageError(
                 f"{INDEXED_JOB} is the index of this process, and nothing says how many there are",
-                hint="add --process-count N, the `completions` of the Job",
+                hint="add `count=N`, the `completions` of the Job",
             )
         found = ProcessPart(_number(environment, INDEXED_JOB), count)
     found = found or _from_tpu_vm()
     if found is None:
         raise UsageError(
-            "--distributed finds neither the index nor the count of processes",
+            "`find_part()` finds neither the index nor the count of processes",
             details=[
                 *(f"{c.name}: {c.index} and {c.count} are not set" for c in CLUSTERS),
                 f"TPUs on GKE: {' and '.join(TPU_ON_GKE)} are not set",
                 f"an indexed Job of Kubernetes, JobSet: {INDEXED_JOB} is not set",
                 "TPU VM: no metadata server answers",
             ],
-            hint="give --process-index I --process-count N",
+            hint="give `ProcessPart(I, N)`",
         )
     if count not in (None, found.count):
-        raise UsageError(f"--process-count {count} is given, and this is {found}", hint="leave one of them out")
+        raise UsageError(f"`count={count}` is given, and this is {found}", hint="leave one of them out")
     return found
 
 
@@ -171,5 +171,5 @@ def _metadata(attribute: str) -> str | None:
 def _number(environment: Environment, name: str) -> int:
     text = environment[name]
     if not text.isascii() or not text.isdecimal():
-        raise UsageError(f"{name} is {text!r}, which is no number", hint="give --process-index I --process-count N")
+        raise UsageError(f"{name} is {text!r}, which is no number", hint="give `ProcessPart(I, N)`")
     return int(text)

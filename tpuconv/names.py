@@ -11,6 +11,9 @@ MANIFEST = "tpuconv.json"
 LAYOUTS = "layouts.json"
 """File name of `tpuconv.checkpoint.device_layouts`."""
 
+OWN_TARGET = "tpuconv"
+"""The target whose tree is ours."""
+
 QVALUE, SCALE, ZERO_POINT = ".array.qvalue", ".array.scale", ".array.zero_point"
 """The suffixes that Qwix appends to a parameter's name for its quantized values, scales and zero points."""
 

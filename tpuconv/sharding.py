@@ -70,7 +70,7 @@ LANES = 128
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Returns the size of each axis of a mesh such as `tensor=8,expert=2`.
+    """Returns the size of each axis of a mesh such as "tensor=8,expert=2".
 
     Raises:
         UsageError: an axis has an unknown name or no size, or is named twice.

@@ -10,21 +10,18 @@ Importing this module imports neither jax nor numpy; a function imports what it 
 """
 
 from tpuconv.api.comparison import CheckpointComparison, compare_checkpoints
-from tpuconv.api.conversion import (
-    convert,
-    plan,
-    plan_quantization,
-    quantize,
-)
+from tpuconv.api.conversion import convert, plan
 from tpuconv.api.converted import Conversion, ConversionPlan
-from tpuconv.api.evaluation import Comparison, Verification, compare, verify
+from tpuconv.api.evaluation import Comparison, compare
 from tpuconv.api.exporting import Export, ExportPlan, export, plan_export
 from tpuconv.api.inspection import Inspection, inspect, propose
 from tpuconv.api.models import generator, load, save
 from tpuconv.api.performance import Benchmark, Fit, benchmark, fit
 from tpuconv.api.pushing import Push, push
+from tpuconv.api.quantization import plan_quantization, quantize
 from tpuconv.api.ray_tasks import on_ray
 from tpuconv.api.recipes import Sensitivity, sensitivity
+from tpuconv.api.verification import Verification, verify
 from tpuconv.progress import Progress
 
 __all__ = [

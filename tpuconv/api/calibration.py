@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tpuconv.errors import UsageError
 from tpuconv.location import Location, local_path
+from tpuconv.options import MOST_TOKENS, option
 from tpuconv.progress import Listener, Progress
 
 if TYPE_CHECKING:
@@ -53,9 +54,9 @@ class CalibrationText:
         if self.tokens >= self.inputs:
             return ""
         more = (
-            "give a longer text by --calibration FILE, or --calibration self"
+            'give a longer text by `calibration=FILE`, or `calibration="self"`'
             if self.samples < self.asked
-            else "give a larger --samples"
+            else "give a larger `samples=`"
         )
         return f"{self.tokens:,} tokens are fewer than the {self.inputs:,} inputs of a product: {more}"
 
@@ -74,20 +75,32 @@ class CalibrationText:
         return {**asdict(self), "tokens": self.tokens, "warning": self.warning or None}
 
 
-def calibration_data(
-    ckpt: Location, rules: "QuantConfig", text: str | Path | None, samples: int, length: int
-) -> "CalibrationData | None":
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions:
+    """The text for a calibration."""
+
+    calibration: str | Path | None = option(
+        None,
+        'The text for a config with `calibration`, and for `method="gptq"` or awq: a file, or `self` to sample text '
+        "from the model.  [default: a text of this package]",
+    )
+    samples: int = option(CALIBRATION_SAMPLES, "The largest number of samples of the text.", least=1)
+    length: int = option(CALIBRATION_LENGTH, "Tokens per sample.", least=2, most=MOST_TOKENS)
+
+
+def calibration_data(ckpt: Location, rules: "QuantConfig", asked: CalibrationOptions) -> "CalibrationData | None":
     """Returns the samples for a config with a calibration; None for other configs.
 
     Raises:
         UsageError: there is a text and no calibration, or a sample has more tokens than the model has positions; or see
             `tpuconv.quantize.calibrate.data`.
     """
+    text, samples, length = asked.calibration, asked.samples, asked.length
     if rules.calibration is None:
         if text is not None:
             raise UsageError(
                 f"{rules.name} has no calibration, so that no text is needed",
-                hint="add `calibration: {method: gptq}` to the config, or leave --calibration out",
+                hint="add `calibration: {method: gptq}` to the config, or leave `calibration=` out",
             )
         return None
     from tpuconv.checkpoint.companions import tokenizer_folder
@@ -96,7 +109,7 @@ def calibration_data(
     from tpuconv.quantize.calibrate.data import SELF, CalibrationData, from_text
 
     manifest = read_manifest(ckpt)
-    check_positions(manifest, length, "a sample", hint="make --length smaller")
+    check_positions(manifest, length, "a sample", hint="make `length=` smaller")
     if str(text) == SELF:
         return CalibrationData(SELF, samples, length, "", lambda: _drawn(ckpt, samples, length))
     file = None if text is None else local_path(text, "a text to calibrate on is a local file")

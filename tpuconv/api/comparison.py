@@ -1,12 +1,23 @@
 """Two checkpoints of ours, compared without transformers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import GateError, UsageError
 from tpuconv.location import Location, to_location
+from tpuconv.options import (
+    CACHE_DTYPE_OPTION,
+    DTYPE_OPTION,
+    GATES_OPTION,
+    MOST_TOKENS,
+    PROGRESS_ARGUMENT,
+    PROMPTS_OPTION,
+    argument,
+    option,
+    takes,
+)
 from tpuconv.progress import Listener, Progress, ignore
 
 if TYPE_CHECKING:
@@ -57,7 +68,7 @@ class CheckpointComparison:
             raise GateError(
                 f"{self.checkpoint} computes other outputs than {self.reference}",
                 details=failures,
-                hint="the parameters that differ most are in the table above, and in `tensors` of --json",
+                hint="the parameters that differ most are in the table above, and in `tensors` of `to_json()`",
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -83,44 +94,42 @@ class CheckpointComparison:
         }
 
 
-def compare_checkpoints(
-    reference: str | Location,
-    checkpoint: str | Location,
-    *,
-    prompts: Sequence[str] = (),
-    text: str | Path | None = None,
-    length: int = WINDOW_LENGTH,
-    stride: int | None = None,
-    dtype: str = "auto",
-    cache_dtype: str | None = None,
-    gates: Mapping[str, float] | None = None,
-    tasks: Sequence[str] = (),
-    task_folder: str | Path | None = None,
-    task_limit: int | None = None,
-    chat_template: bool = False,
-    progress: Listener = ignore,
-) -> CheckpointComparison:
+@dataclass(frozen=True)
+class CompareCheckpointsRequest:
+    """The arguments of `compare_checkpoints`."""
+
+    reference: str | Location = field(
+        metadata=argument("A checkpoint of ours; divergences are KL(reference || checkpoint).")
+    )
+    checkpoint: str | Location = field(metadata=argument("Another one of the same model, quantized or not."))
+    _: KW_ONLY
+    prompts: Sequence[str] = field(default=(), metadata=PROMPTS_OPTION)
+    text: str | Path | None = option(None, "A text file to use instead of prompts: perplexity in overlapping windows.")
+    length: int = option(WINDOW_LENGTH, "Tokens per window of the text.", least=2, most=MOST_TOKENS)
+    stride: int | None = option(
+        None,
+        "Tokens from the start of one window to the next, less than `length=`.  [default: half of `length=`]",
+        least=1,
+        most=MOST_TOKENS,
+    )
+    tasks: Sequence[str] = option(
+        (),
+        "Tasks of lm-evaluation-harness to run with both models: names, separated by commas.",
+        python="Names of tasks or groups of lm-evaluation-harness (extra `eval`) to run with both models.",
+    )
+    task_folder: str | Path | None = option(None, "A folder with more tasks: YAML files of lm-evaluation-harness.")
+    task_limit: int | None = option(None, "The largest number of examples per task.  [default: all]", least=1)
+    chat_template: bool = option(False, "Write each request of a task as a conversation, by the model's chat template.")
+    dtype: str = field(default="auto", metadata=DTYPE_OPTION)
+    cache_dtype: str | None = field(default=None, metadata=CACHE_DTYPE_OPTION)
+    gates: Mapping[str, float] | None = field(default=None, metadata=GATES_OPTION)
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
+
+
+@takes(CompareCheckpointsRequest)
+def compare_checkpoints(asked: CompareCheckpointsRequest) -> CheckpointComparison:
     """Runs the models of two checkpoints on the same tokens, and compares their parameters. One model is in memory at a
     time.
-
-    Args:
-        reference: a checkpoint of ours; divergences are KL(reference || checkpoint).
-        checkpoint: another one of the same model, quantized or not.
-        prompts: texts; a built-in set by default.
-        text: a text file in UTF-8 to run on instead, in windows that overlap; each token is predicted once.
-        length, stride: tokens of a window, and from one window to the next (half of `length` by default).
-        dtype: to compute in: "auto" (the reference's), "bfloat16" or "float32".
-        cache_dtype: "int8" or "float8_e4m3fn": the second model writes its keys and values to a cache of this dtype,
-            and reads them from it, as in decoding.
-        gates: bounds by the name of a statistic. They default to the gates of the checkpoint's quantization config,
-            which may be measured by another rounding. An unquantized checkpoint without a quantized cache has the gates
-            of its dtype.
-        tasks: names of tasks or groups of lm-evaluation-harness (extra `eval`), which both models do too.
-        task_folder: a folder with further tasks, YAML files as lm-evaluation-harness has them.
-        task_limit: examples of each task at most; all by default.
-        chat_template: write each request of a task as a conversation, by the tokenizer's chat template; examples of
-            answers are its earlier turns.
-        progress: called while it runs.
 
     Raises:
         UsageError: the checkpoints hold other models, or return no logits; the cache cannot have this dtype; the text
@@ -132,10 +141,10 @@ def compare_checkpoints(
     from tpuconv.checkpoint.reader import check_logits
     from tpuconv.verify.windows import check_stride
 
-    chosen = stride if stride is not None else max(1, length // 2)
-    if text is not None:
-        check_stride(length, chosen)
-    manifests = [read_manifest(to_location(folder)) for folder in (reference, checkpoint)]
+    chosen = asked.stride if asked.stride is not None else max(1, asked.length // 2)
+    if asked.text is not None:
+        check_stride(asked.length, chosen)
+    manifests = [read_manifest(to_location(folder)) for folder in (asked.reference, asked.checkpoint)]
     for manifest in manifests:
         manifest.check_own()
         check_logits(manifest)
@@ -145,54 +154,60 @@ def compare_checkpoints(
     from tpuconv.verify.pairs import Side, compare_windows, tensor_differences
     from tpuconv.verify.tasks import TaskDifference, TaskList
 
-    to_do = TaskList(tuple(tasks), None if task_folder is None else Path(task_folder), task_limit, chat_template)
-    if tasks:
+    to_do = TaskList(
+        tuple(asked.tasks),
+        None if asked.task_folder is None else Path(asked.task_folder),
+        asked.task_limit,
+        asked.chat_template,
+    )
+    if asked.tasks:
         to_do.check()
         for manifest in manifests:
             to_do.check_tokenizer(manifest)
     first, second = manifests
-    check_cache_dtype(second, cache_dtype)
+    check_cache_dtype(second, asked.cache_dtype)
     tensors = tensor_differences(first, second)
-    windows = _windows(first, prompts, None if text is None else Path(text), length, chosen)
-    compute = first.dtype if dtype == "auto" else dtype
+    windows = _windows(first, asked.prompts, None if asked.text is None else Path(asked.text), asked.length, chosen)
+    compute = first.dtype if asked.dtype == "auto" else asked.dtype
     is_rounded = bool(second.is_rounded and second.quantization)
+    gates = asked.gates
     if gates is None and is_rounded:
         gates = second.quantization["gates"]  # type: ignore[index]
     elif gates is None:
-        gates = {} if cache_dtype or first.is_rounded else DTYPE_GATES[compute]
+        gates = {} if asked.cache_dtype or first.is_rounded else DTYPE_GATES[compute]
     names = {"reference": first.folder, "other": second.folder}
     statistics = compare_windows(
         Side(first, compute),
-        Side(second, compute, cache_dtype),
+        Side(second, compute, asked.cache_dtype),
         windows,
         next(array.shape[0] for array in first.arrays.values() if array.axes.startswith("V")),
         gates,
-        lambda name: progress(Progress(f"running {names.get(name, name)}")),
+        lambda name: asked.progress(Progress(f"running {names.get(name, name)}")),
     )
     done: list[TaskDifference] = []
-    if tasks:
+    if asked.tasks:
         scores = [
             to_do.run(
                 manifest,
                 compute,
-                cache_dtype if manifest is second else None,
-                lambda n, of, name=manifest.folder: progress(Progress(f"tasks of {name}", n, of)),  # type: ignore[misc]
+                asked.cache_dtype if manifest is second else None,
+                lambda n, of, name=manifest.folder: asked.progress(Progress(f"tasks of {name}", n, of)),  # type: ignore[misc]
             )
             for manifest in manifests
         ]
         done = [TaskDifference(before, after) for before, after in zip(*scores, strict=True)]
-    progress(Progress("comparing parameters"))
+    asked.progress(Progress("comparing parameters"))
     return CheckpointComparison(
         reference=first.folder,
         checkpoint=second.folder,
         statistics=statistics,
-        text="" if text is None else Path(text).name,
-        length=None if text is None else length,
-        stride=None if text is None else chosen,
-        cache_dtype=cache_dtype,
+        text="" if asked.text is None else Path(asked.text).name,
+        length=None if asked.text is None else asked.length,
+        stride=None if asked.text is None else chosen,
+        cache_dtype=asked.cache_dtype,
         tensors=sorted(tensors, key=lambda tensor: tensor.snr_db),
         tasks=done,
-        chat_template=chat_template,
+        chat_template=asked.chat_template,
     )
 
 
@@ -219,7 +234,7 @@ def _windows(
             raise UsageError(f"{text} is no text file: {e}") from None
         if length > (context := model_context(manifest)):
             raise UsageError(
-                f"a window has {length} tokens, and the model was made for {context}", hint="give a smaller --length"
+                f"a window has {length} tokens, and the model was made for {context}", hint="give a smaller `length=`"
             )
         begin, ids = text_ids(load_tokenizer(folder), content)
         return windows(ids, length, stride, begin)

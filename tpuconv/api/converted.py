@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location
+from tpuconv.options import Budget
 
 if TYPE_CHECKING:
     from tpuconv.api.calibration import CalibrationText
@@ -129,9 +130,7 @@ class ConversionPlan:
     calibration: "CalibrationText | None" = None
 
     @classmethod
-    def sized(
-        cls, plan: "Plan", rules: "QuantConfig | None", max_memory: int | None, jobs: int | None
-    ) -> "ConversionPlan":
+    def sized(cls, plan: "Plan", rules: "QuantConfig | None", budget: Budget) -> "ConversionPlan":
         """Returns the plan with the jobs and the memory of a run; see `tpuconv.api.convert`.
 
         Raises:
@@ -142,7 +141,7 @@ class ConversionPlan:
         from tpuconv.convert.run.conversion import companion_bytes, disk_bytes
         from tpuconv.convert.run.steps import workspace_bytes
 
-        limits = sizing.Limits.of_this_machine(jobs, max_memory)
+        limits = sizing.Limits.of_this_machine(budget.jobs, budget.max_memory)
         if plan.target.is_safetensors:
             from tpuconv.convert.export.export import planned_files
 

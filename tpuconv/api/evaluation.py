@@ -1,113 +1,34 @@
-"""Verify and compare."""
+"""Compare a converted model with the original."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuconv.errors import CorruptOutput, GateError, ResourceError, UsageError, shorten
+from tpuconv.errors import GateError, ResourceError, UsageError
 from tpuconv.location import Location, local_path, to_location
 from tpuconv.memory import available_memory
+from tpuconv.options import (
+    CKPT_ARGUMENT,
+    COMPUTE_DTYPE_OPTION,
+    MESH_OPTION,
+    PROGRESS_ARGUMENT,
+    PROMPTS_OPTION,
+    argument,
+    option,
+    takes,
+)
 from tpuconv.paths import plain_path
 from tpuconv.progress import Listener, Progress, ignore
 from tpuconv.sizes import format_size
 
 if TYPE_CHECKING:
     from tpuconv.checkpoint.manifest import Manifest
-    from tpuconv.verify.checksums import Checked
     from tpuconv.verify.horizons import Horizon
     from tpuconv.verify.layerwise import LayerError
     from tpuconv.verify.logits import LogitStatistics
     from tpuconv.verify.vectors import VectorStatistics
-
-
-@dataclass(frozen=True)
-class Verification:
-    """The result of `verify`.
-
-    Attributes:
-        checkpoint: the folder that was checked.
-        arrays: the number of checked arrays.
-        files: the number of other checked files.
-        bytes: the bytes that were read.
-        faults: missing, damaged, changed and extra files.
-        updated: files that were recorded in the manifest; None without `update`.
-        seconds: wall-clock time.
-    """
-
-    checkpoint: Location
-    arrays: int
-    files: int
-    bytes: int
-    faults: Sequence["Checked"]
-    updated: Sequence[str] | None
-    seconds: float
-
-    @property
-    def passed(self) -> bool:
-        return not self.faults
-
-    def check(self) -> None:
-        """Raises CorruptOutput if there are faults."""
-        if self.faults:
-            count = len(self.faults)
-            raise CorruptOutput(
-                f"{count} {'faults' if count > 1 else 'fault'} in {self.checkpoint}",
-                details=shorten([f"{each.name} {each.fault}" for each in self.faults]),
-                hint="delete these files, and convert again with --overwrite; if a file was changed on purpose, "
-                "`tpuconv verify --update` takes the change into the manifest"
-                if self.arrays
-                else "write the safetensors again, with --overwrite",
-            )
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the keys that docs/json.md lists."""
-        return {
-            "passed": self.passed,
-            "checkpoint": str(self.checkpoint),
-            "arrays": self.arrays,
-            "files": self.files,
-            "bytes": self.bytes,
-            "faults": [{"name": each.name, "fault": each.fault} for each in self.faults],
-            **({"updated": list(self.updated)} if self.updated is not None else {}),
-        }
-
-
-def verify(ckpt: str | Location, *, update: bool = False, progress: Listener = ignore) -> Verification:
-    """Reads every array and file of a checkpoint, or of an export, and compares it with the manifest.
-
-    Args:
-        ckpt: the folder.
-        update: first take config.json, tokenizer files and model cards into the manifest as they are now.
-        progress: called while it runs.
-
-    Raises:
-        UsageError: the folder was not written by tpuconv.
-        CorruptOutput: its manifest cannot be understood.
-    """
-    from tpuconv.checkpoint.manifest import read_manifest
-    from tpuconv.storage.sealed import SAFETENSORS, kind_of, read_sealed
-    from tpuconv.verify import checksums
-
-    folder = to_location(ckpt)
-    updated = checksums.update(read_manifest(folder)) if update else None
-    began = time.monotonic()
-    if kind_of(folder) == SAFETENSORS:
-        sealed = read_sealed(folder)
-        checks, arrays = checksums.check_export(folder, sealed), 0
-        total = sum(facts["bytes"] for facts in sealed.files.values())
-    else:
-        manifest = read_manifest(folder)
-        checks, arrays, total = checksums.check_checkpoint(manifest), len(manifest.arrays), int(manifest.raw["bytes"])
-    checked, done = [], 0
-    for each in checks:
-        checked.append(each)
-        done += each.nbytes
-        progress(Progress("checking", min(done, total), total))
-    faults = [each for each in checked if each.fault]
-    return Verification(folder, arrays, len(checked) - arrays, done, faults, updated, time.monotonic() - began)
 
 
 @dataclass(frozen=True)
@@ -182,33 +103,41 @@ class Comparison:
         return facts | {"passed": self.passed, "failures": self.failures}
 
 
-def compare(
-    ckpt: str | Location,
-    *,
-    source: str | Path | None = None,
-    prompts: Sequence[str] = (),
-    dtype: str = "auto",
-    mesh: Mapping[str, int] | None = None,
-    layerwise: bool = False,
-    on_source: Callable[[Sequence[str] | None], None] = lambda changed: None,
-    on_layer: Callable[["LayerError"], None] = lambda layer: None,
-    progress: Listener = ignore,
-) -> Comparison:
-    """Runs the model of a checkpoint and transformers' model of its source on the same prompts.
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """The options of a comparison with transformers."""
 
-    Args:
-        ckpt: a checkpoint of ours.
-        source: the source checkpoint; by default the repository that the manifest names, or the folder that this
-            machine remembers or finds beside the checkpoint.
-        prompts: texts; by default a built-in set, and a longer one for each horizon of the model (see
-            `Comparison.horizons`).
-        dtype: to compute in: "bfloat16", "float32" or "auto", which is float32 too: it holds the weights as they are,
-            and what differs is no rounding of activations.
-        mesh: sizes of mesh axes, such as {"tensor": 4}, to run on several devices.
-        layerwise: compare a layer at a time, so that neither model is in memory as a whole.
-        on_source: called with `Comparison.source_changed` once that is known.
-        on_layer: called with each layer's error as soon as it is known.
-        progress: called while it runs.
+    layerwise: bool = option(False, "Compare one layer at a time, in the memory of one layer.")
+    source: str | Path | None = option(
+        None,
+        "Path or Hub id of the source checkpoint.  [default: the source that was converted, if this machine knows it]",
+    )
+    prompts: Sequence[str] = field(default=(), metadata=PROMPTS_OPTION)
+    dtype: str = field(default="auto", metadata=COMPUTE_DTYPE_OPTION)
+    mesh: Mapping[str, int] | None = field(default=None, metadata=MESH_OPTION)
+
+
+@dataclass(frozen=True)
+class CompareRequest(CompareOptions):
+    """The arguments of `compare`."""
+
+    ckpt: str | Location = field(metadata=CKPT_ARGUMENT)
+    on_source: Callable[[Sequence[str] | None], None] = field(
+        default=lambda changed: None,
+        kw_only=True,
+        metadata=argument("Called with `Comparison.source_changed` once that is known."),
+    )
+    on_layer: Callable[["LayerError"], None] = field(
+        default=lambda layer: None,
+        kw_only=True,
+        metadata=argument("Called with the error of each layer as soon as it is known."),
+    )
+    progress: Listener = field(default=ignore, kw_only=True, metadata=PROGRESS_ARGUMENT)
+
+
+@takes(CompareRequest)
+def compare(asked: CompareRequest) -> Comparison:
+    """Runs the model of a checkpoint and transformers' model of its source on the same prompts.
 
     Raises:
         TpuconvError: the source cannot be found or read, the checkpoint is damaged or for another program, or
@@ -227,61 +156,61 @@ def compare(
     from tpuconv.verify.reference import Reference, check_sizes, reference
     from tpuconv.verify.vectors import VECTOR_GATES, compare_vectors
 
-    if layerwise and mesh:
-        raise UsageError("--layerwise runs on one device", hint="leave --mesh out")
-    manifest = read_manifest(to_location(ckpt))
+    if asked.layerwise and asked.mesh:
+        raise UsageError("`layerwise=True` runs on one device", hint="leave `mesh=` out")
+    manifest = read_manifest(to_location(asked.ckpt))
     manifest.check_own()
-    if layerwise:
+    if asked.layerwise:
         check_logits(manifest)
-    if manifest.raw["options"].get("adapters") and source is None:
+    if manifest.raw["options"].get("adapters") and asked.source is None:
         raise UsageError(
-            f"{ckpt} has merged adapters, and its source has not",
-            hint="merge them with peft (merge_and_unload, save_pretrained), and name that folder by --source",
+            f"{asked.ckpt} has merged adapters, and its source has not",
+            hint="merge them with peft (merge_and_unload, save_pretrained), and name that folder by `source=`",
         )
     origin = manifest.raw["source"]
-    devices = logits.device_mesh(mesh) if mesh else None
+    devices = logits.device_mesh(asked.mesh) if asked.mesh else None
     layers: Sequence[LayerError] = ()
     resolved = resolve(
-        str(source or origin["repo"] or _source_folder(manifest)),
-        revision=None if source else origin["commit"],
-        progress=lambda n, of: progress(Progress("downloading", n, of)),
+        str(asked.source or origin["repo"] or _source_folder(manifest)),
+        revision=None if asked.source else origin["commit"],
+        progress=lambda n, of: asked.progress(Progress("downloading", n, of)),
     )
     own = local_path(resolved.folder, "transformers reads local files only")
     with resolved, plain_path(own) as source_folder, plain_path(manifest.folder) as folder:
         check_sizes(manifest, own)
-        layerwise = layerwise or _needs_decoded(manifest, own, mesh)
-        progress(Progress("comparing the source with the source of the conversion"))
+        layerwise = asked.layerwise or _needs_decoded(manifest, own, asked.mesh)
+        asked.progress(Progress("comparing the source with the source of the conversion"))
         changed = changed_shards(own, origin["shards"], known_stamps(manifest.sealed, own))
-        on_source(changed)
-        ids = tokenized(manifest, own, prompts)
-        compute = "float32" if dtype == "auto" else dtype
+        asked.on_source(changed)
+        ids = tokenized(manifest, own, asked.prompts)
+        compute = "float32" if asked.dtype == "auto" else asked.dtype
         room = _room(manifest, compute, layerwise=layerwise)
         windows, config = whole_texts(ids), model_config(manifest)
-        if prompts:
+        if asked.prompts:
             horizons = seen_horizons(config, ids)
         else:
             further, horizons = long_prompts(config, ids, own, room)
             windows += further
         if layerwise:
-            progress(Progress("comparing layers"))
+            asked.progress(Progress("comparing layers"))
             layers, expected, ours = compare_layers(
-                replace(manifest, folder=folder), source_folder, windows, compute, on_layer
+                replace(manifest, folder=folder), source_folder, windows, compute, asked.on_layer
             )
             theirs = Reference(expected, None)
         else:
-            progress(Progress("running transformers"))
+            asked.progress(Progress("running transformers"))
             adapted = bool(manifest.raw["options"].get("adapters"))
             theirs = reference(source_folder, windows, compute, manifest.returns, adapted=adapted)
     scored = [window.scored for window in windows]
     rounding_kl, gates = theirs.rounding_kl, logits.rounding_gates(compute, theirs.rounding_kl)
     if not layerwise:
-        progress(Progress("running the converted model"))
+        asked.progress(Progress("running the converted model"))
         with plain_path(manifest.folder) as folder:
             ours = list(logits.each_logits(folder, windows, compute, devices))
             if manifest.is_rounded and manifest.quantization and not manifest.returns:
                 gates = manifest.quantization["gates"]
                 if gates is None:
-                    progress(Progress("running another rounding of the model"))
+                    asked.progress(Progress("running another rounding of the model"))
                     rounding_kl = logits.rounding_divergence(
                         scored,
                         lambda: ours,
@@ -297,12 +226,12 @@ def compare(
         statistics = logits.compare_logits(scored, theirs.logits, ours, compute, gates, rounding_kl)
     return Comparison(
         checkpoint=manifest.folder,
-        source=str(source or origin["repo"] or own),
-        given=source is not None,
+        source=str(asked.source or origin["repo"] or own),
+        given=asked.source is not None,
         source_changed=changed,
         statistics=statistics,
         rounded=manifest.is_rounded,
-        mesh=mesh,
+        mesh=asked.mesh,
         layers=layers,
         horizons=horizons,
     )
@@ -322,7 +251,7 @@ def _source_folder(manifest: "Manifest") -> Path:
         raise UsageError(
             f"{manifest.folder} was converted from a local folder, which a checkpoint does not name",
             details=["this machine remembers no folder with the same weights, and there is none beside the checkpoint"],
-            hint="give this folder or a copy with --source FOLDER; a changed copy is reported",
+            hint="give this folder or a copy with `source=FOLDER`; a changed copy is reported",
         )
     return folder
 
@@ -352,7 +281,7 @@ def _needs_decoded(manifest: "Manifest", source: Path, mesh: Mapping[str, int] |
             f"not compared: transformers rounds the inputs of the matrices in {source}, and the model in "
             f"{manifest.folder} does not",
             details=[f"decoded weights are compared layer by layer, and here {reason}" for reason in cannot],
-            hint="compare a checkpoint in which the weights are decoded, without --mesh; `tpuconv compare` compares "
+            hint="compare a checkpoint in which the weights are decoded, without `mesh=`; `tpuconv compare` compares "
             "it with this one",
         )
     return True
@@ -376,9 +305,9 @@ def _room(manifest: "Manifest", dtype: str, *, layerwise: bool) -> int | None:
     if need > available:
         ways = []
         if manifest.quantization is None and not manifest.returns:
-            ways.append("use --layerwise, which holds one layer")
+            ways.append("use `layerwise=True`, which holds one layer")
         if dtype == "float32":
-            ways.append("give --dtype bfloat16")
+            ways.append('give `dtype="bfloat16"`')
         if manifest.is_rounded:
             ways.append("compare with the unquantized checkpoint: `tpuconv compare`")
         raise ResourceError(

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
 from tpuconv.memory import peak_memory
 from tpuconv.names import MANIFEST
+from tpuconv.options import PART_ARGUMENT, PROGRESS_ARGUMENT, SCHEME_OPTION, Budget, Replacing, argument, option, takes
 from tpuconv.progress import Listener, Progress, ignore
 from tpuconv.sizes import format_count
 
@@ -116,16 +117,58 @@ class ExportPlan:
         }
 
 
-def plan_export(
-    ckpt: str | Location,
-    *,
-    config: str | Location | None = None,
-    target: str | None = None,
-    with_skipped: str | Location | None = None,
-    scheme: str | None = None,
-    form: str | None = None,
-    progress: Listener = ignore,
-) -> ExportPlan:
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """The options of `export` and `plan_export`."""
+
+    config: str | Location | None = option(
+        None,
+        "CKPT is a trainer's Orbax checkpoint of the model SRC: a path or Hub id with config.json and tokenizer.",
+        python="The model that was trained, if the checkpoint is a trainer's: a folder or a Hub id with config.json "
+        "and tokenizer. If it has safetensors, the output has their names.",
+    )
+    target: str | None = option(
+        None, "The program that trained CKPT: maxtext, tunix, nnx, ...  [default: each is tried]"
+    )
+    with_skipped: str | Location | None = option(
+        None,
+        "Add the tensors that the conversion skipped (towers, MTP layers) from its source, a path or Hub id.",
+    )
+    scheme: str | None = field(default=None, metadata=SCHEME_OPTION)
+    form: str | None = option(
+        None,
+        "Name and group the tensors as the family's releases do, or as the modules of transformers do.  "
+        "[default: as the source did]",
+        choices=("released", "transformers"),
+    )
+
+
+CKPT = argument(
+    "A checkpoint of tpuconv; with `config` a checkpoint that a trainer saved with Orbax, its step, or its run, of "
+    "which the latest step is taken."
+)
+
+
+@dataclass(frozen=True)
+class PlanExportRequest(ExportOptions):
+    """The arguments of `plan_export`."""
+
+    ckpt: str | Location = field(metadata=CKPT)
+    progress: Listener = field(default=ignore, kw_only=True, metadata=PROGRESS_ARGUMENT)
+
+
+@dataclass(frozen=True)
+class ExportRequest(Budget, Replacing, ExportOptions):
+    """The arguments of `export`."""
+
+    ckpt: str | Location = field(metadata=CKPT)
+    out: str | Location = field(metadata=argument("The folder to write; it appears complete or not at all."))
+    part: ProcessPart | None = field(default=None, kw_only=True, metadata=PART_ARGUMENT)
+    progress: Listener = field(default=ignore, kw_only=True, metadata=PROGRESS_ARGUMENT)
+
+
+@takes(PlanExportRequest)
+def plan_export(asked: PlanExportRequest) -> ExportPlan:
     """Plans `export` with the same arguments; no values are read.
 
     Raises:
@@ -133,52 +176,22 @@ def plan_export(
     """
     from tpuconv.convert.export.layout import lay_out
 
-    with _opened(to_location(ckpt), config, target, with_skipped, scheme, form, progress) as (arrays, what, skipped):
+    ckpt = to_location(asked.ckpt)
+    with _opened(ckpt, asked, asked.progress) as (arrays, what, skipped):
         layout = lay_out(arrays, what)
-        return ExportPlan(
-            to_location(ckpt), what.family, arrays.manifest.target, skipped, layout.files, layout.encoding
-        )
+        return ExportPlan(ckpt, what.family, arrays.manifest.target, skipped, layout.files, layout.encoding)
 
 
-def export(
-    ckpt: str | Location,
-    out: str | Location,
-    *,
-    config: str | Location | None = None,
-    target: str | None = None,
-    with_skipped: str | Location | None = None,
-    scheme: str | None = None,
-    form: str | None = None,
-    overwrite: bool = False,
-    check: bool = False,
-    max_memory: int | None = None,
-    jobs: int | None = None,
-    part: ProcessPart | None = None,
-    progress: Listener = ignore,
-) -> Export:
+@takes(ExportRequest)
+def export(asked: ExportRequest) -> Export:
     """Writes a checkpoint as safetensors, under the names that its tensors had. What was neither cast nor dequantized
     comes back bit for bit. Quantized parameters are written in the formats that vLLM, SGLang, tpu-inference and
     transformers load.
 
-    Args:
-        ckpt: a checkpoint of ours; with `config` one that a trainer saved with Orbax, its step, or its run, of which
-            the latest step is taken.
-        out: the folder to write; it appears complete or not at all.
-        config: a folder or a Hub id with the config.json and the tokenizer of the model that was trained. If it has
-            safetensors, `out` has their names.
-        target: the program that a trainer's checkpoint is of; by default each is tried.
-        with_skipped: the source that the checkpoint was converted from, a folder or a Hub id, which gives the tensors
-            that the conversion skipped. It is proved to be the same.
-        scheme: how quantized parameters are written: "compressed-tensors", "awq" (int4), "fp8" (float8 in blocks) or
-            "mxfp4" (gpt-oss); by default that of their types.
-        form: the names and groups of tensors: "released" as the family's releases have them, "transformers" as the
-            modules of transformers' model have them; by default those of the source.
-        overwrite, check, max_memory, jobs, part, progress: as of `convert`. A part is some of the files.
-
     Raises:
         TpuconvError: see `tpuconv.errors` for its children.
     """
-    from tpuconv.api.evaluation import verify
+    from tpuconv.api.verification import verify
     from tpuconv.convert.export.export import export as export_arrays
     from tpuconv.convert.export.export import room_for_layout
     from tpuconv.convert.export.layout import lay_out
@@ -186,34 +199,33 @@ def export(
     from tpuconv.convert.run.sizing import Limits
     from tpuconv.storage.sealed import read_sealed
 
-    if config is not None and part is not None:
-        raise UsageError(
-            "a trainer's checkpoint is exported by one process",
-            hint="leave out --process-count, --distributed and --ray",
-        )
-    folder = to_location(out)
+    part, progress = asked.part, asked.progress
+    if asked.config is not None and part is not None:
+        raise UsageError("a trainer's checkpoint is exported by one process", hint="leave out `part=`")
+    ckpt, out = to_location(asked.ckpt), to_location(asked.out)
     began, total, was_there, is_published = time.monotonic(), 0, False, True
-    with _opened(to_location(ckpt), config, target, with_skipped, scheme, form, progress) as (arrays, what, skipped):
-        for source in (arrays.manifest.folder, config, with_skipped):
+    with _opened(ckpt, asked, progress) as (arrays, what, skipped):
+        for source in (arrays.manifest.folder, asked.config, asked.with_skipped):
             if source is not None:
-                check_outside(to_location(source), folder)
+                check_outside(to_location(source), out)
         progress(Progress("exporting"))
         layout = lay_out(arrays, what)
-        room = room_for_layout(to_location(ckpt).name, arrays, layout, Limits.of_this_machine(jobs, max_memory))
-        for step in export_arrays(arrays, what, layout, folder, room, overwrite=overwrite, part=part):
+        limits = Limits.of_this_machine(asked.jobs, asked.max_memory)
+        room = room_for_layout(ckpt.name, arrays, layout, limits)
+        for step in export_arrays(arrays, what, layout, out, room, overwrite=asked.overwrite, part=part):
             progress(step.shown_as(f"exporting, {part}" if part else "exporting"))
             is_published = step.stage != PART_DONE
             total, was_there = step.total, is_published and step.resumed == step.total
-    if check and was_there:
-        verify(folder, progress=progress).check()
+    if asked.check and was_there:
+        verify(out, progress=progress).check()
     manifest = arrays.manifest
     return Export(
-        out=folder,
+        out=out,
         family=what.family,
         target=manifest.target,
-        arrays=manifest.folder if config is not None else manifest.params,
+        arrays=manifest.folder if asked.config is not None else manifest.params,
         skipped=skipped,
-        files=sum(name.endswith(".safetensors") for name in read_sealed(folder).files) if is_published else 0,
+        files=sum(name.endswith(".safetensors") for name in read_sealed(out).files) if is_published else 0,
         bytes=total,
         already_there=was_there,
         seconds=time.monotonic() - began,
@@ -225,60 +237,44 @@ def export(
 
 @contextmanager
 def _opened(
-    ckpt: Location,
-    config: str | Location | None,
-    target: str | None,
-    with_skipped: str | Location | None,
-    scheme: str | None,
-    form: str | None,
-    progress: Listener,
+    ckpt: Location, asked: ExportOptions, progress: Listener
 ) -> "Iterator[tuple[ArraySource, Exporting, tuple[Skip, ...]]]":
     """The arrays of a checkpoint, what is exported of them, and what is not."""
-    _check_options(config, target, with_skipped, scheme, form)
+    _check_together(asked)
     with ExitStack() as stack:
-        if config is not None:
-            yield _trained(ckpt, str(config), target, stack, progress)
+        if asked.config is not None:
+            yield _trained(ckpt, str(asked.config), asked.target, stack, progress)
         else:
-            arrays, what = _converted(ckpt, with_skipped, scheme, form, stack, progress)
+            arrays, what = _converted(ckpt, asked, stack, progress)
             yield arrays, what, what.beside.skipped if what.beside else ()
 
 
-def _check_options(
-    config: object, target: str | None, with_skipped: object, scheme: str | None, form: str | None
-) -> None:
+def _check_together(asked: ExportOptions) -> None:
     """Raises UsageError for options that do not go together."""
-    from tpuconv.convert.export.exporting import NAMINGS
-
-    if form is not None and form not in NAMINGS:
-        raise UsageError(f"there is no form '{form}'", hint=f"there are {', '.join(NAMINGS)}")
-    if form is not None and config is not None:
+    if asked.form is not None and asked.config is not None:
         raise UsageError(
-            "--form is for checkpoints of tpuconv, and --config names tensors as SRC does", hint="leave one of them out"
+            "`form=` is for checkpoints of tpuconv, and `config=` names tensors as SRC does",
+            hint="leave one of them out",
         )
-    if config is None and target is not None:
+    if asked.config is None and asked.target is not None:
         raise UsageError(
-            "--target is only for a trainer's checkpoint, which needs --config",
-            hint="leave it out, or give --config SRC",
+            "`target=` is only for a trainer's checkpoint, which needs `config=`",
+            hint="leave it out, or give `config=SRC`",
         )
-    if config is not None and scheme is not None:
+    if asked.config is not None and asked.scheme is not None:
         raise UsageError(
-            "--scheme is for quantized checkpoints of tpuconv, and --config is for a trainer's checkpoint",
+            "`scheme=` is for quantized checkpoints of tpuconv, and `config=` is for a trainer's checkpoint",
             hint="leave it out",
         )
-    if config is not None and with_skipped is not None:
+    if asked.config is not None and asked.with_skipped is not None:
         raise UsageError(
-            "--with-skipped needs the manifest of a conversion, and --config is for checkpoints without one",
+            "`with_skipped=` needs the manifest of a conversion, and `config=` is for checkpoints without one",
             hint="give one of them",
         )
 
 
 def _converted(
-    ckpt: Location,
-    with_skipped: str | Location | None,
-    scheme: str | None,
-    form: str | None,
-    stack: ExitStack,
-    progress: Listener,
+    ckpt: Location, asked: ExportOptions, stack: ExitStack, progress: Listener
 ) -> "tuple[ArraySource, Exporting]":
     """The arrays of a checkpoint of ours, and what is exported of them."""
     from tpuconv.checkpoint.manifest import read_manifest
@@ -293,11 +289,11 @@ def _converted(
     if not is_there(ckpt / MANIFEST) and holds_tree(ckpt):
         raise UsageError(
             f"{ckpt} is a checkpoint of Orbax without {MANIFEST}",
-            hint="give --config SRC, the model that was trained: a folder or a Hub id",
+            hint="give `config=SRC`, the model that was trained: a folder or a Hub id",
         )
     manifest = read_manifest(ckpt)
     arrays, family = CheckpointArrays(manifest), get_family(manifest.family)
-    beside = None
+    beside, with_skipped = None, asked.with_skipped
     if with_skipped is None:
         _check_whole(manifest)
     else:
@@ -307,7 +303,7 @@ def _converted(
         source = open_source(resolved.folder, repo=resolved.repo)
         model_config = family.read_config(source.config, manifest.allow_config, source.tensors, manifest.returns)
         beside = carried(manifest, source, released_table(manifest, family, model_config), model_config)
-    return arrays, describe_exporting(arrays, scheme, beside, form)
+    return arrays, describe_exporting(arrays, asked.scheme, beside, asked.form)
 
 
 def _check_whole(manifest: "Manifest") -> None:
@@ -318,13 +314,13 @@ def _check_whole(manifest: "Manifest") -> None:
     lost = [skip for skip in manifest.raw["skipped"] if is_outside(skip["reason"])]
     if lost:
         origin = manifest.raw["source"]
-        count = sum(skip["count"] for skip in lost)
+        count, source = sum(skip["count"] for skip in lost), origin.get("repo") or origin.get("folder")
+        shown = repr(source) if source else "SRC"
         raise UsageError(
             f"{manifest.folder} contains only the text model, and its config.json describes a multimodal model: "
             f"{format_count(count, 'tensor')} would be missing",
             details=shorten([f"{skip['pattern']}: {skip['reason']}" for skip in lost]),
-            hint="for a complete model give the source, which has them: --with-skipped "
-            f"{origin.get('repo') or origin.get('folder') or 'SRC'}",
+            hint=f"for a complete model give the source, which has them: `with_skipped={shown}`",
         )
 
 
@@ -343,8 +339,8 @@ def _trained(
     folder = locate_tree(ckpt)
     if is_there(ckpt / MANIFEST):
         raise UsageError(
-            f"{ckpt} has a manifest of tpuconv, so --config is not needed",
-            hint="leave out --config; if a trainer wrote other arrays into it, give the folder of its step",
+            f"{ckpt} has a manifest of tpuconv, so `config=` is not needed",
+            hint="leave out `config=`; if a trainer wrote other arrays into it, give the folder of its step",
         )
     tree = TrainedTree(folder)
     source = _described(stack.enter_context(_resolved(config, None, progress, weights=False)))

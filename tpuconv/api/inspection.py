@@ -1,13 +1,14 @@
 """Inspect the tensors of a checkpoint, and propose a family for it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import UsageError
 from tpuconv.location import Location, to_location
+from tpuconv.options import MESH_OPTION, argument, takes
 
 if TYPE_CHECKING:
     from tpuconv.convert.proposal import FamilyProposal
@@ -40,12 +41,17 @@ class Inspection:
         return {**facts, **sharded, "patterns": list(self.patterns)}
 
 
-def inspect(path: str | Location, *, mesh: Mapping[str, int] | None = None) -> Inspection:
-    """Returns the tensors of a checkpoint, from headers alone.
+@dataclass(frozen=True)
+class InspectRequest:
+    """The arguments of `inspect`."""
 
-    Args:
-        path: a safetensors folder or file, a Hub id, or a checkpoint of ours.
-        mesh: sizes of mesh axes; shows how a checkpoint of ours is sharded over it.
+    path: str | Location = field(metadata=argument("A safetensors folder or file, a Hub id, or a checkpoint of ours."))
+    mesh: Mapping[str, int] | None = field(default=None, kw_only=True, metadata=MESH_OPTION)
+
+
+@takes(InspectRequest)
+def inspect(asked: InspectRequest) -> Inspection:
+    """Returns the tensors of a checkpoint, from headers alone.
 
     Raises:
         TpuconvError: the path is none of these, or `mesh` is given for a checkpoint that is not ours.
@@ -54,11 +60,13 @@ def inspect(path: str | Location, *, mesh: Mapping[str, int] | None = None) -> I
     from tpuconv.storage.places import is_file
     from tpuconv.storage.sealed import SAFETENSORS, kind_of
 
-    folder = to_location(path)
+    folder = to_location(asked.path)
     ours = is_file(folder / MANIFEST) and kind_of(folder) != SAFETENSORS
-    if mesh and not ours:
-        raise UsageError(f"{path} is not a checkpoint of tpuconv: --mesh shards by its axes", hint="convert it first")
-    tensors = _our_tensors(folder, mesh or {}) if ours else _source_tensors(str(path))
+    if asked.mesh and not ours:
+        raise UsageError(
+            f"{asked.path} is not a checkpoint of tpuconv: `mesh=` shards by its axes", hint="convert it first"
+        )
+    tensors = _our_tensors(folder, asked.mesh or {}) if ours else _source_tensors(str(asked.path))
     patterns = []
     for pattern, names in collapse(tensors).items():
         kinds = {(tensors[name]["dtype"], tuple(tensors[name]["shape"])) for name in names}
@@ -66,9 +74,9 @@ def inspect(path: str | Location, *, mesh: Mapping[str, int] | None = None) -> I
         facts = {"pattern": pattern, "count": len(names), "dtype": dtype, "shape": list(shape), "other_kinds": more}
         if ours:
             facts["axes"] = tensors[names[0]]["axes"]
-        for key in ("bytes", *(["device_bytes"] if mesh else [])):
+        for key in ("bytes", *(["device_bytes"] if asked.mesh else [])):
             facts[key] = sum(tensors[name][key] for name in names)
-        if mesh:
+        if asked.mesh:
             facts["partition"] = tensors[names[0]]["partition"]
             facts["undivided"] = tensors[names[0]]["undivided"]
         patterns.append(facts)
@@ -77,8 +85,8 @@ def inspect(path: str | Location, *, mesh: Mapping[str, int] | None = None) -> I
         tensors=len(tensors),
         bytes=sum(tensor["bytes"] for tensor in tensors.values()),
         patterns=patterns,
-        mesh=mesh,
-        device_bytes=sum(tensor["device_bytes"] for tensor in tensors.values()) if mesh else None,
+        mesh=asked.mesh,
+        device_bytes=sum(tensor["device_bytes"] for tensor in tensors.values()) if asked.mesh else None,
     )
 
 

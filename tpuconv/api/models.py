@@ -2,12 +2,23 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import UsageError
 from tpuconv.hosts import ProcessPart, find_part
 from tpuconv.location import Location, to_location
 from tpuconv.memory import check_address_space_for_jax
+from tpuconv.options import (
+    CACHE_DTYPE_OPTION,
+    OVERWRITE_OPTION,
+    PROGRESS_ARGUMENT,
+    SPECULATE_OPTION,
+    Budget,
+    argument,
+    option,
+    takes,
+)
 from tpuconv.paths import plain_path
 from tpuconv.progress import Listener, ignore
 
@@ -79,28 +90,27 @@ def load_on_all_devices(folder: Location, dtype: Any = None, *, mtp: bool = Fals
         return restore.load(path, dtype, restore.default_mesh(path), mtp=mtp)
 
 
-def generator(
-    ckpt: str | Location,
-    *,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    cache_dtype: str | None = None,
-    speculate: bool = False,
-    before_reading: "Callable[[PromptEncoder], None] | None" = None,
-) -> "TextGenerator":
+@dataclass(frozen=True)
+class GeneratorRequest:
+    """The arguments of `generator`."""
+
+    ckpt: str | Location = field(metadata=argument("A checkpoint with a tokenizer."))
+    _: KW_ONLY
+    temperature: float = option(0.0, "0 takes the most likely token.")
+    top_p: float = option(1.0, "Sample from the smallest set of tokens with this total probability.")
+    top_k: int | None = option(None, "Sample from the k most likely tokens.", least=1)
+    cache_dtype: str | None = field(default=None, metadata=CACHE_DTYPE_OPTION)
+    speculate: bool = field(default=False, metadata=SPECULATE_OPTION)
+    before_reading: "Callable[[PromptEncoder], None] | None" = field(
+        default=None,
+        metadata=argument("Called before the weights are read, to refuse prompts: large models take minutes."),
+    )
+
+
+@takes(GeneratorRequest)
+def generator(asked: GeneratorRequest) -> "TextGenerator":
     """Returns a generator that continues texts with the model of a checkpoint, on all devices of this machine; see
     `tpuconv.models.text_generator.TextGenerator`.
-
-    Args:
-        ckpt: a checkpoint with a tokenizer.
-        temperature: 0 takes the most likely token.
-        top_k: sample from the k most likely tokens.
-        top_p: sample from the fewest tokens that have this probability together.
-        cache_dtype: "int8", "float8_e4m3fn", or None for the model's.
-        speculate: draft tokens with the model's module for multi-token prediction; see
-            `tpuconv.models.speculate.Speculator`.
-        before_reading: called before the weights are read, to refuse prompts: large models take minutes.
 
     Raises:
         TpuconvError: the checkpoint cannot be loaded, or has no tokenizer; or the model's cache cannot have this dtype;
@@ -111,9 +121,9 @@ def generator(
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import check_logits, check_mtp
 
-    manifest = read_manifest(to_location(ckpt))
+    manifest = read_manifest(to_location(asked.ckpt))
     check_logits(manifest)
-    if speculate:
+    if asked.speculate:
         check_mtp(manifest)
     # These take seconds, in which a mistake would not be said yet.
     from tpuconv.models.common.config import context_of
@@ -123,38 +133,41 @@ def generator(
     from tpuconv.models.text_generator import PromptEncoder, TextGenerator
     from tpuconv.models.tokenizer import end_tokens, load_tokenizer
 
-    check_cache_dtype(manifest, cache_dtype)
-    sampling = Sampling(temperature, top_k, top_p)
-    if speculate:
+    check_cache_dtype(manifest, asked.cache_dtype)
+    sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
+    if asked.speculate:
         check_greedy(sampling)
     with tokenizer_folder(manifest) as folder:
         tokenizer = load_tokenizer(folder)
         ends = end_tokens(folder, tokenizer)
-    if before_reading is not None:
-        before_reading(PromptEncoder(tokenizer, context_of(model_config(manifest))))
-    model = load_on_all_devices(manifest.folder, mtp=speculate)
+    if asked.before_reading is not None:
+        asked.before_reading(PromptEncoder(tokenizer, context_of(model_config(manifest))))
+    model = load_on_all_devices(manifest.folder, mtp=asked.speculate)
     manifest.check_current()  # the tokenizer was read from the same checkpoint
-    return TextGenerator(model, tokenizer, ends, sampling, cache_dtype, speculate=speculate)
+    return TextGenerator(model, tokenizer, ends, sampling, asked.cache_dtype, speculate=asked.speculate)
 
 
-def save(
-    model: "nnx.Module",
-    out: str | Location,
-    like: str | Location,
-    *,
-    overwrite: bool = False,
-    max_memory: int | None = None,
-    jobs: int | None = None,
-    progress: Listener = ignore,
-) -> Location:
+@dataclass(frozen=True)
+class SaveRequest(Budget):
+    """The arguments of `save`."""
+
+    model: "nnx.Module" = field(
+        metadata=argument("A Flax NNX model as `load` returns it, not quantized; it has the dtype of the checkpoint.")
+    )
+    out: str | Location = field(metadata=argument("The folder to write."))
+    like: str | Location = field(
+        metadata=argument(
+            "The checkpoint that the model was loaded from: config, tokenizer and names come from it, and the arrays "
+            "of multi-token prediction layers that the model does not have."
+        )
+    )
+    overwrite: bool = field(default=False, kw_only=True, metadata=OVERWRITE_OPTION)
+    progress: Listener = field(default=ignore, kw_only=True, metadata=PROGRESS_ARGUMENT)
+
+
+@takes(SaveRequest)
+def save(asked: SaveRequest) -> Location:
     """Writes a trained or changed model as a checkpoint that every command takes. It appears complete or not at all.
-
-    Args:
-        model: a Flax NNX model as `load` returns it, not quantized; it has the dtype of the checkpoint.
-        out: the folder to write.
-        like: the checkpoint that the model was loaded from: config, tokenizer and names come from it, and the arrays of
-            multi-token prediction layers that the model does not have.
-        overwrite, max_memory, jobs, progress: as of `convert`.
 
     Returns:
         The folder.
@@ -165,7 +178,7 @@ def save(
     from tpuconv import persist
     from tpuconv.convert.run.sizing import Limits
 
-    folder, limits = to_location(out), Limits.of_this_machine(jobs, max_memory)
-    for step in persist.save(model, folder, to_location(like), limits, overwrite=overwrite):
-        progress(step.shown_as("saving"))
+    folder, limits = to_location(asked.out), Limits.of_this_machine(asked.jobs, asked.max_memory)
+    for step in persist.save(asked.model, folder, to_location(asked.like), limits, overwrite=asked.overwrite):
+        asked.progress(step.shown_as("saving"))
     return folder

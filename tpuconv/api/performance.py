@@ -1,12 +1,28 @@
 """Benchmark and fit."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import GateError, UsageError
 from tpuconv.location import Location, to_location
+from tpuconv.options import (
+    CACHE_DTYPE_OPTION,
+    CKPT_ARGUMENT,
+    DTYPE_OPTION,
+    ENCODING_OPTION,
+    MESH_OPTION,
+    MOST_SEQUENCES,
+    MOST_TOKENS,
+    PROGRESS_ARGUMENT,
+    QUANTIZE_OPTION,
+    SPECULATE_OPTION,
+    argument,
+    described_as,
+    option,
+    takes,
+)
 from tpuconv.progress import Listener, Progress, ignore
 
 if TYPE_CHECKING:
@@ -53,29 +69,36 @@ class Benchmark:
         }
 
 
-def benchmark(
-    ckpt: str | Location,
-    *,
-    batch: Sequence[int] = (1,),
-    prompt_length: Sequence[int] = (128,),
-    new_tokens: Sequence[int] = (64,),
-    repeats: int = 3,
-    dtype: str = "auto",
-    cache_dtype: str | None = None,
-    speculate: bool = False,
-    progress: Listener = ignore,
-) -> Benchmark:
-    """Times prefill and decoding on all devices of this machine.
+@dataclass(frozen=True)
+class BenchmarkRequest:
+    """The arguments of `benchmark`."""
 
-    Args:
-        ckpt: a checkpoint of ours.
-        batch, prompt_length, new_tokens: sequences at once, tokens of a prompt, tokens generated; every combination is
-            timed.
-        repeats: runs of which the median is taken.
-        dtype: of parameters and activations: "auto" (the checkpoint's), "bfloat16" or "float32".
-        cache_dtype: "int8", "float8_e4m3fn", or None for the model's.
-        speculate: draft with the model's module for multi-token prediction, and time the tokenizer's prompt.
-        progress: called before the model is loaded; nothing is called while times are taken.
+    ckpt: str | Location = field(metadata=CKPT_ARGUMENT)
+    _: KW_ONLY
+    batch: Sequence[int] = option(
+        (1,),
+        "Sequences in a batch; a list such as 1,8.",
+        python="Sequences in a batch; each is timed.",
+        most=MOST_SEQUENCES,
+    )
+    prompt_length: Sequence[int] = option(
+        (128,), "Tokens per prompt; a list such as 128,1024.", python="Tokens per prompt; each is timed."
+    )
+    new_tokens: Sequence[int] = option(
+        (64,),
+        "Tokens generated per prompt; a list such as 64,256.",
+        python="Tokens generated per prompt; each is timed.",
+    )
+    repeats: int = option(3, "The number of runs; the median is shown.", least=1)
+    dtype: str = field(default="auto", metadata=DTYPE_OPTION)
+    cache_dtype: str | None = field(default=None, metadata=CACHE_DTYPE_OPTION)
+    speculate: bool = field(default=False, metadata=SPECULATE_OPTION)
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
+
+
+@takes(BenchmarkRequest)
+def benchmark(asked: BenchmarkRequest) -> Benchmark:
+    """Times prefill and decoding on all devices of this machine.
 
     Raises:
         TpuconvError: the checkpoint cannot be loaded, or a combination needs more memory or more positions than there
@@ -89,24 +112,26 @@ def benchmark(
     from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
     from tpuconv.verify import benchmark as measuring
 
-    shapes = measuring.workloads(batch, prompt_length, new_tokens)
-    manifest = read_manifest(to_location(ckpt))
+    shapes = measuring.workloads(asked.batch, asked.prompt_length, asked.new_tokens)
+    manifest = read_manifest(to_location(asked.ckpt))
     check_logits(manifest)
-    if speculate:
+    if asked.speculate:
         check_mtp(manifest)
-    check_cache_dtype(manifest, cache_dtype)
+    check_cache_dtype(manifest, asked.cache_dtype)
     longest = max(shapes, key=lambda shape: shape.tokens)
-    check_positions(manifest, longest.tokens, str(longest), hint="make --prompt-length or --new-tokens smaller")
-    compute = manifest.dtype if dtype == "auto" else dtype
+    check_positions(manifest, longest.tokens, str(longest), hint="make `prompt_length=` or `new_tokens=` smaller")
+    compute = manifest.dtype if asked.dtype == "auto" else asked.dtype
     with tokenizer_folder(manifest) as path:
         tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
     prompt_ids = tokenizer(measuring.PROMPT)["input_ids"] if tokenizer else []
     machine = measuring.machine()
-    progress(Progress("loading"))
-    model = load_on_all_devices(manifest.folder, compute, mtp=speculate)
-    progress(Progress(""))  # nothing is drawn while times are taken
+    asked.progress(Progress("loading"))
+    model = load_on_all_devices(manifest.folder, compute, mtp=asked.speculate)
+    asked.progress(Progress(""))  # nothing is drawn while times are taken
     timings = list(
-        measuring.measure(model, shapes, repeats, machine.limits, prompt_ids, cache_dtype, speculate=speculate)
+        measuring.measure(
+            model, shapes, asked.repeats, machine.limits, prompt_ids, asked.cache_dtype, speculate=asked.speculate
+        )
     )
     text = None
     if tokenizer:
@@ -117,8 +142,8 @@ def benchmark(
         source=origin["name"],
         commit=origin["commit"],
         dtype=compute,
-        cache_dtype=cache_dtype,
-        repeats=repeats,
+        cache_dtype=asked.cache_dtype,
+        repeats=asked.repeats,
         machine=machine,
         text=text,
         timings=timings,
@@ -186,36 +211,35 @@ class Fit:
         }
 
 
-def fit(
-    src: str | Location,
-    topologies: Sequence[str],
-    *,
-    batch: int = 1,
-    context: int = 2048,
-    mesh: Mapping[str, int] | None = None,
-    dtype: str = "auto",
-    cache_dtype: str | None = None,
-    quantize: str | Path | None = None,
-    encoding: str = "dequantize",
-    write_layouts: bool = False,
-    on_report: Callable[["FitReport"], None] = lambda report: None,
-    progress: Listener = ignore,
-) -> Fit:
-    """Asks the TPU compiler whether a model fits, and how fast it may be. No weights are read and no TPU is needed.
+@dataclass(frozen=True)
+class FitRequest:
+    """The arguments of `fit`."""
 
-    Args:
-        src: a checkpoint of ours, or a Hub id, a folder or a config.json.
-        topologies: slices, such as "v5e:4x4"; a chip alone, "v5e", searches for its smallest slice.
-        batch: sequences at once.
-        context: tokens of a sequence, prompt and continuation.
-        mesh: sizes of mesh axes; by default those with the fewest collectives.
-        dtype: of parameters and activations: "auto" (bfloat16, or the checkpoint's), "bfloat16" or "float32".
-        cache_dtype: "int8", "float8_e4m3fn", or None for the model's.
-        quantize: name or path of a quantization config that the model would be quantized by.
-        encoding: "keep" asks for encoded weights of a source as `convert --encoding keep` passes them through.
-        write_layouts: write the compiler's preferred layouts into the checkpoint, for `load`.
-        on_report: called with each slice's report as soon as it is known.
-        progress: called while it runs.
+    src: str | Location = field(metadata=argument("A checkpoint of ours, or a Hub id, a folder or a config.json."))
+    topologies: Sequence[str] = field(
+        metadata=described_as(
+            "A TPU slice such as v5e:4x4. `v5e` alone searches for the smallest slice.",
+            python="TPU slices such as v5e:4x4. `v5e` alone searches for the smallest slice.",
+        )
+    )
+    _: KW_ONLY
+    batch: int = option(1, "Sequences in a batch.", least=1, most=MOST_SEQUENCES)
+    context: int = option(2048, "Tokens per sequence: prompt and continuation.", least=1, most=MOST_TOKENS)
+    mesh: Mapping[str, int] | None = field(default=None, metadata=MESH_OPTION)
+    dtype: str = field(default="auto", metadata=DTYPE_OPTION)
+    cache_dtype: str | None = field(default=None, metadata=CACHE_DTYPE_OPTION)
+    quantize: str | Path | None = field(default=None, metadata=QUANTIZE_OPTION)
+    encoding: str = field(default="dequantize", metadata=ENCODING_OPTION)
+    write_layouts: bool = option(False, "Save the compiler's preferred weight layouts in CKPT, for `load`.")
+    on_report: Callable[["FitReport"], None] = field(
+        default=lambda report: None, metadata=argument("Called with the report of each slice as soon as it is known.")
+    )
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
+
+
+@takes(FitRequest)
+def fit(asked: FitRequest) -> Fit:
+    """Asks the TPU compiler whether a model fits, and how fast it may be. No weights are read and no TPU is needed.
 
     Raises:
         TpuconvError: the source cannot be read, a topology is unknown, or libtpu is missing.
@@ -225,46 +249,52 @@ def fit(
     from tpuconv.models.registry import find_family
     from tpuconv.verify.topology.request import CompileRequest, ask, parse_topologies
 
-    described = _described(str(src), quantize, encoding, dtype, write_layouts)
-    request = CompileRequest(**described, batch=batch, context=context, mesh=mesh, cache_dtype=cache_dtype)
+    facts = _described(str(asked.src), asked.quantize, asked.encoding, asked.dtype, asked.write_layouts)
+    request = CompileRequest(
+        **facts, batch=asked.batch, context=asked.context, mesh=asked.mesh, cache_dtype=asked.cache_dtype
+    )
     positions = context_of(find_family(request.config).config.from_hf(request.config))
-    groups, reports = parse_topologies(topologies), []
-    progress(Progress("compiling"))
+    groups, reports = parse_topologies(asked.topologies), []
+    asked.progress(Progress("compiling"))
     for report in ask(request, groups):
         reports.append(report)
-        progress(Progress(""))  # ends what is shown before the report is
-        on_report(report)
-        progress(Progress("compiling"))
+        asked.progress(Progress(""))  # ends what is shown before the report is
+        asked.on_report(report)
+        asked.progress(Progress("compiling"))
     layouts = None
-    for report in [report for report in reports if report.fits] if write_layouts else ():
-        layouts = device_layouts.write_layouts(to_location(src), report.device, report.mesh, report.layouts)
-    return Fit(str(src), request, reports, layouts, positions)
+    for report in [report for report in reports if report.fits] if asked.write_layouts else ():
+        layouts = device_layouts.write_layouts(to_location(asked.src), report.device, report.mesh, report.layouts)
+    return Fit(str(asked.src), request, reports, layouts, positions)
 
 
 def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str, write_layouts: bool) -> dict[str, Any]:
     """Config, quantization and dtype of a source or a checkpoint, without its weights. `write_layouts` asks for a
     complete checkpoint."""
-    from tpuconv.api.conversion import find_rules, is_checkpoint
+    from tpuconv.api.quantization import find_rules
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import check_logits
     from tpuconv.models.common.config_keys import without_keys
     from tpuconv.models.registry import find_family
+    from tpuconv.names import MANIFEST
     from tpuconv.sources.hub import fetch_config
+    from tpuconv.storage.places import is_file
     from tpuconv.verify.topology.request import source_passthrough
 
     rules = find_rules(quantize, encoding)
     quantization: Mapping[str, Any] | None = rules.to_json() if rules else None
     checkpoint, stored = None, "bfloat16"
     allowed: Sequence[str] = ()
-    if is_checkpoint(src):
+    if is_file(to_location(src) / MANIFEST):
         if encoding == "keep":
-            raise UsageError(f"{src} is converted already: its weights are used as stored", hint="leave --encoding out")
+            raise UsageError(
+                f"{src} is converted already: its weights are used as stored", hint="leave `encoding=` out"
+            )
         manifest = read_manifest(to_location(src))
         check_logits(manifest)
         stored, allowed = manifest.dtype, manifest.allow_config
         if manifest.quantization and quantization:
             raise UsageError(
-                f"{src} is quantized already, by {manifest.quantization['name']}", hint="leave --quantize out"
+                f"{src} is quantized already, by {manifest.quantization['name']}", hint="leave `quantize=` out"
             )
         quantization = quantization or manifest.quantization
         checkpoint = str(manifest.folder.absolute()) if rules is None else None
@@ -273,7 +303,7 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
     if write_layouts and not checkpoint:
         state = "not quantized yet" if rules else "not a checkpoint of tpuconv"
         raise UsageError(
-            f"--write-layouts writes into a checkpoint: {src} is {state}",
+            f"`write_layouts=True` writes into a checkpoint: {src} is {state}",
             hint="make one first, with `tpuconv quantize` or `tpuconv convert`",
         )
     config = without_keys(fetch_config(src), allowed)

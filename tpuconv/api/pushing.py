@@ -2,12 +2,13 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tpuconv.errors import CorruptOutput, UsageError, shorten
 from tpuconv.location import local_path
+from tpuconv.options import argument, option, takes
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,24 @@ class Push:
         return {**facts, "bytes": self.bytes, "files": dict(self.files)}
 
 
-def push(
-    path: str | Path, repo: str, *, private: bool = False, revision: str | None = None, dry_run: bool = False
-) -> Push:
+@dataclass(frozen=True)
+class PushRequest:
+    """The arguments of `push`."""
+
+    path: str | Path = field(
+        metadata=argument("The folder. It must contain the files of its manifest, with their sizes.")
+    )
+    repo: str = field(metadata=argument("`org/name`; it is made if it does not exist."))
+    _: KW_ONLY
+    private: bool = option(False, "Create a private repository; a public one is refused.")
+    revision: str | None = option(None, "A branch; created if it does not exist.  [default: main]")
+    dry_run: bool = option(False, "List the files and stop, without contacting the Hub.")
+
+
+@takes(PushRequest)
+def push(asked: PushRequest) -> Push:
     """Uploads a complete checkpoint or export of ours to the Hub. Interrupted, the same call continues: the client
     skips what is there.
-
-    Args:
-        path: the folder. It must contain the files of its manifest, with their sizes; `verify` compares contents.
-        repo: `org/name`; it is made if it does not exist.
-        private: the repository must be private; a new one is made so.
-        revision: a branch, which is made if it does not exist.
-        dry_run: check the folder and list its files; the Hub is not asked.
 
     Raises:
         UsageError: the folder is no output of ours or holds other files, the name is wrong, or `private` was given and
@@ -60,31 +67,34 @@ def push(
     """
     from tpuconv.sources.hub_errors import client_errors
 
-    folder, branch = local_path(path, "push uploads local folders"), revision or "main"
+    folder, branch = local_path(asked.path, "push uploads local folders"), asked.revision or "main"
     files = _complete(folder)
-    _check_name(repo)
-    if dry_run:
-        return Push(folder, repo, branch, files, None)
+    _check_name(asked.repo)
+    if asked.dry_run:
+        return Push(folder, asked.repo, branch, files, None)
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     shown = not are_progress_bars_disabled()
     disable_progress_bars()
     try:
-        with client_errors(repo, branch, to_write=True), warnings.catch_warnings(action="ignore"):
+        with client_errors(asked.repo, branch, to_write=True), warnings.catch_warnings(action="ignore"):
             hub = HfApi()
-            hub.create_repo(repo, private=private or None, exist_ok=True)
-            if private and not hub.model_info(repo).private:
-                raise UsageError(f"{repo} is public", hint="make it private on the Hub, or leave --private out")
-            if revision:
-                hub.create_branch(repo, branch=revision, exist_ok=True)
+            hub.create_repo(asked.repo, private=asked.private or None, exist_ok=True)
+            if asked.private and not hub.model_info(asked.repo).private:
+                raise UsageError(f"{asked.repo} is public", hint="make it private on the Hub, or leave `private=` out")
+            if asked.revision:
+                hub.create_branch(asked.repo, branch=asked.revision, exist_ok=True)
             done = hub.upload_folder(
-                repo_id=repo, folder_path=folder, revision=branch, commit_message=f"Upload {folder.resolve().name}"
+                repo_id=asked.repo,
+                folder_path=folder,
+                revision=branch,
+                commit_message=f"Upload {folder.resolve().name}",
             )
     finally:
         if shown:
             enable_progress_bars()
-    return Push(folder, repo, branch, files, str(done.oid))
+    return Push(folder, asked.repo, branch, files, str(done.oid))
 
 
 def _complete(folder: Path) -> dict[str, int]:

@@ -59,7 +59,7 @@ def on_ray(
         TpuconvError: what a task raised.
     """
     if out is None:
-        raise UsageError("--ray needs OUT", hint="name a folder in a bucket, or on a disk that all nodes share")
+        raise UsageError("`on_ray()` needs OUT", hint="name a folder in a bucket, or on a disk that all nodes share")
     began, to = time.monotonic(), _absolute(to_location(out))
     with _cluster(address) as ray, _token(to) as token:
         nodes = [cpus for node in ray.nodes() if node["Alive"] and (cpus := node["Resources"].get("CPU"))]
@@ -82,7 +82,7 @@ def on_ray(
             raise ResourceError(
                 "a task of Ray died, and so did its repetitions",
                 details=str(error).splitlines()[:10],
-                hint="the same command continues; with too little memory on a node give --max-memory",
+                hint="the same command continues; with too little memory on a node give `max_memory=`",
             ) from error
         finally:
             for each in left:
@@ -127,7 +127,7 @@ def _do_part(
 def _cluster(address: str) -> Iterator[Any]:
     """Ray, connected to a cluster."""
     if find_spec("ray") is None:
-        raise UsageError("--ray needs the package ray", hint=f"install it: {install_command('ray')}")
+        raise UsageError("`on_ray()` needs the package ray", hint=f"install it: {install_command('ray')}")
     import ray
 
     if ray.is_initialized():
@@ -138,7 +138,7 @@ def _cluster(address: str) -> Iterator[Any]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"no Ray cluster answers at {address}: {str(error).partition(chr(10))[0]}",
-            hint="run this on a node of the cluster, after `ray start`, or give --ray HOST:PORT",
+            hint="run this on a node of the cluster, after `ray start`, or give `address=HOST:PORT`",
         ) from error
     try:
         yield ray

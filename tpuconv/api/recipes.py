@@ -1,14 +1,15 @@
 """Measures the cost of rounding each group of parameters, and finds the best recipe for a budget of bits."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from tpuconv.api.calibration import CALIBRATION_LENGTH, CALIBRATION_SAMPLES, CalibrationText
+from tpuconv.api.calibration import CalibrationOptions, CalibrationText
 from tpuconv.errors import GateError, UsageError
 from tpuconv.location import Location, local_path, to_location
+from tpuconv.options import GATES_OPTION, OVERWRITE_OPTION, PROGRESS_ARGUMENT, PROMPTS_OPTION, argument, option, takes
 from tpuconv.progress import Listener, Progress, ignore
 
 if TYPE_CHECKING:
@@ -108,36 +109,38 @@ class Sensitivity:
         return facts
 
 
-def sensitivity(
-    ckpt: str | Location,
-    *,
-    prompts: Sequence[str] = (),
-    prompts_from: str = "the default prompts",
-    method: str = ROUNDING_METHODS[0],
-    calibration: str | Path | None = None,
-    samples: int = CALIBRATION_SAMPLES,
-    length: int = CALIBRATION_LENGTH,
-    target_bits: float | None = None,
-    gates: Mapping[str, float] | None = None,
-    recipe: str | Path = "recipe.yaml",
-    overwrite: bool = False,
-    progress: Listener = ignore,
-) -> Sensitivity:
+@dataclass(frozen=True)
+class SensitivityRequest(CalibrationOptions):
+    """The arguments of `sensitivity`."""
+
+    ckpt: str | Location = field(metadata=argument("A checkpoint that is not quantized."))
+    _: KW_ONLY
+    target_bits: float | None = option(
+        None, "Write the config with the lowest KL divergence at this many bits a weight, and stop."
+    )
+    gates: Mapping[str, float] | None = field(default=None, metadata=GATES_OPTION)
+    recipe: str | Path = option(
+        "recipe.yaml",
+        "The file that `target_bits=` and `gates=` write. A plot of the choice is beside it, with the suffix .html.",
+    )
+    method: str = option(
+        ROUNDING_METHODS[0],
+        "The rounding of weights while their cost is measured. The recipe names it as its calibration.",
+        choices=ROUNDING_METHODS,
+    )
+    prompts: Sequence[str] = field(default=(), metadata=PROMPTS_OPTION)
+    prompts_from: str = field(
+        default="the default prompts", metadata=argument("The origin of the prompts, for a comment of the recipe.")
+    )
+    overwrite: bool = field(default=False, metadata=OVERWRITE_OPTION)
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
+
+
+@takes(SensitivityRequest)
+def sensitivity(asked: SensitivityRequest) -> Sensitivity:
     """Measures, in float32 on prompts, what each group of parameters costs the model in each type of
     `tpuconv.quantize.recipe.groups.OPTION_KINDS`, a layer at a time. The costs are kept beside the checkpoint, and used
     again for the same checkpoint, prompts, and rounding; see `tpuconv.quantize.recipe.costs`.
-
-    Args:
-        ckpt: a checkpoint that is not quantized.
-        prompts: texts; a built-in set by default.
-        prompts_from: what the recipe says of where the prompts come from.
-        method: of `ROUNDING_METHODS`: how weights are rounded. A recipe then has it as its calibration.
-        calibration, samples, length: the text for GPTQ and AWQ, as of `quantize`.
-        target_bits: also write the config with the lowest KL divergence at this many bits a weight.
-        gates: also write the smallest config that holds these bounds, such as {"top1": 0.99}; not with `target_bits`.
-        recipe: where to write it; the picture of what it was chosen from is beside it, with the suffix .html.
-        overwrite: replace files that are there.
-        progress: called while it runs.
 
     Raises:
         UsageError: no recipe takes so few bits, the checkpoint is quantized, or there is no text to calibrate on.
@@ -155,63 +158,63 @@ def sensitivity(
     from tpuconv.quantize.recipe.groups import find_choices
     from tpuconv.quantize.recipe.layerwise import DTYPE, LayerwiseProbe
 
-    if target_bits is not None and gates:
+    if asked.target_bits is not None and asked.gates:
         raise UsageError("a number of bits and gates exclude each other", hint="give one of them")
-    folder, out = to_location(ckpt), local_path(recipe)
+    folder, out = to_location(asked.ckpt), local_path(asked.recipe)
     manifest = read_manifest(folder)
     choices = find_choices(manifest)
-    is_written = target_bits is not None or bool(gates)
+    is_written = asked.target_bits is not None or bool(asked.gates)
     if is_written:
         for path in (out, out.with_suffix(PICTURE)):
-            search.check_free(path, overwrite)
-    if target_bits is not None:
-        choices.space.check(target_bits)
+            search.check_free(path, asked.overwrite)
+    if asked.target_bits is not None:
+        choices.space.check(asked.target_bits)
     with tokenizer_folder(manifest) as tokenizer:
-        ids = tokenized(manifest, tokenizer, prompts)
-    settings = None if method == "nearest" else Calibration(method)
+        ids = tokenized(manifest, tokenizer, asked.prompts)
+    settings = None if asked.method == "nearest" else Calibration(asked.method)
     data = None
-    if settings or calibration is not None:
-        named = QuantConfig(f"--method {method}", "", (), calibration=settings)
-        data = calibration_data(folder, named, calibration, samples, length)
+    if settings or asked.calibration is not None:
+        named = QuantConfig(f'`method="{asked.method}"`', "", (), calibration=settings)
+        data = calibration_data(folder, named, asked)
     tokens, text = sum(map(len, ids)), None
     rounding = (settings, data) if settings and data else None
     if rounding:
         text = CalibrationText.of(rounding[1], widest_input(manifest, choices.all_encoders()))
-        text.announce(progress)
+        text.announce(asked.progress)
     kept = KeptCosts(manifest, choices.space, ids, rounding)
     groups, found = kept.read(), None
     reused = groups is not None
     if groups is not None and not is_written:
-        return Sensitivity(folder, DTYPE, method, len(ids), tokens, groups, None, reused, text)
+        return Sensitivity(folder, DTYPE, asked.method, len(ids), tokens, groups, None, reused, text)
     with TemporaryDirectory(dir=out.absolute().parent if is_written else None) as work:
         probe = LayerwiseProbe(manifest, choices, ids, Path(work), rounding)
         if groups is None:
             total = sum(group.options[0].bits for group in choices.space.groups) // 8
-            groups = probe.each(lambda done, of: progress(Progress("measuring", total * done // of, total)))
+            groups = probe.each(lambda done, of: asked.progress(Progress("measuring", total * done // of, total)))
             kept.write(groups)
         if is_written:
-            progress(Progress("measuring the recipe"))
+            asked.progress(Progress("measuring the recipe"))
             space = replace(choices.space, groups=tuple(groups))
             sums = search.best_sums(space)
-            if gates:
-                chosen, measured = _smallest(space, sums, probe, ids, gates)
+            if asked.gates:
+                chosen, measured = _smallest(space, sums, probe, ids, asked.gates)
             else:
-                assert target_bits is not None
-                chosen = search.choose(space, target_bits)
+                assert asked.target_bits is not None
+                chosen = search.choose(space, asked.target_bits)
                 measured = _measured(probe, ids, chosen, {})
             found = Recipe(
                 out=out,
                 picture=out.with_suffix(PICTURE),
-                target_bits=target_bits,
-                gates=gates,
+                target_bits=asked.target_bits,
+                gates=asked.gates,
                 bits_per_weight=space.bits(chosen),
                 predicted_kl=sum(option.kl for option in chosen),
                 measured_kl=measured.mean_kl,
                 measured_top1=measured.top1_decided,
                 chosen=chosen,
             )
-            _write(manifest, space, sums, found, (ids, prompts_from), (method, data), overwrite)
-    return Sensitivity(folder, DTYPE, method, len(ids), tokens, groups, found, reused, text)
+            _write(manifest, space, sums, found, (ids, asked.prompts_from), (asked.method, data), asked.overwrite)
+    return Sensitivity(folder, DTYPE, asked.method, len(ids), tokens, groups, found, reused, text)
 
 
 PICTURE = ".html"

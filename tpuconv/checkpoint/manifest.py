@@ -29,7 +29,7 @@ from tpuconv.layout import Shape, parse_axes
 from tpuconv.location import Location
 from tpuconv.mapping.passthrough import Passthrough
 from tpuconv.mapping.release import Release
-from tpuconv.names import MANIFEST, QVALUE, SCALE, ZERO_POINT
+from tpuconv.names import MANIFEST, OWN_TARGET, QVALUE, SCALE, ZERO_POINT
 from tpuconv.sources.headers import DTYPES
 from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.places import is_there, size_faults
@@ -44,8 +44,6 @@ AS_RELEASED = "as released"
 LIBRARIES = ("tpuconv", "numpy", "ml_dtypes")
 PLAIN_DTYPES = {dtype.name for dtype in DTYPES.values()}
 """Dtypes that a source may have."""
-OWN_TARGET = "tpuconv"
-"""The target whose tree is ours."""
 MAX_LAYERS = 1 << 20
 MAX_CHUNKS = 10_000_000
 """The most chunks of one array, which would have 5 TB."""
@@ -221,7 +219,7 @@ class Manifest:
         if self.target != OWN_TARGET:
             raise UsageError(
                 f"{self.folder} is a checkpoint for {self.target}, with the names of that program",
-                hint="convert the source without --target, or `tpuconv export` this and convert that",
+                hint="convert the source without `target=`, or `tpuconv export` this and convert that",
             )
 
     @property
@@ -302,7 +300,7 @@ class Manifest:
         if self.layers is not None:
             raise UsageError(
                 f"{self.folder} holds only layers {self.layers[0]} to {self.layers[1]}: a trial, not a complete model",
-                hint="convert without --layers",
+                hint="convert without `layers=`",
             )
 
     @property

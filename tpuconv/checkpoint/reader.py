@@ -146,13 +146,13 @@ def check_mtp(manifest: Manifest) -> None:
     if not any(name.startswith(MTP_PARAMETERS) for name in manifest.arrays):
         raise UsageError(
             f"{manifest.folder} has no layers for multi-token prediction",
-            hint="convert the model again with --include-mtp",
+            hint="convert the model again with `include_mtp=True`",
         )
     if quantized := sorted(name for name in manifest.passthrough if name.startswith(MTP_PARAMETERS)):
         raise UsageError(
             f"{manifest.folder} has its layers for multi-token prediction quantized as released: {quantized[0]} and "
             f"{len(quantized) - 1} more, and the model computes them only from dequantized weights",
-            hint="convert the model again without --encoding keep",
+            hint='convert the model again without `encoding="keep"`',
         )
 
 

@@ -40,17 +40,7 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
     "tpuconv benchmark Qwen3-8B-orbax --cache-dtype int8 --markdown",
 )
 @options.ckpt
-@options.benchmark_sizes
-@click.option(
-    "--repeats",
-    type=click.IntRange(min=1),
-    default=3,
-    show_default=True,
-    help="The number of runs; the median is shown.",
-)
-@options.dtype
-@options.cache_dtype
-@options.speculate
+@options.of(api.benchmark)
 @click.option("--markdown", is_flag=True, help="Print a Markdown table.")
 @options.on_all_processes
 @options.as_json

@@ -2,16 +2,15 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tpuconv import api
-from tpuconv.api.comparison import WINDOW_LENGTH
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, show, styled
 from tpuconv.commands.inputs import read_prompts
-from tpuconv.commands.params import File, LocationParam
+from tpuconv.commands.params import LocationParam
 from tpuconv.commands.progress import shown
 from tpuconv.errors import GateError, UsageError
 from tpuconv.location import Location
@@ -35,57 +34,16 @@ MOST_ROWS = 8
 )
 @click.argument("reference", type=LocationParam())
 @click.argument("ckpt", type=LocationParam())
-@options.prompts
-@click.option(
-    "--text",
-    type=File(exists=True, dir_okay=False),
-    help="A text file to use instead of prompts: perplexity in overlapping windows.",
-)
-@click.option(
-    "--length",
-    type=click.IntRange(min=2, max=options.MOST_TOKENS),
-    default=WINDOW_LENGTH,
-    show_default=True,
-    help="Tokens per window of the text.",
-)
-@click.option(
-    "--stride",
-    type=click.IntRange(min=1, max=options.MOST_TOKENS),
-    help="Tokens from the start of one window to the next, less than --length.  [default: half of --length]",
-)
-@click.option("--tasks", help="Tasks of lm-evaluation-harness to run with both models: names, separated by commas.")
-@click.option(
-    "--task-folder",
-    type=File(exists=True, file_okay=False),
-    help="A folder with more tasks: YAML files of lm-evaluation-harness.",
-)
-@click.option(
-    "--task-limit", type=click.IntRange(min=1), help="The largest number of examples per task.  [default: all]"
-)
-@click.option(
-    "--chat-template",
-    is_flag=True,
-    help="Write each request of a task as a conversation, by the model's chat template.",
-)
-@options.dtype
-@options.cache_dtype
-@options.gate
+@options.of(api.compare_checkpoints)
 @options.as_json
 def compare(
     reference: Location,
     ckpt: Location,
     prompts: Path | None,
     text: Path | None,
-    length: int,
-    stride: int | None,
     tasks: str | None,
-    task_folder: Path | None,
-    task_limit: int | None,
-    chat_template: bool,
-    dtype: str,
-    cache_dtype: str | None,
-    gate: dict[str, float] | None,
     as_json: bool,
+    **given: Any,
 ) -> None:
     """Run the models of the checkpoints REFERENCE and CKPT on the same tokens, and compare their parameters.
 
@@ -106,16 +64,9 @@ def compare(
             ckpt,
             prompts=read_prompts(prompts),
             text=text,
-            length=length,
-            stride=stride,
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-            gates=gate,
             tasks=[name for name in (tasks or "").split(",") if name],
-            task_folder=task_folder,
-            task_limit=task_limit,
-            chat_template=chat_template,
             progress=progress,
+            **given,
         )
     if as_json:
         print_json(found.to_json())

@@ -1,5 +1,5 @@
 """Writes text, JSON and tables to a terminal. Foreign text (names, paths, messages) is made `plain` here and is never
-markup."""
+markup. Options that texts of the library name are shown as flags."""
 
 import shutil
 import sys
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tpuconv import text as texts
+from tpuconv.commands.flags import with_flags
 from tpuconv.text import plain
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 PLAIN_WIDTH = 180  # columns of tables that go to a file or a pipe
 COPIED = " " * 5
 """The beginning of a command in a hint, which a user copies."""
+EXPLANATIONS = ("message", "details", "hint", "reason", "warning", "notes", "summary", "advice")
+"""The keys of JSON whose texts may name options."""
 NAME_WIDTH = 24  # to which names are broken before a column is left out
 
 
@@ -47,7 +50,16 @@ def _between_words(line: str, width: int) -> str:
 def print_json(value: Mapping[str, Any]) -> None:
     """Writes one JSON object, in ASCII if stdout's encoding is not UTF."""
     unicode = (sys.stdout.encoding or "").lower().replace("_", "-").startswith("utf")
-    say(texts.json(value, ascii_only=not unicode))
+    say(texts.json(_worded(value), ascii_only=not unicode))
+
+
+def _worded(value: Any, explains: bool = False) -> Any:
+    """Returns a value for JSON with flags in its explanations."""
+    if isinstance(value, Mapping):
+        return {key: _worded(each, key in EXPLANATIONS) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_worded(each, explains) for each in value]
+    return with_flags(value) if explains and isinstance(value, str) else value
 
 
 def console(err: bool = False) -> "Console":
@@ -76,14 +88,14 @@ def styled(*parts: str | tuple[str, str]) -> "Text":
     from rich.text import Text
 
     pairs = ((part, "") if isinstance(part, str) else part for part in parts)
-    return Text.assemble(*((plain(text), style) for text, style in pairs))
+    return Text.assemble(*((plain(with_flags(text)), style) for text, style in pairs))
 
 
 def lines(items: Iterable[str]) -> "Text":
     """Foreign strings, each on a line of its own."""
     from rich.text import Text
 
-    return Text("\n".join(map(plain, items)))
+    return Text("\n".join(plain(with_flags(item)) for item in items))
 
 
 @dataclass
@@ -106,9 +118,7 @@ class Table:
 
     def add_row(self, *cells: "str | Text") -> None:
         """Adds a row: for each column a string without markup, or text with styles."""
-        from rich.text import Text
-
-        self.rows.append([Text(plain(cell)) if isinstance(cell, str) else cell for cell in cells])
+        self.rows.append([styled(cell) if isinstance(cell, str) else cell for cell in cells])
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         from rich import box
@@ -117,7 +127,7 @@ class Table:
 
         shown, left_out = self._fitting(options.max_width)
         widths = self._broken_widths(shown, options.max_width)
-        title = plain(self.title)
+        title = plain(with_flags(self.title))
         table = Table(
             title=title,
             title_justify="left",

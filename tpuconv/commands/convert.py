@@ -9,7 +9,7 @@ import click
 from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, lines, print_json, show
-from tpuconv.commands.params import Layers, LocationParam, Name
+from tpuconv.commands.params import LocationParam, Name
 from tpuconv.commands.process import fail
 from tpuconv.commands.progress import resumable
 from tpuconv.errors import TpuconvError
@@ -42,59 +42,16 @@ if TYPE_CHECKING:
 )
 @click.argument("src", type=Name())
 @click.argument("out", required=False, type=LocationParam())
-@options.dtype
-@options.encoding
-@options.compress
-@options.quantize
-@click.option("--scan-layers", is_flag=True, help="Stack the layers into one array each, for jax.lax.scan.")
-@click.option(
-    "--layers", type=Layers(), help="Convert only these layers as a trial: the first and the last, such as 0-1."
-)
-@click.option(
-    "--include-mtp",
-    is_flag=True,
-    help="Convert the multi-token prediction layers (DeepSeek, GLM, Qwen3-Next and others) too.",
-)
-@options.target
-@options.scheme
-@click.option(
-    "--adapter",
-    metavar="ID_OR_PATH[:WEIGHT]",
-    type=Name(),
-    multiple=True,
-    help="Merge this LoRA adapter of PEFT into the weights; may be repeated.",
-)
-@click.option("--revision", help="Branch, tag or commit of a Hub repository.")
-@click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and infinite values, and scales of 0.")
-@click.option(
-    "--allow-config",
-    metavar="KEY",
-    multiple=True,
-    help="Ignore this key of config.json, which is not supported; may be repeated.",
-)
-@options.writes_output
-@click.option(
-    "--keep-source",
-    is_flag=True,
-    help="Download a Hub checkpoint to the Hub's cache first. By default files that are not in the cache are streamed.",
-)
-@options.workspace
-@options.limits
+@options.of(api.convert)
 @options.processes
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop; no weights are downloaded.")
 @options.as_json
 def convert(
     src: str,
     out: Location | None,
-    overwrite: bool,
-    check: bool,
-    distributed: bool,
-    process_index: int | None,
-    process_count: int | None,
-    ray: str | None,
     dry_run: bool,
     as_json: bool,
-    **conversion: Any,
+    **given: Any,
 ) -> None:
     """Convert SRC, a Hub id or a folder with safetensors, to an Orbax checkpoint in OUT (./<name>-orbax by default).
     With --target, convert it for another program: `tpuconv families --target NAME` lists the supported families.
@@ -105,18 +62,18 @@ def convert(
 
     With --distributed, or --process-index and --process-count, several processes convert one model together.
     """
-    convert_model = options.on_processes(api.convert, ray, distributed, process_index, process_count)
-    if conversion["quantize"]:
+    convert_model = options.on_processes(api.convert, given)
+    if given["quantize"]:
         check_address_space_for_jax()
     with resumable(as_json) as progress:
         if not dry_run:
-            done = convert_model(src, out, overwrite=overwrite, check=check, progress=progress, **conversion)
+            done = convert_model(src, out, progress=progress, **options.asked_of(api.convert, given))
         else:
-            plan = api.plan(src, progress=progress, **conversion)
+            plan = api.plan(src, progress=progress, **options.asked_of(api.plan, given))
     if dry_run:
         show_plan(plan, as_json, out)
     else:
-        show_conversion(done, check, as_json)
+        show_conversion(done, given["check"], as_json)
 
 
 def show_conversion(done: api.Conversion, check: bool, as_json: bool) -> None:

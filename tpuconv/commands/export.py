@@ -1,6 +1,5 @@
 """`tpuconv export`."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -25,54 +24,16 @@ from tpuconv.sizes import format_size
 )
 @click.argument("ckpt", type=LocationParam())
 @click.argument("out", type=LocationParam())
-@click.option(
-    "--config",
-    type=Name(),
-    metavar="SRC",
-    help="CKPT is a trainer's Orbax checkpoint of the model SRC: a path or Hub id with config.json and tokenizer.",
-)
-@click.option(
-    "--target",
-    type=Name(),
-    metavar="NAME",
-    help="The program that trained CKPT: maxtext, tunix, nnx, ...  [default: each is tried]",
-)
-@click.option(
-    "--with-skipped",
-    type=Name(),
-    metavar="SRC",
-    help="Add the tensors that the conversion skipped (towers, MTP layers) from its source, a path or Hub id.",
-)
-@options.scheme
-@click.option(
-    "--form",
-    type=click.Choice(["released", "transformers"]),
-    help="Name and group the tensors as the family's releases do, or as the modules of transformers do.  "
-    "[default: as the source did]",
-)
-@options.writes_output
-@options.limits
+@options.of(api.export, config={"type": Name(), "metavar": "SRC"})
 @options.processes
 @click.option("--dry-run", is_flag=True, help="Show the tensors that would be written, and stop.")
 @options.as_json
 def export(
     ckpt: Location,
     out: Location,
-    config: str | None,
-    target: str | None,
-    with_skipped: str | None,
-    scheme: str | None,
-    form: str | None,
-    overwrite: bool,
-    check: bool,
-    max_memory: int | None,
-    jobs: int | None,
-    distributed: bool,
-    process_index: int | None,
-    process_count: int | None,
-    ray: str | None,
     dry_run: bool,
     as_json: bool,
+    **given: Any,
 ) -> None:
     """Write the checkpoint CKPT to the folder OUT as safetensors, under the names of the source.
 
@@ -82,19 +43,16 @@ def export(
     With --config, CKPT is a checkpoint, a step or a run of a trainer, without a manifest of tpuconv; the latest step is
     taken.
     """
-    names: Mapping[str, Any] = {"scheme": scheme, "form": form}
-    what: Mapping[str, Any] = {"config": config, "target": target, "with_skipped": with_skipped, **names}
-    export_model = options.on_processes(api.export, ray, distributed, process_index, process_count)
+    export_model = options.on_processes(api.export, given)
     with resumable(as_json) as progress:
         if not dry_run:
-            limits = {"max_memory": max_memory, "jobs": jobs}
-            done = export_model(ckpt, out, overwrite=overwrite, check=check, progress=progress, **limits, **what)
+            done = export_model(ckpt, out, progress=progress, **options.asked_of(api.export, given))
         else:
-            plan = api.plan_export(ckpt, progress=progress, **what)
+            plan = api.plan_export(ckpt, progress=progress, **options.asked_of(api.plan_export, given))
     if dry_run:
         _show_plan(plan, as_json)
     else:
-        _show_export(done, config is not None, check, as_json)
+        _show_export(done, given["config"] is not None, given["check"], as_json)
 
 
 def _show_plan(plan: api.ExportPlan, as_json: bool) -> None:

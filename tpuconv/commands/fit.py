@@ -30,33 +30,7 @@ if TYPE_CHECKING:
     "tpuconv fit Qwen3-8B-orbax --topology v5e:2x2 --write-layouts",
 )
 @click.argument("src", required=False, type=Name(), metavar="[SRC_OR_CKPT]")
-@click.option(
-    "--topology",
-    "topologies",
-    multiple=True,
-    required=True,
-    help="A TPU slice such as v5e:4x4. `v5e` alone searches for the smallest slice.",
-)
-@click.option(
-    "--batch",
-    type=click.IntRange(1, options.MOST_SEQUENCES),
-    default=1,
-    show_default=True,
-    help="Sequences in a batch.",
-)
-@click.option(
-    "--context",
-    type=click.IntRange(1, options.MOST_TOKENS),
-    default=2048,
-    show_default=True,
-    help="Tokens per sequence: prompt and continuation.",
-)
-@options.mesh
-@options.dtype
-@options.cache_dtype
-@options.quantize
-@options.encoding
-@click.option("--write-layouts", is_flag=True, help="Save the compiler's preferred weight layouts in CKPT, for `load`.")
+@options.of(api.fit)
 @options.as_json
 def fit(src: str | None, topologies: tuple[str, ...], as_json: bool, **request: Any) -> None:
     """Ask the TPU compiler whether SRC_OR_CKPT fits a slice, and how fast it may decode there.

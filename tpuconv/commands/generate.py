@@ -12,11 +12,12 @@ from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import print_json, say
 from tpuconv.commands.inputs import chosen_checkpoint, read_prompts
-from tpuconv.commands.params import File, Number, Prompt
+from tpuconv.commands.params import File, Prompt
 from tpuconv.commands.process import all_processes
 from tpuconv.errors import UsageError
 from tpuconv.location import Location
 from tpuconv.memory import check_address_space_for_jax
+from tpuconv.options import MOST_TOKENS
 from tpuconv.text import plain
 
 if TYPE_CHECKING:
@@ -49,22 +50,12 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--max-new-tokens",
-    type=click.IntRange(1, options.MOST_TOKENS),
+    type=click.IntRange(1, MOST_TOKENS),
     default=128,
     show_default=True,
     help="The largest number of tokens to generate.",
 )
-@click.option(
-    "--temperature", type=Number(min=0, max=1000), default=0.0, show_default=True, help="0 takes the most likely token."
-)
-@click.option(
-    "--top-p",
-    type=Number(min=0, max=1, min_open=True),
-    default=1.0,
-    show_default=True,
-    help="Sample from the smallest set of tokens with this total probability.",
-)
-@click.option("--top-k", type=click.IntRange(min=1), help="Sample from the k most likely tokens.")
+@options.of(api.generator, "temperature", "top_p", "top_k")
 @click.option(
     "--seed",
     type=click.IntRange(-(1 << 63), (1 << 63) - 1),
@@ -72,9 +63,9 @@ if TYPE_CHECKING:
     default=0,
     help="The same seed gives the same text.  [default: 0]",
 )
-@options.cache_dtype
+@options.of(api.generator, "cache_dtype")
 @options.on_all_processes
-@options.speculate
+@options.of(api.generator)
 @options.as_json
 def generate(
     ckpt: Location | None,

@@ -34,8 +34,8 @@ def chosen_checkpoint(
 
 
 def _newest_checkpoint(own: bool, quantized: bool | None) -> Path:
-    from tpuconv.checkpoint.manifest import OWN_TARGET, read_manifest
-    from tpuconv.names import MANIFEST
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.names import MANIFEST, OWN_TARGET
     from tpuconv.storage.sealed import CHECKPOINT, kind_of
 
     here = [Path(MANIFEST)] if Path(MANIFEST).is_file() else Path().glob(f"*/{MANIFEST}")

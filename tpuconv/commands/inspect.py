@@ -20,7 +20,7 @@ from tpuconv.sizes import format_size
     "tpuconv inspect deepseek-ai/DeepSeek-R1 --json",
 )
 @click.argument("path", type=Name())
-@options.mesh
+@options.of(api.inspect)
 @options.as_json
 def inspect(path: str, mesh: dict[str, int] | None, as_json: bool) -> None:
     """Show the tensors of PATH by pattern: a safetensors folder or file, a Hub id, or a checkpoint of tpuconv. With

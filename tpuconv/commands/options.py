@@ -1,21 +1,21 @@
 """Options that several commands share, each defined once, and the classes of commands."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field
 from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tpuconv.api.conversion import DTYPE_CHOICES, ENCODING_CHOICES
 from tpuconv.api.ray_tasks import Result, on_ray
-from tpuconv.commands.params import ByteSize, File, LocationParam, Name, Numbers, RayAddress
+from tpuconv.commands.flags import flag_of, with_flags
+from tpuconv.commands.params import ByteSize, File, Layers, LocationParam, Name, Number, Numbers, RayAddress
 from tpuconv.errors import UsageError
+from tpuconv.options import CACHE_DTYPES, MOST_TOKENS, Description, options_of
 
 if TYPE_CHECKING:
     from tpuconv.hosts import ProcessPart
-
-MOST_TOKENS, MOST_SEQUENCES = 1 << 24, 1 << 20  # more than any model has and any machine holds
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
 
@@ -38,6 +38,10 @@ class Command(click.Command):
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any):
         super().__init__(*args, **kwargs)
+        first: dict[str | None, click.Parameter] = {}
+        for param in self.params:
+            first.setdefault(param.name, param)
+        self.params = [*first.values()]
         self.params.append(
             click.Option(["-v", "--verbose"], is_flag=True, expose_value=False, help="Show the traceback of an error.")
         )
@@ -65,142 +69,75 @@ def command(name: str, summary: str, *examples: str) -> Callable[[Callable[..., 
     return click.command(name, cls=Command, short_help=summary, examples=examples)
 
 
+FILE = File(exists=True, dir_okay=False)
+CLICK: Mapping[str, Mapping[str, Any]] = {
+    "adapter": {"type": Name(), "metavar": "ID_OR_PATH[:WEIGHT]", "multiple": True},
+    "allow_config": {"metavar": "KEY", "multiple": True},
+    "cache_dtype": {
+        "type": click.Choice(["auto", *CACHE_DTYPES]),
+        "default": "auto",
+        "show_default": True,
+        "callback": lambda ctx, param, value: None if value == "auto" else value,
+    },
+    "calibration": {"type": Name(), "metavar": "TEXT"},
+    "gates": {
+        "multiple": True,
+        "metavar": "NAME=BOUND",
+        "callback": lambda ctx, param, value: _parsed_gates(value),
+    },
+    "layers": {"type": Layers()},
+    "max_memory": {"type": ByteSize()},
+    "mesh": {"callback": lambda ctx, param, value: _parsed_mesh(value)},
+    "prompts": {"type": FILE},
+    "quantize": {"type": Name(), "metavar": "CONFIG"},
+    "recipe": {"type": File()},
+    "source": {"type": Name()},
+    "target": {"type": Name(), "metavar": "NAME"},
+    "target_bits": {"type": Number(min=0, min_open=True)},
+    "task_folder": {"type": File(exists=True, file_okay=False)},
+    "temperature": {"type": Number(min=0, max=1000)},
+    "text": {"type": FILE},
+    "top_p": {"type": Number(min=0, max=1, min_open=True)},
+    "topologies": {"multiple": True, "required": True},
+    "with_skipped": {"type": Name(), "metavar": "SRC"},
+    "workspace": {"type": Name(), "metavar": "DIR"},
+}
+"""Settings of click besides the description of an option: how a value is written and parsed."""
+
+
+def of(function: Callable[..., Any], *names: str, **spelled: Mapping[str, Any]) -> Callable[[Callback], Callback]:
+    """The options of a function of `tpuconv.api`, or those with these names. Options that the command has already are
+    left out. `spelled` adds to `CLICK`, by name."""
+    found = [(each, known) for each, known in _described(function) if known.is_flag]
+    return stacked(*(_option(each, known, spelled) for each, known in found if not names or each.name in names))
+
+
+def _described(function: Callable[..., Any]) -> "Iterator[tuple[Field[Any], Description]]":
+    return options_of(function.request)  # type: ignore[attr-defined]
+
+
+def _option(
+    each: "Field[Any]", known: Description, spelled: Mapping[str, Mapping[str, Any]]
+) -> Callable[[Callback], Callback]:
+    settings: dict[str, Any] = {"help": with_flags(known.help)}
+    if isinstance(each.default, bool):
+        settings["is_flag"] = True
+    elif isinstance(each.default, tuple) and each.default:
+        default = ",".join(map(str, each.default))
+        settings |= {"default": default, "show_default": True, "type": Numbers(known.most or MOST_TOKENS)}
+    elif each.default not in (None, (), MISSING):
+        settings |= {"default": each.default, "show_default": True}
+    if known.choices:
+        settings["type"] = click.Choice(known.choices)
+    elif known.least is not None:
+        settings["type"] = click.IntRange(known.least, known.most)
+    settings |= {**CLICK.get(each.name, {}), **spelled.get(each.name, {})}
+    return click.option(flag_of(each.name), each.name, **settings)
+
+
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 
 ckpt = click.argument("ckpt", required=False, type=LocationParam())
-
-overwrite = click.option(
-    "--overwrite",
-    is_flag=True,
-    help="Replace OUT if tpuconv wrote it. The old output stays complete until the new one is.",
-)
-
-writes_output = stacked(
-    overwrite,
-    click.option(
-        "--check",
-        is_flag=True,
-        help="If OUT exists already, read all of it and compare checksums. By default only file sizes are compared.",
-    ),
-)
-
-workspace = click.option(
-    "--workspace",
-    metavar="DIR",
-    type=Name(),
-    help="Folder for large temporary files, such as /dev/shm: shards of a streamed source, and the results of a "
-    "calibration if OUT is in a bucket.  [default: beside OUT, or the folder for temporary files]",
-)
-
-compress = click.option(
-    "--compress",
-    is_flag=True,
-    help="Compress all arrays with zstd: smaller, slower. Quantized values of less than 8 bits are always compressed.",
-)
-
-limits = stacked(
-    click.option("--max-memory", type=ByteSize(), help="Memory budget, such as 8GB.  [default: 60% of the machine's]"),
-    click.option("--jobs", type=click.IntRange(min=1), help="Threads.  [default: one more than processors]"),
-)
-
-encoding = click.option(
-    "--encoding",
-    type=click.Choice(ENCODING_CHOICES),
-    default="dequantize",
-    show_default=True,
-    help="FP8, INT8, INT4 and FP4 weights: decode them to bfloat16, or keep quantized values and scales (passthrough).",
-)
-
-quantize = click.option(
-    "--quantize",
-    type=Name(),
-    metavar="CONFIG",
-    help="Quantize during the conversion, by this config of `tpuconv quantize`.",
-)
-
-target = click.option(
-    "--target",
-    type=Name(),
-    metavar="NAME",
-    default="tpuconv",
-    show_default=True,
-    help="The program that reads the output: tpuconv, huggingface, maxtext, tunix, nnx, jax-llm-examples, or a plugin.",
-)
-
-scheme = click.option(
-    "--scheme",
-    type=click.Choice(["compressed-tensors", "fp8", "awq", "mxfp4"]),
-    help="The format of quantized weights: quant_method of config.json.  [default: chosen by the types of the weights]",
-)
-
-
-def _dtype(help: str) -> Callable[[Any], Any]:
-    return click.option("--dtype", type=click.Choice(DTYPE_CHOICES), default="auto", show_default=True, help=help)
-
-
-dtype = _dtype("Dtype of parameters and activations. auto: the dtype of the checkpoint.")
-comparison_dtype = _dtype("Compute dtype of both models. auto: float32, so that any difference is a bug, not rounding.")
-
-cache_dtype = click.option(
-    "--cache-dtype",
-    type=click.Choice(["auto", "int8", "float8_e4m3fn"]),
-    default="auto",
-    show_default=True,
-    callback=lambda ctx, param, value: None if value == "auto" else value,
-    help="Dtype of the KV cache; int8 and FP8 halve its memory (one scale per head and token).",
-)
-
-gate = click.option(
-    "--gate",
-    multiple=True,
-    metavar="NAME=BOUND",
-    callback=lambda ctx, param, value: _parsed_gates(value),
-    help="A bound that must hold: top1=0.99, the top-1 agreement over tokens without ties, or mean_kl=0.01. May be "
-    "repeated.",
-)
-
-speculate = click.option(
-    "--speculate",
-    is_flag=True,
-    help="Draft tokens with the model's MTP module. The checkpoint must be converted with --include-mtp.",
-)
-
-mesh = click.option(
-    "--mesh",
-    callback=lambda ctx, param, value: _parsed_mesh(value),
-    help="Sizes of the mesh axes, such as tensor=8,expert=2.",
-)
-
-prompts = click.option(
-    "--prompts",
-    type=File(exists=True, dir_okay=False),
-    help="A text file with one prompt per line.  [default: built-in prompts]",
-)
-
-benchmark_sizes = stacked(
-    click.option(
-        "--batch",
-        type=Numbers(MOST_SEQUENCES),
-        default="1",
-        show_default=True,
-        help="Sequences in a batch; a list such as 1,8.",
-    ),
-    click.option(
-        "--prompt-length",
-        type=Numbers(MOST_TOKENS),
-        default="128",
-        show_default=True,
-        help="Tokens per prompt; a list such as 128,1024.",
-    ),
-    click.option(
-        "--new-tokens",
-        type=Numbers(MOST_TOKENS),
-        default="64",
-        show_default=True,
-        help="Tokens generated per prompt; a list such as 64,256.",
-    ),
-)
-
 
 processes = stacked(
     click.option(
@@ -229,6 +166,9 @@ processes = stacked(
 )
 
 
+PROCESS_OPTIONS = ("ray", "distributed", "process_index", "process_count")
+"""The options of `processes`."""
+
 on_all_processes = click.option(
     "--distributed",
     is_flag=True,
@@ -236,24 +176,24 @@ on_all_processes = click.option(
 )
 
 
-def on_processes(
-    command: Callable[..., Result],
-    ray: str | None,
-    distributed: bool,
-    process_index: int | None,
-    process_count: int | None,
-) -> Callable[..., Result]:
+def asked_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a command that a function of `tpuconv.api` takes."""
+    return {each.name: given[each.name] for each, _ in _described(function) if each.name in given}
+
+
+def on_processes(command: Callable[..., Result], given: Mapping[str, Any]) -> Callable[..., Result]:
     """Returns a function of `tpuconv.api` that runs as the options `processes` say: on a Ray cluster, for the share of
     this process, or alone.
 
     Raises:
         UsageError: the options exclude each other, or the cluster does not set the index of this process.
     """
+    ray, distributed, index, count = (given[name] for name in PROCESS_OPTIONS)
     if ray is not None:
-        if distributed or process_index is not None:
+        if distributed or index is not None:
             raise UsageError("--ray starts the processes itself", hint="leave out --distributed and --process-index")
-        return partial(on_ray, command, address=ray, count=process_count)
-    return partial(command, part=_chosen_part(distributed, process_index, process_count))
+        return partial(on_ray, command, address=ray, count=count)
+    return partial(command, part=_chosen_part(distributed, index, count))
 
 
 def _chosen_part(distributed: bool, process_index: int | None, process_count: int | None) -> "ProcessPart | None":
@@ -291,4 +231,4 @@ def require_mode(mode: str, given: bool, *others: str) -> None:
     ctx = click.get_current_context()
     for name in others:
         if not given and ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise UsageError(f"--{name.replace('_', '-')} goes with {mode}")
+            raise UsageError(f"{flag_of(name)} goes with {mode}")

@@ -19,6 +19,7 @@ import click
 
 from tpuconv import libtpu
 from tpuconv.commands.console import print_json, say, say_error
+from tpuconv.commands.flags import with_flags
 from tpuconv.commands.params import shortened
 from tpuconv.errors import ResourceError, TpuconvError, UsageError, no_descriptors
 from tpuconv.extras import EXTRAS, install_command
@@ -222,8 +223,9 @@ def fail(error: TpuconvError, as_json: bool, known: Mapping[str, Any] | None = N
     if as_json:
         facts = {"type": type(error).__name__, "message": error.message, "details": error.details, "hint": error.hint}
         print_json({**(known or {}), "error": {**facts, "exit_code": error.exit_code}})
-    hint = error.hint and plain(error.hint, "\n")  # it may end with a line to be copied
-    shown = TpuconvError(plain(error.message), details=[*map(plain, error.details)], hint=hint)
+    hint = error.hint and plain(with_flags(error.hint), "\n")  # it may end with a line to be copied
+    details = [plain(with_flags(detail)) for detail in error.details]
+    shown = TpuconvError(plain(with_flags(error.message)), details=details, hint=hint)
     say_error(type(error).__name__, str(shown))
     sys.exit(error.exit_code)
 

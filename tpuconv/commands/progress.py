@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tpuconv.commands.console import console, say, styled
+from tpuconv.commands.flags import with_flags
 from tpuconv.commands.process import KEPT, is_interruption
 from tpuconv.memory import peak_memory
 from tpuconv.progress import Listener, Progress
@@ -54,7 +55,7 @@ def resumable(as_json: bool) -> Iterator[Listener]:
 
 def _messages(progress: Progress) -> None:
     if progress.message:
-        say(plain(progress.message), err=True)
+        say(plain(with_flags(progress.message)), err=True)
 
 
 class _Terminal:

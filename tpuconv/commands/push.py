@@ -19,9 +19,7 @@ from tpuconv.sizes import format_size
 )
 @click.argument("path", type=File())
 @click.argument("repo", type=Name(), metavar="ORG/NAME")
-@click.option("--private", is_flag=True, help="Create a private repository; a public one is refused.")
-@click.option("--revision", type=Name(), help="A branch; created if it does not exist.  [default: main]")
-@click.option("--dry-run", is_flag=True, help="List the files and stop, without contacting the Hub.")
+@options.of(api.push, revision={"type": Name()})
 @options.as_json
 def push(path: Path, repo: str, private: bool, revision: str | None, dry_run: bool, as_json: bool) -> None:
     """Upload PATH, a complete checkpoint or export of tpuconv, to the repository ORG/NAME on the Hub. The repository is

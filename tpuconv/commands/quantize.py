@@ -1,19 +1,17 @@
 """`tpuconv quantize`."""
 
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from tpuconv import api
-from tpuconv.api.calibration import CALIBRATION_LENGTH, CALIBRATION_SAMPLES
 from tpuconv.api.recipes import ROUNDING_METHODS
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, show
 from tpuconv.commands.convert import show_conversion, show_plan
 from tpuconv.commands.inputs import chosen_checkpoint, read_prompts
-from tpuconv.commands.params import File, LocationParam, Name, Number
+from tpuconv.commands.params import LocationParam, Name
 from tpuconv.commands.progress import resumable, shown
 from tpuconv.errors import UsageError
 from tpuconv.location import Location
@@ -25,18 +23,11 @@ if TYPE_CHECKING:
 
 MEASURING = "--sensitivity, --target-bits or --gate"
 QUANTIZING = (
-    "explain",
-    "compress",
-    "dry_run",
-    "check",
-    "workspace",
-    "max_memory",
-    "jobs",
-    "distributed",
-    "process_index",
-    "process_count",
-    "ray",
+    *("explain", "compress", "dry_run", "check", "workspace", "max_memory", "jobs"),
+    *("distributed", "process_index", "process_count", "ray"),
 )
+"""Options of the mode that quantizes."""
+CONFIG = {"type": Name(), "metavar": "NAME", "help": "A config of this package (see --list) or a YAML file."}
 
 
 @options.command(
@@ -53,88 +44,28 @@ QUANTIZING = (
 )
 @options.ckpt
 @click.argument("out", required=False, type=LocationParam())
-@click.option("--config", type=Name(), metavar="NAME", help="A config of this package (see --list) or a YAML file.")
+@options.of(api.quantize, "config", config=CONFIG)
 @click.option("--list", "as_list", is_flag=True, help="List the configs of this package.")
 @click.option("--show", "shown_config", type=Name(), metavar="NAME", help="Print a config of this package.")
 @click.option("--explain", is_flag=True, help="Show how each parameter would be quantized, and stop.")
 @click.option("--sensitivity", is_flag=True, help="Measure the cost of rounding each group of parameters, and stop.")
-@click.option(
-    "--target-bits",
-    type=Number(min=0, min_open=True),
-    help="Write the config with the lowest KL divergence at this many bits a weight, and stop.",
-)
-@options.gate
-@click.option(
-    "--out-config",
-    type=File(),
-    default="recipe.yaml",
-    show_default=True,
-    help="The file that --target-bits and --gate write. A plot of the choice is beside it, with the suffix .html.",
-)
-@click.option(
-    "--method",
-    type=click.Choice(ROUNDING_METHODS),
-    default=ROUNDING_METHODS[0],
-    show_default=True,
-    help="The rounding of weights while their cost is measured. The recipe names it as its calibration.",
-)
-@options.prompts
-@click.option(
-    "--calibration",
-    type=Name(),
-    metavar="TEXT",
-    help="The text for a config with `calibration`, and for --method gptq or awq: a file, or `self` to sample text "
-    "from the model.  [default: a text of this package]",
-)
-@click.option(
-    "--samples",
-    type=click.IntRange(min=1),
-    default=CALIBRATION_SAMPLES,
-    show_default=True,
-    help="The largest number of samples of the text.",
-)
-@click.option(
-    "--length",
-    type=click.IntRange(min=2, max=options.MOST_TOKENS),
-    default=CALIBRATION_LENGTH,
-    show_default=True,
-    help="Tokens per sample.",
-)
-@options.compress
+@options.of(api.sensitivity, "target_bits", "gates", "recipe", "method", "prompts")
+@options.of(api.quantize, "calibration", "samples", "length", "compress")
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
-@options.writes_output
-@options.workspace
-@options.limits
+@options.of(api.quantize, "overwrite", "check", "workspace")
+@options.of(api.quantize)
 @options.processes
 @options.as_json
 def quantize(
     ckpt: Location | None,
     out: Location | None,
-    config: str | None,
     as_list: bool,
     shown_config: str | None,
     explain: bool,
     sensitivity: bool,
-    target_bits: float | None,
-    gate: dict[str, float] | None,
-    out_config: Path,
-    method: str,
-    prompts: Path | None,
-    calibration: str | None,
-    samples: int,
-    length: int,
-    compress: bool,
     dry_run: bool,
-    overwrite: bool,
-    check: bool,
-    workspace: str | None,
-    max_memory: int | None,
-    jobs: int | None,
-    distributed: bool,
-    process_index: int | None,
-    process_count: int | None,
-    ray: str | None,
     as_json: bool,
+    **given: Any,
 ) -> None:
     """Quantize the checkpoint CKPT by Qwix rules to OUT (<CKPT>-<config>, beside it, by default).
 
@@ -149,69 +80,78 @@ def quantize(
     in float32, to measure the KL divergence of each group of parameters in int8 and in int4. --gate searches for the
     smallest config that passes.
     """
-    from tpuconv.quantize.config import find_config
-
+    measures = sensitivity or given["target_bits"] is not None or given["gates"] is not None
     if as_list:
         _list_configs(as_json)
-        return
-    if shown_config is not None:
+    elif shown_config is not None:
         _show_config(shown_config, as_json)
-        return
-    measuring = sensitivity or target_bits is not None or gate is not None
-    options.require_mode(MEASURING, measuring, "prompts", "method")
-    options.require_mode("--target-bits or --gate", target_bits is not None or gate is not None, "out_config")
-    if method == "nearest":
-        options.require_mode("--method gptq or awq", False, "calibration", "samples", "length")
-    if measuring and (config or out):
-        raise UsageError(
-            f"{MEASURING} measures and quantizes nothing",
-            hint="leave out OUT and --config; then quantize with `--config recipe.yaml`",
-        )
-    options.require_mode("--config", not measuring, *QUANTIZING)
-    quantize_model = options.on_processes(api.quantize, ray, distributed, process_index, process_count)
-    if config is None and not measuring:
-        raise UsageError("--config is missing", hint="`tpuconv quantize --list` lists the configs of this package")
-    if config is not None and find_config(config).calibration is None:  # read before CKPT, to report its mistakes first
-        options.require_mode("a config that has `calibration`", False, "samples", "length")
-    doing = "Measuring" if measuring else "Quantizing"
-    chosen = chosen_checkpoint(ckpt, doing, quiet=as_json, own=True, quantized=False)
-    if config is None:
-        with shown(as_json) as progress:
-            found = api.sensitivity(
-                chosen,
-                prompts=read_prompts(prompts),
-                prompts_from=f"the prompts of {prompts}" if prompts else "the default ones",
-                method=method,
-                calibration=calibration,
-                samples=samples,
-                length=length,
-                target_bits=target_bits,
-                gates=gate,
-                recipe=out_config,
-                overwrite=overwrite,
-                progress=progress,
+    elif measures:
+        if given["config"] or out:
+            raise UsageError(
+                f"{MEASURING} measures and quantizes nothing",
+                hint="leave out OUT and --config; then quantize with `--config recipe.yaml`",
             )
-        calibrated = f" --calibration {calibration}" if calibration else ""
-        calibrated += f" --samples {samples} --length {length}"
-        _show_sensitivity(found, as_json, "" if method == ROUNDING_METHODS[0] else calibrated)
-        return
+        _check_modes(measures, given)
+        _measure(ckpt, as_json, given)
+    elif given["config"] is None:
+        _check_modes(measures, given)
+        raise UsageError("--config is missing", hint="`tpuconv quantize --list` lists the configs of this package")
+    else:
+        _check_modes(measures, given)
+        _quantize(ckpt, out, explain, dry_run, as_json, given)
+
+
+def _check_modes(measures: bool, given: "Mapping[str, Any]") -> None:
+    """Raises UsageError for an option that goes with another mode of the command."""
+    writes_recipe = given["target_bits"] is not None or given["gates"] is not None
+    for mode, is_given, names in (
+        (MEASURING, measures, ("prompts", "method")),
+        ("--target-bits or --gate", writes_recipe, ("recipe",)),
+        ("--method gptq or awq", given["method"] != "nearest", ("calibration", "samples", "length")),
+        ("--config", not measures, QUANTIZING),
+    ):
+        options.require_mode(mode, is_given, *names)
+
+
+def _measure(ckpt: Location | None, as_json: bool, given: "Mapping[str, Any]") -> None:
+    """Measures the cost of rounding, and finds a config if a budget or gates are given."""
+    options.on_processes(api.quantize, given)  # refuses those that do not go together
+    chosen = chosen_checkpoint(ckpt, "Measuring", quiet=as_json, own=True, quantized=False)
+    asked, file = options.asked_of(api.sensitivity, given), given["prompts"]
+    asked |= {"prompts": read_prompts(file), "prompts_from": f"the prompts of {file}" if file else "the default ones"}
+    with shown(as_json) as progress:
+        found = api.sensitivity(chosen, progress=progress, **asked)
+    calibrated = f" --calibration {given['calibration']}" if given["calibration"] else ""
+    calibrated += f" --samples {given['samples']} --length {given['length']}"
+    _show_sensitivity(found, as_json, "" if given["method"] == ROUNDING_METHODS[0] else calibrated)
+
+
+def _quantize(
+    ckpt: Location | None,
+    out: Location | None,
+    explain: bool,
+    dry_run: bool,
+    as_json: bool,
+    given: "Mapping[str, Any]",
+) -> None:
+    """Quantizes a checkpoint, or shows how."""
+    from tpuconv.quantize.config import find_config
+
+    quantize_model = options.on_processes(api.quantize, given)
+    if find_config(given["config"]).calibration is None:  # read before CKPT, to report its mistakes first
+        options.require_mode("a config that has `calibration`", False, "samples", "length")
+    chosen = chosen_checkpoint(ckpt, "Quantizing", quiet=as_json, own=True, quantized=False)
     check_address_space_for_jax()
-    given: Mapping[str, Any] = {
-        **{"config": config, "compress": compress},
-        **{"calibration": calibration, "samples": samples, "length": length},
-        **{"max_memory": max_memory, "jobs": jobs},
-    }
     if explain or dry_run:
-        plan = api.plan_quantization(chosen, **given)
+        plan = api.plan_quantization(chosen, **options.asked_of(api.plan_quantization, given))
         if explain:
             _show_explanation(plan, as_json)
         else:
             show_plan(plan, as_json, out or chosen)
         return
     with resumable(as_json) as progress:
-        writing: Mapping[str, Any] = {"overwrite": overwrite, "check": check, "workspace": workspace}
-        done = quantize_model(chosen, out, progress=progress, **writing, **given)
-    show_conversion(done, check, as_json)
+        done = quantize_model(chosen, out, progress=progress, **options.asked_of(api.quantize, given))
+    show_conversion(done, given["check"], as_json)
 
 
 def _list_configs(as_json: bool) -> None:

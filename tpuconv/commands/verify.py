@@ -12,7 +12,6 @@ from tpuconv.commands import options
 from tpuconv.commands.benchmark import show_benchmark
 from tpuconv.commands.console import Table, console, print_json, show, styled
 from tpuconv.commands.inputs import chosen_checkpoint, read_prompts
-from tpuconv.commands.params import Name
 from tpuconv.commands.process import all_processes
 from tpuconv.commands.progress import resumable, shown
 from tpuconv.errors import CorruptOutput, GateError, UsageError, shorten
@@ -37,21 +36,9 @@ if TYPE_CHECKING:
 )
 @options.ckpt
 @click.option("--compare-hf", is_flag=True, help="Compare the outputs of the model with transformers on the source.")
-@click.option("--layerwise", is_flag=True, help="Compare one layer at a time, in the memory of one layer.")
-@click.option(
-    "--source",
-    type=Name(),
-    help="Path or Hub id of the source checkpoint.  [default: the source that was converted, if this machine knows it]",
-)
-@options.prompts
-@options.comparison_dtype
-@options.mesh
+@options.of(api.compare)
 @click.option("--benchmark", is_flag=True, help="After the checks, run `tpuconv benchmark` with its default sizes.")
-@click.option(
-    "--update",
-    is_flag=True,
-    help="First record the current config.json, tokenizer files and model cards in the manifest.",
-)
+@options.of(api.verify)
 @options.on_all_processes
 @options.as_json
 def verify(

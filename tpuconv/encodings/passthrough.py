@@ -101,13 +101,13 @@ class QValues(Tensor):
             if self.scheme.affine is None:
                 raise SourceError(
                     f"{info.name} says {found.tolist()}, but the values are {list(self.shape)}",
-                    hint="--encoding dequantize does without it, and ignores it",
+                    hint='`encoding="dequantize"` does without it, and ignores it',
                 )
             is_zeros = info.name.endswith(self.scheme.affine.zero_points)
             raise SourceError(
                 f"{info.name} does not hold {'zero points in the middle' if is_zeros else 'groups in order'}, as "
                 "config.json says",
-                hint="--encoding dequantize decodes it as it is",
+                hint='`encoding="dequantize"` decodes it as it is',
             )
 
 

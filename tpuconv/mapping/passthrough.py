@@ -1,4 +1,4 @@
-"""`--encoding keep`: rows whose tensors stay encoded. Each becomes two rows, one for quantized values and one for
+"""Rows whose tensors stay encoded, with `encoding="keep"`. Each becomes two rows, one for quantized values and one for
 scales, and a third one if there are zero points.
 
 Quantized values go through the row's layout, scales through the layout that follows from it

@@ -343,7 +343,7 @@ class MappingTable:
             raise UnsupportedConfig(
                 f"some layers of this release name or group the tensors of {apart[0].jax_names[0]} in another way than "
                 "the rest, and cannot be stacked with them",
-                hint="leave out --scan-layers",
+                hint="leave out `scan_layers=`",
             )
 
     def with_rows(self, rows: Sequence[Map]) -> "MappingTable":

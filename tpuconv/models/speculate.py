@@ -33,7 +33,7 @@ def check_greedy(sampling: Sampling) -> None:
     if sampling.temperature >= LEAST_TEMPERATURE:
         raise UsageError(
             f"drafts are checked against the most likely token, and the temperature is {sampling.temperature}",
-            hint="leave out --temperature or --speculate",
+            hint="leave out `temperature=` or `speculate=`",
         )
 
 
@@ -90,7 +90,7 @@ class Speculator(Generator):
         if not hasattr(model, "mtp"):
             raise UsageError(
                 "the model was loaded without its module for multi-token prediction",
-                hint="load it with mtp=True, from a checkpoint converted with --include-mtp",
+                hint="load it with mtp=True, from a checkpoint converted with `include_mtp=True`",
             )
         if any(rope and rope.depends_on_length for rope in model.config.ropes):
             raise UnsupportedConfig(

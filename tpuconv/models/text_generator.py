@@ -70,10 +70,10 @@ class PromptEncoder:
             raise UsageError("the prompts are a single text", hint="give a list: [prompt]")
         if not chat:
             if system is not None:
-                raise UsageError("a system prompt needs a chat template", hint="add --chat")
+                raise UsageError("a system prompt needs a chat template", hint="add `chat=True`")
             return [list(self.tokenizer(prompt)["input_ids"]) for prompt in prompts]
         if not self.has_chat_template:
-            raise UsageError("the tokenizer has no chat template", hint="leave --chat out")
+            raise UsageError("the tokenizer has no chat template", hint="leave `chat=` out")
         begin = [] if system is None else [{"role": "system", "content": system}]
         texts = []
         for prompt in prompts:
@@ -83,7 +83,7 @@ class PromptEncoder:
             except Exception as e:  # the template is a program, and may raise any exception
                 raise UsageError(
                     f"the chat template cannot be used: {type(e).__name__}: {str(e)[:300]}",
-                    hint="leave --system out: some templates refuse it" if system is not None else "leave --chat out",
+                    hint="leave `system=` out: some templates refuse it" if system is not None else "leave `chat=` out",
                 ) from e
         return [list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
 

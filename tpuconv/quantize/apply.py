@@ -61,7 +61,7 @@ def quantization(
     """
     plain.check()
     if plain.options.layers is not None:
-        raise UnsupportedConfig("a part of the layers cannot be quantized", hint="leave --layers out")
+        raise UnsupportedConfig("a part of the layers cannot be quantized", hint="leave `layers=` out")
     check_rules(rules, family.table_without_release(plain.table.returns).modules(config))
     import jax.numpy as jnp
 
@@ -91,7 +91,7 @@ def quantization(
     if data is None or not isinstance(plain.source, Checkpoint):
         raise UsageError(
             f"{rules.name} has a calibration, which runs the model of a converted checkpoint",
-            hint="convert without --quantize, then use `tpuconv quantize`",
+            hint="convert without `quantize=`, then use `tpuconv quantize`",
         )
     heads = config.num_attention_heads
     calibration = LayerwiseCalibration(plain.source.manifest, encoders, rules.calibration, data, heads)

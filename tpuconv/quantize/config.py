@@ -290,7 +290,7 @@ def _gates(value: YamlValue) -> dict[str, float]:
 
 
 def gate_from_text(text: str) -> tuple[str, float]:
-    """Returns a gate written as `top1=0.99`: the name of the statistic and its bound.
+    """Returns a gate written as "top1=0.99": the name of the statistic and its bound.
 
     Raises:
         UsageError: it is none of `GATE_LIMITS`, or outside of its range.

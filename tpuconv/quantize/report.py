@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import inf, log10, prod
 from typing import Any
 
-from tpuconv.checkpoint.manifest import OWN_TARGET, element_bytes
-from tpuconv.names import collapse
+from tpuconv.checkpoint.manifest import element_bytes
+from tpuconv.names import OWN_TARGET, collapse
 from tpuconv.sizes import format_size
 from tpuconv.targets.registry import get_target
 from tpuconv.text import html as escape
@@ -38,7 +38,7 @@ class Row:
     source: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the keys of `--json`; an infinite ratio is null."""
+        """Returns the keys that docs/json.md lists; an infinite ratio is null."""
         return vars(self) | {"snr_db": self.snr_db if self.snr_db < inf else None}
 
 
@@ -62,7 +62,7 @@ class Report:
     notes: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the keys of `--json`."""
+        """Returns the keys that docs/json.md lists."""
         return {
             **({"notes": list(self.notes)} if self.notes else {}),
             "config": self.config,

@@ -376,7 +376,7 @@ def _stacked(
             if _decisions(config, path) != _decisions(config, first):
                 raise UnsupportedConfig(
                     f"{config.name} does not quantize {first} and {path} alike, so that they cannot be stacked",
-                    hint="convert without --scan-layers, or give these layers the same rules",
+                    hint="convert without `scan_layers=`, or give these layers the same rules",
                 )
     out = {}
     for name, quant in param_quants.items():

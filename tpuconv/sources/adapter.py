@@ -154,7 +154,7 @@ def _parsed(given: str) -> tuple[str, float]:
         raise ValueError
     except ValueError:
         raise UsageError(
-            f"--adapter {given}: {number!r} is not a number", hint="give a folder or a Hub id, and perhaps :WEIGHT"
+            f"`adapter={[given]}`: {number!r} is not a number", hint="give a folder or a Hub id, and perhaps :WEIGHT"
         ) from None
 
 

@@ -25,7 +25,7 @@ TEMPLATES = "additional_chat_templates"
 MODULES = "modules.json"
 """The list of modules of sentence-transformers, each with a folder: pooling, dense layers and so on."""
 
-AN_ADAPTER = "an adapter, which transformers would apply; --adapter with this folder or id merges it"
+AN_ADAPTER = "an adapter, which transformers would apply; `adapter=` with this folder or id merges it"
 OTHER_WEIGHTS = (
     "weights that are not read: as in transformers, model.safetensors goes before an index, an index before others"
 )

@@ -44,12 +44,12 @@ def resolve(
     folder = _local_path(src)
     if isinstance(folder, BucketPath):
         if revision is not None:
-            raise UsageError(f"--revision {revision} needs a Hub id, and {src} is in a bucket", hint="leave it out")
+            raise UsageError(f"`revision={revision!r}` needs a Hub id, and {src} is in a bucket", hint="leave it out")
         return Resolved(folder)
     if src and folder.is_dir():
         if revision is not None:
             raise UsageError(
-                f"--revision {revision} needs a Hub id, and {src} is a folder",
+                f"`revision={revision!r}` needs a Hub id, and {src} is a folder",
                 hint="leave it out, or run where no folder has this name",
             )
         return Resolved(folder)

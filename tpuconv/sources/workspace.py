@@ -83,7 +83,7 @@ class Workspace:
             raise ResourceError(
                 f"the workspace {self.root} has {format_size(free)} free, and streaming the source takes "
                 f"{format_size(more)}",
-                hint="free some space, or give --workspace on another disk (/dev/shm is one in memory)",
+                hint="free some space, or give `workspace=` on another disk (/dev/shm is one in memory)",
             )
 
     def close(self) -> None:

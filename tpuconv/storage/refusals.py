@@ -21,7 +21,7 @@ def unfinished(out: Location, work: Location, began: Mapping[str, Any], facts: M
     return OutputError(
         f"there is an unfinished conversion to {out.name} in {work}, of another source or with other options",
         details=_differences(began["facts"], facts),
-        hint="run the command with its source and options to finish it, or give --overwrite to begin anew",
+        hint="run the command with its source and options to finish it, or give `overwrite=True` to begin anew",
     )
 
 
@@ -37,13 +37,13 @@ def exists_already(
     return OutputError(
         f"{out} exists already, and this command would write another output",
         details=_differences(_made_with(out, facts), facts, was="made"),
-        hint="choose another OUT, or give --overwrite to replace it",
+        hint="choose another OUT, or give `overwrite=True` to replace it",
     )
 
 
 def not_replaced(out: Location, why: Sequence[str], *, overwrite: bool) -> OutputError:
     """Returns the error for a place with files that do not belong to tpuconv, by these reasons."""
-    stays = ", so --overwrite does not replace it" if overwrite else ""
+    stays = ", so `overwrite=True` does not replace it" if overwrite else ""
     is_changed = all(reason.endswith(REWRITTEN) for reason in why)
     return OutputError(
         f"{out} exists already and holds files that "

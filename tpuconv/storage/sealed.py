@@ -216,5 +216,5 @@ def raise_damage(folder: Location, faults: Iterable[tuple[str, str]]) -> None:
         raise CorruptOutput(
             f"{folder} is damaged: {len(lines)} of its files are not as they were written",
             details=shorten(lines),
-            hint="delete these files, then give --overwrite to make it again",
+            hint="delete these files, then give `overwrite=True` to make it again",
         )

@@ -138,7 +138,7 @@ class SharedJournal(Journal):
                 f"{self.part}: no other process appeared in {self.folder} within {MEETING_SECONDS / 60:.0f} minutes; "
                 f"{self.out.parent} is probably not on a disk that all hosts share",
                 hint="name an OUT in a bucket, or on a disk that all hosts mount; if the other processes start later, "
-                "give --process-index and --process-count instead of --distributed",
+                "give `ProcessPart()` instead of `find_part()`",
             )
         return self._has_met
 

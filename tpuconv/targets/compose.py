@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tpuconv.checkpoint.manifest import OWN_TARGET
 from tpuconv.errors import LayoutError, UnsupportedConfig
 from tpuconv.layout import Axes, Axis, Layout, format_axes
 from tpuconv.mapping.table import (
@@ -22,7 +21,7 @@ from tpuconv.mapping.table import (
     is_of_mtp,
     row_indices,
 )
-from tpuconv.names import collapse
+from tpuconv.names import OWN_TARGET, collapse
 from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
 
 _LAYER = re.compile(r"layers\.\{(\w)\}\.")
@@ -54,21 +53,23 @@ def target_table(
         UnsupportedConfig: the target does not have the family, a parameter of this model, or stacked layers.
     """
     if scan_layers and target.layer_axis is None:
-        raise UnsupportedConfig(f"{target.name} has no stacked layers", hint="leave out --scan-layers")
+        raise UnsupportedConfig(f"{target.name} has no stacked layers", hint="leave out `scan_layers=`")
     if target.trees is None:
         if scan_layers and target.name != OWN_TARGET and (why := getattr(config, "unscannable", "")):
-            raise UnsupportedConfig(f"--scan-layers cannot stack the layers of this model: {why}", hint="leave it out")
+            raise UnsupportedConfig(
+                f"`scan_layers=True` cannot stack the layers of this model: {why}", hint="leave it out"
+            )
         stacks = scan_layers and not getattr(config, "unscannable", "")
         table = table.stack_layers(config) if stacks else table
         return (table, config) if target.name == OWN_TARGET else (_renamed(table, target), config)
     if table.returns:
         raise UnsupportedConfig(
             f"the target {target.name} has language models only, and this model returns {table.returns}",
-            hint="convert without --target",
+            hint="convert without `target=`",
         )
     tree = find_tree(target, family, model_type, config)
     if scan_layers and not all(layers.stacked for layers in tree.layers):
-        raise UnsupportedConfig(f"{target.name} has no stacked layers of this model", hint="leave out --scan-layers")
+        raise UnsupportedConfig(f"{target.name} has no stacked layers of this model", hint="leave out `scan_layers=`")
     if scan_layers:
         table.check_layers_alike()
     config = WithAxes(config, {**config.axes, **table.axes, **_tree_letters(config, tree, scan_layers)})
@@ -83,7 +84,7 @@ def target_table(
             what = "layers for multi-token prediction" if is_of_mtp(row) else ", ".join(row.jax_names)
             raise UnsupportedConfig(
                 f"{target.name} has no place for {what} of {family}",
-                hint="convert without --target" + (" or without --include-mtp" if include_mtp else ""),
+                hint="convert without `target=`" + (" or without `include_mtp=`" if include_mtp else ""),
             )
         rows += placed
     return table.with_rows(rows), config
@@ -180,13 +181,13 @@ def _tree_letters(config: HasAxes, tree: Tree, scan: bool) -> dict[str, Any]:
     if rest and (scan or _by_place(tree)) and not has_rest:
         raise UnsupportedConfig(
             f"{len(numbers)} layers are not a complete number of periods of {period}",
-            hint="leave out --scan-layers" if scan else "convert without --target",
+            hint="leave out `scan_layers=`" if scan else "convert without `target=`",
         )
     if scan:
         kinds = [[i in axes[x] for x in _layer_letters(axes)] for i in numbers[:whole]]
         if any(kind != kinds[i % period] for i, kind in enumerate(kinds)):
             raise UnsupportedConfig(
-                f"the layers of this model do not repeat with a period of {period}", hint="leave out --scan-layers"
+                f"the layers of this model do not repeat with a period of {period}", hint="leave out `scan_layers=`"
             )
     return half | {PERIODS: firsts, PLACES: in_one, REST_LAYERS: rest}
 
@@ -312,7 +313,7 @@ class _Composer:
                 if mine != places:
                     raise UnsupportedConfig(
                         f"{self.target.name} has {', '.join(row.jax_names)} of all layers of a period in one array",
-                        hint="leave out --scan-layers",
+                        hint="leave out `scan_layers=`",
                     )
                 at, letters = (f"{PERIODS}+{places[0]}", PERIODS) if len(places) == 1 else _SHARED_PLACES
                 yield self._row(_with_index(row, own, at), placed, f"{name}.", letters)

@@ -4,7 +4,7 @@ from tpuconv.targets.target import OWN_PARTS, Target
 
 HUGGINGFACE = Target(
     name="huggingface",
-    summary="transformers, vLLM, SGLang: safetensors; with --quantize in the formats of compressed-tensors",
+    summary="transformers, vLLM, SGLang: safetensors; with `quantize=` in the formats of compressed-tensors",
     loading="AutoModelForCausalLM.from_pretrained(OUT)",
     quantized=OWN_PARTS,
     is_safetensors=True,

@@ -151,7 +151,7 @@ def _gemma(tree: Tree, factor: Times) -> Tree:
         tree,
         places={"embed.embedding": embedding, "norm.scale": norm},
         note="give the vocab_size of config.json: MaxText's own is padded or cut; "
-        "--dtype float32 keeps all digits of its norms, 1 + w",
+        '`dtype="float32"` keeps all digits of its norms, 1 + w',
     )
 
 

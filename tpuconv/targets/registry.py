@@ -5,8 +5,8 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
-from tpuconv.checkpoint.manifest import OWN_TARGET
 from tpuconv.errors import UsageError
+from tpuconv.names import OWN_TARGET
 from tpuconv.targets.target import OWN, Target
 
 ENTRY_POINTS = "tpuconv.targets"

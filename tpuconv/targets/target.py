@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpuconv.checkpoint.manifest import OWN_TARGET
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.mapping.arithmetic import Arithmetic
-from tpuconv.names import QVALUE, SCALE, ZERO_POINT
+from tpuconv.names import OWN_TARGET, QVALUE, SCALE, ZERO_POINT
 
 
 @dataclass(frozen=True)

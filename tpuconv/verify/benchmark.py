@@ -141,7 +141,7 @@ def workloads(batches: Sequence[int], prompt_lengths: Sequence[int], new_tokens:
         UsageError: a number of new tokens is less than 2. Prefill gives the first, so nothing would be decoded.
     """
     if min(new_tokens) < 2:
-        raise UsageError("--new-tokens must be at least 2: the first token comes from the prefill")
+        raise UsageError("`new_tokens=` must be at least 2: the first token comes from the prefill")
     return [Workload(*sizes) for sizes in product(batches, prompt_lengths, new_tokens)]
 
 

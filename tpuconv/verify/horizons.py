@@ -73,7 +73,7 @@ def long_prompts(
         length = min(tokens + BEYOND, context_of(config))
         need = SCORE_COPIES * 4 * (config.axes["N"] + config.axes.get("n", 0)) * length**2
         if tokens > FARTHEST:
-            found.append(Horizon(tokens, f"only --prompts has texts of more than {FARTHEST + BEYOND:,} tokens"))
+            found.append(Horizon(tokens, f"only `prompts=` has texts of more than {FARTHEST + BEYOND:,} tokens"))
         elif length > longest and memory is not None and need > memory:
             found.append(Horizon(tokens, f"a prompt of {length:,} tokens needs {format_size(need)} of memory more"))
         else:

@@ -91,11 +91,11 @@ def compare_layers(
     """
     manifest.check_complete()
     if manifest.quantization is not None:
-        raise UsageError(f"{manifest.folder} is quantized: every layer diverges", hint="leave --layerwise out")
+        raise UsageError(f"{manifest.folder} is quantized: every layer diverges", hint="leave `layerwise=` out")
     config = model_config(manifest)
     if config.inseparable:
         raise UsageError(
-            f"{manifest.folder} cannot be compared layer by layer: {config.inseparable}", hint="leave --layerwise out"
+            f"{manifest.folder} cannot be compared layer by layer: {config.inseparable}", hint="leave `layerwise=` out"
         )
     _return_freed_memory()
     theirs, ours = _Reference(source, manifest, windows, dtype), _Ours(manifest, windows, dtype)
@@ -290,7 +290,7 @@ class _Reference:
         if absent := names - self.tensors.keys():
             raise SourceError(
                 f"{self.folder} has no {', '.join(sorted(absent)[:5])}",
-                hint="if it is not the source of this checkpoint, name the right one with --source",
+                hint="if it is not the source of this checkpoint, name the right one with `source=`",
             )
         state = {name: self._read(self.tensors[name]) for name in sorted(names)}
         convert_and_load_state_dict_in_model(
@@ -306,7 +306,7 @@ class _Reference:
         if missing:
             raise SourceError(
                 f"{self.folder} has no tensors for {', '.join(missing[:5])} of transformers' {target[:-1]}",
-                hint="compare without --layerwise to see transformers' own error",
+                hint="compare without `layerwise=` to see transformers' own error",
             )
 
     def _read(self, tensor: Tensor) -> Any:

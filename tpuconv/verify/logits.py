@@ -208,7 +208,7 @@ def tokenize(source: Path, prompts: Sequence[str], vocab_size: int) -> list[list
     if not has_tokenizer(source):
         if prompts:
             raise UsageError(
-                f"{source} has no tokenizer for the prompts", hint="leave --prompts out to compare on random token ids"
+                f"{source} has no tokenizer for the prompts", hint="leave `prompts=` out to compare on random token ids"
             )
         rng = np.random.default_rng(0)
         return [list(map(int, row)) for row in rng.integers(0, vocab_size, (ID_PROMPTS, ID_LENGTH))]

@@ -138,7 +138,7 @@ class TensorDifference:
     largest: float
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the keys of `--json`; an infinite ratio is null."""
+        """Returns the keys that docs/json.md lists; an infinite ratio is null."""
         return vars(self) | {"snr_db": self.snr_db if self.snr_db < inf else None}
 
 

@@ -148,7 +148,7 @@ def reference(
         raise UsageError(
             f"transformers would read the quantized values of {source} as weights: the encoding is described in "
             f"{next(name for name in ENCODING_FILES if (source / name).exists())}, which transformers does not read",
-            hint="use --layerwise, which gives transformers the decoded weights",
+            hint="use `layerwise=True`, which gives transformers the decoded weights",
         )
     if (source / INDEX_FILE).exists():
         open_source(source)  # refuses an index with `../` in a file name, which transformers would follow
@@ -172,7 +172,7 @@ def reference(
     except ImportError as e:
         raise UsageError(
             f"transformers cannot load {source}: {str(e).strip().partition(chr(10))[0]}",
-            hint="install the package, or use --layerwise, which gives transformers the decoded weights",
+            hint="install the package, or use `layerwise=True`, which gives transformers the decoded weights",
         ) from e
 
     if read_json(path, ConfigError).get("model_type") not in READ_WITHIN:  # what sees has no weights there

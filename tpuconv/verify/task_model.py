@@ -74,7 +74,7 @@ class TaskModel(TemplateLM):  # type: ignore[misc]
                 failure = e
         raise UsageError(
             f"the chat template cannot be used: {type(failure).__name__}: {str(failure)[:300]}",
-            hint="leave --chat-template out",
+            hint="leave `chat_template=` out",
         ) from failure
 
     @property

@@ -91,7 +91,7 @@ class TaskList:
             ends = end_tokens(folder, tokenizer)
         if self.chat_template and not getattr(tokenizer, "chat_template", None):
             raise UsageError(
-                f"the tokenizer of {manifest.folder} has no chat template", hint="leave --chat-template out"
+                f"the tokenizer of {manifest.folder} has no chat template", hint="leave `chat_template=` out"
             )
         return tokenizer, ends
 
@@ -108,7 +108,7 @@ class TaskList:
         if unknown := [name for name in self.names if name not in manager.all_tasks]:
             raise UsageError(
                 f"lm-evaluation-harness has no task {', '.join(unknown)}",
-                hint="`lm-eval ls tasks` lists all; give --task-folder for tasks of yours",
+                hint="`lm-eval ls tasks` lists all; give `task_folder=` for tasks of yours",
             )
         try:
             manager.load(list(self.names))
@@ -116,7 +116,7 @@ class TaskList:
             raise UsageError(
                 f"the data of {', '.join(self.names)} cannot be read: {type(e).__name__}: {root_cause(e)}",
                 hint="without a network they must be in the cache of `datasets`, or in files that a task of "
-                "--task-folder names",
+                "`task_folder=` names",
             ) from e
         return manager
 

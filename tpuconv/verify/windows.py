@@ -35,7 +35,7 @@ def windows(ids: Sequence[int], length: int, stride: int, begin: Sequence[int] =
     if room < stride:
         raise UsageError(
             f"windows of {length} tokens begin with {len(begin)} of the tokenizer, and their stride is {stride}",
-            hint="give a larger --length or a smaller --stride",
+            hint="give a larger `length=` or a smaller `stride=`",
         )
     if len(ids) < 2:
         raise UsageError("the text is shorter than two tokens", hint="give a longer text")

@@ -101,10 +101,10 @@ def carried(manifest: Manifest, source: Source, table: MappingTable, config: Has
         raise UsageError(
             f"the tensors that the conversion of {source.name} skipped are encoded, and the export is not",
             details=shorten(list(collapse(encoded))),
-            hint="convert with --encoding keep, and export that",
+            hint='convert with `encoding="keep"`, and export that',
         )
     if not infos:
-        raise UsageError(f"the conversion of {source.name} skipped nothing", hint="leave --with-skipped out")
+        raise UsageError(f"the conversion of {source.name} skipped nothing", hint="leave `with_skipped=` out")
     skipped = [Skip(pattern, len(names), f"{FURTHER_TOKENS}; encoded") for pattern, names in collapse(encoded).items()]
     return replace(_as_they_are(source, infos), skipped=tuple(skipped))
 
@@ -147,7 +147,9 @@ def _has_values_of_source(manifest: Manifest) -> bool:
 def _check_same(manifest: Manifest, source: Source) -> None:
     """Raises SourceError unless every shard is unchanged since the conversion, by its stamp or its sha256."""
     if isinstance(source.folder, BucketPath):
-        raise UsageError(f"--with-skipped does not read {source.folder}", hint="give a local copy of it, or its Hub id")
+        raise UsageError(
+            f"`with_skipped=` does not read {source.folder}", hint="give a local copy of it, or its Hub id"
+        )
     changed = changed_shards(
         source.folder, manifest.raw["source"]["shards"], known_stamps(manifest.sealed, source.folder)
     )
@@ -161,5 +163,5 @@ def _check_same(manifest: Manifest, source: Source) -> None:
         raise SourceError(
             f"{source.folder} may not be the source of {manifest.folder}: its files were replaced, and not all of them "
             "were hashed when it was converted",
-            hint="convert it again, without --layers",
+            hint="convert it again, without `layers=`",
         )

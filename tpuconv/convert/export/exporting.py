@@ -59,8 +59,8 @@ def describe_exporting(
     family, raw = get_family(manifest.family), exported_config(arrays)
     if manifest.quantization is None and scheme is not None:
         raise UsageError(
-            f"{manifest.folder} has no quantized parameters, which --scheme is for",
-            hint="leave out --scheme, or quantize with --quantize",
+            f"{manifest.folder} has no quantized parameters, which `scheme=` is for",
+            hint="leave out `scheme=`, or quantize with `quantize=`",
         )
     if manifest.is_rounded and scheme is None:
         scheme = _scheme_of(manifest, family, raw)

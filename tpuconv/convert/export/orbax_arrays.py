@@ -114,5 +114,5 @@ class OrbaxArrays(IdentifiedArrays):
         if known_stamps(made, self.tree.folder) != self.stamps:
             raise OutputError(
                 f"{out} exists already, and {self.tree.folder} may have changed since it was made",
-                hint="choose another OUT, or give --overwrite to replace it",
+                hint="choose another OUT, or give `overwrite=True` to replace it",
             )

@@ -165,7 +165,7 @@ class PlannedArrays:
         return self.plan.source.origin({shard.name: hashes.get(shard.name) for shard in self.plan.source.shards})
 
     def describe(self, figures: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """See `ArraySource`: with `--quantize` the rules and what they did, and the report."""
+        """See `ArraySource`: with `quantize=` the rules and what they did, and the report."""
         raw, quantization = self.manifest.raw, self.manifest.quantization
         if quantization is None or self.plan.quantization is None:
             return {"options": raw["options"]}, {}

@@ -189,7 +189,7 @@ def _plain_rows(
             raise UsageError(
                 f"{manifest.folder} has {binding.src[0].names[0]} as {scheme.title}, which no export writes: a "
                 "checkpoint has neither its text nor the scales of its scales",
-                hint="convert the release with --encoding dequantize, and export that",
+                hint='convert the release with `encoding="dequantize"`, and export that',
             )
         stored = [Stored.from_json(each) for each in facts["stored"]]
         yield from _passthrough_rows(binding, scheme, stored, part)

@@ -38,8 +38,8 @@ class ExportTensor:
 
 
 def tensors_to_json(files: Sequence[Sequence[ExportTensor]]) -> dict[str, Any]:
-    """Returns the output of `--dry-run --json` for the tensors of files. Tensors whose names differ only in numbers are
-    one entry."""
+    """Returns the description of the tensors of files that docs/json.md lists. Tensors whose names differ only in
+    numbers are one entry."""
     tensors = {tensor.name: tensor for file in files for tensor in file}
     return {
         pattern: {"count": len(names), "shape": tensors[names[0]].shape, "dtype": tensors[names[0]].dtype}

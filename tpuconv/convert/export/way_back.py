@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tpuconv.checkpoint.manifest import OWN_TARGET
 from tpuconv.checkpoint.orbax_tree import TrainedTree, TreeArray
 from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES
 from tpuconv.convert.plan.types import Skip
@@ -16,7 +15,7 @@ from tpuconv.errors import MappingError, UnsupportedConfig, UsageError, shorten
 from tpuconv.layout import Axis, Shape, parse_axes
 from tpuconv.mapping.table import MTP_PARAMETERS, HasAxes, MappingTable
 from tpuconv.models.registry import Family
-from tpuconv.names import collapse
+from tpuconv.names import OWN_TARGET, collapse
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target, target_names
 from tpuconv.targets.target import Target
@@ -109,7 +108,7 @@ def explain_tree(
             f"no array of {tree.folder} has the name of a parameter of {family.name}"
             + (f" as {target} has it" if target else ", as any target has it"),
             details=shorten(list(collapse(sorted(tree.names)))),
-            hint="give the config of the model that was trained" + (", or leave out --target" if target else ""),
+            hint="give the config of the model that was trained" + (", or leave out `target=`" if target else ""),
         )
     if best.missing or best.unknown:
         lines = [f"{name}: missing" for name in collapse(best.missing)]
@@ -163,7 +162,7 @@ def _targets(tree: TrainedTree, name: str | None) -> list[Target]:
     if name is not None:
         target = get_target(name)
         if target.is_safetensors:
-            raise UsageError(f"the target {name} has no arrays of Orbax", hint="leave out --target")
+            raise UsageError(f"the target {name} has no arrays of Orbax", hint="leave out `target=`")
         return [target]
     leaf = LEAF if 2 * sum(array.endswith(LEAF) for array in tree.names) > len(tree.names) else ""
     targets = [target for target in map(get_target, target_names()) if not target.is_safetensors]

@@ -7,16 +7,15 @@ from functools import partial
 
 import numpy as np
 
-from tpuconv.checkpoint.manifest import OWN_TARGET
 from tpuconv.convert.plan.adapters import changes_on_disk
 from tpuconv.convert.plan.cutting import cut_binding, gather
+from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.quantization import Quantization
 from tpuconv.convert.plan.types import (
     FLOAT_DTYPES,
     INTEGER_DTYPES,
     IS_MISSING,
     ZEROS,
-    Options,
     OutputArray,
     Plan,
     Skip,
@@ -46,7 +45,7 @@ from tpuconv.mapping.table import (
 )
 from tpuconv.models.common.config import IgnoredKey
 from tpuconv.models.registry import get_family
-from tpuconv.names import collapse
+from tpuconv.names import OWN_TARGET, collapse
 from tpuconv.sizes import format_count
 from tpuconv.sources.config import ENCODING_KEYS
 from tpuconv.sources.source import Source
@@ -95,7 +94,7 @@ def make_plan(
     expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
     everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
     if options.adapters and options.encoding == "keep":
-        raise UsageError("an adapter changes weights, so they cannot stay encoded", hint="leave out --encoding keep")
+        raise UsageError("an adapter changes weights, so they cannot stay encoded", hint='leave out `encoding="keep"`')
     input_first = {name for b in bindings if b.row.input_first for name in b.src_shapes()}
     tensors = recut(shaped(tensors, expected), expected, table.recut_groups(config, mtp))
     reader = get_family(family).release_reader(table.returns) if options.adapters else None
@@ -117,7 +116,7 @@ def make_plan(
             continue
         if name in everywhere:
             assert options.layers is not None
-            reason: str | None = f"outside --layers {options.layers.start}-{options.layers.stop - 1}"
+            reason: str | None = f"outside `layers=` {options.layers.start}-{options.layers.stop - 1}"
         elif name in copies:
             reason = f"a copy of {copies[name]}" if copies[name] else ZERO_BIASES
         else:
@@ -137,17 +136,17 @@ def make_plan(
     if options.encoding == "keep" and not any(tensor.scheme for tensor in tensors.values()):
         raise UsageError(
             f"{source.name} is not encoded: there are no quantized values and scales to keep",
-            hint="leave --encoding out",
+            hint="leave `encoding=` out",
         )
     if target.quantized is None and (options.encoding == "keep" or quantization):
         raise UsageError(
-            f"the target {target.name} has no quantized parameters", hint="leave out --encoding keep and --quantize"
+            f"the target {target.name} has no quantized parameters", hint='leave out `encoding="keep"` and `quantize=`'
         )
     wanted = [b for b in bindings if options.encoding == "keep" or _is_passthrough(b, quantization)]
     if wanted and target.squeezes_scales:
         raise UnsupportedConfig(
             f"{target.name} has scales of whole channels, not the scales of a release",
-            hint="decode by --encoding dequantize, or quantize to another type than the release has",
+            hint='decode by `encoding="dequantize"`, or quantize to another type than the release has',
         )
     if wanted and not faults:
         tensors, bindings, passthrough, faults = pass_through(tensors, bindings, wanted, target.part)
@@ -208,7 +207,7 @@ def _check_fp8(target: Target, passthrough: Mapping[str, Passthrough], arrays: M
         raise UnsupportedConfig(
             f"{target.name} has FP8 with a scale for each block of {target.fp8_block} values along each axis",
             details=[f"{pattern}: {form}" for form, names in wrong.items() for pattern in collapse(names)],
-            hint="decode by --encoding dequantize",
+            hint='decode by `encoding="dequantize"`',
         )
 
 
@@ -221,18 +220,18 @@ def _checked_table(source: Source, table: MappingTable, config: HasAxes, options
     if options.scan_layers and options.target == OWN_TARGET:
         if why := getattr(config, "unscannable", ""):
             raise UnsupportedConfig(
-                f"--scan-layers cannot stack the layers of {source.name}: {why}", hint="leave it out"
+                f"`scan_layers=True` cannot stack the layers of {source.name}: {why}", hint="leave it out"
             )
         table = table.stack_layers(config)
     if options.layers is not None and any(PERIODS in (*loop, *stack) for loop, stack in map(row_indices, table)):
         raise UsageError(
-            "--layers and layers that are stacked by periods exclude each other", hint="leave out one of them"
+            "`layers=` and layers that are stacked by periods exclude each other", hint="leave out one of them"
         )
     mtp = options.include_mtp
     if mtp and not config.axes.get(MTP):
-        raise UsageError(f"{source.name} has no layers that predict further tokens", hint="leave out --include-mtp")
+        raise UsageError(f"{source.name} has no layers that predict further tokens", hint="leave out `include_mtp=`")
     if mtp and options.layers is not None:
-        raise UsageError("--include-mtp and --layers exclude each other", hint="leave out one of them")
+        raise UsageError("`include_mtp=` and `layers=` exclude each other", hint="leave out one of them")
     if (tensor_count := table.count(config, mtp)) > TENSORS_TO_LIST + 4 * len(source.tensors):
         raise MappingError(
             f"config.json asks for {tensor_count} tensors, and {source.name} has {len(source.tensors)}",
@@ -315,7 +314,7 @@ def _cut_layers(table: MappingTable, config: HasAxes, layers: range | None) -> t
     have = _layer_numbers(axes[LAYERS])
     if not layers or layers[0] not in have or layers[-1] not in have:
         wanted = f"{layers.start}-{layers.stop - 1}"
-        raise UsageError(f"--layers {wanted} is not a part of the model's layers {have[0]}-{have[-1]}")
+        raise UsageError(f"`layers=` {wanted} is not a part of the model's layers {have[0]}-{have[-1]}")
     cut, apart = (
         {x: [i for i in _layer_numbers(known[x]) if i in layers] for x in letters if x in known}
         for known, letters in ((axes, LAYER_INDICES), (table.axes, SUBSETS))

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from tpuconv.convert.plan import sizes
+from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.quantization import EncodedComponent, Encoder
 from tpuconv.convert.plan.types import (
     FLOAT_DTYPES,
-    Options,
     OutputArray,
     Slab,
     WorkUnit,
@@ -144,7 +144,7 @@ class _Cut:
                     raise UnsupportedConfig(
                         f"{target.name} has scales of whole channels, and the scales of {name} have the shape "
                         f"{list(shape)}",
-                        hint="quantize without tile_size, or decode by --encoding dequantize",
+                        hint='quantize without tile_size, or decode by `encoding="dequantize"`',
                     )
                 array = array.squeezed(dropped)
             yield array

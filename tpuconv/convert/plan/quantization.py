@@ -119,7 +119,7 @@ class Quantization:
         if missing := [name for name in (*self.encoders, *self.passthrough) if name not in names]:
             raise UnsupportedConfig(
                 f"{target} has no quantized {', '.join(collapse(missing))}: it joins or changes the parameter",
-                hint="leave them out of the rules, or convert without --quantize",
+                hint="leave them out of the rules, or convert without `quantize=`",
             )
         encoders = {names[name]: encoder for name, encoder in self.encoders.items()}
         passthrough = {names[name]: rule for name, rule in self.passthrough.items()}

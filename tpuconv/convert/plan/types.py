@@ -11,9 +11,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tpuconv.checkpoint.manifest import OWN_TARGET, Manifest
 from tpuconv.checkpoint.shards import ShardedArraySpec
 from tpuconv.convert.plan import sizes
+from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.quantization import Encoder, Quantization
 from tpuconv.encodings.decode import Tensor
 from tpuconv.errors import MappingError, shorten
@@ -24,7 +24,6 @@ from tpuconv.mapping.table import Binding, HasAxes, MappingTable
 from tpuconv.models.common.config import IgnoredKey
 from tpuconv.models.common.heads import headless_name, is_of_head
 from tpuconv.names import collapse
-from tpuconv.sources.adapter import Adapter
 from tpuconv.sources.companions import AN_ADAPTER, LeftOut
 from tpuconv.sources.source import Source
 from tpuconv.storage.places import real
@@ -38,65 +37,6 @@ IS_MISSING = "  is missing"
 INTEGER_DTYPES = ("int32", "int64")
 """Dtypes of buffers, besides floats."""
 FLOAT_DTYPES = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options that change the output.
-
-    Attributes:
-        dtype: "auto" (as in the source), "bfloat16" or "float32".
-        scan_layers: stack the layers in one array each.
-        layers: the layers to convert; all if None.
-        include_mtp: convert the layers that predict further tokens too.
-        encoding: the treatment of encoded tensors: "dequantize" or "keep".
-        compress: compress all arrays, not only quantized values of less than 8 bits.
-        allow_nonfinite: let NaN and infinite values pass.
-        allow_config: keys of config.json that are read as if they were not there.
-        target: the name of the program that the output is for.
-        adapters: the adapters that change weights, in this order.
-        scheme: the format of quantized weights for a target with safetensors; None to choose it by their types.
-    """
-
-    dtype: str = "auto"
-    scan_layers: bool = False
-    layers: range | None = None
-    include_mtp: bool = False
-    encoding: str = "dequantize"
-    compress: bool = False
-    allow_nonfinite: bool = False
-    allow_config: tuple[str, ...] = ()
-    target: str = OWN_TARGET
-    adapters: tuple[Adapter, ...] = ()
-    scheme: str | None = None
-
-    @classmethod
-    def of_checkpoint(cls, manifest: Manifest, *, compress: bool = False) -> "Options":
-        """Returns the options that repeat the form of a checkpoint: what `quantize` and `save` write."""
-        return cls(
-            compress=compress,
-            scan_layers=manifest.scan_layers,
-            layers=manifest.layer_range,
-            include_mtp=manifest.include_mtp,
-            allow_config=manifest.allow_config,
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the manifest's description of the options."""
-        layers = None if self.layers is None else [self.layers.start, self.layers.stop - 1]
-        return {
-            "dtype": self.dtype,
-            "scan_layers": self.scan_layers,
-            "layers": layers,
-            "include_mtp": self.include_mtp,
-            "encoding": self.encoding,
-            **({"compress": True} if self.compress else {}),
-            **({"allow_nonfinite": True} if self.allow_nonfinite else {}),
-            **({"allow_config": sorted(set(self.allow_config))} if self.allow_config else {}),
-            **({"target": self.target} if self.target != OWN_TARGET else {}),
-            **({"adapters": [adapter.to_json() for adapter in self.adapters]} if self.adapters else {}),
-            **({"scheme": self.scheme} if self.scheme else {}),
-        }
 
 
 @dataclass(frozen=True)
@@ -395,7 +335,7 @@ class Plan:
             raise MappingError(
                 f"{self.source.name} has weights that {KEEP_FAULT}",
                 details=shorten(self.faults),
-                hint="--encoding dequantize decodes them",
+                hint='`encoding="dequantize"` decodes them',
             )
         lost = [fault.partition(IS_MISSING)[0] for fault in self.faults if IS_MISSING in fault]
         if len(lost) == count > 0 and all(map(is_of_head, lost)):

@@ -205,12 +205,12 @@ def check_made_of(plan: Plan, out: Location, made: Sealed) -> Iterator[RunProgre
         if promise is None:
             raise OutputError(
                 f"{out} exists already, and {path} may have changed since: only a part of the file was read then",
-                hint="choose another OUT, or give --overwrite to replace it",
+                hint="choose another OUT, or give `overwrite=True` to replace it",
             )
         if hash_of(path, promise[0]) != promise[1]:
             raise OutputError(
                 f"{out} exists already, and {path} has changed since it was made",
-                hint="choose another OUT, or give --overwrite to replace it",
+                hint="choose another OUT, or give `overwrite=True` to replace it",
             )
     remember(made, source.folder, {**then, **{shard.name: shard.stamp for shard in unpromised}})
 

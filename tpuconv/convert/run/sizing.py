@@ -90,16 +90,16 @@ def jobs(plan: Plan, limits: Limits) -> int:
     if fitting < 1:
         raise ResourceError(
             f"the conversion of {plan.source.name} needs at least {-(-(base + job_bytes) // 1_000_000)} MB of memory; "
-            f"--max-memory is {format_size(limits.max_memory)}",
-            hint=f"--max-memory must be at least {-(-(base + job_bytes) // 1_000_000)}MB",
+            f"`max_memory=` is {format_size(limits.max_memory)}",
+            hint=f"`max_memory=` must be at least {-(-(base + job_bytes) // 1_000_000)}MB",
         )
     calibration = plan.quantization.calibration if plan.quantization else None
     if calibration and calibration.memory > limits.max_memory:
         raise ResourceError(
             f"the calibration of {plan.source.name} needs at least {-(-calibration.memory // 1_000_000)} MB of memory; "
-            f"--max-memory is {format_size(limits.max_memory)}",
-            hint=f"--max-memory must be at least {-(-calibration.memory // 1_000_000)}MB; samples of "
-            "a smaller --length need less",
+            f"`max_memory=` is {format_size(limits.max_memory)}",
+            hint=f"`max_memory=` must be at least {-(-calibration.memory // 1_000_000)}MB; samples of "
+            "a smaller `length=` need less",
         )
     return max(1, min(limits.jobs, fitting, sum(len(unit.slabs) for unit in plan.units)))
 
@@ -130,8 +130,8 @@ def room_for_tensors(name: str, limits: Limits, job_bytes: int, total: int, more
     if left < job_bytes:
         raise ResourceError(
             f"writing {name} as safetensors needs at least {-(-(BASE_MEMORY + more + job_bytes) // 1_000_000)} MB of "
-            f"memory; --max-memory is {format_size(limits.max_memory)}",
-            hint=f"--max-memory must be at least {-(-(BASE_MEMORY + more + job_bytes) // 1_000_000)}MB",
+            f"memory; `max_memory=` is {format_size(limits.max_memory)}",
+            hint=f"`max_memory=` must be at least {-(-(BASE_MEMORY + more + job_bytes) // 1_000_000)}MB",
         )
     for jobs in range(
         limits.jobs, 0, -1

@@ -77,7 +77,7 @@ def check_copy(
             raise SourceError(
                 f"{copy} should be a copy of {original}, but holds other values",
                 hint="set tie_word_embeddings in config.json to what the model was trained with"
-                + (", or leave out --include-mtp" if plan.options.include_mtp else ""),
+                + (", or leave out `include_mtp=`" if plan.options.include_mtp else ""),
             )
 
 
@@ -108,6 +108,6 @@ def not_finite(name: str, details: Sequence[str] = ()) -> SourceError:
     return SourceError(
         f"{name} is not finite: there are NaN or infinite values",
         details=list(details),
-        hint="the checkpoint is damaged, or --dtype too small for its values: download it again, try float32, or "
-        "give --allow-nonfinite to convert it as it is, each with --overwrite to begin anew",
+        hint="the checkpoint is damaged, or `dtype=` too small for its values: download it again, try float32, or "
+        "give `allow_nonfinite=True` to convert it as it is, each with `overwrite=True` to begin anew",
     )

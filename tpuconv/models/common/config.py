@@ -397,9 +397,9 @@ def report_ignored(
     for key in allow:
         if key in known or key in ROPE_KEYS or key in ("model_type", "architectures", *INSIDE_KEYS):
             raise UsageError(
-                f"--allow-config {key}: the conversion reads this key", hint="edit config.json to change its value"
+                f"`allow_config={[key]}`: the conversion reads this key", hint="edit config.json to change its value"
             )
-    ignored = [IgnoredKey(key, given[key], "allowed by --allow-config") for key in allow]
+    ignored = [IgnoredKey(key, given[key], "allowed by `allow_config=`") for key in allow]
     reason = f"not read by transformers for {config.model_type}"
     for key, value in type(config).ignored_keys(without_older_rope_keys(without_keys(raw, allow))).items():
         has_meaning = bool(value) and not isinstance(value, str)

@@ -95,11 +95,11 @@ def ignored_keys(
                 near = near_key(key, known, only) if len(faults) < MOST_HINTS else ""
                 faults.append(f"{key[:100]}={short(value)}{near}")
     if faults:
-        names = " ".join(f"--allow-config {fault.partition('=')[0]}" for fault in faults[:3])
+        keys = [fault.partition("=")[0] for fault in faults[:3]]
         raise UnsupportedConfig(
             f"config.json has keys or values that {model_type} does not support",
             details=shorten(faults),
-            hint=f"if you know that they do not change the model, convert without them: {names}",
+            hint=f"if you know that they do not change the model, convert without them: `allow_config={keys}`",
         )
     return ignored
 
@@ -168,6 +168,6 @@ def given_keys(raw: Mapping[str, Any], allow: Collection[str]) -> dict[str, Any]
         if key not in given:
             raise UsageError(
                 f"config.json has no key {short(key)}{near_key(key, given)}",
-                hint="leave --allow-config out for this key",
+                hint="leave `allow_config=` out for this key",
             )
     return given

@@ -44,7 +44,7 @@ def saved_release(family: str) -> Release:
     if family not in _saved():
         raise UsageError(
             f"the names of transformers' modules are not known for {family}",
-            hint="leave out --form: transformers reads the names of releases too",
+            hint="leave out `form=`: transformers reads the names of releases too",
         )
     return Release(**_saved()[family].get("release", {}))
 

@@ -69,7 +69,8 @@ def from_text(folder: Path, file: Path | None, samples: int, length: int) -> Cal
     if not has_tokenizer(folder):
         raise UsageError(
             "the checkpoint has no tokenizer for the text to calibrate on",
-            hint=f"copy tokenizer.json into its folder, or give --calibration {SELF}, which draws text from the model",
+            hint=f'copy tokenizer.json into its folder, or give `calibration="{SELF}"`, which draws text from the '
+            "model",
         )
     try:
         text = file.read_text(encoding="utf-8") if file else default_text()
@@ -82,7 +83,7 @@ def from_text(folder: Path, file: Path | None, samples: int, length: int) -> Cal
     if count == 0:
         raise UsageError(
             f"{name} has {len(ids)} tokens, and a sample has {length}",
-            hint="give --calibration a longer text, or a smaller --length",
+            hint="give `calibration=` a longer text, or a smaller `length=`",
         )
     starts = np.linspace(0, len(ids) - room, count).astype(int)
     found = from_ids(name, np.array([[*begin, *ids[start : start + room]] for start in starts]))

@@ -119,7 +119,9 @@ class LayerwiseCalibration:
             qvalues = sum(prod(self.manifest.arrays[name].shape) for name in self.encoders)
             of_layer = 4 * self.data.samples * self.data.length * runner.width
             kept = kept_bytes(runner, stages, self.data.samples) if self.settings.method == "gptq" else 0
-            disk.check_room(journal.folder, qvalues + 2 * of_layer + kept, "the calibration", "an OUT or a --workspace")
+            disk.check_room(
+                journal.folder, qvalues + 2 * of_layer + kept, "the calibration", "an OUT or a `workspace=`"
+            )
         for number, stage in enumerate(stages):
             if journal.done(layer_entry(number), LAYER_ENTRY) is not None:
                 continue

@@ -126,7 +126,7 @@ def _check_plain(manifest: Manifest) -> None:
     if manifest.quantization is not None:
         raise UsageError(
             f"{manifest.folder} is quantized already, with {manifest.quantization['name']}",
-            hint="measure the checkpoint that it was made from, or convert with --encoding dequantize",
+            hint='measure the checkpoint that it was made from, or convert with `encoding="dequantize"`',
         )
     manifest.check_complete()
 

@@ -77,7 +77,7 @@ class ParamGroup:
         return max(option.kl for option in self.options)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the keys of `--json`."""
+        """Returns the keys that docs/json.md lists."""
         keys = ("qtype", "tile_size", "bits", "kl")
         options = ((o.qtype, o.tile_size, o.bits / self.count, o.kl) for o in self.options)
         return {
@@ -248,11 +248,11 @@ def check_free(out: Path, overwrite: bool) -> None:
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UsageError(f"{out} is a folder, or its folder does not exist", hint="name a file in an existing folder")
     if out.exists() and not overwrite:
-        raise OutputError(f"{out} exists", hint="name another file by --out-config, or give --overwrite")
+        raise OutputError(f"{out} exists", hint="name another file by `recipe=`, or give `overwrite=True`")
     try:
         TemporaryFile(dir=out.absolute().parent).close()
     except OSError as e:
-        raise ResourceError(f"{out} cannot be written: {e.strerror}", hint="name another file by --out-config") from e
+        raise ResourceError(f"{out} cannot be written: {e.strerror}", hint="name another file by `recipe=`") from e
 
 
 def write(text: str, out: Path, overwrite: bool) -> None:

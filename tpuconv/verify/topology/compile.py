@@ -46,7 +46,7 @@ def compile_for(request: CompileRequest, topology: Slice) -> dict[str, Any]:
     if prod(mesh.values()) != topology.devices:
         raise UsageError(
             f"the mesh {format_mesh(mesh)} has {prod(mesh.values())} devices, {topology.name} has {topology.devices}",
-            hint="leave --mesh out to have one chosen",
+            hint="leave `mesh=` out to have one chosen",
         )
     return _Compilation(request, topology, family, config, mesh).report()
 

@@ -114,7 +114,7 @@ def parse_topologies(texts: Sequence[str]) -> list[list[Slice]]:
     """
     names = [name.strip().lower() for text in texts for name in text.split(",") if name.strip()]
     if not names:
-        raise UsageError("--topology names no slice", hint=f"chips are {', '.join(CHIPS)}; write v5e:4x4")
+        raise UsageError("`topologies=` names no slice", hint=f"chips are {', '.join(CHIPS)}; write v5e:4x4")
     return [
         [Slice(f"{name}:{shape}") for shape in CHIPS[name].slices] if name in CHIPS else [Slice.parse(name)]
         for name in names
@@ -168,7 +168,7 @@ def source_passthrough(source: str, config: Mapping[str, Any]) -> dict[str, Any]
     """
     from tpuconv.checkpoint import manifest
     from tpuconv.convert.plan.coverage import make_plan
-    from tpuconv.convert.plan.types import Options
+    from tpuconv.convert.plan.options import Options
     from tpuconv.convert.source_from_config import source_from_config
     from tpuconv.models.registry import find_family
 
@@ -355,7 +355,7 @@ def ask(request: CompileRequest, groups: Sequence[Sequence[Slice]]) -> Iterator[
     """
     if not libtpu.is_installed():
         raise UsageError(
-            "--topology needs the TPU compiler, which is not installed", hint=f"install it: {install_command('tpu')}"
+            "`topologies=` needs the TPU compiler, which is not installed", hint=f"install it: {install_command('tpu')}"
         )
     _check_rules(request)
     for slices in groups:
@@ -390,12 +390,12 @@ def advice(request: CompileRequest, report: FitReport) -> str:
     while larger and (memory.weights + memory.cache) * this.devices / larger.devices + spare > memory.available:
         larger = larger.next
     if larger:
-        ways.append(f"--topology {larger.name}")
+        ways.append(f"`topologies={[larger.name]}`")
     batch = (memory.available - memory.weights - spare) * request.batch // max(memory.cache, 1)
     if 1 <= batch < request.batch:
-        ways.append(f"--batch {batch}")
+        ways.append(f"`batch={batch}`")
     if request.quantize is None and memory.weights // 2 + memory.cache + spare <= memory.available:
-        ways.append("--quantize int8_weight_only")
+        ways.append('`quantize="int8_weight_only"`')
     if not ways:
         return f"no slice of {this.kind} is large enough: use another chip"
     return "it may fit with " + " or ".join(ways)

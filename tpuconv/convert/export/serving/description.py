@@ -83,7 +83,7 @@ def _fp8(groups: Groups, plain: list[str]) -> dict[str, Any]:
         )
         raise UsageError(
             f"weights have FP8 scales for blocks of {found}, and fp8 has one size of blocks for all weights",
-            hint="give all rules the same tile_size, or export with --scheme compressed-tensors",
+            hint='give all rules the same tile_size, or export with `scheme="compressed-tensors"`',
         )
     return {
         "quant_method": IN_FP8,
@@ -100,7 +100,7 @@ def _awq(groups: Groups, plain: list[str]) -> dict[str, Any]:
         found = " and ".join(sorted(str(size or "all") for size in sizes))
         raise UsageError(
             f"weights have scales for groups of {found} inputs, and awq has one size of groups for all weights",
-            hint="give all rules the same tile_size, or export with --scheme compressed-tensors",
+            hint='give all rules the same tile_size, or export with `scheme="compressed-tensors"`',
         )
     return {
         "quant_method": IN_AWQ,
@@ -134,12 +134,12 @@ def _check_names(scheme: str, groups: Groups, plain: list[str], takes: Callable[
         if is_head(module):
             raise UsageError(
                 f"{module} is quantized, and servers expect an unquantized head with {scheme}",
-                hint="leave the head out of the quantization config, or export with --scheme compressed-tensors",
+                hint='leave the head out of the quantization config, or export with `scheme="compressed-tensors"`',
             )
         if name := next((name for name in plain if takes(name, module)), None):
             raise UsageError(
                 f"{module} is quantized and {name} is not, which {scheme} cannot tell apart by name",
-                hint="quantize both or none of them, or export with --scheme compressed-tensors",
+                hint='quantize both or none of them, or export with `scheme="compressed-tensors"`',
             )
 
 

@@ -1,0 +1,110 @@
+"""Options are described once: from a field come keyword, flag, key of the manifest and documentation."""
+
+import runpy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from tpuconv import api
+from tpuconv.cli import tpuconv
+from tpuconv.commands import options
+from tpuconv.commands.flags import with_flags
+from tpuconv.convert.plan.options import Options
+from tpuconv.errors import UsageError
+from tpuconv.options import Key, argument, option, options_of, takes
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = {"compare_checkpoints": "compare", "sensitivity": "quantize", "generator": "generate", "compare": "verify"}
+"""The commands of functions with other names; a plan is an option of the command."""
+FUNCTIONS = [name for name in api.__all__ if hasattr(getattr(api, name), "request") and name != "save"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class More(Options):
+    """Options of a conversion with one more."""
+
+    least_rows: int = option(2, "Rows.", least=1, manifest=Key())
+
+
+@dataclass(frozen=True)
+class Request(More):
+    src: str = field(metadata=argument("A source."))
+
+
+@takes(Request)
+def work(asked: Request) -> dict:
+    """Works.
+
+    Raises:
+        UsageError: never.
+    """
+    return asked.to_json()
+
+
+def test_a_field_is_a_keyword_a_flag_a_key_of_the_manifest_and_a_line_of_the_documentation():
+    assert work("x", least_rows=5) == {**work("x"), "least_rows": 5}
+    assert "least_rows" not in work("x")
+    assert "    least_rows: Rows.\n\nRaises:\n    UsageError" in work.__doc__
+    assert "| `least_rows` | `2` | Rows. |" in runpy.run_path(str(ROOT / "docs" / "make_cli.py"))["_arguments"](work)
+    command = click.command()(options.of(work)(lambda **given: click.echo(given["least_rows"])))
+    assert "--least-rows INTEGER RANGE" in (said := CliRunner().invoke(command, ["--help"]).output)
+    assert "Rows.  [default: 2; x>=1]" in said
+    assert CliRunner().invoke(command, ["--least-rows", "7"]).output == "7\n"
+    with pytest.raises(UsageError, match="least_rows cannot be 0"):
+        work("x", least_rows=0)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_option_of_a_function_is_an_option_of_its_command(name):
+    command = tpuconv.commands[
+        COMMANDS.get(
+            name, {"plan": "convert"}.get(name, name.removeprefix("plan_")).replace("quantization", "quantize")
+        )
+    ]
+    flags = {param.name for param in command.params}
+    assert {each.name for each, known in options_of(getattr(api, name).request) if known.is_flag} <= flags
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: api.convert("x", dtyp="auto"), r"convert\(\) got an unexpected .*'dtyp'\. Did you mean 'dtype'\?"),
+        (lambda: api.convert(), r"convert\(\) missing a required argument: 'src'"),
+        (lambda: api.export("x"), r"export\(\) missing a required argument: 'out'"),
+        (lambda: api.convert("x", "y", "z"), r"convert\(\) too many positional arguments"),
+    ],
+)
+def test_a_wrong_call_is_a_type_error_that_names_the_function(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_the_manifest_has_the_keys_that_it_had():
+    plain = {"dtype": "auto", "scan_layers": False, "layers": None, "include_mtp": False, "encoding": "dequantize"}
+    assert Options().to_json() == plain
+    asked: Sequence[str] = ["b", "a", "b"]
+    given = Options(layers=range(1, 3), compress=True, allow_config=asked, target="maxtext", scheme="awq", adapter=[])
+    more = {"compress": True, "allow_config": ["a", "b"], "target": "maxtext", "scheme": "awq"}
+    assert given.to_json() == {**plain, "layers": [1, 2], **more}
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("leave `mesh=` out", "leave --mesh out"),
+        ('give `encoding="keep"`', "give --encoding keep"),
+        ("give `overwrite=True`", "give --overwrite"),
+        ('give `allow_config=["a", "b"]`', "give --allow-config a --allow-config b"),
+        ('`gates={"top1": 0.99}`', "--gate top1=0.99"),
+        ("give `config=SRC`", "give --config SRC"),
+        ("leave out `part=`", "leave out --process-count, --distributed and --ray"),
+        ("`tpuconv verify --update`", "`tpuconv verify --update`"),
+        ("a config with `calibration`", "a config with `calibration`"),
+    ],
+)  # fmt: skip
+def test_commands_show_options_as_flags(text, flags):
+    assert with_flags(text) == flags

@@ -1,0 +1,167 @@
+"""Quantize, and plan a quantization."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tpuconv.api.calibration import CalibrationOptions, CalibrationText, calibration_data
+from tpuconv.api.converted import Conversion, ConversionPlan
+from tpuconv.api.running import run_plan
+from tpuconv.errors import UsageError
+from tpuconv.hosts import ProcessPart
+from tpuconv.location import Location, to_location
+from tpuconv.options import (
+    CKPT_ARGUMENT,
+    COMPRESS_OPTION,
+    PART_ARGUMENT,
+    PROGRESS_ARGUMENT,
+    WORKSPACE_OPTION,
+    Budget,
+    Replacing,
+    argument,
+    described_as,
+    takes,
+)
+from tpuconv.paths import named_path
+from tpuconv.progress import Listener, ignore
+
+if TYPE_CHECKING:
+    from tpuconv.convert.plan.planning import Quantizer
+    from tpuconv.convert.plan.quantization import Quantization
+    from tpuconv.convert.plan.types import Plan
+    from tpuconv.models.common.config import DecoderConfig
+    from tpuconv.models.registry import Family
+    from tpuconv.quantize.calibrate.data import CalibrationData
+    from tpuconv.quantize.config import QuantConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationOptions(CalibrationOptions):
+    """The options of `quantize` and `plan_quantization`."""
+
+    config: str | Path = field(
+        metadata=described_as("A config of this package (see `tpuconv quantize --list`) or a YAML file.")
+    )
+    compress: bool = field(default=False, metadata=COMPRESS_OPTION)
+
+
+@dataclass(frozen=True)
+class QuantizeRequest(Budget, Replacing, QuantizationOptions):
+    """The arguments of `quantize`."""
+
+    ckpt: str | Location = field(metadata=CKPT_ARGUMENT)
+    out: str | Location | None = field(
+        default=None, metadata=argument("The folder to write; by default `<ckpt>-<config>`, beside the checkpoint.")
+    )
+    workspace: str | Path | None = field(default=None, kw_only=True, metadata=WORKSPACE_OPTION)
+    part: ProcessPart | None = field(default=None, kw_only=True, metadata=PART_ARGUMENT)
+    progress: Listener = field(default=ignore, kw_only=True, metadata=PROGRESS_ARGUMENT)
+
+
+@dataclass(frozen=True)
+class PlanQuantizationRequest(Budget, QuantizationOptions):
+    """The arguments of `plan_quantization`."""
+
+    ckpt: str | Location = field(metadata=CKPT_ARGUMENT)
+
+
+@takes(QuantizeRequest)
+def quantize(asked: QuantizeRequest) -> Conversion:
+    """Quantizes a checkpoint by the Qwix rules of a config: the arrays are those that Qwix makes of the model, bit for
+    bit. If the config has a `calibration`, its method chooses the quantized values instead.
+
+    The output appears complete or not at all; interrupted, the same call continues.
+
+    Raises:
+        TpuconvError: see `tpuconv.errors` for its children.
+    """
+    from tpuconv.convert.plan.planning import planned_quantization, workspace_folder
+    from tpuconv.convert.run.conversion import read_ahead
+    from tpuconv.convert.run.sizing import Limits
+
+    folder, out = to_location(asked.ckpt), to_location(asked.out) if asked.out else None
+    rules = _required_rules(asked.config)
+    if asked.part is not None and rules.calibration is not None:
+        raise UsageError(
+            f"{rules.name} has a calibration, which runs in one process",
+            hint="leave out `part=`",
+        )
+    named = named_path(folder)
+    out = out or named.with_name(f"{named.name}-{rules.name}")
+    workspace = workspace_folder(asked.workspace)
+    if workspace is not None and (rules.calibration is None or isinstance(out, Path)):
+        raise UsageError(
+            "`workspace=` holds the results of a calibration for an output in a bucket; this output is on a disk or "
+            "has no calibration",
+            hint="leave `workspace=` out",
+        )
+    quantizer = quantizer_by(rules, calibration_data(folder, rules, asked))
+    planned = planned_quantization(folder, quantizer, compress=asked.compress, ahead=read_ahead)
+    planned.check()
+    limits = Limits.of_this_machine(asked.jobs, asked.max_memory)
+    if (text := _text_of(planned)) is not None:
+        text.announce(asked.progress)
+    done = run_plan(planned, out, limits, asked, "quantizing", asked.progress, asked.part, workspace)
+    return replace(done, calibration=text)
+
+
+@takes(PlanQuantizationRequest)
+def plan_quantization(asked: PlanQuantizationRequest) -> ConversionPlan:
+    """Plans `quantize` with these arguments. No weights are read.
+
+    Raises:
+        TpuconvError: `ckpt` is no checkpoint that can be quantized, or the config does not fit it.
+    """
+    from tpuconv.convert.plan.planning import planned_quantization
+
+    folder, rules = to_location(asked.ckpt), _required_rules(asked.config)
+    quantizer = quantizer_by(rules, calibration_data(folder, rules, asked))
+    planned = planned_quantization(folder, quantizer, compress=asked.compress, ahead=None)
+    planned.check()
+    return replace(ConversionPlan.sized(planned, rules, asked), calibration=_text_of(planned))
+
+
+def find_rules(config: str | Path | None, encoding: str = "dequantize") -> "QuantConfig | None":
+    """Returns the quantization config of a name or path; None where none is given.
+
+    Raises:
+        ConfigError: it is no valid config.
+        UsageError: there is none of this name, or encoded weights are to be kept.
+    """
+    if config is None:
+        return None
+    if encoding == "keep":
+        raise UsageError(
+            '`encoding="keep"` and `quantize=` exclude each other: weights that stay encoded are not quantized again',
+            hint="give one of them",
+        )
+    return _required_rules(config)
+
+
+def quantizer_by(rules: "QuantConfig", data: "CalibrationData | None" = None) -> "Quantizer":
+    """Returns what decides by rules how the parameters of a plan are quantized; it imports jax when it is called."""
+
+    def quantizer(
+        plain: "Plan", family: "Family", config: "DecoderConfig", *, for_servers: bool = False
+    ) -> "Quantization":
+        from tpuconv.quantize.apply import quantization
+
+        return quantization(plain, family, config, rules, data, for_servers=for_servers)
+
+    return quantizer
+
+
+def _required_rules(config: str | Path) -> "QuantConfig":
+    from tpuconv.quantize.config import find_config
+
+    return find_config(str(config))
+
+
+def _text_of(plan: "Plan") -> CalibrationText | None:
+    """Returns the amount of calibration text of a planned quantization; None without a calibration."""
+    from tpuconv.quantize.calibrate.run import LayerwiseCalibration
+
+    calibration = plan.quantization.calibration if plan.quantization else None
+    if not isinstance(calibration, LayerwiseCalibration):
+        return None
+    return CalibrationText.of(calibration.data, calibration.widest)

@@ -1,0 +1,76 @@
+"""Runs a plan."""
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuconv.api.converted import Conversion
+from tpuconv.hosts import ProcessPart
+from tpuconv.location import Location
+from tpuconv.memory import peak_memory
+from tpuconv.options import Replacing
+from tpuconv.progress import Listener, Progress
+
+if TYPE_CHECKING:
+    from tpuconv.convert.plan.types import Plan
+    from tpuconv.convert.run.sizing import Limits
+
+
+def run_plan(
+    plan: "Plan",
+    out: Location,
+    limits: "Limits",
+    replacing: Replacing,
+    stage: str,
+    progress: Listener,
+    part: ProcessPart | None,
+    workspace: Path | None = None,
+) -> Conversion:
+    """Runs a plan, and returns facts about its output. `stage` is the name of the work for `progress`, `workspace` the
+    folder of a calibration."""
+    from tpuconv.api.verification import verify
+    from tpuconv.convert.export.carried import split_skipped
+    from tpuconv.convert.export.export import convert_to_safetensors, described
+    from tpuconv.convert.run.conversion import PART_DONE, run
+    from tpuconv.quantize.report import report
+    from tpuconv.storage.sealed import read_sealed
+
+    progress(Progress(stage))  # from here on a rerun continues
+    began, resumed, part_bytes, is_published = time.monotonic(), 0, plan.source_bytes, True
+    convert_plan = convert_to_safetensors if plan.target.is_safetensors else partial(run, workspace=workspace)
+    for step in convert_plan(plan, out, limits, overwrite=replacing.overwrite, part=part):
+        progress(step.shown_as(f"{stage}, {part}" if part else stage))
+        if step.stage in ("convert", "export"):
+            part_bytes = step.total
+        resumed = step.resumed * plan.source_bytes // max(1, step.total) or resumed
+        is_published = step.stage != PART_DONE
+    seconds = time.monotonic() - began
+    raw: dict[str, Any] = dict(read_sealed(out).raw) if is_published else {}
+    if raw and plan.target.is_safetensors:
+        raw = described(plan, raw)
+    skipped, carried = split_skipped(plan)
+    done = Conversion(
+        out=out,
+        family=plan.family,
+        source_state=raw["source"].get("verified") if raw else None,
+        arrays=len(plan.arrays),
+        parameters=plan.parameters,
+        output_bytes=raw.get("stored_bytes", raw["bytes"]) if raw else plan.output_bytes,
+        source_bytes=plan.source_bytes,
+        resumed_bytes=resumed,
+        seconds=seconds,
+        peak_memory_bytes=peak_memory(),
+        adapters=plan.options.adapters,
+        skipped=skipped,
+        carried=carried,
+        ignored_config=plan.ignored_config,
+        left_out=plan.left_out,
+        quantization=report(raw) if raw and plan.quantization else None,
+        part=part,
+        part_bytes=part_bytes,
+        published=is_published,
+    )
+    if replacing.check and done.already_there:
+        verify(out, progress=progress).check()
+    return done

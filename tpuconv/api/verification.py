@@ -1,0 +1,109 @@
+"""Verify: every array and file of an output against its manifest."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tpuconv.errors import CorruptOutput, shorten
+from tpuconv.location import Location, to_location
+from tpuconv.options import PROGRESS_ARGUMENT, argument, option, takes
+from tpuconv.progress import Listener, Progress, ignore
+
+if TYPE_CHECKING:
+    from tpuconv.verify.checksums import Checked
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `verify`.
+
+    Attributes:
+        checkpoint: the folder that was checked.
+        arrays: the number of checked arrays.
+        files: the number of other checked files.
+        bytes: the bytes that were read.
+        faults: missing, damaged, changed and extra files.
+        updated: files that were recorded in the manifest; None without `update`.
+        seconds: wall-clock time.
+    """
+
+    checkpoint: Location
+    arrays: int
+    files: int
+    bytes: int
+    faults: Sequence["Checked"]
+    updated: Sequence[str] | None
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return not self.faults
+
+    def check(self) -> None:
+        """Raises CorruptOutput if there are faults."""
+        if self.faults:
+            count = len(self.faults)
+            raise CorruptOutput(
+                f"{count} {'faults' if count > 1 else 'fault'} in {self.checkpoint}",
+                details=shorten([f"{each.name} {each.fault}" for each in self.faults]),
+                hint="delete these files, and convert again with `overwrite=True`; if a file was changed on purpose, "
+                "`tpuconv verify --update` takes the change into the manifest"
+                if self.arrays
+                else "write the safetensors again, with `overwrite=True`",
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the keys that docs/json.md lists."""
+        return {
+            "passed": self.passed,
+            "checkpoint": str(self.checkpoint),
+            "arrays": self.arrays,
+            "files": self.files,
+            "bytes": self.bytes,
+            "faults": [{"name": each.name, "fault": each.fault} for each in self.faults],
+            **({"updated": list(self.updated)} if self.updated is not None else {}),
+        }
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    """The arguments of `verify`."""
+
+    ckpt: str | Location = field(metadata=argument("The folder of a checkpoint or an export."))
+    _: KW_ONLY
+    update: bool = option(
+        False, "First record the current config.json, tokenizer files and model cards in the manifest."
+    )
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
+
+
+@takes(VerifyRequest)
+def verify(asked: VerifyRequest) -> Verification:
+    """Reads every array and file of a checkpoint, or of an export, and compares it with the manifest.
+
+    Raises:
+        UsageError: the folder was not written by tpuconv.
+        CorruptOutput: its manifest cannot be understood.
+    """
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.storage.sealed import SAFETENSORS, kind_of, read_sealed
+    from tpuconv.verify import checksums
+
+    folder = to_location(asked.ckpt)
+    updated = checksums.update(read_manifest(folder)) if asked.update else None
+    began = time.monotonic()
+    if kind_of(folder) == SAFETENSORS:
+        sealed = read_sealed(folder)
+        checks, arrays = checksums.check_export(folder, sealed), 0
+        total = sum(facts["bytes"] for facts in sealed.files.values())
+    else:
+        manifest = read_manifest(folder)
+        checks, arrays, total = checksums.check_checkpoint(manifest), len(manifest.arrays), int(manifest.raw["bytes"])
+    checked, done = [], 0
+    for each in checks:
+        checked.append(each)
+        done += each.nbytes
+        asked.progress(Progress("checking", min(done, total), total))
+    faults = [each for each in checked if each.fault]
+    return Verification(folder, arrays, len(checked) - arrays, done, faults, updated, time.monotonic() - began)

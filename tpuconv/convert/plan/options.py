@@ -1,0 +1,112 @@
+"""The options of a conversion. A new one is a field here: the keyword of `tpuconv.api`, the flag of the command, the
+key of the manifest and the documentation follow."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuconv.names import OWN_TARGET
+from tpuconv.options import (
+    COMPRESS_OPTION,
+    DTYPE_OPTION,
+    ENCODING_OPTION,
+    QUANTIZE_OPTION,
+    SCHEME_OPTION,
+    WORKSPACE_OPTION,
+    Key,
+    manifest_keys,
+    option,
+)
+
+if TYPE_CHECKING:
+    from tpuconv.checkpoint.manifest import Manifest
+    from tpuconv.sources.adapter import Adapter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a conversion that change the output."""
+
+    dtype: str = field(default="auto", metadata=DTYPE_OPTION)
+    encoding: str = field(default="dequantize", metadata=ENCODING_OPTION)
+    compress: bool = field(default=False, metadata=COMPRESS_OPTION)
+    quantize: str | Path | None = field(default=None, metadata=QUANTIZE_OPTION)
+    scan_layers: bool = option(
+        False, "Stack the layers into one array each, for jax.lax.scan.", manifest=Key(always=True)
+    )
+    layers: range | None = option(
+        None,
+        "Convert only these layers as a trial: the first and the last, such as 0-1.",
+        python="Convert only these layers as a trial, such as `range(2)`.",
+        manifest=Key(always=True, to_json=lambda layers: layers and [layers.start, layers.stop - 1]),
+    )
+    include_mtp: bool = option(
+        False,
+        "Convert the multi-token prediction layers (DeepSeek, GLM, Qwen3-Next and others) too.",
+        manifest=Key(always=True),
+    )
+    target: str = option(
+        OWN_TARGET,
+        "The program that reads the output: tpuconv, huggingface, maxtext, tunix, nnx, jax-llm-examples, or a plugin.",
+        manifest=Key(),
+    )
+    scheme: str | None = field(default=None, metadata=SCHEME_OPTION)
+    adapter: "Sequence[str | Adapter]" = option(
+        (),
+        "Merge this LoRA adapter of PEFT into the weights; may be repeated.",
+        python="Merge these LoRA adapters of PEFT into the weights: folders or Hub ids, each perhaps with a weight: "
+        "`my-lora:0.5`.",
+        manifest=Key("adapters", to_json=lambda adapters: [adapter.to_json() for adapter in adapters]),
+    )
+    revision: str | None = option(None, "Branch, tag or commit of a Hub repository.")
+    allow_nonfinite: bool = option(False, "Accept NaN and infinite values, and scales of 0.", manifest=Key())
+    allow_config: Sequence[str] = option(
+        (),
+        "Ignore this key of config.json, which is not supported; may be repeated.",
+        python="Ignore these keys of config.json, which are not supported.",
+        manifest=Key(to_json=lambda keys: sorted(set(keys))),
+    )
+
+    @classmethod
+    def of_checkpoint(cls, manifest: "Manifest", *, compress: bool = False) -> "Options":
+        """Returns the options that repeat the form of a checkpoint: what `quantize` and `save` write."""
+        return cls(
+            compress=compress,
+            scan_layers=manifest.scan_layers,
+            layers=manifest.layer_range,
+            include_mtp=manifest.include_mtp,
+            allow_config=manifest.allow_config,
+        )
+
+    @property
+    def adapters(self) -> "tuple[Adapter, ...]":
+        """The adapters that change weights, in this order. They must have been read."""
+        assert not any(isinstance(each, str) for each in self.adapter)
+        return tuple(self.adapter)  # type: ignore[arg-type]
+
+    def with_adapters(self) -> "Options":
+        """Returns the options with adapters that are read.
+
+        Raises:
+            TpuconvError: as `tpuconv.sources.adapter.read_adapter` does.
+        """
+        from tpuconv.sources.adapter import read_adapter
+
+        read = tuple(read_adapter(each) if isinstance(each, str) else each for each in self.adapter)
+        return replace(self, adapter=read)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the manifest's description of the options."""
+        return manifest_keys(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetching:
+    """Options of the way in which a source on the Hub or in a bucket is read."""
+
+    keep_source: bool = option(
+        False,
+        "Download a Hub checkpoint to the Hub's cache first. By default files that are not in the cache are streamed.",
+    )
+    workspace: str | Path | None = field(default=None, metadata=WORKSPACE_OPTION)

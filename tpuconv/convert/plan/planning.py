@@ -1,0 +1,166 @@
+"""A conversion begins here. Its source becomes a plan: the source is opened, its family and the target give the table,
+and `make_plan` proves that tensors and table fit. With a quantization the plan is made twice: from the first one the
+rules choose encoders, by which arrays are divided in the second one.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from tpuconv.checkpoint.reader import open_checkpoint
+from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.options import Fetching, Options
+from tpuconv.convert.plan.quantization import Quantization
+from tpuconv.convert.plan.types import Plan
+from tpuconv.errors import UsageError
+from tpuconv.location import BucketPath, Location, local_path, to_location
+from tpuconv.mapping.table import HasAxes, MappingTable
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.registry import Family, find_family, get_family
+from tpuconv.progress import Listener, Progress
+from tpuconv.sources.hub import resolve
+from tpuconv.sources.source import Source, fetched_meanwhile, open_source
+from tpuconv.targets.compose import check_quantized, find_tree, same_parameters, target_table
+from tpuconv.targets.registry import get_target
+from tpuconv.targets.target import OWN, Target
+
+
+class Quantizer(Protocol):
+    """Returns the quantization of the parameters of an unquantized plan, by rules; see `tpuconv.quantize.apply`."""
+
+    def __call__(
+        self, plain: Plan, family: Family, config: DecoderConfig, *, for_servers: bool = False
+    ) -> Quantization: ...
+
+
+@contextmanager
+def planned_conversion(
+    src: str,
+    options: Options,
+    fetching: Fetching,
+    quantizer: Quantizer | None,
+    *,
+    ahead: Callable[[Plan], None] | None,
+    progress: Listener,
+) -> Iterator[Plan]:
+    """Yields the plan of a conversion; the source is held while it is used.
+
+    Args:
+        src: a Hub id, or the place of a folder.
+        options: what to convert, and how.
+        fetching: how a source on the Hub or in a bucket is read.
+        quantizer: chooses how parameters are quantized; None leaves them as they are.
+        ahead: begins to read what the plan needs first, while it is completed; None for a plan that does not run, which
+            needs no weights.
+        progress: called while a source is downloaded.
+
+    Raises:
+        TpuconvError: see `tpuconv.api.plan`.
+    """
+    if fetching.keep_source and (isinstance(place := to_location(src), BucketPath) or place.is_dir()):
+        raise UsageError(f"`keep_source=True` needs a Hub id, and {src} is a folder", hint="leave it out")
+    runs, streams, workspace = ahead is not None, not fetching.keep_source, workspace_folder(fetching.workspace)
+    options = options.with_adapters()
+    with resolve(
+        src,
+        revision=options.revision,
+        weights=runs and not streams,
+        streams=runs and streams,
+        progress=lambda n, of: progress(Progress("downloading", n, of)),
+    ) as resolved:
+        source = open_source(
+            resolved.folder,
+            repo=resolved.repo,
+            commit=resolved.commit,
+            sha256=resolved.sha256,
+            unproved=resolved.unproved,
+            listed=resolved.listed,
+        )
+        if streams:
+            source = fetched_meanwhile(source, resolved.remote, workspace)
+        yield plan_source(source, find_family(source.config), None, options, quantizer, ahead)
+
+
+def planned_quantization(
+    ckpt: Location, quantizer: Quantizer, *, compress: bool, ahead: Callable[[Plan], None] | None
+) -> Plan:
+    """Returns the plan to quantize a checkpoint, in the form that it has."""
+    source = open_checkpoint(ckpt)
+    options = Options.of_checkpoint(source.manifest, compress=compress)
+    return plan_source(source, get_family(source.manifest.family), source.table(), options, quantizer, ahead)
+
+
+def workspace_folder(workspace: str | Path | None) -> Path | None:
+    """Returns the folder of a workspace, if there is one.
+
+    Raises:
+        UsageError: it is not on a local disk.
+    """
+    return None if workspace is None else local_path(workspace, "the workspace is on a local disk")
+
+
+def plan_source(
+    source: Source,
+    family: Family,
+    table: MappingTable | None,
+    options: Options,
+    quantizer: Quantizer | None,
+    ahead: Callable[[Plan], None] | None,
+) -> Plan:
+    """Returns the plan for a table, the table of a checkpoint. If it is None, for the table of the family and the
+    target."""
+    target = get_target(options.target)
+    _check_target(target, options, is_quantized=quantizer is not None)
+    returns = family.returns(source.config, source.tensors) if table is None else table.returns
+    report = family.check_config(source.config, options.allow_config, source.tensors, returns)
+    model_config = report.config
+    released = family.table_for(source.tensors, model_config, returns)
+    name, model_type = family.in_targets(source.config["model_type"])
+
+    def table_for(target: Target) -> tuple[MappingTable, HasAxes]:
+        scan, mtp = options.scan_layers, options.include_mtp
+        return target_table(target, name, model_type, released, model_config, scan_layers=scan, include_mtp=mtp)
+
+    config: HasAxes = model_config
+    if table is None:
+        table, config = table_for(target)
+    plan = make_plan(source, family.name, table, config, options, ignored_config=report.ignored)
+    if quantizer is None or plan.faults:
+        return plan
+    if ahead is not None:  # begins before jax and Qwix are imported: these come in small pieces from the same disk
+        ahead(plan)
+    if target is OWN:
+        quantization = quantizer(plan, family, model_config)
+    else:  # rules are for our names
+        our_table, _ = table_for(OWN)
+        our_plan = make_plan(source, family.name, our_table, model_config, replace(options, target=OWN.name))
+        quantization = quantizer(our_plan, family, model_config, for_servers=target.is_safetensors)
+        if target.trees is not None:
+            tree = find_tree(target, name, model_type, model_config)
+            check_quantized(target, tree, our_plan.arrays, (*quantization.encoders, *quantization.passthrough))
+        names = same_parameters(our_table, model_config, table, config, options.include_mtp)
+        quantization = quantization.renamed(names, target.name)
+    return make_plan(source, family.name, table, config, options, quantization, report.ignored)
+
+
+def _check_target(target: Target, options: Options, *, is_quantized: bool) -> None:
+    """Raises UsageError for options that a target does not have."""
+    if target.is_safetensors and (options.scan_layers or options.layers):
+        raise UsageError(
+            f"the target {target.name} always has all layers, unstacked",
+            hint="leave out `scan_layers=` and `layers=`",
+        )
+    if options.scheme is not None and not target.is_safetensors:
+        raise UsageError(
+            f"the target {target.name} does not write formats of servers",
+            hint='leave out `scheme=`, or use `target="huggingface"`',
+        )
+    if is_quantized and target.quantized is None:
+        raise UsageError(f"the target {target.name} has no quantized parameters", hint="leave out `quantize=`")
+    if is_quantized and target.fp8_block:
+        raise UsageError(
+            f"the target {target.name} has no parameters that are quantized by rules",
+            hint='leave out `quantize=`, or keep the FP8 weights of a release with `encoding="keep"`',
+        )
