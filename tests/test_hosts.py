@@ -16,7 +16,8 @@ from helpers.attacks.simulated import contents
 from helpers.buckets import ROOT, in_memory, objects
 from tpuconv import api
 from tpuconv.convert.plan import sizes
-from tpuconv.convert.run.conversion import PART_DONE, run
+from tpuconv.convert.run.conversion import run
+from tpuconv.convert.run.engine import PART_DONE
 from tpuconv.convert.run.share import share_of
 from tpuconv.errors import OutputError, SourceError, UsageError
 from tpuconv.hosts import ProcessPart, divided, find_part
@@ -260,15 +261,14 @@ def test_a_disk_that_hosts_do_not_share_is_an_error(when, source, alone, tmp_pat
     assert contents(tmp_path / "out") == alone
 
 
-def test_what_runs_in_one_process_is_said_first(tmp_path):
+def test_a_calibration_of_several_processes_is_refused_first(tmp_path):
     """Before CKPT is looked at, which is not there."""
     config = tmp_path / "gptq.yaml"
     rule = "{module_path: '.*', weight_qtype: int4, tile_size: 32}"
     config.write_text(f"qwix: {{rules: [{rule}]}}\ncalibration: {{method: gptq}}\n")
-    for command, options in ((api.quantize, {"config": config}), (api.export, {"config": "src"})):
-        with pytest.raises(UsageError, match="one process") as error:
-            command(tmp_path / "nowhere", tmp_path / "out", part=PARTS[0], **options)
-        assert "`part=`" in str(error.value.hint)
+    with pytest.raises(UsageError, match="one process") as error:
+        api.quantize(tmp_path / "nowhere", tmp_path / "out", part=PARTS[0], config=config)
+    assert "`part=`" in str(error.value.hint)
 
 
 # --- which process this is -----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.attacks.simulated import contents
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors
 from helpers.commands import tpuconv as command
 from helpers.conversions import assert_same, same_bits
@@ -14,7 +15,9 @@ from helpers.families import CASES, FIRST, Case
 from helpers.hub_server import HubServer
 from helpers.trainers import adam_state, changed_leaf, save_pytree, save_standard, save_step, trained_tree
 from tpuconv import api
+from tpuconv.convert.export import files as export_files
 from tpuconv.errors import MappingError, SourceError, TpuconvError, UnsupportedConfig, UsageError
+from tpuconv.hosts import ProcessPart
 from tpuconv.models.common.wrapper import is_outside
 from tpuconv.models.registry import FAMILIES
 from tpuconv.targets.registry import get_target, target_names
@@ -152,6 +155,17 @@ def test_the_state_of_a_model_of_flax(qwen3, tmp_path):
     found, done = exported(tmp_path / "run", qwen3)
     assert_same(found, read_tensors(qwen3))
     assert {skip.reason for skip in done.skipped} == {"arrays of an optimizer's state"}
+
+
+def test_three_processes_export_their_parts(maxtext, qwen3, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_files, "SHARD_BYTES", 20_000)
+    ckpt = save_pytree(tmp_path / "ckpt", maxtext)
+    parts = [ProcessPart(index, 3) for index in range(3)]
+    done = [api.export(ckpt, tmp_path / "back", config=qwen3, part=part) for part in parts]
+    assert [each.published for each in done] == [False, False, True]
+    assert_same(read_tensors(tmp_path / "back"), read_tensors(qwen3))
+    api.export(ckpt, tmp_path / "alone", config=qwen3)
+    assert contents(tmp_path / "back") == contents(tmp_path / "alone")
 
 
 def test_a_changed_array_comes_through(maxtext, qwen3, tmp_path):

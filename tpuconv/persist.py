@@ -14,7 +14,8 @@ from flax import nnx
 from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES, Checkpoint, CheckpointReader, open_checkpoint
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.options import Options
-from tpuconv.convert.run.conversion import RunProgress, run
+from tpuconv.convert.run.conversion import run
+from tpuconv.convert.run.engine import RunProgress
 from tpuconv.convert.run.sizing import Limits
 from tpuconv.errors import UsageError, shorten
 from tpuconv.location import Location

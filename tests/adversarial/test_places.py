@@ -120,7 +120,7 @@ def test_work_in_a_lower_layer(state, source, tmp_path, monkeypatch):
     for name in ("low", "over", "layers"):
         (tmp_path / name).mkdir()
     if state == "begun":
-        monkeypatch.setattr("tpuconv.convert.run.conversion._write_rest", _killed)
+        monkeypatch.setattr("tpuconv.convert.run.conversion.ConversionWork.write_rest", _killed)
     else:
         monkeypatch.setattr(disk, "rename", _killed_at_out)
     with pytest.raises(KeyboardInterrupt):
@@ -194,7 +194,7 @@ def test_a_file_system_that_does_not_rename_folders(call, code, source, tmp_path
         monkeypatch.setattr(disk, "_renameat2", refuse)
     else:
         monkeypatch.setattr(disk, "os", _Renames(refuse))
-    monkeypatch.setattr("tpuconv.convert.run.conversion._work", _killed)
+    monkeypatch.setattr("tpuconv.convert.run.conversion.ConversionWork.do", _killed)
     with pytest.raises(ResourceError) as info:
         made.convert(source, tmp_path / "out")
     assert info.value.hint

@@ -195,13 +195,11 @@ def export(asked: ExportRequest) -> Export:
     from tpuconv.convert.export.export import export as export_arrays
     from tpuconv.convert.export.export import room_for_layout
     from tpuconv.convert.export.layout import lay_out
-    from tpuconv.convert.run.conversion import PART_DONE, check_outside
+    from tpuconv.convert.run.engine import PART_DONE, check_outside
     from tpuconv.convert.run.sizing import Limits
     from tpuconv.storage.sealed import read_sealed
 
     part, progress = asked.part, asked.progress
-    if asked.config is not None and part is not None:
-        raise UsageError("a trainer's checkpoint is exported by one process", hint="leave out `part=`")
     ckpt, out = to_location(asked.ckpt), to_location(asked.out)
     began, total, was_there, is_published = time.monotonic(), 0, False, True
     with _opened(ckpt, asked, progress) as (arrays, what, skipped):

@@ -32,7 +32,8 @@ def run_plan(
     from tpuconv.api.verification import verify
     from tpuconv.convert.export.carried import split_skipped
     from tpuconv.convert.export.export import convert_to_safetensors, described
-    from tpuconv.convert.run.conversion import PART_DONE, run
+    from tpuconv.convert.run.conversion import run
+    from tpuconv.convert.run.engine import PART_DONE, WORKING
     from tpuconv.quantize.report import report
     from tpuconv.storage.sealed import read_sealed
 
@@ -41,7 +42,7 @@ def run_plan(
     convert_plan = convert_to_safetensors if plan.target.is_safetensors else partial(run, workspace=workspace)
     for step in convert_plan(plan, out, limits, overwrite=replacing.overwrite, part=part):
         progress(step.shown_as(f"{stage}, {part}" if part else stage))
-        if step.stage in ("convert", "export"):
+        if step.stage == WORKING:
             part_bytes = step.total
         resumed = step.resumed * plan.source_bytes // max(1, step.total) or resumed
         is_published = step.stage != PART_DONE

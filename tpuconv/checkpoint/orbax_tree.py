@@ -168,7 +168,13 @@ class TrainedTree:
     @property
     def stamps(self) -> dict[str, str]:
         """By file, what changes when it is written or replaced."""
-        return {name: str(hash_bytes(json.dumps(stamps).encode())["xxh3_128"]) for name, stamps in self._stamps.items()}
+        return _hashed(self._stamps)
+
+    @property
+    def stamps_for_hosts(self) -> dict[str, str]:
+        """The same, equal on all hosts that see the files: of a file on a disk its size and time of modification."""
+        is_on_disk = isinstance(self.folder, Path)
+        return _hashed({name: found[2:4] if is_on_disk else found for name, found in self._stamps.items()})
 
     def check_unchanged(self) -> None:
         """Raises SourceError if a file was changed since the tree was opened."""
@@ -259,6 +265,10 @@ class TrainedTree:
                 except OSError as e:
                     raise SourceError(f"{path} cannot be read: {e.strerror}") from None
         return out
+
+
+def _hashed(stamps: Mapping[str, list[Any]]) -> dict[str, str]:
+    return {name: str(hash_bytes(json.dumps(found).encode())["xxh3_128"]) for name, found in stamps.items()}
 
 
 def _sampled(path: Location) -> list[Any]:

@@ -15,7 +15,7 @@ from tpuconv.sources.hub_errors import Stopped, cause_of, is_offline, is_unreach
 RETRIES = 5  # failures in a row
 BACKOFF_SECONDS = 1.0  # before the first retry, then twice that and so on
 
-Work = TypeVar("Work")
+Entry = TypeVar("Entry")
 DownloadProgress = Callable[[int, int], None]
 
 
@@ -32,11 +32,11 @@ def end_threads(threads: Sequence[threading.Thread]) -> None:
 
 
 def in_threads(
-    work: Callable[[Work], None], items: Iterable[Work], count: int, stopped: threading.Event
-) -> Generator[Work, None, None]:
+    work: Callable[[Entry], None], items: Iterable[Entry], count: int, stopped: threading.Event
+) -> Generator[Entry, None, None]:
     """Calls `work` for each item, in `count` threads, and yields the items as they are done. After the first error, or
     if the caller ends, `stopped` is set and no other item is begun."""
-    todo, done = deque(items), SimpleQueue[tuple[Work, BaseException | None]]()
+    todo, done = deque(items), SimpleQueue[tuple[Entry, BaseException | None]]()
 
     def run() -> None:
         while not stopped.is_set():

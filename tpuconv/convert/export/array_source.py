@@ -1,6 +1,6 @@
 """The source of the arrays of an export: a checkpoint, or the plan of a conversion (`planned_arrays`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from tpuconv.checkpoint.companions import companions_of, copy_companion
 from tpuconv.checkpoint.manifest import Manifest, StoredArray
 from tpuconv.checkpoint.reader import check_contents, read_box, read_checkpoint_config
+from tpuconv.convert.run.engine import RunProgress
 from tpuconv.layout import Ranges, lead, parse_axes
 from tpuconv.location import Location
 from tpuconv.sources.config import with_encoding, without_encoding
@@ -78,8 +79,9 @@ class ArraySource(Protocol):
     def stamps_for_hosts(self) -> dict[str, str]:
         """The same, equal on all hosts that see the files."""
 
-    def check_made(self, out: Location, made: Sealed) -> None:
-        """Checks that an output, with this manifest, was made of the source as it is now."""
+    def check_made(self, out: Location, made: Sealed) -> Iterator[RunProgress]:
+        """Checks that an output, with this manifest, was made of the source as it is now. Yields progress before a file
+        is read completely."""
 
 
 class IdentifiedArrays:
@@ -107,8 +109,9 @@ class IdentifiedArrays:
         """See `ArraySource`."""
         return {}
 
-    def check_made(self, out: Location, made: Sealed) -> None:
+    def check_made(self, out: Location, made: Sealed) -> Iterator[RunProgress]:
         """See `ArraySource`."""
+        yield from ()
 
 
 class CheckpointArrays(IdentifiedArrays):

@@ -9,9 +9,8 @@ import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -36,11 +35,10 @@ from tpuconv.convert.export.rows import ExportPiece
 from tpuconv.convert.export.serving.formats import IN_COMPRESSED
 from tpuconv.convert.export.tensor import ExportRow, ExportTensor
 from tpuconv.convert.plan.types import Plan
-from tpuconv.convert.run.conversion import PART_DONE, PUBLISHING, RunProgress, check_outside
-from tpuconv.convert.run.opening import open_journal
+from tpuconv.convert.run.engine import WORKING, RunProgress, Work, make
 from tpuconv.convert.run.results import HASH_ENTRY
 from tpuconv.convert.run.sizing import Limits, TensorRoom, planned_memory_for_tensors, room_for_tensors
-from tpuconv.convert.run.stamps import Stale, check_same_files, forget_changed
+from tpuconv.convert.run.stamps import Stale
 from tpuconv.convert.run.steps import COMPARE_STEP, proof_step
 from tpuconv.convert.run.strided import copy_strided
 from tpuconv.errors import OutputError
@@ -52,8 +50,7 @@ from tpuconv.mapping.table import HasAxes, MappingTable
 from tpuconv.names import MANIFEST
 from tpuconv.progress import TICK_SECONDS
 from tpuconv.sources.headers import DTYPES
-from tpuconv.sources.origins import remember
-from tpuconv.storage.entries import RunJournal, State
+from tpuconv.storage.entries import RunJournal
 from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.places import size_faults
 from tpuconv.storage.sealed import MANIFEST_FORMAT, SAFETENSORS, raise_damage, read_sealed, seal
@@ -66,112 +63,130 @@ FILE_ENTRY = {"facts": {"bytes": Size, "xxh3_128": str}, "figures": Each(STATIST
 """The journal's entry of a file: its facts, and the facts of the parameters whose first tensor it has."""
 
 
-def export(
-    arrays: ArraySource,
-    what: Exporting,
-    layout: FileLayout,
-    out: Location,
-    room: TensorRoom,
-    *,
-    overwrite: bool = False,
-    part: ProcessPart | None = None,
-    streamed: PlannedArrays | None = None,
-) -> Iterator[RunProgress]:
-    """Writes arrays as safetensors to the folder `out`, and yields progress.
-
-    `out` appears complete or not at all, and an old one stays until it does. Of a run that was killed, complete files
-    stay.
+class ExportWork(Work):
+    """The export of arrays as safetensors. Its progress counts bytes of tensors. Of a run that was killed, complete
+    files stay.
 
     Args:
         arrays: the arrays of a checkpoint or of a plan.
         what: what is written of them.
         layout: how, from `lay_out`.
-        out: the output folder.
         room: threads and memory.
-        overwrite: replace an existing output of ours.
-        part: which of several processes this is. Each writes some of the files; the last one publishes.
         streamed: the arrays again, if their source is fetched meanwhile.
-
-    Raises:
-        UsageError: the checkpoint holds only a part of a model, cannot be exported so, or lacks the source's scales.
-        CorruptOutput: an array is missing, cannot be read, or does not match its checksum.
-        SourceError: the checkpoint or the source changed while it was read, or holds values that are not finite.
-        OutputError: `out` exists, and must not be replaced.
-        ResourceError: there is too little disk space.
     """
-    beside, manifest = what.beside, arrays.manifest
-    pieces, shards, scheme = layout.pieces, layout.files, layout.scheme
-    total = sum(tensor.nbytes for shard in shards for tensor in shard)
-    facts = {
-        "format": MANIFEST_FORMAT,
-        "kind": SAFETENSORS,
-        "checkpoint": manifest.sealed.identity,
-        "table": what.table.fingerprint,
-        **({"scheme": scheme} if scheme and scheme != IN_COMPRESSED else {}),
-        **({"carried": sorted(tensor.name for tensor in beside.tensors)} if beside else {}),
-    }
-    names = [[tensor.name for tensor in shard] for shard in shards]  # another version may divide them otherwise
-    fingerprint = hash_bytes(json.dumps([facts, names]).encode())["xxh3_128"]
-    stamps = arrays.stamps_for_hosts
-    planned = exported_names(arrays, len(shards))
-    with open_journal(out, fingerprint, facts, planned, part, overwrite=overwrite) as journal:
-        state = journal.begin()
-        if state is State.PUBLISHED:
-            _check_exported(arrays, journal.out)
-            yield RunProgress(total, total, total, "published")
-            return
-        if state is State.JOINED:
-            check_same_files(journal, stamps)
-        elif forget_changed(
-            journal, arrays.stamps, partial(_all_done, arrays, journal, len(shards)), stamps, is_part=part is not None
-        ):
-            state = State.BEGUN
-        if state is not State.COMPLETE:
-            companions = sum(facts["bytes"] for facts in arrays.companions.values())
-            journal.sink.check_room(total + companions, "the export")
-            for name, shard in zip(file_names(len(shards)), shards, strict=True):
-                journal.sink.check_size(name, sum(tensor.nbytes for tensor in shard))
-            arrays.check()
-            journal.share()
-            writing = _Run(arrays, pieces, beside, shards, journal, room, part)
-            if streamed is not None:
-                reads = file_reads(streamed, layout, beside)
-                writing.fetched = FetchedFiles(streamed, reads, writing.own, part, journal)
-            with writing.fetched or nullcontext():
-                yield from writing.write()
-            entry_of = {name: proof_step(i) for i, name in enumerate(arrays.hashed)}
-            hashes = arrays.finish_part()
-            for name in hashes if part else ():
-                journal.record(entry_of[name], {"hash": hashes[name]})
-            compared = [COMPARE_STEP] if streamed is not None and streamed.plan.copies else []
-            if not journal.gather([*(file_entry(i) for i in range(len(shards))), *entry_of.values(), *compared]):
-                size = writing.nbytes
-                yield RunProgress(size, size, 0, "published" if journal.is_published() else PART_DONE)
-                return
-            yield RunProgress(total, total, 0, PUBLISHING)
-            others = {name: journal.done(entry, HASH_ENTRY) for name, entry in entry_of.items() if name not in hashes}
-            hashes |= {name: found["hash"] for name, found in others.items() if found}
-            done = (journal.done(file_entry(i), FILE_ENTRY) for i in range(len(shards)))
-            entries = [entry for entry in done if entry is not None]
-            if len(entries) < len(shards):
-                raise OutputError(
-                    f"entries in {journal.work} are gone: another process took this export over",
-                    hint="run the same command again, once that has ended",
-                )
-            files = {name: entry["facts"] for name, entry in zip(file_names(len(shards)), entries, strict=True)}
-            write_index_and_companions(arrays, shards, journal.sink, total, files, layout.encoding)
-            figures: dict[str, Any] = {}
-            for entry in entries:
-                for name, found in entry["figures"].items():
-                    add_statistics(figures.setdefault(name, {}), found)
-            source = arrays.finish(hashes)
-            further, texts = arrays.describe(figures)
-            files |= journal.sink.write_all({name: text.encode() for name, text in texts.items()})
-            known = {"fingerprint": fingerprint, "source": source, "family": what.family}
-            journal.sink.write(MANIFEST, seal({**facts, **known, **further, "files": files}))
-        journal.publish()
-        remember(read_sealed(journal.out), manifest.folder, arrays.stamps)
-    yield RunProgress(total, total, 0, "published")
+
+    def __init__(
+        self,
+        arrays: ArraySource,
+        what: Exporting,
+        layout: FileLayout,
+        room: TensorRoom,
+        streamed: PlannedArrays | None = None,
+    ):
+        self.arrays, self.what, self.layout, self.room, self.streamed = arrays, what, layout, room, streamed
+        beside, scheme = what.beside, layout.scheme
+        self.source, self.nbytes = arrays.manifest.folder, layout.nbytes
+        self.facts = {
+            "format": MANIFEST_FORMAT,
+            "kind": SAFETENSORS,
+            "checkpoint": arrays.manifest.sealed.identity,
+            "table": what.table.fingerprint,
+            **({"scheme": scheme} if scheme and scheme != IN_COMPRESSED else {}),
+            **({"carried": sorted(tensor.name for tensor in beside.tensors)} if beside else {}),
+        }
+        names = [[tensor.name for tensor in file] for file in layout.files]  # another version may divide them otherwise
+        self.fingerprint = hash_bytes(json.dumps([self.facts, names]).encode())["xxh3_128"]
+        self._proofs = {name: proof_step(i) for i, name in enumerate(arrays.hashed)}
+
+    @property
+    def names(self) -> set[str]:
+        """See `Work`."""
+        return exported_names(self.arrays, len(self.layout.files))
+
+    @property
+    def stamps(self) -> dict[str, str]:
+        """See `Work`."""
+        return self.arrays.stamps
+
+    @property
+    def stamps_for_hosts(self) -> dict[str, str]:
+        """See `Work`."""
+        return self.arrays.stamps_for_hosts
+
+    @property
+    def entries(self) -> list[str]:
+        """See `Work`."""
+        compared = [COMPARE_STEP] if self.streamed is not None and self.streamed.plan.copies else []
+        return [*map(file_entry, range(len(self.layout.files))), *self._proofs.values(), *compared]
+
+    def stale(self, journal: RunJournal, changed: set[str]) -> Stale:
+        """See `Work`: all files that are done, since each may hold tensors of a file that changed."""
+        files = (file_entry(i) for i in range(len(self.layout.files)))
+        return Stale(
+            [entry for entry in files if journal.done(entry, FILE_ENTRY)],
+            [entry for name, entry in self._proofs.items() if name in changed],
+        )
+
+    def check_made(self, out: Location) -> Iterator[RunProgress]:
+        """See `Work`."""
+        sealed = read_sealed(out)
+        sizes = {name: facts["bytes"] for name, facts in sealed.files.items()}
+        raise_damage(out, size_faults(out, sizes))
+        yield from self.arrays.check_made(out, sealed)
+
+    def opened(self, journal: RunJournal) -> AbstractContextManager[None]:
+        """See `Work`: nothing."""
+        return nullcontext()
+
+    def do(self, journal: RunJournal, part: ProcessPart | None) -> Iterator[RunProgress]:
+        """See `Work`: the files of this process."""
+        files, arrays = self.layout.files, self.arrays
+        companions = sum(facts["bytes"] for facts in arrays.companions.values())
+        journal.sink.check_room(self.nbytes + companions, "the export")
+        for name, file in zip(file_names(len(files)), files, strict=True):
+            journal.sink.check_size(name, sum(tensor.nbytes for tensor in file))
+        arrays.check()
+        journal.share()
+        writing = _Run(arrays, self.layout.pieces, self.what.beside, files, journal, self.room, part)
+        if self.streamed is not None:
+            reads = file_reads(self.streamed, self.layout, self.what.beside)
+            writing.fetched = FetchedFiles(self.streamed, reads, writing.own, part, journal)
+        with writing.fetched or nullcontext():
+            yield from writing.write()
+        for name, digest in arrays.finish_part().items():
+            journal.record(self._proofs[name], {"hash": digest})
+        yield RunProgress(writing.nbytes, writing.nbytes, 0, WORKING)
+
+    def write_rest(self, journal: RunJournal) -> None:
+        """See `Work`: the index, config.json, the companions and the manifest."""
+        arrays, sink, names = self.arrays, journal.sink, file_names(len(self.layout.files))
+        done = (journal.done(file_entry(i), FILE_ENTRY) for i in range(len(names)))
+        entries = [entry for entry in done if entry is not None]
+        if len(entries) < len(names):
+            raise OutputError(
+                f"entries in {journal.work} are gone: another process took this export over",
+                hint="run the same command again, once that has ended",
+            )
+        files = {name: entry["facts"] for name, entry in zip(names, entries, strict=True)}
+        write_index_and_companions(arrays, self.layout.files, sink, files, self.layout.encoding)
+        figures: dict[str, Any] = {}
+        for entry in entries:
+            for name, found in entry["figures"].items():
+                add_statistics(figures.setdefault(name, {}), found)
+        found_hashes = {name: journal.done(entry, HASH_ENTRY) for name, entry in self._proofs.items()}
+        source = arrays.finish({name: found["hash"] for name, found in found_hashes.items() if found})
+        further, texts = arrays.describe(figures)
+        files |= sink.write_all({name: text.encode() for name, text in texts.items()})
+        known = {"fingerprint": self.fingerprint, "source": source, "family": self.what.family}
+        sink.write(MANIFEST, seal({**self.facts, **known, **further, "files": files}))
+
+
+def export(
+    arrays: ArraySource, what: Exporting, layout: FileLayout, out: Location, room: TensorRoom, **options: Any
+) -> Iterator[RunProgress]:
+    """Writes arrays as safetensors to the folder `out`, and yields progress; see `ExportWork`, and `make` for the
+    options."""
+    return make(ExportWork(arrays, what, layout, room), out, **options)
 
 
 def export_checkpoint(
@@ -202,23 +217,21 @@ def convert_to_safetensors(
     plan: Plan, out: Location, limits: Limits, *, overwrite: bool = False, part: ProcessPart | None = None
 ) -> Iterator[RunProgress]:
     """Converts a source to safetensors in one pass: cast, with adapters merged, or quantized. What the table leaves out
-    and is not encoded, such as the towers of a multimodal model, is written as it is. Raises as `export` and
-    `tpuconv.convert.run.conversion.run` do.
+    and is not encoded, such as the towers of a multimodal model, is written as it is. Raises as `make` does.
 
     Args:
         plan: of the conversion to a target that holds safetensors.
         out: the output folder.
         limits: jobs and memory.
-        overwrite, part: as of `export`.
+        overwrite, part: as of `make`.
     """
     plan.check()
-    check_outside(plan.source.folder, out)
     with closing(PlannedArrays(plan, part)) as arrays:
         what = describe_exporting(arrays, plan.options.scheme, skipped_tensors(plan))
         layout = lay_out(arrays, what)
         streamed = arrays if plan.source.remote else None
         room = room_for_layout(plan.source.name, arrays, layout, limits)
-        yield from export(arrays, what, layout, out, room, overwrite=overwrite, part=part, streamed=streamed)
+        yield from make(ExportWork(arrays, what, layout, room, streamed), out, overwrite=overwrite, part=part)
 
 
 @dataclass(frozen=True)
@@ -265,21 +278,6 @@ def described(plan: Plan, published: Mapping[str, Any]) -> dict[str, Any]:
     whose manifest is `published`."""
     sizes = [facts["bytes"] for name, facts in published["files"].items() if name.endswith(".safetensors")]
     return {**describe_plan(plan), **published, "stored_bytes": sum(sizes)}
-
-
-def _all_done(arrays: ArraySource, journal: RunJournal, count: int, changed: set[str]) -> Stale:
-    """Returns all files that are done: each may hold tensors of a file of the source that changed."""
-    hashes = [proof_step(i) for i, name in enumerate(arrays.hashed) if name in changed]
-    return Stale([file_entry(i) for i in range(count) if journal.done(file_entry(i), FILE_ENTRY)], hashes)
-
-
-def _check_exported(arrays: ArraySource, out: Location) -> None:
-    """Raises CorruptOutput if files of an earlier export are missing or have the wrong size, and OutputError if it was
-    made from a source that was changed since."""
-    sealed = read_sealed(out)
-    sizes = {name: facts["bytes"] for name, facts in sealed.files.items()}
-    raise_damage(out, size_faults(out, sizes))
-    arrays.check_made(out, sealed)
 
 
 class _Run:
@@ -351,7 +349,7 @@ class _Run:
 
     def _progress(self, written: int, total: int, resumed: int) -> RunProgress:
         fetching = self.fetched.arrays.reader.fetching if self.fetched is not None else (0, 0)
-        return RunProgress(written, total, resumed, "export", fetching=fetching)
+        return RunProgress(written, total, resumed, WORKING, fetching=fetching)
 
     def _made(self, pieces: list[ExportPiece]) -> Iterator["_Made | None"]:
         """Yields each tensor, or one after the other its slabs; None, now and then, while it waits for one."""

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpuconv.convert.export.array_source import ArraySource, exported_config
@@ -63,14 +63,14 @@ def safetensors_header(shard: list[ExportTensor]) -> bytes:
 
 def write_index_and_companions(
     arrays: ArraySource,
-    shards: list[list[ExportTensor]],
+    shards: Sequence[Sequence[ExportTensor]],
     sink: Sink,
-    total: int,
     files: dict[str, Any],
     encoding: dict[str, Any] | None,
 ) -> None:
     """Writes the index and the files that go with the weights, and adds them to `files`. Config.json describes an
     `encoding`. What is for other programs has older keys besides; what comes back as it was released has not."""
+    total = sum(tensor.nbytes for shard in shards for tensor in shard)
 
     def write(name: str, text: str) -> None:
         files.update(sink.write_all({name: text.encode()}))

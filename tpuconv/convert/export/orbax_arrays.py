@@ -1,6 +1,6 @@
 """The arrays of an Orbax checkpoint that a trainer saved, without a manifest of ours."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from tpuconv.checkpoint.orbax_tree import TrainedTree
 from tpuconv.convert.export.array_source import IdentifiedArrays, array_box
 from tpuconv.convert.export.way_back import Explained, Parameter
 from tpuconv.convert.plan.types import FLOAT_DTYPES
+from tpuconv.convert.run.engine import RunProgress
 from tpuconv.errors import ConfigError, OutputError
 from tpuconv.layout import Ranges
 from tpuconv.location import Location
@@ -106,11 +107,12 @@ class OrbaxArrays(IdentifiedArrays):
 
     @property
     def stamps_for_hosts(self) -> dict[str, str]:
-        """See `ArraySource`: one process exports them."""
-        return self.tree.stamps
+        """See `ArraySource`."""
+        return self.tree.stamps_for_hosts
 
-    def check_made(self, out: Location, made: Sealed) -> None:
+    def check_made(self, out: Location, made: Sealed) -> Iterator[RunProgress]:
         """See `ArraySource`. Raises OutputError if that is not known: nobody hashes what a trainer saved."""
+        yield from ()
         if known_stamps(made, self.tree.folder) != self.stamps:
             raise OutputError(
                 f"{out} exists already, and {self.tree.folder} may have changed since it was made",

@@ -1,7 +1,7 @@
 """The arrays of a plan, made when they are asked for: what is exported in one pass, without a checkpoint between."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.convert.plan.types import FLOAT_DTYPES, Plan, Slab
 from tpuconv.convert.run.conversion import check_made_of
 from tpuconv.convert.run.describe import describe
+from tpuconv.convert.run.engine import RunProgress
 from tpuconv.convert.run.results import UnitResult
 from tpuconv.convert.run.share import share_of
 from tpuconv.convert.run.sizing import QUANTIZE_MEMORY
@@ -188,10 +189,9 @@ class PlannedArrays:
         """See `ArraySource`."""
         return stamps_for_hosts(self.plan.source)
 
-    def check_made(self, out: Location, made: Sealed) -> None:
+    def check_made(self, out: Location, made: Sealed) -> Iterator[RunProgress]:
         """See `ArraySource`. Raises OutputError if it was not."""
-        for _ in check_made_of(self.plan, out, made):
-            pass
+        return check_made_of(self.plan, out, made)
 
     def close(self) -> None:
         """Closes the files of the source."""

@@ -64,7 +64,7 @@ def stamps_for_hosts(source: Source) -> dict[str, str]:
     Raises:
         SourceError: a file cannot be read.
     """
-    if isinstance(source.folder, BucketPath) or not source.hashed:
+    if isinstance(source.folder, BucketPath):
         return source.stamps
     out = {}
     for shard in source.shards:
