@@ -9,7 +9,7 @@ import numpy as np
 from tpuconv.encodings.decode import Tensor
 from tpuconv.errors import shorten
 from tpuconv.names import collapse
-from tpuconv.sources.adapter_changes import AdapterFile, Change, LowRank, Replacement
+from tpuconv.sources.adapter_changes import AdapterFile, Change, Product, Replacement
 from tpuconv.sources.reader import Reader
 
 BY_ADAPTER = ", which an adapter changes"
@@ -42,7 +42,7 @@ class Adapted(Tensor):
         columns = self.shape[-1]
         first, last = start // columns, -(-(start + out.size) // columns)
         inside = slice(start - first * columns, start - first * columns + out.size)
-        if isinstance(self.changes[0], LowRank) and self.changes[0].magnitude is not None:
+        if isinstance(self.changes[0], Product) and self.changes[0].magnitude is not None:
             # A norm belongs to a complete row.
             rows = np.empty((last - first) * columns, out.dtype)
             stored = np.empty(self.base.stored_bytes(rows.size) + 8, np.uint8)
@@ -59,7 +59,7 @@ class Adapted(Tensor):
             else:
                 self._add(change, first, inside, out)
 
-    def _add(self, change: LowRank, first: int, inside: slice, out: np.ndarray) -> None:
+    def _add(self, change: Product, first: int, inside: slice, out: np.ndarray) -> None:
         if out.dtype == ml_dtypes.bfloat16 and not change.rounded:
             _add_product(change, first * self.shape[-1] + inside.start, out)
             return
@@ -75,18 +75,16 @@ class Adapted(Tensor):
         np.copyto(out, values.astype(self.dtype), casting="unsafe")  # peft keeps them in the dtype of the model
 
 
-def _matrices(change: LowRank, first: int, last: int) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+def _matrices(change: Product, first: int, last: int) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
     """The matrices that rows `first` to `last` are in, the rows of stacked matrices being counted through: of each its
     rows, left for these and right, both in float32."""
     rows = change.shape[-2]
     for i in range(first // rows, -(-last // rows)):
         begin, end = max(first, i * rows), min(last, (i + 1) * rows)
-        left, right = (x[i] if x.ndim == 3 else x for x in (change.left, change.right))
-        left, right = (_float32(change.file, x) for x in (left[begin - i * rows : end - i * rows], right))
-        yield begin, end, left, right
+        yield begin, end, *change.factors(i, slice(begin - i * rows, end - i * rows))
 
 
-def _product(change: LowRank, first: int, last: int) -> np.ndarray:
+def _product(change: Product, first: int, last: int) -> np.ndarray:
     """Rows of left times right, times the factor: float32 [last - first, columns]."""
     from tpuconv.encodings.low_rank import multiply
 
@@ -97,7 +95,7 @@ def _product(change: LowRank, first: int, last: int) -> np.ndarray:
     return out
 
 
-def _add_product(change: LowRank, start: int, out: np.ndarray) -> None:
+def _add_product(change: Product, start: int, out: np.ndarray) -> None:
     """Adds the product to a part of a tensor in bfloat16, flat from `start`, without holding it."""
     from tpuconv.encodings.low_rank import add_product_to_bfloat16
 
@@ -107,7 +105,7 @@ def _add_product(change: LowRank, start: int, out: np.ndarray) -> None:
         add_product_to_bfloat16(left, right, factor, start + own.start - begin * columns, bits[own])
 
 
-def _scaled(change: LowRank, rows: np.ndarray, first: int) -> np.ndarray:
+def _scaled(change: Product, rows: np.ndarray, first: int) -> np.ndarray:
     """Flat: complete rows plus their product, each scaled to its magnitude (DoRA, arXiv:2402.09353), in float32."""
     from tpuconv.encodings.low_rank import row_norms
 
@@ -146,7 +144,7 @@ def adapt(
         for name, change in placed.changes.items():
             if (tensor := out.get(name)) is None:
                 continue
-            if name in input_first and isinstance(change, LowRank):
+            if name in input_first and isinstance(change, Product):
                 faults.append(f"{name}  is a matrix [in, out], which the adapter {placed.adapter} cannot change")
             elif fault := _fault(tensor, change, placed.adapter):
                 faults.append(f"{name}  {fault}")
@@ -163,6 +161,6 @@ def _fault(tensor: Tensor, change: Change, adapter: str) -> str | None:
         return f"is stored as {tensor.scheme.title}, which the adapter {adapter} cannot change"
     if tensor.shape != change.shape:
         return f"has the shape {list(tensor.shape)}, its change in the adapter {adapter} {list(change.shape)}"
-    if isinstance(change, LowRank) and change.magnitude is not None and isinstance(tensor, Adapted):
+    if isinstance(change, Product) and change.magnitude is not None and isinstance(tensor, Adapted):
         return f"is changed by another adapter before the DoRA adapter {adapter}, which must be the first"
     return None

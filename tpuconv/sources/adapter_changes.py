@@ -1,5 +1,7 @@
 """The changes of an adapter to one tensor."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,13 +59,32 @@ class AdapterFile:
             raise SourceError(f"{self.path} was changed while it was read", hint="run the command again")
 
 
-@dataclass(frozen=True)
-class LowRank:
-    """The change of a weight: `left` [rows, R] times `right` [R, columns], times `scaling`. Both are parts of `file`,
-    perhaps with their axes swapped, and are read when they are needed. PEFT computes changes in float32; it rounds the
-    changes of embeddings and of experts to the dtype of the weight before it adds them (`rounded`). The changes of
+class Product(ABC):
+    """The change of a weight: a product of two matrices, times `scaling`. PEFT computes changes in float32; it rounds
+    the changes of embeddings and of experts to the dtype of the weight before it adds them (`rounded`). The weights of
     stacked experts have one more axis before the others. With a `magnitude` [rows] the changed rows are scaled to it
     (DoRA)."""
+
+    file: AdapterFile
+    scaling: float
+    rounded: bool
+    magnitude: np.ndarray | None
+
+    @property
+    @abstractmethod
+    def shape(self) -> Shape:
+        """The shape of the weight."""
+
+    @abstractmethod
+    def factors(self, matrix: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the factors, in float32, of some rows of a matrix, of which stacked weights have several: [rows, R]
+        and [R, columns]."""
+
+
+@dataclass(frozen=True)
+class LowRank(Product):
+    """`left` [rows, R] times `right` [R, columns], perhaps stacked. Both are parts of `file`, perhaps with their axes
+    swapped, and are read when they are needed."""
 
     left: np.ndarray
     right: np.ndarray
@@ -74,8 +95,69 @@ class LowRank:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the weight."""
+        """See `Product`."""
         return *self.left.shape[:-1], self.right.shape[-1]
+
+    def factors(self, matrix: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
+        """See `Product`."""
+        left, right = (x[matrix] if x.ndim == 3 else x for x in (self.left, self.right))
+        return self._float32(left[rows]), self._float32(right)
+
+    def _float32(self, part: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(self.file.values(part), np.float32)
+
+
+@dataclass(frozen=True)
+class JoinedExperts(Product):
+    """The changes of single experts, where a tensor holds all: [count, parts * rows, columns], or with the last two
+    axes swapped (`input_first`).
+
+    Attributes:
+        changes: the change of each matrix [rows, columns], by expert and part; some have none.
+        count: of experts.
+        parts: the number of matrices of an expert that lie one behind the other, such as gate and up.
+    """
+
+    changes: Mapping[tuple[int, int], LowRank]
+    count: int
+    parts: int
+    input_first: bool
+    scaling: float = 1.0
+    rounded: bool = False
+    magnitude: np.ndarray | None = None
+
+    @property
+    def file(self) -> AdapterFile:  # type: ignore[override]
+        """See `Product`."""
+        return next(iter(self.changes.values())).file
+
+    @property
+    def shape(self) -> Shape:
+        """See `Product`."""
+        rows, columns = self._matrix
+        whole = (self.parts * rows, columns)
+        return (self.count, *(whole[::-1] if self.input_first else whole))
+
+    @property
+    def _matrix(self) -> Shape:
+        return next(iter(self.changes.values())).shape
+
+    def factors(self, matrix: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
+        """See `Product`: the factors of the parts in one diagonal, so that each changes its rows alone."""
+        size, columns = self._matrix
+        own = {part: self.changes[matrix, part] for part in range(self.parts) if (matrix, part) in self.changes}
+        ranks = [change.left.shape[-1] for change in own.values()]
+        left = np.zeros((self.parts * size, max(1, sum(ranks))), np.float32)
+        right = np.zeros((left.shape[1], columns), np.float32)
+        start = 0
+        for (part, change), rank in zip(own.items(), ranks, strict=True):
+            diagonal = left[part * size : (part + 1) * size, start : start + rank]
+            diagonal[...], right[start : start + rank] = change.factors(0, slice(None))
+            diagonal *= np.float32(change.scaling)
+            start += rank
+        if self.input_first:
+            left, right = right.T, left.T
+        return np.ascontiguousarray(left[rows]), np.ascontiguousarray(right)
 
 
 @dataclass(frozen=True)
@@ -91,4 +173,4 @@ class Replacement:
         return self.values.shape
 
 
-Change = LowRank | Replacement
+Change = Product | Replacement

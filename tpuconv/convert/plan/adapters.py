@@ -1,6 +1,7 @@
 """Where the changes of adapters go: an adapter names modules as transformers has them, a release as it likes."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 
 from tpuconv.encodings.adapted import Placed
@@ -11,7 +12,7 @@ from tpuconv.mapping.release import Release
 from tpuconv.mapping.spelling import numbers, template
 from tpuconv.mapping.table import EXPERTS, INDEX, Map
 from tpuconv.sources.adapter import Adapter
-from tpuconv.sources.adapter_changes import Change, LowRank
+from tpuconv.sources.adapter_changes import Change, JoinedExperts, LowRank
 from tpuconv.sources.adapter_experts import ExpertChange
 
 
@@ -30,14 +31,66 @@ def changes_on_disk(
     for adapter in adapters:
         changes: dict[str, Change] = {}
         missing = []
+        single: dict[str, _Single] = {}
         for name, change in adapter.changes.items():
-            changes[reader.on_disk(name, release) or name] = change
+            there = reader.on_disk(name, release) or name
+            found_in = None if there in tensors else _all_of(name, change, reader, release, tensors)
+            if found_in is None or not isinstance(change, LowRank):
+                changes[there] = change
+            else:
+                single.setdefault(found_in.tensor, found_in).changes[found_in.place] = change
+        changes |= {tensor: each.joined(tensors[tensor].shape[0]) for tensor, each in single.items()}
         for experts in adapter.experts:
             found = dict(_of_experts(experts, reader, release, tensors))
             changes |= found
             missing += [] if found else [experts.name]
         out.append(Placed(adapter.name, changes, tuple(missing)))
     return out
+
+
+@dataclass
+class _Single:
+    """The changes of single experts in a tensor on disk that holds all: of the matrix at `place`, an expert and a
+    part, and of the others that are added."""
+
+    tensor: str
+    place: tuple[int, int]
+    parts: int
+    input_first: bool
+    changes: dict[tuple[int, int], LowRank] = field(default_factory=dict)
+
+    def joined(self, count: int) -> JoinedExperts:
+        """Returns the change of the tensor."""
+        return JoinedExperts(self.changes, count, self.parts, self.input_first)
+
+
+def _all_of(
+    name: str, change: Change, reader: ReleaseReader, release: Release, tensors: Mapping[str, Tensor]
+) -> _Single | None:
+    """Returns where the matrix of one expert is in a tensor of all experts; None if it is in none, or its rows would be
+    scaled (DoRA)."""
+    spelled = reader.speller.spelled(name)
+    if spelled is None or not isinstance(change, LowRank) or change.magnitude is not None or len(change.shape) != 2:
+        return None
+    for place in reader.places:
+        rows = [row for form in place.forms.values() for row in form]
+        row = next((row for row in rows if template(spelled) == template(row.hf_names[0]) and _is_single(row)), None)
+        for stacked in rows if row is not None else ():
+            if _is_single(stacked) or row is None or row.jax_names[0] not in stacked.jax_names:
+                continue
+            values = dict(zip(INDEX.findall(row.hf_names[0]), numbers(spelled), strict=True))
+            found = INDEX.sub(lambda index: values[index[1]], stacked.hf_names[0])  # noqa: B023
+            tensor = tensors.get(reader.on_disk(found, release) or found)
+            if tensor is not None and len(tensor.shape) == 3:
+                part = stacked.jax_names.index(row.jax_names[0])
+                input_first = tensor.scheme is None and _is_input_first(stacked)
+                return _Single(tensor.name, (int(values[EXPERTS]), part), len(stacked.jax_names), input_first)
+    return None
+
+
+def _is_single(row: Map) -> bool:
+    """Returns True if a row has a tensor for each expert."""
+    return f"{{{EXPERTS}}}" in row.hf_names[0]
 
 
 def _of_experts(
@@ -83,6 +136,6 @@ def _single(row: Map, reader: ReleaseReader) -> Iterator[list[str]]:
         if not any(row in form for form in place.forms.values()):
             continue
         for form in place.forms.values():
-            of = {each.jax_names[0]: each.hf_names[0] for each in form if f"{{{EXPERTS}}}" in each.hf_names[0]}
+            of = {each.jax_names[0]: each.hf_names[0] for each in form if _is_single(each)}
             if names := [of[name] for name in row.jax_names if name in of]:
                 yield names
