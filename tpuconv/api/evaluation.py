@@ -1,7 +1,7 @@
 """Compare a converted model with the original."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,10 +103,12 @@ class Comparison:
         return facts | {"passed": self.passed, "failures": self.failures}
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompareOptions:
-    """The options of a comparison with transformers."""
+@dataclass(frozen=True)
+class CompareRequest:
+    """The arguments of `compare`."""
 
+    ckpt: str | Location = field(metadata=CKPT_ARGUMENT)
+    _: KW_ONLY
     layerwise: bool = option(False, "Compare one layer at a time, in the memory of one layer.")
     source: str | Path | None = option(
         None,
@@ -115,24 +117,15 @@ class CompareOptions:
     prompts: Sequence[str] = field(default=(), metadata=PROMPTS_OPTION)
     dtype: str = field(default="auto", metadata=COMPUTE_DTYPE_OPTION)
     mesh: Mapping[str, int] | None = field(default=None, metadata=MESH_OPTION)
-
-
-@dataclass(frozen=True)
-class CompareRequest(CompareOptions):
-    """The arguments of `compare`."""
-
-    ckpt: str | Location = field(metadata=CKPT_ARGUMENT)
     on_source: Callable[[Sequence[str] | None], None] = field(
         default=lambda changed: None,
-        kw_only=True,
         metadata=argument("Called with `Comparison.source_changed` once that is known."),
     )
     on_layer: Callable[["LayerError"], None] = field(
         default=lambda layer: None,
-        kw_only=True,
         metadata=argument("Called with the error of each layer as soon as it is known."),
     )
-    progress: Listener = field(default=ignore, kw_only=True, metadata=PROGRESS_ARGUMENT)
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
 @takes(CompareRequest)

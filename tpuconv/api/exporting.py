@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +154,8 @@ class PlanExportRequest(ExportOptions):
     """The arguments of `plan_export`."""
 
     ckpt: str | Location = field(metadata=CKPT)
-    progress: Listener = field(default=ignore, kw_only=True, metadata=PROGRESS_ARGUMENT)
+    _: KW_ONLY
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,9 @@ class ExportRequest(Budget, Replacing, ExportOptions):
 
     ckpt: str | Location = field(metadata=CKPT)
     out: str | Location = field(metadata=argument("The folder to write; it appears complete or not at all."))
-    part: ProcessPart | None = field(default=None, kw_only=True, metadata=PART_ARGUMENT)
-    progress: Listener = field(default=ignore, kw_only=True, metadata=PROGRESS_ARGUMENT)
+    _: KW_ONLY
+    part: ProcessPart | None = field(default=None, metadata=PART_ARGUMENT)
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
 @takes(PlanExportRequest)
