@@ -12,7 +12,17 @@ from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
 from tpuconv.memory import peak_memory
 from tpuconv.names import MANIFEST
-from tpuconv.options import PART_ARGUMENT, PROGRESS_ARGUMENT, SCHEME_OPTION, Budget, Replacing, argument, option, takes
+from tpuconv.options import (
+    FORM_CHOICES,
+    PART_ARGUMENT,
+    PROGRESS_ARGUMENT,
+    SCHEME_OPTION,
+    Budget,
+    Replacing,
+    argument,
+    option,
+    takes,
+)
 from tpuconv.progress import Listener, Progress, ignore
 from tpuconv.sizes import format_count
 
@@ -139,7 +149,7 @@ class ExportOptions:
         None,
         "Name and group the tensors as the family's releases do, or as the modules of transformers do.  "
         "[default: as the source did]",
-        choices=("released", "transformers"),
+        choices=FORM_CHOICES,
     )
 
 

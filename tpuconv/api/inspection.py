@@ -11,7 +11,7 @@ from tpuconv.location import Location, to_location
 from tpuconv.options import MESH_OPTION, argument, takes
 
 if TYPE_CHECKING:
-    from tpuconv.convert.proposal import FamilyProposal
+    from tpuconv.convert.plan.proposal import FamilyProposal
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def propose(src: str | Path) -> "FamilyProposal":
     Raises:
         TpuconvError: the source cannot be read, or no family can read the sizes in its config.json.
     """
-    from tpuconv.convert.proposal import propose_family
+    from tpuconv.convert.plan.proposal import propose_family
     from tpuconv.sources.hub import resolve
     from tpuconv.sources.source import open_source
 
