@@ -20,9 +20,9 @@ from helpers.encoded import assert_came_back, dequantized, quantized
 from helpers.families import Case, save
 from helpers.schemes import BF16, BNB_TABLES, bitsandbytes, llm_int8, nf4_nested
 from tpuconv import api
+from tpuconv.convert.plan.proposal import propose_family
+from tpuconv.convert.plan.source_from_config import source_from_config
 from tpuconv.convert.plan.types import Options
-from tpuconv.convert.proposal import propose_family
-from tpuconv.convert.source_from_config import source_from_config
 from tpuconv.encodings.passthrough import without_factor
 from tpuconv.encodings.reshaped import shaped
 from tpuconv.encodings.schemes import groups

@@ -49,9 +49,9 @@ from tpuconv.convert.export import files as export_files
 from tpuconv.convert.export.export import file_names
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.sizes import SLAB_BYTES
+from tpuconv.convert.plan.source_from_config import source_from_config
 from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run.sizing import BASE_MEMORY, planned_memory
-from tpuconv.convert.source_from_config import source_from_config
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough import QValues, Scales
 from tpuconv.encodings.schemes import schemes

@@ -13,9 +13,9 @@ from helpers.commands import EXAMPLE
 from helpers.conversions import convert
 from helpers.families import FIRST
 from tpuconv import api
-from tpuconv.api import evaluation
 from tpuconv.errors import ResourceError
 from tpuconv.models import logits
+from tpuconv.verify import preparation
 from tpuconv.verify.logits import DTYPE_GATES, are_tied, compare_logits, model_logits, rounding_gates, tokenize
 from tpuconv.verify.reference import reference
 
@@ -84,7 +84,7 @@ def test_in_16_bits_the_gate_is_what_roundings_do_to_the_model():
 
 def test_a_model_that_does_not_fit_in_memory_is_refused_before_it_is_read(tmp_path, monkeypatch):
     convert(EXAMPLE, tmp_path / "out")
-    monkeypatch.setattr(evaluation, "available_memory", lambda: (1000, 10**9))
+    monkeypatch.setattr(preparation, "available_memory", lambda: (1000, 10**9))
     with pytest.raises(ResourceError, match=r"takes .* in float32, and 1 kB of memory are available") as e:
         api.compare(tmp_path / "out")
     assert e.value.hint == 'use `layerwise=True`, which holds one layer, or give `dtype="bfloat16"`'

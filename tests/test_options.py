@@ -1,5 +1,6 @@
 """Options are described once: from a field come keyword, flag, key of the manifest and documentation."""
 
+import json
 import runpy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,9 +14,21 @@ from tpuconv import api
 from tpuconv.cli import tpuconv
 from tpuconv.commands import options
 from tpuconv.commands.flags import with_flags
+from tpuconv.convert.export.serving.formats import IN_AWQ, IN_COMPRESSED, IN_FP8, IN_MXFP4
 from tpuconv.convert.plan.options import Options
+from tpuconv.convert.plan.types import FLOAT_DTYPES
 from tpuconv.errors import UsageError
-from tpuconv.options import Key, argument, option, options_of, takes
+from tpuconv.models.common.saved import BY_RELEASES, BY_TRANSFORMERS
+from tpuconv.options import (
+    DTYPE_CHOICES,
+    FORM_CHOICES,
+    SCHEME_CHOICES,
+    Key,
+    argument,
+    option,
+    options_of,
+    takes,
+)
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = {"compare_checkpoints": "compare", "sensitivity": "quantize", "generator": "generate", "compare": "verify"}
@@ -81,6 +94,20 @@ def test_every_option_of_a_function_is_an_option_of_its_command(name):
 def test_a_wrong_call_is_a_type_error_that_names_the_function(call, message):
     with pytest.raises(TypeError, match=message):
         call()
+
+
+def test_choices_are_those_of_the_rooms_that_read_them():
+    assert FORM_CHOICES == (BY_RELEASES, BY_TRANSFORMERS)
+    assert set(SCHEME_CHOICES) == {IN_COMPRESSED, IN_FP8, IN_AWQ, IN_MXFP4}
+    assert set(DTYPE_CHOICES) - {"auto"} <= set(FLOAT_DTYPES)
+
+
+def test_commands_show_reasons_with_flags(capsys):
+    command = ["convert", str(ROOT / "examples" / "tiny-qwen3"), "--layers", "0-0", "--dry-run"]
+    tpuconv.main([*command, "--json"], standalone_mode=False)
+    assert {skip["reason"] for skip in json.loads(capsys.readouterr().out)["skipped"]} == {"outside --layers 0-0"}
+    tpuconv.main(command, standalone_mode=False)
+    assert "outside --layers 0-0" in capsys.readouterr().out
 
 
 def test_the_manifest_has_the_keys_that_it_had():

@@ -11,9 +11,9 @@ from helpers.checkpoints import hollow_checkpoint, qwen3_config, write_checkpoin
 from helpers.families import FIRST
 from tpuconv import api
 from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.proposal import propose_family
+from tpuconv.convert.plan.source_from_config import source_from_config
 from tpuconv.convert.plan.types import Options
-from tpuconv.convert.proposal import propose_family
-from tpuconv.convert.source_from_config import source_from_config
 from tpuconv.models import registry
 from tpuconv.models.registry import Family, get_family
 from tpuconv.sources.source import Source

@@ -163,7 +163,7 @@ def test_a_part_is_compared_by_stamps_alone(copies):
 
 def test_the_source_of_a_checkpoint_is_found(copies, monkeypatch):
     """Of a quantized one, and of one that was sealed again, too. On another machine it is asked for."""
-    from tpuconv.api.evaluation import _source_folder
+    from tpuconv.verify.preparation import find_source_folder
 
     first, _ = copies
     monkeypatch.setenv("XDG_CACHE_HOME", str(first / "cache"))  # other tests convert the same bytes in other folders
@@ -172,22 +172,22 @@ def test_the_source_of_a_checkpoint_is_found(copies, monkeypatch):
     (out / "LICENSE").write_text("another one")
     api.verify(out, update=True)
     for folder in (out, quantized):
-        assert _source_folder(read_manifest(folder)) == (first / "model").resolve()
+        assert find_source_folder(read_manifest(folder)) == (first / "model").resolve()
     monkeypatch.setenv("XDG_CACHE_HOME", str(first / "empty"))
     shutil.copytree(first / "a" / "a-model", first / "beside")
-    assert _source_folder(read_manifest(quantized)) in (first / "beside", first / "model")
+    assert find_source_folder(read_manifest(quantized)) in (first / "beside", first / "model")
     moved = first / "moved" / "out"
     moved.parent.mkdir()
     out = out.rename(moved)
     monkeypatch.chdir(moved.parent)
     with pytest.raises(UsageError, match="a local folder, which a checkpoint does not name") as info:
-        _source_folder(read_manifest(out))
+        find_source_folder(read_manifest(out))
     assert "`source=FOLDER`" in str(info.value.hint)
 
 
 def test_outputs_of_older_versions(copies):
     """Format 2 named the folder and had stamps. It is read as before, and what is made of it names none."""
-    from tpuconv.api.evaluation import _source_folder
+    from tpuconv.verify.preparation import find_source_folder
 
     first, _ = copies
     out = api.convert(first / "model", first / "out").out
@@ -196,7 +196,7 @@ def test_outputs_of_older_versions(copies):
     source = raw["source"] | {"folder": str(first / "a" / "a-model"), "shards": shards}
     (out / "tpuconv.json").write_bytes(seal(raw | {"format": 2, "source": source}))
     assert api.verify(out).passed
-    assert _source_folder(read_manifest(out)) is not None
+    assert find_source_folder(read_manifest(out)) is not None
     for made_of in (
         api.quantize(out, first / "int8", config="int8_weight_only").out,
         api.export(out, first / "again").out,

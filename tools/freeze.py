@@ -28,6 +28,7 @@ from helpers.conversions import plan_for
 from helpers.families import CASES, PROMPTS, Case, save
 from tpuconv import api
 from tpuconv.checkpoint.manifest import MANIFEST
+from tpuconv.commands.flags import with_flags
 from tpuconv.errors import TpuconvError
 from tpuconv.models.logits import forward
 from tpuconv.models.registry import find_family
@@ -49,11 +50,12 @@ def sha(*parts: bytes) -> str:
 
 
 def outcome(make: Callable[[], Any], folder: Path) -> str:
-    """The hash of what a function returns, or the message of its refusal, without the name of the folder."""
+    """The hash of what a function returns, or the message of its refusal as the commands show it, without the name of
+    the folder."""
     try:
         made = make()
     except TpuconvError as error:
-        text = str(error).replace(f"{folder}/", "")
+        text = with_flags(str(error)).replace(f"{folder}/", "")
         return f"refused: {sha(text.encode())} {text}".partition("\n")[0][:120]
     return made if isinstance(made, str) else sha(repr(made).encode())
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.source_from_config import source_from_config
 from tpuconv.convert.plan.types import Options
-from tpuconv.convert.source_from_config import source_from_config
 from tpuconv.models.common.config import _hints
 from tpuconv.models.common.wrapper import WrapperConfig
 from tpuconv.models.registry import all_families, find_family

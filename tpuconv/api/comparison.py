@@ -219,10 +219,10 @@ def _windows(
     Raises:
         UsageError: the text cannot be read, or is too short; there is no tokenizer, or a window is too long.
     """
-    from tpuconv.api.evaluation import model_context, tokenized
     from tpuconv.checkpoint.companions import tokenizer_folder
     from tpuconv.models.logits import Window
     from tpuconv.models.tokenizer import load_tokenizer, text_ids
+    from tpuconv.verify.preparation import model_context, tokenized
     from tpuconv.verify.windows import windows
 
     with tokenizer_folder(manifest) as folder:

@@ -1,6 +1,6 @@
 """Convert, and plan a conversion."""
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from tpuconv.api.converted import Conversion, ConversionPlan
@@ -28,8 +28,9 @@ class ConvertRequest(Budget, Fetching, Replacing, Options):
             "with `-<config>` after it if `quantize` is given."
         ),
     )
-    part: ProcessPart | None = field(default=None, kw_only=True, metadata=PART_ARGUMENT)
-    progress: Listener = field(default=ignore, kw_only=True, metadata=PROGRESS_ARGUMENT)
+    _: KW_ONLY
+    part: ProcessPart | None = field(default=None, metadata=PART_ARGUMENT)
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class PlanRequest(Budget, Fetching, Options):
     """The arguments of `plan`."""
 
     src: str | Path = field(metadata=SRC)
-    progress: Listener = field(default=ignore, kw_only=True, metadata=PROGRESS_ARGUMENT)
+    _: KW_ONLY
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
 @takes(ConvertRequest)

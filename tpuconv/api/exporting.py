@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,17 @@ from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
 from tpuconv.memory import peak_memory
 from tpuconv.names import MANIFEST
-from tpuconv.options import PART_ARGUMENT, PROGRESS_ARGUMENT, SCHEME_OPTION, Budget, Replacing, argument, option, takes
+from tpuconv.options import (
+    FORM_CHOICES,
+    PART_ARGUMENT,
+    PROGRESS_ARGUMENT,
+    SCHEME_OPTION,
+    Budget,
+    Replacing,
+    argument,
+    option,
+    takes,
+)
 from tpuconv.progress import Listener, Progress, ignore
 from tpuconv.sizes import format_count
 
@@ -139,7 +149,7 @@ class ExportOptions:
         None,
         "Name and group the tensors as the family's releases do, or as the modules of transformers do.  "
         "[default: as the source did]",
-        choices=("released", "transformers"),
+        choices=FORM_CHOICES,
     )
 
 
@@ -154,7 +164,8 @@ class PlanExportRequest(ExportOptions):
     """The arguments of `plan_export`."""
 
     ckpt: str | Location = field(metadata=CKPT)
-    progress: Listener = field(default=ignore, kw_only=True, metadata=PROGRESS_ARGUMENT)
+    _: KW_ONLY
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
 @dataclass(frozen=True)
@@ -163,8 +174,9 @@ class ExportRequest(Budget, Replacing, ExportOptions):
 
     ckpt: str | Location = field(metadata=CKPT)
     out: str | Location = field(metadata=argument("The folder to write; it appears complete or not at all."))
-    part: ProcessPart | None = field(default=None, kw_only=True, metadata=PART_ARGUMENT)
-    progress: Listener = field(default=ignore, kw_only=True, metadata=PROGRESS_ARGUMENT)
+    _: KW_ONLY
+    part: ProcessPart | None = field(default=None, metadata=PART_ARGUMENT)
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
 @takes(PlanExportRequest)

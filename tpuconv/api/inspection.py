@@ -1,7 +1,7 @@
 """Inspect the tensors of a checkpoint, and propose a family for it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from tpuconv.location import Location, to_location
 from tpuconv.options import MESH_OPTION, argument, takes
 
 if TYPE_CHECKING:
-    from tpuconv.convert.proposal import FamilyProposal
+    from tpuconv.convert.plan.proposal import FamilyProposal
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class InspectRequest:
     """The arguments of `inspect`."""
 
     path: str | Location = field(metadata=argument("A safetensors folder or file, a Hub id, or a checkpoint of ours."))
-    mesh: Mapping[str, int] | None = field(default=None, kw_only=True, metadata=MESH_OPTION)
+    _: KW_ONLY
+    mesh: Mapping[str, int] | None = field(default=None, metadata=MESH_OPTION)
 
 
 @takes(InspectRequest)
@@ -133,7 +134,7 @@ def propose(src: str | Path) -> "FamilyProposal":
     Raises:
         TpuconvError: the source cannot be read, or no family can read the sizes in its config.json.
     """
-    from tpuconv.convert.proposal import propose_family
+    from tpuconv.convert.plan.proposal import propose_family
     from tpuconv.sources.hub import resolve
     from tpuconv.sources.source import open_source
 

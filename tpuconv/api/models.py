@@ -161,8 +161,9 @@ class SaveRequest(Budget):
             "of multi-token prediction layers that the model does not have."
         )
     )
-    overwrite: bool = field(default=False, kw_only=True, metadata=OVERWRITE_OPTION)
-    progress: Listener = field(default=ignore, kw_only=True, metadata=PROGRESS_ARGUMENT)
+    _: KW_ONLY
+    overwrite: bool = field(default=False, metadata=OVERWRITE_OPTION)
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
 @takes(SaveRequest)

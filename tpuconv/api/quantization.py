@@ -1,6 +1,6 @@
 """Quantize, and plan a quantization."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,9 +53,10 @@ class QuantizeRequest(Budget, Replacing, QuantizationOptions):
     out: str | Location | None = field(
         default=None, metadata=argument("The folder to write; by default `<ckpt>-<config>`, beside the checkpoint.")
     )
-    workspace: str | Path | None = field(default=None, kw_only=True, metadata=WORKSPACE_OPTION)
-    part: ProcessPart | None = field(default=None, kw_only=True, metadata=PART_ARGUMENT)
-    progress: Listener = field(default=ignore, kw_only=True, metadata=PROGRESS_ARGUMENT)
+    _: KW_ONLY
+    workspace: str | Path | None = field(default=None, metadata=WORKSPACE_OPTION)
+    part: ProcessPart | None = field(default=None, metadata=PART_ARGUMENT)
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
 @dataclass(frozen=True)

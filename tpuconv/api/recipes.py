@@ -148,7 +148,6 @@ def sensitivity(asked: SensitivityRequest) -> Sensitivity:
         GateError: logits of the model are not finite, or no recipe holds the gates.
     """
     from tpuconv.api.calibration import calibration_data
-    from tpuconv.api.evaluation import tokenized
     from tpuconv.checkpoint.companions import tokenizer_folder
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.quantize.calibrate.memory import widest_input
@@ -157,6 +156,7 @@ def sensitivity(asked: SensitivityRequest) -> Sensitivity:
     from tpuconv.quantize.recipe.costs import KeptCosts
     from tpuconv.quantize.recipe.groups import find_choices
     from tpuconv.quantize.recipe.layerwise import DTYPE, LayerwiseProbe
+    from tpuconv.verify.preparation import tokenized
 
     if asked.target_bits is not None and asked.gates:
         raise UsageError("a number of bits and gates exclude each other", hint="give one of them")

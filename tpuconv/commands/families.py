@@ -13,7 +13,7 @@ from tpuconv.jsonfile import short
 from tpuconv.text import plain
 
 if TYPE_CHECKING:
-    from tpuconv.convert.proposal import FamilyProposal
+    from tpuconv.convert.plan.proposal import FamilyProposal
     from tpuconv.models.registry import Family
     from tpuconv.models.wrappers import Wrapper
 

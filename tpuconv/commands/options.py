@@ -108,8 +108,13 @@ CLICK: Mapping[str, Mapping[str, Any]] = {
 def of(function: Callable[..., Any], *names: str, **spelled: Mapping[str, Any]) -> Callable[[Callback], Callback]:
     """The options of a function of `tpuconv.api`, or those with these names. Options that the command has already are
     left out. `spelled` adds to `CLICK`, by name."""
-    found = [(each, known) for each, known in _described(function) if known.is_flag]
-    return stacked(*(_option(each, known, spelled) for each, known in found if not names or each.name in names))
+    chosen = names or flags_of(function)
+    return stacked(*(_option(each, known, spelled) for each, known in _described(function) if each.name in chosen))
+
+
+def flags_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of the options that a command has of a function of `tpuconv.api`."""
+    return tuple(each.name for each, known in _described(function) if known.is_flag)
 
 
 def _described(function: Callable[..., Any]) -> "Iterator[tuple[Field[Any], Description]]":
@@ -144,8 +149,7 @@ processes = stacked(
         "--distributed",
         is_flag=True,
         help="Convert one part; index and count come from the cluster. Give --process-count if the cluster does not "
-        "set "
-        "it.",
+        "set it.",
     ),
     click.option(
         "--process-index",

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MEASURING = "--sensitivity, --target-bits or --gate"
+BOTH = ("config", *options.flags_of(api.sensitivity))
 QUANTIZING = (
-    *("explain", "compress", "dry_run", "check", "workspace", "max_memory", "jobs"),
-    *("distributed", "process_index", "process_count", "ray"),
+    *("explain", "dry_run", *options.PROCESS_OPTIONS),
+    *(name for name in options.flags_of(api.quantize) if name not in BOTH),
 )
-"""Options of the mode that quantizes."""
+"""Options that only quantizing has."""
 CONFIG = {"type": Name(), "metavar": "NAME", "help": "A config of this package (see --list) or a YAML file."}
 
 
@@ -80,42 +81,43 @@ def quantize(
     in float32, to measure the KL divergence of each group of parameters in int8 and in int4. --gate searches for the
     smallest config that passes.
     """
-    measures = sensitivity or given["target_bits"] is not None or given["gates"] is not None
     if as_list:
         _list_configs(as_json)
     elif shown_config is not None:
         _show_config(shown_config, as_json)
-    elif measures:
-        if given["config"] or out:
-            raise UsageError(
-                f"{MEASURING} measures and quantizes nothing",
-                hint="leave out OUT and --config; then quantize with `--config recipe.yaml`",
-            )
-        _check_modes(measures, given)
+    elif sensitivity or _searches(given):
+        _check_modes(True, out, given)
         _measure(ckpt, as_json, given)
-    elif given["config"] is None:
-        _check_modes(measures, given)
-        raise UsageError("--config is missing", hint="`tpuconv quantize --list` lists the configs of this package")
     else:
-        _check_modes(measures, given)
+        _check_modes(False, out, given)
         _quantize(ckpt, out, explain, dry_run, as_json, given)
 
 
-def _check_modes(measures: bool, given: "Mapping[str, Any]") -> None:
+def _searches(given: "Mapping[str, Any]") -> bool:
+    """Returns True if a config is searched for a budget or for gates."""
+    return given["target_bits"] is not None or given["gates"] is not None
+
+
+def _check_modes(measures: bool, out: Location | None, given: "Mapping[str, Any]") -> None:
     """Raises UsageError for an option that goes with another mode of the command."""
-    writes_recipe = given["target_bits"] is not None or given["gates"] is not None
+    if measures and (given["config"] or out):
+        raise UsageError(
+            f"{MEASURING} measures and quantizes nothing",
+            hint="leave out OUT and --config; then quantize with `--config recipe.yaml`",
+        )
     for mode, is_given, names in (
         (MEASURING, measures, ("prompts", "method")),
-        ("--target-bits or --gate", writes_recipe, ("recipe",)),
+        ("--target-bits or --gate", _searches(given), ("recipe",)),
         ("--method gptq or awq", given["method"] != "nearest", ("calibration", "samples", "length")),
         ("--config", not measures, QUANTIZING),
     ):
         options.require_mode(mode, is_given, *names)
+    if not measures and given["config"] is None:
+        raise UsageError("--config is missing", hint="`tpuconv quantize --list` lists the configs of this package")
 
 
 def _measure(ckpt: Location | None, as_json: bool, given: "Mapping[str, Any]") -> None:
     """Measures the cost of rounding, and finds a config if a budget or gates are given."""
-    options.on_processes(api.quantize, given)  # refuses those that do not go together
     chosen = chosen_checkpoint(ckpt, "Measuring", quiet=as_json, own=True, quantized=False)
     asked, file = options.asked_of(api.sensitivity, given), given["prompts"]
     asked |= {"prompts": read_prompts(file), "prompts_from": f"the prompts of {file}" if file else "the default ones"}

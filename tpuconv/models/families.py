@@ -1,5 +1,5 @@
 """The names of all families: the folders of this one. Of families that fit a checkpoint equally well the first is
-proposed (`tpuconv.convert.proposal`), so plain ones come first. Other packages register a `Family` by an entry point in
+proposed (`tpuconv families --new`), so plain ones come first. Other packages register a `Family` by an entry point in
 the group `tpuconv.models.registry.GROUP`."""
 
 FAMILIES: tuple[str, ...] = (

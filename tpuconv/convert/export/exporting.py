@@ -11,14 +11,11 @@ from tpuconv.convert.export.serving.formats import IN_COMPRESSED, IN_MXFP4
 from tpuconv.errors import UsageError
 from tpuconv.mapping.release import AS_TABLED
 from tpuconv.mapping.table import HasAxes, MappingTable
-from tpuconv.models.common.saved import BY_RELEASES, BY_TRANSFORMERS, saved_release
+from tpuconv.models.common.saved import BY_TRANSFORMERS, saved_release
 from tpuconv.models.registry import Family, get_family
 from tpuconv.sources.config import ENCODING_KEYS, without_encoding
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target
-
-NAMINGS = (BY_RELEASES, BY_TRANSFORMERS)
-"""Whose names tensors may have: those of the family's releases, or those of transformers' modules."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ def describe_exporting(
         scheme: in which quantized parameters are written. By default that of their types; parameters that are all
             encoded as they were released stay so.
         beside: tensors of the source that are written too.
-        form: whose names tensors have, of `NAMINGS`; by default those of the source.
+        form: whose names tensors have, of `FORM_CHOICES`; by default those of the source.
 
     Raises:
         UsageError: a scheme is given, and nothing is quantized; or the names of a form are not known.

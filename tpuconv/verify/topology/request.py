@@ -169,7 +169,7 @@ def source_passthrough(source: str, config: Mapping[str, Any]) -> dict[str, Any]
     from tpuconv.checkpoint import manifest
     from tpuconv.convert.plan.coverage import make_plan
     from tpuconv.convert.plan.options import Options
-    from tpuconv.convert.source_from_config import source_from_config
+    from tpuconv.convert.plan.source_from_config import source_from_config
     from tpuconv.models.registry import find_family
 
     family = find_family(config)

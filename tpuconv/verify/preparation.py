@@ -1,0 +1,120 @@
+"""The preparation of a comparison: the source of a checkpoint, the memory, and token ids."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.encodings.schemes import quantizes_inputs
+from tpuconv.errors import ResourceError, UsageError
+from tpuconv.memory import available_memory
+from tpuconv.models.common.config import context_of
+from tpuconv.models.stored import model_config
+from tpuconv.paths import plain_path
+from tpuconv.sizes import format_size
+from tpuconv.sources.config import encoding_of, read_config
+from tpuconv.sources.files import CONFIG_FILE
+from tpuconv.sources.origins import find_folder
+from tpuconv.verify.logits import tokenize
+
+
+def find_source_folder(manifest: Manifest) -> Path:
+    """Returns the local folder that a checkpoint was converted from, or a copy of it.
+
+    Raises:
+        UsageError: nobody knows it on this machine.
+    """
+    named = manifest.raw["source"].get("folder")  # in formats before 3
+    folder = find_folder(manifest.sealed, manifest.folder) or (Path(named) if named else None)
+    if folder is None:
+        raise UsageError(
+            f"{manifest.folder} was converted from a local folder, which a checkpoint does not name",
+            details=["this machine remembers no folder with the same weights, and there is none beside the checkpoint"],
+            hint="give this folder or a copy with `source=FOLDER`; a changed copy is reported",
+        )
+    return folder
+
+
+def needs_decoded(manifest: Manifest, source: Path, mesh: Mapping[str, int] | None) -> bool:
+    """Returns True if transformers needs decoded weights, which are compared layer by layer. On the encoded source it
+    would round the inputs of matrices, and the converted model does not.
+
+    Raises:
+        UsageError: transformers needs them, and this checkpoint cannot be compared layer by layer.
+    """
+    if not quantizes_inputs(encoding_of(read_config(source / CONFIG_FILE))):
+        return False
+    cannot = [
+        *(["it is quantized"] if manifest.quantization is not None else []),
+        *([f"it returns {manifest.returns}"] if manifest.returns else []),
+        *([why] if (why := model_config(manifest).inseparable) else []),
+        *(["a mesh was given"] if mesh else []),
+    ]
+    if cannot:
+        raise UsageError(
+            f"not compared: transformers rounds the inputs of the matrices in {source}, and the model in "
+            f"{manifest.folder} does not",
+            details=[f"decoded weights are compared layer by layer, and here {reason}" for reason in cannot],
+            hint="compare a checkpoint in which the weights are decoded, without `mesh=`; `tpuconv compare` compares "
+            "it with this one",
+        )
+    return True
+
+
+def free_beside_reference(manifest: Manifest, dtype: str, *, layerwise: bool) -> int | None:
+    """Returns the memory in bytes that is left beside transformers' model. None if nobody knows, or if there are
+    several processes, which all have to run the same prompts.
+
+    Raises:
+        ResourceError: the model does not fit: the system would end this process.
+    """
+    import jax
+
+    try:
+        available, _ = available_memory()
+    except OSError:  # systems without /proc do not say
+        return None
+    sizes = [] if layerwise else [prod(array.shape) for array in manifest.arrays.values()]
+    need = sum(sizes) * (4 if dtype == "float32" else 2)
+    if need > available:
+        ways = []
+        if manifest.quantization is None and not manifest.returns:
+            ways.append("use `layerwise=True`, which holds one layer")
+        if dtype == "float32":
+            ways.append('give `dtype="bfloat16"`')
+        if manifest.is_rounded:
+            ways.append("compare with the unquantized checkpoint: `tpuconv compare`")
+        raise ResourceError(
+            f"transformers' model takes {format_size(need)} in {dtype}, and {format_size(available)} of memory are "
+            "available",
+            hint=", or ".join(ways) or "compare on a machine with more memory",
+        )
+    return available - need if jax.process_count() == 1 else None
+
+
+def tokenized(manifest: Manifest, tokenizer_folder: Path, prompts: Sequence[str]) -> list[list[int]]:
+    """Returns the token ids of prompts, by the tokenizer in a folder. Without prompts it uses the built-in ones, of
+    which no more is taken than the model has positions for.
+
+    Raises:
+        UsageError: there is no tokenizer, or a prompt is longer than the context of the model.
+    """
+    vocab = next(array.shape[0] for array in manifest.arrays.values() if array.axes.startswith("V"))
+    config = model_config(manifest)
+    context = context_of(config)
+    with plain_path(tokenizer_folder) as path:
+        ids = tokenize(path, prompts, vocab)
+    if not prompts:
+        return [prompt_ids[: config.position_limit] for prompt_ids in ids]
+    for number, prompt_ids in enumerate(ids, 1):
+        if len(prompt_ids) > context:
+            raise UsageError(
+                f"prompt {number} has {len(prompt_ids)} tokens, and the model was made for {context}",
+                hint="shorten it, or divide it into several prompts",
+            )
+    return ids
+
+
+def model_context(manifest: Manifest) -> int:
+    """Returns the number of tokens that the model of a checkpoint was made for."""
+    return context_of(model_config(manifest))
