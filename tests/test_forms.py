@@ -3,8 +3,10 @@
 import gzip
 import json
 import re
+import runpy
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,19 @@ def test_every_table_before_is_read(name: str) -> None:
         assert found == {tuple(dst): (src, layout) for src, dst, layout in before["bindings"]}, before["variant"]
         again = family.table_of(table.release, config, before["returns"])  # as a manifest gives it
         assert again.fingerprint == table.fingerprint
+
+
+@cache
+def tool() -> dict[str, Any]:
+    return runpy.run_path(str(Path(__file__).parent.parent / "tools" / "saved_names.py"))
+
+
+@pytest.mark.parametrize("case", some(SAVED_BY_TRANSFORMERS, FAST))
+def test_the_names_of_transformers_are_current(case: Case) -> None:
+    """tools/saved_names.py writes them anew after an update of transformers."""
+    models = tool()["Models"](tool()["cases_by_family"]()[case.family])
+    found = replace(models.found(), release=models.release())
+    assert found.to_json() == json.loads(tool()["FILE"].read_text())[models.family.name]
 
 
 @pytest.mark.parametrize("case", some(SAVED_BY_TRANSFORMERS, FAST))

@@ -257,27 +257,51 @@ def merged(releases: Iterable[Release]) -> Release:
     return Release(spelling=spelling, forms=forms)
 
 
+@dataclass
+class Models:
+    """The models of transformers for some cases of one family, and their configs as tpuconv reads them."""
+
+    cases: Sequence[Case]
+
+    def __post_init__(self) -> None:
+        self.models = [hf_model(case) for case in self.cases]
+        raws = [json.loads(model.config.to_json_string()) for model in self.models]
+        self.family = find_family(raws[0])
+        self.configs = [self.family.read_config(raw) for raw in raws]
+
+    def found(self) -> Found:
+        """What transformers has, besides the release."""
+        return Finder(self.family.table, self.models[0]).run(self.configs[0])
+
+    def release(self) -> Release:
+        """How the modules are named and grouped, as it is read with the names of the file."""
+        pairs = zip(self.models, self.configs, strict=True)
+        return merged(self.family.table_for(model.state_dict(), config).release for model, config in pairs)
+
+
+def cases_by_family() -> dict[str, list[Case]]:
+    """The cases whose names transformers' classes tell."""
+    out: dict[str, list[Case]] = defaultdict(list)
+    for case in CASES:
+        if not case.written_as and not case.traits.thinker_of:
+            out[case.family].append(case)
+    return out
+
+
 def main() -> None:
     wanted = sys.argv[1:]
     out: dict[str, Any] = json.loads(FILE.read_text()) if wanted else {}
-    of_family: dict[str, list[Case]] = defaultdict(list)
-    for case in CASES:
-        if not case.written_as and not case.traits.thinker_of and (not wanted or case.family in wanted):
-            of_family[case.family].append(case)
-    for name, cases in of_family.items():
-        models = [hf_model(case) for case in cases]
-        raws = [json.loads(model.config.to_json_string()) for model in models]
-        family = find_family(raws[0])
-        configs = [family.read_config(raw) for raw in raws]
-        found = Finder(family.table, models[0]).run(configs[0])
+    for name, cases in cases_by_family().items():
+        if wanted and name not in wanted:
+            continue
+        models = Models(cases)
+        found = models.found()
         for text in found.lost:
             print(f"{name}: no row: {text}")
-        out[family.name] = found.to_json()
+        out[models.family.name] = found.to_json()
         FILE.write_text(json.dumps(out, indent=1, sort_keys=True) + "\n")
         forget_saved()
-        pairs = zip(models, configs, strict=True)
-        read = (family.table_for(model.state_dict(), config).release for model, config in pairs)
-        out[family.name] = replace(found, release=merged(read)).to_json()
+        out[models.family.name] = replace(found, release=models.release()).to_json()
     FILE.write_text(json.dumps(out, indent=1, sort_keys=True) + "\n")
     print(f"{FILE.name}: {len(out)} families")
 
