@@ -44,7 +44,7 @@ from tpuconv.storage.bucket_publishing import (
     write_note,
 )
 from tpuconv.storage.claim import ANYBODY, Claim, ClaimLost, ClaimState, Held, is_running, this_machine
-from tpuconv.storage.entries import ENTRY_KEY, ENTRY_SCHEMAS, JournalEntries, State
+from tpuconv.storage.entries import ENTRY_KEY, ENTRY_SCHEMAS, RunJournal, State
 from tpuconv.storage.ownership import ContentsOf, listed_files, objects_in, without_markers
 from tpuconv.storage.places import work_folder
 from tpuconv.storage.refusals import CLAIM, check_not_nested, exists_already, not_replaced, unfinished
@@ -58,10 +58,12 @@ OBJECTS_SCHEMA = {"objects": Optional(STAGED_SCHEMA), "names": Optional([str])}
 COMPLETE_SCHEMA = {**ENTRY_SCHEMAS["complete"], "objects": STAGED_SCHEMA}
 
 
-class BucketJournal(JournalEntries):
+class BucketJournal(RunJournal):
     """The work objects of one output; see `Journal` and, for a `part`, `SharedJournal` for the arguments."""
 
     entry_schemas: ClassVar[Mapping[str, Any]] = {"plan": PLAN_SCHEMA, "complete": COMPLETE_SCHEMA}
+    out: BucketPath
+    sink: StagedSink
 
     def __init__(
         self,
@@ -83,8 +85,7 @@ class BucketJournal(JournalEntries):
         self._can: Abilities | None = None
         self._entries: dict[str, dict[str, Any]] = {}
         self._known: set[str] = set()
-        self._state = State.NEW
-        self._has_staged = False
+        self._state, self._has_staged = State.NEW, False
 
     @property
     def work(self) -> BucketPath:
@@ -92,7 +93,6 @@ class BucketJournal(JournalEntries):
 
     @property
     def _folder(self) -> BucketPath:
-        """The folder of this work."""
         assert self.claim.held is not None
         return self.work / self.claim.held.work
 

@@ -1,9 +1,9 @@
-"""The common interface of all journals: entries for the finished units of a work, and the questions that a run asks."""
+"""The common part of all journals: entries for the finished units of a work, and the questions that a run asks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Self
 
 from tpuconv.errors import OutputError
 from tpuconv.jsonfile import check, parse, read_bytes
@@ -33,10 +33,51 @@ class State(Enum):
     JOINED = "joined"
 
 
-class JournalEntries(ABC):
-    """The entries of a journal, wherever they are kept."""
+class RunJournal(ABC):
+    """The journal of a run: `Journal` on a local disk, `BucketJournal` in a bucket. Its entries are read here, wherever
+    they are kept. Within a `with` this process is the writer of the output.
+
+    Attributes:
+        out: the output.
+        sink: takes the files of the output, once `begin` was called.
+    """
 
     entry_schemas: ClassVar[Mapping[str, Any]] = ENTRY_SCHEMAS
+    out: Location
+    sink: Sink
+
+    @abstractmethod
+    def __enter__(self) -> Self:
+        """Makes this process the writer of the output."""
+
+    @abstractmethod
+    def __exit__(self, *_: object) -> None:
+        """Lets the next process begin; removes the work folder if nothing in it can be resumed."""
+
+    @abstractmethod
+    def begin(self) -> State:
+        """Returns the state of the work so far.
+
+        Raises:
+            OutputError: `out` must not be replaced, or there is unfinished work of another plan.
+        """
+
+    @abstractmethod
+    def share(self) -> None:
+        """Lets other processes of the same plan do their parts, if this is one of several."""
+
+    @abstractmethod
+    def gather(self, parts: Collection[str]) -> bool:
+        """Returns True if this process should publish the output: all parts are recorded and no other process is
+        running. Always True for a single process."""
+
+    @abstractmethod
+    def is_published(self) -> bool:
+        """Returns True if `out` is a published output of this plan."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Makes what was written the output. It must be complete and hold its manifest."""
 
     @property
     @abstractmethod
@@ -95,51 +136,3 @@ class JournalEntries(ABC):
     @abstractmethod
     def forget(self, parts: list[str]) -> None:
         """Marks parts as not done."""
-
-
-class RunJournal(Protocol):
-    """The interface of a journal for a run: `Journal` on a local disk, `BucketJournal` in a bucket."""
-
-    @property
-    def out(self) -> Location:
-        """The output."""
-
-    @property
-    def work(self) -> Location:
-        """The folder of the entries, beside the output."""
-
-    @property
-    def sink(self) -> Sink:
-        """The sink for the files of the output, once `begin` was called."""
-
-    def __enter__(self) -> Any:
-        """Makes this process the writer of the output."""
-
-    def __exit__(self, *_: object) -> None:
-        """Lets the next process begin; removes the work folder if nothing in it can be resumed."""
-
-    def begin(self) -> State:
-        """Returns the state of the work so far. Raises OutputError if `out` must not be replaced, or belongs to another
-        plan."""
-
-    def done(self, part: str, schema: Any = dict) -> dict[str, Any] | None:
-        """Returns the recorded results of a part; None if it is not done."""
-
-    def record(self, part: str, facts: Mapping[str, Any], files: Collection[str] = ()) -> None:
-        """Marks a part as done, which wrote these files of the output."""
-
-    def forget(self, parts: list[str]) -> None:
-        """Marks parts as not done."""
-
-    def share(self) -> None:
-        """Lets other processes of the same plan do their parts, if this is one of several."""
-
-    def gather(self, parts: Collection[str]) -> bool:
-        """Returns True if this process should publish the output: all parts are recorded and no other process is
-        running. Always True for a single process."""
-
-    def is_published(self) -> bool:
-        """Returns True if `out` is a published output of this plan."""
-
-    def publish(self) -> None:
-        """Makes what was written the output. It must be complete and hold its manifest."""

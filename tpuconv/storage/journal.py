@@ -43,7 +43,7 @@ from typing import Any
 from tpuconv.errors import OutputError, TpuconvError, UsageError, shorten
 from tpuconv.names import MANIFEST
 from tpuconv.storage import disk, locks, sealed
-from tpuconv.storage.entries import ENTRY_KEY, JournalEntries, State
+from tpuconv.storage.entries import ENTRY_KEY, RunJournal, State
 from tpuconv.storage.mounts import check_place, file_system_of
 from tpuconv.storage.ownership import ContentsOf, files_in, is_known, listed_files, names_of, remove_known, unknown
 from tpuconv.storage.places import work_folder
@@ -71,7 +71,7 @@ _OF_JOURNAL = re.compile(
 files of a source that is fetched (of an older release, segments of them)."""
 
 
-class Journal(JournalEntries):
+class Journal(RunJournal):
     """The work folder of one output. It is locked within a `with`: one writer per output.
 
     Args:
@@ -82,6 +82,9 @@ class Journal(JournalEntries):
         overwrite: replace an existing output of ours, or unfinished work of another plan.
         contents_of: reads what the manifest of an existing output lists.
     """
+
+    out: Path
+    sink: FolderSink
 
     def __init__(
         self,
