@@ -29,6 +29,7 @@ from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run import conversion as run_module
 from tpuconv.convert.run.conversion import run
+from tpuconv.convert.run.engine import WORKING
 from tpuconv.convert.run.sizing import Limits
 from tpuconv.convert.run.slabs import all_finite
 from tpuconv.convert.run.strided import copy_strided
@@ -509,7 +510,7 @@ def test_an_unfinished_conversion_of_another_plan_is_kept(tmp_path, small_cuts):
     folder = random_checkpoint(tmp_path / "hf", qwen3_config())
     out = tmp_path / "out"
     began = run(plan_for(folder), out, LIMITS)
-    assert [next(began).stage for _ in range(3)][-1] == "convert"
+    assert [next(began).stage for _ in range(3)][-1] == WORKING
     began.close()
     with pytest.raises(OutputError, match="unfinished conversion"):
         convert(folder, out, Options(dtype="float32"))
