@@ -201,7 +201,7 @@ def test_what_does_not_belong_there_is_named(kind, work):
             assert str(path.relative_to(folder)) in faults(folder)
             path.unlink()
             path.mkdir()
-            assert str(path.relative_to(folder)) in faults(folder)
+            assert {str(path.relative_to(folder)), f"{path.relative_to(folder)}/"} & faults(folder).keys()
             path.rmdir()
             path.symlink_to("/nowhere")
             assert str(path.relative_to(folder)) in faults(folder)

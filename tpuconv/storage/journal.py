@@ -216,10 +216,10 @@ class Journal(RunJournal):
                 raise unfinished(self.out, self.work, began, self.facts)
             began = None
         if began is not None and self._is_staged() and self._is_movable(self.staging):
-            self._record_names()
+            self._record_names(self.names)
             return State.BEGUN
         self.discard()
-        self._record_names()
+        self._record_names(self.names)
         disk.try_moves(self.folder / TRIED)
         disk.make_folder(self.staging)
         disk.write_file(self.staging / STAGED, b"")
@@ -227,12 +227,12 @@ class Journal(RunJournal):
         self.record("plan", {"fingerprint": self.fingerprint, "facts": self.facts})
         return State.NEW
 
-    def _record_names(self) -> None:
-        """Records what is ours in the staging folder, before anything is written there. A source may have other files
+    def _record_names(self, names: Collection[str]) -> None:
+        """Records names that are ours in the work folder, before files have them there. A source may have other files
         beside its weights than when the work began."""
         known = self._planned_names()
-        if not known >= self.names:
-            self.record("names", {"names": sorted(known | self.names)})
+        if not known.issuperset(names):
+            self.record("names", {"names": sorted(known.union(names))})
 
     def _planned_names(self) -> set[str]:
         return set((self.done("names") or {"names": ()})["names"])
@@ -267,6 +267,8 @@ class Journal(RunJournal):
             self.record("complete", complete)
         if os.path.lexists(self.out) and not _is_empty(self.out):
             self._check_out()
+            # When the replaced output is removed, its manifest may be gone before the last of its files and folders.
+            self._record_names(names_of(self.out, self.contents_of))
             disk.remove(self.out / STAGED)  # left by a publication whose work folder was removed
             disk.sync(self.out)
             if not disk.exchange(self.staging, self.out):
@@ -369,6 +371,7 @@ class Journal(RunJournal):
         left |= {*remove_known(self.folder, lambda name: name not in LAST and self._is_of_journal(name))} - {*LAST}
         if left:
             raise self._holds_others(left)
+        disk.sync(self.folder)  # without power no file may be back whose name nobody knows any more
         for name in LAST[1:]:
             disk.remove(self.folder / name)
         for name in disk.entries(self.folder):
@@ -402,9 +405,10 @@ class Journal(RunJournal):
         return self.staging, self._old
 
     def _is_in(self, folder: Path) -> Callable[[str], bool]:
-        """Returns True if a file belongs to the replaced or the unfinished output in a folder."""
-        is_unfinished = (folder / STAGED).exists() or not (folder / MANIFEST).exists()
-        return is_known({STAGED, *(self._planned_names() if is_unfinished else names_of(folder, self.contents_of))})
+        """Returns True if a file belongs to the replaced or the unfinished output in a folder: by the names that were
+        recorded for both, and by its manifest as long as that is there."""
+        listed = names_of(folder, self.contents_of) if (folder / MANIFEST).exists() else ()
+        return is_known({STAGED, *self._planned_names(), *listed})
 
     def _holds_others(self, names: Collection[str]) -> OutputError:
         return OutputError(
