@@ -36,14 +36,14 @@ COMMANDS = {"compare_checkpoints": "compare", "sensitivity": "quantize", "genera
 FUNCTIONS = [name for name in api.__all__ if hasattr(getattr(api, name), "request") and name != "save"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class More(Options):
     """Options of a conversion with one more."""
 
     least_rows: int = option(2, "Rows.", least=1, manifest=Key())
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request(More):
     src: str = field(metadata=argument("A source."))
 

@@ -2,7 +2,6 @@
 
 import json
 from contextlib import suppress
-from importlib import metadata
 from shlex import quote
 from urllib.parse import unquote, urlsplit
 
@@ -13,6 +12,8 @@ EXTRAS = {"libtpu": "tpu", "lm_eval": "eval", "obstore": "cloud", "ray": "ray", 
 def install_command(extra: str) -> str:
     """Returns the command that installs an extra. tpuconv is installed again from where it came from, which pip notes
     unless that was an index (https://packaging.python.org/specifications/direct-url): a clone, a file, a repository."""
+    from importlib import metadata  # imports much, and each start of a command imports this module
+
     found = None
     with suppress(metadata.PackageNotFoundError, ValueError):
         found = json.loads(metadata.distribution("tpuconv").read_text("direct_url.json") or "null")

@@ -75,7 +75,7 @@ class CalibrationText:
         return {**asdict(self), "tokens": self.tokens, "warning": self.warning or None}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class CalibrationOptions:
     """The text for a calibration."""
 

@@ -94,7 +94,7 @@ class CheckpointComparison:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class CompareCheckpointsRequest:
     """The arguments of `compare_checkpoints`."""
 

@@ -16,7 +16,7 @@ from tpuconv.progress import Listener, Progress, ignore
 SRC = argument("A Hub id, or a folder with safetensors, on a disk or in a bucket (`gs://`, `s3://`, `az://`).")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class ConvertRequest(Budget, Fetching, Replacing, Options):
     """The arguments of `convert`."""
 
@@ -33,7 +33,7 @@ class ConvertRequest(Budget, Fetching, Replacing, Options):
     progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class PlanRequest(Budget, Fetching, Options):
     """The arguments of `plan`."""
 

@@ -99,7 +99,7 @@ class Comparison:
         return facts | {"passed": self.passed, "failures": self.failures}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class CompareRequest:
     """The arguments of `compare`."""
 

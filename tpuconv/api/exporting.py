@@ -127,7 +127,7 @@ class ExportPlan:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class ExportOptions:
     """The options of `export` and `plan_export`."""
 
@@ -159,7 +159,7 @@ CKPT = argument(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class PlanExportRequest(ExportOptions):
     """The arguments of `plan_export`."""
 
@@ -168,7 +168,7 @@ class PlanExportRequest(ExportOptions):
     progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class ExportRequest(Budget, Replacing, ExportOptions):
     """The arguments of `export`."""
 

@@ -41,7 +41,7 @@ class Inspection:
         return {**facts, **sharded, "patterns": list(self.patterns)}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class InspectRequest:
     """The arguments of `inspect`."""
 

@@ -90,7 +90,7 @@ def load_on_all_devices(folder: Location, dtype: Any = None, *, mtp: bool = Fals
         return restore.load(path, dtype, restore.default_mesh(path), mtp=mtp)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class GeneratorRequest:
     """The arguments of `generator`."""
 
@@ -147,7 +147,7 @@ def generator(asked: GeneratorRequest) -> "TextGenerator":
     return TextGenerator(model, tokenizer, ends, sampling, asked.cache_dtype, speculate=asked.speculate)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class SaveRequest(Budget):
     """The arguments of `save`."""
 

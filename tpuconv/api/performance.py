@@ -69,7 +69,7 @@ class Benchmark:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class BenchmarkRequest:
     """The arguments of `benchmark`."""
 
@@ -211,7 +211,7 @@ class Fit:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class FitRequest:
     """The arguments of `fit`."""
 

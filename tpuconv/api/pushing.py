@@ -40,7 +40,7 @@ class Push:
         return {**facts, "bytes": self.bytes, "files": dict(self.files)}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class PushRequest:
     """The arguments of `push`."""
 

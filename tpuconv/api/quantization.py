@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tpuconv.quantize.config import QuantConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class QuantizationOptions(CalibrationOptions):
     """The options of `quantize` and `plan_quantization`."""
 
@@ -45,7 +45,7 @@ class QuantizationOptions(CalibrationOptions):
     compress: bool = field(default=False, metadata=COMPRESS_OPTION)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class QuantizeRequest(Budget, Replacing, QuantizationOptions):
     """The arguments of `quantize`."""
 
@@ -59,7 +59,7 @@ class QuantizeRequest(Budget, Replacing, QuantizationOptions):
     progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class PlanQuantizationRequest(Budget, QuantizationOptions):
     """The arguments of `plan_quantization`."""
 

@@ -109,7 +109,7 @@ class Sensitivity:
         return facts
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class SensitivityRequest(CalibrationOptions):
     """The arguments of `sensitivity`."""
 

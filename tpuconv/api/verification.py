@@ -66,7 +66,7 @@ class Verification:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class VerifyRequest:
     """The arguments of `verify`."""
 

@@ -9,7 +9,6 @@ from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, lines, print_json, say, show
 from tpuconv.commands.params import Name
 from tpuconv.errors import UsageError
-from tpuconv.jsonfile import short
 from tpuconv.text import plain
 
 if TYPE_CHECKING:
@@ -119,6 +118,8 @@ def _to_json(family: "Family") -> dict[str, Any]:
 
 def _show_proposal(proposed: "FamilyProposal") -> None:
     """Shows the nearest families, the tensors that the nearest does not explain, and the draft."""
+    from tpuconv.jsonfile import short
+
     near = proposed.nearest
     if proposed.read_by:
         show((proposed.read_by, "bold"), " reads this model_type already. The draft follows anyway.")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tpuconv.sources.adapter import Adapter
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class Options:
     """The options of a conversion that change the output."""
 
@@ -101,7 +101,7 @@ class Options:
         return manifest_keys(self)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class Fetching:
     """Options of the way in which a source on the Hub or in a bucket is read."""
 
