@@ -215,7 +215,9 @@ def _check_shapes(manifest: Manifest, rows: Sequence[ExportRow], ranges: Ranges)
             needed = tuple(n // count for n, count in zip(shape, repeats, strict=True))
             cut = [i for i, axis in enumerate(axes) if lead(axis) in ranges]
             if len(found) != len(needed) or any(
-                n != m for i, (n, m) in enumerate(zip(found, needed, strict=True)) if i not in cut
+                n * count != m
+                for i, (n, count, m) in enumerate(zip(found, repeats, shape, strict=True))
+                if i not in cut
             ):
                 raise _no_array(manifest, name, needed)
 
