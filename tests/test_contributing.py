@@ -19,6 +19,7 @@ NAME = "seed_oss"
 EXAMPLE = (ROOT / "CONTRIBUTING.md").read_text().partition("### An example")[2].partition("\n## ")[0]
 FILES = dict(re.findall(r"`([\w/]+\.\w+)`:\n\n```\w+\n(.*?)```", EXAMPLE, re.DOTALL))
 KEYS = "tpuconv/models/common/reference_keys.json"
+DEFAULTS = "tpuconv/models/common/reference_defaults.json"
 BEFORE = {"tpuconv/models/families.py": "FAMILIES: tuple[str, ...] = (\n", "docs/models.md": "| `arcee` |"}
 """Where a line is added to files that there are already: behind the first text, before the second."""
 
@@ -61,6 +62,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     keys = json.loads((folder / KEYS).read_text())
     del keys[NAME]
     (folder / KEYS).write_text(json.dumps(keys))
+    (folder / DEFAULTS).write_text(re.sub(f'"{NAME}".*\n', "", (folder / DEFAULTS).read_text()))
     save(FIRST[NAME], folder / "release", "bfloat16")
     return folder
 
@@ -89,4 +91,5 @@ def test_the_example_ends_with_green_tests(package: Path) -> None:
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         for line in lines:
             assert without_figures(line.strip()) in without_figures(done.stdout), f"{command}\n{line}\n{done.stdout}"
-    assert (package / KEYS).read_text() == (ROOT / KEYS).read_text()
+    for name in (KEYS, DEFAULTS):
+        assert (package / name).read_text() == (ROOT / name).read_text()

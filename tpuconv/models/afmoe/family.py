@@ -1,11 +1,10 @@
 """Trinity (AFMoE): config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import (
     ATTENTION,
     EXPERT_MLPS,
@@ -22,7 +21,7 @@ from tpuconv.models.common.windows import ROPES_OF_WINDOWS, PatternConfig
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(SparseConfig, PatternConfig):
     """The keys of config.json. Without `layer_types` every `global_attn_every_n_layers`-th layer sees all tokens. Only
     layers with the window have rotary positions. Experts are chosen among all, and their weights are normalized."""
@@ -40,28 +39,9 @@ class Config(SparseConfig, PatternConfig):
         *("n_group", "topk_group", "norm_topk_prob", "mlp_layer_types")
     }
 
-    vocab_size: int = 200192
-    hidden_size: int = 2048
-    intermediate_size: int = 6144
-    moe_intermediate_size: int = 1408
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 16
-    num_key_value_heads: int | None = None
-    head_dim: int | None = 128
-    n_routed_experts: int = 64
-    n_shared_experts: int = 2
-    routed_scaling_factor: float = 1.0
-    num_experts_per_tok: int = 6
-    first_k_dense_replace: int = 1
-    max_position_embeddings: int = 16384
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
-    attention_bias: bool = False
-    mup_enabled: bool = False
-    sliding_window: int | None = 1024
-    global_attn_every_n_layers: int = 4
-    layer_types: tuple[str, ...] | None = None
+    attention_bias: bool
+    mup_enabled: bool
+    global_attn_every_n_layers: int
 
     @property
     def full_every(self) -> int:  # type: ignore[override]

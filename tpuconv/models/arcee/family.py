@@ -1,11 +1,10 @@
 """Arcee: config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import under
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import (
     ATTENTION,
     O_BIAS,
@@ -19,26 +18,15 @@ from tpuconv.models.common.rows import (
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(DecoderConfig):
     """The keys of config.json."""
 
     model_type: ClassVar[str] = "arcee"
     only: ClassVar = {"hidden_act": ("relu2",)}
 
-    vocab_size: int = 32000
-    hidden_size: int = 2560
-    intermediate_size: int = 18432
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    max_position_embeddings: int = 4096
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
-    attention_bias: bool = False
-    mlp_bias: bool = False
+    attention_bias: bool
+    mlp_bias: bool
 
 
 TABLE = decoder_table(

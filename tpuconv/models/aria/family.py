@@ -1,11 +1,10 @@
 """Aria: the text model's config and mapping table."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import PRE_NORMS, SHARED_EXPERT_ROWS, decoder_table
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.wrapper import LLAVA, WrapperConfig, inside
@@ -13,7 +12,7 @@ from tpuconv.models.gemma.family import BIASED_ATTENTION
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, ChosenExperts, DecoderConfig):
     """The keys of `text_config`. `intermediate_size` is the width of one expert."""
 
@@ -24,21 +23,10 @@ class Config(WrapperConfig, ChosenExperts, DecoderConfig):
     outside_keys: ClassVar[frozenset[str]] = frozenset({"max_value_projector_patch_to_query_dict"})
     has_shared_expert: ClassVar[bool] = True
 
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    intermediate_size: int = 4096
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    moe_num_experts: int = 8
-    num_experts_per_tok: int = 2
-    moe_num_shared_experts: int = 2
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
-    attention_bias: bool = False
+    moe_num_experts: int
+    num_experts_per_tok: int
+    moe_num_shared_experts: int
+    attention_bias: bool
 
     @property
     def axes(self) -> dict[str, Any]:

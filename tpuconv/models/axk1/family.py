@@ -1,10 +1,11 @@
 """A.X K1: config and mapping table."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_IGNORE, SHARED_EXPERT_ROWS, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import family
@@ -13,7 +14,7 @@ CORRECTED = "is_corrected"
 """The field that says whether routers have corrections, which the names of the tensors tell."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(deepseek_v3.Config):
     """The keys of config.json. Without `mlp_layer_types` the first `first_k_dense_replace` layers are dense. The
     release has no corrections of routers; what transformers saves has them."""
@@ -21,16 +22,11 @@ class Config(deepseek_v3.Config):
     model_type: ClassVar[str] = "axk1"
     derived: ClassVar[frozenset[str]] = deepseek_v3.Config.derived | {CORRECTED}
 
-    vocab_size: int = 163840
     num_nextn_predict_layers: int = 0
-    num_attention_heads: int = 64
-    num_key_value_heads: int | None = 64
-    n_routed_experts: int = 192
-    n_shared_experts: int = 1
-    q_lora_rank: int = 1536
+    n_shared_experts: int
+    q_lora_rank: int
     first_k_dense_replace: int = 1
-    max_position_embeddings: int = 32768
-    mlp_layer_types: tuple[str, ...] | None = None
+    mlp_layer_types: tuple[str, ...] | None
     is_corrected: bool = True
 
     @classmethod

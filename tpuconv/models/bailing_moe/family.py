@@ -1,22 +1,18 @@
 """Ling 2 and Ring 2 (Bailing, version 2): config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.bailing_hybrid.family import LING_EXPERT_ROWS
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS
-from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import MLP, MTP_FINAL, MTP_IGNORE, PRE_NORMS, when
 from tpuconv.models.glm4_moe import family as glm4_moe
 from tpuconv.models.registry import family
 
-LING2_ROPE = Rope(theta=600_000.0)
-"""The rotary positions of a config.json without any."""
 
-
-@dataclass(frozen=True)
+@family_config
 class Config(glm4_moe.Config):
     """The keys of config.json. `moe_shared_expert_intermediate_size` follows from others."""
 
@@ -41,7 +37,7 @@ class Config(glm4_moe.Config):
         "num_shared_experts": "n_shared_experts",
         "use_qkv_bias": "attention_bias",
     }
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": LING2_ROPE.theta}
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": 600000.0}
 
     vocab_size: int = 157184
     hidden_size: int = 2048
@@ -58,7 +54,6 @@ class Config(glm4_moe.Config):
     topk_group: int = 4
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
-    rope: Rope = LING2_ROPE
     partial_rotary_factor: float = 1.0
     use_qk_norm: bool = True
 

@@ -1,17 +1,16 @@
 """Bamba: config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import NO_LIMIT, MambaConfig
 from tpuconv.models.common.partial_rope import PartialRopeConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, MAMBA_ROWS, MLP, MLP_BIAS, O_BIAS, QKV_BIAS, when
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(MambaConfig, PartialRopeConfig):
     """The keys of config.json. The layers `attn_layer_indices` have attention; half of each head has rotary positions
     unless `rope_parameters` says otherwise. `partial_rotary_factor` has no effect outside of them."""
@@ -19,30 +18,13 @@ class Config(MambaConfig, PartialRopeConfig):
     model_type: ClassVar[str] = "bamba"
     left_out: ClassVar[frozenset[str]] = frozenset({"partial_rotary_factor"})
 
-    vocab_size: int = 128000
-    hidden_size: int = 4096
-    intermediate_size: int = 14336
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 8
     head_dim: int | None = None
-    max_position_embeddings: int = 262144
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
     partial_rotary_factor: float = 0.5
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    attn_layer_indices: tuple[int, ...] | None = None
+    attention_bias: bool
+    mlp_bias: bool
+    attn_layer_indices: tuple[int, ...] | None
     layer_types: tuple[str, ...] | None = None
-    mamba_n_heads: int = 128
-    mamba_n_groups: int = 1
-    mamba_d_state: int = 256
     mamba_d_head: int | None = None
-    mamba_d_conv: int = 4
-    mamba_expand: int = 2
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
     time_step_limit: tuple[float, ...] = (0.0, NO_LIMIT)
 
     @property

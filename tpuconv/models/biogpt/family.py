@@ -1,14 +1,14 @@
 """BioGPT: config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import FAIRSEQ_BIASES, FAIRSEQ_ROWS, PositionedConfig, norm_rows
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(PositionedConfig):
     """The keys of config.json. The vectors of the first two positions are not used, and `layer_norm_eps` has no
     effect."""
@@ -24,12 +24,8 @@ class Config(PositionedConfig):
     derived: ClassVar[frozenset[str]] = PositionedConfig.derived | {"rms_norm_eps"}
     first_position: ClassVar[int] = 2
 
-    vocab_size: int = 42384
-    hidden_size: int = 1024
-    intermediate_size: int = 4096
-    num_hidden_layers: int = 24
-    num_attention_heads: int = 16
-    scale_embedding: bool = True
+    intermediate_size: int
+    scale_embedding: bool
 
 
 TABLE = MappingTable(

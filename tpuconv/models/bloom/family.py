@@ -1,15 +1,15 @@
 """BLOOM: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS, UnrotatedConfig, gpt_table, norm_rows
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(UnrotatedConfig):
     """The keys of config.json."""
 
@@ -29,10 +29,6 @@ class Config(UnrotatedConfig):
     )
     derived: ClassVar = UnrotatedConfig.derived | {"intermediate_size"}
 
-    vocab_size: int = 250880
-    hidden_size: int = 64
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 8
     max_position_embeddings: int = 2048
 
 

@@ -1,10 +1,10 @@
 """CodeGen: config and mapping table."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import gpt_table
 from tpuconv.models.gptj import family as gptj
 from tpuconv.models.registry import family
@@ -13,7 +13,7 @@ GROUPS = 4
 """The groups of heads in the fused projection: one for each chip of the authors' training."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(gptj.Config):
     """The keys of config.json, as GPT-J's."""
 

@@ -1,17 +1,16 @@
 """Cohere 2: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import ATTENTION, MLP, O_BIAS, QKV_BIAS, decoder_table, when
 from tpuconv.models.common.windows import ROPES_OF_WINDOWS, PatternConfig
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(PatternConfig):
     """The keys of config.json. Without `layer_types` every `sliding_window_pattern`-th layer sees all tokens. Only
     layers with the window have rotary positions."""
@@ -26,22 +25,10 @@ class Config(PatternConfig):
     hf_names: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "layer_norm_eps"}
     rope_fields: ClassVar[Mapping[str, str]] = ROPES_OF_WINDOWS
 
-    vocab_size: int = 256000
-    hidden_size: int = 8192
-    intermediate_size: int = 22528
-    num_hidden_layers: int = 40
-    num_attention_heads: int = 64
-    num_key_value_heads: int | None = None
     head_dim: int | None = None
-    max_position_embeddings: int = 8192
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = True
-    rope: Rope = PLAIN_ROPE
-    attention_bias: bool = False
-    logit_scale: float = 0.0625
-    sliding_window: int | None = 4096
+    attention_bias: bool
+    logit_scale: float
     sliding_window_pattern: int = 4
-    layer_types: tuple[str, ...] | None = None
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -1,18 +1,18 @@
 """The text model of North Micro Vision: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.models.cohere2.family import TABLE
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.mrope import without_mrope
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, check_rope_keys, rope_of_layers
 from tpuconv.models.common.windows import ROPES_BY_KIND, WINDOW_KINDS, PatternConfig
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(PatternConfig):
     """The keys of config.json. Without `layer_types` all layers see all tokens. `rope_parameters` has an object for
     each of the `layer_types`, or null for layers without rotary positions: `rotated` are those with them. `pooling` is
@@ -26,23 +26,11 @@ class Config(PatternConfig):
     full_every: ClassVar[int] = 1
     rope_fields: ClassVar[Mapping[str, str]] = ROPES_BY_KIND
 
-    vocab_size: int = 256000
-    hidden_size: int = 8192
-    intermediate_size: int = 22528
-    num_hidden_layers: int = 40
-    num_attention_heads: int = 64
-    num_key_value_heads: int | None = None
     head_dim: int | None = None
-    max_position_embeddings: int = 8192
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = True
-    rope: Rope = PLAIN_ROPE
     local_rope: Rope = PLAIN_ROPE
     rotated: tuple[str, ...] = WINDOW_KINDS
-    attention_bias: bool = False
+    attention_bias: bool
     logit_scale: float = 1.0
-    sliding_window: int | None = 4096
-    layer_types: tuple[str, ...] | None = None
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 """The names of one function."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UnrotatedConfig(DecoderConfig):
     """A decoder without rotary positions. Without `intermediate_size` an MLP is four times as wide as the model. The
     defaults come from GPT-2."""
@@ -64,7 +64,7 @@ class UnrotatedConfig(DecoderConfig):
         return (None,) * self.num_hidden_layers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PositionedConfig(UnrotatedConfig):
     """A decoder with learned positions, which are added to the embeddings of tokens.
 

@@ -105,7 +105,7 @@ class GroupedExperts:
         return self.n_group, self.topk_group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SparseConfig(GroupedExperts, MixedMLPs, DecoderConfig):
     """A decoder with experts that are chosen as DeepSeek V3 does (arXiv:2412.19437, section 2.1.2). The experts that
     every token uses are stored as one MLP. A key with a default here has it in every family whose own config does not

@@ -1,11 +1,11 @@
 """Cosmos 3: the text model's config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.spelling import aliases
 from tpuconv.mapping.table import MappingTable
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.wrapper import BRINGS, SEES, inside
 from tpuconv.models.qwen3 import family as qwen3
 from tpuconv.models.qwen3_vl import family as qwen3_vl
@@ -30,7 +30,7 @@ RENAMED = {
 """Parts of names, and those that newer releases have for them."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(qwen3_vl.Config):
     """The keys of `text_config`."""
 

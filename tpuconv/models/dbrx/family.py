@@ -1,20 +1,19 @@
 """DBRX: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.clipped import ClippedConfig
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.config_keys import unnested
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import GPT_QKV
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(ClippedConfig, ChosenExperts, DecoderConfig):
     """The keys of config.json, and of `attn_config` and `ffn_config` in it. `intermediate_size` is the width of one
     expert."""
@@ -40,19 +39,12 @@ class Config(ClippedConfig, ChosenExperts, DecoderConfig):
     left_out: ClassVar = frozenset({"emb_pdrop", "moe_jitter_eps", "moe_loss_weight"})
     derived: ClassVar = DecoderConfig.derived | {"head_dim", "rms_norm_eps"}
 
-    vocab_size: int = 32000
-    hidden_size: int = 2048
     intermediate_size: int = 3584
-    num_hidden_layers: int = 24
-    num_attention_heads: int = 16
     num_key_value_heads: int | None = 1
     head_dim: int | None = None
     num_experts: int = 4
     num_experts_per_tok: int = 1
-    max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
     clip_qkv: float | None = None
 
     @classmethod

@@ -1,10 +1,9 @@
 """DeepSeek-OCR 2: the text model's config and mapping table."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import PRE_NORMS, decoder_table, mlp_rows
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
@@ -13,7 +12,7 @@ from tpuconv.models.gemma.family import BIASED_ATTENTION
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, SparseConfig):
     """The keys of `text_config`. The weights of experts are never normalized."""
 
@@ -23,25 +22,11 @@ class Config(WrapperConfig, SparseConfig):
     nullable: ClassVar[frozenset[str]] = frozenset({"n_group", "topk_group", "topk_method"})
     derived: ClassVar[frozenset[str]] = SparseConfig.derived | {"first_k_dense_replace", "norm_topk_prob"}
 
-    vocab_size: int = 102400
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    moe_intermediate_size: int = 1407
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    n_routed_experts: int = 64
-    n_shared_experts: int = 2
     num_experts_per_tok: int = 6
-    routed_scaling_factor: float = 1.0
-    topk_method: str = "greedy"
-    first_k_dense_replace: int = 0
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
-    attention_bias: bool = False
+    topk_method: str
+    attention_bias: bool
+    n_group: int = 1
+    topk_group: int = 1
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -1,15 +1,15 @@
 """DeepSeek V2 and V2-Lite: config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import MLP, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(deepseek_v3.Config):
     """The keys of config.json. The weights of experts are never normalized, whatever `norm_topk_prob`."""
 
@@ -25,24 +25,11 @@ class Config(deepseek_v3.Config):
     }
     nullable: ClassVar[frozenset[str]] = frozenset({"n_group", "topk_group", "topk_method", "norm_topk_prob"})
 
-    vocab_size: int = 102400
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    moe_intermediate_size: int = 1407
-    num_hidden_layers: int = 32
     num_nextn_predict_layers: int = 0
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    n_routed_experts: int = 64
-    n_shared_experts: int | None = 2
-    routed_scaling_factor: float = 1.0
-    topk_method: str = "greedy"
+    topk_method: str
     n_group: int = 1
     topk_group: int = 1
     num_experts_per_tok: int = 6
-    first_k_dense_replace: int = 0
-    norm_topk_prob: bool = False
-    max_position_embeddings: int = 2048
 
     @property
     def groups(self) -> tuple[int, int]:

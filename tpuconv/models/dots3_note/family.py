@@ -1,19 +1,20 @@
 """dots3.note: the text model's config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.wrapper import HEARS, SEES, WrapperConfig, inside
 from tpuconv.models.dots3_note_text import family as dots3_note_text
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, dots3_note_text.Config):
     """The keys of `text_config`, which releases have at the root."""
 
     model_type: ClassVar[str] = "dots3_note"
     flat: ClassVar[bool] = True
+    sliding_window: int = 512
 
 
 TABLE = inside(

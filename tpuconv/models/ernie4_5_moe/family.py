@@ -1,16 +1,16 @@
 """ERNIE 4.5, mixture of experts: config and mapping table."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, SHARED, decoder_table, when
 from tpuconv.models.ernie4_5 import family as dense
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(dense.Config):
     """The keys of config.json."""
 
@@ -23,21 +23,16 @@ class Config(dense.Config):
         "num_nextn_predict_layers": 0,
     }
 
-    hidden_size: int = 2560
-    intermediate_size: int = 12288
-    num_hidden_layers: int = 28
     num_nextn_predict_layers: int = 1
-    num_attention_heads: int = 20
-    num_key_value_heads: int | None = 4
     head_dim: int | None = None
-    moe_intermediate_size: int = 1536
-    moe_k: int = 6
-    moe_num_experts: int = 64
-    moe_num_shared_experts: int = 2
-    moe_layer_start_index: int = 1
-    moe_layer_end_index: int = -1
-    moe_layer_interval: int = 1
-    moe_norm_min: float = 1e-12
+    moe_intermediate_size: int
+    moe_k: int
+    moe_num_experts: int
+    moe_num_shared_experts: int
+    moe_layer_start_index: int
+    moe_layer_end_index: int
+    moe_layer_interval: int
+    moe_norm_min: float
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

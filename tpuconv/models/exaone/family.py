@@ -1,14 +1,14 @@
 """EXAONE 3, 3.5 and Deep: config and mapping table."""
 
-from dataclasses import dataclass
 from functools import reduce
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.llama import family as llama
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(llama.Config):
     """The keys of config.json."""
 

@@ -1,17 +1,17 @@
 """EXAONE 4: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import under
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, HEAD_NORMS, MLP, POST_NORMS, decoder_table
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(PatternConfig):
     """The keys of config.json. Without `layer_types` every `sliding_window_pattern`-th layer sees all tokens. Without a
     window all layers do and have rotary positions; with one, only layers with the window have them."""
@@ -19,20 +19,8 @@ class Config(PatternConfig):
     model_type: ClassVar[str] = "exaone4"
     least: ClassVar[Mapping[str, int]] = {"sliding_window_pattern": 0}
 
-    vocab_size: int = 102400
-    hidden_size: int = 4096
-    intermediate_size: int = 16384
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 32
     head_dim: int | None = None
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
-    sliding_window: int | None = 4096
-    sliding_window_pattern: int | str | None = 4
-    layer_types: tuple[str, ...] | None = None
+    sliding_window_pattern: int | str | None
 
     def contradictions(self) -> Iterator[str]:
         pattern = self.sliding_window_pattern

@@ -1,10 +1,9 @@
 """K-EXAONE: config and mapping table."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import under
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import (
     ATTENTION,
     CORRECTION_BESIDE,
@@ -23,7 +22,7 @@ from tpuconv.models.exaone4 import family as exaone4
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(SparseConfig, exaone4.Config):
     """The keys of config.json. Windows and rotary positions are the same as in EXAONE 4."""
 
@@ -31,26 +30,7 @@ class Config(SparseConfig, exaone4.Config):
     least: ClassVar = {"first_k_dense_replace": 0, "sliding_window_pattern": 0}
     hf_names: ClassVar = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
 
-    vocab_size: int = 102400
-    hidden_size: int = 4096
-    intermediate_size: int = 16384
-    moe_intermediate_size: int = 1024
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 32
     head_dim: int | None = None
-    n_routed_experts: int = 64
-    n_shared_experts: int = 1
-    routed_scaling_factor: float = 2.5
-    num_experts_per_tok: int = 8
-    first_k_dense_replace: int = 1
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
-    sliding_window: int | None = 4096
-    sliding_window_pattern: int | str | None = 4
-    layer_types: tuple[str, ...] | None = None
 
     @property
     def axes(self) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """Flint: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import (
     ATTENTION,
     HEAD_NORMS,
@@ -23,7 +22,7 @@ from tpuconv.models.qwen3_moe.family import MOE_ROWS
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(ChosenExperts, MixedMLPs, PatternConfig):
     """The keys of config.json. Without `layer_types` the first two layers, the last one and every fourth see all
     tokens; only layers with the window have rotary positions. Without `mlp_only_layers` the first two are dense."""
@@ -31,27 +30,14 @@ class Config(ChosenExperts, MixedMLPs, PatternConfig):
     model_type: ClassVar[str] = "flint"
     rope_fields: ClassVar[Mapping[str, str]] = ROPES_OF_WINDOWS
 
-    vocab_size: int = 150144
-    hidden_size: int = 2048
-    intermediate_size: int = 6144
-    moe_intermediate_size: int = 512
-    shared_expert_intermediate_size: int = 1024
-    num_hidden_layers: int = 49
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 4
-    head_dim: int | None = 128
-    num_experts: int = 256
-    num_experts_per_tok: int = 6
-    norm_topk_prob: bool = True
-    decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] | None = None
-    max_position_embeddings: int = 262144
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
-    attention_bias: bool = False
-    sliding_window: int | None = 513
-    layer_types: tuple[str, ...] | None = None
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    decoder_sparse_step: int
+    mlp_only_layers: tuple[int, ...] | None
+    attention_bias: bool
 
     @property
     def kinds(self) -> tuple[str, ...]:

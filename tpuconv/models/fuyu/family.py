@@ -1,8 +1,8 @@
 """Fuyu: the text model's config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.wrapper import BRINGS, WrapperConfig, inside
 from tpuconv.models.persimmon import family as persimmon
 from tpuconv.models.registry import family
@@ -11,7 +11,7 @@ OF_PATCHES = frozenset({"patch_size", "num_channels"})
 """Keys of the image projector."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, persimmon.Config):
     """The keys of `text_config`, which releases have beside the keys of images."""
 

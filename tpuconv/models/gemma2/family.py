@@ -1,18 +1,17 @@
 """Gemma 2: config and mapping table."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import MLP, decoder_table
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.gemma.family import BIASED_ATTENTION, CAUSAL
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(PatternConfig):
     """The keys of config.json."""
 
@@ -24,23 +23,10 @@ class Config(PatternConfig):
     }
     full_every: ClassVar[int] = 2
 
-    vocab_size: int = 256000
-    hidden_size: int = 2304
-    intermediate_size: int = 9216
-    num_hidden_layers: int = 26
-    num_attention_heads: int = 8
-    num_key_value_heads: int | None = 4
-    head_dim: int | None = 256
-    max_position_embeddings: int = 8192
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = True
-    rope: Rope = PLAIN_ROPE
-    attention_bias: bool = False
-    query_pre_attn_scalar: int = 256
-    sliding_window: int | None = 4096
-    layer_types: tuple[str, ...] | None = None
-    final_logit_softcapping: float | None = 30.0
-    attn_logit_softcapping: float | None = 50.0
+    attention_bias: bool
+    query_pre_attn_scalar: int
+    final_logit_softcapping: float | None
+    attn_logit_softcapping: float | None
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -1,14 +1,14 @@
 """Gemma 3 with its vision tower: the text model's config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.wrapper import LLAVA, WrapperConfig, inside
 from tpuconv.models.gemma3_text import family as gemma3_text
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, gemma3_text.Config):
     """The keys of `text_config`."""
 

@@ -1,10 +1,10 @@
 """Gemma 3, the text model on its own: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import HEAD_NORMS, MLP, decoder_table
 from tpuconv.models.common.windows import ROPES_BY_KIND, read_older_ropes
@@ -16,7 +16,7 @@ GLOBAL_ROPE = Rope(theta=1e6)
 """The rotary positions of layers that see all tokens, of a config.json without any."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(gemma2.Config):
     """The keys of config.json. Layers with a sliding window have rotary positions of their own, `local_rope`, which
     older files describe by `rope_local_base_freq`."""
@@ -27,14 +27,11 @@ class Config(gemma2.Config):
     rope_fields: ClassVar[Mapping[str, str]] = ROPES_BY_KIND
     only: ClassVar = {**gemma2.Config.only, "attn_logit_softcapping": (None,)}
 
-    vocab_size: int = 262208
-    max_position_embeddings: int = 131072
     rope: Rope = GLOBAL_ROPE
     local_rope: Rope = PLAIN_ROPE
     rope_local_base_freq: float = 1e4
     sliding_window_pattern: int = 6
-    final_logit_softcapping: float | None = None
-    attn_logit_softcapping: None = None
+    attn_logit_softcapping: None
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """Gemma 4 with vision and audio towers: the text model's config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, WrapperConfig, inside
 from tpuconv.models.gemma4_text import family as gemma4_text
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, gemma4_text.Config):
     """The keys of `text_config`."""
 

@@ -1,15 +1,15 @@
 """Gemma 4 without towers (12B): the text model's config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, inside
 from tpuconv.models.gemma4 import family as gemma4
 from tpuconv.models.gemma4_text import family as gemma4_text
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(gemma4.Config):
     """The keys of `text_config`. Layers have neither experts nor embeddings of their own."""
 
@@ -20,8 +20,6 @@ class Config(gemma4.Config):
         "hidden_size_per_layer_input": (0,),
     }
 
-    max_position_embeddings: int = 262144
-    sliding_window: int | None = 1024
     hidden_size_per_layer_input: int = 0
 
 

@@ -1,15 +1,15 @@
 """GLM-4 of April 2025: config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import decoder_table
 from tpuconv.models.glm import family as glm
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(glm.Config):
     """The keys of config.json, with the defaults of GLM-4 of 2024."""
 

@@ -1,13 +1,13 @@
 """GLM-4.6V-Flash: the text model's config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.glm4v import family as glm4v
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(glm4v.Config):
     """The keys of `text_config`, with the defaults of GLM-4.1V."""
 

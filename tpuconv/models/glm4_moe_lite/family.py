@@ -1,39 +1,23 @@
 """GLM-4.7-Flash: DeepSeek V3 with other sizes."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(deepseek_v3.Config):
     """The keys of config.json. `mlp_layer_types` says which layers have experts; in files without it the first
     `first_k_dense_replace` have none."""
 
     model_type: ClassVar[str] = "glm4_moe_lite"
 
-    vocab_size: int = 154880
-    hidden_size: int = 2048
-    intermediate_size: int = 10240
-    moe_intermediate_size: int = 1536
-    num_hidden_layers: int = 47
-    num_attention_heads: int = 20
-    num_key_value_heads: int | None = 20
-    n_routed_experts: int = 64
-    routed_scaling_factor: float = 1.8
-    q_lora_rank: int | None = 768
-    qk_nope_head_dim: int = 192
-    v_head_dim: int = 256
-    n_group: int = 1
-    topk_group: int = 1
-    num_experts_per_tok: int = 4
     first_k_dense_replace: int = 1
-    max_position_embeddings: int = 202752
-    rms_norm_eps: float = 1e-5
-    mlp_layer_types: tuple[str, ...] | None = None
+    mlp_layer_types: tuple[str, ...] | None
+    head_dim: int | None = None
 
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

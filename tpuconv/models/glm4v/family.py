@@ -1,15 +1,15 @@
 """GLM-4.1V: the text model's config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.wrapper import SEES, WrapperConfig, inside
 from tpuconv.models.glm4 import family as glm4
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, MropeConfig, glm4.Config):
     """The keys of `text_config`."""
 
@@ -17,8 +17,6 @@ class Config(WrapperConfig, MropeConfig, glm4.Config):
     only: ClassVar = {"attention_bias": (True,)}
 
     head_dim: int | None = None
-    max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-5
     partial_rotary_factor: float = 1.0
 
 

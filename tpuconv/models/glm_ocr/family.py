@@ -1,10 +1,10 @@
 """GLM-OCR: the text model's config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import MappingTable
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import MTP_IGNORE
 from tpuconv.models.common.wrapper import SEES, inside
 from tpuconv.models.glm4 import family as glm4
@@ -12,7 +12,7 @@ from tpuconv.models.glm4v import family as glm4v
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(glm4v.Config):
     """The keys of `text_config`."""
 
@@ -20,13 +20,6 @@ class Config(glm4v.Config):
     only: ClassVar = {"attention_bias": (False,)}
     least: ClassVar[Mapping[str, int]] = {"num_nextn_predict_layers": 0}
 
-    vocab_size: int = 59392
-    hidden_size: int = 1024
-    intermediate_size: int = 4096
-    num_hidden_layers: int = 16
-    num_attention_heads: int = 16
-    num_key_value_heads: int | None = 8
-    max_position_embeddings: int = 131072
     attention_bias: bool = False
     num_nextn_predict_layers: int = 1
 

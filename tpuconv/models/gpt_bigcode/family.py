@@ -1,9 +1,9 @@
 """GPT-BigCode: config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import (
     GELU_TANH,
     GPT_KEYS,
@@ -18,7 +18,7 @@ from tpuconv.models.common.gpt import (
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(PositionedConfig):
     """The keys of config.json. All heads share one key and one value."""
 

@@ -1,13 +1,13 @@
 """GPT-Neo: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map
 from tpuconv.models.common.config import MOST_IN_A_LIST
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import GELU_TANH, GPT_MLP, GPT_NORMS, POSITIONS, PositionedConfig, gpt_table
 from tpuconv.models.common.kinds import faults_of_kinds
 from tpuconv.models.registry import family
@@ -15,7 +15,7 @@ from tpuconv.models.registry import family
 GLOBAL_AND_LOCAL = ("global", "local")
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(PositionedConfig):
     """The keys of config.json. `attention_layers` are the kinds of the layers that `attention_types` lists in a shorter
     way: those that are "local" have a window."""
@@ -29,11 +29,7 @@ class Config(PositionedConfig):
     }
     left_out: ClassVar = frozenset({"attention_types", "embed_dropout", "resid_dropout", "classifier_dropout"})
 
-    hidden_size: int = 2048
-    num_hidden_layers: int = 24
-    num_attention_heads: int = 16
-    max_position_embeddings: int = 2048
-    window_size: int = 256
+    window_size: int
     attention_layers: tuple[str, ...] = GLOBAL_AND_LOCAL * 12
 
     @classmethod

@@ -1,12 +1,11 @@
 """GPT-NeoX: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.partial_rope import PartialRopeConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import PRE_NORM_BIASES, PRE_NORMS, when
 from tpuconv.models.registry import family
 
@@ -14,7 +13,7 @@ NEOX_NAMES = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_th
 """Keys of config.json, and the keys that they stand for."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(PartialRopeConfig):
     """The keys of config.json. Every head has keys and values of its own."""
 
@@ -23,20 +22,11 @@ class Config(PartialRopeConfig):
     hf_names: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "layer_norm_eps"}
     left_out: ClassVar[frozenset[str]] = frozenset({*NEOX_NAMES, "num_key_value_heads"})
 
-    vocab_size: int = 50432
-    hidden_size: int = 6144
-    intermediate_size: int = 24576
-    num_hidden_layers: int = 44
-    num_attention_heads: int = 64
     num_key_value_heads: int | None = None
     head_dim: int | None = None
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
     partial_rotary_factor: float = 0.25
-    use_parallel_residual: bool = True
-    attention_bias: bool = True
+    use_parallel_residual: bool
+    attention_bias: bool
 
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,17 +1,16 @@
 """GPT-J: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import GELU_TANH, GPT_KEYS, gpt_table, norm_rows
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(DecoderConfig):
     """The keys of config.json. Without `n_inner` an MLP is four times as wide as the model."""
 
@@ -25,18 +24,10 @@ class Config(DecoderConfig):
     hf_names: ClassVar[Mapping[str, str]] = GPT_KEYS
     derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"head_dim"}
 
-    vocab_size: int = 50400
-    hidden_size: int = 4096
-    intermediate_size: int | None = None  # type: ignore[assignment]  # others' is never absent
-    num_hidden_layers: int = 28
-    num_attention_heads: int = 16
+    intermediate_size: int | None  # type: ignore[assignment]  # others' is never absent
     num_key_value_heads: int | None = None
     head_dim: int | None = None
-    rotary_dim: int = 64
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
+    rotary_dim: int
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

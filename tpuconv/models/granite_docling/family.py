@@ -1,8 +1,8 @@
 """Granite for Docling: the text model's config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.granite import family as granite
 from tpuconv.models.registry import family
@@ -11,7 +11,7 @@ IN_TEXT_MODEL = "model.text_model."
 """The prefix of the text model."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, granite.Config):
     """The keys of `text_config`."""
 
@@ -21,18 +21,7 @@ class Config(WrapperConfig, granite.Config):
         {"density_router_hidden_size", "density_router_threshold", "density_router_loss_weight"}
     )
 
-    vocab_size: int = 133800
-    hidden_size: int = 1024
-    intermediate_size: int = 2048
-    num_hidden_layers: int = 28
-    num_attention_heads: int = 16
-    num_key_value_heads: int | None = 4
-    max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-5
-    embedding_multiplier: float = 12.0
-    logits_scaling: float = 4.0
-    residual_multiplier: float = 0.263
-    attention_multiplier: float = 0.015625
+    tie_word_embeddings: bool = False
 
 
 TABLE = inside(

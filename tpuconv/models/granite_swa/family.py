@@ -1,17 +1,18 @@
 """Granite with sliding windows: config and mapping table."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.granite import family as granite
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class GraniteWindows(granite.Config, PatternConfig):
     """Granite's keys and the keys of its windows. Without `layer_types` the first layer of every four sees all tokens.
     `layer_rope_theta` has the base of each layer's rotary positions, 0 for a layer without."""
@@ -41,21 +42,11 @@ class GraniteWindows(granite.Config, PatternConfig):
         return tuple(replace(self.rope, theta=float(theta)) if theta else None for theta in self.layer_rope_theta)
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(GraniteWindows):
     """The keys of config.json."""
 
     model_type: ClassVar[str] = "granite_swa"
-
-    vocab_size: int = 100352
-    hidden_size: int = 2560
-    intermediate_size: int = 8192
-    num_hidden_layers: int = 24
-    num_attention_heads: int = 20
-    num_key_value_heads: int | None = 4
-    max_position_embeddings: int = 8192
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = True
 
 
 SINKS = Map("model.layers.{L}.self_attn.sinks", "layers.{L}.attn.sinks", "N")

@@ -1,17 +1,17 @@
 """Granite 3, mixture of experts: config and mapping table."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import ATTENTION, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.granite import family as granite
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(ChosenExperts, granite.Config):
     """The keys of config.json. `intermediate_size` is the width of one expert."""
 
@@ -19,8 +19,8 @@ class Config(ChosenExperts, granite.Config):
     experts_key: ClassVar[str] = "num_local_experts"
     only: ClassVar = {"mlp_bias": (False,)}
 
-    num_local_experts: int = 8
-    num_experts_per_tok: int = 2
+    num_local_experts: int
+    num_experts_per_tok: int
 
     @classmethod
     def of_type(cls, model_type: str | None) -> type[DecoderConfig]:
@@ -32,14 +32,14 @@ class Config(ChosenExperts, granite.Config):
         return False
 
 
-@dataclass(frozen=True)
+@family_config
 class SharedConfig(Config):
     """Granite MoE with a shared expert."""
 
     model_type: ClassVar[str] = "granitemoeshared"
     least: ClassVar = {"shared_intermediate_size": 0}
 
-    shared_intermediate_size: int = 0
+    shared_intermediate_size: int
 
     @property
     def axes(self) -> dict[str, Any]:

@@ -1,16 +1,16 @@
 """Granite with sliding windows, mixture of experts: config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import ATTENTION, O_BIAS, PRE_NORMS, QKV_BIAS, STACKED_EXPERTS, decoder_table, when
 from tpuconv.models.granite_swa.family import SINKS, GraniteWindows
 from tpuconv.models.granitemoe.family import FUSED_SHARED, SharedConfig
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(GraniteWindows, SharedConfig):
     """The keys of config.json. `intermediate_size` is the width of one expert."""
 

@@ -1,10 +1,10 @@
 """Granite 4: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import NO_LIMIT, MambaConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, MAMBA_ROWS, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
@@ -13,7 +13,7 @@ from tpuconv.models.granitemoe.family import FUSED_EXPERTS, FUSED_SHARED
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(granite.Config, MambaConfig):
     """The keys of config.json. `intermediate_size` is the width of one expert, `shared_intermediate_size` the width of
     the MLP which all tokens pass. There may be no experts, and no layers with Mamba-2."""
@@ -22,19 +22,11 @@ class Config(granite.Config, MambaConfig):
     only: ClassVar = {"mlp_bias": (False,)}
     least: ClassVar[Mapping[str, int]] = {"num_local_experts": 0, "num_experts_per_tok": 0}
 
-    num_local_experts: int = 8
-    num_experts_per_tok: int = 2
-    shared_intermediate_size: int = 1024
-    position_embedding_type: str | None = None
-    layer_types: tuple[str, ...] | None = None
-    mamba_n_heads: int = 128
-    mamba_n_groups: int = 1
-    mamba_d_state: int = 256
+    num_local_experts: int
+    num_experts_per_tok: int
+    shared_intermediate_size: int
+    position_embedding_type: str | None
     mamba_d_head: int | None = None
-    mamba_d_conv: int = 4
-    mamba_expand: int = 2
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
     time_step_limit: tuple[float, ...] = (0.0, NO_LIMIT)
 
     def contradictions(self) -> Iterator[str]:

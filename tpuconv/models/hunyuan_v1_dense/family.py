@@ -1,36 +1,25 @@
 """Hunyuan, dense: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.rope import LARGEST_ROPE_VALUE, PLAIN_ROPE, Rope, check_rope_keys
+from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.rope import LARGEST_ROPE_VALUE, Rope, check_rope_keys
 from tpuconv.models.common.rows import ATTENTION, MLP, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(DecoderConfig):
     """The keys of config.json."""
 
     model_type: ClassVar[str] = "hunyuan_v1_dense"
 
-    vocab_size: int = 290943
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
-    attention_bias: bool = False
+    attention_bias: bool
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:

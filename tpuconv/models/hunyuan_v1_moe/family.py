@@ -1,12 +1,12 @@
 """Hunyuan, mixture of experts: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import EXPERT_MLPS, SHARED, decoder_table
 from tpuconv.models.hunyuan_v1_dense import family as dense
 from tpuconv.models.registry import family
@@ -15,14 +15,14 @@ BY_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expe
 """Keys that may be lists with a number for each layer. They are read if all numbers are equal."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(dense.Config):
     """The keys of config.json. `intermediate_size` is the width of one expert, and of the shared one."""
 
     model_type: ClassVar[str] = "hunyuan_v1_moe"
 
-    num_experts: int = 1
-    moe_topk: int = 1
+    num_experts: int
+    moe_topk: int
     moe_intermediate_size: int | None = None
     num_shared_expert: int | None = None
 

@@ -1,9 +1,9 @@
 """Hunyuan-VL: the text model's config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.mrope import without_mrope
 from tpuconv.models.common.rope import PARAMETER_KEYS
 from tpuconv.models.common.wrapper import SEES, WrapperConfig, inside
@@ -14,7 +14,7 @@ TOKEN_KEYS = frozenset({"im_start_id", "im_end_id", "im_newline_id", "pad_id"})
 """Keys of tokens, without effect on logits."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, hunyuan_v1_dense.Config):
     """The keys of `text_config`, which releases have at the root."""
 
@@ -23,6 +23,7 @@ class Config(WrapperConfig, hunyuan_v1_dense.Config):
     tied: ClassVar[bool] = True
     outside_keys: ClassVar[frozenset[str]] = TOKEN_KEYS
     left_out: ClassVar[frozenset[str]] = TOKEN_KEYS
+    tie_word_embeddings: bool = False
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """Hy3: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import (
     ATTENTION,
     EXPERT_MLPS,
@@ -24,11 +23,8 @@ from tpuconv.models.common.rows import (
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.registry import family
 
-HY3_ROPE = Rope(theta=11_158_840.0)
-"""The rotary positions of a config.json without any."""
 
-
-@dataclass(frozen=True)
+@family_config
 class Config(SparseConfig):
     """The keys of config.json. Experts are chosen among all, and their weights are normalized."""
 
@@ -41,27 +37,10 @@ class Config(SparseConfig):
         "routed_scaling_factor": "router_scaling_factor",
     }
     derived: ClassVar[frozenset[str]] = SparseConfig.derived | {"n_group", "topk_group", "norm_topk_prob"}
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": HY3_ROPE.theta}
 
-    vocab_size: int = 120832
-    hidden_size: int = 4096
-    intermediate_size: int = 13312
-    moe_intermediate_size: int = 1536
-    num_hidden_layers: int = 80
     num_nextn_predict_layers: int = 1
-    num_attention_heads: int = 64
-    num_key_value_heads: int | None = 8
-    head_dim: int | None = 128
-    n_routed_experts: int = 192
-    n_shared_experts: int = 1
-    routed_scaling_factor: float = 2.826
-    num_experts_per_tok: int = 8
     first_k_dense_replace: int = 1
-    max_position_embeddings: int = 131072
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = HY3_ROPE
-    attention_bias: bool = False
+    attention_bias: bool
 
     @property
     def axes(self) -> dict[str, Any]:

@@ -1,24 +1,24 @@
 """HyperCLOVA X SEED: config and mapping table."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import when
 from tpuconv.models.granite import family as granite
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(granite.Config):
     """The keys of config.json. Without `attention_multiplier` the factor of scores is H^-0.5; `logits_scaling` is a
     factor of the logits, and not a divisor as Granite's."""
 
     model_type: ClassVar[str] = "hyperclovax"
 
-    attention_multiplier: float | None = None  # type: ignore[assignment]  # Granite's is never absent
-    use_post_norm: bool = True
+    attention_multiplier: float | None  # type: ignore[assignment]  # Granite's is never absent
+    use_post_norm: bool
 
     def contradictions(self) -> Iterator[str]:
         yield from super(granite.Config, self).contradictions()

@@ -1,29 +1,24 @@
 """InternLM 2 and 2.5: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import GPT_QKV
-from tpuconv.models.common.rope import Rope
 from tpuconv.models.llama import family as llama
 from tpuconv.models.registry import family
 
-INTERNLM2_ROPE = Rope(theta=1_000_000.0)
-"""The rotary positions of a config.json without any."""
 
-
-@dataclass(frozen=True)
+@family_config
 class Config(llama.Config):
     """The keys of config.json."""
 
     model_type: ClassVar[str] = "internlm2"
     only: ClassVar = {"bias": (False,), "attention_bias": (False,), "mlp_bias": (False,)}
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": INTERNLM2_ROPE.theta}
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": 1000000.0}
 
     vocab_size: int = 103168
-    rope: Rope = INTERNLM2_ROPE
 
 
 INTERNLM2_ROWS = (

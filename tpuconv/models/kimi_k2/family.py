@@ -1,13 +1,13 @@
 """Kimi K2: DeepSeek V3 with other sizes, without multi-token prediction."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(deepseek_v3.Config):
     """The keys of config.json, with the defaults of DeepSeek V3."""
 

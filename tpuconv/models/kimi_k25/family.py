@@ -1,14 +1,14 @@
 """Kimi K2.5: the text model's config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.kimi_k2 import family as kimi_k2
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, kimi_k2.Config):
     """The keys of `text_config`."""
 

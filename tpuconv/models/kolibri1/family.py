@@ -1,18 +1,18 @@
 """Kolibri 1: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, EXPERT_MLPS, HEAD_NORMS, PRE_NORMS, SHARED_EXPERT_ROWS, decoder_table
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(ChosenExperts, PatternConfig):
     """The keys of config.json. Without `layer_types` every fifth layer sees all tokens. With a window, only layers with
     it have rotary positions. `intermediate_size` has no effect, since no layer is dense."""
@@ -21,24 +21,12 @@ class Config(ChosenExperts, PatternConfig):
     synonyms: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
     full_every: ClassVar[int] = 5
 
-    vocab_size: int = 128000
-    hidden_size: int = 2560
     intermediate_size: int = 1
-    moe_intermediate_size: int = 512
-    shared_expert_intermediate_size: int = 512
-    num_hidden_layers: int = 50
-    num_attention_heads: int = 48
-    num_key_value_heads: int | None = 4
-    head_dim: int | None = 128
-    num_experts: int = 384
-    num_experts_per_tok: int = 6
-    norm_topk_prob: bool = False
-    max_position_embeddings: int = 262144
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
-    sliding_window: int | None = 513
-    layer_types: tuple[str, ...] | None = None
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
 
     @property
     def has_shared_experts(self) -> bool:

@@ -1,25 +1,23 @@
 """LFM2, dense: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import MOST_OF_A_SIZE
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, when
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class ShortConvConfig(StateConfig):
     """A decoder with short convolutions instead of attention in some layers."""
 
     aliases: ClassVar = {"tie_embedding": "tie_word_embeddings"}
     state_kind: ClassVar[str] = "conv"
     hf_names: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "norm_eps"}
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": 1e6}
 
     conv_bias: bool
     conv_L_cache: int
@@ -29,7 +27,7 @@ class ShortConvConfig(StateConfig):
         return {**super().axes, "n": self.hidden_size, "c": self.conv_L_cache}
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(ShortConvConfig):
     """The keys of config.json. `intermediate_size` is the width of an MLP only if `block_auto_adjust_ff_dim` is
     false."""
@@ -37,24 +35,11 @@ class Config(ShortConvConfig):
     model_type: ClassVar[str] = "lfm2"
     aliases: ClassVar = {**ShortConvConfig.aliases, "block_ff_dim": "intermediate_size"}
 
-    vocab_size: int = 65536
-    hidden_size: int = 2560
-    intermediate_size: int = 12288
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 8
     head_dim: int | None = None
-    max_position_embeddings: int = 128000
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = True
-    rope: Rope = PLAIN_ROPE
-    layer_types: tuple[str, ...] | None = None
-    full_attn_idxs: tuple[int, ...] | None = None
-    conv_bias: bool = False
-    conv_L_cache: int = 3
-    block_multiple_of: int = 256
-    block_ffn_dim_multiplier: float | None = 1.0
-    block_auto_adjust_ff_dim: bool = True
+    full_attn_idxs: tuple[int, ...] | None
+    block_multiple_of: int
+    block_ffn_dim_multiplier: float | None
+    block_auto_adjust_ff_dim: bool
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
 """LFM3: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope
 from tpuconv.models.common.rows import ATTENTION, HEAD_NORMS, O_BIAS, QKV_BIAS, when
 from tpuconv.models.common.windows import read_two_ropes
@@ -15,7 +15,7 @@ LFM3_ROPE = Rope("proportional", theta=1e6, partial_rotary_factor=0.5)
 """The rotary positions of layers that see all tokens, of a config.json without any."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(ShortConvConfig):
     """The keys of config.json. Layers with a sliding window have rotary positions of their own, `local_rope`. Without
     `layer_types` the third layer of every four sees all tokens, and the first has a window, but for the very first."""
@@ -24,25 +24,12 @@ class Config(ShortConvConfig):
     other_kinds: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
     derived: ClassVar[frozenset[str]] = ShortConvConfig.derived | {"local_rope"}
 
-    vocab_size: int = 128000
-    hidden_size: int = 2048
-    intermediate_size: int = 7680
-    num_hidden_layers: int = 24
-    num_attention_heads: int = 16
-    num_key_value_heads: int | None = 4
-    head_dim: int | None = 128
-    max_position_embeddings: int = 128000
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = True
     rope: Rope = LFM3_ROPE
     local_rope: Rope = PLAIN_ROPE
-    layer_types: tuple[str, ...] | None = None
-    sliding_window: int | None = 256
-    conv_bias: bool = False
-    conv_L_cache: int = 7
-    attention_bias: bool = False
-    use_sandwich_norm: bool = True
-    use_attention_gate: bool = True
+    sliding_window: int | None
+    attention_bias: bool
+    use_sandwich_norm: bool
+    use_attention_gate: bool
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:

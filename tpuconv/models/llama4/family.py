@@ -1,14 +1,14 @@
 """Llama 4, Scout and Maverick with their vision tower: the text model's config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.llama4_text import family as llama4_text
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, llama4_text.Config):
     """The keys of `text_config`."""
 

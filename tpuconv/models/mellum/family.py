@@ -1,9 +1,9 @@
 """Mellum 2: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
@@ -25,7 +25,7 @@ MELLUM_ROPE = Rope(theta=500_000.0)
 """The rotary positions of layers that see all tokens, of a config.json without any."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(ChosenExperts, MixedMLPs, TwoRopesConfig):
     """The keys of config.json. Without `layer_types` all layers see all tokens, without `mlp_layer_types` all have
     experts."""
@@ -36,29 +36,17 @@ class Config(ChosenExperts, MixedMLPs, TwoRopesConfig):
     aliases: ClassVar[Mapping[str, str]] = {"num_nextn_predict_layers": "num_mtp_layers"}
     full_every: ClassVar[int] = 1
 
-    vocab_size: int = 98304
-    hidden_size: int = 2304
-    intermediate_size: int = 7168
-    moe_intermediate_size: int = 896
-    num_hidden_layers: int = 28
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 4
-    head_dim: int | None = 128
-    num_experts: int = 64
-    num_experts_per_tok: int = 8
-    norm_topk_prob: bool = True
-    max_position_embeddings: int = 131072
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
+    moe_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
     rope: Rope = MELLUM_ROPE
     local_rope: Rope = PLAIN_ROPE
-    attention_bias: bool = False
-    sliding_window: int | None = 1024
-    layer_types: tuple[str, ...] | None = None
-    mlp_layer_types: tuple[str, ...] | None = None
-    num_mtp_layers: int | None = None
-    mtp_layer_types: tuple[str, ...] | None = None
-    mtp_mlp_layer_types: tuple[str, ...] | None = None
+    attention_bias: bool
+    mlp_layer_types: tuple[str, ...] | None
+    num_mtp_layers: int | None
+    mtp_layer_types: tuple[str, ...] | None
+    mtp_mlp_layer_types: tuple[str, ...] | None
 
 
 TABLE = decoder_table(

@@ -1,14 +1,14 @@
 """MiMo-7B: config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import FURTHER_TOKENS
 from tpuconv.models.qwen2 import family as qwen2
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(qwen2.Config):
     """The keys of config.json, with the defaults of Qwen2."""
 

@@ -1,14 +1,14 @@
 """MiniCPM 3: config and mapping table."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.registry import family
 from tpuconv.models.youtu import family as youtu
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(youtu.Config):
     """The keys of config.json. A factor that is null is 1."""
 
@@ -16,23 +16,11 @@ class Config(youtu.Config):
     only: ClassVar = {"mlp_bias": (False,), "rope_interleave": (False,)}
     derived: ClassVar[frozenset[str]] = youtu.Config.derived | {"embedding_initializer_range"}
 
-    vocab_size: int = 73448
-    hidden_size: int = 2560
-    intermediate_size: int = 6400
-    num_hidden_layers: int = 62
-    num_attention_heads: int = 40
-    num_key_value_heads: int | None = 40
-    kv_lora_rank: int = 256
-    q_lora_rank: int | None = 768
-    qk_rope_head_dim: int = 32
-    qk_nope_head_dim: int = 64
-    v_head_dim: int | None = None  # type: ignore[assignment]  # Youtu's is never absent
-    max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-5
+    v_head_dim: int | None  # type: ignore[assignment]  # Youtu's is never absent
     rope_interleave: bool = False
-    scale_emb: float = 12
-    scale_depth: float | None = 1.4
-    dim_model_base: int | None = 256
+    scale_emb: float
+    scale_depth: float | None
+    dim_model_base: int | None
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -1,17 +1,15 @@
 """MiniMax-Text-01 and MiniMax-M1, as released and in transformers' format: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.kinds import numbered_kinds
-from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, NUMBERED_EXPERT_MLPS, PRE_NORMS, decoder_table
 from tpuconv.models.minimax_m2 import family as minimax_m2
-from tpuconv.models.mixtral.family import MIXTRAL_ROPE
 from tpuconv.models.registry import family
 
 MINIMAX_RELEASES = {"MiniMaxText01ForCausalLM": "minimax_text_01", "MiniMaxM1ForCausalLM": "minimax_m1"}
@@ -20,7 +18,7 @@ DECAY_BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 """The tensors of lightning attention that transformers stores beside the weights."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(minimax_m2.Config, StateConfig):
     """The keys of config.json. Without `layer_types` every second layer has lightning attention. transformers 5.23
     does not read `rotary_dim`, which the models' own code reads as in MiniMax-M2."""
@@ -31,29 +29,16 @@ class Config(minimax_m2.Config, StateConfig):
         "postnorm": (True,),
         "shared_intermediate_size": (0, [0]),
     }
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": MIXTRAL_ROPE.theta}
 
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    intermediate_size: int = 14336
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 8
-    head_dim: int | None = None  # type: ignore[assignment]
-    num_local_experts: int = 8
-    num_experts_per_tok: int = 2
-    max_position_embeddings: int = 131072
-    rms_norm_eps: float = 1e-5
-    rope: Rope = MIXTRAL_ROPE
-    sliding_window: int | None = None
-    layer_types: tuple[str, ...] | None = None
+    head_dim: int | None  # type: ignore[assignment]
+    sliding_window: int | None
     full_attn_alpha_factor: float = 1.0
     full_attn_beta_factor: float = 1.0
     linear_attn_alpha_factor: float = 1.0
     linear_attn_beta_factor: float = 1.0
     mlp_alpha_factor: float = 1.0
     mlp_beta_factor: float = 1.0
-    block_size: int = 256
+    block_size: int
     """The number of tokens for which transformers computes lightning attention at once: without effect."""
 
     @classmethod
@@ -85,7 +70,7 @@ class Config(minimax_m2.Config, StateConfig):
         return "each layer with lightning attention has decays of its own" if self.axes["l"] else super().unscannable
 
 
-@dataclass(frozen=True)
+@family_config
 class ReleasedConfig(Config):
     """The keys of config.json in the releases, whose code is their own: by default all layers have attention, and
     residuals are not normalized."""

@@ -1,12 +1,11 @@
 """MiniMax-M2: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.partial_rope import PartialRopeConfig
-from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
     CORRECTION_BESIDE,
@@ -18,11 +17,8 @@ from tpuconv.models.common.rows import (
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.registry import family
 
-MINIMAX_ROPE = Rope(theta=5_000_000.0)
-"""The rotary positions of a config.json without any."""
 
-
-@dataclass(frozen=True)
+@family_config
 class Config(ChosenExperts, PartialRopeConfig):
     """The keys of config.json. `intermediate_size` is the width of one expert. `rotary_dim`, the number of dimensions
     of a head with rotary positions, is the older form of `partial_rotary_factor`."""
@@ -30,21 +26,10 @@ class Config(ChosenExperts, PartialRopeConfig):
     model_type: ClassVar[str] = "minimax_m2"
     experts_key: ClassVar[str] = "num_local_experts"
     only: ClassVar = {"use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "scoring_func": ("sigmoid",)}
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": MINIMAX_ROPE.theta}
 
-    vocab_size: int = 200064
-    hidden_size: int = 3072
-    intermediate_size: int = 1536
-    num_hidden_layers: int = 62
-    num_attention_heads: int = 48
-    num_key_value_heads: int | None = 8
-    head_dim: int = 128
-    num_local_experts: int = 256
-    num_experts_per_tok: int = 8
-    max_position_embeddings: int = 196608
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    rope: Rope = MINIMAX_ROPE
+    head_dim: int
+    num_local_experts: int
+    num_experts_per_tok: int
     partial_rotary_factor: float = 1.0
     rotary_dim: int | None = None
 

@@ -1,22 +1,17 @@
 """Ministral 3: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import under
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import LARGEST_ROPE_VALUE, PARAMETER_KEYS, Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, PRE_NORMS, decoder_table
 from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.registry import family
-
-MINISTRAL3_ROPE = Rope(
-    "yarn", theta=1e6, factor=16.0, original_max_position_embeddings=16384, mscale=1.0, mscale_all_dim=1.0
-)
-"""The rotary positions of a config.json without any."""
 
 BETA = "llama_4_scaling_beta"
 
@@ -53,7 +48,7 @@ class GrowingQueries:
         return found
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(OneWindow, GrowingQueries, DecoderConfig):
     """The keys of config.json. `llama_4_scaling_beta` is one of `rope_parameters`: how much queries grow with their
     position."""
@@ -61,26 +56,15 @@ class Config(OneWindow, GrowingQueries, DecoderConfig):
     model_type: ClassVar[str] = "ministral3"
     derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {BETA}
     default_rope: ClassVar[Mapping[str, Any]] = {
-        "rope_type": MINISTRAL3_ROPE.type,
-        "rope_theta": MINISTRAL3_ROPE.theta,
-        "factor": MINISTRAL3_ROPE.factor,
-        "original_max_position_embeddings": MINISTRAL3_ROPE.original_max_position_embeddings,
-        "mscale": MINISTRAL3_ROPE.mscale,
-        "mscale_all_dim": MINISTRAL3_ROPE.mscale_all_dim,
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
     }
 
-    vocab_size: int = 131072
-    hidden_size: int = 4096
-    intermediate_size: int = 14336
-    num_hidden_layers: int = 34
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 8
-    head_dim: int | None = 128
-    max_position_embeddings: int = 262144
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = MINISTRAL3_ROPE
-    sliding_window: int | None = None
+    sliding_window: int | None
     llama_4_scaling_beta: float = 0.1
 
 

@@ -1,17 +1,16 @@
 """Mistral Small 3.1 and later, Ministral 3: with their vision tower. The text model's config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.wrapper import LLAVA, WrapperConfig, inside
 from tpuconv.models.ministral3 import family as ministral3
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, ministral3.Config):
     """The keys of `text_config`, whose model_type is "mistral" or "ministral3"."""
 
@@ -25,7 +24,7 @@ class Config(WrapperConfig, ministral3.Config):
         return super().from_hf(raw)
 
 
-@dataclass(frozen=True)
+@family_config
 class MistralTextConfig(Config):
     """The keys of a `text_config` with model_type "mistral": other defaults, and queries that do not grow."""
 
@@ -36,7 +35,6 @@ class MistralTextConfig(Config):
     head_dim: int | None = None
     max_position_embeddings: int = 131072
     rms_norm_eps: float = 1e-6
-    rope: Rope = PLAIN_ROPE
     sliding_window: int | None = 4096
     llama_4_scaling_beta: float = 0.0
 

@@ -1,17 +1,17 @@
 """MPT: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.clipped import ClippedConfig
 from tpuconv.models.common.config_keys import unnested
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import GPT_QKV, UnrotatedConfig
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(ClippedConfig, UnrotatedConfig):
     """The keys of config.json, and of `attn_config` in it."""
 
@@ -45,11 +45,6 @@ class Config(ClippedConfig, UnrotatedConfig):
     )
     derived: ClassVar = UnrotatedConfig.derived | {"intermediate_size"}
 
-    vocab_size: int = 50368
-    hidden_size: int = 2048
-    num_hidden_layers: int = 24
-    num_attention_heads: int = 16
-    max_position_embeddings: int = 2048
     clip_qkv: float | None = None
     softmax_scale: float | None = None
 

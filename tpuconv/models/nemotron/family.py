@@ -1,12 +1,11 @@
 """Nemotron: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.partial_rope import PartialRopeConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
     NORM_BIAS,
@@ -22,7 +21,7 @@ from tpuconv.models.common.rows import (
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(PartialRopeConfig):
     """The keys of config.json."""
 
@@ -30,20 +29,9 @@ class Config(PartialRopeConfig):
     only: ClassVar = {"hidden_act": ("relu2",)}
     hf_names: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "norm_eps"}
 
-    vocab_size: int = 256000
-    hidden_size: int = 6144
-    intermediate_size: int = 24576
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 48
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    max_position_embeddings: int = 4096
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
     partial_rotary_factor: float = 0.5
-    attention_bias: bool = False
-    mlp_bias: bool = False
+    attention_bias: bool
+    mlp_bias: bool
 
 
 TABLE = decoder_table(

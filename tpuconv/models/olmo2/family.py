@@ -1,11 +1,10 @@
 """OLMo 2: config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import under
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import (
     ATTENTION,
     MLP,
@@ -20,24 +19,14 @@ from tpuconv.models.common.rows import (
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(DecoderConfig):
     """The keys of config.json."""
 
     model_type: ClassVar[str] = "olmo2"
 
-    vocab_size: int = 50304
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
     head_dim: int | None = None
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
-    attention_bias: bool = False
+    attention_bias: bool
 
 
 TABLE = decoder_table(

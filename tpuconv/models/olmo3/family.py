@@ -1,11 +1,11 @@
 """OLMo 3: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import Rope, rope_of_layers
 from tpuconv.models.common.windows import ROPES_BY_KIND, PatternConfig
 from tpuconv.models.olmo2 import family as olmo2
@@ -15,7 +15,7 @@ OLMO3_ROPE = Rope(theta=500_000.0)
 """The rotary positions of a config.json without any."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(PatternConfig):
     """The keys of config.json. Layers with a sliding window have rotary positions of their own, `local_rope`, without
     the scaling of the others."""
@@ -25,21 +25,9 @@ class Config(PatternConfig):
     full_every: ClassVar[int] = 4
     rope_fields: ClassVar[Mapping[str, str]] = ROPES_BY_KIND
 
-    vocab_size: int = 50304
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
     head_dim: int | None = None
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = OLMO3_ROPE
     local_rope: Rope = OLMO3_ROPE
-    attention_bias: bool = False
-    sliding_window: int | None = 4096
-    layer_types: tuple[str, ...] | None = None
+    attention_bias: bool
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:

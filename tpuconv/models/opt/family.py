@@ -1,16 +1,16 @@
 """OPT: config and mapping table."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import FAIRSEQ_BIASES, FAIRSEQ_ROWS, PositionedConfig, norm_rows
 from tpuconv.models.common.rows import when
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(PositionedConfig):
     """The keys of config.json. The vectors of the first two positions are not used."""
 
@@ -26,12 +26,10 @@ class Config(PositionedConfig):
     derived: ClassVar = PositionedConfig.derived | {"rms_norm_eps"}
     first_position: ClassVar[int] = 2
 
-    vocab_size: int = 50272
-    intermediate_size: int = 3072
-    max_position_embeddings: int = 2048
-    word_embed_proj_dim: int | None = None
-    activation_function: str = "relu"
-    enable_bias: bool = True
+    intermediate_size: int
+    word_embed_proj_dim: int | None
+    activation_function: str
+    enable_bias: bool
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -1,15 +1,15 @@
 """PaddleOCR-VL: the text model's config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.ernie4_5 import family as ernie4_5
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, MropeConfig, ernie4_5.Config):
     """The keys of `text_config`, which releases have at the root."""
 

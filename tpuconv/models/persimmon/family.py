@@ -1,20 +1,19 @@
 """Persimmon: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import norm_rows
 from tpuconv.models.common.partial_rope import PartialRopeConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import PRE_NORM_BIASES, PRE_NORMS
 from tpuconv.models.gpt_neox.family import NEOX_ATTENTION, NEOX_ATTENTION_BIAS, NEOX_MLP
 from tpuconv.models.phi.family import HEAD_LAYER_NORMS
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(PartialRopeConfig):
     """The keys of config.json. Every head has keys and values of its own, whatever `num_key_value_heads` is."""
 
@@ -24,19 +23,10 @@ class Config(PartialRopeConfig):
     left_out: ClassVar[frozenset[str]] = frozenset({"num_key_value_heads"})
     derived: ClassVar[frozenset[str]] = PartialRopeConfig.derived | {"num_key_value_heads"}
 
-    vocab_size: int = 262144
-    hidden_size: int = 4096
-    intermediate_size: int = 16384
-    num_hidden_layers: int = 36
-    num_attention_heads: int = 64
     num_key_value_heads: int | None = None
     head_dim: int | None = None
-    max_position_embeddings: int = 16384
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
     partial_rotary_factor: float = 0.5
-    qk_layernorm: bool = True
+    qk_layernorm: bool
 
 
 TABLE = MappingTable(

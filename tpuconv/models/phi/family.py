@@ -1,17 +1,16 @@
 """Phi-1, 1.5 and 2: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.partial_rope import PartialRopeConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, QKV_BIAS, when
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(PartialRopeConfig):
     """The keys of config.json."""
 
@@ -19,19 +18,9 @@ class Config(PartialRopeConfig):
     only: ClassVar = {"hidden_act": ("gelu_new",)}
     hf_names: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "layer_norm_eps"}
 
-    vocab_size: int = 51200
-    hidden_size: int = 2048
-    intermediate_size: int = 8192
-    num_hidden_layers: int = 24
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
     head_dim: int | None = None
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
     partial_rotary_factor: float = 0.5
-    qk_layernorm: bool = False
+    qk_layernorm: bool
 
     @property
     def has_head_bias(self) -> bool:

@@ -1,14 +1,14 @@
 """Phi-3 and Phi-4: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.partial_rope import PartialRopeConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope, check_rope_keys
+from tpuconv.models.common.rope import check_rope_keys
 from tpuconv.models.common.rows import FUSED_MLP, PRE_NORMS, decoder_table
 from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.registry import family
@@ -17,26 +17,16 @@ LONGROPE = ("longrope", "su", "yarn")
 """The names that files of this family have for LongRoPE."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(OneWindow, PartialRopeConfig):
     """The keys of config.json. The sliding window, if any, applies to all layers."""
 
     model_type: ClassVar[str] = "phi3"
 
-    vocab_size: int = 32064
-    hidden_size: int = 3072
-    intermediate_size: int = 8192
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
     head_dim: int | None = None
-    max_position_embeddings: int = 4096
     original_max_position_embeddings: int = 4096
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
     partial_rotary_factor: float = 1.0
-    sliding_window: int | None = None
+    sliding_window: int | None
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:

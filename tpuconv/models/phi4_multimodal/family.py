@@ -1,8 +1,8 @@
 """Phi-4-multimodal: the text model's config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.wrapper import WrapperConfig, inside
 from tpuconv.models.phi3 import family as phi3
 from tpuconv.models.registry import family
@@ -11,16 +11,12 @@ BRINGS_BOTH = "image and audio projector: the text model alone is converted"
 ADAPTS = "an adapter for images or sound, without effect on text alone"
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, phi3.Config):
     """The keys of config.json: the keys of vision and audio modules beside the keys of the text model."""
 
     model_type: ClassVar[str] = "phi4_multimodal"
     flat: ClassVar[bool] = True
-
-    vocab_size: int = 200064
-    num_key_value_heads: int | None = 8
-    max_position_embeddings: int = 131072
 
 
 TABLE = inside(

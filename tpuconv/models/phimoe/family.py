@@ -1,14 +1,14 @@
 """Phi-3.5-MoE: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.rope import Rope, check_rope_keys
+from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.rope import check_rope_keys
 from tpuconv.models.common.rows import (
     ATTENTION,
     NORM_BIAS,
@@ -23,36 +23,23 @@ from tpuconv.models.common.rows import (
 from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.registry import family
 
-PHI_ROPE = Rope(theta=1e6)
-"""The rotary positions of a config.json without any."""
 FACTORS = ("short_mscale", "long_mscale")
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(OneWindow, DecoderConfig):
     """The keys of config.json. `intermediate_size` is the width of one expert. `router_jitter_noise` limits which other
     experts count in the probability of a chosen one."""
 
     model_type: ClassVar[str] = "phimoe"
     only: ClassVar = {"num_experts_per_tok": (2,)}
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": PHI_ROPE.theta}
 
-    vocab_size: int = 32064
-    hidden_size: int = 4096
-    intermediate_size: int = 6400
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 8
     head_dim: int | None = None
-    max_position_embeddings: int = 131072
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PHI_ROPE
-    sliding_window: int | None = None
-    num_local_experts: int = 16
+    sliding_window: int | None
+    num_local_experts: int
     router_jitter_noise: float = 0.01
-    attention_bias: bool = False
-    lm_head_bias: bool = False
+    attention_bias: bool
+    lm_head_bias: bool
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:

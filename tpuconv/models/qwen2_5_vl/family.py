@@ -1,36 +1,21 @@
 """Qwen2.5-VL: the text model's config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.mrope import MropeConfig
-from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.wrapper import SEES, WrapperConfig, inside
 from tpuconv.models.qwen2 import family as qwen2
 from tpuconv.models.registry import family
 
-QWEN2_5_VL_ROPE = Rope(theta=1e6)
-"""The rotary positions of a config.json without any."""
 
-
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, MropeConfig, qwen2.Config):
     """The keys of `text_config`, which releases have at the root."""
 
     model_type: ClassVar[str] = "qwen2_5_vl"
     flat: ClassVar[bool] = True
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": QWEN2_5_VL_ROPE.theta}
-
-    vocab_size: int = 152064
-    hidden_size: int = 8192
-    intermediate_size: int = 29568
-    num_hidden_layers: int = 80
-    num_attention_heads: int = 64
-    num_key_value_heads: int | None = 8
-    rms_norm_eps: float = 1e-5
-    rope: Rope = QWEN2_5_VL_ROPE
-    max_window_layers: int = 80
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

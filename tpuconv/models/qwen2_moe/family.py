@@ -1,10 +1,10 @@
 """Qwen1.5 and Qwen2, mixture of experts: config and mapping table."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.kinds import faults_of_kinds
 from tpuconv.models.common.rows import ATTENTION, PRE_NORMS, QKV_BIAS, SHARED, decoder_table, mlp_rows, when
 from tpuconv.models.common.windows import WINDOW_KINDS
@@ -12,7 +12,7 @@ from tpuconv.models.qwen3_moe import family as qwen3_moe
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(qwen3_moe.Config):
     """The keys of config.json. Without `layer_types` every other layer below `max_window_layers` has the window, other
     than in the dense Qwen2."""
@@ -21,16 +21,9 @@ class Config(qwen3_moe.Config):
     only: ClassVar = {"attention_bias": (False,)}
     least: ClassVar = {"max_window_layers": 0, "sliding_window": 0}
 
-    intermediate_size: int = 5632
-    moe_intermediate_size: int = 1408
-    shared_expert_intermediate_size: int = 5632
-    num_attention_heads: int = 16
-    num_key_value_heads: int | None = 16
-    num_experts: int = 60
-    num_experts_per_tok: int = 4
-    max_window_layers: int | None = 28
-    layer_types: tuple[str, ...] | None = None
-    qkv_bias: bool = True
+    shared_expert_intermediate_size: int
+    layer_types: tuple[str, ...] | None
+    qkv_bias: bool
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

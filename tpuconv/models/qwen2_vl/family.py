@@ -1,13 +1,13 @@
 """Qwen2-VL: the text model's config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.qwen2_5_vl import family as qwen2_5_vl
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(qwen2_5_vl.Config):
     """The keys of `text_config`, which releases have at the root."""
 

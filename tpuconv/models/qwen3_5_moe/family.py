@@ -1,8 +1,8 @@
 """Qwen3.5 with experts: the text model's config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.wrapper import WrapperConfig, inside
 from tpuconv.models.qwen3_5_moe_text import family as text
 from tpuconv.models.qwen3_5_text.family import OUTSIDE
@@ -10,7 +10,7 @@ from tpuconv.models.qwen3_vl_moe.family import PREFIX
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, text.Config):
     """The keys of `text_config`."""
 

@@ -1,12 +1,12 @@
 """Qwen3-VL with experts: the text model's config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.mrope import MropeConfig
-from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
     HEAD_NORMS,
@@ -21,11 +21,10 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.wrapper import SEES, WrapperConfig, inside
 from tpuconv.models.qwen3_moe import family as qwen3_moe
-from tpuconv.models.qwen3_vl.family import QWEN3_VL_ROPE
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, MropeConfig, qwen3_moe.Config):
     """The keys of `text_config`, and whether transformers 5 wrote the files: it stacks the matrices of experts as (out,
     in), older releases as (in, out)."""
@@ -33,18 +32,10 @@ class Config(WrapperConfig, MropeConfig, qwen3_moe.Config):
     model_type: ClassVar[str] = "qwen3_vl_moe"
     derived: ClassVar[frozenset[str]] = qwen3_moe.Config.derived | {"is_out_major"}
     only: ClassVar = {"use_sliding_window": (False, None), "norm_topk_prob": (True,)}
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": QWEN3_VL_ROPE.theta}
 
-    intermediate_size: int = 5632
-    moe_intermediate_size: int = 1408
-    num_attention_heads: int = 16
-    num_key_value_heads: int | None = 16
-    num_experts: int = 60
-    num_experts_per_tok: int = 4
     norm_topk_prob: bool = True
-    max_position_embeddings: int = 128000
-    rope: Rope = QWEN3_VL_ROPE
     is_out_major: bool = False
+    tie_word_embeddings: bool = False
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -1,45 +1,29 @@
 """SmolLM3: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import ClassVar
 
 from tpuconv.mapping.table import under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, MLP_BIAS, O_BIAS, PRE_NORMS, QKV_BIAS, decoder_table, when
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.registry import family
 
-SMOLLM3_ROPE = Rope(theta=2_000_000.0)
-"""The rotary positions of a config.json without any."""
 
-
-@dataclass(frozen=True)
+@family_config
 class Config(PatternConfig):
     """The keys of config.json. `no_rope_layers` has 1 for a layer WITH rotary positions; without it every
     `no_rope_layer_interval`-th layer has none. Without `layer_types` those have the window, if it is used."""
 
     model_type: ClassVar[str] = "smollm3"
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": SMOLLM3_ROPE.theta}
 
-    vocab_size: int = 128256
-    hidden_size: int = 2048
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 36
-    num_attention_heads: int = 16
-    num_key_value_heads: int | None = 4
     head_dim: int | None = None
-    max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = True
-    rope: Rope = SMOLLM3_ROPE
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    use_sliding_window: bool = False
-    sliding_window: int | None = None
-    layer_types: tuple[str, ...] | None = None
-    no_rope_layers: tuple[int, ...] | None = None
-    no_rope_layer_interval: int = 4
+    attention_bias: bool
+    mlp_bias: bool
+    use_sliding_window: bool
+    no_rope_layers: tuple[int, ...] | None
+    no_rope_layer_interval: int
 
     def contradictions(self) -> Iterator[str]:
         if len(self.with_rope) != self.num_hidden_layers:

@@ -1,38 +1,27 @@
 """StableLM: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.partial_rope import PartialRopeConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, NORM_BIAS, QKV_BIAS, decoder_table, when
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(PartialRopeConfig):
     """The keys of config.json. Every head has a norm of its own for queries or keys, with `qk_layernorm`."""
 
     model_type: ClassVar[str] = "stablelm"
     hf_names: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "layer_norm_eps"}
 
-    vocab_size: int = 50304
-    hidden_size: int = 2560
-    intermediate_size: int = 6912
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 32
     head_dim: int | None = None
-    max_position_embeddings: int = 4096
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
     partial_rotary_factor: float = 0.25
-    use_qkv_bias: bool = False
-    qk_layernorm: bool = False
-    use_parallel_residual: bool = False
+    use_qkv_bias: bool
+    qk_layernorm: bool
+    use_parallel_residual: bool
 
     @property
     def has_two_norms(self) -> bool:

@@ -1,12 +1,11 @@
 """StarCoder2: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import (
     ATTENTION,
     NORM_BIAS,
@@ -21,7 +20,7 @@ from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(OneWindow, DecoderConfig):
     """The keys of config.json. The sliding window, if any, applies to all layers."""
 
@@ -29,19 +28,9 @@ class Config(OneWindow, DecoderConfig):
     only: ClassVar = {"hidden_act": ("gelu_pytorch_tanh",)}
     hf_names: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "norm_epsilon"}
 
-    vocab_size: int = 49152
-    hidden_size: int = 3072
-    intermediate_size: int = 12288
-    num_hidden_layers: int = 30
-    num_attention_heads: int = 24
-    num_key_value_heads: int | None = 2
     head_dim: int | None = None
-    max_position_embeddings: int = 4096
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = True
-    rope: Rope = PLAIN_ROPE
-    sliding_window: int | None = None
-    use_bias: bool = True
+    sliding_window: int | None
+    use_bias: bool
 
 
 TABLE = decoder_table(

@@ -1,14 +1,14 @@
 """Step-3.7: the text model's config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.registry import family
 from tpuconv.models.step3p5 import family as step3p5
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, step3p5.Config):
     """The keys of `text_config`."""
 

@@ -1,16 +1,16 @@
 """VaultGemma: config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import ATTN_NORM, MLP, decoder_table
 from tpuconv.models.gemma.family import BIASED_ATTENTION
 from tpuconv.models.gemma2 import family as gemma2
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(gemma2.Config):
     """The keys of config.json."""
 

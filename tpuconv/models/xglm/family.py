@@ -1,15 +1,15 @@
 """XGLM: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import FAIRSEQ_BIASES, FAIRSEQ_ROWS, UnrotatedConfig, norm_rows
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(UnrotatedConfig):
     """The keys of config.json. What is added to embeddings is computed from positions."""
 
@@ -26,13 +26,8 @@ class Config(UnrotatedConfig):
     left_out: ClassVar = frozenset({"dropout", "activation_dropout", "init_std", "layerdrop", "decoder_start_token_id"})
     derived: ClassVar[frozenset[str]] = UnrotatedConfig.derived | {"rms_norm_eps"}
 
-    vocab_size: int = 256008
-    hidden_size: int = 1024
-    intermediate_size: int = 4096
-    num_hidden_layers: int = 24
-    num_attention_heads: int = 16
-    max_position_embeddings: int = 2048
-    scale_embedding: bool = True
+    intermediate_size: int
+    scale_embedding: bool
     pad_token_id: int | None = 1
 
 

@@ -1,9 +1,9 @@
 """Youtu-LLM: config and mapping table."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import MLP, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import family
@@ -22,7 +22,7 @@ EXPERT_FIELDS = {
 """The fields of DeepSeek V3's experts, which there are none of."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(deepseek_v3.Config):
     """The keys of config.json. All layers are dense. `embedding_initializer_range` is of training."""
 
@@ -30,15 +30,7 @@ class Config(deepseek_v3.Config):
     only: ClassVar = {}
     derived: ClassVar[frozenset[str]] = deepseek_v3.Config.derived | EXPERT_FIELDS
 
-    vocab_size: int = 128256
-    hidden_size: int = 2048
-    intermediate_size: int = 6144
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 16
-    num_key_value_heads: int | None = 16
-    max_position_embeddings: int = 131072
-    tie_word_embeddings: bool = True
-    embedding_initializer_range: float | None = None
+    embedding_initializer_range: float | None
 
     @property
     def axes(self) -> dict[str, Any]:
