@@ -5,10 +5,9 @@ from typing import Any, ClassVar
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.rows import PRE_NORMS, SHARED_EXPERT_ROWS, decoder_table
+from tpuconv.models.common.rows import BIASED_ATTENTION, PRE_NORMS, SHARED_EXPERT_ROWS, decoder_table
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.wrapper import LLAVA, WrapperConfig, inside
-from tpuconv.models.gemma.family import BIASED_ATTENTION
 from tpuconv.models.registry import family
 
 

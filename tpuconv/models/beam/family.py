@@ -15,13 +15,13 @@ from tpuconv.models.common.rows import (
     HEAD_NORMS,
     O_BIAS,
     QKV_BIAS,
+    SANDWICH_NORMS,
     decoder_table,
     mlp_rows,
     when,
 )
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.windows import ROPES_OF_WINDOWS, PatternConfig
-from tpuconv.models.gemma2.family import NORMS
 from tpuconv.models.registry import family
 
 
@@ -64,7 +64,7 @@ class Config(SparseConfig, PatternConfig):
 
 
 TABLE = decoder_table(
-    *NORMS,
+    *SANDWICH_NORMS,
     *ATTENTION,
     *when("attention_bias", *QKV_BIAS, O_BIAS),
     *HEAD_NORMS,

@@ -52,7 +52,7 @@ list, which has one entry for each layer."""
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The keys of config.json that all decoders have. Their defaults are those of transformers
+    """The keys of config.json that all decoders have. Their defaults come from transformers
     (`tpuconv.models.common.defaults`).
 
     Class attributes: `only` adds to `SUPPORTED_VALUES`, `most` to `LARGEST_VALUES`; `least` has the smallest values of
@@ -79,6 +79,8 @@ class DecoderConfig:
     """Keys of config.json that have no effect in this family, or that `in_our_keys` and `disagreements` read."""
     nullable: ClassVar[frozenset[str]] = frozenset()
     """Keys of config.json whose null is as good as absent."""
+    variants: ClassVar[Mapping[str, Any]] = {}
+    """The classes of further model types of a family, which have other defaults or keys."""
     default_rope: ClassVar[Mapping[str, Any]] = {}
     """The default of `rope_parameters`. Its `rope_theta` is also the default of that key alone."""
 
@@ -98,7 +100,8 @@ class DecoderConfig:
     @classmethod
     def of_type(cls, model_type: str | None) -> "type[DecoderConfig]":
         """Returns the class for a model type of the family, of which some have other defaults."""
-        return cls
+        found: type[DecoderConfig] = vars(cls).get("variants", {}).get(model_type, cls)
+        return found
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -10,6 +10,7 @@ from tpuconv.models.common.rows import (
     HEAD_NORMS,
     O_BIAS,
     PRE_NORMS,
+    PROBABLE_EXPERTS,
     QKV_BIAS,
     SHARED,
     decoder_table,
@@ -18,7 +19,6 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs, stepped_mlp_kinds
 from tpuconv.models.common.windows import ROPES_OF_WINDOWS, PatternConfig
-from tpuconv.models.qwen3_moe.family import MOE_ROWS
 from tpuconv.models.registry import family
 
 
@@ -64,7 +64,7 @@ TABLE = decoder_table(
     *when("attention_bias", *QKV_BIAS, O_BIAS),
     *HEAD_NORMS,
     Map("self_attn.softmax_offset", "attn.sinks", "N"),
-    others=mlp_rows(*MOE_ROWS, *under("shared_expert", "shared", *SHARED)),
+    others=mlp_rows(*PROBABLE_EXPERTS, *under("shared_expert", "shared", *SHARED)),
 )
 
 FAMILY = family(Config, TABLE, "Flint", "FlintForCausalLM")

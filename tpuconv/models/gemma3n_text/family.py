@@ -4,14 +4,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.config_keys import CAUSAL
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
-from tpuconv.models.common.rows import decoder_table
+from tpuconv.models.common.rope import GLOBAL_ROPE, PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import SANDWICH_NORMS, decoder_table
 from tpuconv.models.common.shared_keys import SharedKeysConfig
 from tpuconv.models.common.windows import ROPES_BY_KIND, read_older_ropes
-from tpuconv.models.gemma.family import CAUSAL
-from tpuconv.models.gemma2.family import NORMS
-from tpuconv.models.gemma3_text.family import GLOBAL_ROPE
 from tpuconv.models.gemma4_text.family import (
     ATTENTION_OF_LAYERS,
     INPUTS_OF_LAYERS,
@@ -117,7 +115,7 @@ class Config(SharedKeysConfig):
 
 
 LAYER_ROWS = (
-    *NORMS,
+    *SANDWICH_NORMS,
     *LAYER_INPUTS,
     *under(
         "altup",

@@ -8,10 +8,9 @@ from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, rope_of_layers
-from tpuconv.models.common.rows import MLP, STACKED_EXPERTS, decoder_table, when
+from tpuconv.models.common.rows import MLP, SANDWICH_NORMS, STACKED_EXPERTS, decoder_table, when
 from tpuconv.models.common.shared_keys import SharedKeysConfig
 from tpuconv.models.common.windows import ROPES_BY_KIND
-from tpuconv.models.gemma2.family import NORMS
 from tpuconv.models.registry import family
 
 GEMMA4_ROPE = Rope("proportional", theta=1e6, partial_rotary_factor=0.25)
@@ -189,7 +188,7 @@ SHARED_ALREADY = {
 
 
 TABLE = decoder_table(
-    *NORMS,
+    *SANDWICH_NORMS,
     *when("enable_moe_block", *EXPERT_PARTS),
     *when("has_layer_inputs", *LAYER_INPUTS),
     Map("layer_scalar", "layer_scalar", "1", buffer=True),

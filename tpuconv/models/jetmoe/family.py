@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.rows import PRE_NORMS, decoder_table
+from tpuconv.models.common.rows import FUSED_EXPERTS, PRE_NORMS, decoder_table
 from tpuconv.models.common.sparse import ChosenExperts
-from tpuconv.models.granitemoe.family import FUSED_EXPERTS
 from tpuconv.models.registry import family
 
 

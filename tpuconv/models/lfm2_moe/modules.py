@@ -6,7 +6,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.layers import Einsum, Keys, times
-from tpuconv.models.common.moe import Experts
+from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.lfm2 import modules as lfm2
 from tpuconv.models.lfm2_moe.family import Config
@@ -34,7 +34,7 @@ class Router(Einsum):
         return ids_BTX, times(weights_BTX, config.routed_scaling_factor)
 
 
-class MoE(Experts):
+class MoE(GatedExperts):
     """The chosen experts, x [B, T, D] to [B, T, D]."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):

@@ -14,7 +14,7 @@ from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, times
 from tpuconv.models.common.mamba2 import state_space
 from tpuconv.models.common.recurrence import HybridBlock, HybridDecoder, LayerState, PackedTokens
 from tpuconv.models.minimax.family import Config
-from tpuconv.models.mixtral.modules import MoE
+from tpuconv.models.modules.experts import NormalizedExperts
 
 LIGHTNING_EPS = 1e-6
 """Epsilon of the norm of lightning attention. config.json has only the epsilon of the other norms."""
@@ -74,7 +74,7 @@ class Block(HybridBlock):
     """One layer: lightning or softmax attention, then experts. What a norm returns is the residual too; it and the
     output of a part have factors."""
 
-    moe_type = MoE
+    moe_type = NormalizedExperts
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, layer, dtype=dtype, keys=keys)

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common import blocks
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Einsum, Keys
-from tpuconv.models.common.moe import Experts
+from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.minimax_m2.family import Config
 
@@ -39,7 +39,7 @@ class Router(nnx.Module):
         return ids_BTX, weights_BTX / weights_BTX.sum(-1, keepdims=True)
 
 
-class MoE(Experts):
+class MoE(GatedExperts):
     """The chosen experts, x [B, T, D] to [B, T, D]."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):

@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.mapping.table import Map
 from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.growing import GrowingQueries
 from tpuconv.models.common.rope import PARAMETER_KEYS, check_rope_keys
 from tpuconv.models.common.rows import SHARED_EXPERT_ROWS, STACKED_EXPERTS, decoder_table, mlp_rows
 from tpuconv.models.common.wrapper import LLAVA, WrapperConfig, inside
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
-from tpuconv.models.ministral3.family import GrowingQueries
 from tpuconv.models.registry import family
 
 

@@ -8,11 +8,9 @@ from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import Rope
-from tpuconv.models.common.rows import MLP, decoder_table
+from tpuconv.models.common.rows import BIASED_ATTENTION, MLP, SANDWICH_NORMS, decoder_table
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
-from tpuconv.models.gemma.family import BIASED_ATTENTION
-from tpuconv.models.gemma2.family import NORMS
 from tpuconv.models.registry import family
 
 FULL_EVERY = 4
@@ -80,7 +78,7 @@ class Config(WrapperConfig, PatternConfig):
 
 TABLE = inside(
     decoder_table(
-        *NORMS,
+        *SANDWICH_NORMS,
         *BIASED_ATTENTION,
         Map("self_attn.gate_proj.weight", "attn.gate.kernel", "(N H) D -> D N H"),
         *under("mlp", "mlp", *MLP),

@@ -5,11 +5,16 @@ from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.rows import ATTN_NORM, CORRECTED_ROUTER, decoder_table, mlp_rows
+from tpuconv.models.common.rows import (
+    ATTN_NORM,
+    BIASED_ATTENTION,
+    CORRECTED_ROUTER,
+    SANDWICH_NORMS,
+    decoder_table,
+    mlp_rows,
+)
 from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs
 from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, inside
-from tpuconv.models.gemma.family import BIASED_ATTENTION
-from tpuconv.models.gemma2.family import NORMS
 from tpuconv.models.muse_glimmer import family as muse_glimmer
 from tpuconv.models.registry import family
 
@@ -50,7 +55,7 @@ class Config(MixedMLPs, ChosenExperts, muse_glimmer.Config):
 TABLE = inside(
     decoder_table(
         ATTN_NORM,
-        *NORMS[2:],
+        *SANDWICH_NORMS[2:],
         *BIASED_ATTENTION,
         Map("self_attn.gate_proj.weight", "attn.gate.kernel", "(N H) D -> D N H"),
         Map("post_attention_residual_gate.gate", "attn_residual.gate", "D"),

@@ -14,6 +14,7 @@ from tpuconv.models.common.rows import (
     MTP_AROUND,
     O_BIAS,
     PRE_NORMS,
+    PROBABLE_EXPERTS,
     QKV_BIAS,
     SHARED,
     decoder_table,
@@ -21,7 +22,6 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs, stepped_mlp_kinds
-from tpuconv.models.qwen3_moe.family import MOE_ROWS
 from tpuconv.models.registry import family
 
 
@@ -132,7 +132,7 @@ GROUPED_INPUTS = (
 )
 
 EXPERTS_AND_SHARED = (
-    *MOE_ROWS,
+    *PROBABLE_EXPERTS,
     *under("shared_expert", "shared", *SHARED),
     Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
 )
