@@ -36,5 +36,12 @@ def family_config(cls: type[AnyConfig]) -> type[AnyConfig]:
         key = cls.hf_names.get(name, name)
         if key in known and name not in vars(cls):
             cls.__annotations__[name] = kind
-            setattr(cls, name, tuple(known[key]) if isinstance(known[key], list) else known[key])
+            setattr(cls, name, _as_field(known[key], kind))
     return dataclass(frozen=True, kw_only=True)(cls)
+
+
+def _as_field(value: Any, kind: Any) -> Any:
+    """Returns a value of JSON as a Config has it."""
+    if isinstance(value, list):
+        return tuple(value)
+    return float(value) if kind is float and value is not None else value

@@ -1,4 +1,4 @@
-"""Granite: Llama with four factors; and Bamba, which has its layers with Mamba-2."""
+"""Granite: Llama with four factors; Bamba, which has its layers with Mamba-2; and Aria, which has its experts."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,19 +11,21 @@ from tpuconv.models.common.hybrid import NO_LIMIT, MambaConfig
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import (
+    BIASED_ATTENTION,
     FUSED_EXPERTS,
     FUSED_SHARED,
     MAMBA_ROWS,
     MLP,
     MLP_BIAS,
     PRE_NORMS,
+    SHARED_EXPERT_ROWS,
     STACKED_EXPERTS,
     decoder_table,
     when,
 )
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.windows import PatternConfig
-from tpuconv.models.common.wrapper import BRINGS, SEES
+from tpuconv.models.common.wrapper import BRINGS, LLAVA, SEES, WrapperConfig, inside
 from tpuconv.models.declare import config_class, decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
 
@@ -332,5 +334,51 @@ BAMBA = decoder(
         ),
         ignore={"model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json"},
         copies={"lm_head.weight": "model.embed_tokens.weight"},
+    ),
+)
+
+
+@family_config
+class AriaConfig(WrapperConfig, ChosenExperts, DecoderConfig):
+    """`intermediate_size` is the width of one expert."""
+
+    experts_key: ClassVar[str] = "moe_num_experts"
+    has_shared_expert: ClassVar[bool] = True
+
+    moe_num_experts: int
+    num_experts_per_tok: int
+    moe_num_shared_experts: int
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "W": self.intermediate_size * self.moe_num_shared_experts}
+
+
+ARIA = decoder(
+    "aria",
+    "Aria, text",
+    "AriaForConditionalGeneration",
+    Norms(),
+    Attn("attention_bias"),
+    Experts(module="modules.experts:BestExperts"),
+    config=AriaConfig,
+    only={"mlp_bias": (False,)},
+    hf_names={"num_experts_per_tok": "moe_topk"},
+    outside_keys=frozenset({"max_value_projector_patch_to_query_dict"}),
+    table=inside(
+        decoder_table(
+            *PRE_NORMS,
+            *BIASED_ATTENTION,
+            *under(
+                "mlp",
+                "moe",
+                Map("router.weight", "router.kernel", "E D -> D E"),
+                Map("experts.fc1.weight", ("gate.kernel", "up.kernel"), "E D (M + M) -> E D M, E D M"),
+                Map("experts.fc2.weight", "down.kernel", "E M D"),
+                *SHARED_EXPERT_ROWS,
+            ),
+        ),
+        "language_model.model.",
+        LLAVA,
     ),
 )

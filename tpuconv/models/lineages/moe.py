@@ -11,6 +11,7 @@ from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
+    BIASED_ATTENTION,
     CORRECTED_ROUTER,
     EXPERT_MLPS,
     FURTHER_TOKENS,
@@ -25,9 +26,11 @@ from tpuconv.models.common.rows import (
     QKV_BIAS,
     SHARED,
     SHARED_EXPERT_ROWS,
+    decoder_table,
+    mlp_rows,
     when,
 )
-from tpuconv.models.common.sparse import ChosenExperts, FurtherLayers, MixedMLPs, SparseConfig
+from tpuconv.models.common.sparse import ChosenExperts, FurtherLayers, MixedMLPs, SparseConfig, stepped_mlp_kinds
 from tpuconv.models.common.windows import ROPES_OF_WINDOWS, OneWindow, PatternConfig, TwoRopesConfig
 from tpuconv.models.declare import decoder
 from tpuconv.models.lineages.glm import GLM4_MOE
@@ -334,4 +337,56 @@ AFMOE = decoder(
     config=AfmoeConfig,
     least={"first_k_dense_replace": 0},
     derived=SparseConfig.derived | {"n_group", "topk_group", "norm_topk_prob", "mlp_layer_types"},
+)
+
+
+@family_config
+class FlintConfig(ChosenExperts, MixedMLPs, PatternConfig):
+    """Without `layer_types` the first two layers, the last one and every fourth see all
+    tokens; only layers with the window have rotary positions. Without `mlp_only_layers` the first two are dense."""
+
+    rope_fields: ClassVar[Mapping[str, str]] = ROPES_OF_WINDOWS
+
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    decoder_sparse_step: int
+    mlp_only_layers: tuple[int, ...] | None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.layer_types is not None:
+            return self.layer_types
+        last = self.num_hidden_layers - 1
+        full = {i for i in range(last + 1) if i < 2 or i % 4 == 1 or i == last}
+        return tuple("full_attention" if i in full else "sliding_attention" for i in range(last + 1))
+
+    @property
+    def mlp_kinds(self) -> tuple[str, ...]:
+        dense = (0, 1) if self.mlp_only_layers is None else self.mlp_only_layers
+        return stepped_mlp_kinds(dense, self.decoder_sparse_step, self.num_hidden_layers)
+
+    @property
+    def has_shared_experts(self) -> bool:
+        """True if there is an expert that every token uses."""
+        return True
+
+
+FLINT = decoder(
+    "flint",
+    "Flint",
+    "FlintForCausalLM",
+    Norms(kind="scaled RMS"),
+    Attn("attention_bias", norms="each head", module="modules.moe:SinksOfHeads"),
+    Experts("some or all", module="deepseek_v3.modules:MoE", router="modules.moe:PlainScoreRouter"),
+    config=FlintConfig,
+    table=decoder_table(
+        *PRE_NORMS,
+        *BIASED_ATTENTION,
+        *HEAD_NORMS,
+        Map("self_attn.softmax_offset", "attn.sinks", "N"),
+        others=mlp_rows(*PROBABLE_EXPERTS, *under("shared_expert", "shared", *SHARED)),
+    ),
 )

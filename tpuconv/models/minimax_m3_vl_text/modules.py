@@ -13,8 +13,8 @@ from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import MASKED_SCORE, CenteredRMSNorm, Einsum, Keys, apply_rope, times
 from tpuconv.models.common.moe import Expert, GatedExperts, Rows, routed
 from tpuconv.models.common.placement import placed, rules_for
-from tpuconv.models.minimax_m2.modules import Router
 from tpuconv.models.minimax_m3_vl_text.family import Config
+from tpuconv.models.modules.minimax import Router
 
 
 class MaxBlockIndexer(nnx.Module):
@@ -135,7 +135,7 @@ class MoE(GatedExperts):
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
         self.config = config
-        self.router = Router(config, dtype=dtype, keys=keys)  # type: ignore[arg-type]
+        self.router = Router(config, dtype=dtype, keys=keys)
         self.shared = MLP(config, "W", dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""MiniMax-Text-01 (arXiv:2501.08313): lightning attention, which is linear, beside softmax attention, and experts."""
+"""MiniMax: a router, lightning attention, and residuals with factors."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,12 +12,41 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, times
 from tpuconv.models.common.mamba2 import state_space
+from tpuconv.models.common.moe import GatedExperts
+from tpuconv.models.common.placement import placed
 from tpuconv.models.common.recurrence import HybridBlock, HybridDecoder, LayerState, PackedTokens
-from tpuconv.models.minimax.family import Config
-from tpuconv.models.modules.experts import NormalizedExperts
 
 LIGHTNING_EPS = 1e-6
 """Epsilon of the norm of lightning attention. config.json has only the epsilon of the other norms."""
+
+
+class Router(nnx.Module):
+    """x [B, T, D] to the ids and weights [B, T, X] of each token's experts: their sigmoids, normalized. `correction`
+    balances how often experts are chosen, and does not change the weights."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        self.count = config.num_experts_per_tok
+        self.kernel = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys).kernel
+        self.correction = nnx.Param(jnp.zeros(config.axes["E"], jnp.float32))
+
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        kernel_DE = self.kernel[...]
+        logits_BTE = placed(jnp.einsum("BTD,DE->BTE", x_BTD.astype(kernel_DE.dtype), kernel_DE), "B T E")
+        scores_BTE = nnx.sigmoid(logits_BTE.astype(jnp.float32))
+        ids_BTX = jax.lax.top_k(scores_BTE + self.correction[...].astype(jnp.float32), self.count)[1]
+        weights_BTX = jnp.take_along_axis(scores_BTE, ids_BTX, axis=-1)
+        return ids_BTX, weights_BTX / weights_BTX.sum(-1, keepdims=True)
+
+
+class MoE(GatedExperts):
+    """The chosen experts, x [B, T, D] to [B, T, D]."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        self.router = Router(config, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
+        return super().__call__(x_BTD, *self.router(x_BTD))
 
 
 @jax.tree_util.register_dataclass
@@ -30,10 +59,10 @@ class LightningState(LayerState):
     s_Bnkw: jax.Array
 
 
-def decay_rates(config: Config, layer: int) -> np.ndarray:
+def decay_rates(config: Any, layer: int) -> np.ndarray:
     """Returns by how much the logarithm of the state of each head decays with each token [n], as transformers'
     `MiniMaxLightningAttention` does. Later layers forget less; the last one nearly nothing."""
-    heads, last = config.num_attention_heads, config.num_hidden_layers - 1
+    heads, last = int(config.num_attention_heads), int(config.num_hidden_layers) - 1
     slopes_n = 2.0 ** (-8 / heads * np.arange(1, heads + 1))
     return (slopes_n * (1 - layer / (last + 1e-5) + 1e-5)).astype(np.float32)
 
@@ -43,7 +72,7 @@ class LightningAttention(nnx.Module):
     state after these tokens. The output is normalized, all heads together, and gated. It is the recurrence of Mamba-2
     (arXiv:2405.21060) with the same time step for all tokens."""
 
-    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+    def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
         sizes = config.axes
         self.config, self.layer = config, layer
         self.q = Einsum("BTD,Dnk->BTnk", sizes, dtype=dtype, keys=keys)
@@ -70,20 +99,18 @@ class LightningAttention(nnx.Module):
         return packed.unpacked(y_BTD), LightningState(s_Bn1kw[:, :, 0])
 
 
-class Block(HybridBlock):
+class WeightedBlock(HybridBlock):
     """One layer: lightning or softmax attention, then experts. What a norm returns is the residual too; it and the
     output of a part have factors."""
 
-    moe_type = NormalizedExperts
-
-    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+    def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, layer, dtype=dtype, keys=keys)
         full = config.full_attn_alpha_factor, config.full_attn_beta_factor
         linear = config.linear_attn_alpha_factor, config.linear_attn_beta_factor
         self.attn_factors = linear if layer in config.axes["l"] else full
         self.moe_factors = config.mlp_alpha_factor, config.mlp_beta_factor
 
-    def new_attention(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
+    def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
         if layer in config.axes["l"]:
             return LightningAttention(config, layer, dtype=dtype, keys=keys)
         return self.attention_type(config, dtype=dtype, keys=keys)
@@ -100,8 +127,7 @@ def weighted_sum(x_BTD: jax.Array, y_BTD: jax.Array, factors: tuple[float, float
     return times(x_BTD, factors[0]) + times(y_BTD, factors[1])
 
 
-class Model(HybridDecoder):
-    """Token ids [B, T] to logits [B, T, V]."""
+class LightningDecoder(HybridDecoder):
+    """A decoder with lightning attention in the layers l."""
 
-    block = Block
     state_type = LightningState
