@@ -114,14 +114,14 @@ def lfm2_table(*mlp_rows: Map, attention: tuple[Map, ...] = LFM2_ATTENTION) -> M
     )
 
 
-CONVOLUTIONS = Norms(module="modules.lfm:ShortConvBlock")
+WITH_CONVOLUTIONS = Norms(module="modules.lfm:ShortConvBlock")
 CONV_DECODER = "modules.lfm:ShortConvDecoder"
 
 LFM2 = decoder(
     "lfm2",
     "LFM2, dense",
     "Lfm2ForCausalLM",
-    CONVOLUTIONS,
+    WITH_CONVOLUTIONS,
     Attn(norms="each head"),
     Mlp(),
     base=CONV_DECODER,
@@ -158,7 +158,7 @@ LFM2_MOE = decoder(
     "lfm2_moe",
     "LFM2, mixture of experts",
     "Lfm2MoeForCausalLM",
-    CONVOLUTIONS,
+    WITH_CONVOLUTIONS,
     Attn(norms="each head"),
     Experts("some", module="modules.lfm:MoE"),
     base=CONV_DECODER,

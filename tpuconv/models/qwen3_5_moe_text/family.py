@@ -2,10 +2,10 @@
 
 from typing import ClassVar
 
-from tpuconv.mapping.table import Map, under
+from tpuconv.mapping.table import under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.mrope import MropeConfig
-from tpuconv.models.common.rows import EXPERT_MLPS, PRE_NORMS, SHARED, decoder_table
+from tpuconv.models.common.rows import PRE_NORMS, SHARED_AND_PROBABLE_EXPERTS, decoder_table
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH, OUTSIDE_TEXT
 from tpuconv.models.qwen3_next.family import HybridConfig, further_rows
@@ -31,14 +31,7 @@ class Config(MropeConfig, ChosenExperts, HybridConfig):
     full_attention_interval: int = 4
 
 
-SHARED_MOE_ROWS = under(
-    "mlp",
-    "moe",
-    Map("gate.weight", "router.kernel", "E D -> D E"),
-    *EXPERT_MLPS,
-    *under("shared_expert", "shared", *SHARED),
-    Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
-)
+SHARED_MOE_ROWS = under("mlp", "moe", *SHARED_AND_PROBABLE_EXPERTS)
 """A layer's router, its experts, and the shared one with its gate."""
 
 TABLE = decoder_table(

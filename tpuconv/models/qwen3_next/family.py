@@ -14,9 +14,8 @@ from tpuconv.models.common.rows import (
     MTP_AROUND,
     O_BIAS,
     PRE_NORMS,
-    PROBABLE_EXPERTS,
     QKV_BIAS,
-    SHARED,
+    SHARED_AND_PROBABLE_EXPERTS,
     decoder_table,
     mlp_rows,
     when,
@@ -131,19 +130,13 @@ GROUPED_INPUTS = (
     Map("in_proj_ba.weight", ("b.kernel", "a.kernel"), "(n (r + r)) D -> D n r, D n r"),
 )
 
-EXPERTS_AND_SHARED = (
-    *PROBABLE_EXPERTS,
-    *under("shared_expert", "shared", *SHARED),
-    Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
-)
-
 TABLE = decoder_table(
     *PRE_NORMS,
     others=(
         *under("model.layers.{f}", "layers.{f}", *FULL_ROWS),
         *under("model.layers.{l}.linear_attn", "layers.{l}.attn", *GROUPED_INPUTS, *LINEAR_ROWS),
-        *mlp_rows(*EXPERTS_AND_SHARED),
-        *further_rows(*under("mlp", "moe", *EXPERTS_AND_SHARED)),
+        *mlp_rows(*SHARED_AND_PROBABLE_EXPERTS),
+        *further_rows(*under("mlp", "moe", *SHARED_AND_PROBABLE_EXPERTS)),
     ),
     ignore={"mtp.*": FURTHER_TOKENS},
 )
