@@ -209,3 +209,10 @@ def test_each_place_of_norms_has_a_name() -> None:
     assert {at: len(names) for at, names in NAMES_OF_NORMS.items()} == {
         at: len(places) for at, places in PLACES_OF_NORMS.items()
     }
+
+
+def test_what_no_part_and_no_config_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="onyl is no class variable of DecoderConfig"):
+        decoder("x", "X", "XForCausalLM", Norms(), Attn(), Mlp(), onyl={})
+    with pytest.raises(ValueError, match="x: say the types of query_bias in keys"):
+        decoder("x", "X", "XForCausalLM", Norms(), Attn("query_bias"), Mlp())

@@ -75,7 +75,6 @@ def decoder(
     defaults: Mapping[str, Any] | None = None,
     variants: Mapping[str, type[DecoderConfig]] | None = None,
     types: Mapping[str, str] | None = None,
-    model: str = "",
     base: str = "",
     modules: Mapping[str, str] | None = None,
     table: MappingTable | None = None,
@@ -95,17 +94,22 @@ def decoder(
         defaults: defaults that differ from transformers'.
         variants: the Configs of further model types.
         types: the model_type of other architectures.
-        model: the family whose modules it runs, if that computes the same.
         base: as of `DecoderFamily`.
         modules: names of modules in other releases, and the names in the table (`Family.aliases`).
         table: the table, where tensors do not have the names of Llama.
         others, ignore, copies: as `decoder_table` has them.
         facts: class variables of the Config, and `OF_FAMILIES`.
+
+    Raises:
+        ValueError: no class of `config` has a class variable of this name, or the type of a key is not known.
     """
     parts = tuple(part for part in said if isinstance(part, Part))
     bases = config if isinstance(config, tuple) else (config,)
     known = {*(keys or {}), *(name for base in bases for name in _names(base))}
-    read = {key: KEY_TYPES[key] for key in _named_keys(parts) if key not in known}
+    named = [key for key in _named_keys(parts) if key not in known]
+    if untyped := [key for key in named if key not in KEY_TYPES]:
+        raise ValueError(f"{name}: say the types of {', '.join(untyped)} in keys")
+    read = {key: KEY_TYPES[key] for key in named}
     of_config = {key: value for key, value in facts.items() if key not in OF_FAMILIES}
     if variants:
         of_config["variants"] = variants
@@ -115,7 +119,7 @@ def decoder(
         summary=summary,
         config=config_class(bases, {**read, **(keys or {})}, defaults or {}, model_type=name, **of_config),
         table=table_of_parts(parts, others, ignore, copies) if table is None else table,
-        model=model or name,
+        model=name,
         architectures=dict.fromkeys((each for each in said if isinstance(each, str)), name) | dict(types or {}),
         aliases=modules or {},
         **{key: facts[key] for key in OF_FAMILIES if key in facts},
@@ -142,7 +146,13 @@ def _names(base: type) -> Iterator[str]:
 def config_class(
     bases: tuple[type, ...], keys: Mapping[str, Any], defaults: Mapping[str, Any], **facts: Any
 ) -> type[DecoderConfig]:
-    """Returns the Config with these keys besides the keys of the bases, and these class variables."""
+    """Returns the Config with these keys besides the keys of the bases, and these class variables.
+
+    Raises:
+        ValueError: no base has a class variable of this name.
+    """
+    if unknown := [fact for fact in facts if not any(hasattr(base, fact) or fact in _names(base) for base in bases)]:
+        raise ValueError(f"{', '.join(unknown)} is no class variable of {', '.join(base.__name__ for base in bases)}")
     known = {key: kind for base in bases for key, kind in _types(base).items()}
     annotated = {**{key: known.get(key, KEY_TYPES.get(key)) for key in defaults}, **keys}
     body = {"__annotations__": annotated, "__doc__": "The keys of config.json.", **defaults, **facts}
@@ -228,9 +238,7 @@ def wrapper(
         "name": name,
         "summary": summary,
         "config": config_class((reads, *mixins, text.config), keys or {}, defaults or {}, model_type=name, **of_config),
-        "table": inside(text.table, prefix, outside or {}, tensors=tensors or {}, head=head)
-        if table is None
-        else table,
+        "table": table,
         "architectures": dict.fromkeys((each for each in said if isinstance(each, str)), name) | dict(types or {}),
         "aliases": modules or {},
         **{key: facts[key] for key in OF_FAMILIES if key in facts},

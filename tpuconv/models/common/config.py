@@ -89,8 +89,8 @@ class DecoderConfig:
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int | None
-    head_dim: int | None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
     max_position_embeddings: int
     rms_norm_eps: float
     tie_word_embeddings: bool

@@ -27,7 +27,6 @@ class Config(GroupedExperts, MixedMLPs, DecoderConfig):
 
     moe_intermediate_size: int
     num_nextn_predict_layers: int = 1
-    head_dim: int | None = None
     n_routed_experts: int
     n_shared_experts: int | None
     routed_scaling_factor: float

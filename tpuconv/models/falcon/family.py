@@ -29,7 +29,6 @@ class Config(DecoderConfig):
     }
 
     intermediate_size: int | None  # type: ignore[assignment]  # others' is never absent
-    head_dim: int | None = None
     new_decoder_architecture: bool
     multi_query: bool
     use_parallel_residual: bool

@@ -30,7 +30,6 @@ class Config(MambaConfig):
     model_type: ClassVar[str] = "falcon_h1"
     other_kinds: ClassVar[tuple[str, ...]] = ("hybrid",)
 
-    head_dim: int | None = None
     attention_bias: bool
     mlp_bias: bool
     layer_types: tuple[str, ...] | None = None

@@ -48,7 +48,6 @@ COHERE2 = decoder(
     Mlp(),
     Factors(logits="logit_scale"),
     config=Cohere2Config,
-    defaults={"head_dim": None},
     hf_names=COHERE_EPS,
     only={
         "use_parallel_block": (True,),
@@ -80,7 +79,6 @@ COHERE = decoder(
     ),
     Mlp(),
     Factors(logits="logit_scale"),
-    defaults={"head_dim": None},
     hf_names=COHERE_EPS,
 )
 
@@ -130,7 +128,7 @@ COHERE_COMPASS_TEXT = COHERE2.but(
     "CohereCompassForCausalLM",
     Attn("attention_bias"),
     config=CompassConfig,
-    defaults={"head_dim": None, "logit_scale": 1.0},
+    defaults={"logit_scale": 1.0},
     hf_names=COHERE_EPS,
     nullable=frozenset({"logit_scale"}),
     only={"pooling": (None, "eos")},

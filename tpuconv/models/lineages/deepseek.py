@@ -155,7 +155,6 @@ YOUTU = decoder(
     Mlp(),
     base=LATENT_DECODER,
     config=YoutuConfig,
-    defaults={"head_dim": None},
     only={},
     derived=deepseek_v3.Config.derived | EXPERT_FIELDS,
 )
@@ -234,7 +233,7 @@ AXK1 = decoder(
     Experts("some", module="deepseek_v3.modules:MoE", router="modules.deepseek:MaybeCorrectedRouter"),
     base=LATENT_DECODER,
     config=AxK1Config,
-    defaults={"head_dim": None, "num_nextn_predict_layers": 0, "first_k_dense_replace": 1},
+    defaults={"num_nextn_predict_layers": 0, "first_k_dense_replace": 1},
     derived=deepseek_v3.Config.derived | {CORRECTED},
     table=decoder_table(
         *deepseek_v3.ATTENTION_ROWS,

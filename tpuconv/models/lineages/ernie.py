@@ -100,7 +100,7 @@ ERNIE4_5_MOE = ERNIE4_5.but(
     base="modules.ernie:NormedDraftDecoder",
     config=ErnieMoeConfig,
     keys={"use_bias": bool | None},
-    defaults={"num_nextn_predict_layers": 1, "head_dim": None},
+    defaults={"num_nextn_predict_layers": 1},
     only={"use_bias": (False,)},
     least={
         **dict.fromkeys(("moe_layer_start_index", "moe_num_shared_experts", "num_nextn_predict_layers"), 0),

@@ -90,7 +90,6 @@ EXAONE4 = decoder(
     Attn(norms="each head"),
     Mlp(),
     config=Exaone4Config,
-    defaults={"head_dim": None},
 )
 
 
@@ -118,7 +117,6 @@ EXAONE_MOE = decoder(
     ),
     base="modules.exaone:DraftingDecoder",
     config=(WithOneFurther, Exaone4Config),
-    defaults={"head_dim": None},
     least={"first_k_dense_replace": 0, "sliding_window_pattern": 0},
     hf_names={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
     others=(

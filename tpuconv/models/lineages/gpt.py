@@ -145,7 +145,7 @@ GPTJ = decoder(
     Attn(rope="pairs"),
     Mlp("plain", "gelu_tanh", bias=True),
     config=GptJConfig,
-    defaults={"num_key_value_heads": None, "head_dim": None},
+    defaults={"num_key_value_heads": None},
     only={
         "activation_function": GELU_TANH,
         "rotary": (True,),
@@ -231,7 +231,7 @@ GPT_NEOX = decoder(
     Attn("attention_bias"),
     Mlp("plain", "gelu", bias=True),
     config=NeoxConfig,
-    defaults={"num_key_value_heads": None, "head_dim": None, "partial_rotary_factor": 0.25},
+    defaults={"num_key_value_heads": None, "partial_rotary_factor": 0.25},
     only={"hidden_act": ("gelu",)},
     hf_names={"rms_norm_eps": "layer_norm_eps"},
     left_out=frozenset({*NEOX_NAMES, "num_key_value_heads"}),

@@ -50,7 +50,6 @@ GRANITE = decoder(
     Mlp(bias="mlp_bias"),
     Factors(embedding="embedding_multiplier", residual="residual_multiplier", divisor="logits_scaling"),
     config=GraniteConfig,
-    defaults={"head_dim": None},
 )
 
 GRANITE_DOCLING = wrapper(
@@ -117,6 +116,12 @@ class SharedExpertConfig(DecoderConfig):
         return bool(self.shared_intermediate_size)
 
 
+class NoSharedExpert:
+    """Experts alone."""
+
+    has_shared_expert: ClassVar[bool] = False
+
+
 OF_EXPERTS = {"num_local_experts": int, "num_experts_per_tok": int}
 EXPERT_FACTS: Mapping[str, Any] = {"experts_key": "num_local_experts", "only": {"mlp_bias": (False,)}}
 GraniteShared = config_class(
@@ -139,11 +144,10 @@ GRANITEMOE = GRANITE.but(
             *under("shared_mlp", "moe.shared", *when("has_shared_expert", *FUSED_SHARED)),
         ),
     ),
-    config=(ChosenExperts, GRANITE.config),
+    config=(NoSharedExpert, ChosenExperts, GRANITE.config),
     keys=OF_EXPERTS,
     types={"GraniteMoeSharedForCausalLM": "granitemoeshared"},
     variants={"granitemoeshared": GraniteShared},
-    has_shared_expert=False,
     **EXPERT_FACTS,
 )
 
@@ -185,7 +189,6 @@ GRANITE_SWA = GRANITE.but(
     "GraniteSWAForCausalLM",
     SINK_ATTENTION,
     config=(GraniteWindows, GRANITE.config),
-    defaults={"head_dim": None},
     table=GRANITE.table.with_rows((*GRANITE.table.rows, SINKS)),
 )
 
@@ -203,7 +206,6 @@ GRANITEMOE_SWA = GRANITE.but(
         ),
     ),
     config=(GraniteWindows, GraniteShared),
-    defaults={"head_dim": None},
     others=(SINKS,),
 )
 
@@ -277,7 +279,7 @@ GRANITEMOEHYBRID = GRANITE.but(
     Mlp(width="W"),
     Experts(layers="some", module="modules.experts:BestExperts"),
     config=(GraniteHybridConfig, GRANITE.config),
-    defaults={"head_dim": None, **OF_MAMBA},
+    defaults={**OF_MAMBA},
     only={"mlp_bias": (False,)},
     base="modules.hybrids:MambaDecoder",
     table=decoder_table(

@@ -126,7 +126,6 @@ LFM2 = decoder(
     Mlp(),
     base=CONV_DECODER,
     config=Lfm2Config,
-    defaults={"head_dim": None},
     aliases={**ShortConvConfig.aliases, "block_ff_dim": "intermediate_size"},
     table=lfm2_table(*under("model.layers.{L}.feed_forward", "layers.{L}.mlp", *LFM2_MLP)),
 )
@@ -163,7 +162,6 @@ LFM2_MOE = decoder(
     Experts("some", module="modules.lfm:MoE"),
     base=CONV_DECODER,
     config=Lfm2MoeConfig,
-    defaults={"head_dim": None},
     least={"num_dense_layers": 0},
     table=lfm2_table(
         *under("model.layers.{I}.feed_forward", "layers.{I}.mlp", *LFM2_MLP),

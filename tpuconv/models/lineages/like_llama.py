@@ -54,7 +54,6 @@ STARCODER2 = decoder(
         keys=("sliding_window",),
     ),
     config=(OneWindow, DecoderConfig),
-    defaults={"head_dim": None},
     hf_names={"rms_norm_eps": "norm_epsilon"},
     only={"hidden_act": ("gelu_pytorch_tanh",)},
 )
@@ -107,7 +106,7 @@ STABLELM = decoder(
     Mlp(),
     config=StableLmConfig,
     keys={"use_parallel_residual": bool},
-    defaults={"head_dim": None, "partial_rotary_factor": 0.25},
+    defaults={"partial_rotary_factor": 0.25},
     hf_names={"rms_norm_eps": "layer_norm_eps"},
 )
 
@@ -130,7 +129,6 @@ APERTUS = decoder(
             Map("act_fn.eps", "xielu.eps", "", buffer=True),
         ),
     ),
-    defaults={"head_dim": None},
     default_rope={
         "rope_type": "llama3",
         "rope_theta": 12000000.0,
@@ -160,7 +158,6 @@ BITNET = decoder(
         module="modules.like_llama:SubNormedMLP",
         rows=under("mlp", "mlp", *MLP, Map("ffn_sub_norm.weight", "sub_norm.scale", "F")),
     ),
-    defaults={"head_dim": None},
     only={"hidden_act": ("relu2",)},
 )
 
@@ -195,6 +192,5 @@ NANOCHAT = decoder(
     Factors(cap="final_logit_softcapping"),
     base="modules.like_llama:NormedInputs",
     config=NanoChatConfig,
-    defaults={"head_dim": None},
     only={"hidden_act": ("relu2",)},
 )

@@ -122,7 +122,6 @@ SMOLLM3 = decoder(
     Attn("attention_bias"),
     Mlp(bias="mlp_bias"),
     config=SmolLM3Config,
-    defaults={"head_dim": None},
 )
 
 

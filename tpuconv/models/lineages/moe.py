@@ -90,7 +90,7 @@ DOTS1 = decoder(
     config=Dots1Config,
     only={"mlp_layer_types": (None,), "moe_layer_freq": (1,), "scoring_func": ("noaux_tc", "sigmoid")},
     least={"first_k_dense_replace": 0, "max_window_layers": 0},
-    defaults={"head_dim": None, "n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    defaults={"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
 )
 
 SOLAR_OPEN = decoder(

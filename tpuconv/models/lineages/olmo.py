@@ -26,7 +26,7 @@ OLMO = decoder(
     Mlp(),
     config=(ClippedConfig, DecoderConfig),
     only={"rms_norm_eps": (1e-5,)},
-    defaults={"head_dim": None, "rms_norm_eps": 1e-5},
+    defaults={"rms_norm_eps": 1e-5},
 )
 
 OLMO2 = decoder(
@@ -36,7 +36,6 @@ OLMO2 = decoder(
     Norms("post", "scaled RMS", between=True),
     Attn("attention_bias", norms="all heads", rope="halves in float32"),
     Mlp(),
-    defaults={"head_dim": None},
 )
 
 OLMO3_ROPE = Rope(theta=500_000.0)
@@ -91,7 +90,6 @@ OLMOE = decoder(
     Attn("attention_bias", norms="all heads", module=CLIPPED_ATTENTION, keys=("clip_qkv",)),
     OLMO_EXPERTS,
     config=(ClippedConfig, ChosenExperts, DecoderConfig),
-    defaults={"head_dim": None},
 )
 
 FLEX_OLMO = OLMO2.but(

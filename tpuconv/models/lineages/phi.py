@@ -52,7 +52,7 @@ PHI = decoder(
     Attn(True, norms="each head", normed="qk_layernorm"),
     Mlp("plain", "gelu_tanh", bias=True),
     config=HeadWithBias,
-    defaults={"head_dim": None, "partial_rotary_factor": 0.5},
+    defaults={"partial_rotary_factor": 0.5},
     hf_names=PHI_EPS,
     only={"hidden_act": ("gelu_new",)},
     table=MappingTable(
@@ -95,7 +95,7 @@ PERSIMMON = decoder(
     Attn(True, norms="each head", normed="qk_layernorm"),
     Mlp("plain", "relu2", bias=True),
     config=PartialRopeConfig,
-    defaults={"num_key_value_heads": None, "head_dim": None, "partial_rotary_factor": 0.5},
+    defaults={"num_key_value_heads": None, "partial_rotary_factor": 0.5},
     hf_names=PHI_EPS,
     left_out=frozenset({"num_key_value_heads"}),
     derived=PartialRopeConfig.derived | {"num_key_value_heads"},
@@ -178,7 +178,7 @@ PHI3 = decoder(
     ),
     Mlp("fused"),
     config=Phi3Config,
-    defaults={"head_dim": None, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
+    defaults={"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
 )
 
 ADAPTS = "an adapter for images or sound, without effect on text alone"
@@ -253,7 +253,6 @@ PHIMOE = decoder(
         rows=(Map("gate.weight", "router.kernel", "E D -> D E"), *NUMBERED_EXPERT_MLPS),
     ),
     config=PhiMoeConfig,
-    defaults={"head_dim": None},
     only={"num_experts_per_tok": (2,)},
     others=(Map("lm_head.bias", "lm_head.bias", "V", when="has_head_bias"),),
 )

@@ -36,7 +36,6 @@ QWEN2 = decoder(
     Attn(True, out_bias=False),
     Mlp(),
     config=WindowedConfig,
-    defaults={"head_dim": None},
 )
 
 MIMO = QWEN2.but(
@@ -97,7 +96,6 @@ QWEN3_MOE = decoder(
         keys=PROBABLE_KEYS,
     ),
     config=Qwen3MoeConfig,
-    defaults={"head_dim": None},
 )
 
 
@@ -147,7 +145,6 @@ QWEN2_MOE = decoder(
         keys=(*PROBABLE_KEYS, "shared_expert_intermediate_size"),
     ),
     config=Qwen2MoeConfig,
-    defaults={"head_dim": None},
 )
 
 

@@ -26,7 +26,6 @@ class Config(StateConfig):
 
     model_type: ClassVar[str] = "olmo_hybrid"
 
-    head_dim: int | None = None
     has_rope: bool = True
     attention_bias: bool
     linear_num_key_heads: int | None
