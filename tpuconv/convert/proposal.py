@@ -292,7 +292,7 @@ def _draft(fit: _Fit, raw: Mapping[str, Any], left: Mapping[str, set[Shape]]) ->
     yield ""
     yield f"NEAR = get_family({_literal(near)})"
     if isinstance(fit.family, DecoderFamily):
-        yield f'"""It is made of {", ".join(map(repr, fit.family.parts))}: a family of such parts is a few lines."""'
+        yield f'"""It is made of {", ".join(map(str, fit.family.parts))}: a family of such parts is a few lines."""'
     yield ""
     yield ""
     yield "@family_config"

@@ -88,7 +88,7 @@ def decoder(
     Args:
         name: of the family, which is its model_type too.
         summary: the models that it supports.
-        said: the architectures of config.json, then the parts.
+        said: the architectures of config.json, then the parts, in the order of their rows in the table.
         config: the classes that its Config derives from.
         keys: keys of config.json that no part names, or that have another type here.
         defaults: defaults that differ from transformers'.
@@ -171,17 +171,18 @@ def table_of_parts(
 ) -> MappingTable:
     """Returns the table of a decoder that is made of parts, with the names of Llama."""
     norms, experts, mtp = _part(parts, Norms) or Norms(), _part(parts, Experts), _part(parts, Mtp)
-    rest = [part for part in parts if not isinstance(part, Norms | Factors | Mtp)]
+    in_layers = [part for part in parts if not isinstance(part, Factors | Mtp)]
     if experts is not None and experts.layers != "all":  # whose rows include the MLP's
-        rest = [part for part in rest if not isinstance(part, Mlp)]
+        in_layers = [part for part in in_layers if not isinstance(part, Mlp)]
     if norms.between:
-        rows = [
-            row
-            for part, place in zip(rest, ("attn_norm", "mlp_norm"), strict=True)
-            for row in (*_of_place(norms, place), *part.table_rows, *_of_place(norms, f"post_{place}"))
-        ]
+        rows = []
+        others_than_norms = (part for part in in_layers if part is not norms)
+        for part, is_attention in zip(others_than_norms, (True, False), strict=True):
+            near = [row for row in norms.table_rows if ("attn_norm" in row.jax_names[0]) == is_attention]
+            behind = [row for row in near if row.jax_names[0].startswith("post_")]
+            rows += [*(row for row in near if row not in behind), *part.table_rows, *behind]
     else:
-        rows = [*norms.table_rows, *(row for part in rest for row in part.table_rows)]
+        rows = [row for part in in_layers for row in part.table_rows]
     sparse = () if experts is None else experts.rows_of_layers
     further: tuple[Map, ...] = ()
     if mtp is not None and mtp.rows is not None and experts is not None:
@@ -195,10 +196,6 @@ def table_of_parts(
     if norms.kind in WITHOUT_SCALE:
         return found.with_rows([row for row in found.rows if row.jax_names != ("norm.scale",)])
     return found
-
-
-def _of_place(norms: Norms, place: str) -> list[Map]:
-    return [row for row in norms.table_rows if row.jax_names[0].startswith(f"{place}.")]
 
 
 def wrapper(

@@ -6,7 +6,7 @@ A part has at most eight options: what needs a ninth is a class of its own, whic
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tpuconv.mapping.table import Map, under
@@ -58,6 +58,11 @@ class Part:
     rows: tuple[Map, ...] | None = None
     keys: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        said = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "rows"}
+        differing = {name: value for name, value in said.items() if value != getattr(type(self), name)}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in differing.items())})"
+
     @property
     def table_rows(self) -> tuple[Map, ...]:
         """The rows of its tensors."""
@@ -108,7 +113,7 @@ class Norms(Part):
             are added ("parallel").
         kind: a key of `tpuconv.models.build.NORMS`.
         names: their names in releases, where these are not `NAMES_OF_NORMS`.
-        between: list the rows of the norms between the other parts, not before them.
+        between: list each row beside the attention or MLP that its norm is next to.
     """
 
     at: Literal["pre", "post", "sandwich", "parallel"] = "pre"

@@ -100,8 +100,8 @@ class DecoderConfig:
     @classmethod
     def of_type(cls, model_type: str | None) -> "type[DecoderConfig]":
         """Returns the class for a model type of the family, of which some have other defaults."""
-        found: type[DecoderConfig] = vars(cls).get("variants", {}).get(model_type, cls)
-        return found
+        variants: Mapping[str, type[DecoderConfig]] = vars(cls).get("variants", {})
+        return variants.get(model_type, cls) if isinstance(model_type, str) else cls
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

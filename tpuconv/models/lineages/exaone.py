@@ -86,8 +86,8 @@ EXAONE4 = decoder(
     "exaone4",
     "EXAONE 4.0",
     "Exaone4ForCausalLM",
-    Norms("post"),
     Attn(norms="each head"),
+    Norms("post"),
     Mlp(),
     config=Exaone4Config,
 )

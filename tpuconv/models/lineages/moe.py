@@ -11,6 +11,7 @@ from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
+    ATTN_NORM,
     BIASED_ATTENTION,
     CORRECTED_ROUTER,
     EXPERT_MLPS,
@@ -40,14 +41,12 @@ MIXTRAL = decoder(
     "mixtral",
     "Mixtral",
     "MixtralForCausalLM",
-    Norms(module="modules.moe:MoeNormBlock", rows=()),
-    Attn(
-        rows=(
-            Map("input_layernorm.weight", "attn_norm.scale", "D"),
-            *ATTENTION,
-            Map("post_attention_layernorm.weight", "moe_norm.scale", "D"),
-        )
+    Norms(
+        between=True,
+        module="modules.moe:MoeNormBlock",
+        rows=(ATTN_NORM, Map("post_attention_layernorm.weight", "moe_norm.scale", "D")),
     ),
+    Attn(),
     Experts(
         below="block_sparse_moe",
         module="modules.experts:NormalizedExperts",

@@ -92,10 +92,12 @@ OLMOE = decoder(
     config=(ClippedConfig, ChosenExperts, DecoderConfig),
 )
 
-FLEX_OLMO = OLMO2.but(
+FLEX_OLMO = decoder(
     "flex_olmo",
     "FlexOlmo 7x7B",
     "FlexOlmoForCausalLM",
+    Attn("attention_bias", norms="all heads", rope="halves in float32"),
+    Norms("post", "scaled RMS"),
     OLMO_EXPERTS,
-    config=(ChosenExperts, OLMO2.config),
+    config=(ChosenExperts, DecoderConfig),
 )
