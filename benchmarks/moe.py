@@ -21,7 +21,7 @@ E, X, D, M = 128, 8, 512, 192
 REPEATS = 9
 
 
-def compiled(layer: moe.Experts, few: float, *arguments: jax.Array) -> Callable[[], None]:
+def compiled(layer: moe.GatedExperts, few: float, *arguments: jax.Array) -> Callable[[], None]:
     moe.GATHER_LIMIT = few
     graph, state = nnx.split(layer)  # nnx.jit would return all weights too
     run = jax.jit(lambda state, *arrays: nnx.merge(graph, state)(*arrays))
@@ -35,7 +35,7 @@ def main() -> None:
     print(
         "| tokens | rows / experts | gathered ms | grouped ms | grouped / gathered | taken |\n|---|---|---|---|---|---|"
     )
-    layer = moe.Experts({"E": E, "D": D, "M": M}, nnx.silu, dtype=jnp.bfloat16, keys=Keys(jax.random.key(0)))
+    layer = moe.GatedExperts({"E": E, "D": D, "M": M}, nnx.silu, dtype=jnp.bfloat16, keys=Keys(jax.random.key(0)))
     for tokens in (1, 2, 4, 8, 16, 32):
         x_BTD = jax.random.normal(jax.random.key(1), (1, tokens, D), jnp.bfloat16)
         ids_BTX = jax.lax.top_k(jax.random.normal(jax.random.key(2), (1, tokens, E)), X)[1]

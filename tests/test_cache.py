@@ -18,7 +18,7 @@ from tpuconv.errors import UsageError
 from tpuconv.models.common import cache as cache_module
 from tpuconv.models.common.cache import quantize_vectors
 from tpuconv.models.generate import left_padded
-from tpuconv.models.phimoe import modules as phimoe
+from tpuconv.models.modules import phi as phimoe
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
 

@@ -30,6 +30,22 @@ def report(raw: dict[str, Any], *allow: str, tensors: tuple[str, ...] = ()) -> A
 def test_the_table_is_what_transformers_reads() -> None:
     tool = runpy.run_path(str(TOOL))
     assert tool["text"]() == tool["TABLE"].read_text(encoding="utf-8"), f"run `python {TOOL.name}`"
+    assert tool["defaults_text"]() == tool["DEFAULTS"].read_text(encoding="utf-8"), f"run `python {TOOL.name}`"
+
+
+def test_every_key_has_a_default() -> None:
+    for family in all_families():
+        for model_type in family.architectures.values():
+            family.config.of_type(model_type)()
+
+
+def test_a_default_is_that_of_the_class_or_of_its_model_type_in_transformers() -> None:
+    """Mistral's Config derives from Llama's, DeepSeek V3's says what transformers does not."""
+    llama, mistral = (get_family("llama").config.of_type(kind)() for kind in ("llama", "mistral"))
+    assert (llama.intermediate_size, mistral.intermediate_size) == (11008, 14336)
+    assert (llama.rope.theta, get_family("smollm3").config().rope.theta) == (10_000.0, 2_000_000.0)
+    assert get_family("deepseek_v3").config().head_dim is None
+    assert get_family("gpt_oss").config.default_rope["rope_type"] == get_family("gpt_oss").config().rope.type == "yarn"
 
 
 def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() -> None:

@@ -19,7 +19,12 @@ NAME = "seed_oss"
 EXAMPLE = (ROOT / "CONTRIBUTING.md").read_text().partition("### An example")[2].partition("\n## ")[0]
 FILES = dict(re.findall(r"`([\w/]+\.\w+)`:\n\n```\w+\n(.*?)```", EXAMPLE, re.DOTALL))
 KEYS = "tpuconv/models/common/reference_keys.json"
-BEFORE = {"tpuconv/models/families.py": "FAMILIES: tuple[str, ...] = (\n", "docs/models.md": "| `arcee` |"}
+DEFAULTS = "tpuconv/models/common/reference_defaults.json"
+BEFORE = {
+    "tpuconv/models/lineages/llama.py": "\nARCEE = decoder(",
+    "tpuconv/models/families.py": "FAMILIES: Mapping[str, str] = {\n",
+    "docs/models.md": "| `arcee` |",
+}
 """Where a line is added to files that there are already: behind the first text, before the second."""
 
 
@@ -38,7 +43,7 @@ def without_figures(text: str) -> str:
 
 
 def test_the_files_of_the_example_are_those_of_the_package() -> None:
-    assert len(FILES) == 6
+    assert len(FILES) == 4
     for name, text in FILES.items():
         there = (ROOT / name).read_text()
         assert text in there if name in BEFORE else text == there, name
@@ -52,7 +57,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "CONTRIBUTING.md", "README.md"):
         shutil.copy(ROOT / name, folder / name)
-    shutil.rmtree(folder / "tpuconv/models" / NAME)
     for name, text in FILES.items():
         if name in BEFORE:
             (folder / name).write_text((folder / name).read_text().replace(text, ""))
@@ -61,6 +65,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     keys = json.loads((folder / KEYS).read_text())
     del keys[NAME]
     (folder / KEYS).write_text(json.dumps(keys))
+    (folder / DEFAULTS).write_text(re.sub(f'"{NAME}".*\n', "", (folder / DEFAULTS).read_text()))
     save(FIRST[NAME], folder / "release", "bfloat16")
     return folder
 
@@ -69,7 +74,6 @@ def add(folder: Path) -> None:
     """Writes the files of the example."""
     for name, text in FILES.items():
         path = folder / name
-        path.parent.mkdir(exist_ok=True)
         if name in BEFORE:
             front, mark, rest = path.read_text().partition(BEFORE[name])
             text = front + (mark + text if mark.endswith("\n") else text + mark) + rest
@@ -89,4 +93,5 @@ def test_the_example_ends_with_green_tests(package: Path) -> None:
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         for line in lines:
             assert without_figures(line.strip()) in without_figures(done.stdout), f"{command}\n{line}\n{done.stdout}"
-    assert (package / KEYS).read_text() == (ROOT / KEYS).read_text()
+    for name in (KEYS, DEFAULTS):
+        assert (package / name).read_text() == (ROOT / name).read_text()

@@ -17,14 +17,14 @@ from helpers.families import FIRST, save
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.models.common.layers import Keys
-from tpuconv.models.common.moe import Experts
+from tpuconv.models.common.moe import GatedExperts
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
-def made(tokens: int, experts: int, chosen: int, dtype: Any) -> tuple[Experts, jax.Array, jax.Array, jax.Array]:
-    """Experts, and tokens with the experts that each goes through and their weights."""
-    layer = Experts({"E": experts, "D": 10, "M": 7}, nnx.silu, dtype=dtype, keys=Keys(jax.random.key(0)))
+def made(tokens: int, experts: int, chosen: int, dtype: Any) -> tuple[GatedExperts, jax.Array, jax.Array, jax.Array]:
+    """GatedExperts, and tokens with the experts that each goes through and their weights."""
+    layer = GatedExperts({"E": experts, "D": 10, "M": 7}, nnx.silu, dtype=dtype, keys=Keys(jax.random.key(0)))
     keys = jax.random.split(jax.random.key(1), 3)
     x_BTD = jax.random.normal(keys[0], (2, tokens, 10), dtype)
     ids_BTX = jax.lax.top_k(jax.random.normal(keys[1], (2, tokens, experts)), chosen)[1]

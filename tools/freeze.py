@@ -1,13 +1,14 @@
 """Freezes what tpuconv makes of every tiny model of the tests, or compares it with what was frozen.
 
-    python tools/freeze.py write FILE [--family NAME]... [--part N/M]
-    python tools/freeze.py check FILE [--family NAME]... [--part N/M]
+    python tools/freeze.py write FILE [--family NAME]... [--part N/M] [--facts bindings,configs,logits]
+    python tools/freeze.py check FILE [--family NAME]... [--part N/M] [--facts bindings,configs,logits]
 
 Run `write` before a change of the structure and `check` after it: nothing of what a change leaves alone may differ. A
 case is frozen as hashes: of its source; of its bindings (names, layouts, shapes, axes, buffers); of what each key of
 config.json leads to when it is absent or wrong; of each file of each output (manifests without the fields that name
 the table); and of its logits in float32. A refusal is frozen as its message. All cases take about an hour on two
-processors, with `--part 0/2` and `--part 1/2` beside each other. Logits are equal on processors of one kind only.
+processors, with `--part 0/2` and `--part 1/2` beside each other; `--facts` does a part of it. Logits are equal on
+processors of one kind only.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,8 @@ def logits(out: Path) -> str:
     return sha(*(np.ascontiguousarray(x).tobytes() for x in found))
 
 
-def frozen(case: Case, folder: Path) -> dict[str, str]:
-    """The hashes of a case, whose files are written to a folder."""
+def frozen(case: Case, folder: Path, wanted: Collection[str] = ()) -> dict[str, str]:
+    """The hashes of a case, whose files are written to a folder: all, or the wanted ones."""
     source = save(case, folder / "hf", "bfloat16")
 
     def of(make: Callable[[], str]) -> str:
@@ -134,24 +135,31 @@ def frozen(case: Case, folder: Path) -> dict[str, str]:
 
         return make
 
+    def computed() -> str:
+        if not (folder / "plain").exists():
+            api.convert(source, folder / "plain")
+        return logits(folder / "plain")
+
     facts = {
-        "source": files(source),
-        "bindings": of(lambda: bindings(source)),
-        "configs": configs(source),
-        "plain": of(converted("plain")),
-        "scanned": of(converted("scanned", scan_layers=True)),
-        "exported": of(exported("plain")),
+        "source": lambda: files(source),
+        "bindings": lambda: bindings(source),
+        "configs": lambda: configs(source),
+        "plain": converted("plain"),
+        "scanned": converted("scanned", scan_layers=True),
+        "exported": exported("plain"),
+        "scanned, exported": exported("scanned"),
+        **{target: converted(target, target=target) for target in target_names()[1:]},
     }
-    if (folder / "scanned").exists():
-        facts["scanned, exported"] = of(exported("scanned"))
-    for target in target_names()[1:]:
-        facts[target] = of(converted(target, target=target))
     for name, rules in QUANTIZED.items():
         (path := folder / f"{name}.yaml").write_text(rules)
-        facts[name] = of(converted(name, quantize=path))
-        facts[f"{name}, huggingface"] = of(converted(f"{name}-hf", quantize=path, target="huggingface"))
-    facts["logits"] = of(lambda: logits(folder / "plain"))
-    return facts
+        facts[name] = converted(name, quantize=path)
+        facts[f"{name}, huggingface"] = converted(f"{name}-hf", quantize=path, target="huggingface")
+    facts["logits"] = computed
+    found = {}
+    for name, make in facts.items():
+        if (not wanted or name in wanted) and (name != "scanned, exported" or (folder / "scanned").exists()):
+            found[name] = outcome(make, folder)
+    return found
 
 
 def main() -> int:
@@ -160,6 +168,7 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--family", action="append", help="freeze or check the cases of this family only")
     parser.add_argument("--part", default="0/1", help="of M processes, do the part of process N: N/M")
+    parser.add_argument("--facts", type=lambda text: text.split(","), default=(), help="freeze or check these alone")
     args = parser.parse_args()
     part, parts = map(int, args.part.split("/"))
     cases = [case for case in CASES if not args.family or case.family in args.family][part::parts]
@@ -167,13 +176,14 @@ def main() -> int:
     differing = 0
     for number, case in enumerate(cases, 1):
         with tempfile.TemporaryDirectory() as folder:
-            found = frozen(case, Path(folder))
+            found = frozen(case, Path(folder), args.facts)
         if args.command == "write":
             known[case.key] = found
             args.file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
             print(f"{number}/{len(cases)} {case.key}", flush=True)
             continue
-        was, now = known.get(case.key, {}), found
+        was = {name: hash for name, hash in known.get(case.key, {}).items() if not args.facts or name in args.facts}
+        now = found
         names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
         differing += bool(names)
         print(f"{number}/{len(cases)} {case.key}: {'equal' if not names else ''}", flush=True)

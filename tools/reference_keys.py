@@ -1,28 +1,37 @@
-"""Writes tpuconv/models/common/reference_keys.json: the keys of config.json that transformers reads by model type.
+"""Writes tpuconv/models/common/reference_keys.json, the keys of config.json that transformers reads by model type, and
+reference_defaults.json beside it, the defaults of the keys.
 
     python tools/reference_keys.py
 
-Run it after an update of transformers; a test says when the table is out of date. A key counts as read where it is a
+Run it after an update of transformers; a test says when the tables are out of date. A key counts as read where it is a
 field of the config's class or another name of one, or where the code of the model, or what all models share, asks a
 config for it. So the table rather has a key too many, which is refused, than one too few.
 """
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Iterator
+from dataclasses import MISSING
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
+from tpuconv.models.common.config_keys import NO_EFFECT
+from tpuconv.models.common.rope import ROPE_KEYS
 from tpuconv.models.registry import all_families
 from tpuconv.models.wrappers import WRAPPERS
 from tpuconv.verify.reference import READ_AS
 
 TABLE = Path(__file__).parent.parent / "tpuconv" / "models" / "common" / "reference_keys.json"
+DEFAULTS = TABLE.with_name("reference_defaults.json")
+PLAIN_THETA = 10_000.0
+"""The base of rotary positions of most models, which is not repeated."""
 SHARED = (
     *("configuration_utils", "modeling_rope_utils", "masking_utils", "cache_utils", "modeling_layers"),
     *("modeling_utils", "integrations.moe", "integrations.sdpa_attention", "integrations.flash_attention"),
@@ -92,6 +101,36 @@ def table() -> tuple[list[str], dict[str, dict[str, str]], dict[str, list[str]]]
     )
 
 
+def defaults_of(model_type: str) -> dict[str, Any]:
+    """The defaults of the keys of a model type, or of its text model, under each of their names. Keys without effect
+    are left out."""
+    kind = CONFIG_MAPPING[model_type]
+    if text := kind.sub_configs.get("text_config") or kind.sub_configs.get("thinker_config"):
+        return {} if text is AutoConfig else defaults_of(text.model_type)
+    found = {}
+    for name, field in kind.__dataclass_fields__.items():
+        if name not in {*PreTrainedConfig.__dataclass_fields__, *NO_EFFECT, *ROPE_KEYS}:
+            found[name] = field.default if field.default_factory is MISSING else field.default_factory()
+    found |= {alias: found[name] for alias, name in kind.attribute_map.items() if name in found}
+    if (theta := getattr(kind, "default_theta", PLAIN_THETA)) != PLAIN_THETA:
+        found["rope_theta"] = theta
+    return {name: value for name, value in sorted(found.items()) if is_plain(value)}
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is one that a config has as a field: null, a string, a finite number, or a list of these."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, str) or (isinstance(value, int | float) and math.isfinite(value))
+
+
+def defaults_text() -> str:
+    """The file of defaults: one line for each model type."""
+    kinds = {READ_AS.get(kind, kind) for family in all_families() for kind in family.architectures.values()}
+    known = {kind: defaults_of(kind) for kind in sorted(kinds) if kind in CONFIG_MAPPING}
+    return "{\n" + ",\n".join(f'"{kind}": {json.dumps(found)}' for kind, found in known.items() if found) + "\n}\n"
+
+
 def text() -> str:
     """The file."""
     shared, aliases, read = table()
@@ -101,3 +140,4 @@ def text() -> str:
 
 if __name__ == "__main__":
     TABLE.write_text(text(), encoding="utf-8")
+    DEFAULTS.write_text(defaults_text(), encoding="utf-8")

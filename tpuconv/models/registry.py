@@ -26,6 +26,9 @@ from tpuconv.models.families import FAMILIES
 WRAPPED = "tpuconv.models.wrappers:wrapped_family"
 """Finds the family of a text model inside one of many multimodal models."""
 
+BUILD = "tpuconv.models.build:model_class"
+"""Makes the model of a family of its parts."""
+
 GROUP = "tpuconv.families"
 """The group of entry points for families."""
 
@@ -39,7 +42,8 @@ class Family:
         summary: the models that it supports, for `tpuconv families`.
         config: the class that reads config.json.
         table: the mapping of the tensors.
-        model: the class of the Flax NNX model, as "module:Class".
+        model: the class of the Flax NNX model, as "module:Class"; or the family that is made of its parts
+            (`tpuconv.models.parts`).
         architectures: the model_type of each architecture in config.json that returns logits. The same models without
             a head for logits are read too (`tpuconv.models.common.heads`).
         aliases: templates of names that modules have in some releases, and those of the table
@@ -99,7 +103,7 @@ class Family:
     @property
     def model_class(self) -> Any:
         """The class of the Flax NNX model; its arguments are those of `Decoder`. Imports jax."""
-        return _resolve(self.model)
+        return _resolve(self.model) if ":" in self.model else _resolve(BUILD)(self.model)
 
     def read_config(
         self,
@@ -194,7 +198,8 @@ def get_family(name: str) -> Family:
         UsageError: there is no such family, or its package cannot be imported.
     """
     if name in FAMILIES:
-        own: Family = _resolve(f"tpuconv.models.{name}.family:FAMILY")
+        place = FAMILIES[name]
+        own: Family = _resolve(f"tpuconv.models.{place}:{'FAMILY' if place.endswith('.family') else name.upper()}")
         return own
     wrapper, _, text_type = name.partition(".")
     if text_type and (found := _wrapped({"model_type": wrapper, "text_config": {"model_type": text_type}})) is not None:

@@ -1,10 +1,10 @@
 """Multimodal models around the text model of a family, which alone is converted: the table of these wrappers. The
 family of a text model of the type `qwen2` in the wrapper `llava` is named `llava.qwen2`.
 
-A text model that exists in one multimodal model alone, or is changed by it, has a folder of its own (`models/gemma3/`).
+A text model that exists in one multimodal model alone, or is changed by it, is a family of its own, declared by
+`wrapper` (`models/lineages/gemma.py`).
 In all rows here text meets the text model alone, each token sees those before it, and the logits of the whole are those
 of the text model: transformers leaves out the factors of Granite's and Cohere's in wrappers.
-One file because it is one table.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class Wrapper:
 
     Attributes:
         model_type: of config.json.
-        architecture: of config.json.
+        named: the architecture of config.json, without `end`.
         models: the models that were released.
         texts: the types of the text models that they have. The first one is that of a config.json that does not say it.
         outside: names of the modules outside of the text model, and why they are skipped. They may stand below
@@ -62,7 +62,7 @@ class Wrapper:
     """
 
     model_type: str
-    architecture: str
+    named: str
     models: str
     texts: tuple[str, ...]
     outside: Mapping[str, str]
@@ -73,6 +73,12 @@ class Wrapper:
     released_as: tuple[str, str] | None = None
     keys: tuple[str, ...] = ()
     tied: bool = False
+    end: str = "ForConditionalGeneration"
+
+    @property
+    def architecture(self) -> str:
+        """The architecture of config.json."""
+        return f"{self.named}{self.end}"
 
     @property
     def families(self) -> list[str]:
@@ -88,7 +94,7 @@ WRAPPER_ROWS = (
     # what sees
     Wrapper(
         "llava",
-        "LlavaForConditionalGeneration",
+        "Llava",
         "LLaVA 1.5, Pixtral 12B, BakLLaVA",
         ("llama", "mistral", "qwen2"),
         LLAVA,
@@ -96,7 +102,7 @@ WRAPPER_ROWS = (
     ),
     Wrapper(
         "llava_next",
-        "LlavaNextForConditionalGeneration",
+        "LlavaNext",
         "LLaVA 1.6",
         ("llama", "mistral", "qwen2"),
         LLAVA,
@@ -105,7 +111,7 @@ WRAPPER_ROWS = (
     ),
     Wrapper(
         "llava_next_video",
-        "LlavaNextVideoForConditionalGeneration",
+        "LlavaNextVideo",
         "LLaVA-NeXT-Video",
         ("llama", "mistral", "qwen2"),
         LLAVA,
@@ -115,7 +121,7 @@ WRAPPER_ROWS = (
     ),
     Wrapper(
         "llava_onevision",
-        "LlavaOnevisionForConditionalGeneration",
+        "LlavaOnevision",
         "LLaVA-OneVision",
         ("qwen2", "qwen3"),
         LLAVA,
@@ -124,16 +130,16 @@ WRAPPER_ROWS = (
     ),
     Wrapper(
         "video_llava",
-        "VideoLlavaForConditionalGeneration",
+        "VideoLlava",
         "Video-LLaVA",
         ("llama",),
         {"image_tower": SEES, "video_tower": SEES, "multi_modal_projector": BRINGS},
         prefix=IN_CAUSAL_MODEL,
     ),
-    Wrapper("vipllava", "VipLlavaForConditionalGeneration", "ViP-LLaVA", ("llama",), LLAVA, prefix=IN_CAUSAL_MODEL),
+    Wrapper("vipllava", "VipLlava", "ViP-LLaVA", ("llama",), LLAVA, prefix=IN_CAUSAL_MODEL),
     Wrapper(
         "internvl",
-        "InternVLForConditionalGeneration",
+        "InternVL",
         "InternVL 2.5 to 3.5, in the form of transformers",
         ("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"),
         LLAVA,
@@ -143,44 +149,28 @@ WRAPPER_ROWS = (
     ),
     Wrapper(
         "qianfan_ocr",
-        "QianfanOCRForConditionalGeneration",
+        "QianfanOCR",
         "Qianfan-OCR",
         ("qwen3",),
         INTERNVL_HUB,
         prefix=IN_CAUSAL_MODEL,
         keys=("downsample_ratio",),
     ),
-    Wrapper(
-        "got_ocr2",
-        "GotOcr2ForConditionalGeneration",
-        "GOT-OCR 2.0",
-        ("qwen2",),
-        LLAVA,
-        prefix=IN_CAUSAL_MODEL,
-        tied=True,
-    ),
-    Wrapper(
-        "lfm2_vl",
-        "Lfm2VlForConditionalGeneration",
-        "LFM2-VL",
-        ("lfm2", "lfm2_moe"),
-        LLAVA,
-        keys=LFM2_VL_KEYS,
-        tied=True,
-    ),
-    Wrapper("lfm3_vl", "Lfm3VlForConditionalGeneration", "LFM3-VL", ("lfm3",), LLAVA, tied=True),
+    Wrapper("got_ocr2", "GotOcr2", "GOT-OCR 2.0", ("qwen2",), LLAVA, prefix=IN_CAUSAL_MODEL, tied=True),
+    Wrapper("lfm2_vl", "Lfm2Vl", "LFM2-VL", ("lfm2", "lfm2_moe"), LLAVA, keys=LFM2_VL_KEYS, tied=True),
+    Wrapper("lfm3_vl", "Lfm3Vl", "LFM3-VL", ("lfm3",), LLAVA, tied=True),
     Wrapper(
         "perception_lm",
-        "PerceptionLMForConditionalGeneration",
+        "PerceptionLM",
         "Perception LM",
         ("llama",),
         LLAVA,
         keys=("projector_pooling_ratio", "vision_use_cls_token"),
     ),
-    Wrapper("fast_vlm", "FastVlmForConditionalGeneration", "FastVLM", ("qwen2",), LLAVA),
+    Wrapper("fast_vlm", "FastVlm", "FastVLM", ("qwen2",), LLAVA),
     Wrapper(
         "ovis2",
-        "Ovis2ForConditionalGeneration",
+        "Ovis2",
         "Ovis 2",
         ("qwen2",),
         {"vision_tower": SEES, "visual_embeddings_table": BRINGS},
@@ -189,7 +179,7 @@ WRAPPER_ROWS = (
     ),
     Wrapper(
         "idefics2",
-        "Idefics2ForConditionalGeneration",
+        "Idefics2",
         "Idefics 2",
         ("mistral",),
         IDEFICS,
@@ -199,7 +189,7 @@ WRAPPER_ROWS = (
     ),
     Wrapper(
         "idefics3",
-        "Idefics3ForConditionalGeneration",
+        "Idefics3",
         "Idefics 3, SmolVLM",
         ("llama",),
         IDEFICS,
@@ -209,7 +199,7 @@ WRAPPER_ROWS = (
     ),
     Wrapper(
         "smolvlm",
-        "SmolVLMForConditionalGeneration",
+        "SmolVLM",
         "SmolVLM 2",
         ("llama",),
         IDEFICS,
@@ -217,25 +207,20 @@ WRAPPER_ROWS = (
         head="lm_head.",
         keys=("scale_factor",),
     ),
-    Wrapper("deepseek_vl", "DeepseekVLForConditionalGeneration", "DeepSeek-VL", ("llama",), DEEPSEEK_VL, tied=True),
+    Wrapper("deepseek_vl", "DeepseekVL", "DeepSeek-VL", ("llama",), DEEPSEEK_VL, tied=True),
     Wrapper(
         "deepseek_vl_hybrid",
-        "DeepseekVLHybridForConditionalGeneration",
+        "DeepseekVLHybrid",
         "DeepSeek-VL 7B",
         ("llama",),
-        {
-            **DEEPSEEK_VL,
-            "high_res_vision_model": SEES,
-            "high_res_vision_neck": SEES,
-            "high_res_vision_proj": SEES,
-        },
+        {**DEEPSEEK_VL, "high_res_vision_model": SEES, "high_res_vision_neck": SEES, "high_res_vision_proj": SEES},
         tensors={"high_res_vision_alpha": SEES},
         keys=("high_res_vision_config",),
         tied=True,
     ),
     Wrapper(
         "janus",
-        "JanusForConditionalGeneration",
+        "Janus",
         "Janus Pro",
         ("llama",),
         {
@@ -248,48 +233,21 @@ WRAPPER_ROWS = (
         keys=("vq_config",),
         tied=True,
     ),
-    Wrapper(
-        "exaone4_5",
-        "Exaone4_5_ForConditionalGeneration",
-        "EXAONE 4.5",
-        ("exaone4",),
-        {"visual": SEES, "mtp": "predicts further tokens"},
-    ),
+    Wrapper("exaone4_5", "Exaone4_5_", "EXAONE 4.5", ("exaone4",), {"visual": SEES, "mtp": "predicts further tokens"}),
     Wrapper(
         "lighton_ocr",
-        "LightOnOcrForConditionalGeneration",
+        "LightOnOcr",
         "LightOnOCR",
         ("qwen3",),
         {"vision_encoder": SEES, "vision_projection": BRINGS},
         tied=True,
     ),
-    Wrapper(
-        "video_llama_3",
-        "VideoLlama3ForConditionalGeneration",
-        "VideoLLaMA 3",
-        ("qwen2",),
-        {"vision_model": SEES, "projector": BRINGS},
-    ),
-    Wrapper(
-        "minicpm_ocr",
-        "MiniCPMOcrForConditionalGeneration",
-        "MiniCPM-OCR",
-        ("qwen3_5_text",),
-        MINICPM_V,
-        keys=MINICPM_V_KEYS,
-        tied=True,
-    ),
-    Wrapper(
-        "minicpmv4_6",
-        "MiniCPMV4_6ForConditionalGeneration",
-        "MiniCPM-V 4.6",
-        ("qwen3_5_text",),
-        MINICPM_V,
-        keys=MINICPM_V_KEYS,
-    ),
+    Wrapper("video_llama_3", "VideoLlama3", "VideoLLaMA 3", ("qwen2",), {"vision_model": SEES, "projector": BRINGS}),
+    Wrapper("minicpm_ocr", "MiniCPMOcr", "MiniCPM-OCR", ("qwen3_5_text",), MINICPM_V, keys=MINICPM_V_KEYS, tied=True),
+    Wrapper("minicpmv4_6", "MiniCPMV4_6", "MiniCPM-V 4.6", ("qwen3_5_text",), MINICPM_V, keys=MINICPM_V_KEYS),
     Wrapper(
         "minicpmv4_7",
-        "MiniCPMV4_7ForConditionalGeneration",
+        "MiniCPMV4_7",
         "MiniCPM-V 4.7",
         ("qwen3_5_text",),
         MINICPM_V,
@@ -297,7 +255,7 @@ WRAPPER_ROWS = (
     ),
     Wrapper(
         "hyperclovax_vision_v2",
-        "HyperCLOVAXVisionV2ForConditionalGeneration",
+        "HyperCLOVAXVisionV2",
         "HyperCLOVA X SEED Think 32B",
         ("hyperclovax",),
         {"vision_model": SEES, "vision_projector": BRINGS, "projector": BRINGS},
@@ -305,13 +263,7 @@ WRAPPER_ROWS = (
         released_as=("vlm", "HCXVisionV2ForCausalLM"),
         tied=True,
     ),
-    Wrapper(
-        "cohere_compass",
-        "CohereCompassForConditionalGeneration",
-        "North Micro Vision",
-        ("cohere_compass_text",),
-        {"visual": SEES},
-    ),
+    Wrapper("cohere_compass", "CohereCompass", "North Micro Vision", ("cohere_compass_text",), {"visual": SEES}),
     Wrapper(
         "nemotron_h_omni",
         "NemotronH_Omni_Reasoning_V3",
@@ -321,33 +273,16 @@ WRAPPER_ROWS = (
         prefix="language_model.",
         head="language_model.lm_head.",  # the other names of Nemotron-H begin with `backbone.`
         keys=("force_image_size", "downsample_ratio"),
+        end="",
     ),
     # what hears
-    Wrapper(
-        "qwen2_audio", "Qwen2AudioForConditionalGeneration", "Qwen2-Audio", ("qwen2",), SPEECH, prefix=IN_CAUSAL_MODEL
-    ),
-    Wrapper(
-        "voxtral",
-        "VoxtralForConditionalGeneration",
-        "Voxtral",
-        ("llama",),
-        SPEECH,
-        prefix=IN_CAUSAL_MODEL,
-    ),
-    Wrapper(
-        "glmasr", "GlmAsrForConditionalGeneration", "GLM-ASR", ("llama",), SPEECH, prefix=IN_CAUSAL_MODEL, tied=True
-    ),
-    Wrapper(
-        "audioflamingo3",
-        "AudioFlamingo3ForConditionalGeneration",
-        "Audio Flamingo 3",
-        ("qwen2",),
-        SPEECH,
-        prefix=IN_CAUSAL_MODEL,
-    ),
+    Wrapper("qwen2_audio", "Qwen2Audio", "Qwen2-Audio", ("qwen2",), SPEECH, prefix=IN_CAUSAL_MODEL),
+    Wrapper("voxtral", "Voxtral", "Voxtral", ("llama",), SPEECH, prefix=IN_CAUSAL_MODEL),
+    Wrapper("glmasr", "GlmAsr", "GLM-ASR", ("llama",), SPEECH, prefix=IN_CAUSAL_MODEL, tied=True),
+    Wrapper("audioflamingo3", "AudioFlamingo3", "Audio Flamingo 3", ("qwen2",), SPEECH, prefix=IN_CAUSAL_MODEL),
     Wrapper(
         "musicflamingo",
-        "MusicFlamingoForConditionalGeneration",
+        "MusicFlamingo",
         "Music Flamingo",
         ("qwen2",),
         SPEECH,
@@ -356,7 +291,7 @@ WRAPPER_ROWS = (
     ),
     Wrapper(
         "vibevoice_asr",
-        "VibeVoiceAsrForConditionalGeneration",
+        "VibeVoiceAsr",
         "VibeVoice-ASR",
         ("qwen2",),
         {"acoustic_tokenizer_encoder": HEARS, "semantic_tokenizer_encoder": HEARS, "multi_modal_projector": BRINGS},
@@ -367,32 +302,11 @@ WRAPPER_ROWS = (
             "acoustic_tokenizer_chunk_size",
         ),
     ),
+    Wrapper("fun_asr_nano", "FunAsrNano", "Fun-ASR-Nano", ("qwen3",), SPEECH, keys=("adaptor_config",), tied=True),
     Wrapper(
-        "fun_asr_nano",
-        "FunAsrNanoForConditionalGeneration",
-        "Fun-ASR-Nano",
-        ("qwen3",),
-        SPEECH,
-        keys=("adaptor_config",),
-        tied=True,
+        "moss_transcribe_diarize", "MossTranscribeDiarize", "MOSS-Transcribe-Diarize", ("qwen3",), SPEECH, tied=True
     ),
-    Wrapper(
-        "moss_transcribe_diarize",
-        "MossTranscribeDiarizeForConditionalGeneration",
-        "MOSS-Transcribe-Diarize",
-        ("qwen3",),
-        SPEECH,
-        tied=True,
-    ),
-    Wrapper(
-        "qwen3_asr",
-        "Qwen3ASRForConditionalGeneration",
-        "Qwen3-ASR",
-        ("qwen3",),
-        SPEECH,
-        keys=("token_classification_bias",),
-        tied=True,
-    ),
+    Wrapper("qwen3_asr", "Qwen3ASR", "Qwen3-ASR", ("qwen3",), SPEECH, keys=("token_classification_bias",), tied=True),
 )
 WRAPPERS: Mapping[str, Wrapper] = {row.model_type: row for row in WRAPPER_ROWS}
 """By model type."""

@@ -20,6 +20,7 @@ from tpuconv.models.common.config_keys import NO_EFFECT, SUPPORTED_VALUES
 from tpuconv.models.common.heads import CAUSAL_ENDS
 from tpuconv.models.common.rope import ROPE_KEYS
 from tpuconv.models.common.wrapper import WrapperConfig
+from tpuconv.models.declare import DecoderFamily
 from tpuconv.models.registry import Family, all_families, find_family
 from tpuconv.names import collapse
 from tpuconv.sources.source import Source
@@ -282,24 +283,26 @@ def _draft(fit: _Fit, raw: Mapping[str, Any], left: Mapping[str, set[Shape]]) ->
     rows = [_row_of(pattern, sizes, fit.config.axes) for pattern, sizes in left.items()]
     if fit.candidate.refused:
         yield "from collections.abc import Mapping"
-    yield "from dataclasses import dataclass"
     yield f"from typing import {'Any, ' if fit.candidate.refused else ''}ClassVar"
     yield ""
     has_rows = any(row.startswith("Map") for row in rows)
     yield f"from tpuconv.mapping.table import {'Map, ' if has_rows else ''}MappingTable"
-    yield f"from {fit.family.config.__module__} import Config as Near"
-    yield f"from {fit.family.config.__module__} import TABLE as NEAR"
-    yield "from tpuconv.models.registry import Family"
+    yield "from tpuconv.models.common.defaults import family_config"
+    yield "from tpuconv.models.registry import Family, get_family"
+    yield ""
+    yield f"NEAR = get_family({_literal(near)})"
+    if isinstance(fit.family, DecoderFamily):
+        yield f'"""It is made of {", ".join(map(str, fit.family.parts))}: a family of such parts is a few lines."""'
     yield ""
     yield ""
-    yield "@dataclass(frozen=True)"
-    yield "class Config(Near):"
+    yield "@family_config"
+    yield "class Config(NEAR.config):  # type: ignore[name-defined, misc]"
     yield '    """The keys of config.json."""'
     yield ""
     yield f"    model_type: ClassVar[str] = {_literal(kind)}"
     if fit.candidate.refused:
         allowed = ", ".join(f"{_literal(key)}: ({fit.unread[key]!r},)" for key in fit.candidate.refused)
-        yield f"    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {{**Near.only, {allowed}}}"
+        yield f"    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {{**NEAR.config.only, {allowed}}}"
     yield ""
     for key in fit.candidate.unread:
         value = fit.unread[key]
@@ -317,11 +320,11 @@ def _draft(fit: _Fit, raw: Mapping[str, Any], left: Mapping[str, set[Shape]]) ->
         yield ""
     yield "TABLE = MappingTable("
     yield "    ("
-    yield "        *(row for row in NEAR if row.jax_names[0] not in ABSENT)," if unfit else "        *NEAR,"
+    yield "        *(row for row in NEAR.table if row.jax_names[0] not in ABSENT)," if unfit else "        *NEAR.table,"
     yield from (f"        {row}" for row in rows)
     yield "    ),"
-    yield "    ignore=NEAR.ignore,"
-    yield "    copies=NEAR.copies,"
+    yield "    ignore=NEAR.table.ignore,"
+    yield "    copies=NEAR.table.copies,"
     yield ")"
     yield ""
     yield "FAMILY = Family("
@@ -329,7 +332,7 @@ def _draft(fit: _Fit, raw: Mapping[str, Any], left: Mapping[str, set[Shape]]) ->
     yield f"    summary={_literal(kind)},"
     yield "    config=Config,"
     yield "    table=TABLE,"
-    yield f'    model="tpuconv.models.{name}.modules:Model",  # to be written: {fit.family.model} is the nearest'
+    yield f'    model="tpuconv.models.{name}.modules:Model",  # to be written'
     causal = [str(each) for each in raw.get("architectures") or [] if str(each).endswith(CAUSAL_ENDS)]
     yield f"    architectures={{{', '.join(f'{_literal(each)}: {_literal(kind)}' for each in causal)}}},"
     yield ")"

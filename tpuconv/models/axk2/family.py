@@ -1,16 +1,16 @@
 """A.X K2: config and mapping table."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import ATTN_NORM, MLP, MLP_NORM, MTP_IGNORE, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.deepseek_v32 import family as deepseek_v32
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(deepseek_v32.Config):
     """The keys of config.json. Without `mlp_layer_types` the first `first_k_dense_replace` layers are dense. Numbers of
     groups are null where experts are chosen among all."""
@@ -18,26 +18,12 @@ class Config(deepseek_v32.Config):
     model_type: ClassVar[str] = "axk2"
     nullable: ClassVar[frozenset[str]] = frozenset({"n_group", "topk_group"})
 
-    vocab_size: int = 163840
-    hidden_size: int = 2048
-    intermediate_size: int = 5120
-    moe_intermediate_size: int = 512
-    num_hidden_layers: int = 48
     num_nextn_predict_layers: int = 0
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 32
-    n_routed_experts: int = 128
-    kv_lora_rank: int = 128
-    q_lora_rank: int = 384
-    qk_rope_head_dim: int = 32
-    qk_nope_head_dim: int = 64
-    v_head_dim: int = 64
     n_group: int = 1
     topk_group: int = 1
     first_k_dense_replace: int = 1
-    max_position_embeddings: int = 131072
-    index_n_heads: int = 16
-    gated_norm_rank: int = 16
+    gated_norm_rank: int
+    head_dim: int | None = None
 
     @property
     def axes(self) -> dict[str, Any]:

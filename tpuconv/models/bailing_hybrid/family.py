@@ -1,30 +1,27 @@
 """Ling 3 (Bailing, hybrid): config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
-from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_FINAL, MTP_IGNORE, PRE_NORMS, SHARED, when
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.kimi_linear import family as kimi_linear
 from tpuconv.models.kimi_linear.family import KDA_CONVOLUTIONS, KDA_INPUTS
 from tpuconv.models.registry import family
 
-LING_ROPE = Rope(theta=6e6)
-"""The rotary positions of a config.json without any."""
 
-
-@dataclass(frozen=True)
+@family_config
 class Config(deepseek_v3.Config, StateConfig):
     """The keys of config.json. The last of every `layer_group_size` layers has latent attention. The head dimension of
     linear attention is `linear_head_dim`; releases call it `head_dim`."""
 
     model_type: ClassVar[str] = "bailing_hybrid"
     only: ClassVar = {**deepseek_v3.Config.only, "rope_interleave": (True,), "attention_bias": (False,)}
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": LING_ROPE.theta}
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": 6000000.0}
     aliases: ClassVar = {
         **kimi_linear.Config.aliases,
         "num_mtp_layers": "num_nextn_predict_layers",
@@ -32,26 +29,16 @@ class Config(deepseek_v3.Config, StateConfig):
     }
     left_out: ClassVar[frozenset[str]] = frozenset({"head_dim"})
 
-    vocab_size: int = 157184
-    hidden_size: int = 2560
-    intermediate_size: int = 6144
-    moe_intermediate_size: int = 768
-    num_hidden_layers: int = 42
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 32
     n_routed_experts: int = 512
     q_lora_rank: int | None = None
-    first_k_dense_replace: int = 2
-    max_position_embeddings: int = 262144
-    rope: Rope = LING_ROPE
-    layer_types: tuple[str, ...] | None = None
-    mlp_layer_types: tuple[str, ...] | None = None
-    layer_group_size: int = 6
+    mlp_layer_types: tuple[str, ...] | None
+    layer_group_size: int
     linear_head_dim: int = 128
     linear_num_heads: int | None = None
     linear_conv_kernel_dim: int = 4
-    kda_safe_gate: bool = True
-    kda_lower_bound: float = -5.0
+    kda_safe_gate: bool
+    kda_lower_bound: float
+    head_dim: int | None = None
 
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

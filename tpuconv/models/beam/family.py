@@ -1,13 +1,13 @@
 """Beam: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope, check_rope_keys, rope_of_layers
+from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.rope import Rope, check_rope_keys, rope_of_layers
 from tpuconv.models.common.rows import (
     ATTENTION,
     CORRECTED_ROUTER,
@@ -15,17 +15,17 @@ from tpuconv.models.common.rows import (
     HEAD_NORMS,
     O_BIAS,
     QKV_BIAS,
+    SANDWICH_NORMS,
     decoder_table,
     mlp_rows,
     when,
 )
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.windows import ROPES_OF_WINDOWS, PatternConfig
-from tpuconv.models.gemma2.family import NORMS
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(SparseConfig, PatternConfig):
     """The keys of config.json. Without `layer_types` every sixth layer and the last one see all tokens; only layers
     with the window have rotary positions. Without `mlp_layer_types` the first three layers are dense."""
@@ -37,29 +37,10 @@ class Config(SparseConfig, PatternConfig):
     full_every: ClassVar[int] = 6
     rope_fields: ClassVar[Mapping[str, str]] = ROPES_OF_WINDOWS
 
-    vocab_size: int = 151936
-    hidden_size: int = 5120
-    intermediate_size: int = 20480
-    moe_intermediate_size: int = 2560
-    num_hidden_layers: int = 52
-    num_attention_heads: int = 48
-    num_key_value_heads: int | None = 8
-    head_dim: int | None = 128
-    n_routed_experts: int = 256
     n_shared_experts: int = 0
-    n_group: int = 8
-    topk_group: int = 4
-    routed_scaling_factor: float = 2.5
-    num_experts_per_tok: int = 8
     first_k_dense_replace: int = 3
-    max_position_embeddings: int = 8192
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
-    attention_bias: bool = False
-    sliding_window: int | None = 512
-    layer_types: tuple[str, ...] | None = None
-    final_logit_softcapping: float | None = 30.0
+    attention_bias: bool
+    final_logit_softcapping: float | None
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
@@ -83,7 +64,7 @@ class Config(SparseConfig, PatternConfig):
 
 
 TABLE = decoder_table(
-    *NORMS,
+    *SANDWICH_NORMS,
     *ATTENTION,
     *when("attention_bias", *QKV_BIAS, O_BIAS),
     *HEAD_NORMS,

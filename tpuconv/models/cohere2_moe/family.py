@@ -1,11 +1,12 @@
 """Cohere 2, mixture of experts: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
     EXPERT_MLPS,
@@ -21,7 +22,7 @@ from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(ChosenExperts, MixedMLPs, PatternConfig):
     """The keys of config.json. The first `first_k_dense_replace` layers are dense, with their own pattern of windows.
     `intermediate_size` is the width of one expert. If there is an `rms_norm_eps`, norms are RMS norms."""
@@ -35,34 +36,22 @@ class Config(ChosenExperts, MixedMLPs, PatternConfig):
     derived: ClassVar[frozenset[str]] = PatternConfig.derived | {"has_rms_norms"}
     nullable: ClassVar[frozenset[str]] = frozenset({"rms_norm_eps"})
 
-    vocab_size: int = 256000
-    hidden_size: int = 8192
-    intermediate_size: int = 22528
-    prefix_dense_intermediate_size: int | None = None
-    num_hidden_layers: int = 40
-    num_attention_heads: int = 64
-    num_key_value_heads: int | None = None
-    head_dim: int | None = 128
-    num_experts: int = 8
-    num_experts_per_tok: int = 2
-    num_shared_experts: int = 0
-    shared_expert_combination_strategy: str = "average"
-    expert_selection_fn: str = "softmax"
-    norm_topk_prob: bool = True
+    prefix_dense_intermediate_size: int | None
+    num_experts: int
+    num_experts_per_tok: int
+    num_shared_experts: int
+    shared_expert_combination_strategy: str
+    expert_selection_fn: str
+    norm_topk_prob: bool
     first_k_dense_replace: int = 0
-    mlp_layer_types: tuple[str, ...] | None = None
-    max_position_embeddings: int = 8192
-    layer_norm_eps: float = 1e-5
+    mlp_layer_types: tuple[str, ...] | None
+    layer_norm_eps: float
     rms_norm_eps: float = 1e-5
     has_rms_norms: bool = False
-    tie_word_embeddings: bool = True
-    rope: Rope = PLAIN_ROPE
-    attention_bias: bool = False
-    logit_scale: float = 0.0625
-    sliding_window: int | None = 4096
-    sliding_window_pattern: int = 4
-    prefix_dense_sliding_window_pattern: int = 1
-    layer_types: tuple[str, ...] | None = None
+    attention_bias: bool
+    logit_scale: float
+    sliding_window_pattern: int
+    prefix_dense_sliding_window_pattern: int
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -5,17 +5,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.cohere2 import modules as cohere2
+from tpuconv.models.build import attention_class
 from tpuconv.models.cohere2_moe.family import Config
 from tpuconv.models.common.blocks import GatedMLP
 from tpuconv.models.common.cache import KV
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, times
-from tpuconv.models.common.moe import Experts
+from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
+from tpuconv.models.parts import Attn
+
+Attention = attention_class(Attn("attention_bias", module="modules.cohere:CohereAttention"))
 
 
-class MoE(Experts):
+class MoE(GatedExperts):
     """The chosen experts, and the sum or the mean of their output and the output of the shared experts, if any; x [B,
     T, D] to [B, T, D]. The weights are a softmax over the scores of the chosen experts, or their sigmoids."""
 
@@ -53,7 +56,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.norm = new_norm(config, dtype=dtype)
-        self.attn = cohere2.Attention(config, dtype=dtype, keys=keys)  # type: ignore[arg-type]
+        self.attn = Attention(config, dtype=dtype, keys=keys)
         if layer in config.axes["J"]:
             self.moe = MoE(config, dtype=dtype, keys=keys)
         else:

@@ -12,15 +12,17 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.decoder import Step
-from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention
+from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, apply_rope_to_neighbours, attention
 
 
 class Attention(nnx.Module):
     """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. `scale`
     is the factor of scores, by default H^-0.5, and `cap` their soft limit. With `float32_rope` rotary positions are
-    applied in float32. Biases belong to queries, keys and values, and to the output."""
+    applied in float32, with `pairs` to adjacent dimensions. Biases belong to queries, keys and values, and to the
+    output."""
 
     float32_rope: ClassVar[bool] = False
+    pairs: ClassVar[bool] = False
     scale: float | None = None
     cap: float | None = None
 
@@ -47,7 +49,8 @@ class Attention(nnx.Module):
     def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         """Returns queries and keys with rotary positions."""
         cos_sin = step.cos_sin if self.float32_rope else step.cos_sin_in(q_BTNH.dtype)
-        return apply_rope(q_BTNH, cos_sin), apply_rope(k_BTKH, cos_sin)
+        turn = apply_rope_to_neighbours if self.pairs else apply_rope
+        return turn(q_BTNH, cos_sin), turn(k_BTKH, cos_sin)
 
     def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:
         """Returns the output [B, T, N, H] of each head, which gates made of `x_BTD`, or a norm, may change."""
@@ -60,9 +63,11 @@ class Attention(nnx.Module):
 
 class NormedAttention(Attention):
     """Attention with queries and keys that are normalized before they get rotary positions: each head separately, or
-    all heads together. In families where only some models have these norms, `normed` says whether this one does."""
+    all heads together; with `norms_last` after they got them. In families where only some models have these norms,
+    `normed` says whether this one does."""
 
     norm_type: ClassVar[Callable[..., Any]] = RMSNorm
+    norms_last: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -83,6 +88,8 @@ class NormedAttention(Attention):
         self.k_norm = self.norm_type(keys_, config.axes, config.rms_norm_eps, dtype=dtype)
 
     def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
+        if self.norms_last:
+            return self.normalized(*super().positioned(q_BTNH, k_BTKH, step))
         return super().positioned(*self.normalized(q_BTNH, k_BTKH), step)
 
     def normalized(self, q_BTNH: jax.Array, k_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -159,8 +166,8 @@ class PlainMLP(nnx.Module):
         return jnp.square(nnx.relu(x_BTF))
 
 
-class PreNormBlock(nnx.Module):
-    """One layer: attention, then an MLP or experts, each after a norm, with residual connections.
+class FedBlock(nnx.Module):
+    """A layer with an MLP or experts.
 
     Attributes:
         attention_type, mlp_type, norm_type: the classes of the parts.
@@ -172,10 +179,8 @@ class PreNormBlock(nnx.Module):
     moe_type: ClassVar[Callable[..., Any] | None] = None
     norm_type: ClassVar[Callable[..., Any]] = RMSNorm
 
-    def __init__(self, config: DecoderConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
-        self.attn_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        self.attn = self.new_attention(config, layer, dtype=dtype, keys=keys)
-        self.mlp_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+    def add_feed(self, config: DecoderConfig, layer: int, *, dtype: DTypeLike, keys: Keys) -> None:
+        """Creates the experts or the MLP."""
         # The layer for multi-token prediction, after the model's own, has experts if others have.
         has_experts = layer in config.axes.get("J", (layer,)) or layer >= config.num_hidden_layers
         if self.moe_type is not None and has_experts:
@@ -183,16 +188,26 @@ class PreNormBlock(nnx.Module):
         else:
             self.mlp = self.mlp_type(config, dtype=dtype, keys=keys)
 
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
-        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
-        x_BTD = self.joined(x_BTD, y_BTD)
-        return self.joined(x_BTD, self.fed(self.mlp_norm(x_BTD))), kv
-
     def fed(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the output [B, T, D] of the MLP or of the experts."""
         feed: Any = self.moe if hasattr(self, "moe") else self.mlp
         y_BTD: jax.Array = feed(x_BTD)
         return y_BTD
+
+
+class PreNormBlock(FedBlock):
+    """One layer: attention, then an MLP or experts, each after a norm, with residual connections."""
+
+    def __init__(self, config: DecoderConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
+        self.attn_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn = self.new_attention(config, layer, dtype=dtype, keys=keys)
+        self.mlp_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.add_feed(config, layer, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
+        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
+        x_BTD = self.joined(x_BTD, y_BTD)
+        return self.joined(x_BTD, self.fed(self.mlp_norm(x_BTD))), kv
 
     def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
         """Returns the attention of a layer."""
@@ -235,20 +250,16 @@ class SandwichBlock(PreNormBlock):
         return x_BTD + self.post_mlp_norm(self.fed(self.mlp_norm(x_BTD))), kv
 
 
-class PostNormBlock(nnx.Module):
-    """One layer: attention and MLP, each before a norm, with residual connections."""
-
-    attention_type: ClassVar[Callable[..., Any]] = Attention
-    mlp_type: ClassVar[Callable[..., Any]] = GatedMLP
-    norm_type: ClassVar[Callable[..., Any]] = RMSNorm
+class PostNormBlock(FedBlock):
+    """One layer: attention, then an MLP or experts, each before a norm, with residual connections."""
 
     def __init__(self, config: DecoderConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.attn = self.attention_type(config, dtype=dtype, keys=keys)
         self.post_attn_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        self.mlp = self.mlp_type(config, dtype=dtype, keys=keys)
+        self.add_feed(config, layer, dtype=dtype, keys=keys)
         self.post_mlp_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
         y_BTD, kv = self.attn(x_BTD, step, window, kv)
         x_BTD = x_BTD + self.post_attn_norm(y_BTD)
-        return x_BTD + self.post_mlp_norm(self.mlp(x_BTD)), kv
+        return x_BTD + self.post_mlp_norm(self.fed(x_BTD)), kv

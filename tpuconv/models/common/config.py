@@ -6,7 +6,7 @@ would be wrong.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
@@ -24,7 +24,7 @@ from tpuconv.models.common.config_keys import (
 )
 from tpuconv.models.common.heads import LANGUAGE_MODEL, Head
 from tpuconv.models.common.periods import find_period
-from tpuconv.models.common.rope import ROPE_KEYS, Rope, check_rope_keys, with_default_rope
+from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope, check_rope_keys, with_default_rope
 from tpuconv.models.common.rope_keys import without_older_rope_keys
 from tpuconv.sources.config import INSIDE_KEYS
 
@@ -50,10 +50,10 @@ MOST_OF_A_NUMBER, MOST_OF_A_SIZE, MOST_IN_A_LIST = 1 << 16, (1 << 31) - 1, 4096
 list, which has one entry for each layer."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The keys of config.json that all decoders have. A family's Config defines the fields again, with the defaults of
-    transformers.
+    """The keys of config.json that all decoders have. Their defaults come from transformers
+    (`tpuconv.models.common.defaults`).
 
     Class attributes: `only` adds to `SUPPORTED_VALUES`, `most` to `LARGEST_VALUES`; `least` has the smallest values of
     integers that may be less than 1.
@@ -62,7 +62,7 @@ class DecoderConfig:
         ConfigError: a value is too small or too large, or contradicts another.
     """
 
-    model_type: ClassVar[str]
+    model_type: ClassVar[str] = ""
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     least: ClassVar[Mapping[str, int]] = {}
     most: ClassVar[Mapping[str, int]] = {}
@@ -79,6 +79,8 @@ class DecoderConfig:
     """Keys of config.json that have no effect in this family, or that `in_our_keys` and `disagreements` read."""
     nullable: ClassVar[frozenset[str]] = frozenset()
     """Keys of config.json whose null is as good as absent."""
+    variants: ClassVar[Mapping[str, Any]] = {}
+    """The classes of further model types of a family, which have other defaults or keys."""
     default_rope: ClassVar[Mapping[str, Any]] = {}
     """The default of `rope_parameters`. Its `rope_theta` is also the default of that key alone."""
 
@@ -87,19 +89,19 @@ class DecoderConfig:
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int | None
-    head_dim: int | None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
     max_position_embeddings: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    rope: Rope
-    _: KW_ONLY
+    rope: Rope = PLAIN_ROPE
     head: Head = LANGUAGE_MODEL
 
     @classmethod
     def of_type(cls, model_type: str | None) -> "type[DecoderConfig]":
         """Returns the class for a model type of the family, of which some have other defaults."""
-        return cls
+        variants: Mapping[str, type[DecoderConfig]] = vars(cls).get("variants", {})
+        return variants.get(model_type, cls) if isinstance(model_type, str) else cls
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

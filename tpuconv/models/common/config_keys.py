@@ -70,6 +70,10 @@ SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
 """Keys for which only these values are implemented, in every family. The key may be absent."""
 
 
+CAUSAL: Mapping[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False, None)}
+"""Gemma's key for tokens that see those behind them."""
+
+
 def ignored_keys(
     raw: Mapping[str, Any], known: Collection[str], only: Mapping[str, tuple[Any, ...]], model_type: str
 ) -> dict[str, Any]:

@@ -22,7 +22,7 @@ GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 """The names of one function."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UnrotatedConfig(DecoderConfig):
     """A decoder without rotary positions. Without `intermediate_size` an MLP is four times as wide as the model. The
     defaults come from GPT-2."""
@@ -64,7 +64,7 @@ class UnrotatedConfig(DecoderConfig):
         return (None,) * self.num_hidden_layers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PositionedConfig(UnrotatedConfig):
     """A decoder with learned positions, which are added to the embeddings of tokens.
 
@@ -97,6 +97,22 @@ GPT_MLP = (
     Map("mlp.c_proj.weight", "mlp.down.kernel", "D F -> F D"),
     Map("mlp.c_proj.bias", "mlp.down.bias", "D"),
 )
+NEOX_ATTENTION = (
+    Map("query_key_value.weight", ("q.kernel", "k.kernel", "v.kernel"), "(N (H + H + H)) D -> D N H, D N H, D N H"),
+    Map("dense.weight", "o.kernel", "D (N H) -> N H D"),
+)
+NEOX_ATTENTION_BIAS = (
+    Map("query_key_value.bias", ("q.bias", "k.bias", "v.bias"), "(N (H + H + H)) -> N H, N H, N H"),
+    Map("dense.bias", "o.bias", "D"),
+)
+NEOX_MLP = (
+    Map("dense_h_to_4h.weight", "up.kernel", "F D -> D F"),
+    Map("dense_h_to_4h.bias", "up.bias", "F"),
+    Map("dense_4h_to_h.weight", "down.kernel", "D F -> F D"),
+    Map("dense_4h_to_h.bias", "down.bias", "D"),
+)
+"""Attention and MLP with the names of GPT-NeoX."""
+
 FAIRSEQ_ROWS = (
     *norm_rows("self_attn_layer_norm", "attn_norm"),
     *norm_rows("final_layer_norm", "mlp_norm"),

@@ -11,7 +11,7 @@ OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 """Entries of `layer_types` in files of older releases of transformers."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StateConfig(DecoderConfig):
     """A decoder whose layers are of several kinds, which `layer_types` lists.
 
@@ -55,7 +55,7 @@ NO_LIMIT = 3e38
 """Stands for infinity, which is no number in JSON: nearly the largest float32."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MambaConfig(StateConfig):
     """A decoder with Mamba-2 in some layers. `mamba_d_head` is computed from `mamba_expand` times the model width if it
     is absent or "auto"."""

@@ -145,6 +145,44 @@ class LayerNorm(nnx.Module):
         return self.scale[...]
 
 
+class HeadLayerNorm(LayerNorm):
+    """Layer norm of each head, whose scale has other values for each head: x [B, T, N, H] to [B, T, N, H]."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        centered = x.astype(jnp.float32)
+        centered -= centered.mean(axis=-1, keepdims=True)
+        return (normalize(centered, 1, self.eps) * self.stretch().astype(jnp.float32)).astype(x.dtype)
+
+
+class CenteredLayerNorm(LayerNorm):
+    """Layer norm whose scale is stored less 1. The sum is rounded to the dtype of the stored scale."""
+
+    def stretch(self) -> jax.Array:
+        return self.scale[...] + 1
+
+
+class PlainLayerNorm(nnx.Module):
+    """Layer norm (arXiv:1607.06450) over the last axis, without scale and bias."""
+
+    def __init__(self, letters: str, sizes: Mapping[str, int], eps: float, *, dtype: DTypeLike):
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        centered = x.astype(jnp.float32)
+        centered -= centered.mean(axis=-1, keepdims=True)
+        return normalize(centered, 1, self.eps).astype(x.dtype)
+
+
+class PlainRMSNorm(nnx.Module):
+    """RMS norm (arXiv:1910.07467) over the last axis, without a scale."""
+
+    def __init__(self, letters: str, sizes: Mapping[str, int], eps: float, *, dtype: DTypeLike):
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return normalize(x, 1, self.eps).astype(x.dtype)
+
+
 def gelu_tanh(x: jax.Array) -> jax.Array:
     """Returns the tanh approximation of GELU (arXiv:1606.08415), computed in float32, in the dtype of x."""
     return nnx.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)

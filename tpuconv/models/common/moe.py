@@ -79,7 +79,7 @@ class Expert(nnx.Module):
         return y if self.bias is None else y + self.bias[...][rows.expert]
 
 
-class Experts(nnx.Module):
+class GatedExperts(nnx.Module):
     """Experts that are gated MLPs (arXiv:2002.05202), x [B, T, D] to [B, T, D]. The result is the sum of the outputs of
     each token's X experts `ids_BTX`, weighted by `weights_BTX`, each after `norm` if there is one."""
 

@@ -8,7 +8,7 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PARAMETER_KEYS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PartialRopeConfig(DecoderConfig):
     """A decoder in which the first `partial_rotary_factor` of each head's dimensions have rotary positions."""
 

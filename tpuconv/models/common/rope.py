@@ -294,3 +294,6 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
 
 PLAIN_ROPE = Rope()
 """The rotary positions of a config.json without `ROPE_KEYS`."""
+
+GLOBAL_ROPE = Rope(theta=1e6)
+"""The rotary positions of Gemma's layers that see all tokens, of a config.json without any."""

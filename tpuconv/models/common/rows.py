@@ -91,6 +91,16 @@ SHARED = (
     Map("down_proj.weight", "down.kernel", "D W -> W D"),
 )
 
+PROBABLE_EXPERTS = (Map("gate.weight", "router.kernel", "E D -> D E"), *EXPERT_MLPS)
+"""Experts and the matrix that scores them."""
+
+SHARED_AND_PROBABLE_EXPERTS = (
+    *PROBABLE_EXPERTS,
+    *under("shared_expert", "shared", *SHARED),
+    Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
+)
+"""The same beside an MLP that all tokens pass, and the vector of its weight."""
+
 MAMBA_INPUTS = ("z", "x", "b", "c", "dt")
 
 MAMBA = (
@@ -150,6 +160,17 @@ IN_FIRST_EXPERTS = (
 )
 """The same with the axis of the inputs before that of the outputs."""
 
+FUSED_EXPERTS = (
+    Map("router.layer.weight", "router.kernel", "E D -> D E"),
+    Map("input_linear.weight", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
+    Map("output_linear.weight", "down.kernel", "E D M -> E M D"),
+)
+FUSED_SHARED = (
+    Map("input_linear.weight", ("gate.kernel", "up.kernel"), "(W + W) D -> D W, D W"),
+    Map("output_linear.weight", "down.kernel", "D W -> W D"),
+)
+"""The experts of Granite, and the MLP that all tokens pass."""
+
 MTP_INPUTS = (
     Map("enorm.weight", "embed_norm.scale", "D"),
     Map("hnorm.weight", "hidden_norm.scale", "D"),
@@ -181,6 +202,15 @@ def when(condition: str, *rows: Map) -> tuple[Map, ...]:
     """Returns the rows under a condition, a property of the config."""
     return tuple(replace(row, when=condition) for row in rows)
 
+
+BIASED_ATTENTION = (*ATTENTION, *when("attention_bias", *QKV_BIAS, O_BIAS))
+
+SANDWICH_NORMS = (
+    Map("input_layernorm.weight", "attn_norm.scale", "D"),
+    Map("post_attention_layernorm.weight", "post_attn_norm.scale", "D"),
+    Map("pre_feedforward_layernorm.weight", "mlp_norm.scale", "D"),
+    Map("post_feedforward_layernorm.weight", "post_mlp_norm.scale", "D"),
+)
 
 MAMBA_ROWS = (
     *MAMBA,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from tpuconv.models.common.windows import PatternConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SharedKeysConfig(PatternConfig):
     """A decoder whose last `num_kv_shared_layers` layers use the keys and values of the last layer of their type that
     has own ones. Each layer reads embeddings of `hidden_size_per_layer_input` numbers of its own, if that is not 0."""

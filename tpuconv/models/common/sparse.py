@@ -105,7 +105,23 @@ class GroupedExperts:
         return self.n_group, self.topk_group
 
 
-@dataclass(frozen=True)
+class FurtherLayers:
+    """A decoder with `num_nextn_predict_layers` layers for multi-token prediction behind the others. A family's Config
+    derives from this class and from another, in this order."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_nextn_predict_layers: int
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """See `DecoderConfig.axes`."""
+        layers = self.num_hidden_layers
+        numbers = tuple(range(layers, layers + self.num_nextn_predict_layers))
+        return {**super().axes, "A": self.hidden_size, "U": numbers}  # type: ignore[misc]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SparseConfig(GroupedExperts, MixedMLPs, DecoderConfig):
     """A decoder with experts that are chosen as DeepSeek V3 does (arXiv:2412.19437, section 2.1.2). The experts that
     every token uses are stored as one MLP. A key with a default here has it in every family whose own config does not

@@ -33,7 +33,7 @@ class OneWindow:
         return (self.sliding_window,) * self.num_hidden_layers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WindowedConfig(DecoderConfig):
     """A decoder with sliding windows in some layers: those with "sliding_attention" in `layer_types`, or if that is
     absent, the layers from `max_window_layers` on."""
@@ -67,7 +67,7 @@ class WindowedConfig(DecoderConfig):
         return tuple(self._window if i >= self.max_window_layers else None for i in range(self.num_hidden_layers))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PatternConfig(DecoderConfig):
     """A decoder with sliding windows in the layers with "sliding_attention" in `layer_types` or, if that is absent, in
     all but every `full_every`-th layer.
@@ -105,7 +105,7 @@ class PatternConfig(DecoderConfig):
         return tuple(found.get(kind) for kind in self.kinds)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TwoRopesConfig(PatternConfig):
     """A decoder whose layers with a sliding window have rotary positions of their own, `local_rope`. config.json has
     `rope_parameters` for each of the `layer_types`, and the defaults of the fields apply to a file without it."""
@@ -153,7 +153,7 @@ def read_older_ropes(config: type[DecoderConfig], raw: Mapping[str, Any], contex
     return out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TwoPartialRopesConfig(TwoRopesConfig):
     """A decoder whose layers with the window have rotary positions of their own, in another part of each head.
 

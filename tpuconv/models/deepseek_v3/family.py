@@ -2,18 +2,17 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_COPIES, MTP_HEAD, MTP_IGNORE, SHARED, decoder_table, when
 from tpuconv.models.common.sparse import GroupedExperts, MixedMLPs, layers_by_mlp
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(GroupedExperts, MixedMLPs, DecoderConfig):
     """The keys of config.json. `qk_head_dim`, which transformers writes, follows from other keys. So does `head_dim`,
     which it computes anew: GLM-5.2 has that of other programs there."""
@@ -26,35 +25,24 @@ class Config(GroupedExperts, MixedMLPs, DecoderConfig):
     }
     least: ClassVar = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "n_shared_experts": 0}
 
-    vocab_size: int = 129280
-    hidden_size: int = 7168
-    intermediate_size: int = 18432
-    moe_intermediate_size: int = 2048
-    num_hidden_layers: int = 61
+    moe_intermediate_size: int
     num_nextn_predict_layers: int = 1
-    num_attention_heads: int = 128
-    num_key_value_heads: int | None = 128
-    head_dim: int | None = None
-    n_routed_experts: int = 256
-    n_shared_experts: int | None = 1
-    routed_scaling_factor: float = 2.5
-    kv_lora_rank: int = 512
-    q_lora_rank: int | None = 1536
-    qk_rope_head_dim: int = 64
-    qk_nope_head_dim: int = 128
+    n_routed_experts: int
+    n_shared_experts: int | None
+    routed_scaling_factor: float
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
     qk_head_dim: int | None = None
-    v_head_dim: int = 128
-    n_group: int = 8
-    topk_group: int = 4
-    num_experts_per_tok: int = 8
-    first_k_dense_replace: int = 3
-    norm_topk_prob: bool = True
-    max_position_embeddings: int = 4096
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
-    rope_interleave: bool = True
-    attention_bias: bool = False
+    v_head_dim: int
+    n_group: int
+    topk_group: int
+    num_experts_per_tok: int
+    first_k_dense_replace: int
+    norm_topk_prob: bool
+    rope_interleave: bool
+    attention_bias: bool
 
     def contradictions_of_heads(self) -> Iterator[str]:
         heads = self.num_attention_heads

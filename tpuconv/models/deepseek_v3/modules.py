@@ -13,7 +13,7 @@ from tpuconv.models.common import mtp
 from tpuconv.models.common.cache import empty_vectors, to_compute_dtype, write_slots
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, RMSNorm, apply_rope, deinterleave, exact_product
-from tpuconv.models.common.moe import Experts
+from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.deepseek_v3.family import Config
 from tpuconv.sharding import ACTIVATIONS, Rules
@@ -249,7 +249,7 @@ class Router(nnx.Module):
         return scores_BTE + self.correction[...].astype(jnp.float32)
 
 
-class MoE(Experts):
+class MoE(GatedExperts):
     """The chosen experts and the shared experts, if any, x [B, T, D] to [B, T, D]."""
 
     router_type: ClassVar[Callable[..., Any]] = Router

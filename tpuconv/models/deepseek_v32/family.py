@@ -1,10 +1,10 @@
 """DeepSeek V3.2: config and mapping table."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import MLP, MTP_COPIES, MTP_HEAD, MTP_IGNORE, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import family
@@ -13,7 +13,7 @@ INDEXED = ("indexed_attention", "deepseek_sparse_attention")
 """The `layer_types` of layers that attend to selected tokens, in newer and older files."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(deepseek_v3.Config):
     """The keys of config.json. Without `mlp_layer_types` the first `first_k_dense_replace` layers are dense.
 
@@ -27,14 +27,14 @@ class Config(deepseek_v3.Config):
     aliases: ClassVar = {"num_experts": "n_routed_experts"}
     least: ClassVar = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
 
-    max_position_embeddings: int = 163840
-    q_lora_rank: int = 1536
-    n_shared_experts: int = 1
-    mlp_layer_types: tuple[str, ...] | None = None
-    layer_types: tuple[str, ...] | None = None
-    index_topk: int = 2048
-    index_head_dim: int = 128
-    index_n_heads: int = 64
+    q_lora_rank: int
+    n_shared_experts: int
+    mlp_layer_types: tuple[str, ...] | None
+    layer_types: tuple[str, ...] | None
+    index_topk: int
+    index_head_dim: int
+    index_n_heads: int
+    head_dim: int | None = None
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

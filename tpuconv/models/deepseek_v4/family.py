@@ -1,11 +1,11 @@
 """DeepSeek V4: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.kinds import faults_of_kinds
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import FURTHER_TOKENS, NUMBERED_EXPERT_MLPS
@@ -21,7 +21,7 @@ HASHED, SCORED = "hash_moe", "moe"
 OLDER_KEYS = ("compress_ratios", "num_hash_layers", "compress_rates", "partial_rotary_factor", "intermediate_size")
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(OneWindow, DecoderConfig):
     """The keys of config.json. `intermediate_size` is the width of an expert; the releases have `compress_ratios` in
     place of `layer_types`, and `num_hash_layers` in place of `mlp_layer_types`."""
@@ -42,39 +42,29 @@ class Config(OneWindow, DecoderConfig):
     hf_names: ClassVar[Mapping[str, str]] = {"intermediate_size": "moe_intermediate_size"}
     left_out: ClassVar[frozenset[str]] = frozenset(OLDER_KEYS)
 
-    vocab_size: int = 129280
-    hidden_size: int = 4096
-    intermediate_size: int = 2048
-    num_hidden_layers: int = 43
-    num_nextn_predict_layers: int = 1
-    num_attention_heads: int = 64
-    num_key_value_heads: int | None = 1
-    head_dim: int = 512
+    num_nextn_predict_layers: int
+    head_dim: int
     qk_rope_head_dim: int | None = None
-    q_lora_rank: int = 1024
-    n_routed_experts: int = 256
-    num_experts_per_tok: int = 6
-    routed_scaling_factor: float = 1.5
-    swiglu_limit: float = 10.0
-    max_position_embeddings: int = 1048576
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
+    q_lora_rank: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    routed_scaling_factor: float
+    swiglu_limit: float
     compress_rope: Rope = PLAIN_ROPE
-    compress_rope_theta: float = 160000.0
+    compress_rope_theta: float
     compress_rate_csa: int = 4
     compress_rate_hca: int = 128
-    layer_types: tuple[str, ...] | None = None
-    mlp_layer_types: tuple[str, ...] | None = None
-    sliding_window: int = 128
-    hc_mult: int = 4
-    hc_sinkhorn_iters: int = 20
-    hc_eps: float = 1e-6
-    o_groups: int = 8
-    o_lora_rank: int = 1024
-    index_n_heads: int = 64
-    index_head_dim: int = 128
-    index_topk: int = 512
+    layer_types: tuple[str, ...] | None
+    mlp_layer_types: tuple[str, ...] | None
+    sliding_window: int
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    o_groups: int
+    o_lora_rank: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:

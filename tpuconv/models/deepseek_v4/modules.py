@@ -14,7 +14,7 @@ from tpuconv.models.common.blocks import ClampedMLP, clamped
 from tpuconv.models.common.cache import Cache
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, ScaledRMSNorm, rope_cos_sin
-from tpuconv.models.common.moe import Expert, Experts, Rows, routed
+from tpuconv.models.common.moe import Expert, GatedExperts, Rows, routed
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.recurrence import PackedTokens
 from tpuconv.models.common.rope import Rope
@@ -243,7 +243,7 @@ class Attention(nnx.Module):
         return jnp.einsum("BNTS,BSH->BTNH", weights_BNTS.astype(kv_BSH.dtype), kv_BSH)
 
 
-class MoE(Experts):
+class MoE(GatedExperts):
     """X experts of each token and one that all use, x [B, T, D] to [B, T, D]. Their weights are sqrt(softplus(score)),
     normalized. Which they are says the token's id, or the highest weights with a correction."""
 

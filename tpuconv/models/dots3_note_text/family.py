@@ -1,12 +1,12 @@
 """dots3.note, the text model saved on its own: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.kinds import faults_of_kinds, numbered_kinds
 from tpuconv.models.common.rope import Rope, rope_of_layers
 from tpuconv.models.common.rows import FURTHER_TOKENS, MLP, MTP_IGNORE, decoder_table
@@ -35,7 +35,7 @@ SWA_SIZES = {
 in its `per_layer_config`."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(deepseek_v3.Config):
     """The keys of config.json. `swa_head_dim` is the sum of its parts. Releases call layers that attend to selected
     tokens "full_attention", unless `use_dsa` is false."""
@@ -48,32 +48,21 @@ class Config(deepseek_v3.Config):
     nullable: ClassVar[frozenset[str]] = frozenset({"sliding_window"})
     derived: ClassVar[frozenset[str]] = deepseek_v3.Config.derived | {"rope_interleave", "local_rope"}
 
-    vocab_size: int = 152064
-    hidden_size: int = 5120
-    intermediate_size: int = 13824
-    moe_intermediate_size: int = 1536
-    shared_experts_intermediate_size: int = 1536
-    num_hidden_layers: int = 46
-    head_dim: int = 256
-    n_shared_experts: int = 1
-    routed_scaling_factor: float = 1.0
-    q_lora_rank: int = 1024
-    n_group: int = 1
-    topk_group: int = 1
+    shared_experts_intermediate_size: int
+    head_dim: int
+    n_shared_experts: int
+    q_lora_rank: int
     first_k_dense_replace: int = 1
-    max_position_embeddings: int = 524288
-    rms_norm_eps: float = 1e-5
-    rope: Rope = DOTS3_ROPE
     local_rope: Rope = DOTS3_LOCAL_ROPE
     swa_rope_theta: float = DOTS3_LOCAL_ROPE.theta
-    mlp_layer_types: tuple[str, ...] | None = None
-    layer_types: tuple[str, ...] | None = None
+    mlp_layer_types: tuple[str, ...] | None
+    layer_types: tuple[str, ...] | None
     use_dsa: bool | None = True
     use_sliding_window: bool = True
     sliding_window: int = 512
-    index_topk: int = 2048
-    index_head_dim: int = 128
-    index_n_heads: int = 64
+    index_topk: int
+    index_head_dim: int
+    index_n_heads: int
     swa_num_attention_heads: int = 64
     swa_num_key_value_heads: int = 64
     swa_q_lora_rank: int = 1024

@@ -1,18 +1,18 @@
 """Falcon: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS, norm_rows
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import when
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(DecoderConfig):
     """The keys of config.json. `new_decoder_architecture` is set in Falcon 40B and later: attention and MLP side by
     side, and groups of heads. Without it `multi_query` says that all heads share one key and one value, whatever
@@ -28,23 +28,13 @@ class Config(DecoderConfig):
         "use_parallel_residual": "parallel_attn",
     }
 
-    vocab_size: int = 65024
-    hidden_size: int = 4544
-    intermediate_size: int | None = None  # type: ignore[assignment]  # others' is never absent
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 71
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = True
-    rope: Rope = PLAIN_ROPE
-    new_decoder_architecture: bool = False
-    multi_query: bool = True
-    use_parallel_residual: bool = True
-    num_ln_in_parallel_attn: int | None = None
-    attention_bias: bool = False
-    alibi: bool | None = False
+    intermediate_size: int | None  # type: ignore[assignment]  # others' is never absent
+    new_decoder_architecture: bool
+    multi_query: bool
+    use_parallel_residual: bool
+    num_ln_in_parallel_attn: int | None
+    attention_bias: bool
+    alibi: bool | None
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -9,7 +9,7 @@ from tpuconv.models.common.alibi import alibi_slopes
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import Keys, LayerNorm, gelu
 from tpuconv.models.falcon.family import Config
-from tpuconv.models.gpt_neox import modules as gpt_neox
+from tpuconv.models.modules.gpt import SummedBlock
 
 
 class Attention(blocks.Attention):
@@ -54,11 +54,12 @@ class OneNormBlock(blocks.ParallelBlock):
     norm_type = LayerNorm
 
 
-class TwoNormBlock(gpt_neox.Block):
+class TwoNormBlock(SummedBlock):
     """One layer: attention and MLP, each after a norm of its own, one after the other or side by side."""
 
     attention_type = Attention
     mlp_type = MLP
+    norm_type = LayerNorm
 
 
 def new_block(config: Config, layer: int, *, dtype: DTypeLike, keys: Keys) -> OneNormBlock | TwoNormBlock:

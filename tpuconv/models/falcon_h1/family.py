@@ -1,12 +1,11 @@
 """Falcon-H1: config and mapping table."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import NO_LIMIT, MambaConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
     MAMBA,
@@ -23,7 +22,7 @@ from tpuconv.models.common.rows import (
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(MambaConfig):
     """The keys of config.json. Each layer has both attention and Mamba-2. `mamba_d_ssm` is the width of Mamba-2, if it
     is not `mamba_expand` times that of the model; `ssm_multipliers` are the factors of z, x, B, C and dt."""
@@ -31,42 +30,24 @@ class Config(MambaConfig):
     model_type: ClassVar[str] = "falcon_h1"
     other_kinds: ClassVar[tuple[str, ...]] = ("hybrid",)
 
-    vocab_size: int = 128000
-    hidden_size: int = 4096
-    intermediate_size: int = 14336
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 8
-    head_dim: int | None = None
-    max_position_embeddings: int = 8192
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
-    attention_bias: bool = False
-    mlp_bias: bool = False
+    attention_bias: bool
+    mlp_bias: bool
     layer_types: tuple[str, ...] | None = None
-    mamba_d_ssm: int | None = 1024
-    mamba_n_heads: int = 128
-    mamba_n_groups: int = 1
-    mamba_d_state: int = 256
+    mamba_d_ssm: int | None
     mamba_d_head: int | None = None
-    mamba_d_conv: int = 4
-    mamba_expand: int = 2
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
-    mamba_norm_before_gate: bool = True
-    mamba_rms_norm: bool = False
-    projectors_bias: bool = False
+    mamba_norm_before_gate: bool
+    mamba_rms_norm: bool
+    projectors_bias: bool
     time_step_limit: tuple[float, ...] = (0.0, NO_LIMIT)
-    lm_head_multiplier: float = 1.0
-    embedding_multiplier: float = 1.0
-    mlp_multipliers: tuple[float, ...] | None = None
-    key_multiplier: float = 1.0
-    attention_out_multiplier: float = 1.0
-    attention_in_multiplier: float = 1.0
-    ssm_multipliers: tuple[float, ...] | None = None
-    ssm_in_multiplier: float = 1.0
-    ssm_out_multiplier: float = 1.0
+    lm_head_multiplier: float
+    embedding_multiplier: float
+    mlp_multipliers: tuple[float, ...] | None
+    key_multiplier: float
+    attention_out_multiplier: float
+    attention_in_multiplier: float
+    ssm_multipliers: tuple[float, ...] | None
+    ssm_in_multiplier: float
+    ssm_out_multiplier: float
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -1,17 +1,15 @@
 """Gemma 3n, the text model on its own: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
-from tpuconv.models.common.rows import decoder_table
+from tpuconv.models.common.config_keys import CAUSAL
+from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.rope import GLOBAL_ROPE, PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import SANDWICH_NORMS, decoder_table
 from tpuconv.models.common.shared_keys import SharedKeysConfig
 from tpuconv.models.common.windows import ROPES_BY_KIND, read_older_ropes
-from tpuconv.models.gemma.family import CAUSAL
-from tpuconv.models.gemma2.family import NORMS
-from tpuconv.models.gemma3_text.family import GLOBAL_ROPE
 from tpuconv.models.gemma4_text.family import (
     ATTENTION_OF_LAYERS,
     INPUTS_OF_LAYERS,
@@ -25,7 +23,7 @@ SPARSE_LAYERS, SPARSITY = 10, 0.95
 """The sparse layers of a config.json that does not name them, if it has more layers: the first ones."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(SharedKeysConfig):
     """The keys of config.json. `intermediate_size` is the width of each layer's MLP, of which there may be two, and
     `activation_sparsity_pattern` the part of its gates that are 0."""
@@ -44,30 +42,15 @@ class Config(SharedKeysConfig):
     # Of training, and the factor of scores, which is 1 whatever it says.
     left_out: ClassVar[frozenset[str]] = frozenset({"altup_coef_clip", "altup_lr_multiplier", "query_pre_attn_scalar"})
 
-    vocab_size: int = 262400
-    hidden_size: int = 2048
-    intermediate_size: int | tuple[int, ...] = 16384  # type: ignore[assignment]
-    num_hidden_layers: int = 35
-    num_attention_heads: int = 8
-    num_key_value_heads: int | None = 2
-    head_dim: int | None = 256
-    max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = True
+    intermediate_size: int | tuple[int, ...]  # type: ignore[assignment]
     rope: Rope = GLOBAL_ROPE
     local_rope: Rope = PLAIN_ROPE
     rope_local_base_freq: float = 1e4
-    sliding_window: int | None = 512
-    layer_types: tuple[str, ...] | None = None
-    final_logit_softcapping: float | None = 30.0
-    vocab_size_per_layer_input: int = 262144
-    hidden_size_per_layer_input: int = 256
-    num_kv_shared_layers: int = 15
-    laurel_rank: int = 64
-    altup_num_inputs: int = 4
-    altup_active_idx: int = 0
-    altup_correct_scale: bool = True
-    activation_sparsity_pattern: tuple[float, ...] | None = None
+    laurel_rank: int
+    altup_num_inputs: int
+    altup_active_idx: int
+    altup_correct_scale: bool
+    activation_sparsity_pattern: tuple[float, ...] | None
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
@@ -132,7 +115,7 @@ class Config(SharedKeysConfig):
 
 
 LAYER_ROWS = (
-    *NORMS,
+    *SANDWICH_NORMS,
     *LAYER_INPUTS,
     *under(
         "altup",

@@ -1,24 +1,23 @@
 """Gemma 4, the text model on its own: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, rope_of_layers
-from tpuconv.models.common.rows import MLP, STACKED_EXPERTS, decoder_table, when
+from tpuconv.models.common.rows import MLP, SANDWICH_NORMS, STACKED_EXPERTS, decoder_table, when
 from tpuconv.models.common.shared_keys import SharedKeysConfig
 from tpuconv.models.common.windows import ROPES_BY_KIND
-from tpuconv.models.gemma2.family import NORMS
 from tpuconv.models.registry import family
 
 GEMMA4_ROPE = Rope("proportional", theta=1e6, partial_rotary_factor=0.25)
 """The rotary positions of layers that see all tokens, of a config.json without any."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(SharedKeysConfig):
     """The keys of config.json. Layers that see all tokens have heads of another size (`global_head_dim`) and, with
     `attention_k_eq_v`, another number of key-value heads. `per_layer_config` of newer files says the same by layer."""
@@ -35,32 +34,16 @@ class Config(SharedKeysConfig):
         "attention_bias": (False,),
     }
 
-    vocab_size: int = 262144
-    hidden_size: int = 2304
-    intermediate_size: int = 9216
-    num_hidden_layers: int = 30
-    num_attention_heads: int = 8
-    num_key_value_heads: int | None = 4
-    head_dim: int | None = 256
     global_head_dim: int = 512
     num_global_key_value_heads: int | None = None
-    max_position_embeddings: int = 131072
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = True
     rope: Rope = GEMMA4_ROPE
     local_rope: Rope = PLAIN_ROPE
-    sliding_window: int | None = 512
-    layer_types: tuple[str, ...] | None = None
-    final_logit_softcapping: float | None = None
-    vocab_size_per_layer_input: int = 262144
-    hidden_size_per_layer_input: int = 256
-    attention_k_eq_v: bool = False
-    num_kv_shared_layers: int = 0
-    use_double_wide_mlp: bool = False
-    enable_moe_block: bool = False
-    num_experts: int | None = None
-    top_k_experts: int | None = None
-    moe_intermediate_size: int | None = None
+    attention_k_eq_v: bool
+    use_double_wide_mlp: bool
+    enable_moe_block: bool
+    num_experts: int | None
+    top_k_experts: int | None
+    moe_intermediate_size: int | None
 
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,7 +188,7 @@ SHARED_ALREADY = {
 
 
 TABLE = decoder_table(
-    *NORMS,
+    *SANDWICH_NORMS,
     *when("enable_moe_block", *EXPERT_PARTS),
     *when("has_layer_inputs", *LAYER_INPUTS),
     Map("layer_scalar", "layer_scalar", "1", buffer=True),

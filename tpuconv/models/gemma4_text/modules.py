@@ -22,7 +22,7 @@ from tpuconv.models.common.layers import (
     normalize,
     soft_capped,
 )
-from tpuconv.models.common.moe import Experts
+from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.shared_keys import SharedKeysConfig
 from tpuconv.models.gemma4_text.family import Config
@@ -66,7 +66,7 @@ class MLP(GatedMLP):
         return gelu_tanh(x_BTF)
 
 
-class MoE(Experts):
+class MoE(GatedExperts):
     """The X most probable experts of each token, x [B, T, D] to [B, T, D]. The router reads other hidden states than
     the experts. The weights are probabilities, normalized, times a factor of each expert."""
 

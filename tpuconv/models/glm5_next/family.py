@@ -1,10 +1,10 @@
 """GLM-5.3-Flash: the text model's config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import MLP, MTP_IGNORE, PRE_NORMS, decoder_table, when
@@ -22,7 +22,7 @@ GLM_LINEAR_KEYS = {**LINEAR_KEYS, "gate_lower_bound": "linear_lower_bound"}
 """The keys of `linear_attn_config`, and those that they stand for."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, glm_moe_dsa.Config, StateConfig):
     """The keys of `text_config`, which may stand at the root. There are no rotary positions. `indexer_types` is about
     the layers with latent attention alone."""
@@ -45,23 +45,16 @@ class Config(WrapperConfig, glm_moe_dsa.Config, StateConfig):
     }
     left_out: ClassVar[frozenset[str]] = frozenset({"head_dim", "linear_attn_config"})
 
-    hidden_size: int = 4096
-    num_hidden_layers: int = 45
-    n_routed_experts: int = 288
-    q_lora_rank: int = 1536
-    qk_rope_head_dim: int = 0
-    qk_nope_head_dim: int = 256
-    max_position_embeddings: int = 1048576
-    layer_types: tuple[str, ...] | None = None
-    linear_head_dim: int = 128
-    linear_num_heads: int = 64
-    linear_conv_kernel_dim: int = 4
-    linear_lower_bound: float | None = -5.0
-    index_kpool: int = 16
-    hc_mult: int = 4
-    hc_eps: float = 1e-6
-    hc_sinkhorn_iters: int = 20
-    swiglu_limit: float = 10.0
+    linear_head_dim: int
+    linear_num_heads: int
+    linear_conv_kernel_dim: int
+    linear_lower_bound: float | None
+    index_kpool: int
+    hc_mult: int
+    hc_eps: float
+    hc_sinkhorn_iters: int
+    swiglu_limit: float
+    head_dim: int | None = None
 
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

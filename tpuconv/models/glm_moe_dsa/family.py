@@ -1,9 +1,9 @@
 """GLM-5: config and mapping table."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.kinds import faults_of_kinds
 from tpuconv.models.deepseek_v32 import family as deepseek_v32
 from tpuconv.models.registry import family
@@ -12,10 +12,12 @@ INDEXER_KINDS = {"F": "full", "S": "shared"}
 """The letters of `index_topk_pattern`."""
 
 
-@dataclass(frozen=True)
+@family_config
 class SharedIndexers(deepseek_v32.Config):
     """The keys of models in which only the layers that are "full" in `indexer_kinds` have an indexer; the others attend
     to the tokens that the last one before them selected."""
+
+    head_dim: int | None = None
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -41,7 +43,7 @@ class SharedIndexers(deepseek_v32.Config):
         return "layers hand the tokens that they selected on to later ones"
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(SharedIndexers):
     """The keys of config.json. In files without `indexer_types` `index_topk_pattern` says the same, or every
     `index_topk_freq`-th layer after the first `index_skip_topk_offset` ones is "full"."""
@@ -49,24 +51,11 @@ class Config(SharedIndexers):
     model_type: ClassVar[str] = "glm_moe_dsa"
     least: ClassVar = {**deepseek_v32.Config.least, "index_topk_freq": 0, "index_skip_topk_offset": 0}
 
-    vocab_size: int = 154880
-    hidden_size: int = 6144
-    intermediate_size: int = 12288
-    num_hidden_layers: int = 78
-    num_attention_heads: int = 64
-    num_key_value_heads: int | None = 64
-    q_lora_rank: int = 2048
-    qk_nope_head_dim: int = 192
-    v_head_dim: int = 256
-    n_group: int = 1
-    topk_group: int = 1
-    max_position_embeddings: int = 202752
-    rms_norm_eps: float = 1e-5
-    index_n_heads: int = 32
-    indexer_types: tuple[str, ...] | None = None
+    indexer_types: tuple[str, ...] | None
     index_topk_pattern: str | tuple[str, ...] | None = None
     index_topk_freq: int = 1
     index_skip_topk_offset: int = 2
+    head_dim: int | None = None
 
     @property
     def indexer_kinds(self) -> tuple[str, ...]:

@@ -1,23 +1,20 @@
 """gpt-oss: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.mapping.table import Map
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.kinds import faults_of_kinds
-from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, ATTN_NORM, O_BIAS, QKV_BIAS, decoder_table, when
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.windows import WINDOW_KINDS
 from tpuconv.models.registry import family
 
-GPT_OSS_ROPE = Rope("yarn", theta=150_000.0, factor=32.0, original_max_position_embeddings=4096, truncate=False)
-"""The rotary positions of a config.json without any."""
 
-
-@dataclass(frozen=True)
+@family_config
 class Config(ChosenExperts, DecoderConfig):
     """The keys of config.json, and whether the experts are stored in MXFP4, in which their axes have another order.
     `intermediate_size` is the width of one expert. `experts_per_token` and `initial_context_length` repeat the values
@@ -27,33 +24,22 @@ class Config(ChosenExperts, DecoderConfig):
     experts_key: ClassVar[str] = "num_local_experts"
     derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"is_mxfp4"}
     default_rope: ClassVar[Mapping[str, Any]] = {
-        "rope_type": GPT_OSS_ROPE.type,
-        "rope_theta": GPT_OSS_ROPE.theta,
-        "factor": GPT_OSS_ROPE.factor,
-        "original_max_position_embeddings": GPT_OSS_ROPE.original_max_position_embeddings,
-        "truncate": GPT_OSS_ROPE.truncate,
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
     }
 
-    vocab_size: int = 201088
-    hidden_size: int = 2880
-    intermediate_size: int = 2880
-    num_hidden_layers: int = 36
-    num_attention_heads: int = 64
-    num_key_value_heads: int | None = 8
-    head_dim: int | None = 64
-    num_local_experts: int = 128
-    num_experts_per_tok: int = 4
+    num_local_experts: int
+    num_experts_per_tok: int
     experts_per_token: int | None = None
-    swiglu_alpha: float = 1.702
-    swiglu_limit: float = 7.0
-    max_position_embeddings: int = 131072
+    swiglu_alpha: float
+    swiglu_limit: float
     initial_context_length: int | None = None
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = GPT_OSS_ROPE
-    sliding_window: int | None = 128
-    layer_types: tuple[str, ...] | None = None
-    attention_bias: bool = True
+    sliding_window: int | None
+    layer_types: tuple[str, ...] | None
+    attention_bias: bool
     is_mxfp4: bool = False
 
     @classmethod

@@ -1,11 +1,10 @@
 """Hy4: config and mapping table."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import FURTHER_TOKENS, MLP, SHARED, STACKED_EXPERTS, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.deepseek_v32 import family as deepseek_v32
@@ -13,7 +12,7 @@ from tpuconv.models.glm_moe_dsa.family import SharedIndexers
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(SharedIndexers):
     """The keys of config.json. Without `indexer_types` the first layer and every fourth one from the second on have an
     indexer; without `mlp_layer_types` the first layer is dense. `head_dim` and `num_key_value_heads` follow from other
@@ -25,31 +24,16 @@ class Config(SharedIndexers):
     left_out: ClassVar[frozenset[str]] = frozenset({"head_dim", "num_key_value_heads"})
     derived: ClassVar = deepseek_v32.Config.derived | {"first_k_dense_replace", "num_nextn_predict_layers"}
 
-    vocab_size: int = 120832
-    hidden_size: int = 2816
-    intermediate_size: int = 6912
-    moe_intermediate_size: int = 768
-    num_hidden_layers: int = 34
     num_nextn_predict_layers: int = 0
-    num_attention_heads: int = 32
     num_key_value_heads: int | None = None
-    n_routed_experts: int = 256
-    routed_scaling_factor: float = 2.827
-    qk_nope_head_dim: int = 192
-    v_head_dim: int = 256
-    n_group: int = 1
-    topk_group: int = 1
     first_k_dense_replace: int = 1
-    max_position_embeddings: int = 262144
-    rms_norm_eps: float = 1e-5
-    rope: Rope = PLAIN_ROPE
     rope_interleave: bool = False
-    index_n_heads: int = 16
-    indexer_types: tuple[str, ...] | None = None
-    hc_mult: int = 4
-    hc_magnitude: float = 2.0
-    hc_eps: float = 1e-6
-    swiglu_limit: float = 10.0
+    indexer_types: tuple[str, ...] | None
+    hc_mult: int
+    hc_magnitude: float
+    hc_eps: float
+    swiglu_limit: float
+    head_dim: int | None = None
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

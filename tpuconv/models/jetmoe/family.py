@@ -1,20 +1,18 @@
 """JetMoE: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
-from tpuconv.models.common.rows import PRE_NORMS, decoder_table
+from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.rows import FUSED_EXPERTS, PRE_NORMS, decoder_table
 from tpuconv.models.common.sparse import ChosenExperts
-from tpuconv.models.granitemoe.family import FUSED_EXPERTS
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(ChosenExperts, DecoderConfig):
     """The keys of config.json. `intermediate_size` is the width of one expert. `num_attention_heads` are
     those of all experts of a token."""
@@ -25,19 +23,11 @@ class Config(ChosenExperts, DecoderConfig):
     hf_names: ClassVar[Mapping[str, str]] = {"head_dim": "kv_channels"}
     left_out: ClassVar = frozenset({"aux_loss_coef"})
 
-    vocab_size: int = 32000
-    hidden_size: int = 2048
-    intermediate_size: int = 5632
-    num_hidden_layers: int = 12
     num_attention_heads: int = 32
-    num_key_value_heads: int = 16
-    head_dim: int = 128
-    num_local_experts: int = 8
-    num_experts_per_tok: int = 2
-    max_position_embeddings: int = 4096
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = True
-    rope: Rope = PLAIN_ROPE
+    num_key_value_heads: int
+    head_dim: int
+    num_local_experts: int
+    num_experts_per_tok: int
 
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from tpuconv.models.common import blocks
 from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention
-from tpuconv.models.common.moe import Experts
+from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.jetmoe.family import Config
 
@@ -62,7 +62,7 @@ class Attention(nnx.Module):
         return self.o(y_BTEKH) + self.bias[...], kv
 
 
-class MoE(Experts):
+class MoE(GatedExperts):
     """The X experts with the highest scores of each token, x [B, T, D] to [B, T, D], and a bias."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):

@@ -1,10 +1,10 @@
 """Kimi Linear: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, TypeGuard
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import MLP, NUMBERED_EXPERT_MLPS, SHARED, decoder_table, when
@@ -16,7 +16,7 @@ LINEAR_KEYS |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
 """The keys of `linear_attn_config`, which counts layers from 1, and their newer names."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(deepseek_v3.Config, StateConfig):
     """The keys of config.json. There are no rotary positions, and `head_dim` has no effect."""
 
@@ -39,27 +39,13 @@ class Config(deepseek_v3.Config, StateConfig):
     }
     left_out: ClassVar[frozenset[str]] = frozenset({"head_dim", "linear_attn_config"})
 
-    vocab_size: int = 163840
-    hidden_size: int = 2304
-    intermediate_size: int = 9216
-    moe_intermediate_size: int = 1024
-    num_hidden_layers: int = 27
     num_nextn_predict_layers: int = 0
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 32
-    routed_scaling_factor: float = 2.446
-    q_lora_rank: int | None = None
-    n_group: int = 1
-    topk_group: int = 1
     first_k_dense_replace: int = 1
-    max_position_embeddings: int = 1048576
-    rms_norm_eps: float = 1e-5
     rope_interleave: bool = False
-    layer_types: tuple[str, ...] | None = None
-    mlp_layer_types: tuple[str, ...] | None = None
-    linear_head_dim: int = 128
-    linear_num_heads: int = 32
-    linear_conv_kernel_dim: int = 4
+    mlp_layer_types: tuple[str, ...] | None
+    linear_head_dim: int
+    linear_num_heads: int
+    linear_conv_kernel_dim: int
 
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Laguna: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import EXPERT_MLPS, HEAD_NORMS, PRE_NORMS, SHARED, decoder_table, mlp_rows, when
 from tpuconv.models.common.sparse import SparseConfig
@@ -17,7 +17,7 @@ FULL_ROTARY = 0.5
 """The part of a head with rotary positions, in these layers, of a config.json without any."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(SparseConfig, TwoPartialRopesConfig):
     """The keys of config.json. Layers with the window may have another number of query heads, N in layers with it and q
     in the others. Experts are chosen among all, and their weights are normalized."""
@@ -37,29 +37,13 @@ class Config(SparseConfig, TwoPartialRopesConfig):
     full_every: ClassVar[int] = 1
     rotary_part: ClassVar[float] = 1.0
 
-    vocab_size: int = 100352
-    hidden_size: int = 2048
-    intermediate_size: int = 8192
-    moe_intermediate_size: int = 512
-    shared_expert_intermediate_size: int = 512
-    num_hidden_layers: int = 40
-    num_attention_heads: int = 48
-    num_attention_heads_per_layer: tuple[int, ...] | None = None
-    num_key_value_heads: int | None = 8
-    head_dim: int | None = 128
-    n_routed_experts: int = 256
+    shared_expert_intermediate_size: int
+    num_attention_heads_per_layer: tuple[int, ...] | None
     n_shared_experts: int = 1
-    routed_scaling_factor: float = 1.0
-    num_experts_per_tok: int = 8
-    moe_router_logit_softcapping: float = 0.0
+    moe_router_logit_softcapping: float
     first_k_dense_replace: int = 1
-    max_position_embeddings: int = 131072
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    gating: bool | str = True
-    sliding_window: int | None = 512
-    layer_types: tuple[str, ...] | None = None
+    attention_bias: bool
+    gating: bool | str
     rope: Rope = LAGUNA_ROPE
     local_rope: Rope = PLAIN_ROPE
     full_rotary: float = FULL_ROTARY

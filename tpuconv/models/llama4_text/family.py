@@ -1,13 +1,13 @@
 """The text model of Llama 4, Scout and Maverick: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from typing import Any, ClassVar, Self
 
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import (
     ATTENTION,
     ATTN_NORM,
@@ -22,15 +22,11 @@ from tpuconv.models.common.rows import (
 from tpuconv.models.registry import family
 from tpuconv.sources.config import encoding_of
 
-LLAMA4_ROPE = Rope(theta=500_000.0)
-"""The rotary positions of a config.json without any."""
-
-
 ONE_BY_ONE = ("compressed-tensors", "awq", "gptq")
 """Encodings whose releases have the experts of a layer as matrices of their own."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(DecoderConfig):
     """The keys of config.json, and whether each expert has its own tensors. `intermediate_size` is the width of
     experts, `intermediate_size_mlp` that of layers without experts. In spite of its name, `no_rope_layers` is 1 for
@@ -39,33 +35,21 @@ class Config(DecoderConfig):
     model_type: ClassVar[str] = "llama4_text"
     derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"is_one_by_one"}
     least: ClassVar = {"attn_temperature_tuning": 0}
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": LLAMA4_ROPE.theta}
 
-    vocab_size: int = 202048
-    hidden_size: int = 5120
-    intermediate_size: int = 8192
-    intermediate_size_mlp: int = 16384
-    num_hidden_layers: int = 48
-    num_attention_heads: int = 40
-    num_key_value_heads: int | None = 8
-    head_dim: int | None = 128
-    max_position_embeddings: int = 131072
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    num_experts_per_tok: int = 1
-    num_local_experts: int = 16
-    moe_layers: tuple[int, ...] | None = None
-    interleave_moe_layer_step: int = 1
-    use_qk_norm: bool = True
-    rope: Rope = LLAMA4_ROPE
-    no_rope_layers: tuple[int, ...] | None = None
-    no_rope_layer_interval: int = 4
-    attention_chunk_size: int | None = 8192
-    layer_types: tuple[str, ...] | None = None
-    attn_temperature_tuning: bool | int = True
-    floor_scale: float = 8192
-    attn_scale: float = 0.1
-    attention_bias: bool = False
+    intermediate_size_mlp: int
+    num_experts_per_tok: int
+    num_local_experts: int
+    moe_layers: tuple[int, ...] | None
+    interleave_moe_layer_step: int
+    use_qk_norm: bool
+    no_rope_layers: tuple[int, ...] | None
+    no_rope_layer_interval: int
+    attention_chunk_size: int | None
+    layer_types: tuple[str, ...] | None
+    attn_temperature_tuning: bool | int
+    floor_scale: float
+    attn_scale: float
+    attention_bias: bool
     is_one_by_one: bool = False
 
     @classmethod

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention, deinterleave, normalize
-from tpuconv.models.common.moe import Experts
+from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.llama4_text.family import Config
 
@@ -69,7 +69,7 @@ class MLP(nnx.Module):
         return self.down(nnx.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
-class MoE(Experts):
+class MoE(GatedExperts):
     """The X chosen experts and the shared expert, x [B, T, D] to [B, T, D]. An expert's weight scales its input instead
     of its output."""
 

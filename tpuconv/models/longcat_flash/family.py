@@ -1,20 +1,17 @@
 """LongCat-Flash: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, MTP_INPUTS, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import family
 
-LONGCAT_ROPE = Rope(theta=1e7)
-"""The rotary positions of a config.json without any."""
 
-
-@dataclass(frozen=True)
+@family_config
 class Config(deepseek_v3.Config):
     """The keys of config.json. A layer has two attentions and two MLPs, and experts beside the second ones.
     `zero_expert_num` experts return their input."""
@@ -31,7 +28,6 @@ class Config(deepseek_v3.Config):
         "first_k_dense_replace": (0,),
     }
     least: ClassVar = {"num_nextn_predict_layers": 0, "first_k_dense_replace": 0, "zero_expert_num": 0}
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": LONGCAT_ROPE.theta}
     hf_names: ClassVar[Mapping[str, str]] = {
         "num_hidden_layers": "num_layers",
         "intermediate_size": "ffn_hidden_size",
@@ -39,26 +35,14 @@ class Config(deepseek_v3.Config):
         "num_experts_per_tok": "moe_topk",
     }
 
-    vocab_size: int = 131072
-    hidden_size: int = 6144
-    intermediate_size: int = 12288
-    moe_intermediate_size: int = 2048
-    num_hidden_layers: int = 28
     num_nextn_predict_layers: int = 0
-    num_attention_heads: int = 64
-    num_key_value_heads: int | None = None
-    n_routed_experts: int = 512
     n_shared_experts: int | None = None
-    zero_expert_num: int = 256
-    routed_scaling_factor: float = 6.0
-    q_lora_rank: int = 1536
+    zero_expert_num: int
+    q_lora_rank: int
     n_group: int = 1
     topk_group: int = 1
-    num_experts_per_tok: int = 12
     first_k_dense_replace: int = 0
-    max_position_embeddings: int = 131072
-    rms_norm_eps: float = 1e-5
-    rope: Rope = LONGCAT_ROPE
+    head_dim: int | None = None
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

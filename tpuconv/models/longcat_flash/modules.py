@@ -11,7 +11,7 @@ from tpuconv.models.common import mtp
 from tpuconv.models.common.blocks import GatedMLP, PreNormBlock
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, exact_product, times
-from tpuconv.models.common.moe import Experts
+from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v3.modules import Latent
@@ -52,7 +52,7 @@ class Router(nnx.Module):
         return ids_BTX, jnp.take_along_axis(probs_BTz, ids_BTX, axis=-1) * self.factor
 
 
-class MoE(Experts):
+class MoE(GatedExperts):
     """The chosen experts, x [B, T, D] to [B, T, D]. Those with the highest ids return their input."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):

@@ -1,11 +1,11 @@
 """MiMo-V2-Flash: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.kinds import numbered_kinds
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import (
@@ -40,7 +40,7 @@ THETAS = {"full_attention": MIMO_ROPE.theta, "sliding_attention": MIMO_LOCAL_ROP
 """The part of a head with rotary positions, and their bases, of a config.json without."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(SparseConfig, TwoPartialRopesConfig):
     """The keys of config.json. Layers with the window have twice as many key-value heads, sinks and rotary positions of
     their own, `local_rope`. Keys of the release that transformers replaces by others are read as these, or must agree
@@ -60,27 +60,11 @@ class Config(SparseConfig, TwoPartialRopesConfig):
     nullable: ClassVar[frozenset[str]] = frozenset({"routed_scaling_factor", "n_shared_experts"})
     rotary_part: ClassVar[float] = ROTARY_PART
 
-    vocab_size: int = 152576
-    hidden_size: int = 4096
-    intermediate_size: int = 16384
-    moe_intermediate_size: int = 2048
-    num_hidden_layers: int = 48
-    num_attention_heads: int = 64
-    num_key_value_heads: int | None = 4
-    head_dim: int | None = 192
-    v_head_dim: int = 128
-    attention_value_scale: float | None = 0.707
-    n_routed_experts: int = 256
+    v_head_dim: int
+    attention_value_scale: float | None
     n_shared_experts: int = 0
-    routed_scaling_factor: float = 1.0
-    num_experts_per_tok: int = 8
     first_k_dense_replace: int = 1
-    max_position_embeddings: int = 131072
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    sliding_window: int | None = 129
-    layer_types: tuple[str, ...] | None = None
+    attention_bias: bool
     rope: Rope = MIMO_ROPE
     local_rope: Rope = MIMO_LOCAL_ROPE
     full_rotary: float = ROTARY_PART

@@ -1,15 +1,14 @@
 """MiniMax-M3, the text model saved on its own: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.kinds import faults_of_kinds, numbered_kinds
 from tpuconv.models.common.partial_rope import PartialRopeConfig
-from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
     CORRECTED_ROUTER,
@@ -22,9 +21,6 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import MLP_KINDS, ChosenExperts, MixedMLPs
 from tpuconv.models.registry import family
-
-M3_ROPE = Rope(theta=5_000_000.0)
-"""The rotary positions of a config.json without any."""
 
 M3_FULL, M3_SPARSE = "full_attention", "minimax_m3_sparse"
 """The `layer_types` of layers that attend to all tokens, and to selected blocks of them."""
@@ -42,7 +38,7 @@ SPARSE_ONLY = {"use_sparse_attention": True, "sparse_score_type": "max", "sparse
 """Keys of `sparse_attention_config` that have one value."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(MixedMLPs, ChosenExperts, PartialRopeConfig):
     """The keys of config.json. `intermediate_size` is the width of one expert. Keys of the release that transformers
     replaces by others are read as these, or must agree with them: `sparse_attention_config`, `moe_layer_freq` and
@@ -63,34 +59,23 @@ class Config(MixedMLPs, ChosenExperts, PartialRopeConfig):
     }
     least: ClassVar[Mapping[str, int]] = {"index_local_blocks": 0}
     left_out: ClassVar[frozenset[str]] = frozenset({"sparse_attention_config", "moe_layer_freq", "rotary_dim"})
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": M3_ROPE.theta}
 
-    vocab_size: int = 200064
-    hidden_size: int = 6144
-    intermediate_size: int = 3072
-    dense_intermediate_size: int = 12288
-    shared_intermediate_size: int = 3072
-    num_hidden_layers: int = 60
-    num_attention_heads: int = 64
-    num_key_value_heads: int | None = 4
-    head_dim: int = 128
-    num_local_experts: int = 128
-    num_experts_per_tok: int = 4
-    routed_scaling_factor: float = 2.0
-    mlp_layer_types: tuple[str, ...] | None = None
-    swiglu_alpha: float = 1.702
-    swiglu_limit: float = 7.0
-    max_position_embeddings: int = 524288
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    rope: Rope = M3_ROPE
+    dense_intermediate_size: int
+    shared_intermediate_size: int
+    head_dim: int
+    num_local_experts: int
+    num_experts_per_tok: int
+    routed_scaling_factor: float
+    mlp_layer_types: tuple[str, ...] | None
+    swiglu_alpha: float
+    swiglu_limit: float
     partial_rotary_factor: float = 1.0
-    layer_types: tuple[str, ...] | None = None
-    index_n_heads: int = 4
-    index_head_dim: int = 128
-    index_block_size: int = 128
-    index_topk_blocks: int = 16
-    index_local_blocks: int = 1
+    layer_types: tuple[str, ...] | None
+    index_n_heads: int
+    index_head_dim: int
+    index_block_size: int
+    index_topk_blocks: int
+    index_local_blocks: int
 
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from tpuconv.models.common import blocks
 from tpuconv.models.common.cache import KV, IndexKeys, append_kv, write_slots
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import MASKED_SCORE, CenteredRMSNorm, Einsum, Keys, apply_rope, times
-from tpuconv.models.common.moe import Expert, Experts, Rows, routed
+from tpuconv.models.common.moe import Expert, GatedExperts, Rows, routed
 from tpuconv.models.common.placement import placed, rules_for
-from tpuconv.models.minimax_m2.modules import Router
 from tpuconv.models.minimax_m3_vl_text.family import Config
+from tpuconv.models.modules.minimax import Router
 
 
 class MaxBlockIndexer(nnx.Module):
@@ -129,13 +129,13 @@ class MLP(blocks.GatedMLP):
         return self.down(swiglu_oai(self.gate(x_BTD), self.up(x_BTD), self.config))
 
 
-class MoE(Experts):
+class MoE(GatedExperts):
     """The chosen experts, with a factor, and the shared one, x [B, T, D] to [B, T, D]."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
         self.config = config
-        self.router = Router(config, dtype=dtype, keys=keys)  # type: ignore[arg-type]
+        self.router = Router(config, dtype=dtype, keys=keys)
         self.shared = MLP(config, "W", dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]

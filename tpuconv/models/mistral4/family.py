@@ -1,23 +1,20 @@
 """Mistral 4: the text model's config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.mapping.table import Map
-from tpuconv.models.common.rope import PARAMETER_KEYS, Rope, check_rope_keys
+from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.growing import GrowingQueries
+from tpuconv.models.common.rope import PARAMETER_KEYS, check_rope_keys
 from tpuconv.models.common.rows import SHARED_EXPERT_ROWS, STACKED_EXPERTS, decoder_table, mlp_rows
 from tpuconv.models.common.wrapper import LLAVA, WrapperConfig, inside
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
-from tpuconv.models.ministral3.family import GrowingQueries
 from tpuconv.models.registry import family
 
-MISTRAL4_ROPE = Rope("yarn", factor=128.0, original_max_position_embeddings=8192, mscale=1.0, mscale_all_dim=1.0)
-"""The rotary positions of a config.json without any."""
 
-
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, GrowingQueries, deepseek_v3.Config):
     """The keys of `text_config`. `head_dim`, the width of a query, follows from other keys."""
 
@@ -28,24 +25,21 @@ class Config(WrapperConfig, GrowingQueries, deepseek_v3.Config):
     left_out: ClassVar[frozenset[str]] = frozenset({"head_dim"})
     derived: ClassVar[frozenset[str]] = deepseek_v3.Config.derived | {"llama_4_scaling_beta"}
     default_rope: ClassVar[Mapping[str, Any]] = {
-        "rope_type": MISTRAL4_ROPE.type,
-        "rope_theta": MISTRAL4_ROPE.theta,
-        "factor": MISTRAL4_ROPE.factor,
-        "original_max_position_embeddings": MISTRAL4_ROPE.original_max_position_embeddings,
-        "mscale": MISTRAL4_ROPE.mscale,
-        "mscale_all_dim": MISTRAL4_ROPE.mscale_all_dim,
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 128.0,
+        "original_max_position_embeddings": 8192,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
     }
 
     vocab_size: int = 131072
     hidden_size: int = 4096
     intermediate_size: int = 12288
-    moe_intermediate_size: int = 2048
     num_hidden_layers: int = 36
-    num_nextn_predict_layers: int = 1
     num_attention_heads: int = 32
     num_key_value_heads: int | None = 32
     n_routed_experts: int = 128
-    n_shared_experts: int | None = 1
     routed_scaling_factor: float = 1.0
     kv_lora_rank: int = 256
     q_lora_rank: int | None = 1024
@@ -55,7 +49,6 @@ class Config(WrapperConfig, GrowingQueries, deepseek_v3.Config):
     num_experts_per_tok: int = 4
     first_k_dense_replace: int = 0
     max_position_embeddings: int = 1048576
-    rope: Rope = MISTRAL4_ROPE
     llama_4_scaling_beta: float = 0.1
 
     @classmethod

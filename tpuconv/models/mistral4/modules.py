@@ -10,8 +10,8 @@ from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import Einsum, Keys
 from tpuconv.models.common.placement import placed
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
-from tpuconv.models.ministral3.modules import grown
 from tpuconv.models.mistral4.family import Config
+from tpuconv.models.modules.mistral import grown
 
 
 class Attention(deepseek_v3.Attention):

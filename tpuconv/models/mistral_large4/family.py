@@ -1,21 +1,18 @@
 """Mistral Large 4: the text model's config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import FURTHER_TOKENS, NUMBERED_EXPERT_MLPS, when
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig
 from tpuconv.models.glm_moe_dsa import family as glm_moe_dsa
 from tpuconv.models.registry import family
 
-MISTRAL_LARGE4_ROPE = Rope("yarn", factor=2048.0, original_max_position_embeddings=512, attention_factor=1.0)
-"""The rotary positions of a config.json without any."""
 
-
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, glm_moe_dsa.Config):
     """The keys of `text_config`. `no_rope_layers` has 1 for a layer WITH rotary positions; without it every
     `no_rope_layer_interval`-th layer has none. In layers without, the R dimensions of a head that others rotate count
@@ -28,31 +25,20 @@ class Config(WrapperConfig, glm_moe_dsa.Config):
         *("q_lora_rank", "num_nextn_predict_layers", "norm_topk_prob", "rope_interleave"),
     }
     default_rope: ClassVar[Mapping[str, Any]] = {
-        "rope_type": MISTRAL_LARGE4_ROPE.type,
-        "rope_theta": MISTRAL_LARGE4_ROPE.theta,
-        "factor": MISTRAL_LARGE4_ROPE.factor,
-        "original_max_position_embeddings": MISTRAL_LARGE4_ROPE.original_max_position_embeddings,
-        "attention_factor": MISTRAL_LARGE4_ROPE.attention_factor,
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2048.0,
+        "original_max_position_embeddings": 512,
+        "attention_factor": 1.0,
     }
 
-    vocab_size: int = 204800
-    intermediate_size: int = 24576
-    moe_intermediate_size: int = 6144
-    num_hidden_layers: int = 72
     num_nextn_predict_layers: int = 0
-    n_routed_experts: int = 128
-    routed_scaling_factor: float = 1.0
     q_lora_rank: int | None = None  # type: ignore[assignment]
-    qk_nope_head_dim: int = 64
-    v_head_dim: int = 128
-    num_experts_per_tok: int = 4
-    first_k_dense_replace: int = 1
-    max_position_embeddings: int = 1048576
-    rope: Rope = MISTRAL_LARGE4_ROPE
-    no_rope_layers: tuple[int, ...] | None = None
+    no_rope_layers: tuple[int, ...] | None
     no_rope_layer_interval: int = 4
-    kv_source_layers: tuple[int, ...] | None = None
-    final_logit_softcapping: float = 30.0
+    kv_source_layers: tuple[int, ...] | None
+    final_logit_softcapping: float
+    head_dim: int | None = None
 
     def contradictions(self) -> Iterator[str]:
         for key, given in (("no_rope_layers", self.with_rope), ("kv_source_layers", self.kv_sources)):

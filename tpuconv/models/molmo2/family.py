@@ -1,18 +1,18 @@
 """Molmo 2: the text model's config and mapping table."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import HEAD_NORMS, NORMS_OF_ALL_HEADS, when
 from tpuconv.models.common.wrapper import SEES, WrapperConfig, inside
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, DecoderConfig):
     """The keys of `text_config`. `qk_norm_type` is "qwen3", norms of each head of queries and keys, or "olmo", norms of
     all heads together. With `norm_after` norms follow attention and MLP, in place of preceding them. Layers outside of
@@ -24,22 +24,11 @@ class Config(WrapperConfig, DecoderConfig):
     left_out: ClassVar[frozenset[str]] = frozenset({"tie_word_embeddings"})
     outside_keys: ClassVar[frozenset[str]] = frozenset({"adapter_config", "vit_config"})
 
-    vocab_size: int = 151936
-    additional_vocab_size: int = 128
-    hidden_size: int = 4096
-    intermediate_size: int = 12288
-    num_hidden_layers: int = 36
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 8
-    head_dim: int | None = 128
-    max_position_embeddings: int = 36864
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
-    rope_scaling_layers: tuple[int, ...] | None = None
-    attention_bias: bool = False
-    qk_norm_type: str = "qwen3"
-    norm_after: bool = False
+    additional_vocab_size: int
+    rope_scaling_layers: tuple[int, ...] | None
+    attention_bias: bool
+    qk_norm_type: str
+    norm_after: bool
 
     @property
     def axes(self) -> dict[str, Any]:

@@ -1,18 +1,16 @@
 """Muse Glimmer: the text model's config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
-from tpuconv.models.common.rows import MLP, decoder_table
+from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.rows import BIASED_ATTENTION, MLP, SANDWICH_NORMS, decoder_table
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
-from tpuconv.models.gemma.family import BIASED_ATTENTION
-from tpuconv.models.gemma2.family import NORMS
 from tpuconv.models.registry import family
 
 FULL_EVERY = 4
@@ -20,7 +18,7 @@ FULL_EVERY = 4
 rotary positions."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, PatternConfig):
     """The keys of `text_config`. A layer whose entry of `layer_rope_theta` is 0 has no rotary positions; those of the
     others are `rope_parameters`."""
@@ -28,25 +26,12 @@ class Config(WrapperConfig, PatternConfig):
     model_type: ClassVar[str] = "muse_glimmer"
     only: ClassVar = {"hidden_activation": ("silu",)}
 
-    vocab_size: int = 202048
-    hidden_size: int = 6656
-    intermediate_size: int = 19968
-    num_hidden_layers: int = 52
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 2
-    head_dim: int | None = 128
-    max_position_embeddings: int = 131072
-    rms_norm_eps: float = 1e-5
-    post_norm_eps: float = 1e-8
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
-    attention_bias: bool = False
-    sliding_window: int | None = 2048
-    layer_types: tuple[str, ...] | None = None
-    layer_rope_theta: tuple[float, ...] | None = None
-    qk_scale_factor: float = 3.87
-    output_multiplier: float = 0.19611613513818404
-    final_logit_softcapping: float = 20.0
+    post_norm_eps: float
+    attention_bias: bool
+    layer_rope_theta: tuple[float, ...] | None
+    qk_scale_factor: float
+    output_multiplier: float
+    final_logit_softcapping: float
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
@@ -93,7 +78,7 @@ class Config(WrapperConfig, PatternConfig):
 
 TABLE = inside(
     decoder_table(
-        *NORMS,
+        *SANDWICH_NORMS,
         *BIASED_ATTENTION,
         Map("self_attn.gate_proj.weight", "attn.gate.kernel", "(N H) D -> D N H"),
         *under("mlp", "mlp", *MLP),

@@ -1,53 +1,44 @@
 """Muse Spark: the text model's config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map
-from tpuconv.models.common.rope import Rope
-from tpuconv.models.common.rows import ATTN_NORM, CORRECTED_ROUTER, decoder_table, mlp_rows
+from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.rows import (
+    ATTN_NORM,
+    BIASED_ATTENTION,
+    CORRECTED_ROUTER,
+    SANDWICH_NORMS,
+    decoder_table,
+    mlp_rows,
+)
 from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs
 from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, inside
-from tpuconv.models.gemma.family import BIASED_ATTENTION
-from tpuconv.models.gemma2.family import NORMS
 from tpuconv.models.muse_glimmer import family as muse_glimmer
 from tpuconv.models.registry import family
 
-MUSE_ROPE = Rope(theta=500_000.0)
-"""The rotary positions of a config.json without any."""
 
-
-@dataclass(frozen=True)
+@family_config
 class Config(MixedMLPs, ChosenExperts, muse_glimmer.Config):
     """The keys of `text_config`. Without `mlp_layer_types` all layers have experts."""
 
     model_type: ClassVar[str] = "muse_spark"
     experts_key: ClassVar[str] = "num_local_experts"
     only: ClassVar = {}
-    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": MUSE_ROPE.theta}
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": 500000.0}
     # As DeepSeek V3's router reads them.
     n_group: ClassVar[int] = 1
     topk_group: ClassVar[int] = 1
     norm_topk_prob: ClassVar[bool] = True
 
-    hidden_size: int = 8192
-    intermediate_size: int = 16384
-    num_hidden_layers: int = 62
-    num_attention_heads: int = 128
-    num_key_value_heads: int | None = 16
-    head_dim: int | None = 64
-    max_position_embeddings: int = 1048576
-    rope: Rope = MUSE_ROPE
-    qk_scale_factor: float = 5.4730064863875
-    output_multiplier: float = 0.1767766952966369
-    moe_intermediate_size: int = 4096
-    moe_hidden_size: int = 4096
-    num_local_experts: int = 256
-    num_experts_per_tok: int = 8
-    routed_scaling_factor: float = 1.0
-    mlp_layer_types: tuple[str, ...] | None = None
-    residual_gate_temperature: float = 0.3
+    moe_intermediate_size: int
+    moe_hidden_size: int
+    num_local_experts: int
+    num_experts_per_tok: int
+    routed_scaling_factor: float
+    mlp_layer_types: tuple[str, ...] | None
+    residual_gate_temperature: float
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -64,7 +55,7 @@ class Config(MixedMLPs, ChosenExperts, muse_glimmer.Config):
 TABLE = inside(
     decoder_table(
         ATTN_NORM,
-        *NORMS[2:],
+        *SANDWICH_NORMS[2:],
         *BIASED_ATTENTION,
         Map("self_attn.gate_proj.weight", "attn.gate.kernel", "(N H) D -> D N H"),
         Map("post_attention_residual_gate.gate", "attn_residual.gate", "D"),

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.blocks import PreNormBlock
 from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys, RMSNorm, normalize
-from tpuconv.models.common.moe import Experts
+from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.muse_glimmer import modules as muse_glimmer
 from tpuconv.models.muse_spark.family import Config
@@ -43,7 +43,7 @@ class Router(deepseek_v3.Router):
         return logits_BTE
 
 
-class MoE(Experts):
+class MoE(GatedExperts):
     """The chosen experts, x [B, T, D] to [B, T, D]. They read a latent vector and write one, which is normalized for
     each of them."""
 

@@ -1,10 +1,10 @@
 """Nemotron 3.5 Transcribe: the text model's config and mapping tables."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.forms import Forms
 from tpuconv.mapping.table import Map, MappingTable, is_of_mtp, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import FURTHER_TOKENS, when
 from tpuconv.models.common.wrapper import HEARS, WrapperConfig
 from tpuconv.models.nemotron_h import family as nemotron_h
@@ -36,7 +36,7 @@ SPEECH_EXPERTS: tuple[Forms, ...] = tuple(
 """The experts of releases, which have no gate, and those that transformers writes."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(WrapperConfig, nemotron_h.Config):
     """The keys of `text_config`. Layers for multi-token prediction are not read."""
 

@@ -1,12 +1,13 @@
 """Nemotron-H, Nemotron Nano 2 and Nemotron 3: config and mapping table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import NO_LIMIT, OLDER_KINDS, MambaConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
+from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
     FURTHER_TOKENS,
@@ -37,7 +38,7 @@ UNREAD_KEYS = {
 """Keys of releases that the model of the reference does not read, though its config has them."""
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(GroupedExperts, MambaConfig):
     """The keys of config.json. Each layer is one part: Mamba-2, attention, an MLP or experts. `num_hidden_layers` and
     `n_shared_experts` have no effect."""
@@ -71,40 +72,22 @@ class Config(GroupedExperts, MambaConfig):
     }
     left_out: ClassVar[frozenset[str]] = frozenset({*PATTERN_KEYS, *UNREAD_KEYS})
 
-    vocab_size: int = 131072
-    hidden_size: int = 4096
-    intermediate_size: int = 21504
     num_hidden_layers: int = 4
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 8
-    head_dim: int = 128
-    max_position_embeddings: int = 4096
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
-    mlp_bias: bool = False
-    layer_types: tuple[str, ...] | None = None
-    mamba_n_heads: int = 128
-    mamba_n_groups: int = 8
-    mamba_d_state: int = 128
-    mamba_d_head: int | None = 64
-    mamba_d_conv: int = 4
-    mamba_expand: int = 2
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
+    head_dim: int
+    mlp_bias: bool
     time_step_limit: tuple[float, ...] = (0.0, NO_LIMIT)
-    time_step_min: float = 0.001
-    n_routed_experts: int = 8
-    n_shared_experts: int = 1
-    moe_intermediate_size: int = 7688
-    moe_shared_expert_intermediate_size: int = 7688
-    moe_latent_size: int | None = None
-    num_experts_per_tok: int = 2
-    routed_scaling_factor: float = 1.0
-    n_group: int = 1
-    topk_group: int = 1
-    norm_topk_prob: bool = True
-    num_nextn_predict_layers: int = 0
+    time_step_min: float
+    n_routed_experts: int
+    n_shared_experts: int
+    moe_intermediate_size: int
+    moe_shared_expert_intermediate_size: int
+    moe_latent_size: int | None
+    num_experts_per_tok: int
+    routed_scaling_factor: float
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    num_nextn_predict_layers: int
     mtp_layers_block_type: tuple[str, ...] | None = None
 
     @classmethod

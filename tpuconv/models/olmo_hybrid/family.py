@@ -1,10 +1,10 @@
 """OLMo Hybrid: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, check_rope_keys
 from tpuconv.models.common.rows import (
@@ -20,32 +20,20 @@ from tpuconv.models.common.rows import (
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(StateConfig):
     """The keys of config.json. With a `rope_theta` of null there are no rotary positions, as in the releases."""
 
     model_type: ClassVar[str] = "olmo_hybrid"
 
-    vocab_size: int = 100352
-    hidden_size: int = 3840
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 30
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    max_position_embeddings: int = 65536
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
     has_rope: bool = True
-    attention_bias: bool = False
-    layer_types: tuple[str, ...] | None = None
-    linear_num_key_heads: int | None = None
-    linear_num_value_heads: int | None = None
-    linear_key_head_dim: int | None = None
-    linear_value_head_dim: int | None = None
-    linear_conv_kernel_dim: int = 4
-    linear_allow_neg_eigval: bool = True
+    attention_bias: bool
+    linear_num_key_heads: int | None
+    linear_num_value_heads: int | None
+    linear_key_head_dim: int | None
+    linear_value_head_dim: int | None
+    linear_conv_kernel_dim: int
+    linear_allow_neg_eigval: bool
 
     derived: ClassVar = StateConfig.derived | {"has_rope"}
 

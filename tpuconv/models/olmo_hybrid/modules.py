@@ -5,12 +5,13 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
+from tpuconv.models.build import attention_class
 from tpuconv.models.common.blocks import GatedMLP, PostNormBlock, PreNormBlock
 from tpuconv.models.common.delta import DeltaNet, DeltaState
 from tpuconv.models.common.layers import Keys, RMSNorm, ScaledRMSNorm
 from tpuconv.models.common.recurrence import HybridDecoder
-from tpuconv.models.olmo2.modules import Attention
 from tpuconv.models.olmo_hybrid.family import Config
+from tpuconv.models.parts import Attn
 
 DELTA_EPS = 1e-5
 """Epsilon of the norm after linear attention. config.json has only the epsilon of other norms."""
@@ -39,7 +40,7 @@ class LinearBlock(PreNormBlock):
 class FullBlock(PostNormBlock):
     """One layer: attention and an MLP, each before a norm, with residual connections."""
 
-    attention_type = Attention
+    attention_type = attention_class(Attn("attention_bias", norms="all heads", rope="halves in float32"), ScaledRMSNorm)
     norm_type = ScaledRMSNorm
 
 

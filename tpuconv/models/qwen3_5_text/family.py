@@ -1,43 +1,26 @@
 """Qwen3.5, dense, the text model: config and mapping table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.mrope import MropeConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import FURTHER_TOKENS, MLP, PRE_NORMS, decoder_table
 from tpuconv.models.common.wrapper import SEES
 from tpuconv.models.qwen3_next.family import FULL_ROWS, LINEAR_ROWS, HybridConfig, further_rows
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(MropeConfig, HybridConfig):
     """The keys of config.json."""
 
     model_type: ClassVar[str] = "qwen3_5_text"
     only: ClassVar = {"attn_output_gate": (True,), "mlp_only_layers": ([], None)}
 
-    vocab_size: int = 248320
-    hidden_size: int = 4096
-    intermediate_size: int = 12288
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 16
-    num_key_value_heads: int | None = 4
-    head_dim: int = 256
-    max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
+    head_dim: int
     partial_rotary_factor: float = 0.25
-    attention_bias: bool = False
-    linear_conv_kernel_dim: int = 4
-    linear_key_head_dim: int = 128
-    linear_value_head_dim: int = 128
-    linear_num_key_heads: int = 16
-    linear_num_value_heads: int = 32
-    layer_types: tuple[str, ...] | None = None
+    attention_bias: bool
     full_attention_interval: int = 4
 
 

@@ -1,13 +1,12 @@
 """Qwen3-Next: config and mapping table."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.partial_rope import PartialRopeConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
     FURTHER_TOKENS,
@@ -16,17 +15,16 @@ from tpuconv.models.common.rows import (
     O_BIAS,
     PRE_NORMS,
     QKV_BIAS,
-    SHARED,
+    SHARED_AND_PROBABLE_EXPERTS,
     decoder_table,
     mlp_rows,
     when,
 )
 from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs, stepped_mlp_kinds
-from tpuconv.models.qwen3_moe.family import MOE_ROWS
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class HybridConfig(StateConfig, PartialRopeConfig):
     """A decoder with linear attention in some layers: those with "linear_attention" in `layer_types` or, if that is
     absent, all but every `full_attention_interval`-th layer."""
@@ -65,39 +63,23 @@ class HybridConfig(StateConfig, PartialRopeConfig):
         }
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(ChosenExperts, MixedMLPs, HybridConfig):
     """The keys of config.json."""
 
     model_type: ClassVar[str] = "qwen3_next"
     only: ClassVar = {"use_sliding_window": (False, None)}
 
-    vocab_size: int = 151936
-    hidden_size: int = 2048
-    intermediate_size: int = 5632
-    moe_intermediate_size: int = 512
-    shared_expert_intermediate_size: int = 512
-    num_hidden_layers: int = 48
-    num_attention_heads: int = 16
-    num_key_value_heads: int | None = 2
-    head_dim: int = 256
-    num_experts: int = 512
-    num_experts_per_tok: int = 10
-    norm_topk_prob: bool = True
-    decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] | None = None
-    max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    rope: Rope = PLAIN_ROPE
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    head_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    decoder_sparse_step: int
+    mlp_only_layers: tuple[int, ...] | None
     partial_rotary_factor: float = 0.25
-    attention_bias: bool = False
-    linear_conv_kernel_dim: int = 4
-    linear_key_head_dim: int = 128
-    linear_value_head_dim: int = 128
-    linear_num_key_heads: int = 16
-    linear_num_value_heads: int = 32
-    layer_types: tuple[str, ...] | None = None
+    attention_bias: bool
     full_attention_interval: int = 4
 
     @property
@@ -148,19 +130,13 @@ GROUPED_INPUTS = (
     Map("in_proj_ba.weight", ("b.kernel", "a.kernel"), "(n (r + r)) D -> D n r, D n r"),
 )
 
-EXPERTS_AND_SHARED = (
-    *MOE_ROWS,
-    *under("shared_expert", "shared", *SHARED),
-    Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
-)
-
 TABLE = decoder_table(
     *PRE_NORMS,
     others=(
         *under("model.layers.{f}", "layers.{f}", *FULL_ROWS),
         *under("model.layers.{l}.linear_attn", "layers.{l}.attn", *GROUPED_INPUTS, *LINEAR_ROWS),
-        *mlp_rows(*EXPERTS_AND_SHARED),
-        *further_rows(*under("mlp", "moe", *EXPERTS_AND_SHARED)),
+        *mlp_rows(*SHARED_AND_PROBABLE_EXPERTS),
+        *further_rows(*under("mlp", "moe", *SHARED_AND_PROBABLE_EXPERTS)),
     ),
     ignore={"mtp.*": FURTHER_TOKENS},
 )

@@ -11,7 +11,7 @@ from tpuconv.models.common.delta import DeltaNet, DeltaState
 from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys
 from tpuconv.models.common.mtp import JoinedLayer
 from tpuconv.models.common.recurrence import HybridBlock, HybridDecoder
-from tpuconv.models.qwen2_moe.modules import MoE
+from tpuconv.models.modules.experts import SharedAndProbableExperts
 
 
 class Attention(blocks.NormedAttention):
@@ -40,7 +40,7 @@ class DeltaBlock(HybridBlock):
 class Block(DeltaBlock):
     """One layer: linear or full attention, then experts or an MLP, each after a norm, with residual connections."""
 
-    moe_type = MoE
+    moe_type = SharedAndProbableExperts
 
 
 class JoinedDeltaLayer(JoinedLayer):

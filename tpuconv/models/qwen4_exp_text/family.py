@@ -1,7 +1,6 @@
 """Qwen4-Exp, the text model: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, count, islice
 from math import isqrt
@@ -9,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import MOST_OF_A_SIZE
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.qwen3_5_moe_text import family as qwen3_5_moe_text
 from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH, OUTSIDE_TEXT
 from tpuconv.models.registry import family
@@ -36,7 +36,7 @@ class NGramHash(NamedTuple):
     rows: int
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(qwen3_5_moe_text.Config):
     """The keys of config.json. All layers have experts. Layers with full attention have an indexer; those of
     `ple_layer_ids`, which count from 1 and have linear attention, have embeddings of n-grams. transformers has no
@@ -56,25 +56,23 @@ class Config(qwen3_5_moe_text.Config):
     }
     left_out: ClassVar[frozenset[str]] = frozenset({"number_of_conv_states"})
 
-    num_experts: int = 512
-    num_experts_per_tok: int = 10
     partial_rotary_factor: float = 1.0
-    output_gate_type: str | None = None
-    hc_count: int = 4
-    hc_lowrank: int = 320
+    output_gate_type: str | None
+    hc_count: int
+    hc_lowrank: int
     indexer_n_heads: int = 4
     indexer_head_dim: int = 256
     indexer_budget: int = 2048
     indexer_compress_ratio: int = 4
-    ple_layer_ids: tuple[int, ...] | None = None
-    ple_embed_dim: int | None = None
-    ple_conv_kernel_size: int = 4
-    ngram_size: int = 3
-    heads_per_ngram: int = 8
-    ngram_vocab_size_base: int = 20_000_000
-    make_ngram_vocab_size_divisible_by: int = 128
-    seed: int = 1234
-    split_ngram_parts: int = 512
+    ple_layer_ids: tuple[int, ...] | None
+    ple_embed_dim: int | None
+    ple_conv_kernel_size: int
+    ngram_size: int
+    heads_per_ngram: int
+    ngram_vocab_size_base: int
+    make_ngram_vocab_size_divisible_by: int
+    seed: int
+    split_ngram_parts: int
     eos_token_id: int | tuple[int, ...] | None = None
 
     @classmethod

@@ -23,7 +23,7 @@ from tpuconv.models.common.layers import (
 from tpuconv.models.common.recurrence import HybridDecoder, LayerState, exact_einsum
 from tpuconv.models.common.selection import in_blocks, tokens_of_best_blocks
 from tpuconv.models.common.streams import by_stream, to_streams
-from tpuconv.models.qwen2_moe.modules import MoE
+from tpuconv.models.modules.experts import SharedAndProbableExperts
 from tpuconv.models.qwen3_next import modules as qwen3_next
 from tpuconv.models.qwen4_exp_text.family import Config
 from tpuconv.models.qwen4_exp_text.ngrams import NGrams, NGramState, StreamNorm
@@ -140,7 +140,7 @@ class Block(nnx.Module):
     """One layer, from residual streams to residual streams: embeddings of n-grams in some, then linear or full
     attention, then experts. A layer with n-grams returns their state beside its own."""
 
-    moe_type: ClassVar[Any] = MoE
+    moe_type: ClassVar[Any] = SharedAndProbableExperts
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         if layer in config.ngram_layers:

@@ -1,13 +1,13 @@
 """Step-3.5: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import MOST_IN_A_LIST
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope
 from tpuconv.models.common.rows import HEAD_NORMS, MLP, MTP_IGNORE, PRE_NORMS, SHARED, decoder_table
 from tpuconv.models.common.sparse import SparseConfig
@@ -15,7 +15,7 @@ from tpuconv.models.common.windows import TwoPartialRopesConfig
 from tpuconv.models.registry import family
 
 
-@dataclass(frozen=True)
+@family_config
 class Config(SparseConfig, TwoPartialRopesConfig):
     """The keys of config.json. Layers with the window have a number of query heads, and rotary positions, of their own.
     Gates and hidden activations of the layers with a number in `swiglu_limits` (of experts) or in
@@ -65,34 +65,17 @@ class Config(SparseConfig, TwoPartialRopesConfig):
     }
     rotary_part: ClassVar[float] = 1.0
 
-    vocab_size: int = 128815
-    hidden_size: int = 4096
-    intermediate_size: int = 11264
-    moe_intermediate_size: int = 1280
-    share_expert_dim: int = 1280
-    num_hidden_layers: int = 45
+    share_expert_dim: int
     num_nextn_predict_layers: int = 0
-    num_attention_heads: int = 64
-    num_sliding_attention_heads: int | None = None
-    num_key_value_heads: int | None = 8
-    head_dim: int | None = 128
-    query_pre_attn_scalar: float | None = None
-    n_routed_experts: int = 288
+    num_sliding_attention_heads: int | None
+    query_pre_attn_scalar: float | None
     n_shared_experts: int = 1
-    routed_scaling_factor: float = 1.0
-    num_experts_per_tok: int = 8
     first_k_dense_replace: int = 3
-    max_position_embeddings: int = 128000
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    sliding_window: int | None = None
-    layer_types: tuple[str, ...] | None = None
-    rope: Rope = PLAIN_ROPE
     local_rope: Rope = PLAIN_ROPE
     full_rotary: float = 1.0
     local_rotary: float = 1.0
-    swiglu_limits: tuple[float | None, ...] | None = None
-    swiglu_limits_shared: tuple[float | None, ...] | None = None
+    swiglu_limits: tuple[float | None, ...] | None
+    swiglu_limits_shared: tuple[float | None, ...] | None
 
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

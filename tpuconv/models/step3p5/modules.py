@@ -12,7 +12,7 @@ from tpuconv.models.common import blocks
 from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys, apply_rope, attention
-from tpuconv.models.common.moe import Expert, Experts, Rows, routed
+from tpuconv.models.common.moe import Expert, GatedExperts, Rows, routed
 from tpuconv.models.deepseek_v3.modules import Router
 from tpuconv.models.step3p5.family import Config
 
@@ -58,7 +58,7 @@ class MLP(blocks.GatedMLP):
         return self.down(limited(self.gate(x_BTD), self.up(x_BTD), self.limit))
 
 
-class MoE(Experts):
+class MoE(GatedExperts):
     """The chosen experts and the shared one, x [B, T, D] to [B, T, D], with limits of some layers."""
 
     limit = math.inf

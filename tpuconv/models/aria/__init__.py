@@ -1,1 +1,0 @@
-"""Aria, of which the text model is converted."""

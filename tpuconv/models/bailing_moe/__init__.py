@@ -1,1 +1,0 @@
-"""Ling 2 (Bailing)."""

@@ -1,1 +1,0 @@
-"""BLOOM and BLOOMZ."""

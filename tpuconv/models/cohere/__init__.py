@@ -1,1 +1,0 @@
-"""Cohere: Command R and R+."""

@@ -1,1 +1,0 @@
-"""Cohere 2: Command R7B and Command A."""

@@ -1,1 +1,0 @@
-"""The text model of North Micro Vision."""

@@ -1,1 +1,0 @@
-"""Cosmos 3 Edge, of which the text model is converted."""

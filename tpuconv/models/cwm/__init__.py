@@ -1,1 +1,0 @@
-"""Code World Model."""

@@ -1,1 +1,0 @@
-"""DeepSeek-OCR 2, of which the text model is converted."""

@@ -1,1 +1,0 @@
-"""DeepSeek V2 and V2-Lite."""

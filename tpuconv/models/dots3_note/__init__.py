@@ -1,1 +1,0 @@
-"""dots3.note, of which the text model is converted."""

@@ -1,1 +1,0 @@
-"""Emu3, of which the text model is converted."""

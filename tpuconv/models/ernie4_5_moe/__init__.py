@@ -1,1 +1,0 @@
-"""ERNIE 4.5, mixture of experts."""

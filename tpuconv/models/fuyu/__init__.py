@@ -1,1 +1,0 @@
-"""Fuyu, of which the text model is converted."""

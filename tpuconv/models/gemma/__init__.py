@@ -1,1 +1,0 @@
-"""Gemma, the first version."""

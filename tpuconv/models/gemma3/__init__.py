@@ -1,1 +1,0 @@
-"""Gemma 3 with its vision tower, of which the text model is converted."""

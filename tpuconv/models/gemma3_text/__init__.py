@@ -1,1 +1,0 @@
-"""Gemma 3, the text model on its own."""

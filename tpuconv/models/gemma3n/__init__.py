@@ -1,1 +1,0 @@
-"""Gemma 3n with vision and audio towers; only the text model is converted."""

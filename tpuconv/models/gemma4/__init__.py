@@ -1,1 +1,0 @@
-"""Gemma 4 with vision and audio towers; only the text model is converted."""

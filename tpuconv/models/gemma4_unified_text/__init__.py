@@ -1,1 +1,0 @@
-"""Gemma 4 without towers, the text model on its own."""

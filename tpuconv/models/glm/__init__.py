@@ -1,1 +1,0 @@
-"""GLM-4 of 2024 in the form of transformers."""

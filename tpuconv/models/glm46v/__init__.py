@@ -1,1 +1,0 @@
-"""GLM-4.6V-Flash, the text model."""

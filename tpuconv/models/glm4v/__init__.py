@@ -1,1 +1,0 @@
-"""GLM-4.1V, of which the text model is converted."""

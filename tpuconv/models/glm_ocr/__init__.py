@@ -1,1 +1,0 @@
-"""GLM-OCR, the text model."""

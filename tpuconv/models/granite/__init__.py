@@ -1,1 +1,0 @@
-"""Granite 3, dense."""

@@ -1,1 +1,0 @@
-"""Granite for Docling, the text model."""

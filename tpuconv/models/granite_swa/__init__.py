@@ -1,1 +1,0 @@
-"""Granite with sliding windows."""

@@ -1,1 +1,0 @@
-"""Granite 3, mixture of experts."""

@@ -1,1 +1,0 @@
-"""Granite 4, hybrid."""

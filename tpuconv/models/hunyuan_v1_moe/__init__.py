@@ -1,1 +1,0 @@
-"""Hunyuan, mixture of experts."""

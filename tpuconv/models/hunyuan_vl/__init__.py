@@ -1,1 +1,0 @@
-"""Hunyuan-VL, the text model."""

@@ -1,1 +1,0 @@
-"""HyperCLOVA X SEED."""

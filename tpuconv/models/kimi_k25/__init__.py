@@ -1,1 +1,0 @@
-"""Kimi K2.5, of which the text model is converted."""

@@ -1,1 +1,0 @@
-"""LFM2, mixture of experts."""

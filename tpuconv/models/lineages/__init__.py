@@ -1,0 +1,1 @@
+"""Families that are made of parts, by their lineages. None of these files needs jax."""

@@ -1,0 +1,150 @@
+"""Hunyuan: queries and keys are normalized after they got rotary positions."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.jsonfile import short
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.mrope import without_mrope
+from tpuconv.models.common.rope import LARGEST_ROPE_VALUE, PARAMETER_KEYS, Rope, check_rope_keys
+from tpuconv.models.common.rows import BIASED_ATTENTION, EXPERT_MLPS, SHARED
+from tpuconv.models.common.wrapper import SEES
+from tpuconv.models.declare import decoder, wrapper
+from tpuconv.models.parts import Attn, Experts, Mlp, Norms
+
+
+@family_config
+class HunyuanConfig(DecoderConfig):
+    """Rotary positions may be of the type `dynamic` with `alpha`."""
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """As `DecoderConfig.read_ropes`. The type `dynamic` with `alpha` means plain rotary positions with theta times
+        alpha^(H / (H - 2)); other parameters have no effect then."""
+        check_rope_keys(raw)
+        given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+        alpha = given.get("alpha")
+        if not alpha or given.get("rope_type", given.get("type")) != "dynamic":
+            return super().read_ropes(raw, context)
+        if type(alpha) not in (int, float) or not 0 < alpha <= LARGEST_ROPE_VALUE:
+            raise ConfigError(f"config.json: alpha={short(alpha)} of the rotary positions is not a positive number")
+        thetas = {key: value for key, value in [("rope_theta", given.get("rope_theta"))] if value is not None}
+        plain = super().read_ropes({"rope_theta": raw.get("rope_theta"), "rope_parameters": thetas}, context)["rope"]
+        width, heads = raw.get("hidden_size", cls.hidden_size), raw.get("num_attention_heads", cls.num_attention_heads)
+        head = raw.get("head_dim") or width // heads
+        if head <= 2:
+            raise ConfigError(f"config.json: alpha of the rotary positions needs a head_dim of more than {head}")
+        return {"rope": Rope(theta=plain.theta * alpha ** (head / (head - 2)))}
+
+
+HUNYUAN_V1_DENSE = decoder(
+    "hunyuan_v1_dense",
+    "Hunyuan 0.5B to 7B",
+    "HunYuanDenseV1ForCausalLM",
+    Norms(),
+    Attn(
+        "attention_bias",
+        norms="each head, after rotation",
+        rows=(
+            *BIASED_ATTENTION,
+            Map("self_attn.query_layernorm.weight", "attn.q_norm.scale", "H"),
+            Map("self_attn.key_layernorm.weight", "attn.k_norm.scale", "H"),
+        ),
+    ),
+    Mlp(),
+    config=HunyuanConfig,
+)
+
+BY_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
+"""Keys that may be lists with a number for each layer. They are read if all numbers are equal."""
+
+
+@family_config
+class HunyuanMoeConfig(HunyuanConfig):
+    """`intermediate_size` is the width of one expert, and of the shared one."""
+
+    num_experts: int
+    moe_topk: int
+    moe_intermediate_size: int | None = None
+    num_shared_expert: int | None = None
+
+    @classmethod
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        same = {}
+        for key in BY_LAYER:
+            if isinstance(values := raw.get(key), list) and values:
+                if any(value != values[0] for value in values):
+                    raise UnsupportedConfig(f"{key}={short(values)} differs by layer, which is not implemented")
+                same[key] = values[0]
+        return super().in_our_keys({**raw, **same})
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.moe_topk > self.num_experts:
+            yield f"moe_topk={self.moe_topk} is more than num_experts={self.num_experts}"
+        if (width := self.moe_intermediate_size) not in (None, self.intermediate_size):
+            yield f"moe_intermediate_size={width} is not intermediate_size={self.intermediate_size}"
+        if self.num_shared_expert not in (None, 1):
+            yield f"num_shared_expert={self.num_shared_expert} is not 1"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {
+            **super().axes,
+            "E": self.num_experts,
+            "M": self.intermediate_size,
+            "W": self.intermediate_size,
+        }
+
+
+HUNYUAN_V1_MOE = HUNYUAN_V1_DENSE.but(
+    "hunyuan_v1_moe",
+    "Hunyuan-A13B",
+    "HunYuanMoEV1ForCausalLM",
+    Experts(
+        module="modules.hunyuan:MoE",
+        rows=(
+            Map("gate.wg.weight", "router.kernel", "E D -> D E"),
+            *EXPERT_MLPS,
+            *under("shared_mlp", "shared", *SHARED),
+        ),
+    ),
+    config=HunyuanMoeConfig,
+)
+
+TOKEN_KEYS = frozenset({"im_start_id", "im_end_id", "im_newline_id", "pad_id"})
+"""Keys of tokens, without effect on logits."""
+
+
+class XdropeConfig:
+    """Reads rotary positions of releases of Hunyuan-VL."""
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """As Hunyuan's. Releases name the sections and the type of several positions for a token `xdrope`."""
+        out = without_mrope(raw)
+        for key in PARAMETER_KEYS:
+            if given := out.get(key):
+                plain = {k: value for k, value in given.items() if k != "xdrope_section"}
+                out[key] = {k: "dynamic" if value == "xdrope" else value for k, value in plain.items()}
+        read: dict[str, Any] = super().read_ropes(out, context)  # type: ignore[misc]
+        return read
+
+
+HUNYUAN_VL = wrapper(
+    "hunyuan_vl",
+    "HunyuanOCR, text",
+    "HunYuanVLForConditionalGeneration",
+    text=HUNYUAN_V1_DENSE,
+    mixins=(XdropeConfig,),
+    prefix="model.",
+    outside={"vit": SEES, "vision_tower": SEES},
+    flat=True,
+    tied=True,
+    outside_keys=TOKEN_KEYS,
+    left_out=TOKEN_KEYS,
+    defaults={"tie_word_embeddings": False},
+)

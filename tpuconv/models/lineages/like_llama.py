@@ -1,0 +1,196 @@
+"""Families that are Llama but for their norms, MLPs or activations."""
+
+from collections.abc import Iterator
+
+from tpuconv.mapping.table import Map, under
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.partial_rope import PartialRopeConfig
+from tpuconv.models.common.rows import ATTENTION, MLP, O_BIAS, PLAIN_MLP, QKV_BIAS, when
+from tpuconv.models.common.windows import OneWindow
+from tpuconv.models.declare import decoder
+from tpuconv.models.parts import Attn, Factors, Mlp, Norms
+
+NEMOTRON = decoder(
+    "nemotron",
+    "Nemotron-3 8B, Nemotron-4, Minitron",
+    "NemotronForCausalLM",
+    Norms(kind="centered layer"),
+    Attn("attention_bias"),
+    Mlp("plain", "relu2", bias="mlp_bias"),
+    config=PartialRopeConfig,
+    defaults={"partial_rotary_factor": 0.5},
+    hf_names={"rms_norm_eps": "norm_eps"},
+    only={"hidden_act": ("relu2",)},
+)
+
+JAIS2 = decoder(
+    "jais2",
+    "Jais 2 8B, 70B",
+    "Jais2ForCausalLM",
+    Norms(kind="layer"),
+    Attn("attention_bias"),
+    Mlp("plain", "relu2", bias="mlp_bias"),
+    hf_names={"rms_norm_eps": "layer_norm_eps"},
+    only={"hidden_act": ("relu2",)},
+)
+
+STARCODER2 = decoder(
+    "starcoder2",
+    "StarCoder2",
+    "Starcoder2ForCausalLM",
+    Norms(kind="layer"),
+    Attn("use_bias"),
+    Mlp(
+        "plain",
+        "gelu_tanh",
+        bias="use_bias",
+        rows=under(
+            "mlp",
+            "mlp",
+            Map("c_fc.weight", "up.kernel", "F D -> D F"),
+            Map("c_proj.weight", "down.kernel", "D F -> F D"),
+            *when("use_bias", Map("c_fc.bias", "up.bias", "F"), Map("c_proj.bias", "down.bias", "D")),
+        ),
+        keys=("sliding_window",),
+    ),
+    config=(OneWindow, DecoderConfig),
+    hf_names={"rms_norm_eps": "norm_epsilon"},
+    only={"hidden_act": ("gelu_pytorch_tanh",)},
+)
+
+
+class StableLmConfig(PartialRopeConfig):
+    """Attention and MLP may be side by side, after the same norm."""
+
+    use_parallel_residual: bool
+
+    @property
+    def has_two_norms(self) -> bool:
+        """True if the MLP has a norm of its own."""
+        return not self.use_parallel_residual
+
+
+STABLELM = decoder(
+    "stablelm",
+    "StableLM 2, StableLM 3B, StableCode",
+    "StableLmForCausalLM",
+    Norms(
+        kind="layer",
+        module="modules.like_llama:SideBySideBlock",
+        rows=(
+            Map("input_layernorm.weight", "attn_norm.scale", "D"),
+            Map("input_layernorm.bias", "attn_norm.bias", "D"),
+            *when(
+                "has_two_norms",
+                Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
+                Map("post_attention_layernorm.bias", "mlp_norm.bias", "D"),
+            ),
+        ),
+    ),
+    Attn(
+        "use_qkv_bias",
+        out_bias=False,
+        norms="all heads",
+        normed="qk_layernorm",
+        norm_kind="layer of heads",
+        rows=(
+            *ATTENTION,
+            *when("use_qkv_bias", *QKV_BIAS),
+            *when(
+                "qk_layernorm",
+                Map("self_attn.q_layernorm.norms.{N}.weight", "attn.q_norm.scale", "H -> N H"),
+                Map("self_attn.k_layernorm.norms.{K}.weight", "attn.k_norm.scale", "H -> K H"),
+            ),
+        ),
+    ),
+    Mlp(),
+    config=StableLmConfig,
+    keys={"use_parallel_residual": bool},
+    defaults={"partial_rotary_factor": 0.25},
+    hf_names={"rms_norm_eps": "layer_norm_eps"},
+)
+
+APERTUS = decoder(
+    "apertus",
+    "Apertus 8B, 70B",
+    "ApertusForCausalLM",
+    Norms(names=("attention_layernorm", "feedforward_layernorm"), between=True),
+    Attn("attention_bias", norms="each head"),
+    Mlp(
+        "plain",
+        module="modules.like_llama:XIELUMLP",
+        rows=under(
+            "mlp",
+            "mlp",
+            *PLAIN_MLP,
+            Map("act_fn.alpha_p", "xielu.alpha_p", "1"),
+            Map("act_fn.alpha_n", "xielu.alpha_n", "1"),
+            Map("act_fn.beta", "xielu.beta", "", buffer=True),
+            Map("act_fn.eps", "xielu.eps", "", buffer=True),
+        ),
+    ),
+    default_rope={
+        "rope_type": "llama3",
+        "rope_theta": 12000000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    only={"hidden_act": ("xielu",), "qk_norm": (True,), "post_norm": (False,), "mlp_bias": (False,)},
+)
+
+BITNET = decoder(
+    "bitnet",
+    "BitNet b1.58 2B4T",
+    "BitNetForCausalLM",
+    Norms(),
+    Attn(
+        "attention_bias",
+        module="modules.like_llama:SubNormedAttention",
+        rows=(
+            *ATTENTION,
+            Map("self_attn.attn_sub_norm.weight", "attn.sub_norm.scale", "(N H) -> N H"),
+            *when("attention_bias", *QKV_BIAS, O_BIAS),
+        ),
+    ),
+    Mlp(
+        module="modules.like_llama:SubNormedMLP",
+        rows=under("mlp", "mlp", *MLP, Map("ffn_sub_norm.weight", "sub_norm.scale", "F")),
+    ),
+    only={"hidden_act": ("relu2",)},
+)
+
+
+class NanoChatConfig(DecoderConfig):
+    """Logits may have a soft limit."""
+
+    final_logit_softcapping: float | None
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.final_logit_softcapping is not None and self.final_logit_softcapping <= 0:
+            yield f"final_logit_softcapping={self.final_logit_softcapping} is not positive"
+
+
+NANOCHAT = decoder(
+    "nanochat",
+    "nanochat",
+    "NanoChatForCausalLM",
+    Norms(kind="plain RMS"),
+    Attn("attention_bias", module="modules.like_llama:BackwardAttention"),
+    Mlp(
+        "plain",
+        "relu2",
+        rows=under(
+            "mlp",
+            "mlp",
+            Map("fc1.weight", "up.kernel", "F D -> D F"),
+            Map("fc2.weight", "down.kernel", "D F -> F D"),
+        ),
+    ),
+    Factors(cap="final_logit_softcapping"),
+    base="modules.like_llama:NormedInputs",
+    config=NanoChatConfig,
+    only={"hidden_act": ("relu2",)},
+)

@@ -1,0 +1,80 @@
+"""Multimodal models around the text model of a family with modules of its own."""
+
+from tpuconv.models.common.rows import CORRECTION_BESIDE, MLP, NUMBERED_EXPERT_MLPS, SHARED_EXPERT_ROWS
+from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, inside
+from tpuconv.models.declare import wrapper
+from tpuconv.models.dots3_note_text.family import FAMILY as DOTS3_NOTE_TEXT
+from tpuconv.models.llama4_text.family import FAMILY as LLAMA4_TEXT
+from tpuconv.models.minimax_m3_vl_text.family import FAMILY as MINIMAX_M3_VL_TEXT
+from tpuconv.models.minimax_m3_vl_text.family import m3_table
+from tpuconv.models.qwen3_5_moe_text.family import FAMILY as QWEN3_5_MOE_TEXT
+from tpuconv.models.qwen3_5_text.family import FAMILY as QWEN3_5_TEXT
+from tpuconv.models.qwen3_5_text.family import OUTSIDE
+from tpuconv.models.qwen4_exp_text.family import FAMILY as QWEN4_EXP_TEXT
+from tpuconv.models.step3p5.family import FAMILY as STEP3P5
+
+LLAMA4 = wrapper(
+    "llama4",
+    "Llama 4 Scout and Maverick, text",
+    "Llama4ForConditionalGeneration",
+    text=LLAMA4_TEXT,
+    prefix="language_model.model.",
+    outside={"vision_model": SEES, "multi_modal_projector": BRINGS},
+)
+
+QWEN3_5 = wrapper(
+    "qwen3_5", "Qwen3.5, dense, text", "Qwen3_5ForConditionalGeneration", text=QWEN3_5_TEXT, outside=OUTSIDE
+)
+
+QWEN3_5_MOE = wrapper(
+    "qwen3_5_moe",
+    "Qwen3.5 with experts, text",
+    "Qwen3_5MoeForConditionalGeneration",
+    text=QWEN3_5_MOE_TEXT,
+    outside=OUTSIDE,
+)
+
+QWEN4_EXP = wrapper(
+    "qwen4_exp",
+    "Qwen4-Exp, such as Qwen3.8-Flash-Next, text",
+    "Qwen4ExpForConditionalGeneration",
+    text=QWEN4_EXP_TEXT,
+    outside=OUTSIDE,
+    defaults={
+        **{"indexer_n_heads": 4, "indexer_head_dim": 256, "indexer_budget": 2048},
+        "indexer_compress_ratio": 4,
+    },
+)
+
+STEP3P7 = wrapper(
+    "step3p7",
+    "Step-3.7-Flash, text",
+    "Step3p7ForConditionalGeneration",
+    text=STEP3P5,
+    prefix="model.",
+    outside={"vision_model": SEES, "vit_large_projector": BRINGS, "multi_modal_projector": BRINGS},
+)
+
+DOTS3_NOTE = wrapper(
+    "dots3_note",
+    "dots3.note, text",
+    "Dots3NoteForConditionalGeneration",
+    "Dots3NoteForCausalLM",
+    text=DOTS3_NOTE_TEXT,
+    prefix="model.",
+    outside={"vision_encoder": SEES, "audio_encoder": HEARS, "audio_adapter": HEARS},
+    flat=True,
+    defaults={"sliding_window": 512},
+)
+
+MINIMAX_M3_VL = wrapper(
+    "minimax_m3_vl",
+    "MiniMax-M3, text",
+    "MiniMaxM3SparseForConditionalGeneration",
+    text=MINIMAX_M3_VL_TEXT,
+    table=inside(
+        m3_table("index_", MLP, "block_sparse_moe", (*CORRECTION_BESIDE, *NUMBERED_EXPERT_MLPS, *SHARED_EXPERT_ROWS)),
+        "language_model.model.",
+        {"vision_tower": SEES, "multi_modal_projector": BRINGS, "patch_merge_mlp": BRINGS},
+    ),
+)

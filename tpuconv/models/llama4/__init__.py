@@ -1,1 +1,0 @@
-"""The text model of Llama 4."""

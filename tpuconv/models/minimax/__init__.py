@@ -1,1 +1,0 @@
-"""MiniMax-Text-01 and MiniMax-M1."""

@@ -1,1 +1,0 @@
-"""MiniMax-M3, of which the text model is converted."""

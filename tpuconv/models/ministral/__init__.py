@@ -1,1 +1,0 @@
-"""Ministral 8B."""

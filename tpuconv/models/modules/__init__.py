@@ -1,0 +1,1 @@
+"""Modules that the families of a lineage have of their own, by lineage."""

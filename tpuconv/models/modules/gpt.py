@@ -1,0 +1,119 @@
+"""Modules of older families."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common import blocks
+from tpuconv.models.common.alibi import alibi
+from tpuconv.models.common.cache import KV
+from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.layers import Keys, LayerNorm, times
+from tpuconv.models.common.positions import PositionedDecoder
+
+
+class SummedBlock(blocks.PreNormBlock):
+    """One layer: attention and MLP, each after a norm of its own, one after the other or side by side."""
+
+    def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, layer, dtype=dtype, keys=keys)
+        self.parallel = config.use_parallel_residual
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        if not self.parallel:
+            return super().__call__(x_BTD, step, window, kv)
+        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
+        return self.mlp(self.mlp_norm(x_BTD)) + y_BTD + x_BTD, kv
+
+
+class AlibiAttention(blocks.Attention):
+    """Attention biased by distance, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far."""
+
+    def __init__(self, config: Any, **options: Any):
+        super().__init__(config, **options)
+        self.heads = config.num_attention_heads
+
+    def score_bias(self, step: Step) -> jax.Array:
+        return alibi(step.pos_BS, self.heads)
+
+
+class ClippedAlibiAttention(blocks.ClippedAttention):
+    """The same with queries, keys and values that are clipped, if the config has a limit."""
+
+    def __init__(self, config: Any, **options: Any):
+        super().__init__(config, **options)
+        self.heads = config.num_attention_heads
+
+    def score_bias(self, step: Step) -> jax.Array:
+        return alibi(step.pos_BS, self.heads)
+
+
+class ChosenMLP(blocks.PlainMLP):
+    """MLP without a gate, x [B, T, D] to [B, T, D], with ReLU or GELU as `activation_function` says."""
+
+    def __init__(self, config: Any, F: str, **options: Any):
+        super().__init__(config, F, **options)
+        self.activation = config.activation_function
+
+    def act(self, x_BTF: jax.Array) -> jax.Array:
+        return nnx.relu(x_BTF) if self.activation == "relu" else nnx.gelu(x_BTF, approximate=False)
+
+
+class NormedEmbeddings(Decoder):
+    """A decoder with a norm of the embeddings."""
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        scan_layers: bool = False,
+        dtype: DTypeLike = jnp.bfloat16,
+        rngs: nnx.Rngs | None = None,
+    ):
+        super().__init__(config, scan_layers=scan_layers, dtype=dtype, rngs=rngs)
+        self.embed_norm = LayerNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+
+    @property
+    def input_modules(self) -> tuple[str, ...]:
+        return ("embed_norm",)
+
+    def scaled(self, x_BTD: jax.Array) -> jax.Array:
+        return self.embed_norm(x_BTD)
+
+
+FIRST_POSITION = 2
+"""The position of the first token."""
+
+
+def sinusoids(pos_BT: jax.Array, width: int) -> jax.Array:
+    """Returns the sines, then the cosines [B, T, D] of the angles of positions (arXiv:1706.03762, section 3.5), with
+    rates from 1 to 1/10000, in float32."""
+    half = width // 2
+    rates = np.exp(np.arange(half) * (-np.log(10000) / (half - 1))).astype(np.float32)
+    angles = pos_BT[..., None].astype(jnp.float32) * rates
+    sines = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    return jnp.pad(sines, ((0, 0), (0, 0), (0, width % 2)))
+
+
+class ScaledDecoder(Decoder):
+    """A decoder whose embeddings have the root of their width as a factor, if `scale_embedding` is set."""
+
+    config: Any
+
+    def scaled(self, x_BTD: jax.Array) -> jax.Array:
+        return times(x_BTD, self.config.hidden_size**0.5) if self.config.scale_embedding else x_BTD
+
+
+class SinusoidDecoder(ScaledDecoder):
+    """Such a decoder with sines of the positions."""
+
+    def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
+        return x_BTD + sinusoids(pos_BT + FIRST_POSITION, x_BTD.shape[-1]).astype(x_BTD.dtype)
+
+
+class ScaledPositionedDecoder(ScaledDecoder, PositionedDecoder):
+    """Such a decoder with learned positions."""

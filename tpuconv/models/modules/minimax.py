@@ -1,0 +1,133 @@
+"""MiniMax: a router, lightning attention, and residuals with factors."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common.decoder import Step
+from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, times
+from tpuconv.models.common.mamba2 import state_space
+from tpuconv.models.common.moe import GatedExperts
+from tpuconv.models.common.placement import placed
+from tpuconv.models.common.recurrence import HybridBlock, HybridDecoder, LayerState, PackedTokens
+
+LIGHTNING_EPS = 1e-6
+"""Epsilon of the norm of lightning attention. config.json has only the epsilon of the other norms."""
+
+
+class Router(nnx.Module):
+    """x [B, T, D] to the ids and weights [B, T, X] of each token's experts: their sigmoids, normalized. `correction`
+    balances how often experts are chosen, and does not change the weights."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        self.count = config.num_experts_per_tok
+        self.kernel = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys).kernel
+        self.correction = nnx.Param(jnp.zeros(config.axes["E"], jnp.float32))
+
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        kernel_DE = self.kernel[...]
+        logits_BTE = placed(jnp.einsum("BTD,DE->BTE", x_BTD.astype(kernel_DE.dtype), kernel_DE), "B T E")
+        scores_BTE = nnx.sigmoid(logits_BTE.astype(jnp.float32))
+        ids_BTX = jax.lax.top_k(scores_BTE + self.correction[...].astype(jnp.float32), self.count)[1]
+        weights_BTX = jnp.take_along_axis(scores_BTE, ids_BTX, axis=-1)
+        return ids_BTX, weights_BTX / weights_BTX.sum(-1, keepdims=True)
+
+
+class MoE(GatedExperts):
+    """The chosen experts, x [B, T, D] to [B, T, D]."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        self.router = Router(config, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
+        return super().__call__(x_BTD, *self.router(x_BTD))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LightningState(LayerState):
+    """The cache of a layer: the state of each head."""
+
+    axes: ClassVar[tuple[str, ...]] = ("B n k w",)
+
+    s_Bnkw: jax.Array
+
+
+def decay_rates(config: Any, layer: int) -> np.ndarray:
+    """Returns by how much the logarithm of the state of each head decays with each token [n], as transformers'
+    `MiniMaxLightningAttention` does. Later layers forget less; the last one nearly nothing."""
+    heads, last = int(config.num_attention_heads), int(config.num_hidden_layers) - 1
+    slopes_n = 2.0 ** (-8 / heads * np.arange(1, heads + 1))
+    return (slopes_n * (1 - layer / (last + 1e-5) + 1e-5)).astype(np.float32)
+
+
+class LightningAttention(nnx.Module):
+    """Linear attention with a fixed decay for each head (arXiv:2401.04658), x [B, T, D] to [B, T, D]. Also returns the
+    state after these tokens. The output is normalized, all heads together, and gated. It is the recurrence of Mamba-2
+    (arXiv:2405.21060) with the same time step for all tokens."""
+
+    def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
+        sizes = config.axes
+        self.config, self.layer = config, layer
+        self.q = Einsum("BTD,Dnk->BTnk", sizes, dtype=dtype, keys=keys)
+        self.k = Einsum("BTD,Dnk->BTnk", sizes, dtype=dtype, keys=keys)
+        self.v = Einsum("BTD,Dnw->BTnw", sizes, dtype=dtype, keys=keys)
+        self.norm = RMSNorm("nw", sizes, LIGHTNING_EPS, dtype=dtype)
+        self.gate = Einsum("BTD,Dnw->BTnw", sizes, dtype=dtype, keys=keys)
+        self.o = Einsum("BTnw,nwD->BTD", sizes, dtype=dtype, keys=keys)
+
+    def __call__(
+        self, x_BTD: jax.Array, step: Step, window: jax.Array | int, state: LightningState | None
+    ) -> tuple[jax.Array, LightningState]:
+        state = LightningState.empty(self.config, len(x_BTD)) if state is None else state
+        packed = PackedTokens.of(x_BTD, step)
+        x_BTD, is_real_BT11 = packed.x_BTD, packed.is_real_BT[..., None, None]
+        q_BTnk, k_BTnk, v_BTnw = (nnx.silu(y(x_BTD)).astype(jnp.float32) for y in (self.q, self.k, self.v))
+        # A token with k = 0 and g = 0 leaves the state as it is.
+        k_BTnk = jnp.where(is_real_BT11, k_BTnk, 0)
+        g_BTn1 = jnp.where(is_real_BT11, -decay_rates(self.config, self.layer)[:, None], 0)
+        # The axis r of values that share a key has one element.
+        y_BTn1w, s_Bn1kw = state_space(q_BTnk, k_BTnk, v_BTnw[:, :, :, None], g_BTn1, state.s_Bnkw[:, :, None])
+        y_BTnw = self.norm(y_BTn1w[:, :, :, 0].astype(x_BTD.dtype))
+        y_BTD = self.o(nnx.sigmoid(self.gate(x_BTD)) * y_BTnw)
+        return packed.unpacked(y_BTD), LightningState(s_Bn1kw[:, :, 0])
+
+
+class WeightedBlock(HybridBlock):
+    """One layer: lightning or softmax attention, then experts. What a norm returns is the residual too; it and the
+    output of a part have factors."""
+
+    def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, layer, dtype=dtype, keys=keys)
+        full = config.full_attn_alpha_factor, config.full_attn_beta_factor
+        linear = config.linear_attn_alpha_factor, config.linear_attn_beta_factor
+        self.attn_factors = linear if layer in config.axes["l"] else full
+        self.moe_factors = config.mlp_alpha_factor, config.mlp_beta_factor
+
+    def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
+        if layer in config.axes["l"]:
+            return LightningAttention(config, layer, dtype=dtype, keys=keys)
+        return self.attention_type(config, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
+        x_BTD = self.attn_norm(x_BTD)
+        y_BTD, kv = self.attn(x_BTD, step, window, kv)
+        x_BTD = self.mlp_norm(weighted_sum(x_BTD, y_BTD, self.attn_factors))
+        return weighted_sum(x_BTD, self.fed(x_BTD), self.moe_factors), kv
+
+
+def weighted_sum(x_BTD: jax.Array, y_BTD: jax.Array, factors: tuple[float, float]) -> jax.Array:
+    """Returns the sum of both, each times its factor."""
+    return times(x_BTD, factors[0]) + times(y_BTD, factors[1])
+
+
+class LightningDecoder(HybridDecoder):
+    """A decoder with lightning attention in the layers l."""
+
+    state_type = LightningState

@@ -1,0 +1,100 @@
+"""Routers of single families, and Mixtral's layer."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common import blocks
+from tpuconv.models.common.cache import append_kv
+from tpuconv.models.common.layers import Einsum, Keys, exact_product
+from tpuconv.models.common.placement import placed
+from tpuconv.models.deepseek_v3.modules import Router
+from tpuconv.models.gpt_oss.modules import attention_with_sinks
+
+
+class MoeNormBlock(blocks.FedBlock):
+    """One layer: attention and experts, each after a norm, with residual connections. The second norm is named after
+    the experts."""
+
+    def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
+        self.attn_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn = self.attention_type(config, dtype=dtype, keys=keys)
+        self.moe_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.add_feed(config, layer, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Any, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
+        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
+        x_BTD = x_BTD + y_BTD
+        return x_BTD + self.fed(self.moe_norm(x_BTD)), kv
+
+
+class ScoreRouter(nnx.Module):
+    """x [B, T, D] to the ids and weights [B, T, X] of each token's experts: those with the highest scores and
+    corrections. The weights are the sigmoids of the scores. Computed in float32."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        self.config = config
+        self.kernel = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys).kernel
+        self.correction = nnx.Param(jnp.zeros(config.axes["E"], jnp.float32))
+
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scores_BTE = placed(exact_product("BTD,DE->BTE", x_BTD, self.kernel[...]), "B T E")
+        wanted_BTE = scores_BTE + self.correction[...].astype(jnp.float32)
+        ids_BTX = jax.lax.top_k(wanted_BTE, self.config.num_experts_per_tok)[1]
+        weights_BTX = nnx.sigmoid(jnp.take_along_axis(scores_BTE, ids_BTX, axis=-1))
+        if self.config.norm_topk_prob:
+            weights_BTX /= weights_BTX.sum(-1, keepdims=True)
+        return ids_BTX, weights_BTX
+
+
+class RoundedRouter(Router):
+    """DeepSeek V3's router with scores that are rounded to the dtype of x before the sigmoid."""
+
+    def scores(self, x_BTD: jax.Array) -> jax.Array:
+        logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD, self.kernel[...]).astype(x_BTD.dtype)
+        return nnx.sigmoid(logits_BTE.astype(jnp.float32))
+
+
+class GatedAttention(blocks.NormedAttention):
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Each
+    element of the output has a gate."""
+
+    def __init__(self, config: Any, **options: Any):
+        super().__init__(config, **options)
+        self.gate = Einsum("BTD,DNH->BTNH", config.axes, dtype=options["dtype"], keys=options["keys"])
+
+    def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:
+        return y_BTNH * nnx.sigmoid(self.gate(x_BTD))
+
+
+class SinksOfHeads(blocks.NormedAttention):
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Each
+    head has a score without a value."""
+
+    def __init__(self, config: Any, **options: Any):
+        super().__init__(config, **options)
+        self.sinks = nnx.Param(jnp.zeros(config.axes["N"], jnp.float32))
+
+    def __call__(self, x_BTD: jax.Array, step: Any, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
+        q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
+        kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
+        return self.o(attention_with_sinks(q_BTNH, kv, step.visible(window), self.sinks[...])), kv
+
+
+class PlainScoreRouter(nnx.Module):
+    """x [B, T, D] to the ids and weights [B, T, X] of each token's experts, those with the highest scores. Computed in
+    float32."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        self.config = config
+        self.kernel = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys).kernel
+
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scores_BTE = placed(exact_product("BTD,DE->BTE", x_BTD, self.kernel[...]), "B T E")
+        weights_BTX, ids_BTX = jax.lax.top_k(nnx.sigmoid(scores_BTE), self.config.num_experts_per_tok)
+        if self.config.norm_topk_prob:
+            weights_BTX /= weights_BTX.sum(-1, keepdims=True)
+        return ids_BTX, weights_BTX

@@ -1,1 +1,0 @@
-"""PaddleOCR-VL, the text model."""

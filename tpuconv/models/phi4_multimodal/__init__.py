@@ -1,1 +1,0 @@
-"""Phi-4-multimodal, of which the text model is converted."""

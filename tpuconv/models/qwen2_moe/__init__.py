@@ -1,1 +1,0 @@
-"""Qwen1.5 and Qwen2, mixture of experts."""

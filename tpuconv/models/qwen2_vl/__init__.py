@@ -1,1 +1,0 @@
-"""Qwen2-VL: the text model alone is converted."""

@@ -1,1 +1,0 @@
-"""Qwen3.5, dense, of which the text model is converted."""

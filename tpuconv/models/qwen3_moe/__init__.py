@@ -1,1 +1,0 @@
-"""Qwen3, mixture of experts."""

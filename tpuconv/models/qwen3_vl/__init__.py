@@ -1,1 +1,0 @@
-"""Qwen3-VL, dense, of which the text model is converted."""

@@ -1,1 +1,0 @@
-"""Qwen4-Exp, of which the text model is converted."""

@@ -1,1 +1,0 @@
-"""StableLM 2 and 3B."""
