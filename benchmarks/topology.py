@@ -60,7 +60,7 @@ def question(config: dict) -> CompileRequest:
 def sizes(config: dict, one: Slice) -> tuple[int, int]:
     """Returns the bytes of weights and of cache on one device."""
     from tpuconv.models.registry import find_family
-    from tpuconv.sharding import decoding_mesh
+    from tpuconv.notation.sharding import decoding_mesh
     from tpuconv.verify.topology.compile import _bytes_per_device, _Compilation
 
     family = find_family(config)

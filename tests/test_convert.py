@@ -42,8 +42,8 @@ from tpuconv.errors import (
     UnsupportedConfig,
     UsageError,
 )
-from tpuconv.mapping.table import Map, MappingTable
 from tpuconv.models.registry import find_family, get_family
+from tpuconv.notation.table import Map, MappingTable
 from tpuconv.sources.headers import TensorInfo
 from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import Source, open_source

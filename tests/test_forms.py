@@ -23,8 +23,8 @@ from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import MappingError, UnsupportedConfig
-from tpuconv.mapping.spelling import Speller, by_template, respelled, rules_of
 from tpuconv.models.registry import get_family
+from tpuconv.notation.spelling import Speller, by_template, respelled, rules_of
 
 FROZEN = Path(__file__).parent / "data" / "frozen_tables.json.gz"
 """The 1,044 tables of the version before forms, which had one for each spelling: what each made of a tiny model. The

@@ -22,25 +22,11 @@ MODULES = {
 }
 # From the ground up: a room imports those that stand before it.
 ORDER = (
-    *(
-        "errors",
-        "extras",
-        "sizes",
-        "memory",
-        "text",
-        "names",
-        "options",
-        "location",
-        "credentials",
-        "object_requests",
-        "buckets",
-        "paths",
-    ),
-    *("paths", "progress", "jsonfile", "hosts", "patterns", "private", "libtpu", "letters", "layout", "sharding"),
-    *("compiled", "bfloat16", "casts", "storage", "sources", "encodings", "mapping", "checkpoint", "models", "targets"),
-    *("convert", "quantize"),
-    *("restore", "persist", "verify", "doctor"),
-    *("api", "commands", "cli", "__main__"),
+    *("errors", "extras", "text", "memory", "names", "options", "location", "progress"),
+    *("credentials", "object_requests", "buckets", "jsonfile", "hosts"),
+    *("patterns", "private", "libtpu", "notation", "storage", "sources", "encodings", "checkpoint", "models"),
+    *("targets", "convert", "quantize", "restore", "persist", "verify", "doctor", "api", "commands"),
+    *("cli", "__main__"),
 )
 HEAVY = {"jax", "flax", "orbax", "torch", "transformers"}
 

@@ -54,13 +54,13 @@ from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run.sizing import BASE_MEMORY, planned_memory
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough import QValues, Scales
+from tpuconv.encodings.passthrough_rows import pass_through
 from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import CorruptOutput, MappingError, OutputError, SourceError, UsageError
-from tpuconv.letters import LETTERS
-from tpuconv.mapping.passthrough import pass_through
-from tpuconv.mapping.table import Binding, Map, MappingTable
 from tpuconv.models.registry import FAMILIES, find_family, get_family
 from tpuconv.names import QVALUE, SCALE
+from tpuconv.notation.letters import LETTERS
+from tpuconv.notation.table import Binding, Map, MappingTable
 from tpuconv.quantize.report import report
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.hub import fetch_config

@@ -8,7 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpuconv.errors import LayoutError
-from tpuconv.layout import LETTERS, Layout, cut_sizes, format_axes, lead, parse_axes, runs, scale_layout, sliceable
+from tpuconv.notation.layout import (
+    LETTERS,
+    Layout,
+    cut_sizes,
+    format_axes,
+    lead,
+    parse_axes,
+    runs,
+    scale_layout,
+    sliceable,
+)
 
 LAYOUTS = (
     "V D",

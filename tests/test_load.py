@@ -20,8 +20,8 @@ from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import CorruptOutput, SourceError, UsageError
+from tpuconv.notation.sharding import partition
 from tpuconv.quantize.config import parse_config
-from tpuconv.sharding import partition
 from tpuconv.storage.disk import aligned_array
 from tpuconv.storage.sealed import take_in
 

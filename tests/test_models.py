@@ -22,7 +22,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from helpers.families import BY_ID, CASES, LINEAR, LLAMA3, YARN, Case, hf_model, one_fast_of_each
 from helpers.logits import forward
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
-from tpuconv.mapping.table import MappingTable
 from tpuconv.models import registry
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.config_keys import keys_of_reference
@@ -30,6 +29,7 @@ from tpuconv.models.common.layers import RMSNorm, rope_cos_sin
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.wrapper import PREFIXES
 from tpuconv.models.registry import FAMILIES, Family, all_families, find_family, get_family
+from tpuconv.notation.table import MappingTable
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -20,8 +20,8 @@ from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run.conversion import run
 from tpuconv.errors import CorruptOutput, MappingError, SourceError, UsageError
-from tpuconv.mapping.release import Release
 from tpuconv.models.registry import find_family, get_family
+from tpuconv.notation.release import Release
 from tpuconv.quantize.apply import quantization
 from tpuconv.quantize.config import find_config
 from tpuconv.sources.source import open_source

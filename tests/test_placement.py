@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from helpers.families import FIRST
-from tpuconv.sharding import undivided
+from tpuconv.notation.sharding import undivided
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -19,7 +19,7 @@ import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from tpuconv.models.registry import find_family
-from tpuconv.sharding import partition
+from tpuconv.notation.sharding import partition
 
 @nnx.jit
 def logits(model, ids):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tpuconv.sizes import format_rate, format_size
+from tpuconv.text import format_rate, format_size
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from helpers.families import BY_ID, FIRST, Case, one_fast_of_each
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import LayoutError, UnsupportedConfig, UsageError
-from tpuconv.mapping.arithmetic import Plus, Times
-from tpuconv.mapping.table import Map, MappingTable
 from tpuconv.models.common.wrapper import is_outside
 from tpuconv.models.registry import FAMILIES, find_family
 from tpuconv.names import expand
+from tpuconv.notation.arithmetic import Plus, Times
+from tpuconv.notation.table import Map, MappingTable
 from tpuconv.targets import registry
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target, target_names

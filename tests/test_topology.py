@@ -16,7 +16,15 @@ from tpuconv.api import Fit
 from tpuconv.commands.fit import tables
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.registry import FAMILIES
-from tpuconv.sharding import BY_BATCH, BY_HEAD, attention_rules, decoding_mesh, parse_mesh, partition, shard_shape
+from tpuconv.notation.sharding import (
+    BY_BATCH,
+    BY_HEAD,
+    attention_rules,
+    decoding_mesh,
+    parse_mesh,
+    partition,
+    shard_shape,
+)
 from tpuconv.verify.topology import request as tpu
 from tpuconv.verify.topology.chips import CHIPS
 from tpuconv.verify.topology.hlo import Schedule, values
@@ -28,7 +36,7 @@ from flax import nnx
 from jax.stages import Lowered
 from tpuconv.models import generate
 from tpuconv.models.registry import find_family
-from tpuconv.sharding import decoding_mesh
+from tpuconv.notation.sharding import decoding_mesh
 from tpuconv.verify.topology.compile import _Compilation, compile_for
 from tpuconv.verify.topology.request import CompileRequest, Slice
 

@@ -20,10 +20,10 @@ from helpers.families import CASES, SIZES, Case
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import UnsupportedConfig, UsageError
-from tpuconv.mapping.release import Release
 from tpuconv.models.common.wrapper import PREFIXES
 from tpuconv.models.registry import family_of_type, find_family, get_family
 from tpuconv.models.wrappers import WRAPPERS, Wrapper
+from tpuconv.notation.release import Release
 from tpuconv.verify.logits import model_logits
 
 IDS = [[5, 17, 99, 3, 42, 8, 77], [9, 4, 31]]

@@ -31,13 +31,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from helpers.families import CASES, Case, hf_model
 from tpuconv.errors import LayoutError
-from tpuconv.mapping.forms import ReleaseReader, places
-from tpuconv.mapping.release import AS_TABLED, Release
-from tpuconv.mapping.spelling import module_of, template, with_indices_of
-from tpuconv.mapping.table import Map, MappingTable, row_indices
 from tpuconv.models.common.forms import ALL_FORMS
 from tpuconv.models.common.saved import forget_saved
 from tpuconv.models.registry import find_family
+from tpuconv.notation.forms import ReleaseReader, places
+from tpuconv.notation.release import AS_TABLED, Release
+from tpuconv.notation.spelling import module_of, template, with_indices_of
+from tpuconv.notation.table import Map, MappingTable, row_indices
 
 FILE = Path(__file__).parent.parent / "tpuconv" / "models" / "common" / "saved_names.json"
 

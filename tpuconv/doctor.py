@@ -25,8 +25,8 @@ from tpuconv.errors import TpuconvError
 from tpuconv.extras import EXTRAS, install_command
 from tpuconv.location import SCHEMES, BucketPath, Location
 from tpuconv.memory import available_memory
-from tpuconv.sizes import format_size
 from tpuconv.storage.claim import LAPSED_SECONDS, Claim, ClaimState, is_running
+from tpuconv.text import format_size
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

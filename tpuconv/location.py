@@ -4,11 +4,17 @@ to_location("out")            Path("out")
 to_location("gs://b/models")  BucketPath("gs", "b", "models")
 """
 
+import difflib
+import os
 import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import overload
 
 from tpuconv.errors import UsageError
+from tpuconv.text import has_surrogates, plain
 
 SCHEMES = {"gs": "Google Cloud Storage", "s3": "Amazon S3", "az": "Azure Blob Storage"}
 """The schemes of URLs of buckets. In Azure a bucket is called a container."""
@@ -22,7 +28,8 @@ _NOT_IN_KEYS = re.compile(r"[\0-\x1f\x7f*?\\]")
 @dataclass(frozen=True, order=True)
 class BucketPath:
     """A folder or an object in a bucket: `scheme://bucket/key`. It has the methods of a `Path` that only change text;
-    what reads and writes is in `tpuconv.buckets`. `key` is empty for the bucket itself, and ends without a slash."""
+    what reads and writes is in `tpuconv.buckets`. `key` is empty for the bucket itself, and ends without a
+    slash."""
 
     scheme: str
     bucket: str
@@ -125,3 +132,42 @@ def local_path(place: "str | Path | BucketPath", why: str = "it is read here fro
     if isinstance(location, BucketPath):
         raise UsageError(f"{place} is in a bucket: {why}", hint="give a local path")
     return location
+
+
+@overload
+def plain_path(folder: Path) -> AbstractContextManager[Path]: ...
+
+
+@overload
+def plain_path(folder: Location) -> AbstractContextManager[Location]: ...
+
+
+@contextmanager  # type: ignore[misc]  # a Path for a Path
+def plain_path(folder: Location) -> Iterator[Location]:
+    """Yields the folder by a path that TensorStore and tokenizers accept: in UTF-8, without a backslash. If its own
+    path is not such a path, this is the path of an open descriptor of the folder. A URL is such a path."""
+    path = str(folder.absolute())
+    if isinstance(folder, BucketPath) or (not has_surrogates(path) and "\\" not in path):
+        yield folder
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def named_path(folder: Location) -> Location:
+    """Returns the folder by a path that ends in its name, as `.` and `..` do not."""
+    return Path(os.path.abspath(folder)) if folder.name in ("", "..") and isinstance(folder, Path) else folder
+
+
+def near_folders(path: Path) -> str | None:
+    """Returns a hint that names folders with a similar name beside `path`; None if there are none."""
+    try:
+        folders = [p.name for p in path.parent.iterdir() if p.is_dir()]
+    except OSError:
+        return None
+    near = difflib.get_close_matches(path.name, folders, n=3)
+    shown = " or ".join(plain(str(path.parent / name)) for name in near)
+    return f"did you mean the folder {shown}?" if near else None

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tpuconv.errors import ResourceError
-from tpuconv.sizes import format_size
+from tpuconv.text import format_size
 
 ADDRESS_SPACE, ADDRESS_SPACE_PER_CPU = 450_000_000, 50_000_000  # to import numpy and numba
 JAX_ADDRESS_SPACE, JAX_ADDRESS_SPACE_PER_CPU = 2_500_000_000, 250_000_000

@@ -17,22 +17,22 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from tpuconv.casts import cast, largest
 from tpuconv.checkpoint.device_layouts import read_layouts
 from tpuconv.checkpoint.manifest import Manifest, StoredArray, read_manifest
 from tpuconv.checkpoint.reader import check_contents, check_mtp, read_box
+from tpuconv.encodings.casts import cast, largest
 from tpuconv.errors import CorruptOutput, UsageError, root_cause, shorten
 from tpuconv.location import Location, to_location
-from tpuconv.mapping.table import MTP_PARAMETERS
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.placement import sharding
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
 from tpuconv.names import LAYOUTS, QVALUE, SCALE, ZERO_POINT, collapse
-from tpuconv.sharding import AXES, MESH_AXES, decoding_mesh
-from tpuconv.sizes import format_count
+from tpuconv.notation.sharding import AXES, MESH_AXES, decoding_mesh
+from tpuconv.notation.table import MTP_PARAMETERS
 from tpuconv.storage.disk import aligned_array
 from tpuconv.storage.places import is_readable
+from tpuconv.text import format_count
 
 MODEL_DTYPES = ("bfloat16", "float16", "float32")
 """The dtypes of the parameters and activations of a model."""
@@ -51,10 +51,10 @@ def load(
     Args:
         ckpt: the folder of the checkpoint, or its URL in a bucket.
         dtype: of parameters and activations; None for the checkpoint's. Quantized values keep their dtype.
-        mesh: devices to shard the parameters over, with axes of the names in `tpuconv.sharding.AXES`. Each device reads
-            its own shards only. None for one device of this process: with `jax.distributed` each process then has a
-            copy. The device layouts come from `layouts.json` for this kind of device and mesh, if `fit
-            --write-layouts` wrote them.
+        mesh: devices to shard the parameters over, with axes of the names in `tpuconv.notation.sharding.AXES`.
+            Each device reads its own shards only. None for one device of this process: with `jax.distributed`
+            each process then has a copy. The device layouts come from `layouts.json` for this kind of device
+            and mesh, if `fit --write-layouts` wrote them.
         mtp: with the module for multi-token prediction, `model.mtp`: of several such layers with the first.
 
     Returns:

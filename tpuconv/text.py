@@ -1,6 +1,6 @@
-"""Escapes untrusted text for display. Names, configs, paths and arguments may contain terminal control codes,
-bidirectional controls, bytes that are not UTF-8, and markup. Each function returns text that shows such characters as
-escapes and can be encoded as UTF-8.
+"""Text for people: sizes and counts in words, and untrusted text with escapes. Names, configs, paths and arguments may contain terminal control codes,
+bidirectional controls, bytes that are not UTF-8, and markup. What is returned shows such characters as escapes and can
+be encoded as UTF-8.
 """
 
 import json as jsonlib
@@ -61,3 +61,25 @@ def json(value: Any, *, ascii_only: bool = False) -> str:
     text = jsonlib.dumps(value, indent=1, ensure_ascii=ascii_only)
     # In strings `dumps` has escaped control characters: a newline here is one between values.
     return _UNSAFE.sub(lambda match: match[0] if match[0] == "\n" else jsonlib.dumps(match[0])[1:-1], text)
+
+
+def format_size(nbytes: float) -> str:
+    """Formats a size in the unit that fits, with three digits: `999 B`, `1.5 kB`, `688 GB`."""
+    if nbytes < 0:
+        return f"-{format_size(-nbytes)}"
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
+def format_count(number: int, noun: str) -> str:
+    """Formats a number with a noun: `1 tensor`, `2 tensors`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def format_rate(value: float, digits: int) -> str:
+    """Formats a number with so many significant digits below 1000, and as an integer from 1000 on: `32.4`, `8,080`;
+    never `8.08e+03`."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.{digits}g}"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import GateError, UsageError
-from tpuconv.location import Location, local_path, to_location
+from tpuconv.location import Location, local_path, plain_path, to_location
 from tpuconv.options import (
     CKPT_ARGUMENT,
     COMPUTE_DTYPE_OPTION,
@@ -17,7 +17,6 @@ from tpuconv.options import (
     option,
     takes,
 )
-from tpuconv.paths import plain_path
 from tpuconv.progress import Listener, Progress, ignore
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from tpuconv.options import (
     takes,
 )
 from tpuconv.progress import Listener, Progress, ignore
-from tpuconv.sizes import format_count
+from tpuconv.text import format_count
 
 if TYPE_CHECKING:
     from tpuconv.checkpoint.manifest import Manifest
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tpuconv.convert.export.exporting import Exporting
     from tpuconv.convert.export.tensor import ExportTensor
     from tpuconv.convert.plan.types import Skip
-    from tpuconv.mapping.table import HasAxes, MappingTable
+    from tpuconv.notation.table import HasAxes, MappingTable
     from tpuconv.sources.repository import Resolved
     from tpuconv.sources.source import Source
 

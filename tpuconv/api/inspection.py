@@ -94,7 +94,7 @@ def inspect(asked: InspectRequest) -> Inspection:
 def _our_tensors(path: Location, mesh: Mapping[str, int]) -> dict[str, dict[str, Any]]:
     """Returns the arrays of a checkpoint, and the part of each that one device of the mesh holds."""
     from tpuconv.checkpoint.manifest import element_bytes, read_manifest
-    from tpuconv.sharding import partition, shard_shape, undivided
+    from tpuconv.notation.sharding import partition, shard_shape, undivided
 
     tensors = {}
     for name, array in read_manifest(path).arrays.items():

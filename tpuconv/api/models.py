@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import UsageError
 from tpuconv.hosts import ProcessPart, find_part
-from tpuconv.location import Location, to_location
+from tpuconv.location import Location, plain_path, to_location
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.options import (
     CACHE_DTYPE_OPTION,
@@ -19,7 +19,6 @@ from tpuconv.options import (
     option,
     takes,
 )
-from tpuconv.paths import plain_path
 from tpuconv.progress import Listener, ignore
 
 if TYPE_CHECKING:

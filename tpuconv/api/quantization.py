@@ -9,7 +9,7 @@ from tpuconv.api.converted import Conversion, ConversionPlan
 from tpuconv.api.running import run_plan
 from tpuconv.errors import UsageError
 from tpuconv.hosts import ProcessPart
-from tpuconv.location import Location, to_location
+from tpuconv.location import Location, named_path, to_location
 from tpuconv.options import (
     CKPT_ARGUMENT,
     COMPRESS_OPTION,
@@ -22,7 +22,6 @@ from tpuconv.options import (
     described_as,
     takes,
 )
-from tpuconv.paths import named_path
 from tpuconv.progress import Listener, ignore
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.errors import SourceError
-from tpuconv.paths import plain_path
+from tpuconv.location import plain_path
 from tpuconv.sources.companions import SOURCE_CARD, find_companions, is_companion
 from tpuconv.storage.sealed import copy_file
 from tpuconv.storage.sinks import FolderSink, Sink

@@ -23,13 +23,13 @@ import xxhash
 
 from tpuconv.checkpoint.schema import CHECKPOINT_SCHEMA
 from tpuconv.checkpoint.shards import MAX_SLOTS, ShardedArraySpec
+from tpuconv.encodings.passthrough_rows import Passthrough
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.jsonfile import MAX_BYTES, check, read_bytes, short
-from tpuconv.layout import Shape, parse_axes
 from tpuconv.location import Location
-from tpuconv.mapping.passthrough import Passthrough
-from tpuconv.mapping.release import Release
 from tpuconv.names import MANIFEST, OWN_TARGET, QVALUE, SCALE, ZERO_POINT
+from tpuconv.notation.layout import Shape, parse_axes
+from tpuconv.notation.release import Release
 from tpuconv.sources.headers import DTYPES
 from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.places import is_there, size_faults

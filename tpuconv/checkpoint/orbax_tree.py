@@ -20,9 +20,8 @@ from tpuconv import buckets
 from tpuconv.credentials import CREDENTIAL_HINTS, endpoint, region
 from tpuconv.errors import BucketError, SourceError, UsageError, root_cause
 from tpuconv.jsonfile import Each, Optional, check, opened, parse, read_bytes, short
-from tpuconv.layout import Shape
-from tpuconv.location import SCHEMES, BucketPath, Location
-from tpuconv.paths import near_folders
+from tpuconv.location import SCHEMES, BucketPath, Location, near_folders
+from tpuconv.notation.layout import Shape
 from tpuconv.sources.shard import object_samples, samples
 from tpuconv.storage.hashes import hash_bytes, stamp
 from tpuconv.storage.places import is_file, names_in

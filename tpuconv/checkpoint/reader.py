@@ -36,10 +36,10 @@ from tpuconv.checkpoint.shards import (
 )
 from tpuconv.errors import ConfigError, CorruptOutput, UsageError, shorten
 from tpuconv.jsonfile import MIB, check, parse
-from tpuconv.layout import Shape
 from tpuconv.location import BucketPath, Location
-from tpuconv.mapping.table import MTP_PARAMETERS, PERIODS, Map, MappingTable
 from tpuconv.names import collapse
+from tpuconv.notation.layout import Shape
+from tpuconv.notation.table import MTP_PARAMETERS, PERIODS, Map, MappingTable
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.reader import Reader

@@ -20,7 +20,7 @@ import crc32c
 import numpy as np
 import zstandard
 
-from tpuconv.layout import Shape
+from tpuconv.notation.layout import Shape
 
 CHUNK_BYTES = 2 << 20
 """Chunks are what a device reads. Larger ones are divided, so that a device reads little that it does not need."""

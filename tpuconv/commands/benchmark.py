@@ -13,7 +13,7 @@ from tpuconv.commands.process import all_processes
 from tpuconv.commands.progress import shown
 from tpuconv.location import Location
 from tpuconv.memory import check_address_space_for_jax
-from tpuconv.sizes import format_rate, format_size
+from tpuconv.text import format_rate, format_size
 
 DRAFTS = "tokens a step"
 COLUMNS: dict[str, Callable[[Any], str]] = {

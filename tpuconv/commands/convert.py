@@ -15,8 +15,7 @@ from tpuconv.commands.progress import resumable
 from tpuconv.errors import TpuconvError
 from tpuconv.location import BucketPath, Location
 from tpuconv.memory import check_address_space_for_jax
-from tpuconv.sizes import format_count, format_size
-from tpuconv.text import plain
+from tpuconv.text import format_count, format_size, plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

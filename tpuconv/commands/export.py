@@ -11,7 +11,7 @@ from tpuconv.commands.convert import already_there, in_files, show_skipped, tens
 from tpuconv.commands.params import LocationParam, Name
 from tpuconv.commands.progress import resumable
 from tpuconv.location import Location
-from tpuconv.sizes import format_size
+from tpuconv.text import format_size
 
 
 @options.command(

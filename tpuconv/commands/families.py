@@ -176,7 +176,7 @@ def _show_target(name: str, family: str | None, as_json: bool) -> None:
 
 
 def _show_table(family: "Family") -> None:
-    from tpuconv.letters import LETTERS
+    from tpuconv.notation.letters import LETTERS
 
     table = Table(family.name, ("Hugging Face", "JAX", "layout", "when"), optional=("when",))
     for row in family.table:

@@ -13,7 +13,7 @@ from tpuconv.commands.params import Name
 from tpuconv.commands.progress import shown
 from tpuconv.errors import GateError
 from tpuconv.memory import check_address_space_for_jax
-from tpuconv.sizes import format_size
+from tpuconv.text import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,7 +62,7 @@ def fit(src: str | None, topologies: tuple[str, ...], as_json: bool, **request: 
 
 
 def _show_report(report: "FitReport") -> None:
-    from tpuconv.sharding import format_mesh
+    from tpuconv.notation.sharding import format_mesh
 
     show((report.verdict(), "green" if report.fits else "red"), f" (mesh {format_mesh(report.mesh)})")
 

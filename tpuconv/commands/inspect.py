@@ -9,7 +9,7 @@ from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, show
 from tpuconv.commands.params import Name
-from tpuconv.sizes import format_size
+from tpuconv.text import format_size
 
 
 @options.command(

@@ -219,7 +219,7 @@ def _chosen_part(distributed: bool, process_index: int | None, process_count: in
 
 
 def _parsed_mesh(text: str | None) -> dict[str, int] | None:
-    from tpuconv.sharding import parse_mesh
+    from tpuconv.notation.sharding import parse_mesh
 
     return parse_mesh(text) if text else None
 

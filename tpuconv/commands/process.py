@@ -24,8 +24,7 @@ from tpuconv.commands.params import shortened
 from tpuconv.errors import ResourceError, TpuconvError, UsageError, no_descriptors
 from tpuconv.extras import EXTRAS, install_command
 from tpuconv.memory import address_space_limit
-from tpuconv.sizes import format_size
-from tpuconv.text import plain
+from tpuconv.text import format_size, plain
 
 EXIT_CODES: Mapping[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143}
 KEPT = "What is done is kept: the same command continues from there."

@@ -12,8 +12,7 @@ from tpuconv.commands.flags import with_flags
 from tpuconv.commands.process import KEPT, is_interruption
 from tpuconv.memory import peak_memory
 from tpuconv.progress import Listener, Progress
-from tpuconv.sizes import format_size
-from tpuconv.text import plain
+from tpuconv.text import format_size, plain
 
 QUIET_SECONDS = 30
 """The time between two lines if stderr is not a terminal."""

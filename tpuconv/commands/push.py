@@ -8,7 +8,7 @@ from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, show
 from tpuconv.commands.params import File, Name
-from tpuconv.sizes import format_size
+from tpuconv.text import format_size
 
 
 @options.command(

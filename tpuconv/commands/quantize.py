@@ -16,7 +16,7 @@ from tpuconv.commands.progress import resumable, shown
 from tpuconv.errors import UsageError
 from tpuconv.location import Location
 from tpuconv.memory import check_address_space_for_jax
-from tpuconv.sizes import format_size
+from tpuconv.text import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -17,7 +17,7 @@ from tpuconv.commands.progress import resumable, shown
 from tpuconv.errors import CorruptOutput, GateError, UsageError, shorten
 from tpuconv.location import Location
 from tpuconv.memory import check_address_space_for_jax
-from tpuconv.sizes import format_size
+from tpuconv.text import format_size
 
 if TYPE_CHECKING:
     from tpuconv.verify.layerwise import LayerError

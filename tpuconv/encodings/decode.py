@@ -13,14 +13,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tpuconv.casts import check_cast
+from tpuconv.encodings.casts import check_cast
 from tpuconv.encodings.flat import FlatParts
 from tpuconv.encodings.scales import check_scales, check_some_scales, place_of
 from tpuconv.encodings.scheme import NO_FACTOR, Scheme, decode_scales
 from tpuconv.encodings.words import Span, read_part, spans_of
 from tpuconv.errors import SourceError
 from tpuconv.jsonfile import short
-from tpuconv.layout import Shape
+from tpuconv.notation.layout import Shape
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.reader import Reader
 

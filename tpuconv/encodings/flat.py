@@ -11,7 +11,7 @@ from tpuconv.encodings.scales import check_scales
 from tpuconv.encodings.scheme import FLAT_BLOCKS, NESTED_BLOCK, NESTED_SCALES, NESTED_VALUES, Scheme
 from tpuconv.errors import SourceError
 from tpuconv.jsonfile import Exactly, OneOf, Range, check, parse
-from tpuconv.layout import Shape
+from tpuconv.notation.layout import Shape
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.reader import Reader
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tpuconv.compiled import compiled
+from tpuconv.encodings.compiled import compiled
 
 
 @compiled  # type: ignore[untyped-decorator]

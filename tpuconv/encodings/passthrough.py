@@ -21,7 +21,7 @@ from tpuconv.encodings.scales import check_scales, place_of
 from tpuconv.encodings.scheme import NO_FACTOR, Affine, Scheme
 from tpuconv.encodings.words import spans_of
 from tpuconv.errors import SourceError
-from tpuconv.layout import Shape
+from tpuconv.notation.layout import Shape
 from tpuconv.sources.headers import DTYPES
 from tpuconv.sources.reader import Reader
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv.encodings.decode import Tensor
-from tpuconv.layout import Shape
+from tpuconv.notation.layout import Shape
 from tpuconv.sources.headers import TensorInfo
 from tpuconv.sources.reader import Reader
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv.errors import SourceError
-from tpuconv.layout import Shape
+from tpuconv.notation.layout import Shape
 from tpuconv.sources.headers import TensorInfo
 
 

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from tpuconv.encodings.words import Words
-from tpuconv.layout import Shape
+from tpuconv.notation.layout import Shape
 from tpuconv.sources.headers import DTYPES, TensorInfo
 
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)

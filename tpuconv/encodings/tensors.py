@@ -10,10 +10,10 @@ from tpuconv.encodings.decode import AFFINE_SCALE_DTYPES, Tensor
 from tpuconv.encodings.flat import MAX_STATE_BYTES
 from tpuconv.encodings.scheme import NESTED_SCALES, Scheme
 from tpuconv.encodings.schemes import schemes
-from tpuconv.layout import Shape
 from tpuconv.names import collapse
-from tpuconv.sizes import format_count
+from tpuconv.notation.layout import Shape
 from tpuconv.sources.headers import TensorInfo
+from tpuconv.text import format_count
 
 
 def decode_names(

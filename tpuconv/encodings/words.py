@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.layout import Shape
+from tpuconv.notation.layout import Shape
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.reader import Reader
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, fields
 from inspect import get_annotations
 from typing import Any, ClassVar, TypeVar, get_origin
 
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import MTP_COPIES, MTP_IGNORE, NORM_BIAS, decoder_table
 from tpuconv.models.common.wrapper import WrapperConfig, inside
 from tpuconv.models.parts import KEY_TYPES, WITH_BIAS, WITHOUT_SCALE, Experts, Factors, Mlp, Mtp, Norms, Part
 from tpuconv.models.registry import Family
+from tpuconv.notation.table import Map, MappingTable, under
 
 Bases = type[DecoderConfig] | tuple[type, ...]
 AnyPart = TypeVar("AnyPart", bound=Part)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.rows import (
     ATTENTION,
     FUSED_MLP,
@@ -24,6 +23,7 @@ from tpuconv.models.common.rows import (
     mlp_rows,
     when,
 )
+from tpuconv.notation.table import Map, under
 
 Condition = str | bool
 

@@ -12,16 +12,16 @@ from typing import Any
 
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.jsonfile import short
-from tpuconv.mapping.forms import Forms, ReleaseReader
-from tpuconv.mapping.release import Release
-from tpuconv.mapping.spelling import undressed
-from tpuconv.mapping.table import MappingTable
 from tpuconv.models.common.config import ConfigReport, DecoderConfig, report_ignored
 from tpuconv.models.common.config_keys import given_keys, without_keys
 from tpuconv.models.common.forms import ALL_FORMS
 from tpuconv.models.common.heads import LOGITS, Head, headed, named_head, shown_head
 from tpuconv.models.common.saved import saved_names, saved_outside, saved_places
 from tpuconv.models.families import FAMILIES
+from tpuconv.notation.forms import Forms, ReleaseReader
+from tpuconv.notation.release import Release
+from tpuconv.notation.spelling import undressed
+from tpuconv.notation.table import MappingTable
 
 WRAPPED = "tpuconv.models.wrappers:wrapped_family"
 """Finds the family of a text model inside one of many multimodal models."""
@@ -47,7 +47,7 @@ class Family:
         architectures: the model_type of each architecture in config.json that returns logits. The same models without
             a head for logits are read too (`tpuconv.models.common.heads`).
         aliases: templates of names that modules have in some releases, and those of the table
-            (`tpuconv.mapping.spelling`).
+            (`tpuconv.notation.spelling`).
         forms: rows that releases of this family alone may have in another form.
         text_types: of a multimodal model the model_types of its text model, where families differ by it.
         text: of a multimodal model the family of its text model, if that has the same names of parameters and stands

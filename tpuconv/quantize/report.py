@@ -11,8 +11,8 @@ from typing import Any
 
 from tpuconv.checkpoint.manifest import element_bytes
 from tpuconv.names import OWN_TARGET, collapse
-from tpuconv.sizes import format_size
 from tpuconv.targets.registry import get_target
+from tpuconv.text import format_size
 from tpuconv.text import html as escape
 
 

@@ -13,13 +13,13 @@ import qwix
 from flax import nnx
 
 from tpuconv.checkpoint.manifest import AS_RELEASED
+from tpuconv.encodings.passthrough_rows import Stored
 from tpuconv.errors import ConfigError, CorruptOutput, UnsupportedConfig
-from tpuconv.layout import Shape
-from tpuconv.mapping.passthrough import Stored
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.kernels import grouped
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT, collapse
+from tpuconv.notation.layout import Shape
 from tpuconv.private import apply_interceptors, flax_util, ptq, qarray
 from tpuconv.private import qwix_einsum as einsum
 from tpuconv.private import qwix_ragged_dot as ragged_dot

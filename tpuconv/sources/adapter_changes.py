@@ -9,7 +9,7 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from tpuconv.errors import SourceError
-from tpuconv.layout import Shape
+from tpuconv.notation.layout import Shape
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.storage.hashes import stamp
 

@@ -6,7 +6,7 @@ from math import sqrt
 
 import numpy as np
 
-from tpuconv.layout import Shape
+from tpuconv.notation.layout import Shape
 from tpuconv.sources.adapter_changes import AdapterFile, LowRank
 
 NESTED = ".base_layer"

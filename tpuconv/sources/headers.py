@@ -13,8 +13,8 @@ import numpy as np
 from tpuconv import buckets
 from tpuconv.errors import SourceError, shorten
 from tpuconv.jsonfile import Each, check, opened, parse, placeholder
-from tpuconv.layout import Shape
 from tpuconv.location import BucketPath, Location
+from tpuconv.notation.layout import Shape
 from tpuconv.sources.files import MAX_HEADER_BYTES
 
 DTYPES: dict[str, np.dtype[Any]] = {

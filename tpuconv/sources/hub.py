@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuconv.errors import UsageError
-from tpuconv.location import BucketPath, Location, to_location
-from tpuconv.paths import near_folders
+from tpuconv.location import BucketPath, Location, near_folders, to_location
 from tpuconv.sources.config import read_config
 from tpuconv.sources.download import DownloadProgress
 from tpuconv.sources.files import CONFIG_FILE

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tpuconv.errors import HubError, ResourceError, TpuconvError, no_descriptors
-from tpuconv.paths import near_folders
+from tpuconv.location import near_folders
 
 
 class Stopped(Exception):

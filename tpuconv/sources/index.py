@@ -8,10 +8,10 @@ from itertools import islice
 from tpuconv.errors import SourceError, UsageError, shorten
 from tpuconv.location import Location
 from tpuconv.names import MANIFEST, collapse
-from tpuconv.sizes import format_count
 from tpuconv.sources.config import read_json
 from tpuconv.sources.files import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 from tpuconv.storage.places import is_there, names_in
+from tpuconv.text import format_count
 
 MAX_NAMES_TO_COLLAPSE = 10_000
 _SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")

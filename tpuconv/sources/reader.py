@@ -16,8 +16,8 @@ import numpy as np
 
 from tpuconv import buckets
 from tpuconv.errors import SourceError, no_descriptors
-from tpuconv.layout import Shape
 from tpuconv.location import BucketPath, Location
+from tpuconv.notation.layout import Shape
 from tpuconv.sources.damaged import hash_of
 from tpuconv.sources.headers import TensorInfo
 from tpuconv.sources.schedule import ReadStep, Spans

@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 
 from tpuconv.errors import HubError, ResourceError, SourceError
 from tpuconv.location import Location
-from tpuconv.sizes import format_size
 from tpuconv.sources.companions import CARD, MODULES, module_folders, why_left_out
 from tpuconv.sources.damaged import GIT_SHA1, DamagedDownload, Promise, check_download, damaged, link_targets
 from tpuconv.sources.download import DownloadProgress, Meter, fetch_file, first_bytes, in_threads
@@ -24,6 +23,7 @@ from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES, INDEX_FILE, MAX_H
 from tpuconv.sources.hub_errors import is_unreachable, raise_unreachable
 from tpuconv.sources.index import describe_missing, is_alone, other_kind, read_weight_map, shard_names
 from tpuconv.sources.remote import HubShard
+from tpuconv.text import format_size
 
 WORKERS = 8  # files at a time
 HEADER_PEEK = 128 << 10  # holds the header of most shards, so that one request is enough

@@ -12,9 +12,9 @@ import xxhash
 
 from tpuconv.errors import ResourceError
 from tpuconv.location import Location
-from tpuconv.sizes import format_size
 from tpuconv.storage import disk, locks
 from tpuconv.storage.ownership import remove_known
+from tpuconv.text import format_size
 
 FOLDER_IN_WORK = "source"
 """The workspace in the work folder of a local output."""

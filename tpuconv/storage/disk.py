@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tpuconv.errors import OutputError, ResourceError, TpuconvError, UsageError, no_descriptors
-from tpuconv.sizes import format_size
 from tpuconv.storage.hashes import FileHash
+from tpuconv.text import format_size
 
 DIRECT_BYTES = 1 << 20
 """Smaller files go through the page cache."""

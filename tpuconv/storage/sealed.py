@@ -19,9 +19,8 @@ import xxhash
 from tpuconv import buckets
 from tpuconv.errors import BucketError, CorruptOutput, SourceError, TpuconvError, UsageError, shorten
 from tpuconv.jsonfile import Each, Optional, Range, Size, check, parse, read_bytes
-from tpuconv.location import BucketPath, Location
+from tpuconv.location import BucketPath, Location, near_folders
 from tpuconv.names import MANIFEST
-from tpuconv.paths import near_folders
 from tpuconv.storage.disk import replace_file
 from tpuconv.storage.hashes import blocks, hash_file
 from tpuconv.storage.places import is_there, stamp_of

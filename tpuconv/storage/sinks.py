@@ -11,10 +11,10 @@ import numpy as np
 from tpuconv import buckets
 from tpuconv.errors import BucketError, ResourceError
 from tpuconv.location import BucketPath, Location
-from tpuconv.sizes import format_size
 from tpuconv.storage import disk
 from tpuconv.storage.hashes import FileHash, hash_bytes
 from tpuconv.storage.places import size_faults
+from tpuconv.text import format_size
 
 
 class FileWriter(Protocol):

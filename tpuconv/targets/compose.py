@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from tpuconv.errors import LayoutError, UnsupportedConfig
-from tpuconv.layout import Axes, Axis, Layout, format_axes
-from tpuconv.mapping.table import (
+from tpuconv.names import OWN_TARGET, collapse
+from tpuconv.notation.layout import Axes, Axis, Layout, format_axes
+from tpuconv.notation.table import (
     LAYER_INDICES,
     LAYERS,
     PERIODS,
@@ -21,7 +22,6 @@ from tpuconv.mapping.table import (
     is_of_mtp,
     row_indices,
 )
-from tpuconv.names import OWN_TARGET, collapse
 from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
 
 _LAYER = re.compile(r"layers\.\{(\w)\}\.")

@@ -7,7 +7,7 @@ The value changes come from its `checkpoint_conversion/utils/param_mapping.py`: 
 from dataclasses import replace
 from typing import Any
 
-from tpuconv.mapping.arithmetic import Plus, Times
+from tpuconv.notation.arithmetic import Plus, Times
 from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
 
 SCALED_QUERY = Times("H", -0.5)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tpuconv.errors import UnsupportedConfig
-from tpuconv.mapping.arithmetic import Arithmetic
 from tpuconv.names import OWN_TARGET, QVALUE, SCALE, ZERO_POINT
+from tpuconv.notation.arithmetic import Arithmetic
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tpuconv.models.common.config import context_of
 from tpuconv.models.logits import Window
 from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer, text_ids
 from tpuconv.quantize.calibrate.data import default_text
-from tpuconv.sizes import format_size
+from tpuconv.text import format_size
 
 COMPARED = 128
 """The last tokens of a prompt that are compared."""

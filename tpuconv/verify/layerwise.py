@@ -23,10 +23,10 @@ from tpuconv.encodings.reshaped import shaped
 from tpuconv.encodings.scheme import MXFP4
 from tpuconv.encodings.tensors import decode_names
 from tpuconv.errors import SourceError, UsageError
-from tpuconv.mapping.table import MappingTable
 from tpuconv.models.logits import Window, padded_widths
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
+from tpuconv.notation.table import MappingTable
 from tpuconv.sources.source import open_source
 from tpuconv.verify.reference import attention_of, empty_weights, head_from, reference_class, reference_config
 

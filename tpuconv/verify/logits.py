@@ -18,7 +18,7 @@ from tpuconv.errors import UsageError
 from tpuconv.location import Location
 from tpuconv.models.logits import Window, divergences, forward_each, log_softmax, whole_texts
 from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
-from tpuconv.sharding import format_mesh
+from tpuconv.notation.sharding import format_mesh
 
 PROMPTS = (
     "The quick brown fox jumps over the lazy dog, and then it sits down to think about what it has done.",

@@ -14,13 +14,13 @@ import numpy as np
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import read_box
 from tpuconv.errors import ResourceError, UsageError
+from tpuconv.location import plain_path
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.logits import Window, whole_texts
 from tpuconv.models.stored import model_config
 from tpuconv.names import INPUT_SCALE, QVALUE, SCALE, ZERO_POINT
-from tpuconv.paths import plain_path
 from tpuconv.quantize.encode import decoded_values
-from tpuconv.sizes import format_size
+from tpuconv.text import format_size
 from tpuconv.verify.logits import (
     Gates,
     LogitStatistics,

@@ -7,14 +7,14 @@ from pathlib import Path
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.encodings.schemes import quantizes_inputs
 from tpuconv.errors import ResourceError, UsageError
+from tpuconv.location import plain_path
 from tpuconv.memory import available_memory
 from tpuconv.models.common.config import context_of
 from tpuconv.models.stored import model_config
-from tpuconv.paths import plain_path
-from tpuconv.sizes import format_size
 from tpuconv.sources.config import encoding_of, read_config
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.origins import find_folder
+from tpuconv.text import format_size
 from tpuconv.verify.logits import tokenize
 
 

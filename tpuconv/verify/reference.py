@@ -12,17 +12,17 @@ import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError, shorten
-from tpuconv.letters import LETTERS
 from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES
 from tpuconv.models.logits import Window
 from tpuconv.models.registry import find_family
 from tpuconv.models.stored import model_config
 from tpuconv.names import collapse
-from tpuconv.sizes import format_count
+from tpuconv.notation.letters import LETTERS
 from tpuconv.sources.adapter import ADAPTER_CONFIG
 from tpuconv.sources.config import read_config, read_json
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES, INDEX_FILE
 from tpuconv.sources.source import open_source
+from tpuconv.text import format_count
 from tpuconv.verify.logits import compare_logits
 
 READ_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "phi4mm": "phi4_multimodal"}

@@ -9,8 +9,8 @@ from tpuconv.checkpoint.companions import companions_of, copy_companion
 from tpuconv.checkpoint.manifest import Manifest, StoredArray
 from tpuconv.checkpoint.reader import check_contents, read_box, read_checkpoint_config
 from tpuconv.convert.run.engine import RunProgress
-from tpuconv.layout import Ranges, lead, parse_axes
 from tpuconv.location import Location
+from tpuconv.notation.layout import Ranges, lead, parse_axes
 from tpuconv.sources.config import with_encoding, without_encoding
 from tpuconv.storage.sealed import Sealed
 from tpuconv.storage.sinks import Sink

@@ -17,10 +17,10 @@ from tpuconv.encodings.adapted import BY_ADAPTER
 from tpuconv.encodings.tensors import decode_names, unused_reason
 from tpuconv.errors import SourceError, UsageError, shorten
 from tpuconv.location import BucketPath
-from tpuconv.mapping.table import HasAxes, MappingTable
 from tpuconv.models.common.rows import FURTHER_TOKENS
 from tpuconv.models.common.wrapper import is_outside
 from tpuconv.names import collapse, expand
+from tpuconv.notation.table import HasAxes, MappingTable
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.origins import known_stamps
 from tpuconv.sources.reader import Reader

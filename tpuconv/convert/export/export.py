@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.casts import check_cast
 from tpuconv.checkpoint.manifest import Manifest, add_statistics
 from tpuconv.checkpoint.schema import STATISTICS
 from tpuconv.convert.export.array_source import ArraySource, CheckpointArrays
@@ -41,13 +40,14 @@ from tpuconv.convert.run.sizing import Limits, TensorRoom, planned_memory_for_te
 from tpuconv.convert.run.stamps import Stale
 from tpuconv.convert.run.steps import COMPARE_STEP, proof_step
 from tpuconv.convert.run.strided import copy_strided
+from tpuconv.encodings.casts import check_cast
 from tpuconv.errors import OutputError
 from tpuconv.hosts import ProcessPart, divided
 from tpuconv.jsonfile import Each, Size
-from tpuconv.layout import Ranges, cut_sizes
 from tpuconv.location import Location
-from tpuconv.mapping.table import HasAxes, MappingTable
 from tpuconv.names import MANIFEST
+from tpuconv.notation.layout import Ranges, cut_sizes
+from tpuconv.notation.table import HasAxes, MappingTable
 from tpuconv.progress import TICK_SECONDS
 from tpuconv.sources.headers import DTYPES
 from tpuconv.storage.entries import RunJournal

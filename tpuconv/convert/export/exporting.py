@@ -9,10 +9,10 @@ from tpuconv.convert.export.array_source import ArraySource, exported_config
 from tpuconv.convert.export.carried import Carried
 from tpuconv.convert.export.serving.formats import IN_COMPRESSED, IN_MXFP4
 from tpuconv.errors import UsageError
-from tpuconv.mapping.release import AS_TABLED
-from tpuconv.mapping.table import HasAxes, MappingTable
 from tpuconv.models.common.saved import BY_TRANSFORMERS, saved_release
 from tpuconv.models.registry import Family, get_family
+from tpuconv.notation.release import AS_TABLED
+from tpuconv.notation.table import HasAxes, MappingTable
 from tpuconv.sources.config import ENCODING_KEYS, without_encoding
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target

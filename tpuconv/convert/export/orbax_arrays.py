@@ -12,8 +12,8 @@ from tpuconv.convert.export.way_back import Explained, Parameter
 from tpuconv.convert.plan.types import FLOAT_DTYPES
 from tpuconv.convert.run.engine import RunProgress
 from tpuconv.errors import ConfigError, OutputError
-from tpuconv.layout import Ranges
 from tpuconv.location import Location
+from tpuconv.notation.layout import Ranges
 from tpuconv.sources.config import DTYPE_KEYS, parts_of, read_json, with_dtype, without_encoding
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.origins import known_stamps

@@ -20,8 +20,8 @@ from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, check_copy, check_
 from tpuconv.convert.run.stamps import stamps_for_hosts
 from tpuconv.errors import ConfigError, SourceError
 from tpuconv.hosts import ProcessPart
-from tpuconv.layout import Ranges
 from tpuconv.location import Location
+from tpuconv.notation.layout import Ranges
 from tpuconv.sources.config import read_json, with_dtype
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.reader import Reader

@@ -19,12 +19,12 @@ from tpuconv.convert.export.serving.rows import quantized_row
 from tpuconv.convert.export.tensor import ExportRow, ExportTensor
 from tpuconv.convert.plan import sizes
 from tpuconv.encodings.passthrough import pack, pack_zero_points, separate_scales, unrefine
+from tpuconv.encodings.passthrough_rows import Stored, split
 from tpuconv.encodings.scheme import Scheme
 from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import CorruptOutput, UsageError
-from tpuconv.layout import Axis, Ranges, Shape, lead, sliceable
-from tpuconv.mapping.passthrough import Stored, split
-from tpuconv.mapping.table import EXPERTS, Binding, HasAxes, MappingTable, Stack
+from tpuconv.notation.layout import Axis, Ranges, Shape, lead, sliceable
+from tpuconv.notation.table import EXPERTS, Binding, HasAxes, MappingTable, Stack
 from tpuconv.sources.config import encoding_of
 from tpuconv.targets.registry import get_target
 

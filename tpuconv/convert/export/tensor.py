@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.layout import Shape
-from tpuconv.mapping.table import Binding
 from tpuconv.names import collapse
+from tpuconv.notation.layout import Shape
+from tpuconv.notation.table import Binding
 from tpuconv.sources.headers import DTYPES
 
 

@@ -12,10 +12,10 @@ from tpuconv.checkpoint.orbax_tree import TrainedTree, TreeArray
 from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES
 from tpuconv.convert.plan.types import Skip
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError, shorten
-from tpuconv.layout import Axis, Shape, parse_axes
-from tpuconv.mapping.table import MTP_PARAMETERS, HasAxes, MappingTable
 from tpuconv.models.registry import Family
 from tpuconv.names import OWN_TARGET, collapse
+from tpuconv.notation.layout import Axis, Shape, parse_axes
+from tpuconv.notation.table import MTP_PARAMETERS, HasAxes, MappingTable
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target, target_names
 from tpuconv.targets.target import Target

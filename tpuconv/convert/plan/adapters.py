@@ -6,11 +6,11 @@ from math import prod
 
 from tpuconv.encodings.adapted import Placed
 from tpuconv.encodings.decode import Tensor
-from tpuconv.layout import Layout
-from tpuconv.mapping.forms import ReleaseReader
-from tpuconv.mapping.release import Release
-from tpuconv.mapping.spelling import numbers, template
-from tpuconv.mapping.table import EXPERTS, INDEX, Map
+from tpuconv.notation.forms import ReleaseReader
+from tpuconv.notation.layout import Layout
+from tpuconv.notation.release import Release
+from tpuconv.notation.spelling import numbers, template
+from tpuconv.notation.table import EXPERTS, INDEX, Map
 from tpuconv.sources.adapter import Adapter
 from tpuconv.sources.adapter_changes import Change, JoinedExperts, LowRank
 from tpuconv.sources.adapter_experts import ExpertChange

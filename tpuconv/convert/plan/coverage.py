@@ -23,13 +23,16 @@ from tpuconv.convert.plan.types import (
 )
 from tpuconv.encodings.adapted import BY_ADAPTER, Adapted, adapt
 from tpuconv.encodings.decode import Tensor
+from tpuconv.encodings.passthrough_rows import Passthrough, pass_through
 from tpuconv.encodings.reshaped import recut, shaped
 from tpuconv.encodings.tensors import decode_names, unused_reason
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
-from tpuconv.layout import Shape
-from tpuconv.mapping.passthrough import Passthrough, pass_through
-from tpuconv.mapping.spelling import by_template
-from tpuconv.mapping.table import (
+from tpuconv.models.common.config import IgnoredKey
+from tpuconv.models.registry import get_family
+from tpuconv.names import OWN_TARGET, collapse
+from tpuconv.notation.layout import Shape
+from tpuconv.notation.spelling import by_template
+from tpuconv.notation.table import (
     EXPERTS,
     LAYER_INDICES,
     LAYERS,
@@ -43,14 +46,11 @@ from tpuconv.mapping.table import (
     WithAxes,
     row_indices,
 )
-from tpuconv.models.common.config import IgnoredKey
-from tpuconv.models.registry import get_family
-from tpuconv.names import OWN_TARGET, collapse
-from tpuconv.sizes import format_count
 from tpuconv.sources.config import ENCODING_KEYS
 from tpuconv.sources.source import Source
 from tpuconv.targets.registry import get_target
 from tpuconv.targets.target import Target
+from tpuconv.text import format_count
 
 TENSORS_TO_LIST = 100_000
 """Missing tensors that are listed by name: as many as the largest models have."""

@@ -20,9 +20,9 @@ from tpuconv.convert.plan.types import (
 )
 from tpuconv.encodings.decode import Tensor
 from tpuconv.errors import UnsupportedConfig
-from tpuconv.layout import Axes, Shape, format_axes, lead, sliceable
-from tpuconv.mapping.table import EXPERTS, LAYERS, PERIODS, Binding
-from tpuconv.sharding import MESH_AXES
+from tpuconv.notation.layout import Axes, Shape, format_axes, lead, sliceable
+from tpuconv.notation.sharding import MESH_AXES
+from tpuconv.notation.table import EXPERTS, LAYERS, PERIODS, Binding
 from tpuconv.sources.source import Source
 from tpuconv.targets.target import OWN, Target
 

@@ -16,9 +16,9 @@ from tpuconv.convert.plan.quantization import Quantization
 from tpuconv.convert.plan.types import Plan
 from tpuconv.errors import UsageError
 from tpuconv.location import BucketPath, Location, local_path, to_location
-from tpuconv.mapping.table import HasAxes, MappingTable
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.registry import Family, find_family, get_family
+from tpuconv.notation.table import HasAxes, MappingTable
 from tpuconv.progress import Listener, Progress
 from tpuconv.sources.hub import resolve
 from tpuconv.sources.source import Source, fetched_meanwhile, open_source

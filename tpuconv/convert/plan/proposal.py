@@ -13,8 +13,6 @@ from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.tensors import decode_names
 from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.jsonfile import short
-from tpuconv.layout import Shape
-from tpuconv.mapping.table import INDEX, LAYER_INDICES, Map, WithAxes
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.config_keys import NO_EFFECT, SUPPORTED_VALUES
 from tpuconv.models.common.heads import CAUSAL_ENDS
@@ -23,6 +21,8 @@ from tpuconv.models.common.wrapper import WrapperConfig
 from tpuconv.models.declare import DecoderFamily
 from tpuconv.models.registry import Family, all_families, find_family
 from tpuconv.names import collapse
+from tpuconv.notation.layout import Shape
+from tpuconv.notation.table import INDEX, LAYER_INDICES, Map, WithAxes
 from tpuconv.sources.source import Source
 
 MISSING = 4
@@ -286,7 +286,7 @@ def _draft(fit: _Fit, raw: Mapping[str, Any], left: Mapping[str, set[Shape]]) ->
     yield f"from typing import {'Any, ' if fit.candidate.refused else ''}ClassVar"
     yield ""
     has_rows = any(row.startswith("Map") for row in rows)
-    yield f"from tpuconv.mapping.table import {'Map, ' if has_rows else ''}MappingTable"
+    yield f"from tpuconv.notation.table import {'Map, ' if has_rows else ''}MappingTable"
     yield "from tpuconv.models.common.defaults import family_config"
     yield "from tpuconv.models.registry import Family, get_family"
     yield ""

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from tpuconv.errors import UnsupportedConfig
-from tpuconv.layout import Shape
 from tpuconv.names import collapse
+from tpuconv.notation.layout import Shape
 from tpuconv.storage.journal import Journal
 
 REPORT = "quantization.html"

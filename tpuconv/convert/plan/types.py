@@ -16,14 +16,14 @@ from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.quantization import Encoder, Quantization
 from tpuconv.encodings.decode import Tensor
+from tpuconv.encodings.passthrough_rows import KEEP_FAULT, Passthrough
 from tpuconv.errors import MappingError, shorten
-from tpuconv.layout import Ranges, cut_sizes, lead, parse_axes, runs
 from tpuconv.location import to_location
-from tpuconv.mapping.passthrough import KEEP_FAULT, Passthrough
-from tpuconv.mapping.table import Binding, HasAxes, MappingTable
 from tpuconv.models.common.config import IgnoredKey
 from tpuconv.models.common.heads import headless_name, is_of_head
 from tpuconv.names import collapse
+from tpuconv.notation.layout import Ranges, cut_sizes, lead, parse_axes, runs
+from tpuconv.notation.table import Binding, HasAxes, MappingTable
 from tpuconv.sources.companions import AN_ADAPTER, LeftOut
 from tpuconv.sources.source import Source
 from tpuconv.storage.places import real

@@ -14,7 +14,7 @@ import xxhash
 
 from tpuconv.convert.plan.quantization import CalibrationPass
 from tpuconv.errors import OutputError
-from tpuconv.layout import Shape
+from tpuconv.notation.layout import Shape
 from tpuconv.sources.workspace import claim, release
 from tpuconv.storage import disk
 from tpuconv.storage.entries import RunJournal

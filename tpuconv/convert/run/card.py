@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpuconv.convert.plan.quantization import REPORT
-from tpuconv.sizes import format_size
 from tpuconv.sources.companions import SOURCE_CARD
 from tpuconv.targets.target import OWN, Target
-from tpuconv.text import code, markdown
+from tpuconv.text import code, format_size, markdown
 
 
 def _quantized(rules: Mapping[str, Any]) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.casts import check_cast
 from tpuconv.checkpoint import manifest
 from tpuconv.checkpoint.shards import ShardBuilder, shard_name
 from tpuconv.convert.plan.types import OutputArray, Plan, Slab
@@ -18,6 +17,7 @@ from tpuconv.convert.run.sizing import Buffers
 from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, not_finite, read_slab
 from tpuconv.convert.run.store import Store
 from tpuconv.convert.run.strided import copy_strided
+from tpuconv.encodings.casts import check_cast
 from tpuconv.errors import SourceError
 from tpuconv.sources.reader import Reader
 from tpuconv.storage.disk import page_buffer

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from tpuconv.convert.plan.types import Plan
 from tpuconv.errors import ResourceError
 from tpuconv.memory import available_memory
-from tpuconv.sizes import format_size
 from tpuconv.storage.local_file import READ_BYTES, room_for
+from tpuconv.text import format_size
 
 BASE_MEMORY = 212 << 20
 """Measured: the interpreter, libraries and the compiler of loops, without pages of library files, which the system can

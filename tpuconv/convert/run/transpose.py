@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tpuconv.compiled import compiled
+from tpuconv.encodings.compiled import compiled
 
 PANEL_WORDS = 64
 """Words of each row that are transposed together: eight cache lines, so that the processor fetches ahead."""

@@ -2,12 +2,12 @@
 
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import ATTN_NORM, MLP, MLP_NORM, MTP_IGNORE, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.deepseek_v32 import family as deepseek_v32
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 
 @family_config

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_FINAL, MTP_IGNORE, PRE_NORMS, SHARED, when
@@ -12,6 +11,7 @@ from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.kimi_linear import family as kimi_linear
 from tpuconv.models.kimi_linear.family import KDA_CONVOLUTIONS, KDA_INPUTS
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, MappingTable, under
 
 
 @family_config

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import Map
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import Rope, check_rope_keys, rope_of_layers
 from tpuconv.models.common.rows import (
@@ -23,6 +22,7 @@ from tpuconv.models.common.rows import (
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.windows import ROPES_OF_WINDOWS, PatternConfig
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map
 
 
 @family_config

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import (
@@ -20,6 +19,7 @@ from tpuconv.models.common.rows import (
 from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 
 @family_config

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hi
 
 from tpuconv.errors import ConfigError, UsageError
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import LAYER_INDICES, WithAxes
 from tpuconv.models.common.config_keys import (
     MOST_HINTS,
     SUPPORTED_VALUES,
@@ -26,6 +25,7 @@ from tpuconv.models.common.heads import LANGUAGE_MODEL, Head
 from tpuconv.models.common.periods import find_period
 from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope, check_rope_keys, with_default_rope
 from tpuconv.models.common.rope_keys import without_older_rope_keys
+from tpuconv.notation.table import LAYER_INDICES, WithAxes
 from tpuconv.sources.config import INSIDE_KEYS
 
 SHOWN_BY: Mapping[str, tuple[str, ...]] = {
@@ -248,7 +248,7 @@ class DecoderConfig:
 
     @property
     def axes(self) -> dict[str, Any]:
-        """The size of each letter (`tpuconv.letters.LETTERS`); for I, J and U the indices of the layers."""
+        """The size of each letter (`tpuconv.notation.letters.LETTERS`); for I, J and U the indices of the layers."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         return {
             "D": self.hidden_size,

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpuconv.models.common.cache import Cache, cache_shardings
-from tpuconv.sharding import ACTIVATIONS, partition
+from tpuconv.notation.sharding import ACTIVATIONS, partition
 
 
 def is_explicit(x: jax.Array) -> bool:

@@ -1,8 +1,8 @@
 """Forms of rows that releases of all families may have in place of each other."""
 
-from tpuconv.mapping.forms import Forms
-from tpuconv.mapping.table import Map
 from tpuconv.models.common.rows import EXPERT_MLPS, IN_FIRST_EXPERTS, NUMBERED_EXPERT_MLPS, STACKED_EXPERTS
+from tpuconv.notation.forms import Forms
+from tpuconv.notation.table import Map
 
 GATE_AND_UP = ("gate.kernel", "up.kernel")
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, QKV_BIAS
+from tpuconv.notation.table import Map, MappingTable, under
 
 GPT_KEYS: Mapping[str, str] = {
     "hidden_size": "n_embd",

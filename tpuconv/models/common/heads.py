@@ -10,7 +10,7 @@ from typing import Any
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import Map, MappingTable
+from tpuconv.notation.table import Map, MappingTable
 
 LOGITS, SCORES, HIDDEN = "", "scores", "hidden states"
 """The outputs of models."""

@@ -1,4 +1,5 @@
-"""Layers that the families share. Names of arrays end in the letters of their axes (`tpuconv.letters.LETTERS`)."""
+"""Layers that the families share. Names of arrays end in the letters of their axes, which are in
+`tpuconv.notation.letters.LETTERS`."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -13,7 +13,7 @@ from tpuconv.models.common.layers import Keys, normal
 from tpuconv.models.common.observe import observed
 from tpuconv.models.common.placement import automatic_mesh
 from tpuconv.models.kernels.grouped import grouped_matmul
-from tpuconv.sharding import ACTIVATIONS, MESH_AXES, AxisSharding, Rules, partition
+from tpuconv.notation.sharding import ACTIVATIONS, MESH_AXES, AxisSharding, Rules, partition
 
 GATHER_LIMIT = 0.5
 """Up to this ratio of rows to experts, the matrix of each row's expert is gathered, and no other expert is read. With

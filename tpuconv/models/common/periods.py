@@ -4,7 +4,7 @@ by a loop over periods. Layers after the last complete period stay apart."""
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from tpuconv.mapping.table import LAYERS_APART
+from tpuconv.notation.table import LAYERS_APART
 
 
 def find_period(kinds: Sequence[Hashable]) -> int:

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tpuconv.layout import Shape
-from tpuconv.sharding import ACTIVATIONS, BY_HEAD, Rules, attention_rules, partition
+from tpuconv.notation.layout import Shape
+from tpuconv.notation.sharding import ACTIVATIONS, BY_HEAD, Rules, attention_rules, partition
 
 
 def sharding(axes: str, shape: Shape, mesh: Mesh, rules: Rules) -> NamedSharding:

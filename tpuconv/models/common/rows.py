@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from tpuconv.mapping.table import Map, MappingTable, under
+from tpuconv.notation.table import Map, MappingTable, under
 
 ATTENTION = (
     Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),

@@ -10,10 +10,10 @@ from importlib.resources import files
 from typing import Any
 
 from tpuconv.errors import UsageError
-from tpuconv.mapping.forms import FormPlace
-from tpuconv.mapping.release import Release
-from tpuconv.mapping.spelling import module_of
-from tpuconv.mapping.table import Map, MappingTable
+from tpuconv.notation.forms import FormPlace
+from tpuconv.notation.release import Release
+from tpuconv.notation.spelling import module_of
+from tpuconv.notation.table import Map, MappingTable
 
 BY_RELEASES, BY_TRANSFORMERS = "released", "transformers"
 """The forms of rows that transformers joins or renames."""

@@ -5,8 +5,8 @@ from typing import Any
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import MappingTable
 from tpuconv.models.common.wrapper import HEARS, SEES, WrapperConfig, inside
+from tpuconv.notation.table import MappingTable
 
 THINKER = "thinker_config"
 SPEAKS = "speech generator: the text model alone is converted"

@@ -4,7 +4,7 @@ its tensors have a prefix. What sees images or hears is skipped by name.
 The prefix depends on the release of transformers that wrote the files. Until 4.51 a wrapper held a complete causal
 model (`language_model.model.`, `language_model.lm_head.`), or had its parts at the root (`model.`); since 4.52 the text
 model is `model.language_model.`, and the head at the root. The table has the names of releases; the others lead to them
-(`tpuconv.mapping.spelling`).
+(`tpuconv.notation.spelling`).
 """
 
 from collections.abc import Collection, Mapping
@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import MTP_PARAMETERS, MappingTable
 from tpuconv.models.common.config_keys import NO_EFFECT, ignored_keys
 from tpuconv.models.common.heads import is_of_head
+from tpuconv.notation.table import MTP_PARAMETERS, MappingTable
 from tpuconv.sources.config import ENCODING_KEYS, encoding_of
 
 PREFIXES: Mapping[str, str] = {

@@ -4,12 +4,12 @@ import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_COPIES, MTP_HEAD, MTP_IGNORE, SHARED, decoder_table, when
 from tpuconv.models.common.sparse import GroupedExperts, MixedMLPs, layers_by_mlp
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 
 @family_config

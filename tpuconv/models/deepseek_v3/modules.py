@@ -16,7 +16,7 @@ from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, RMSNorm, ap
 from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.deepseek_v3.family import Config
-from tpuconv.sharding import ACTIVATIONS, Rules
+from tpuconv.notation.sharding import ACTIVATIONS, Rules
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latent vectors. config.json has only the epsilon of the other norms."""

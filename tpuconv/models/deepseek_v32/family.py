@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import MLP, MTP_COPIES, MTP_HEAD, MTP_IGNORE, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 INDEXED = ("indexed_attention", "deepseek_sparse_attention")
 """The `layer_types` of layers that attend to selected tokens, in newer and older files."""

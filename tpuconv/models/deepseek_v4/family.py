@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.kinds import faults_of_kinds
@@ -11,6 +10,7 @@ from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import FURTHER_TOKENS, NUMBERED_EXPERT_MLPS
 from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, MappingTable, under
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 RATIOS = {0: SLIDING, 4: SPARSE, 128: HEAVY}

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.kinds import faults_of_kinds, numbered_kinds
 from tpuconv.models.common.rope import Rope, rope_of_layers
@@ -14,6 +13,7 @@ from tpuconv.models.common.sparse import MLP_KINDS
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.deepseek_v32.family import INDEXER
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 DOTS3_FULL, DOTS3_INDEXED, DOTS3_SLIDING = "full_attention", "indexed_attention", "sliding_attention"
 """The `layer_types` of layers that attend to all tokens, to selected tokens, and to the tokens of a window."""

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS, norm_rows
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import when
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, MappingTable, under
 
 
 @family_config

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import NO_LIMIT, MambaConfig
 from tpuconv.models.common.rows import (
@@ -20,6 +19,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, MappingTable, under
 
 
 @family_config

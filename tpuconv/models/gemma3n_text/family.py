@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config_keys import CAUSAL
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import GLOBAL_ROPE, PLAIN_ROPE, Rope
@@ -18,6 +17,7 @@ from tpuconv.models.gemma4_text.family import (
     SHARED_ALREADY,
 )
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 SPARSE_LAYERS, SPARSITY = 10, 0.95
 """The sparse layers of a config.json that does not name them, if it has more layers: the first ones."""

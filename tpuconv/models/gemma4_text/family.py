@@ -5,13 +5,13 @@ from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, rope_of_layers
 from tpuconv.models.common.rows import MLP, SANDWICH_NORMS, STACKED_EXPERTS, decoder_table, when
 from tpuconv.models.common.shared_keys import SharedKeysConfig
 from tpuconv.models.common.windows import ROPES_BY_KIND
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 GEMMA4_ROPE = Rope("proportional", theta=1e6, partial_rotary_factor=0.25)
 """The rotary positions of layers that see all tokens, of a config.json without any."""

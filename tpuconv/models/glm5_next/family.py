@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.rope import Rope
@@ -14,6 +13,7 @@ from tpuconv.models.deepseek_v4.family import streams
 from tpuconv.models.glm_moe_dsa import family as glm_moe_dsa
 from tpuconv.models.kimi_linear.family import KDA_BESIDE_RATES, LINEAR_KEYS
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 GLM_LINEAR, GLM_INDEXED = "linear_attention", "indexed_attention"
 """The `layer_types`. The second is "full_attention" in other files."""

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
-from tpuconv.mapping.table import Map
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.kinds import faults_of_kinds
@@ -12,6 +11,7 @@ from tpuconv.models.common.rows import ATTENTION, ATTN_NORM, O_BIAS, QKV_BIAS, d
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.windows import WINDOW_KINDS
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map
 
 
 @family_config

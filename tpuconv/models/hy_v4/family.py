@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import FURTHER_TOKENS, MLP, SHARED, STACKED_EXPERTS, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.deepseek_v32 import family as deepseek_v32
 from tpuconv.models.glm_moe_dsa.family import SharedIndexers
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 
 @family_config

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import FUSED_EXPERTS, PRE_NORMS, decoder_table
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 
 @family_config

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from tpuconv.sharding import LANES
+from tpuconv.notation.sharding import LANES
 
 FEW_ROWS = 512
 """The most rows for which the Pallas kernel is used. With more rows all matrices are needed, and XLA's kernel, which

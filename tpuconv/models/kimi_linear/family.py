@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeGuard
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import MLP, NUMBERED_EXPERT_MLPS, SHARED, decoder_table, when
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 LINEAR_KEYS = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
 LINEAR_KEYS |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import EXPERT_MLPS, HEAD_NORMS, PRE_NORMS, SHARED, decoder_table, mlp_rows, when
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.windows import PART_FIELDS, TwoPartialRopesConfig
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 LAGUNA_ROPE = Rope(theta=500_000.0)
 """The rotary positions of layers that see all tokens, of a config.json without any."""

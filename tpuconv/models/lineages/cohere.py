@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
-from tpuconv.mapping.table import Map
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.mrope import without_mrope
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, check_rope_keys, rope_of_layers
@@ -12,6 +11,7 @@ from tpuconv.models.common.rows import BIASED_ATTENTION, when
 from tpuconv.models.common.windows import ROPES_BY_KIND, ROPES_OF_WINDOWS, WINDOW_KINDS, PatternConfig
 from tpuconv.models.declare import decoder
 from tpuconv.models.parts import Attn, Factors, Mlp, Norms
+from tpuconv.notation.table import Map
 
 COHERE_EPS = {"rms_norm_eps": "layer_norm_eps"}
 """The key of the epsilon."""

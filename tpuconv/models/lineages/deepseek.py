@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import (
     BIASED_ATTENTION,
@@ -21,6 +20,7 @@ from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.declare import decoder, like, wrapper
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
+from tpuconv.notation.table import Map, under
 
 DEEPSEEK_V3 = deepseek_v3.FAMILY
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.mrope import MropeConfig
@@ -11,6 +10,7 @@ from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, SHARED,
 from tpuconv.models.common.wrapper import BRINGS, SEES
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Mlp, Mtp, Norms
+from tpuconv.notation.table import Map, under
 
 ERNIE4_5 = decoder(
     "ernie4_5",

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import (
@@ -23,6 +22,7 @@ from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.declare import decoder
 from tpuconv.models.lineages.llama import LLAMA, NO_BIAS
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
+from tpuconv.notation.table import under
 
 EXAONE_NAMES = (
     ("model.embed_tokens.", "transformer.wte."),

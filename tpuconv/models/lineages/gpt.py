@@ -5,7 +5,6 @@ from typing import Any
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import MOST_IN_A_LIST, DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import (
@@ -28,6 +27,7 @@ from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rows import PRE_NORM_BIASES, PRE_NORMS, when
 from tpuconv.models.declare import decoder
 from tpuconv.models.parts import Attn, Mlp, Norms
+from tpuconv.notation.table import Map, MappingTable, under
 
 POSITIONED = "common.positions:PositionedDecoder"
 

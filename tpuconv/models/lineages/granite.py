@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import NO_LIMIT, MambaConfig
@@ -28,6 +27,7 @@ from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.common.wrapper import BRINGS, LLAVA, SEES, WrapperConfig, inside
 from tpuconv.models.declare import config_class, decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
+from tpuconv.notation.table import Map, MappingTable, under
 
 
 class GraniteConfig(DecoderConfig):

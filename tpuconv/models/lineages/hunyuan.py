@@ -5,7 +5,6 @@ from typing import Any
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.mrope import without_mrope
@@ -14,6 +13,7 @@ from tpuconv.models.common.rows import BIASED_ATTENTION, EXPERT_MLPS, SHARED
 from tpuconv.models.common.wrapper import SEES
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
+from tpuconv.notation.table import Map, under
 
 
 @family_config

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import MOST_OF_A_SIZE
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
@@ -13,6 +12,7 @@ from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.windows import read_two_ropes
 from tpuconv.models.declare import decoder
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
+from tpuconv.notation.table import Map, MappingTable, under
 
 
 @family_config

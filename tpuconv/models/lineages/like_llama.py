@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rows import ATTENTION, MLP, O_BIAS, PLAIN_MLP, QKV_BIAS, when
 from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.declare import decoder
 from tpuconv.models.parts import Attn, Factors, Mlp, Norms
+from tpuconv.notation.table import Map, under
 
 NEMOTRON = decoder(
     "nemotron",

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import GPT_QKV
@@ -11,6 +10,7 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.windows import OneWindow, PatternConfig
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.parts import Attn, Mlp, Norms
+from tpuconv.notation.table import Map, MappingTable, under
 
 NO_BIAS = {"attention_bias": (False,), "mlp_bias": (False,)}
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.kinds import numbered_kinds
@@ -12,6 +11,7 @@ from tpuconv.models.common.rows import ATTENTION, CORRECTION_BESIDE, NUMBERED_EX
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.declare import decoder
 from tpuconv.models.parts import Attn, Experts, Norms
+from tpuconv.notation.table import Map, under
 
 
 @family_config

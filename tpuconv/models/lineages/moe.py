@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.bailing_hybrid.family import LING_EXPERT_ROWS
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
@@ -36,6 +35,7 @@ from tpuconv.models.common.windows import ROPES_OF_WINDOWS, OneWindow, PatternCo
 from tpuconv.models.declare import decoder
 from tpuconv.models.lineages.glm import GLM4_MOE
 from tpuconv.models.parts import Attn, Experts, Factors, Mtp, Norms
+from tpuconv.notation.table import Map, MappingTable, under
 
 MIXTRAL = decoder(
     "mixtral",

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.clipped import ClippedConfig
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.config_keys import unnested
@@ -23,6 +22,7 @@ from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.declare import decoder
 from tpuconv.models.lineages.gpt import POSITIONED
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
+from tpuconv.notation.table import Map, MappingTable, under
 
 BLOOM = decoder(
     "bloom",

@@ -5,7 +5,6 @@ from typing import Any
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import GPT_QKV, NEOX_ATTENTION, NEOX_ATTENTION_BIAS, NEOX_MLP, norm_rows
@@ -23,6 +22,7 @@ from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.common.wrapper import BRINGS
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
+from tpuconv.notation.table import Map, MappingTable, under
 
 PHI_EPS = {"rms_norm_eps": "layer_norm_eps"}
 """The key of the epsilon."""

@@ -4,8 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
-from tpuconv.mapping.spelling import aliases
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.kinds import faults_of_kinds
@@ -27,6 +25,8 @@ from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.lineages.llama import ARCEE
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
+from tpuconv.notation.spelling import aliases
+from tpuconv.notation.table import Map, MappingTable, under
 
 QWEN2 = decoder(
     "qwen2",

@@ -5,7 +5,6 @@ from dataclasses import replace
 from math import ceil
 from typing import Any, ClassVar, Self
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import (
@@ -20,6 +19,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 from tpuconv.sources.config import encoding_of
 
 ONE_BY_ONE = ("compressed-tensors", "awq", "gptq")

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, MTP_INPUTS, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 
 @family_config

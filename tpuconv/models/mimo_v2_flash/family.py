@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.kinds import numbered_kinds
 from tpuconv.models.common.rope import Rope
@@ -22,6 +21,7 @@ from tpuconv.models.common.rows import (
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.windows import TwoPartialRopesConfig
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 ROTARY_PART = 0.334
 MIMO_ROPE, MIMO_LOCAL_ROPE = Rope(theta=5_000_000.0), Rope(theta=10_000.0)

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.kinds import faults_of_kinds, numbered_kinds
 from tpuconv.models.common.partial_rope import PartialRopeConfig
@@ -21,6 +20,7 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import MLP_KINDS, ChosenExperts, MixedMLPs
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, MappingTable, under
 
 M3_FULL, M3_SPARSE = "full_attention", "minimax_m3_sparse"
 """The `layer_types` of layers that attend to all tokens, and to selected blocks of them."""

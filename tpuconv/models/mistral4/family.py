@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from tpuconv.errors import UnsupportedConfig
-from tpuconv.mapping.table import Map
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.growing import GrowingQueries
 from tpuconv.models.common.rope import PARAMETER_KEYS, check_rope_keys
@@ -12,6 +11,7 @@ from tpuconv.models.common.rows import SHARED_EXPERT_ROWS, STACKED_EXPERTS, deco
 from tpuconv.models.common.wrapper import LLAVA, WrapperConfig, inside
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map
 
 
 @family_config

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import FURTHER_TOKENS, NUMBERED_EXPERT_MLPS, when
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig
 from tpuconv.models.glm_moe_dsa import family as glm_moe_dsa
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, MappingTable, under
 
 
 @family_config

@@ -2,7 +2,6 @@
 
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS
@@ -10,6 +9,7 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import HEAD_NORMS, NORMS_OF_ALL_HEADS, when
 from tpuconv.models.common.wrapper import SEES, WrapperConfig, inside
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, MappingTable, under
 
 
 @family_config

@@ -5,13 +5,13 @@ from typing import Any, ClassVar
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import BIASED_ATTENTION, MLP, SANDWICH_NORMS, decoder_table
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 FULL_EVERY = 4
 """Without `layer_types` and `layer_rope_theta`, the last layer and every fourth before it sees all tokens, and has no

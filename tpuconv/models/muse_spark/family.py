@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import (
     ATTN_NORM,
@@ -17,6 +16,7 @@ from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs
 from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, inside
 from tpuconv.models.muse_glimmer import family as muse_glimmer
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map
 
 
 @family_config

@@ -2,13 +2,13 @@
 
 from typing import ClassVar
 
-from tpuconv.mapping.forms import Forms
-from tpuconv.mapping.table import Map, MappingTable, is_of_mtp, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import FURTHER_TOKENS, when
 from tpuconv.models.common.wrapper import HEARS, WrapperConfig
 from tpuconv.models.nemotron_h import family as nemotron_h
 from tpuconv.models.registry import family
+from tpuconv.notation.forms import Forms
+from tpuconv.notation.table import Map, MappingTable, is_of_mtp, under
 
 NEMO_NAMES = {
     "backbone.embeddings.": "llm.model.embed_tokens.",

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import NO_LIMIT, OLDER_KINDS, MambaConfig
 from tpuconv.models.common.rope import Rope
@@ -19,6 +18,7 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import GroupedExperts
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, MappingTable, under
 
 PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """The letters of `hybrid_override_pattern`."""

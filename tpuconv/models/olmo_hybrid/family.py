@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, check_rope_keys
@@ -18,6 +17,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, MappingTable, under
 
 
 @family_config

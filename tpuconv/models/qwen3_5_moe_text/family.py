@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-from tpuconv.mapping.table import under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.rows import PRE_NORMS, SHARED_AND_PROBABLE_EXPERTS, decoder_table
@@ -10,6 +9,7 @@ from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH, OUTSIDE_TEXT
 from tpuconv.models.qwen3_next.family import HybridConfig, further_rows
 from tpuconv.models.registry import family
+from tpuconv.notation.table import under
 
 
 @family_config

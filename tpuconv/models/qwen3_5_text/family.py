@@ -2,13 +2,13 @@
 
 from typing import ClassVar
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.rows import FURTHER_TOKENS, MLP, PRE_NORMS, decoder_table
 from tpuconv.models.common.wrapper import SEES
 from tpuconv.models.qwen3_next.family import FULL_ROWS, LINEAR_ROWS, HybridConfig, further_rows
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 
 @family_config

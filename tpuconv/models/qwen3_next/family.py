@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.partial_rope import PartialRopeConfig
@@ -22,6 +21,7 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs, stepped_mlp_kinds
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 
 @family_config

@@ -6,12 +6,12 @@ from itertools import accumulate, count, islice
 from math import isqrt
 from typing import Any, ClassVar, NamedTuple
 
-from tpuconv.mapping.table import Map, MappingTable, under
 from tpuconv.models.common.config import MOST_OF_A_SIZE
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.qwen3_5_moe_text import family as qwen3_5_moe_text
 from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH, OUTSIDE_TEXT
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, MappingTable, under
 
 INDEXED_KINDS = ("indexed_attention", "qwen_sparse_attention")
 """The name that transformers has for the `layer_types` that releases call "full_attention"."""

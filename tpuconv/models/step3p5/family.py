@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
-from tpuconv.mapping.table import Map, under
 from tpuconv.models.common.config import MOST_IN_A_LIST
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope
@@ -13,6 +12,7 @@ from tpuconv.models.common.rows import HEAD_NORMS, MLP, MTP_IGNORE, PRE_NORMS, S
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.windows import TwoPartialRopesConfig
 from tpuconv.models.registry import family
+from tpuconv.notation.table import Map, under
 
 
 @family_config

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tpuconv.compiled import compiled
+from tpuconv.encodings.compiled import compiled
 from tpuconv.quantize.calibrate.triangular import factorize_in_place, invert_in_place, product
 from tpuconv.quantize.encode import values_of_bytes
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import prod
 
 from tpuconv.checkpoint.manifest import Manifest, element_bytes
-from tpuconv.mapping.table import LAYERS_APART
+from tpuconv.notation.table import LAYERS_APART
 from tpuconv.quantize.calibrate.rounding import COLUMN_BYTES, THREADS
 from tpuconv.quantize.encode import QwixEncoder
 

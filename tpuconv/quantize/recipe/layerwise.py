@@ -29,8 +29,8 @@ from tpuconv.quantize.config import Calibration
 from tpuconv.quantize.encode import QwixEncoder
 from tpuconv.quantize.recipe.groups import Choices
 from tpuconv.quantize.recipe.search import Option, ParamGroup
-from tpuconv.sizes import format_size
 from tpuconv.storage import disk
+from tpuconv.text import format_size
 
 DTYPE = "float32"
 """The dtype of the model: the rounding of bfloat16 is larger than the effect of one group in int8."""

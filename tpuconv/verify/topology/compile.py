@@ -12,7 +12,7 @@ from typing import Any
 
 from tpuconv.checkpoint.device_layouts import DeviceLayout
 from tpuconv.errors import TpuconvError, UsageError
-from tpuconv.sharding import MESH_AXES, decoding_mesh, format_mesh
+from tpuconv.notation.sharding import MESH_AXES, decoding_mesh, format_mesh
 from tpuconv.verify.topology.hlo import Schedule
 from tpuconv.verify.topology.request import CompileRequest, Memory, Program, Slice
 

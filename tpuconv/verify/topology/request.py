@@ -22,7 +22,7 @@ from tpuconv.checkpoint.device_layouts import DeviceLayout
 from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.extras import install_command
 from tpuconv.jsonfile import short
-from tpuconv.sizes import format_rate, format_size
+from tpuconv.text import format_rate, format_size
 from tpuconv.verify.topology.chips import CHIPS, Chip
 
 ENVIRONMENT = {
@@ -130,7 +130,7 @@ class CompileRequest:
         batch: sequences at once.
         context: slots of the cache: tokens of a sequence.
         dtype: of parameters and activations.
-        mesh: sizes of mesh axes; None for `tpuconv.sharding.decoding_mesh`.
+        mesh: sizes of mesh axes; None for `tpuconv.notation.sharding.decoding_mesh`.
         quantize: the quantization, as `QuantConfig.to_json` or `source_passthrough` returns it; None for none.
         checkpoint: the folder of a converted checkpoint, whose arrays keep their stored dtypes; `quantize` then comes
             from its manifest. None to make the model from `config`.

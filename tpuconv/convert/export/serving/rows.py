@@ -19,9 +19,9 @@ from tpuconv.encodings.awq_gptq import AWQ_ORDER
 from tpuconv.encodings.passthrough import exponents, pack_halves
 from tpuconv.encodings.words import Words
 from tpuconv.errors import UsageError
-from tpuconv.layout import Ranges, ScaleLayout, Shape, scale_layout
-from tpuconv.mapping.table import LAYER_INDICES, Binding, Stack
 from tpuconv.names import INPUT_SCALE, QVALUE, SCALE, ZERO_POINT
+from tpuconv.notation.layout import Ranges, ScaleLayout, Shape, scale_layout
+from tpuconv.notation.table import LAYER_INDICES, Binding, Stack
 from tpuconv.sources.headers import DTYPES
 from tpuconv.targets.target import Target
 

@@ -7,7 +7,7 @@
     E (M (1 + 1)) D -> E D M, E D M         two matrices with alternating rows
 
 A layout is an invertible rearrangement: swapping its sides gives the inverse. A letter has the same meaning everywhere
-(`tpuconv.letters.LETTERS`): in a layout, in the einsum of a layer, in a parameter's shape and in its sharding.
+(`tpuconv.notation.letters.LETTERS`): in a layout, in the einsum of a layer, in a parameter's shape and in its sharding.
 """
 
 import re
@@ -20,7 +20,7 @@ from math import gcd, prod
 import numpy as np
 
 from tpuconv.errors import LayoutError
-from tpuconv.letters import LETTERS
+from tpuconv.notation.letters import LETTERS
 
 UNIT = "1"
 """An axis of size 1, which may be left out."""
@@ -158,7 +158,7 @@ def _parse_side(side: str, text: str) -> tuple[Axes, ...]:
             elif token in LETTERS or token == UNIT:
                 parts.append(Axis(token))
             else:
-                raise LayoutError(f"'{token}' in '{text}' is not a letter of tpuconv.letters.LETTERS")
+                raise LayoutError(f"'{token}' in '{text}' is not a letter of tpuconv.notation.letters.LETTERS")
         if plus and plus != len(parts) - 1:
             raise LayoutError(f"'{text}' mixes a product and a concatenation in one bracket")
         return Axis(op="+" if plus else "*", parts=tuple(parts))

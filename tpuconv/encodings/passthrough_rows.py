@@ -2,8 +2,8 @@
 scales, and a third one if there are zero points.
 
 Quantized values go through the row's layout, scales through the layout that follows from it
-(`tpuconv.layout.scale_layout`). If a block does not divide its axis, or lies in two places of the parameter, it is
-refined to a divisor: its scale is repeated, which is exact. The result is what a Qwix `QArray` holds.
+(`tpuconv.notation.layout.scale_layout`). If a block does not divide its axis, or lies in two places of the parameter,
+it is refined to a divisor: its scale is repeated, which is exact. The result is what a Qwix `QArray` holds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +17,9 @@ from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough import QValues, Scales, ZeroPoints, scale_dtype
 from tpuconv.encodings.scheme import NESTED_SCALES, Scheme
 from tpuconv.errors import UnsupportedConfig
-from tpuconv.layout import Shape, scale_layout
-from tpuconv.mapping.table import Binding, Stack
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT, collapse
+from tpuconv.notation.layout import Shape, scale_layout
+from tpuconv.notation.table import Binding, Stack
 from tpuconv.sources.headers import TensorInfo
 
 QTYPE_BITS = {"float8_e4m3fn": 8, "int8": 8, "int4": 4, "float4_e2m1fn": 4, "nf4": 4}

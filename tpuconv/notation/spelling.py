@@ -9,7 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from tpuconv.mapping.table import INDEX, MappingTable
+from tpuconv.notation.table import INDEX, MappingTable
 
 INDEX_NUMBER = re.compile(r"(?<![^._])\d+(?![^.])")
 """A number between dots, or after an underscore, as in `shard_3`."""

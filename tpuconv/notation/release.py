@@ -10,9 +10,9 @@ class Release:
     """How a release names and groups its tensors, where that differs from its family's table.
 
     Attributes:
-        spelling: beginnings of templates, and what stands in their place on disk (`tpuconv.mapping.spelling`).
+        spelling: beginnings of templates, and what stands in their place on disk (`tpuconv.notation.spelling`).
         apart: templates of modules that have other names in some layers: those names, and the numbers of the layers.
-        forms: by `tpuconv.mapping.forms.FormPlace.name` the form of all layers, or the layers of each form.
+        forms: by `tpuconv.notation.forms.FormPlace.name` the form of all layers, or the layers of each form.
     """
 
     spelling: Mapping[str, str] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from typing import Any
 
 from tpuconv.errors import UsageError
 from tpuconv.jsonfile import short
-from tpuconv.layout import Shape, lead, parse_axes
+from tpuconv.notation.layout import Shape, lead, parse_axes
 
 Rules = Mapping[str, tuple[str, ...]]
 """For each letter the mesh axes that it may be sharded over, together. Earlier letters take mesh axes first."""

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tpuconv.errors import UnsupportedConfig
-from tpuconv.mapping.release import AS_TABLED, Release
-from tpuconv.mapping.spelling import (
+from tpuconv.notation.release import AS_TABLED, Release
+from tpuconv.notation.spelling import (
     FRONTS,
     Speller,
     by_template,
@@ -25,7 +25,7 @@ from tpuconv.mapping.spelling import (
     with_indices_of,
     without_front,
 )
-from tpuconv.mapping.table import INDEX, SUBSETS, HasAxes, Map, MappingTable, row_indices, under
+from tpuconv.notation.table import INDEX, SUBSETS, HasAxes, Map, MappingTable, row_indices, under
 
 Forms = Mapping[str, tuple[Map, ...]]
 """Rows that make the same parameters of other tensors, by the name of the form. Any form may be in a family's table."""

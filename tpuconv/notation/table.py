@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from tpuconv.errors import ConfigError, LayoutError, UnsupportedConfig
-from tpuconv.layout import Layout, Shape, format_axes
-from tpuconv.mapping.arithmetic import Arithmetic
-from tpuconv.mapping.release import AS_TABLED, Release
+from tpuconv.notation.arithmetic import Arithmetic
+from tpuconv.notation.layout import Layout, Shape, format_axes
+from tpuconv.notation.release import AS_TABLED, Release
 
 INDEX = re.compile(r"\{(#?\w(?:\+\w+)*)\}")
 LAYERS, EXPERTS = "L", "E"

@@ -1,1 +1,0 @@
-"""The tables of families, and what they mean for tensors and scales."""

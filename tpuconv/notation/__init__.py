@@ -1,0 +1,1 @@
+"""The notation: letters of axes, layouts, and tables of rows, with their forms and spellings."""
