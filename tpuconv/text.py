@@ -1,6 +1,7 @@
-"""Text for people: sizes and counts in words, and untrusted text with escapes. Names, configs, paths and arguments may contain terminal control codes,
-bidirectional controls, bytes that are not UTF-8, and markup. What is returned shows such characters as escapes and can
-be encoded as UTF-8.
+"""Text for people: sizes and counts in words, and untrusted text with escapes.
+
+Names, configs, paths and arguments may contain terminal control codes, bidirectional controls, bytes that are not
+UTF-8, and markup. What is returned shows such characters as escapes and can be encoded as UTF-8.
 """
 
 import json as jsonlib
