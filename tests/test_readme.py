@@ -24,9 +24,11 @@ from tpuconv.quantize.config import config_names
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 CHAT = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+OF_128 = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 2}
 MADE_FOR = {
     "mxfp4_weight_only": ("qwen3_moe", {}),  # experts
-    "fp8_block": ("qwen3", {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 2}),
+    "fp8_block": ("qwen3", OF_128),
+    "int4_128": ("qwen3", OF_128),
 }
 """Configs that do not fit the example, and a tiny model that each fits."""
 SMALL = ("--prompt-length", "8", "--new-tokens", "4", "--repeats", "1")
