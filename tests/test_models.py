@@ -676,7 +676,7 @@ UNSUPPORTED = {
     "all at once": (
         "llama",
         {"attention_chunk_size": 8, "per_layer_config": {"0": {}}},
-        "(?s)attention_chunk_size=8.*per_layer_config=.*--allow-config attention_chunk_size --allow-config per_layer",
+        r"(?s)attention_chunk_size=8.*per_layer_config=.*allow_config=\['attention_chunk_size', 'per_layer_config'\]",
     ),
     "activation": ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not implemented for llama, only 'silu'"),
     "bidirectional": ("qwen3", {"is_causal": False}, "is_causal=False"),

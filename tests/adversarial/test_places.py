@@ -21,7 +21,7 @@ from tpuconv import api
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import OutputError, ResourceError, UsageError
 from tpuconv.hosts import ProcessPart
-from tpuconv.sources import download, workspace
+from tpuconv.sources import workspace
 from tpuconv.storage import disk
 from tpuconv.storage.journal import Journal
 from tpuconv.storage.shared_journal import SharedJournal
@@ -236,8 +236,6 @@ def test_a_file_system_without_locks(no_locks, source, tmp_path):
     with pytest.raises(ResourceError, match=kind):
         workspace.claim(tmp_path, "work")
     assert not list(tmp_path.iterdir())
-    with (tmp_path / "partial").open("wb") as file:
-        assert download.lock_partial(file.fileno(), tmp_path / "partial")  # of the Hub's cache, where both may write
 
 
 def test_a_lock_that_fails_is_not_in_use(tmp_path, monkeypatch):
