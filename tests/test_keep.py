@@ -588,6 +588,7 @@ def test_what_cannot_be_loaded_or_exported_is_refused(saved, tmp_path):
     assert not (tmp_path / "back").exists()
 
 
+@pytest.mark.slow
 def test_the_commands(saved, tmp_path):
     encoded(saved(LLAMA), tmp_path / "hf", fp8)
     run = partial(forked, cwd=tmp_path)
