@@ -1,7 +1,7 @@
 """Mixture of experts: each token uses a few of many MLPs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from tpuconv.models.common.blocks import GatedMLP
 from tpuconv.models.common.layers import Keys, normal
 from tpuconv.models.common.observe import observed
 from tpuconv.models.common.placement import automatic_mesh
@@ -104,6 +105,28 @@ class GatedExperts(nnx.Module):
             return down(act(gate(rows.x, rows)) * up(rows.x, rows), rows)
 
         return routed(feed, (self.gate, self.up, self.down), x_BTD, ids_BTX, weights_BTX, norm)
+
+
+class RoutedExperts(GatedExperts):
+    """The experts that a router chooses, and the shared experts, if the config has any, x [B, T, D] to [B, T, D].
+
+    Attributes:
+        router_type: the class of the router: x [B, T, D] to ids and weights [B, T, X].
+        shared_type: the class of the shared experts, an MLP of width W.
+    """
+
+    router_type: ClassVar[Callable[..., Any]]
+    shared_type: ClassVar[Callable[..., Any]] = GatedMLP
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        self.router = self.router_type(config, dtype=dtype, keys=keys)
+        has_shared = getattr(config, "has_shared_experts", False)
+        self.shared: Any = self.shared_type(config, "W", dtype=dtype, keys=keys) if has_shared else None
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
+        y_BTD = super().__call__(x_BTD, *self.router(x_BTD))
+        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 
 
 EXPERT_RULES: Rules = {letter: names for letter, names in MESH_AXES.items() if letter != "D"}

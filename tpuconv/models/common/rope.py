@@ -2,7 +2,7 @@
 frequencies for longer contexts."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -297,3 +297,14 @@ PLAIN_ROPE = Rope()
 
 GLOBAL_ROPE = Rope(theta=1e6)
 """The rotary positions of Gemma's layers that see all tokens, of a config.json without any."""
+
+
+def layers_with_rope(given: Sequence[int] | None, interval: int, count: int) -> tuple[bool, ...]:
+    """Returns for each layer True if it has rotary positions.
+
+    Args:
+        given: `no_rope_layers` of config.json, which has 1 for a layer WITH rotary positions.
+        interval: `no_rope_layer_interval`. Without a list every layer whose number is a multiple has none.
+        count: of the layers.
+    """
+    return tuple(map(bool, given)) if given is not None else tuple(i % interval != 0 for i in range(1, count + 1))

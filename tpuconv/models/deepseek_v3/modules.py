@@ -13,7 +13,7 @@ from tpuconv.models.common import mtp
 from tpuconv.models.common.cache import empty_vectors, to_compute_dtype, write_slots
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, RMSNorm, apply_rope, deinterleave, exact_product
-from tpuconv.models.common.moe import GatedExperts
+from tpuconv.models.common.moe import RoutedExperts
 from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.deepseek_v3.family import Config
 from tpuconv.notation.sharding import ACTIVATIONS, Rules
@@ -249,20 +249,11 @@ class Router(nnx.Module):
         return scores_BTE + self.correction[...].astype(jnp.float32)
 
 
-class MoE(GatedExperts):
+class MoE(RoutedExperts):
     """The chosen experts and the shared experts, if any, x [B, T, D] to [B, T, D]."""
 
     router_type: ClassVar[Callable[..., Any]] = Router
     shared_type: ClassVar[Callable[..., Any]] = MLP
-
-    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
-        self.router = self.router_type(config, dtype=dtype, keys=keys)
-        self.shared: Any = self.shared_type(config, "W", dtype=dtype, keys=keys) if config.has_shared_experts else None
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
-        y_BTD = super().__call__(x_BTD, *self.router(x_BTD))
-        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 
 
 class Block(nnx.Module):

@@ -88,7 +88,8 @@ ERNIE4_5_MOE = ERNIE4_5.but(
     Mlp(),
     Experts(
         "some",
-        module="modules.ernie:MoE",
+        module="common.moe:RoutedExperts",
+        router="modules.ernie:Router",
         rows=(
             Map("gate.weight", "router.kernel", "E D -> D E"),
             Map("moe_statics.e_score_correction_bias", "router.correction", "1 E -> E", buffer=True),

@@ -1,7 +1,7 @@
 """Hunyuan: queries and keys are normalized after they got rotary positions."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
@@ -70,6 +70,7 @@ class HunyuanMoeConfig(HunyuanConfig):
     moe_topk: int
     moe_intermediate_size: int | None = None
     num_shared_expert: int | None = None
+    has_shared_experts: ClassVar[bool] = True
 
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +106,8 @@ HUNYUAN_V1_MOE = HUNYUAN_V1_DENSE.but(
     "Hunyuan-A13B",
     "HunYuanMoEV1ForCausalLM",
     Experts(
-        module="modules.hunyuan:MoE",
+        module="common.moe:RoutedExperts",
+        router="modules.hunyuan:Router",
         rows=(
             Map("gate.wg.weight", "router.kernel", "E D -> D E"),
             *EXPERT_MLPS,

@@ -159,7 +159,7 @@ LFM2_MOE = decoder(
     "Lfm2MoeForCausalLM",
     WITH_CONVOLUTIONS,
     Attn(norms="each head"),
-    Experts("some", module="modules.lfm:MoE"),
+    Experts("some", module="common.moe:RoutedExperts", router="modules.lfm:CorrectedRouter"),
     base=CONV_DECODER,
     config=Lfm2MoeConfig,
     least={"num_dense_layers": 0},

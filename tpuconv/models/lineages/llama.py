@@ -6,7 +6,7 @@ from typing import ClassVar
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import GPT_QKV
-from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.rope import Rope, layers_with_rope
 from tpuconv.models.common.windows import OneWindow, PatternConfig
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.parts import Attn, Mlp, Norms
@@ -98,9 +98,7 @@ class SmolLM3Config(PatternConfig):
     @property
     def with_rope(self) -> tuple[bool, ...]:
         """For each layer, True if it has rotary positions."""
-        if self.no_rope_layers is not None:
-            return tuple(map(bool, self.no_rope_layers))
-        return tuple(i % self.no_rope_layer_interval != 0 for i in range(1, self.num_hidden_layers + 1))
+        return layers_with_rope(self.no_rope_layers, self.no_rope_layer_interval, self.num_hidden_layers)
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -43,7 +43,8 @@ MINIMAX_M2 = decoder(
     Attn(norms="all heads"),
     Experts(
         below="block_sparse_moe",
-        module="modules.minimax:MoE",
+        module="common.moe:RoutedExperts",
+        router="modules.minimax:Router",
         rows=(*CORRECTION_BESIDE, *NUMBERED_EXPERT_MLPS),
     ),
     config=M2Config,

@@ -129,7 +129,7 @@ XGLM = decoder(
     defaults={"pad_token_id": 1},
     only={"activation_function": ("gelu",)},
     least={"pad_token_id": 0},
-    most={"pad_token_id": 1},
+    most={"pad_token_id": 1},  # transformers has zeros at this position, less 2
     hf_names={
         "hidden_size": "d_model",
         "intermediate_size": "ffn_dim",
@@ -184,7 +184,7 @@ BIOGPT = decoder(
 
 @family_config
 class MptConfig(ClippedConfig, UnrotatedConfig):
-    """and of `attn_config` in it."""
+    """The keys of config.json, and of `attn_config` in it."""
 
     softmax_scale: float | None = None
 
@@ -253,10 +253,8 @@ MPT = decoder(
 
 
 class DbrxConfig(ClippedConfig, ChosenExperts, DecoderConfig):
-    """and of `attn_config` and `ffn_config` in it. `intermediate_size` is the width of one
+    """The keys of config.json, and of `attn_config` and `ffn_config` in it. `intermediate_size` is the width of one
     expert."""
-
-    # transformers writes these copies.
 
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,7 +293,7 @@ DBRX = decoder(
         "num_experts_per_tok": "moe_top_k",
         "max_position_embeddings": "max_seq_len",
     },
-    synonyms={"hidden_size": "d_model", "num_key_value_heads": "kv_n_heads"},
+    synonyms={"hidden_size": "d_model", "num_key_value_heads": "kv_n_heads"},  # copies, which transformers writes
     left_out=frozenset({"emb_pdrop", "moe_jitter_eps", "moe_loss_weight"}),
     derived=DecoderConfig.derived | {"head_dim", "rms_norm_eps"},
     table=MappingTable(

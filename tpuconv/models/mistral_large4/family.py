@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.rope import Rope, layers_with_rope
 from tpuconv.models.common.rows import FURTHER_TOKENS, NUMBERED_EXPERT_MLPS, when
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig
 from tpuconv.models.glm_moe_dsa import family as glm_moe_dsa
@@ -65,9 +65,7 @@ class Config(WrapperConfig, glm_moe_dsa.Config):
     @property
     def with_rope(self) -> tuple[bool, ...]:
         """For each layer, True if it has rotary positions."""
-        if self.no_rope_layers is not None:
-            return tuple(map(bool, self.no_rope_layers))
-        return tuple(i % self.no_rope_layer_interval != 0 for i in range(1, self.num_hidden_layers + 1))
+        return layers_with_rope(self.no_rope_layers, self.no_rope_layer_interval, self.num_hidden_layers)
 
     @property
     def kv_sources(self) -> tuple[int, ...]:

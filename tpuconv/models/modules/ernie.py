@@ -8,11 +8,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import mtp
-from tpuconv.models.common.blocks import GatedMLP
 from tpuconv.models.common.cache import Cache
 from tpuconv.models.common.decoder import Decoder, Step
 from tpuconv.models.common.layers import Einsum, Keys, exact_product
-from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
 
 
@@ -21,7 +19,7 @@ class Router(nnx.Module):
     `correction` balances how often experts are chosen, and does not change the weights. Computed in float32 with a
     float32 kernel: a small error of a score may choose another expert."""
 
-    def __init__(self, config: Any, *, keys: Keys):
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         self.config = config
         self.kernel = Einsum("BTD,DE->BTE", config.axes, dtype=jnp.float32, keys=keys).kernel
         self.correction = nnx.Param(jnp.zeros(config.axes["E"], jnp.float32))
@@ -33,19 +31,6 @@ class Router(nnx.Module):
         weights_BTX = jnp.take_along_axis(probs_BTE, ids_BTX, axis=-1)
         weights_BTX /= jnp.maximum(weights_BTX.sum(-1, keepdims=True), self.config.moe_norm_min)
         return ids_BTX, weights_BTX.astype(x_BTD.dtype)
-
-
-class MoE(GatedExperts):
-    """The chosen experts and the shared ones, if any, x [B, T, D] to [B, T, D]."""
-
-    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
-        self.router = Router(config, keys=keys)
-        self.shared = GatedMLP(config, "W", dtype=dtype, keys=keys) if config.has_shared_experts else None
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
-        y_BTD = super().__call__(x_BTD, *self.router(x_BTD))
-        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 
 
 class MTPLayer(mtp.MTPLayer):

@@ -41,15 +41,8 @@ class AlibiAttention(blocks.Attention):
         return alibi(step.pos_BS, self.heads)
 
 
-class ClippedAlibiAttention(blocks.ClippedAttention):
+class ClippedAlibiAttention(AlibiAttention, blocks.ClippedAttention):
     """The same with queries, keys and values that are clipped, if the config has a limit."""
-
-    def __init__(self, config: Any, **options: Any):
-        super().__init__(config, **options)
-        self.heads = config.num_attention_heads
-
-    def score_bias(self, step: Step) -> jax.Array:
-        return alibi(step.pos_BS, self.heads)
 
 
 class ChosenMLP(blocks.PlainMLP):

@@ -7,9 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.blocks import GatedMLP
 from tpuconv.models.common.layers import Einsum, Keys, exact_product
-from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
 
 
@@ -17,7 +15,7 @@ class Router(nnx.Module):
     """x [B, T, D] to the ids and weights [B, T, X] of each token's experts: their probabilities, normalized. Computed
     in float32 with a float32 kernel: a small error of a score may choose another expert."""
 
-    def __init__(self, config: Any, *, keys: Keys):
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         self.count = config.moe_topk
         self.kernel = Einsum("BTD,DE->BTE", config.axes, dtype=jnp.float32, keys=keys).kernel
 
@@ -25,15 +23,3 @@ class Router(nnx.Module):
         logits_BTE = exact_product("BTD,DE->BTE", x_BTD, self.kernel[...])
         weights_BTX, ids_BTX = jax.lax.top_k(nnx.softmax(placed(logits_BTE, "B T E")), self.count)
         return ids_BTX, weights_BTX / weights_BTX.sum(-1, keepdims=True)
-
-
-class MoE(GatedExperts):
-    """The chosen experts and a shared one, x [B, T, D] to [B, T, D]."""
-
-    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
-        self.router = Router(config, keys=keys)
-        self.shared = GatedMLP(config, "W", dtype=dtype, keys=keys)
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
-        return super().__call__(x_BTD, *self.router(x_BTD)) + self.shared(x_BTD)

@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.blocks import NormedAttention
 from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, times
-from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.recurrence import Convolution, HybridBlock, HybridDecoder, LayerState, PackedTokens
 
@@ -113,14 +112,3 @@ class CorrectedRouter(Einsum):
         if config.norm_topk_prob:
             weights_BTX /= weights_BTX.sum(-1, keepdims=True) + 1e-6
         return ids_BTX, times(weights_BTX, config.routed_scaling_factor)
-
-
-class MoE(GatedExperts):
-    """The chosen experts, x [B, T, D] to [B, T, D]."""
-
-    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
-        self.router = CorrectedRouter(config, dtype=dtype, keys=keys)
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
-        return super().__call__(x_BTD, *self.router(x_BTD))

@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, times
 from tpuconv.models.common.mamba2 import state_space
-from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.recurrence import HybridBlock, HybridDecoder, LayerState, PackedTokens
 
@@ -36,17 +35,6 @@ class Router(nnx.Module):
         ids_BTX = jax.lax.top_k(scores_BTE + self.correction[...].astype(jnp.float32), self.count)[1]
         weights_BTX = jnp.take_along_axis(scores_BTE, ids_BTX, axis=-1)
         return ids_BTX, weights_BTX / weights_BTX.sum(-1, keepdims=True)
-
-
-class MoE(GatedExperts):
-    """The chosen experts, x [B, T, D] to [B, T, D]."""
-
-    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
-        self.router = Router(config, dtype=dtype, keys=keys)
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
-        return super().__call__(x_BTD, *self.router(x_BTD))
 
 
 @jax.tree_util.register_dataclass
