@@ -85,11 +85,6 @@ class BucketPath:
 Location = Path | BucketPath
 
 
-def is_address(text: object) -> bool:
-    """Returns True if a text is an address, such as `gs://b/out`, `hdfs://host/x` or `gs:/b`, and not a local path."""
-    return _ADDRESS.match(str(text)) is not None
-
-
 def to_location(place: "str | Path | BucketPath") -> Location:
     """Returns the location that a user gives.
 

@@ -1,14 +1,23 @@
 """Conversions in this process, and arrays read back by Orbax."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.convert.export.array_source import CheckpointArrays
+from tpuconv.convert.export.export import ExportWork
+from tpuconv.convert.export.exporting import Exporting
+from tpuconv.convert.export.layout import lay_out
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run.conversion import run
-from tpuconv.convert.run.sizing import Limits
+from tpuconv.convert.run.engine import RunProgress, make
+from tpuconv.convert.run.sizing import Limits, TensorRoom
 from tpuconv.models.registry import find_family
+from tpuconv.notation.table import MappingTable
 from tpuconv.sources.source import open_source
 
 LIMITS = Limits(jobs=2, max_memory=2**30)
@@ -55,3 +64,11 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 def assert_same(have: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
     assert set(have) == set(want)
     assert not [name for name in want if not same_bits(have[name], want[name])]
+
+
+def export_checkpoint(
+    manifest: Manifest, table: MappingTable, config: Any, out: Path, *, overwrite: bool = False
+) -> Iterator[RunProgress]:
+    """Exports a checkpoint with one thread, by the table of the target that it is for."""
+    arrays, what = CheckpointArrays(manifest), Exporting(table, config, manifest.family)
+    return make(ExportWork(arrays, what, lay_out(arrays, what), TensorRoom(1)), out, overwrite=overwrite)

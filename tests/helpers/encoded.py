@@ -10,12 +10,11 @@ import numpy as np
 
 from helpers import quantizing
 from helpers.checkpoints import read_tensors, write_checkpoint
-from helpers.conversions import same_bits
+from helpers.conversions import export_checkpoint, same_bits
 from helpers.families import CASES, Case
 from helpers.schemes import AWQ_ORDER, BF16, FP4, FP8, compressed_config, fp8_config, in_words, packed
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.export.array_source import released_config
-from tpuconv.convert.export.export import export_checkpoint
 from tpuconv.convert.plan.types import Options
 from tpuconv.models.registry import get_family
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT

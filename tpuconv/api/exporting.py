@@ -204,10 +204,9 @@ def export(asked: ExportRequest) -> Export:
         TpuconvError: see `tpuconv.errors` for its children.
     """
     from tpuconv.api.verification import verify
-    from tpuconv.convert.export.export import export as export_arrays
-    from tpuconv.convert.export.export import room_for_layout
+    from tpuconv.convert.export.export import ExportWork, room_for_layout
     from tpuconv.convert.export.layout import lay_out
-    from tpuconv.convert.run.engine import PART_DONE, check_outside
+    from tpuconv.convert.run.engine import PART_DONE, check_outside, make
     from tpuconv.convert.run.sizing import Limits
     from tpuconv.storage.sealed import read_sealed
 
@@ -221,8 +220,8 @@ def export(asked: ExportRequest) -> Export:
         progress(Progress("exporting"))
         layout = lay_out(arrays, what)
         limits = Limits.of_this_machine(asked.jobs, asked.max_memory)
-        room = room_for_layout(ckpt.name, arrays, layout, limits)
-        for step in export_arrays(arrays, what, layout, out, room, overwrite=asked.overwrite, part=part):
+        work = ExportWork(arrays, what, layout, room_for_layout(ckpt.name, arrays, layout, limits))
+        for step in make(work, out, overwrite=asked.overwrite, part=part):
             progress(step.shown_as(f"exporting, {part}" if part else "exporting"))
             is_published = step.stage != PART_DONE
             total, was_there = step.total, is_published and step.resumed == step.total

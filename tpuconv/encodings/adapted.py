@@ -9,7 +9,7 @@ import numpy as np
 from tpuconv.encodings.decode import Tensor
 from tpuconv.errors import shorten
 from tpuconv.names import collapse
-from tpuconv.sources.adapter_changes import AdapterFile, Change, Product, Replacement
+from tpuconv.sources.adapter_changes import Change, LowRank, Product, Replacement
 from tpuconv.sources.reader import Reader
 
 BY_ADAPTER = ", which an adapter changes"
@@ -42,7 +42,7 @@ class Adapted(Tensor):
         columns = self.shape[-1]
         first, last = start // columns, -(-(start + out.size) // columns)
         inside = slice(start - first * columns, start - first * columns + out.size)
-        if isinstance(self.changes[0], Product) and self.changes[0].magnitude is not None:
+        if isinstance(self.changes[0], LowRank) and self.changes[0].magnitude is not None:
             # A norm belongs to a complete row.
             rows = np.empty((last - first) * columns, out.dtype)
             stored = np.empty(self.base.stored_bytes(rows.size) + 8, np.uint8)
@@ -105,22 +105,16 @@ def _add_product(change: Product, start: int, out: np.ndarray) -> None:
         add_product_to_bfloat16(left, right, factor, start + own.start - begin * columns, bits[own])
 
 
-def _scaled(change: Product, rows: np.ndarray, first: int) -> np.ndarray:
+def _scaled(change: LowRank, rows: np.ndarray, first: int) -> np.ndarray:
     """Flat: complete rows plus their product, each scaled to its magnitude (DoRA, arXiv:2402.09353), in float32."""
     from tpuconv.encodings.low_rank import row_norms
 
-    assert change.magnitude is not None
     moved = _product(change, first, first + len(rows))
     moved += rows
     norms = np.empty(len(rows), np.float32)
     row_norms(moved, norms)
-    moved *= (_float32(change.file, change.magnitude[first : first + len(rows)]) / norms)[:, None]
+    moved *= (change.magnitudes(slice(first, first + len(rows))) / norms)[:, None]
     return moved.reshape(-1)
-
-
-def _float32(file: AdapterFile, part: np.ndarray) -> np.ndarray:
-    """The values of a part of an adapter's matrix."""
-    return np.ascontiguousarray(file.values(part), np.float32)
 
 
 @dataclass(frozen=True)
@@ -161,6 +155,6 @@ def _fault(tensor: Tensor, change: Change, adapter: str) -> str | None:
         return f"is stored as {tensor.scheme.title}, which the adapter {adapter} cannot change"
     if tensor.shape != change.shape:
         return f"has the shape {list(tensor.shape)}, its change in the adapter {adapter} {list(change.shape)}"
-    if isinstance(change, Product) and change.magnitude is not None and isinstance(tensor, Adapted):
+    if isinstance(change, LowRank) and change.magnitude is not None and isinstance(tensor, Adapted):
         return f"is changed by another adapter before the DoRA adapter {adapter}, which must be the first"
     return None

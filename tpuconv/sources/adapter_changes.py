@@ -62,13 +62,10 @@ class AdapterFile:
 class Product(ABC):
     """The change of a weight: a product of two matrices, times `scaling`. PEFT computes changes in float32; it rounds
     the changes of embeddings and of experts to the dtype of the weight before it adds them (`rounded`). The weights of
-    stacked experts have one more axis before the others. With a `magnitude` [rows] the changed rows are scaled to it
-    (DoRA)."""
+    stacked experts have one more axis before the others."""
 
-    file: AdapterFile
     scaling: float
     rounded: bool
-    magnitude: np.ndarray | None
 
     @property
     @abstractmethod
@@ -84,7 +81,7 @@ class Product(ABC):
 @dataclass(frozen=True)
 class LowRank(Product):
     """`left` [rows, R] times `right` [R, columns], perhaps stacked. Both are parts of `file`, perhaps with their axes
-    swapped, and are read when they are needed."""
+    swapped, and are read when they are needed. With a `magnitude` [rows] the changed rows are scaled to it (DoRA)."""
 
     left: np.ndarray
     right: np.ndarray
@@ -102,6 +99,11 @@ class LowRank(Product):
         """See `Product`."""
         left, right = (x[matrix] if x.ndim == 3 else x for x in (self.left, self.right))
         return self._float32(left[rows]), self._float32(right)
+
+    def magnitudes(self, rows: slice) -> np.ndarray:
+        """Returns the magnitudes of some rows, in float32."""
+        assert self.magnitude is not None
+        return self._float32(self.magnitude[rows])
 
     def _float32(self, part: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(self.file.values(part), np.float32)
@@ -124,12 +126,6 @@ class JoinedExperts(Product):
     input_first: bool
     scaling: float = 1.0
     rounded: bool = False
-    magnitude: np.ndarray | None = None
-
-    @property
-    def file(self) -> AdapterFile:  # type: ignore[override]
-        """See `Product`."""
-        return next(iter(self.changes.values())).file
 
     @property
     def shape(self) -> Shape:

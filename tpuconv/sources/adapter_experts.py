@@ -6,7 +6,6 @@ from math import sqrt
 
 import numpy as np
 
-from tpuconv.notation.layout import Shape
 from tpuconv.sources.adapter_changes import AdapterFile, LowRank
 
 NESTED = ".base_layer"
@@ -39,11 +38,6 @@ class ExpertChange:
     def name(self) -> str:
         """The name of the parameter."""
         return f"{self.module}.{self.parameter}"
-
-    def shape_of(self, experts: int, *, input_first: bool) -> Shape:
-        """Returns the shape of the parameter."""
-        inputs, outputs = self.a.shape[1], self.b.shape[0]
-        return (experts, inputs, outputs) if input_first else (experts, outputs, inputs)
 
     def stacked(self, experts: int, *, input_first: bool) -> LowRank:
         """Returns the change of the parameter as one tensor."""

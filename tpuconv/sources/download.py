@@ -161,7 +161,7 @@ def fetch_file(repo: str, name: str, commit: str, meter: Meter, folder: Path | N
     return _patiently(fetch, meter.stopped)
 
 
-def first_bytes(url: str, count: int, stopped: threading.Event) -> bytes:
+def first_bytes(url: str, nbytes: int, stopped: threading.Event) -> bytes:
     """Returns the first bytes of a file of the Hub, also from a server that sends all of it.
 
     Raises:
@@ -173,7 +173,7 @@ def first_bytes(url: str, count: int, stopped: threading.Event) -> bytes:
 
     from tpuconv.private import http_stream_backoff
 
-    headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes=0-{count - 1}"}
+    headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes=0-{nbytes - 1}"}
     options: Any = {"timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT, "retry_on_exceptions": ()}
 
     def fetch() -> bytes:
@@ -184,9 +184,9 @@ def first_bytes(url: str, count: int, stopped: threading.Event) -> bytes:
                 found += chunk
                 if stopped.is_set():
                     raise Stopped
-                if len(found) >= count:
-                    return bytes(found[:count])
-        raise TimeoutError(f"{url} ended {count - len(found)} bytes early")
+                if len(found) >= nbytes:
+                    return bytes(found[:nbytes])
+        raise TimeoutError(f"{url} ended {nbytes - len(found)} bytes early")
 
     return _patiently(fetch, stopped)
 

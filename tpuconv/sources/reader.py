@@ -310,9 +310,9 @@ class SafetensorsReader(Reader):
         """Closes a file that nobody reads any more."""
         with self._lock:
             opened = self._opened.pop(shard, None)
-        if opened is not None and opened.file is not None:
-            self._files.remove(opened.file)
-            opened.file.close()
+            if opened is not None and opened.file is not None:
+                self._files.remove(opened.file)
+                opened.file.close()
 
     def close(self) -> None:
         """Closes the files."""

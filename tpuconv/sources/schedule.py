@@ -20,9 +20,9 @@ class ReadStep:
     """A part of the work, in the order in which it is done.
 
     Attributes:
-        name: of the step.
-        files: that it reads.
-        is_wide: whether it is done at the end, and reads wide parts.
+        name: the name of the step.
+        files: the names of the files that it reads.
+        is_wide: whether the step is done at the end, and reads wide parts.
         proves: the file whose hash is recorded in this step.
     """
 
@@ -47,14 +47,14 @@ class FetchSchedule:
     """The files that steps need, in the order in which they are fetched, and the bytes that they take.
 
     Args:
-        sizes: of the files that are fetched.
-        steps: what is left to do, in order.
-        wide: the ranges that wide steps read, of these and of those that are done, by file.
+        sizes: the size of each file to fetch, by name.
+        steps: the steps that are left to do, in order.
+        wide: by file, the ranges that wide steps read, whether they are done or not.
 
     Attributes:
         order: the names of the files.
-        users: by file the names of the steps that need all of it, and are not finished yet.
-        wide_users: the same of its wide part.
+        users: by file, the names of the unfinished steps that need the whole file.
+        wide_users: by file, the names of the unfinished steps that need only its wide part.
         budget: the most bytes of whole files that are on the disk at a time.
         wide_bytes: the size of all wide parts.
     """

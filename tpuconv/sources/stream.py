@@ -45,14 +45,14 @@ class DamagedFetch(DamagedDownload):
 class StreamReader(Reader):
     """Reads tensors of files that are fetched meanwhile; see `Reader`. Files that are here are read by another reader.
 
-    A file is read once its size, its header and, where one is promised, its hash were compared: what is made of it
-    counts.
+    A file is read only after its size, its header and its hash, if one is promised, were compared. So whatever is made
+    of it counts.
 
     Args:
-        files: that are fetched, by name.
+        files: the files to fetch, by name.
         shards: all files of the source.
-        here: the reader of the others.
-        identity: of the source.
+        here: the reader of the files that are here.
+        identity: a text that tells the source from others.
         place: the workspace that the user wants.
         check_cancelled: raises an exception when the work must stop.
     """

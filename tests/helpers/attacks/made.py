@@ -13,11 +13,11 @@ import ml_dtypes
 import numpy as np
 
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint, write_safetensors
+from helpers.conversions import export_checkpoint
 from tpuconv import api
 from tpuconv.checkpoint.device_layouts import DeviceLayout, write_layouts
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.reader import open_checkpoint
-from tpuconv.convert.export import export as exporter
 from tpuconv.convert.export.array_source import released_config
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options, Plan
@@ -112,7 +112,7 @@ def export(ckpt: Path, out: Path, *, overwrite: bool = False) -> None:
     manifest = read_manifest(ckpt)
     family = get_family(manifest.family)
     config = family.config.from_hf(released_config(manifest))
-    drain(exporter.export_checkpoint(manifest, family.table, config, out, overwrite=overwrite))
+    drain(export_checkpoint(manifest, family.table, config, out, overwrite=overwrite))
 
 
 def adapter(folder: Path, ckpt: Path, rank: int = 2) -> Path:

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.checkpoint.manifest import Manifest, add_statistics
+from tpuconv.checkpoint.manifest import add_statistics
 from tpuconv.checkpoint.schema import STATISTICS
-from tpuconv.convert.export.array_source import ArraySource, CheckpointArrays
+from tpuconv.convert.export.array_source import ArraySource
 from tpuconv.convert.export.carried import Carried, skipped_tensors
 from tpuconv.convert.export.exporting import Exporting, describe_exporting
 from tpuconv.convert.export.fetched import FetchedFiles, file_entry, file_reads, record_file, workspace_of_files
@@ -47,7 +47,6 @@ from tpuconv.jsonfile import Each, Size
 from tpuconv.location import Location
 from tpuconv.names import MANIFEST
 from tpuconv.notation.layout import Ranges, cut_sizes
-from tpuconv.notation.table import HasAxes, MappingTable
 from tpuconv.progress import TICK_SECONDS
 from tpuconv.sources.headers import DTYPES
 from tpuconv.storage.entries import RunJournal
@@ -179,38 +178,6 @@ class ExportWork(Work):
         files |= sink.write_all({name: text.encode() for name, text in texts.items()})
         known = {"fingerprint": self.fingerprint, "source": source, "family": self.what.family}
         sink.write(MANIFEST, seal({**self.facts, **known, **further, "files": files}))
-
-
-def export(
-    arrays: ArraySource, what: Exporting, layout: FileLayout, out: Location, room: TensorRoom, **options: Any
-) -> Iterator[RunProgress]:
-    """Writes arrays as safetensors to the folder `out`, and yields progress; see `ExportWork`, and `make` for the
-    options."""
-    return make(ExportWork(arrays, what, layout, room), out, **options)
-
-
-def export_checkpoint(
-    manifest: Manifest,
-    table: MappingTable,
-    config: HasAxes,
-    out: Location,
-    jobs: int = 1,
-    *,
-    overwrite: bool = False,
-    beside: Carried | None = None,
-) -> Iterator[RunProgress]:
-    """Exports a checkpoint; see `export`.
-
-    Args:
-        manifest: of the checkpoint.
-        table: of the target that the checkpoint is for, from the tensors of the release.
-        config: the family's, made of `released_config`, with the letters of the table.
-        out, jobs, overwrite: as of `export`.
-        beside: tensors of the source that are written too.
-    """
-    what = Exporting(table, config, manifest.family, beside)
-    arrays = CheckpointArrays(manifest)
-    return export(arrays, what, lay_out(arrays, what), out, TensorRoom(jobs), overwrite=overwrite)
 
 
 def convert_to_safetensors(

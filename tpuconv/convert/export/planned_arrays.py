@@ -63,11 +63,6 @@ class PlannedArrays:
         """Ends what waits for bytes of the source, by an error."""
         self._cancelled.set()
 
-    @property
-    def is_cancelled(self) -> bool:
-        """True if `cancel` was called."""
-        return self._cancelled.is_set()
-
     def _check_cancelled(self) -> None:
         if self._cancelled.is_set():
             raise SourceError("the work was cancelled")

@@ -66,8 +66,8 @@ class Work(Protocol):
 
     Attributes:
         source: the folder that is read.
-        nbytes: of all that is made, in the unit of its progress.
-        fingerprint: equal for work that makes the same.
+        nbytes: the bytes of all parts, as the progress counts them.
+        fingerprint: equal for two works that make the same output.
         facts: what the fingerprint is made of, by name.
     """
 
