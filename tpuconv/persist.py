@@ -39,8 +39,9 @@ def save(
         ResourceError: there is too little disk space or memory.
     """
     source = _source(model, open_checkpoint(like))
-    options, family = Options.of_checkpoint(source.manifest), get_family(source.manifest.family)
-    config = family.read_config(source.config, options.allow_config, source.tensors, source.manifest.returns)
+    manifest = source.manifest
+    options, family = Options.of_checkpoint(manifest), get_family(manifest.family)
+    config = family.read_config(source.config, options.allow_config, source.tensors, manifest.returns, manifest.parts)
     plan = make_plan(source, family.name, source.table(), config, options)
     yield from run(plan, out, limits, overwrite=overwrite)
 

@@ -288,7 +288,8 @@ def _check_arrays(manifest: Manifest, model: Mapping[str, Any]) -> None:
 def _mtp_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     """The shapes of the arrays of layers for multi-token prediction, which are not part of the model; empty if they
     were not converted."""
-    table, config = get_family(manifest.family).table_without_release(manifest.returns), _model_config(manifest)
+    config = _model_config(manifest)
+    table = get_family(manifest.family).table_without_release(manifest.returns, config.parts)
     with_mtp, model_only = (
         {n: s for b in table.bind(config, mtp) for n, s in b.dst_shapes().items()} for mtp in (True, False)
     )

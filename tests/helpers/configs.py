@@ -5,7 +5,7 @@ from typing import Any
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.source_from_config import source_from_config
 from tpuconv.convert.plan.types import Options
-from tpuconv.models.common.config import _hints
+from tpuconv.models.common.key_types import hints_of
 from tpuconv.models.common.wrapper import WrapperConfig
 from tpuconv.models.registry import all_families, find_family
 from tpuconv.sources.source import Source
@@ -26,7 +26,7 @@ OF_TYPES = {name: {"num_hidden_layers": 4} for name in ("nemotron_h", "nemo_spee
 def config_json(name: str, **changes: Any) -> dict[str, Any]:
     """A small config.json of a model_type with some keys changed."""
     config = find_family({"model_type": name}).config
-    names = {field.name for field, _ in _hints(config)} - config.derived - config.only.keys()
+    names = hints_of(config).keys() - config.derived - config.only.keys()
     known = {name for name in names if config._key(name) == name}
     text = {key: value for key, value in (SMALL | OF_TYPES.get(name, {})).items() if key in known} | changes
     nested = issubclass(config, WrapperConfig) and not config.flat

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from tpuconv.convert.export.exporting import Exporting
     from tpuconv.convert.export.tensor import ExportTensor
     from tpuconv.convert.plan.types import Skip
-    from tpuconv.notation.table import HasAxes, MappingTable
+    from tpuconv.notation.configs import HasAxes
+    from tpuconv.notation.table import MappingTable
     from tpuconv.sources.repository import Resolved
     from tpuconv.sources.source import Source
 
@@ -310,7 +311,9 @@ def _converted(
         revision = origin["commit"] if str(with_skipped) == origin["repo"] else None
         resolved = stack.enter_context(_resolved(str(with_skipped), revision, progress, weights=True))
         source = open_source(resolved.folder, repo=resolved.repo)
-        model_config = family.read_config(source.config, manifest.allow_config, source.tensors, manifest.returns)
+        model_config = family.read_config(
+            source.config, manifest.allow_config, source.tensors, manifest.returns, manifest.parts
+        )
         beside = carried(manifest, source, released_table(manifest, family, model_config), model_config)
     return arrays, describe_exporting(arrays, asked.scheme, beside, asked.form)
 

@@ -243,6 +243,11 @@ class Manifest:
         return str(self.raw.get("returns", ""))
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of a multimodal model beside its text model that the checkpoint has."""
+        return tuple(self.raw.get("parts", ()))
+
+    @property
     def scan_layers(self) -> bool:
         """True if the layers are stacked in one array each."""
         return bool(self.raw["options"]["scan_layers"])

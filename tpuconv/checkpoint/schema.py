@@ -61,6 +61,7 @@ CHECKPOINT_SCHEMA = {
         }
     ),
     "returns": Optional(OneOf("scores", "hidden states")),
+    "parts": Optional([OneOf("vision", "audio")]),
     "options": {
         "dtype": str,
         "scan_layers": bool,

@@ -12,6 +12,7 @@ from typing import Any
 
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.jsonfile import short
+from tpuconv.models.common.beside import Modality
 from tpuconv.models.common.config import ConfigReport, DecoderConfig, report_ignored
 from tpuconv.models.common.config_keys import given_keys, without_keys
 from tpuconv.models.common.forms import ALL_FORMS
@@ -52,6 +53,7 @@ class Family:
         text_types: of a multimodal model the model_types of its text model, where families differ by it.
         text: of a multimodal model the family of its text model, if that has the same names of parameters and stands
             for it in the tables of targets.
+        modalities: of a multimodal model how it sees and hears.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Family:
     forms: tuple[Forms, ...] = ()
     text_types: tuple[str, ...] = ()
     text: str = ""
+    modalities: tuple[Modality, ...] = ()
 
     def returns(self, raw: Mapping[str, Any], tensors: Collection[str] = ()) -> str:
         """Returns what a model of this family returns (`tpuconv.models.common.heads`), by its parsed config.json and
@@ -73,28 +76,36 @@ class Family:
             tensors = set(map(undressed, tensors))
         return shown_head(next(filter(None, names), LOGITS), tensors)
 
-    def table_without_release(self, returns: str = LOGITS) -> MappingTable:
-        """Returns the table of models that return this, with the names of most releases."""
-        return headed(self.table, returns)
+    def parts_among(self, tensors: Collection[str]) -> tuple[str, ...]:
+        """Returns the parts beside the text model of which there are tensors."""
+        return tuple(each.part for each in self.modalities if each.has_some(tensors))
 
-    def release_reader(self, returns: str = LOGITS) -> ReleaseReader:
-        """Returns what reads releases of models that return this."""
+    def table_without_release(self, returns: str = LOGITS, parts: Collection[str] = ()) -> MappingTable:
+        """Returns the table of models that return this, with the names of most releases; with these `parts` beside the
+        text model."""
+        return self._joined(headed(self.table, returns), parts)
+
+    def release_reader(self, returns: str = LOGITS, parts: Collection[str] = ()) -> ReleaseReader:
+        """Returns what reads releases of models that return this; with these `parts` beside the text model."""
         table = headed(self.table, returns)
-        table = replace(table, ignore={**table.ignore, **saved_outside(self.name)})
-        return ReleaseReader(
-            table,
-            (*self.forms, *ALL_FORMS),
-            {**saved_names(self.name), **self.aliases},
-            saved_places(self.name, table),
-        )
+        table = self._joined(replace(table, ignore={**table.ignore, **saved_outside(self.name)}), parts)
+        names = {**saved_names(self.name), **self.aliases}
+        for each in self.modalities:
+            names |= each.aliases if each.part in parts else {}
+        return ReleaseReader(table, (*self.forms, *ALL_FORMS), names, saved_places(self.name, table))
+
+    def _joined(self, table: MappingTable, parts: Collection[str]) -> MappingTable:
+        for each in self.modalities:
+            table = each.joined(table) if each.part in parts else table
+        return table
 
     def table_for(self, names: Collection[str], config: DecoderConfig, returns: str = LOGITS) -> MappingTable:
         """Returns the table of the release that has tensors with these names."""
-        return self.release_reader(returns).read(names, config)
+        return self.release_reader(returns, config.parts).read(names, config)
 
     def table_of(self, release: Release, config: DecoderConfig, returns: str = LOGITS) -> MappingTable:
         """Returns the table of a release that a manifest describes."""
-        return self.release_reader(returns).release_table(release, config)
+        return self.release_reader(returns, config.parts).release_table(release, config)
 
     def in_targets(self, model_type: str) -> tuple[str, str]:
         """Returns the family and the model type by which tables of targets have the models of a model type."""
@@ -111,17 +122,20 @@ class Family:
         allow: Collection[str] = (),
         tensors: Collection[str] = (),
         returns: str = LOGITS,
+        parts: Collection[str] = (),
     ) -> DecoderConfig:
         """Returns the config that a parsed config.json describes without its keys `allow`. `tensors` are the names of
         the checkpoint's tensors or parameters, which may tell what config.json does not say; `returns` is what the
-        model returns.
+        model returns; `parts` are those beside the text model that it has.
 
         Raises:
             UnsupportedConfig, ConfigError: see `DecoderConfig.from_hf` and `Head.from_hf`.
         """
         raw = without_keys(raw, allow)
         config = self.config.from_hf(self.config.settled(raw, tensors) if tensors else raw)
-        return replace(config, head=Head.from_hf(returns, raw))
+        outer: Any = self.config.around_text(raw) if parts else raw
+        towers = tuple(each.read(outer, config) for each in self.modalities if each.part in parts)
+        return replace(config, head=Head.from_hf(returns, raw), towers=towers)
 
     def check_config(
         self,
@@ -129,6 +143,7 @@ class Family:
         allow: Collection[str] = (),
         tensors: Collection[str] = (),
         returns: str = LOGITS,
+        parts: Collection[str] = (),
     ) -> ConfigReport:
         """Returns the config that a parsed config.json describes, and its keys that are not read.
 
@@ -137,13 +152,14 @@ class Family:
             allow: keys that the user lets through; they are treated as absent.
             tensors: names of the checkpoint's tensors, which may show the value of an ignored or absent key.
             returns: what the model returns.
+            parts: those beside the text model that it has.
 
         Raises:
             UsageError: a key of `allow` is not in config.json, or the conversion reads it.
             UnsupportedConfig, ConfigError: see `read_config`.
         """
         given_keys(raw, allow)
-        return report_ignored(self.read_config(raw, allow, tensors, returns), raw, allow, tensors)
+        return report_ignored(self.read_config(raw, allow, tensors, returns, parts), raw, allow, tensors)
 
 
 def family(

@@ -15,7 +15,8 @@ def model_config(manifest: Manifest) -> DecoderConfig:
         ConfigError: config.json holds no JSON object, or see `Family.read_config`.
     """
     raw = read_checkpoint_config(manifest)
-    return get_family(manifest.family).read_config(raw, manifest.allow_config, manifest.arrays, manifest.returns)
+    family = get_family(manifest.family)
+    return family.read_config(raw, manifest.allow_config, manifest.arrays, manifest.returns, manifest.parts)
 
 
 def check_positions(manifest: Manifest, tokens: int, sequence: str, hint: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tpuconv.errors import UnsupportedConfig
+from tpuconv.notation.configs import HasAxes, configs_by_part
 from tpuconv.notation.release import AS_TABLED, Release
 from tpuconv.notation.spelling import (
     FRONTS,
@@ -25,7 +26,7 @@ from tpuconv.notation.spelling import (
     with_indices_of,
     without_front,
 )
-from tpuconv.notation.table import INDEX, SUBSETS, HasAxes, Map, MappingTable, row_indices, under
+from tpuconv.notation.table import INDEX, SUBSETS, Map, MappingTable, row_indices, under
 
 Forms = Mapping[str, tuple[Map, ...]]
 """Rows that make the same parameters of other tensors, by the name of the form. Any form may be in a family's table."""
@@ -218,7 +219,9 @@ class ReleaseReader:
         pieces: dict[tuple[str, ...], Sequence[int] | None] = {}
         if release.apart.keys() & {*templates, *map(module_of, templates)}:
             numbered: dict[tuple[str, ...], list[int]] = {}
-            for number in _values(self.table, config, row.hf_names[0]) if layers is None else layers:
+            for number in (
+                _values(self.table, configs_by_part(config)[row.part], row.hf_names[0]) if layers is None else layers
+            ):
                 here = tuple(_on_disk(name, release, number) for name in templates)
                 numbered.setdefault(here, []).append(number)
             pieces |= numbered

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from tpuconv.errors import ConfigError, LayoutError, UnsupportedConfig
 from tpuconv.notation.arithmetic import Arithmetic
+from tpuconv.notation.configs import HasAxes, configs_by_part
 from tpuconv.notation.layout import Layout, Shape, format_axes
 from tpuconv.notation.release import AS_TABLED, Release
 
@@ -47,16 +48,6 @@ MAX_MODEL_TENSORS = 500_000
 """The largest models have 100,000. Listing one takes half a kilobyte and some microseconds."""
 
 
-class HasAxes(Protocol):
-    """The interface of a family's config for a table, besides the properties that rows name in `when`, and
-    `layer_sizes` if layers differ in the size of a letter (`DecoderConfig.layer_sizes`)."""
-
-    @property
-    def axes(self) -> Mapping[str, int | Sequence[int]]:
-        """The size of every letter of the table. For a letter that is an index in names, it may be the list of its
-        values."""
-
-
 @dataclass(frozen=True)
 class Map:
     """One row.
@@ -73,6 +64,7 @@ class Map:
         arithmetic: for each parameter, how its values differ from the sources; empty if none differ.
         input_first: whether the source is a matrix [in, out], as transformers' Conv1D has it. What adapters change and
             servers read is [out, in].
+        part: the part of a multimodal model beside its text model, whose config has the sizes; empty in the text model.
     """
 
     hf: str | tuple[str, ...]
@@ -82,6 +74,7 @@ class Map:
     buffer: bool = False
     arithmetic: tuple[Arithmetic | None, ...] = ()
     input_first: bool = False
+    part: str = ""
 
     @property
     def hf_names(self) -> tuple[str, ...]:
@@ -104,17 +97,6 @@ def under(hf: str, jax: str, *rows: Map) -> tuple[Map, ...]:
         )
         for row in rows
     )
-
-
-@dataclass(frozen=True)
-class WithAxes:
-    """A config with other axes, of which all other properties stay."""
-
-    config: HasAxes
-    axes: Mapping[str, int | Sequence[int]]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.config, name)
 
 
 @dataclass(frozen=True)
@@ -243,9 +225,12 @@ class MappingTable:
 
     def count(self, config: HasAxes, include_mtp: bool = False) -> int:
         """The number of source tensors that `bind` names, without listing them."""
-        sizes = {x: len(value) for x, value in self._values(config, include_mtp).items()}
+        sizes = {
+            part: {x: len(value) for x, value in values.items()}
+            for part, values in self._values_by_part(config, include_mtp).items()
+        }
         return sum(
-            prod(sizes[x] for letters in row_indices(row) for x in letters) * len(row.hf_names)
+            prod(sizes[row.part][x] for letters in row_indices(row) for x in letters) * len(row.hf_names)
             for row in self._rows_of(config, include_mtp)
         )
 
@@ -255,9 +240,16 @@ class MappingTable:
         values = {x: range(value) if isinstance(value, int) else value for x, value in axes.items()}
         return values if include_mtp else {**values, MTP: ()}
 
+    def _values_by_part(self, config: HasAxes, include_mtp: bool) -> dict[str, dict[str, Sequence[int]]]:
+        """`_values` of the text model, under an empty name, and of each part beside it."""
+        return {part: self._values(own, include_mtp) for part, own in configs_by_part(config).items()}
+
     def _rows_of(self, config: HasAxes, include_mtp: bool) -> list[Map]:
+        configs = configs_by_part(config)
         rows = (row for row in self.rows if include_mtp or not is_of_mtp(row))
-        return [row for row in rows if row.when is None or getattr(config, row.when)]
+        return [
+            row for row in rows if row.part in configs and (row.when is None or getattr(configs[row.part], row.when))
+        ]
 
     def bind(self, config: HasAxes, include_mtp: bool = False) -> list[Binding]:
         """Every row that the config has, once for each value of its loop indices.
@@ -272,11 +264,12 @@ class MappingTable:
                 + (f" of {experts} experts" if experts else "")
                 + f": more than the {MAX_MODEL_TENSORS} that are listed"
             )
-        values = self._values(config, include_mtp)
-        sizes = {x: len(value) for x, value in values.items()}
+        by_part = self._values_by_part(config, include_mtp)
+        sizes_by_part = {part: {x: len(value) for x, value in values.items()} for part, values in by_part.items()}
         of_layers: Mapping[int, Mapping[str, int]] = getattr(config, "layer_sizes", {})
         bindings = []
         for row in self._rows_of(config, include_mtp):
+            values, sizes = by_part[row.part], sizes_by_part[row.part]
             loop, stack = row_indices(row)
             layout = _row_layout(row)
             for known in _steps(loop, values):
@@ -316,7 +309,7 @@ class MappingTable:
         rows: list[Map] = []
         for row in self.rows:
             letter = next((x for x in row_indices(row)[0] if x in LAYER_INDICES), "")
-            if not letter:
+            if row.part or not letter:
                 rows.append(row)
             elif period == 1:
                 if config.axes.get(letter, LAYERS):  # all layers, or none
@@ -374,7 +367,8 @@ class MappingTable:
     def fingerprint(self) -> str:
         """Changes when a row does. A conversion is resumed only with the table that it began with."""
         text = "\n".join(
-            f"{r.hf_names} {r.jax_names} {r.layout} {r.when} {r.buffer}" + (f" {r.arithmetic}" if r.arithmetic else "")
+            f"{r.hf_names} {r.jax_names} {r.layout} {r.when} {r.buffer}"
+            + "".join(f" {fact}" for fact in (r.arithmetic, r.part) if fact)
             for r in self.rows
         )
         return hashlib.sha256(f"{text}\n{self.ignore}\n{self.copies}".encode()).hexdigest()[:16]

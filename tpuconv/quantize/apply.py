@@ -62,7 +62,7 @@ def quantization(
     plain.check()
     if plain.options.layers is not None:
         raise UnsupportedConfig("a part of the layers cannot be quantized", hint="leave `layers=` out")
-    check_rules(rules, family.table_without_release(plain.table.returns).modules(config))
+    check_rules(rules, family.table_without_release(plain.table.returns, config.parts).modules(config))
     import jax.numpy as jnp
 
     from tpuconv.quantize.encode import QwixEncoder, prepare

@@ -7,6 +7,7 @@ from typing import Any
 
 from tpuconv.errors import LayoutError, UnsupportedConfig
 from tpuconv.names import OWN_TARGET, collapse
+from tpuconv.notation.configs import HasAxes, WithAxes
 from tpuconv.notation.layout import Axes, Axis, Layout, format_axes
 from tpuconv.notation.table import (
     LAYER_INDICES,
@@ -15,10 +16,8 @@ from tpuconv.notation.table import (
     PLACES,
     REST_LAYERS,
     Binding,
-    HasAxes,
     Map,
     MappingTable,
-    WithAxes,
     is_of_mtp,
     row_indices,
 )

@@ -128,6 +128,11 @@ class Target:
     has_lists: bool = False
     is_safetensors: bool = False
 
+    @property
+    def takes_parts(self) -> bool:
+        """True if the output has all parts of a multimodal model as parameters, under our names."""
+        return self.trees is None and not self.is_safetensors
+
     def part(self, parameter: str, suffix: str) -> str:
         """Returns the name of an array that holds a part of a quantized parameter, such as its scales.
 

@@ -366,7 +366,7 @@ class _Ours:
         import jax.numpy as jnp
         from flax import nnx
 
-        from tpuconv.models.common.decoder import NO_WINDOW, Steps
+        from tpuconv.models.common.steps import NO_WINDOW, Steps
         from tpuconv.restore import abstract_model
 
         self.manifest, self.jax, self.nnx = manifest, jax, nnx

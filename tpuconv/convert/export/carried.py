@@ -20,7 +20,8 @@ from tpuconv.location import BucketPath
 from tpuconv.models.common.rows import FURTHER_TOKENS
 from tpuconv.models.common.wrapper import is_outside
 from tpuconv.names import collapse, expand
-from tpuconv.notation.table import HasAxes, MappingTable
+from tpuconv.notation.configs import HasAxes
+from tpuconv.notation.table import MappingTable
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.origins import known_stamps
 from tpuconv.sources.reader import Reader

@@ -11,8 +11,9 @@ from tpuconv.convert.export.serving.formats import IN_COMPRESSED, IN_MXFP4
 from tpuconv.errors import UsageError
 from tpuconv.models.common.saved import BY_TRANSFORMERS, saved_release
 from tpuconv.models.registry import Family, get_family
+from tpuconv.notation.configs import HasAxes
 from tpuconv.notation.release import AS_TABLED
-from tpuconv.notation.table import HasAxes, MappingTable
+from tpuconv.notation.table import MappingTable
 from tpuconv.sources.config import ENCODING_KEYS, without_encoding
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target
@@ -101,4 +102,4 @@ def _encoded(raw: Mapping[str, Any], scheme: str) -> dict[str, Any]:
 
 
 def _read(manifest: Manifest, family: Family, raw: Mapping[str, Any]) -> Any:
-    return family.read_config(raw, manifest.allow_config, manifest.source_names, manifest.returns)
+    return family.read_config(raw, manifest.allow_config, manifest.source_names, manifest.returns, manifest.parts)

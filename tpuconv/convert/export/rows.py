@@ -23,8 +23,9 @@ from tpuconv.encodings.passthrough_rows import Stored, split
 from tpuconv.encodings.scheme import Scheme
 from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import CorruptOutput, UsageError
+from tpuconv.notation.configs import HasAxes
 from tpuconv.notation.layout import Axis, Ranges, Shape, lead, sliceable
-from tpuconv.notation.table import EXPERTS, Binding, HasAxes, MappingTable, Stack
+from tpuconv.notation.table import EXPERTS, Binding, MappingTable, Stack
 from tpuconv.sources.config import encoding_of
 from tpuconv.targets.registry import get_target
 

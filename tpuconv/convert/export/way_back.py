@@ -14,8 +14,9 @@ from tpuconv.convert.plan.types import Skip
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError, shorten
 from tpuconv.models.registry import Family
 from tpuconv.names import OWN_TARGET, collapse
+from tpuconv.notation.configs import HasAxes
 from tpuconv.notation.layout import Axis, Shape, parse_axes
-from tpuconv.notation.table import MTP_PARAMETERS, HasAxes, MappingTable
+from tpuconv.notation.table import MTP_PARAMETERS, MappingTable
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target, target_names
 from tpuconv.targets.target import Target

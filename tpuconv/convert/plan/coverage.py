@@ -30,6 +30,7 @@ from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.models.common.config import IgnoredKey
 from tpuconv.models.registry import get_family
 from tpuconv.names import OWN_TARGET, collapse
+from tpuconv.notation.configs import HasAxes, WithAxes
 from tpuconv.notation.layout import Shape
 from tpuconv.notation.spelling import by_template
 from tpuconv.notation.table import (
@@ -41,9 +42,7 @@ from tpuconv.notation.table import (
     PLACES,
     SUBSETS,
     Binding,
-    HasAxes,
     MappingTable,
-    WithAxes,
     row_indices,
 )
 from tpuconv.sources.config import ENCODING_KEYS

@@ -46,6 +46,9 @@ class Options:
         "Convert the multi-token prediction layers (DeepSeek, GLM, Qwen3-Next and others) too.",
         manifest=Key(always=True),
     )
+    text_only: bool = option(
+        False, "Convert the text model of a multimodal model alone, without what sees images or hears."
+    )
     target: str = option(
         OWN_TARGET,
         "The program that reads the output: tpuconv, huggingface, maxtext, tunix, nnx, jax-llm-examples, or a plugin.",

@@ -3,7 +3,7 @@ and `make_plan` proves that tensors and table fit. With a quantization the plan 
 rules choose encoders, by which arrays are divided in the second one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,8 @@ from tpuconv.errors import UsageError
 from tpuconv.location import BucketPath, Location, local_path, to_location
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.registry import Family, find_family, get_family
-from tpuconv.notation.table import HasAxes, MappingTable
+from tpuconv.notation.configs import HasAxes
+from tpuconv.notation.table import MappingTable
 from tpuconv.progress import Listener, Progress
 from tpuconv.sources.hub import resolve
 from tpuconv.sources.source import Source, fetched_meanwhile, open_source
@@ -80,7 +81,10 @@ def planned_conversion(
         )
         if streams:
             source = fetched_meanwhile(source, resolved.remote, workspace)
-        yield plan_source(source, find_family(source.config), None, options, quantizer, ahead)
+        family = find_family(source.config)
+        takes_parts = get_target(options.target).takes_parts and not options.text_only
+        parts = family.parts_among(source.tensors) if takes_parts else ()
+        yield plan_source(source, family, None, options, quantizer, ahead, parts)
 
 
 def planned_quantization(
@@ -89,7 +93,8 @@ def planned_quantization(
     """Returns the plan to quantize a checkpoint, in the form that it has."""
     source = open_checkpoint(ckpt)
     options = Options.of_checkpoint(source.manifest, compress=compress)
-    return plan_source(source, get_family(source.manifest.family), source.table(), options, quantizer, ahead)
+    family = get_family(source.manifest.family)
+    return plan_source(source, family, source.table(), options, quantizer, ahead, source.manifest.parts)
 
 
 def workspace_folder(workspace: str | Path | None) -> Path | None:
@@ -108,13 +113,14 @@ def plan_source(
     options: Options,
     quantizer: Quantizer | None,
     ahead: Callable[[Plan], None] | None,
+    parts: Collection[str],
 ) -> Plan:
     """Returns the plan for a table, the table of a checkpoint. If it is None, for the table of the family and the
-    target."""
+    target. `parts` are converted with the text model of a multimodal one."""
     target = get_target(options.target)
     _check_target(target, options, is_quantized=quantizer is not None)
     returns = family.returns(source.config, source.tensors) if table is None else table.returns
-    report = family.check_config(source.config, options.allow_config, source.tensors, returns)
+    report = family.check_config(source.config, options.allow_config, source.tensors, returns, parts)
     model_config = report.config
     released = family.table_for(source.tensors, model_config, returns)
     name, model_type = family.in_targets(source.config["model_type"])

@@ -21,8 +21,9 @@ from tpuconv.models.common.wrapper import WrapperConfig
 from tpuconv.models.declare import DecoderFamily
 from tpuconv.models.registry import Family, all_families, find_family
 from tpuconv.names import collapse
+from tpuconv.notation.configs import WithAxes
 from tpuconv.notation.layout import Shape
-from tpuconv.notation.table import INDEX, LAYER_INDICES, Map, WithAxes
+from tpuconv.notation.table import INDEX, LAYER_INDICES, Map
 from tpuconv.sources.source import Source
 
 MISSING = 4

@@ -13,8 +13,9 @@ from tpuconv.encodings.groups import SchemeGroup, within
 from tpuconv.encodings.scheme import Scheme
 from tpuconv.encodings.schemes import groups
 from tpuconv.errors import ConfigError
+from tpuconv.notation.configs import HasAxes
 from tpuconv.notation.layout import Shape
-from tpuconv.notation.table import Binding, HasAxes, MappingTable
+from tpuconv.notation.table import Binding, MappingTable
 from tpuconv.patterns import check_patterns
 from tpuconv.sources.config import encoding_of
 from tpuconv.sources.headers import DTYPES, TensorInfo

@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.axk2.family import Config
 from tpuconv.models.common import blocks
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm
+from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v32 import modules as deepseek_v32
 

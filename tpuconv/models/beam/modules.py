@@ -10,8 +10,9 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.beam.family import Config
 from tpuconv.models.common import blocks
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm, apply_rope, soft_capped, times
+from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3.modules import MoE
 
 GROWTH, CONTEXT = 0.1, 2048

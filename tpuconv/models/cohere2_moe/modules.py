@@ -9,10 +9,11 @@ from tpuconv.models.build import attention_class
 from tpuconv.models.cohere2_moe.family import Config
 from tpuconv.models.common.blocks import GatedMLP
 from tpuconv.models.common.cache import KV
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, times
 from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
+from tpuconv.models.common.steps import Step
 from tpuconv.models.parts import Attn
 
 Attention = attention_class(Attn("attention_bias", module="modules.cohere:CohereAttention"))

@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, apply_rope_to_neighbours, attention
+from tpuconv.models.common.steps import Step
 
 
 class Attention(nnx.Module):

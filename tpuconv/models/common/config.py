@@ -7,11 +7,11 @@ would be wrong.
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from types import NoneType, UnionType
-from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, get_args
 
 from tpuconv.errors import ConfigError, UsageError
 from tpuconv.jsonfile import short
+from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.config_keys import (
     MOST_HINTS,
     SUPPORTED_VALUES,
@@ -22,10 +22,13 @@ from tpuconv.models.common.config_keys import (
     without_keys,
 )
 from tpuconv.models.common.heads import LANGUAGE_MODEL, Head
+from tpuconv.models.common.key_types import checked_values, hints_of
+from tpuconv.models.common.mrope import Mrope
 from tpuconv.models.common.periods import find_period
 from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope, check_rope_keys, with_default_rope
 from tpuconv.models.common.rope_keys import without_older_rope_keys
-from tpuconv.notation.table import LAYER_INDICES, WithAxes
+from tpuconv.notation.configs import WithAxes
+from tpuconv.notation.table import LAYER_INDICES
 from tpuconv.sources.config import INSIDE_KEYS
 
 SHOWN_BY: Mapping[str, tuple[str, ...]] = {
@@ -45,9 +48,8 @@ LARGEST_VALUES: Mapping[str, int] = {
 }
 """The largest values of integers. Checked before anything of that size is enumerated or allocated."""
 
-MOST_OF_A_NUMBER, MOST_OF_A_SIZE, MOST_IN_A_LIST = 1 << 16, (1 << 31) - 1, 4096
-"""The largest values of keys that are not in `LARGEST_VALUES`: of `num_*`, and of others; and the largest length of a
-list, which has one entry for each layer."""
+MOST_OF_A_NUMBER, MOST_OF_A_SIZE = 1 << 16, (1 << 31) - 1
+"""The largest values of keys that are not in `LARGEST_VALUES`: of `num_*`, and of others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ class DecoderConfig:
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     least: ClassVar[Mapping[str, int]] = {}
     most: ClassVar[Mapping[str, int]] = {}
-    derived: ClassVar[frozenset[str]] = frozenset({"rope", "head"})
+    derived: ClassVar[frozenset[str]] = frozenset({"rope", "head", "mrope", "towers"})
     """Fields that are computed from keys of config.json with other names."""
     hf_names: ClassVar[Mapping[str, str]] = {}
     """The keys of config.json of fields that have another name."""
@@ -96,6 +98,8 @@ class DecoderConfig:
     tie_word_embeddings: bool
     rope: Rope = PLAIN_ROPE
     head: Head = LANGUAGE_MODEL
+    mrope: Mrope | None = None
+    towers: tuple[PartConfig, ...] = ()
 
     @classmethod
     def of_type(cls, model_type: str | None) -> "type[DecoderConfig]":
@@ -115,23 +119,10 @@ class DecoderConfig:
         if kind is not cls:
             return kind.from_hf(raw)  # type: ignore[return-value]  # a subclass
         read = cls.in_our_keys(without_older_rope_keys(raw))
-        hints = {cls._key(field.name): hint for field, hint in _hints(cls) if field.name not in cls.derived}
+        hints = {cls._key(name): hint for name, hint in hints_of(cls).items() if name not in cls.derived}
         cls._unread(read)
-        given = {key: hint for key, hint in hints.items() if key in read}
-        wrong = [
-            f"{k}={short(read[k])} is not of type {_type_name(hint)}"
-            for k, hint in given.items()
-            if not _has_type(read[k], hint)
-        ]
-        wrong += [
-            f"{k} has {len(read[k])} entries, more than {MOST_IN_A_LIST}"
-            for k in given
-            if isinstance(read[k], list) and len(read[k]) > MOST_IN_A_LIST
-        ]
-        if wrong:
-            raise ConfigError("config.json has values of the wrong type", details=wrong)
         fields_of = {key: name for name, key in cls.hf_names.items()}
-        values: Any = {fields_of.get(k, k): tuple(read[k]) if isinstance(read[k], list) else read[k] for k in given}
+        values: Any = {fields_of.get(key, key): value for key, value in checked_values(read, hints).items()}
         config = cls(**values)
         config = replace(config, **cls.read_ropes(read, config.max_position_embeddings))
         _refuse(list(config.disagreements(raw)))
@@ -174,6 +165,11 @@ class DecoderConfig:
         return cls._unread(cls.in_our_keys(raw))
 
     @classmethod
+    def around_text(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the object of a parsed config.json that has the configs of the parts beside the text model."""
+        return raw
+
+    @classmethod
     def settled(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
         """Returns a parsed config.json with what the names of the tensors (or of the parameters) tell and it does
         not say."""
@@ -204,14 +200,14 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         faults = []
-        for field, hint in _hints(type(self)):
-            value, least = getattr(self, field.name), self.least.get(field.name, 1)
+        for name, hint in hints_of(type(self)).items():
+            value, least = getattr(self, name), self.least.get(name, 1)
             if int not in (hint, *get_args(hint)) or not isinstance(value, int):
                 continue
             if value < least:
-                faults.append(f"{self._key(field.name)}={value} is less than {least}")
-            elif value > (most := self._most(field.name)):
-                faults.append(f"{self._key(field.name)}={value} is more than {most}")
+                faults.append(f"{self._key(name)}={value} is less than {least}")
+            elif value > (most := self._most(name)):
+                faults.append(f"{self._key(name)}={value} is more than {most}")
         _refuse(faults or list(self.contradictions()))  # `contradictions` divides by values checked above
 
     @classmethod
@@ -261,6 +257,22 @@ class DecoderConfig:
             "L": self.num_hidden_layers,
             **self.head.axes,
         }
+
+    @property
+    def parts(self) -> Mapping[str, PartConfig]:
+        """The configs of the parts of a multimodal model beside its text model; empty for the text model alone."""
+        return {each.part: each for each in self.towers}
+
+    @property
+    def sees_images(self) -> str:
+        """The layers in which the tokens of an image see each other: "all", or those with a "sliding" window; empty
+        where all attention is causal."""
+        return ""
+
+    @property
+    def placeholder_as(self) -> int:
+        """The token whose embeddings stand for placeholders until their features do."""
+        return 0
 
     @property
     def layer_sizes(self) -> Mapping[int, Mapping[str, int]]:
@@ -417,25 +429,6 @@ def report_ignored(
 def _refuse(faults: list[str]) -> None:
     if faults:
         raise ConfigError("config.json contradicts itself", details=faults)
-
-
-def _hints(cls: type[DecoderConfig]) -> Iterator[tuple[Any, Any]]:
-    hints = get_type_hints(cls)
-    return ((field, hints[field.name]) for field in fields(cls))
-
-
-def _type_name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
-
-
-def _has_type(value: Any, hint: Any) -> bool:
-    if get_origin(hint) in (UnionType, Union):
-        return any(_has_type(value, alternative) for alternative in get_args(hint))
-    if get_origin(hint) is tuple:
-        return isinstance(value, list | tuple) and all(_has_type(part, get_args(hint)[0]) for part in value)
-    if hint is float:  # JSON may write a float as 1000000; NaN and infinity compare false
-        return type(value) in (int, float) and -1e300 < value < 1e300
-    return value is None if hint is NoneType else type(value) is hint
 
 
 def context_of(config: DecoderConfig) -> int:

@@ -1,13 +1,14 @@
 """The base class of the families' models: embedding, blocks, norm and head."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any, ClassVar, NamedTuple, Protocol, overload
+from typing import Any, ClassVar, Protocol, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -16,70 +17,12 @@ from tpuconv.models.common.cache import KV, Cache, has_scales
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.explicit import call_on_explicit_mesh, is_explicit
 from tpuconv.models.common.heads import SCORES
-from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, is_visible, rope_cos_sin
+from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, rope_cos_sin
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.rope import Rope
-
-NO_WINDOW = 2**31 - 1
-"""The window of a layer without a sliding window: the largest int32, the dtype of positions."""
-
-
-class Step(NamedTuple):
-    """The inputs of a layer besides the hidden states. All but `cos_sin` are the same for all layers of one call.
-
-    Attributes:
-        pos_BT: positions of the call's tokens, -1 for padding.
-        pos_BS: positions of all keys, including the keys of the cache.
-        slot: slot of the cache for the first token.
-        cos_sin: cosine and sine [B, T, 1, H/2] of the tokens' rotary angles in this layer, in float32.
-        input: what this layer reads besides the hidden states; None in most families.
-    """
-
-    pos_BT: jax.Array
-    pos_BS: jax.Array
-    slot: jax.Array | int
-    cos_sin: tuple[jax.Array, jax.Array]
-    input: Any = None
-
-    def cos_sin_in(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        """Returns `cos_sin`, rounded to `dtype`."""
-        cos, sin = self.cos_sin
-        return cos.astype(dtype), sin.astype(dtype)
-
-    def visible(self, window: jax.Array | int) -> jax.Array:
-        """Returns the causal mask [B, T, S] of a layer with this window."""
-        return is_visible(self.pos_BT, self.pos_BS, window)
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The inputs of all layers: `of_layer` says for each layer which of `kinds` it gets, `inputs` has its own."""
-
-    kinds: Sequence[Step]
-    of_layer: Sequence[int]
-    inputs: Sequence[Any] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        config: DecoderConfig,
-        pos_BT: jax.Array,
-        pos_BS: jax.Array,
-        slot: jax.Array | int,
-        inputs: Sequence[Any] | None = None,
-    ) -> "Steps":
-        """Returns the inputs of the layers of a model; the arguments are the fields of `Step`, and the `input` of each
-        layer. Without a cache `pos_BS` is `pos_BT` itself."""
-        slots = None if pos_BS is pos_BT else pos_BS.shape[1]
-        rotations = list(zip(config.ropes, config.rope_dims, strict=True))
-        kinds = list(dict.fromkeys(rotations))
-        steps = [Step(pos_BT, pos_BS, slot, rope_cos_sin(rope, dim, pos_BT, slots)) for rope, dim in kinds]
-        return cls(steps, [kinds.index(rotation) for rotation in rotations], inputs)
-
-    def __getitem__(self, layer: int) -> Step:
-        step = self.kinds[self.of_layer[layer]]
-        return step if self.inputs is None else step._replace(input=self.inputs[layer])
+from tpuconv.models.common.seen import Seen, see
+from tpuconv.models.common.steps import NO_WINDOW, Step, Steps
 
 
 class Block(Protocol):
@@ -153,6 +96,8 @@ class Decoder(nnx.Module):
         self.lm_head = head() if config.has_lm_head else None
         is_classifier = config.head.kind == SCORES
         self.score = Einsum("BD,DO->BO", config.axes, dtype=dtype, keys=keys) if is_classifier else None
+        for part, own in config.parts.items():
+            setattr(self, part, own.encoder_class(own, dtype=dtype, keys=keys))
 
     @property
     def input_modules(self) -> tuple[str, ...]:
@@ -228,11 +173,38 @@ class Decoder(nnx.Module):
         layers = by_place[0] if stacks.period == 1 else (by_place, tuple(map(empty, stacks.rest)))
         return Cache.empty(layers, batch, length, mtp)
 
-    @overload
-    def __call__(self, ids_BT: jax.Array, mask_BT: jax.Array | None = None, *, first: int = 0) -> jax.Array: ...
+    def see(self, ids_BT: Any, mask_BT: Any | None = None, **features: Any) -> Seen:
+        """Runs the encoders of images and sounds.
+
+        Args:
+            ids_BT: token ids, with a placeholder for each feature.
+            mask_BT: as of a call.
+            features: what the release's processor returns, as numpy arrays: `pixel_values`, `image_grid_thw`,
+                `input_features`. Images and sounds come in the order of their placeholders, row by row.
+
+        Returns:
+            What a call with the same `ids_BT` and `mask_BT` takes as `seen`.
+
+        Raises:
+            UsageError: the model has no such encoder, or the features do not fit the placeholders.
+        """
+        encoders = {part: getattr(self, part) for part in self.config.parts}
+        mask_BT = np.ones(np.shape(ids_BT), bool) if mask_BT is None else np.asarray(mask_BT, bool)
+        return see(self.config, encoders, np.asarray(ids_BT), mask_BT, features)
+
     @overload
     def __call__(
-        self, ids_BT: jax.Array, mask_BT: jax.Array | None = None, *, cache: Cache, first: int = 0
+        self, ids_BT: jax.Array, mask_BT: jax.Array | None = None, *, seen: Seen | None = None, first: int = 0
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self,
+        ids_BT: jax.Array,
+        mask_BT: jax.Array | None = None,
+        *,
+        cache: Cache,
+        seen: Seen | None = None,
+        first: int = 0,
     ) -> tuple[jax.Array, Cache]: ...
     def __call__(
         self,
@@ -240,6 +212,7 @@ class Decoder(nnx.Module):
         mask_BT: jax.Array | None = None,
         *,
         cache: Cache | None = None,
+        seen: Seen | None = None,
         first: int = 0,
     ) -> jax.Array | tuple[jax.Array, Cache]:
         """Runs the model.
@@ -249,6 +222,7 @@ class Decoder(nnx.Module):
             mask_BT: True for tokens, False for padding, on the left or on the right. Padding does not count in
                 positions.
             cache: the cache of earlier tokens.
+            seen: the images and sounds of these tokens, as `see` returns them.
             first: the first column whose logits are returned; -1 for the last column. For a long prompt all logits
                 would be the largest array.
 
@@ -265,7 +239,7 @@ class Decoder(nnx.Module):
         """
         if is_explicit(weights := jax.tree.leaves(self.embed.embedding[...])[0]):
             out: jax.Array | tuple[jax.Array, Cache] = call_on_explicit_mesh(
-                self, weights, ids_BT, mask_BT, cache, first
+                self, weights, ids_BT, mask_BT, cache, first, seen
             )
             return out
         mask_BT = jnp.ones(ids_BT.shape, bool) if mask_BT is None else jnp.asarray(mask_BT, bool)
@@ -274,33 +248,43 @@ class Decoder(nnx.Module):
                 f"mask_BT has shape {mask_BT.shape}, ids_BT {ids_BT.shape}: give the mask of this call's tokens only"
             )
         if cache is None:
-            x_BTD, _ = self.run_layers(ids_BT, mask_BT, None)
+            x_BTD, _ = self.run_layers(ids_BT, mask_BT, None, seen)
             return self._headless(x_BTD, ids_BT, mask_BT) if self.config.head.kind else self._logits(x_BTD[:, first:])
         if self.config.head.kind:
             raise UsageError(
                 f"this model returns {self.config.head.kind}, not logits: there is no next token to keep a cache for",
                 hint="call it without a cache",
             )
-        x_BTD, new_cache = self.run_layers(ids_BT, mask_BT, cache)
+        x_BTD, new_cache = self.run_layers(ids_BT, mask_BT, cache, seen)
         overrun = new_cache.used > new_cache.positions_BS.shape[1]
         return self._logits(jnp.where(overrun, jnp.nan, x_BTD[:, first:])), new_cache
 
     @overload
-    def run_layers(self, ids_BT: jax.Array, mask_BT: jax.Array, cache: None) -> tuple[jax.Array, None]: ...
+    def run_layers(
+        self, ids_BT: jax.Array, mask_BT: jax.Array, cache: None, seen: Seen | None = None
+    ) -> tuple[jax.Array, None]: ...
     @overload
-    def run_layers(self, ids_BT: jax.Array, mask_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]: ...
-    def run_layers(self, ids_BT: jax.Array, mask_BT: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
+    def run_layers(
+        self, ids_BT: jax.Array, mask_BT: jax.Array, cache: Cache, seen: Seen | None = None
+    ) -> tuple[jax.Array, Cache]: ...
+    def run_layers(
+        self, ids_BT: jax.Array, mask_BT: jax.Array, cache: Cache | None, seen: Seen | None = None
+    ) -> tuple[jax.Array, Cache | None]:
         """Returns the hidden states [B, T, D] before the last norm, and the cache with these tokens; arguments are
         those of a call."""
         seen_B1 = 0 if cache is None else cache.positions_BS.max(axis=1, keepdims=True) + 1
         pos_BT = jnp.where(mask_BT, seen_B1 + jnp.cumsum(mask_BT, axis=1, dtype=jnp.int32) - 1, -1)
-        x_BTD = self.positioned(self.scaled(self.embed(ids_BT)), pos_BT)
+        if seen is not None:  # the vocabulary may end before the id of a placeholder
+            ids_BT = jnp.where(seen.slot_BT < 0, ids_BT, self.config.placeholder_as)
+        x_BTD = self.scaled(self.embed(ids_BT))
+        x_BTD = self.positioned(x_BTD if seen is None else seen.merged(x_BTD), pos_BT)
         inputs = self.layer_inputs(ids_BT, x_BTD)
         if cache is None:
-            return self._run(x_BTD, Steps.of(self.config, pos_BT, pos_BT, 0, inputs), None)
+            return self._run(x_BTD, Steps.of(self.config, pos_BT, pos_BT, 0, inputs, seen), None)
         taken = cache.take(pos_BT)
-        steps = Steps.of(self.config, pos_BT, taken.positions_BS, cache.used, inputs)
+        steps = Steps.of(self.config, pos_BT, taken.positions_BS, cache.used, inputs, seen, cache.delta_B)
         x_BTD, layers = self._run(x_BTD, steps, cache.layers)
+        taken = taken if seen is None else taken.shifted(seen.delta_B)
         return x_BTD, replace(taken, layers=layers)
 
     def draft(
@@ -397,6 +381,7 @@ class Decoder(nnx.Module):
         for i, layer in enumerate(layers):
             kv = None if kvs is None else kvs[i]
             x_BTD, kv = blocks[i](placed(x_BTD, "B T D"), steps[layer], windows[layer], kv)
+            x_BTD = steps.deepened(x_BTD, layer)
             new_kvs.append(kv)
         return x_BTD, tuple(new_kvs)
 
@@ -414,16 +399,19 @@ class Decoder(nnx.Module):
 
         def run_period(x_BTD: jax.Array, period: Any) -> tuple[jax.Array, tuple[Any, ...]]:
             new_kvs = []
-            for graph, of_place, (state, kv, window, kind) in zip(graphs, kinds, period, strict=True):
+            for graph, of_place, (state, kv, window, kind, layer) in zip(graphs, kinds, period, strict=True):
                 step = steps.kinds[of_place[0]]
                 if len(set(of_place)) > 1:
                     step = step._replace(cos_sin=jax.tree.map(lambda each, kind=kind: each[kind], cos_sins))
                 x_BTD, new_kv = nnx.merge(graph, state)(placed(x_BTD, "B T D"), step, window, kv)
+                x_BTD = x_BTD if layer is None else steps.deepened(x_BTD, layer)
                 new_kvs.append(None if kv is None else new_kv)
             return x_BTD, tuple(new_kvs)
 
-        place_windows = [jnp.asarray([windows[layer] for layer in stacks.at_place(i)]) for i in range(len(blocks))]
-        inputs = zip(states, kvs, place_windows, map(jnp.asarray, kinds), strict=True)
+        places = [stacks.at_place(i) for i in range(len(blocks))]
+        place_windows = [jnp.asarray([windows[layer] for layer in place]) for place in places]
+        numbers = [jnp.asarray(place) if steps.is_deep else None for place in places]
+        inputs = zip(states, kvs, place_windows, map(jnp.asarray, kinds), numbers, strict=True)
         return jax.lax.scan(run_period, x_BTD, tuple(inputs))
 
     def _headless(self, x_BTD: jax.Array, ids_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:

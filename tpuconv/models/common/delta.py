@@ -10,7 +10,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm
 from tpuconv.models.common.recurrence import (
     CHUNK,
@@ -22,6 +21,7 @@ from tpuconv.models.common.recurrence import (
     from_chunks,
     in_chunks,
 )
+from tpuconv.models.common.steps import Step
 
 NORM_EPS = 1e-6
 """Epsilon of the length of queries and keys. config.json has only the epsilon of other norms."""

@@ -18,15 +18,15 @@ def is_explicit(x: jax.Array) -> bool:
 
 
 def call_on_explicit_mesh(
-    model: nnx.Module, weights: jax.Array, ids_BT: Any, mask_BT: Any, cache: Cache | None, first: int
+    model: nnx.Module, weights: jax.Array, ids_BT: Any, mask_BT: Any, cache: Cache | None, first: int, seen: Any
 ) -> Any:
     """Calls a model on a mesh with explicit axes, the mesh of `weights`, one of its arrays. The results are sharded
     over the batch, caches as `cache_shardings` has them."""
     graph, state = nnx.split(model)
 
-    def run(state: Any, ids_BT: Any, mask_BT: Any, cache: Cache | None) -> Any:
+    def run(state: Any, ids_BT: Any, mask_BT: Any, cache: Cache | None, seen: Any) -> Any:
         merged: Any = nnx.merge(graph, state)
-        return merged(ids_BT, mask_BT, first=first, **({} if cache is None else {"cache": cache}))
+        return merged(ids_BT, mask_BT, first=first, seen=seen, **({} if cache is None else {"cache": cache}))
 
     mesh: Any = jax.typeof(weights).sharding.mesh
     out: Any = PartitionSpec(*partition("B", ids_BT.shape[:1], dict(mesh.shape), ACTIVATIONS))  # type: ignore[no-untyped-call]
@@ -34,7 +34,7 @@ def call_on_explicit_mesh(
         out = out, jax.tree.map(lambda place: place.spec, cache_shardings(cache, mesh))
     place: Any = None if isinstance(weights, jax.core.Tracer) else weights.sharding
     with jax.sharding.use_abstract_mesh(mesh) if place is None else jax.sharding.set_mesh(place.mesh):
-        return jax.sharding.auto_axes(run, out_sharding=out)(state, ids_BT, mask_BT, cache)
+        return jax.sharding.auto_axes(run, out_sharding=out)(state, ids_BT, mask_BT, cache, seen)
 
 
 def on_automatic_mesh(tree: Any) -> Any:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.delta import unit_vectors
 from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm
 from tpuconv.models.common.recurrence import (
@@ -21,6 +20,7 @@ from tpuconv.models.common.recurrence import (
     from_chunks,
     in_chunks,
 )
+from tpuconv.models.common.steps import Step
 
 KDA_CHUNK = 16
 """Tokens that are computed at once. Each pair of them has a decay for each element of a key."""

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.cache import KV
+from tpuconv.models.common.mrope import Mrope
 from tpuconv.models.common.observe import observed
 from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.common.rope import Rope
@@ -221,6 +222,19 @@ def rope_cos_sin(
         angles = pos_BT[:, :, None, None].astype(jnp.float32) * _rates_of_length(rope, rope_dim, length_B111)
     else:
         angles = pos_BT[:, :, None, None].astype(jnp.float32) * rates
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def mrope_cos_sin(
+    rope: Rope | None, rope_dim: int, at_3BT: jax.Array, mrope: Mrope | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns cosine and sine as `rope_cos_sin`, of positions by time, row and column (mrope, arXiv:2409.12191): each
+    pair of dimensions turns by one of the three."""
+    assert rope is not None
+    assert mrope is not None
+    rates, factor = rope.inverse_frequencies(rope_dim)
+    at_BTR = jnp.moveaxis(at_3BT[np.asarray(mrope.axis_of_pairs(rope_dim // 2))], 0, -1)
+    angles = at_BTR[:, :, None].astype(jnp.float32) * rates
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 

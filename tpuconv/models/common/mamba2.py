@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Einsum, Keys, normalize
 from tpuconv.models.common.recurrence import (
     CHUNK,
@@ -24,6 +23,7 @@ from tpuconv.models.common.recurrence import (
     from_chunks,
     in_chunks,
 )
+from tpuconv.models.common.steps import Step
 
 
 @jax.tree_util.register_dataclass

@@ -1,30 +1,134 @@
-"""Rotary positions of text in models that see (mrope, arXiv:2409.12191)."""
+"""Rotary positions by time, row and column, of models that see (mrope, arXiv:2409.12191)."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tpuconv.errors import ConfigError, UsageError
+from tpuconv.jsonfile import short
 from tpuconv.models.common.rope import PARAMETER_KEYS, check_rope_keys
+
+SECTIONS = "mrope_section"
+TIME, ROW, COLUMN = range(3)
+
+
+@dataclass(frozen=True)
+class Mrope:
+    """Which pairs of dimensions turn by time, by row and by column.
+
+    Attributes:
+        sections: the number of pairs of each.
+        interleaved: whether row and column take every third pair, not all pairs of a section.
+    """
+
+    sections: tuple[int, ...]
+    interleaved: bool
+
+    def axis_of_pairs(self, pairs: int) -> list[int]:
+        """Returns for each pair `TIME`, `ROW` or `COLUMN`."""
+        if self.interleaved:
+            return [i % 3 if i < 3 * self.sections[i % 3] else TIME for i in range(pairs)]
+        return [axis for axis, count in enumerate(self.sections) for _ in range(count)]
 
 
 class MropeConfig:
-    """Reads rotary positions with sections for time, height and width as plain ones. A family's Config derives from
-    this class and from the Config of the text model, in this order."""
+    """Reads rotary positions with sections. The three positions of a text token are equal, so that it turns by the
+    plain angles. A family's Config derives from this class and from the Config of the text model, in this order.
+
+    Attributes:
+        interleaved: as of `Mrope`; the reference has it by model type, whatever `mrope_interleaved` says.
+        default_sections: where config.json has none.
+    """
+
+    interleaved: ClassVar[bool] = False
+    default_sections: ClassVar[tuple[int, ...]] = ()
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """See `DecoderConfig.read_ropes`."""
         out: dict[str, Any] = super().read_ropes(without_mrope(raw), context)  # type: ignore[misc]
-        return out
+        sections = mrope_sections(raw) or cls.default_sections
+        return {**out, "mrope": Mrope(sections, cls.interleaved) if sections else None}
+
+
+def mrope_sections(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the sections for time, row and column that a parsed config.json has; empty if it has none.
+
+    Raises:
+        ConfigError: they are not a list of numbers.
+    """
+    check_rope_keys(raw)
+    for key in PARAMETER_KEYS:
+        given: Sequence[Any] | None = (raw.get(key) or {}).get(SECTIONS)
+        if given is not None:
+            if not isinstance(given, Sequence) or not all(type(count) is int and count >= 0 for count in given):
+                raise ConfigError(f"config.json: {SECTIONS}={short(given)} in {key} is no list of numbers")
+            return tuple(given)
+    return ()
 
 
 def without_mrope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a parsed config.json whose rotary positions have sections for time, height and width (mrope,
-    arXiv:2409.12191) without them: the three positions of a text token are equal, so that it turns by the plain
-    angles."""
+    """Returns a parsed config.json whose rotary positions have no sections."""
     check_rope_keys(raw)
     out = dict(raw)
     for key in PARAMETER_KEYS:
         if given := raw.get(key):
-            plain = {k: value for k, value in given.items() if k not in ("mrope_section", "mrope_interleaved")}
+            plain = {k: value for k, value in given.items() if k not in (SECTIONS, "mrope_interleaved")}
             out[key] = {k: "default" if value == "mrope" else value for k, value in plain.items()}
     return out
+
+
+def mrope_positions(
+    kinds_T: ArrayLike, grids: Sequence[Sequence[int]], merge: int, intervals: Sequence[float] = ()
+) -> tuple[NDArray[np.int32], int]:
+    """Returns the positions [3, T] (time, row, column) of the tokens of one text without padding, and the difference
+    between the position and the number of a later token.
+
+    The three positions of a text token are equal and count on by one; so do a sound's. An image that begins at the
+    position n has its merged patches at (n + frame, n + row, n + column), and the text goes on at n + max(rows,
+    columns). If text separates the frames of an image (Qwen3-VL, GLM-4V), each is such an image of one frame.
+
+    Args:
+        kinds_T: 1 for a token of an image, 2 for one of a frame of a video; others count as text.
+        grids: frames, rows and columns of patches of each image or video, in the order of the text.
+        merge: rows and columns of patches that one token has.
+        intervals: for each grid the difference in time between frames, 1 by default. Positions are rounded down.
+
+    Raises:
+        UsageError: grids and tokens do not match.
+    """
+    seen_T = np.isin(np.asarray(kinds_T), (1, 2))
+    at_3T = np.zeros((3, len(seen_T)), np.int32)
+    steps = intervals or [1] * len(grids)
+    left = [(t, h // merge, w // merge, step) for (t, h, w), step in zip(grids, steps, strict=True)]
+    start = position = 0
+    for seen, run in groupby(seen_T.tolist()):
+        end = start + len(list(run))
+        while seen and start < end:
+            t, h, w, step = left.pop(0) if left else (0, 1, 1, 1)
+            frames = min(t, (end - start) // max(h * w, 1))
+            if not frames:
+                raise _mismatch(seen_T, grids, merge)
+            time = (np.arange(frames, dtype=np.float32) * np.float32(step)).astype(np.int32)
+            patches = np.meshgrid(time, np.arange(h), np.arange(w), indexing="ij")
+            at_3T[:, start : start + frames * h * w] = position + np.reshape(patches, (3, -1))
+            start, position = start + frames * h * w, position + max(h, w)
+            if frames < t:
+                left.insert(0, (t - frames, h, w, step))
+        at_3T[:, start:end] = position + np.arange(end - start)
+        start, position = end, position + end - start
+    if left:
+        raise _mismatch(seen_T, grids, merge)
+    return at_3T, int(at_3T.max(initial=-1)) + 1 - len(seen_T)
+
+
+def _mismatch(seen_T: NDArray[np.bool_], grids: Sequence[Sequence[int]], merge: int) -> UsageError:
+    sizes = [t * (h // merge) * (w // merge) for t, h, w in grids]
+    return UsageError(
+        f"the text has {int(seen_T.sum())} tokens for images, whose sizes give {sum(sizes)}: {sizes}",
+        hint="write as many placeholders for each image as it has merged patches, one run for each image",
+    )

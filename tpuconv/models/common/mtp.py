@@ -8,8 +8,8 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.decoder import NO_WINDOW, Step
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm
+from tpuconv.models.common.steps import NO_WINDOW, Step
 
 
 class JoinedInputs(nnx.Module):

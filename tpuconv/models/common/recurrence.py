@@ -13,8 +13,9 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import PreNormBlock
 from tpuconv.models.common.cache import KV, Cache
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Keys, normal
+from tpuconv.models.common.steps import Step
 
 CHUNK = 64
 """Tokens that are computed at once by matrix products. The state is passed from chunk to chunk."""

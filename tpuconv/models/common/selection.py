@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import MASKED_SCORE
 from tpuconv.models.common.recurrence import exact_einsum
+from tpuconv.models.common.steps import Step
 
 
 def indexer_scores(q_BTnx: jax.Array, weights_BTn: jax.Array, k_BSx: jax.Array) -> jax.Array:

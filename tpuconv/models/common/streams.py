@@ -10,8 +10,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import PreNormBlock
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Keys, ScaledRMSNorm, exact_product, normal, normalize
+from tpuconv.models.common.steps import Step
 
 
 def to_streams(x_BTD: jax.Array, count: int) -> jax.Array:

@@ -24,6 +24,10 @@ class ThinkerConfig(WrapperConfig):
         return super()._beside(_thinker(raw))
 
     @classmethod
+    def around_text(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        return _thinker(raw)
+
+    @classmethod
     def settled(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
         thinker = super().settled(_thinker(raw), tensors)
         return {**raw, THINKER: thinker} if THINKER in raw else thinker

@@ -11,10 +11,11 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common import mtp
 from tpuconv.models.common.cache import empty_vectors, to_compute_dtype, write_slots
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, RMSNorm, apply_rope, deinterleave, exact_product
 from tpuconv.models.common.moe import RoutedExperts
 from tpuconv.models.common.placement import placed, rules_for
+from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3.family import Config
 from tpuconv.notation.sharding import ACTIVATIONS, Rules
 

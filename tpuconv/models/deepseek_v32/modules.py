@@ -12,9 +12,10 @@ from jax.typing import DTypeLike
 from tpuconv.models.common import mtp
 from tpuconv.models.common.blocks import PreNormBlock
 from tpuconv.models.common.cache import empty_vectors
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, apply_rope, exact_product
 from tpuconv.models.common.selection import among_best, indexer_scores
+from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v3.modules import Latent
 from tpuconv.models.deepseek_v32.family import Config

@@ -12,13 +12,14 @@ from jax.typing import DTypeLike
 from tpuconv.models.common import mtp
 from tpuconv.models.common.blocks import ClampedMLP, clamped
 from tpuconv.models.common.cache import Cache
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, ScaledRMSNorm, rope_cos_sin
 from tpuconv.models.common.moe import Expert, GatedExperts, Rows, routed
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.recurrence import PackedTokens
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.selection import among_best, indexer_scores
+from tpuconv.models.common.steps import Step
 from tpuconv.models.common.streams import JoinedNorm, Streams, by_stream, to_streams
 from tpuconv.models.deepseek_v4.family import HASHED, HEAVY, SLIDING, SPARSE_SERIES, Config
 

@@ -6,8 +6,9 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
 from tpuconv.models.common.alibi import alibi_slopes
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Keys, LayerNorm, gelu
+from tpuconv.models.common.steps import Step
 from tpuconv.models.falcon.family import Config
 from tpuconv.models.modules.gpt import SummedBlock
 

@@ -9,9 +9,10 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks, mamba2
 from tpuconv.models.common.cache import KV
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, normalize, times
 from tpuconv.models.common.mamba2 import MambaState
+from tpuconv.models.common.steps import Step
 from tpuconv.models.falcon_h1.family import Config
 
 

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.cache import KV
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm, gelu_tanh
+from tpuconv.models.common.steps import Step
 from tpuconv.models.common.streams import by_stream
 from tpuconv.models.gemma3n_text.family import Config
 from tpuconv.models.gemma4_text import modules as gemma4_text

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import GatedMLP
 from tpuconv.models.common.cache import KV, Cache, append_kv, empty_vectors
-from tpuconv.models.common.decoder import NO_WINDOW, Decoder, Step, Steps
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import (
     Einsum,
     Keys,
@@ -25,6 +25,7 @@ from tpuconv.models.common.layers import (
 from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.shared_keys import SharedKeysConfig
+from tpuconv.models.common.steps import NO_WINDOW, Step, Steps
 from tpuconv.models.gemma4_text.family import Config
 
 

@@ -10,11 +10,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import ClampedMLP
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.kda import KDAState, KimiDelta
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm
 from tpuconv.models.common.recurrence import HybridDecoder, exact_einsum
 from tpuconv.models.common.selection import in_blocks, tokens_of_best_blocks
+from tpuconv.models.common.steps import Step
 from tpuconv.models.common.streams import StreamsBlock, by_stream, to_streams
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v3.modules import PlainLatent

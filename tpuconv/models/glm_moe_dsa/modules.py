@@ -8,9 +8,9 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common import mtp
 from tpuconv.models.common.blocks import PreNormBlock
-from tpuconv.models.common.decoder import NO_WINDOW, Step, Steps
 from tpuconv.models.common.layers import Keys, apply_rope_to_neighbours
 from tpuconv.models.common.placement import placed
+from tpuconv.models.common.steps import NO_WINDOW, Step, Steps
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v32 import modules as deepseek_v32
 from tpuconv.models.glm_moe_dsa.family import Config

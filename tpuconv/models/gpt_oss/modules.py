@@ -6,10 +6,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.cache import KV, append_kv
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, ScaledRMSNorm, apply_rope
 from tpuconv.models.common.moe import Expert, Rows, routed
 from tpuconv.models.common.placement import placed, rules_for
+from tpuconv.models.common.steps import Step
 from tpuconv.models.gpt_oss.family import Config
 
 

@@ -9,9 +9,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import clamped
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, apply_rope
 from tpuconv.models.common.moe import Expert, Rows, routed
+from tpuconv.models.common.steps import Step
 from tpuconv.models.common.streams import GatedStreams, JoinedNorm, StreamsBlock, to_streams
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v32 import modules as deepseek_v32

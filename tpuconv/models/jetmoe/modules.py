@@ -9,10 +9,11 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
 from tpuconv.models.common.cache import KV, append_kv
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention
 from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
+from tpuconv.models.common.steps import Step
 from tpuconv.models.jetmoe.family import Config
 
 EPS_IN_LAYERS = 1e-6

@@ -13,6 +13,7 @@ from tpuconv.models.declare import decoder, like, wrapper
 from tpuconv.models.gemma3n_text.family import FAMILY as GEMMA3N_TEXT
 from tpuconv.models.gemma4_text.family import FAMILY as GEMMA4_TEXT
 from tpuconv.models.parts import Attn, Factors, Mlp, Norms
+from tpuconv.models.towers.modalities import GEMMA3_VISION
 
 
 class RootOfWidth(DecoderConfig):
@@ -128,6 +129,8 @@ GEMMA3 = wrapper(
     prefix="language_model.model.",
     outside=LLAVA,
     tied=True,
+    sees_images="all",
+    modalities=(GEMMA3_VISION,),
 )
 
 TOWERS = {"vision_tower": SEES, "embed_vision": BRINGS, "audio_tower": HEARS, "embed_audio": HEARS}

@@ -10,6 +10,7 @@ from tpuconv.models.common.wrapper import SEES, inside
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.deepseek_v3.family import EXPERT_ROWS
 from tpuconv.models.parts import Attn, Experts, Mlp, Mtp, Norms
+from tpuconv.models.towers.modalities import GLM_VISION
 
 GLM = decoder(
     "glm",
@@ -41,6 +42,8 @@ GLM4V = wrapper(
     outside={"visual": SEES},
     only={"attention_bias": (True,)},
     defaults={"head_dim": None, "partial_rotary_factor": 1.0},
+    default_sections=(8, 12, 12),
+    modalities=(GLM_VISION,),
 )
 
 GLM46V = wrapper(
@@ -56,6 +59,8 @@ GLM46V = wrapper(
         **{"head_dim": None, "partial_rotary_factor": 1.0},
         **{"max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
     },
+    default_sections=(8, 12, 12),
+    modalities=(GLM_VISION,),
 )
 
 GLM_OCR = wrapper(
@@ -74,6 +79,7 @@ GLM_OCR = wrapper(
         **{"head_dim": None, "partial_rotary_factor": 1.0, "attention_bias": False},
         "num_nextn_predict_layers": 1,
     },
+    default_sections=(8, 12, 12),
 )
 
 GLM4_MOE = decoder(
@@ -101,4 +107,6 @@ GLM4V_MOE = wrapper(
     outside={"visual": SEES},
     only={"use_qk_norm": (False,)},
     defaults={"num_nextn_predict_layers": 0},
+    default_sections=(8, 12, 12),
+    modalities=(GLM_VISION,),
 )

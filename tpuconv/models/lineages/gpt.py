@@ -5,7 +5,7 @@ from typing import Any
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
-from tpuconv.models.common.config import MOST_IN_A_LIST, DecoderConfig
+from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import (
     GELU_TANH,
@@ -22,6 +22,7 @@ from tpuconv.models.common.gpt import (
     gpt_table,
     norm_rows,
 )
+from tpuconv.models.common.key_types import MOST_IN_A_LIST
 from tpuconv.models.common.kinds import faults_of_kinds
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rows import PRE_NORM_BIASES, PRE_NORMS, when

@@ -12,6 +12,7 @@ from tpuconv.models.qwen3_5_text.family import FAMILY as QWEN3_5_TEXT
 from tpuconv.models.qwen3_5_text.family import OUTSIDE
 from tpuconv.models.qwen4_exp_text.family import FAMILY as QWEN4_EXP_TEXT
 from tpuconv.models.step3p5.family import FAMILY as STEP3P5
+from tpuconv.models.towers.modalities import QWEN35_VISION
 
 LLAMA4 = wrapper(
     "llama4",
@@ -23,7 +24,12 @@ LLAMA4 = wrapper(
 )
 
 QWEN3_5 = wrapper(
-    "qwen3_5", "Qwen3.5, dense, text", "Qwen3_5ForConditionalGeneration", text=QWEN3_5_TEXT, outside=OUTSIDE
+    "qwen3_5",
+    "Qwen3.5, dense, text",
+    "Qwen3_5ForConditionalGeneration",
+    text=QWEN3_5_TEXT,
+    outside=OUTSIDE,
+    modalities=(QWEN35_VISION,),
 )
 
 QWEN3_5_MOE = wrapper(
@@ -32,6 +38,7 @@ QWEN3_5_MOE = wrapper(
     "Qwen3_5MoeForConditionalGeneration",
     text=QWEN3_5_MOE_TEXT,
     outside=OUTSIDE,
+    modalities=(QWEN35_VISION,),
 )
 
 QWEN4_EXP = wrapper(

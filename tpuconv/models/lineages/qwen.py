@@ -25,6 +25,7 @@ from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.lineages.llama import ARCEE
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
+from tpuconv.models.towers.modalities import QWEN2_VISION, QWEN3_VISION, QWEN25_VISION
 from tpuconv.notation.spelling import aliases
 from tpuconv.notation.table import Map, MappingTable, under
 
@@ -177,6 +178,8 @@ QWEN2_5_VL = wrapper(
     mixins=(MropeConfig,),
     prefix="model.",
     outside={"visual": SEES},
+    default_sections=(16, 24, 24),
+    modalities=(QWEN25_VISION,),
 )
 
 QWEN2_VL = wrapper(
@@ -188,6 +191,8 @@ QWEN2_VL = wrapper(
     mixins=(MropeConfig,),
     prefix="model.",
     outside={"visual": SEES},
+    default_sections=(16, 24, 24),
+    modalities=(QWEN2_VISION,),
 )
 
 QWEN2_5_OMNI = wrapper(
@@ -200,6 +205,7 @@ QWEN2_5_OMNI = wrapper(
     mixins=(MropeConfig,),
     table=thinker_table(QWEN2.table, "talker", "token2wav"),
     defaults={"tie_word_embeddings": False},
+    default_sections=(16, 24, 24),
 )
 
 WITHOUT_WINDOW = {"use_sliding_window": (False, None)}
@@ -212,6 +218,9 @@ QWEN3_VL = wrapper(
     mixins=(MropeConfig,),
     outside={"visual": SEES},
     only=WITHOUT_WINDOW,
+    interleaved=True,
+    default_sections=(24, 20, 20),
+    modalities=(QWEN3_VISION,),
 )
 
 QWEN3_OMNI_MOE = wrapper(
@@ -224,6 +233,8 @@ QWEN3_OMNI_MOE = wrapper(
     table=thinker_table(QWEN3_MOE.table, "talker", "code2wav"),
     only=WITHOUT_WINDOW,
     defaults={"num_attention_heads": 32, "sliding_window": 4096},
+    interleaved=True,
+    default_sections=(24, 20, 20),
 )
 
 
@@ -286,6 +297,9 @@ QWEN3_VL_MOE = wrapper(
     only={**WITHOUT_WINDOW, "norm_topk_prob": (True,)},
     keys={"is_out_major": bool},
     defaults={"norm_topk_prob": True, "is_out_major": False, "tie_word_embeddings": False},
+    interleaved=True,
+    default_sections=(24, 20, 20),
+    modalities=(QWEN3_VISION,),
 )
 
 GENERATES = "generator of images, sound or actions: the text model alone is converted"
@@ -336,6 +350,8 @@ COSMOS3_OMNI = wrapper(
     default_rope={"rope_theta": 500000.0},
     defaults={"max_position_embeddings": 128000},
     modules=aliases(QWEN3.table, cosmos_name),
+    interleaved=True,
+    default_sections=(24, 20, 20),
 )
 
 COSMOS3_EDGE = wrapper(
@@ -346,4 +362,6 @@ COSMOS3_EDGE = wrapper(
     mixins=(MropeConfig,),
     table=cosmos_table(ARCEE.table, {"visual": SEES, "projector": BRINGS}),
     modules=aliases(ARCEE.table, cosmos_name),
+    interleaved=True,
+    default_sections=(24, 20, 20),
 )

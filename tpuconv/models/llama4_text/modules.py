@@ -8,10 +8,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.cache import KV, append_kv
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention, deinterleave, normalize
 from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
+from tpuconv.models.common.steps import Step
 from tpuconv.models.llama4_text.family import Config
 
 

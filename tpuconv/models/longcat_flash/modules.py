@@ -9,10 +9,11 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common import mtp
 from tpuconv.models.common.blocks import GatedMLP, PreNormBlock
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, exact_product, times
 from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
+from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v3.modules import Latent
 from tpuconv.models.longcat_flash.family import Config

@@ -9,9 +9,10 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks, mtp
 from tpuconv.models.common.cache import KV, append_kv, empty_vectors
-from tpuconv.models.common.decoder import NO_WINDOW, Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Einsum, Keys, apply_rope, attention, times
 from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.steps import NO_WINDOW, Step
 from tpuconv.models.deepseek_v3.modules import MoE
 from tpuconv.models.gpt_oss.modules import attention_with_sinks
 from tpuconv.models.mimo_v2_flash.family import Config

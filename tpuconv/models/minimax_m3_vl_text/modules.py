@@ -9,10 +9,11 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
 from tpuconv.models.common.cache import KV, IndexKeys, append_kv, write_slots
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import MASKED_SCORE, CenteredRMSNorm, Einsum, Keys, apply_rope, times
 from tpuconv.models.common.moe import Expert, GatedExperts, Rows, routed
 from tpuconv.models.common.placement import placed, rules_for
+from tpuconv.models.common.steps import Step
 from tpuconv.models.minimax_m3_vl_text.family import Config
 from tpuconv.models.modules.minimax import Router
 

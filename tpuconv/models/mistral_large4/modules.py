@@ -11,10 +11,11 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import PreNormBlock
 from tpuconv.models.common.cache import IndexKeys
-from tpuconv.models.common.decoder import NO_WINDOW, Decoder, Step, Steps
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Keys, LayerNorm, RMSNorm, soft_capped
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.steps import NO_WINDOW, Step, Steps
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v3.modules import PlainLatent
 from tpuconv.models.deepseek_v32.modules import INDEXER_EPS

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from tpuconv.models.common.blocks import NormedAttention
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import apply_rope_to_neighbours
+from tpuconv.models.common.steps import Step
 
 
 class CohereAttention(NormedAttention):

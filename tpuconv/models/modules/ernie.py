@@ -9,9 +9,10 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common import mtp
 from tpuconv.models.common.cache import Cache
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Einsum, Keys, exact_product
 from tpuconv.models.common.placement import placed
+from tpuconv.models.common.steps import Step
 
 
 class Router(nnx.Module):

@@ -11,9 +11,10 @@ from jax.typing import DTypeLike
 from tpuconv.models.common import blocks
 from tpuconv.models.common.alibi import alibi
 from tpuconv.models.common.cache import KV
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Keys, LayerNorm, times
 from tpuconv.models.common.positions import PositionedDecoder
+from tpuconv.models.common.steps import Step
 
 
 class SummedBlock(blocks.PreNormBlock):

@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
 from tpuconv.models.common.cache import KV, append_kv
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Keys, RMSNorm
+from tpuconv.models.common.steps import Step
 from tpuconv.models.gpt_oss.modules import attention_with_sinks
 
 

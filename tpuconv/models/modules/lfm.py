@@ -9,10 +9,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import NormedAttention
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, times
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.recurrence import Convolution, HybridBlock, HybridDecoder, LayerState, PackedTokens
+from tpuconv.models.common.steps import Step
 
 
 @jax.tree_util.register_dataclass

@@ -9,8 +9,9 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
 from tpuconv.models.common.cache import KV
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Keys, PlainRMSNorm, RMSNorm, apply_rope, normalize
+from tpuconv.models.common.steps import Step
 
 
 class XIELU(nnx.Module):

@@ -9,11 +9,11 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, times
 from tpuconv.models.common.mamba2 import state_space
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.recurrence import HybridBlock, HybridDecoder, LayerState, PackedTokens
+from tpuconv.models.common.steps import Step
 
 LIGHTNING_EPS = 1e-6
 """Epsilon of the norm of lightning attention. config.json has only the epsilon of the other norms."""

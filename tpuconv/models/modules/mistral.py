@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from tpuconv.models.common import blocks
-from tpuconv.models.common.decoder import Step
+from tpuconv.models.common.steps import Step
 
 
 def grown(q_BTNH: jax.Array, step: Step, beta: float, original: int) -> jax.Array:

@@ -5,7 +5,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import (
     CenteredRMSNorm,
     Einsum,
@@ -15,6 +15,7 @@ from tpuconv.models.common.layers import (
     soft_capped,
     times,
 )
+from tpuconv.models.common.steps import Step
 from tpuconv.models.muse_glimmer.family import Config
 
 

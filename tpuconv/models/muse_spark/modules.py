@@ -8,9 +8,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import PreNormBlock
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys, RMSNorm, normalize
 from tpuconv.models.common.moe import GatedExperts
+from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.muse_glimmer import modules as muse_glimmer
 from tpuconv.models.muse_spark.family import Config

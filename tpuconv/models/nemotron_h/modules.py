@@ -8,12 +8,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import Attention, PlainMLP
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm
 from tpuconv.models.common.mamba2 import Mamba2, MambaState
 from tpuconv.models.common.moe import Expert, Rows, routed
 from tpuconv.models.common.mtp import JoinedInputs
 from tpuconv.models.common.recurrence import HybridDecoder
+from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3.modules import Router
 from tpuconv.models.nemotron_h.family import MTP_KINDS, Config
 

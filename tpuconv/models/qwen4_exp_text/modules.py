@@ -10,7 +10,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.cache import KV, IndexKeys, append_kv, write_slots
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.delta import DeltaNet, DeltaState
 from tpuconv.models.common.layers import (
     CenteredRMSNorm,
@@ -22,6 +21,7 @@ from tpuconv.models.common.layers import (
 )
 from tpuconv.models.common.recurrence import HybridDecoder, LayerState, exact_einsum
 from tpuconv.models.common.selection import in_blocks, tokens_of_best_blocks
+from tpuconv.models.common.steps import Step
 from tpuconv.models.common.streams import by_stream, to_streams
 from tpuconv.models.modules.experts import SharedAndProbableExperts
 from tpuconv.models.qwen3_next import modules as qwen3_next

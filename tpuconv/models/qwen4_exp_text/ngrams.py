@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.decoder import Step
 from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Embed, Keys, normal, normalize
 from tpuconv.models.common.recurrence import LayerState, PackedTokens
+from tpuconv.models.common.steps import Step
 from tpuconv.models.common.streams import by_stream
 from tpuconv.models.qwen4_exp_text.family import Config, NGramHash
 

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
-from tpuconv.models.common.config import MOST_IN_A_LIST
 from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.key_types import MOST_IN_A_LIST
 from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope
 from tpuconv.models.common.rows import HEAD_NORMS, MLP, MTP_IGNORE, PRE_NORMS, SHARED, decoder_table
 from tpuconv.models.common.sparse import SparseConfig

@@ -10,9 +10,10 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
 from tpuconv.models.common.cache import KV, append_kv
-from tpuconv.models.common.decoder import Decoder, Step
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys, apply_rope, attention
 from tpuconv.models.common.moe import Expert, GatedExperts, Rows, routed
+from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3.modules import Router
 from tpuconv.models.step3p5.family import Config
 

@@ -19,9 +19,9 @@ from flax import nnx
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import read_array
-from tpuconv.models.common.decoder import NO_WINDOW, Steps
 from tpuconv.models.common.observe import observing
 from tpuconv.models.common.periods import LayerStacks
+from tpuconv.models.common.steps import NO_WINDOW, Steps
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
 

@@ -1,0 +1,249 @@
+"""Parts of a multimodal model beside its text model: an encoder of images or sounds (a tower), a projector to the width
+of the text model, and how the features enter the text.
+
+A part has letters of its own: D, N, H, F and L are the sizes of its tower, O is the width of the text model. Names of
+its parameters begin with the name of the part: `vision.layers.0.attn.q.kernel`, `vision.projector.up.kernel`.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib import import_module
+from typing import Any, ClassVar, Self
+
+from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.jsonfile import short
+from tpuconv.models.common.key_types import checked_values, hints_of
+from tpuconv.notation.spelling import template
+from tpuconv.notation.table import Map, MappingTable
+
+VISION, AUDIO = "vision", "audio"
+"""The parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerConfig:
+    """The keys of `vision_config` or `audio_config` that a tower reads. Transformers has the same defaults.
+
+    Attributes:
+        only: keys that have one of these values, where the file has them.
+        aliases: further names of keys, and those that they stand for.
+    """
+
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """Returns the config that an object of config.json describes.
+
+        Raises:
+            UnsupportedConfig: a value is not implemented.
+            ConfigError: a value has a wrong type, or is not positive.
+        """
+        raw = {cls.aliases.get(key, key): value for key, value in raw.items()}
+        for key, values in cls.only.items():
+            if key in raw and raw[key] not in values:
+                raise UnsupportedConfig(
+                    f"{key}={short(raw[key])} of an encoder is not implemented",
+                    hint="convert the text model alone: `text_only=True`",
+                )
+        return cls(**checked_values(raw, hints_of(cls)))
+
+    def __post_init__(self) -> None:
+        wrong = [f"{name}={value}" for name, value in vars(self).items() if type(value) is int and value < 0]
+        if wrong:
+            raise ConfigError("config.json has negative sizes of an encoder", details=wrong)
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """The size of each letter."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectorConfig:
+    """The sizes of a projector, read from the config.json around the text model."""
+
+    out: int
+
+    @classmethod
+    def from_hf(cls, outer: Mapping[str, Any], tower: Any, text: Any) -> Self:
+        """Returns the config of a projector from a tower to a text model; `outer` has `vision_config`."""
+        known = {key: value for key, value in outer.items() if key in hints_of(cls)}
+        return cls(out=text.hidden_size, **checked_values(known, hints_of(cls)))
+
+    def axes(self, tower: Any) -> dict[str, Any]:
+        """The size of each letter that the tower does not have."""
+        return {"O": self.out}
+
+
+@dataclass(frozen=True, eq=False)
+class Tower:
+    """An encoder of images or sounds.
+
+    Attributes:
+        name: its name.
+        summary: the models that have it.
+        config: the class that reads its object of config.json.
+        rows: its table, with names on disk below the tower's prefix.
+        encoder: the class of its Flax NNX model, as "module:Class".
+    """
+
+    name: str
+    summary: str
+    config: type[TowerConfig]
+    rows: tuple[Map, ...]
+    encoder: str
+
+
+@dataclass(frozen=True, eq=False)
+class Projector:
+    """A module that brings features to the width of the text model.
+
+    Attributes:
+        config: the class that reads its sizes.
+        rows: its table, with names on disk below the projector's prefix.
+        module: its class, as "module:Class".
+    """
+
+    config: type[ProjectorConfig]
+    rows: tuple[Map, ...]
+    module: str
+
+
+@dataclass(frozen=True, eq=False)
+class Modality:
+    """A way in which a multimodal family sees or hears.
+
+    Attributes:
+        part: `VISION` or `AUDIO`.
+        tower, projector: what encodes, and what brings the features to the text.
+        prefix, projector_prefix: what stands before their names on disk in releases.
+        replaces: the modules beside the text model that the two are, as the family's table skips them.
+        placeholder: the keys of config.json that may have the id of the token in whose place features stand.
+        placeholder_id: that id, where config.json has none.
+        config_key: the key of config.json that has the tower's config.
+        other_prefixes: what other releases have in place of `prefix`.
+        defaults: keys of the tower's config that have other defaults in this family.
+    """
+
+    part: str
+    tower: Tower
+    projector: Projector
+    prefix: str
+    projector_prefix: str
+    replaces: tuple[str, ...]
+    placeholder: tuple[str, ...] = ("image_token_id", "image_token_index")
+    placeholder_id: int | None = None
+    config_key: str = "vision_config"
+    other_prefixes: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self, outer: Mapping[str, Any], text: Any) -> "PartConfig":
+        """Returns the config of this part.
+
+        Args:
+            outer: the parsed object of config.json that has `vision_config`.
+            text: the config of the text model.
+
+        Raises:
+            UnsupportedConfig, ConfigError: see `TowerConfig.from_hf`.
+        """
+        own = outer.get(self.config_key) or {}
+        if not isinstance(own, Mapping):
+            raise ConfigError(f"config.json: {self.config_key}={short(own)} is not an object")
+        tower = self.tower.config.from_hf({**self.defaults, **own})
+        ids = [outer[key] for key in self.placeholder if outer.get(key) is not None]
+        placeholder = ids[0] if ids else self.placeholder_id
+        if type(placeholder) is not int:
+            raise ConfigError(
+                f"config.json: {' or '.join(self.placeholder)} is {short(placeholder)}, not the id of a token"
+            )
+        return PartConfig(self, tower, self.projector.config.from_hf(outer, tower, text), placeholder)
+
+    @cached_property
+    def rows(self) -> tuple[Map, ...]:
+        """The rows of tower and projector in a table of the whole model."""
+        return (
+            *_placed(self.tower.rows, self.prefix, self.part, self.part),
+            *_placed(self.projector.rows, self.projector_prefix, f"{self.part}.projector", self.part),
+        )
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Templates of names in other releases, and of names in `rows`."""
+        return {
+            template(other + name): template(self.prefix + name)
+            for other in self.other_prefixes
+            for row in self.tower.rows
+            for name in row.hf_names
+        }
+
+    def has_some(self, tensors: Collection[str]) -> bool:
+        """Returns whether some of the tensors are of this part."""
+        modules = tuple(f"{name}." for name in self.replaces)
+        return any(name.removeprefix("model.").startswith(modules) for name in tensors)
+
+    def joined(self, table: MappingTable) -> MappingTable:
+        """Returns the table of the text model with this part."""
+        fronts = tuple(f"{front}{name}" for name in self.replaces for front in ("", "model."))
+        kept = {
+            pattern: why
+            for pattern, why in table.ignore.items()
+            if not any(pattern == front or pattern.startswith(f"{front}.") for front in fronts)
+        }
+        return replace(table, rows=(*table.rows, *self.rows), ignore=kept)
+
+
+@dataclass(frozen=True)
+class PartConfig:
+    """The config of a part of one model. What it does not have itself is a property of the projector or the tower."""
+
+    modality: Modality
+    tower: Any
+    projector: Any
+    placeholder: int
+
+    @property
+    def part(self) -> str:
+        """The name of the part."""
+        return self.modality.part
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """The size of each letter."""
+        return {**self.tower.axes, **self.projector.axes(self.tower)}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("tower", "projector"):  # while a copy is made there are none
+            raise AttributeError(name)
+        return getattr(self.projector if hasattr(self.projector, name) else self.tower, name)
+
+    @property
+    def encoder_class(self) -> Any:
+        """The class of the Flax NNX encoder; its arguments are (config, dtype=, keys=). Imports jax."""
+        return _resolve(self.modality.tower.encoder)
+
+    @property
+    def projector_class(self) -> Any:
+        """The class of the projector; it has the arguments of the encoder. Imports jax."""
+        return _resolve(self.modality.projector.module)
+
+
+def _resolve(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _placed(rows: Sequence[Map], hf: str, jax: str, part: str) -> list[Map]:
+    """Rows with what stands before their names on each side."""
+    return [
+        replace(
+            row,
+            hf=tuple(hf + name for name in row.hf_names),
+            jax=tuple(f"{jax}.{name}" for name in row.jax_names),
+            part=part,
+        )
+        for row in rows
+    ]

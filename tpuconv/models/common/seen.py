@@ -1,0 +1,169 @@
+"""Images and sounds as a text model takes them: the features of encoders, and where they are in the text."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tpuconv.errors import UsageError
+from tpuconv.models.common.beside import VISION
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.mrope import mrope_positions
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Seen:
+    """The images and sounds of one call. X counts the features of all of them, padding included.
+
+    Attributes:
+        features_XD: what stands in place of the embeddings of placeholders.
+        slot_BT: for each token the number of its feature, -1 for text.
+        block_BT: for each token the number of the image that it is of, -1 for none; None in models where all attention
+            is causal.
+        at_3BT: rotary positions by time, row and column, counted from the first token of the call; None in models whose
+            rotary positions count tokens.
+        delta_B: what is added to the position of later tokens; None like `at_3BT`.
+        deep: features [X, D] that are added to the output of each of the first layers.
+    """
+
+    features_XD: jax.Array
+    slot_BT: jax.Array
+    block_BT: jax.Array | None = None
+    at_3BT: jax.Array | None = None
+    delta_B: jax.Array | None = None
+    deep: tuple[jax.Array, ...] = ()
+
+    def merged(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the first layer's input [B, T, D], with features in place of placeholders."""
+        return jnp.where(self.slot_BT[..., None] < 0, x_BTD, self.features_XD[self.slot_BT].astype(x_BTD.dtype))
+
+    def deepened(self, x_BTD: jax.Array, layer: jax.Array | int) -> jax.Array:
+        """Returns the output [B, T, D] of a layer with the features of this layer added; `layer` may be traced."""
+        if isinstance(layer, int):
+            return x_BTD + self._added(self.deep[layer], True) if layer < len(self.deep) else x_BTD
+        if not self.deep:
+            return x_BTD
+        is_deep = layer < len(self.deep)
+        deep_XD = jnp.stack(self.deep)[jnp.where(is_deep, layer, 0)]
+        return x_BTD + self._added(deep_XD, is_deep).astype(x_BTD.dtype)
+
+    def _added(self, deep_XD: jax.Array, is_deep: jax.Array | bool) -> jax.Array:
+        return jnp.where((self.slot_BT[..., None] >= 0) & is_deep, deep_XD[self.slot_BT], 0)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The features of a part, as its encoder takes them. All arrays are padded to a size that few calls have.
+
+    Attributes:
+        arrays: the arguments of the encoder.
+        rows: of each placeholder, in order, the number of its feature in what the encoder returns.
+        counts: how many placeholders each image or sound has.
+        grids: of each image the rows and columns of its placeholders, by time, for rotary positions.
+    """
+
+    arrays: tuple[np.ndarray, ...]
+    rows: np.ndarray
+    counts: Sequence[int]
+    grids: Sequence[tuple[int, int, int]] = ()
+
+
+@nnx.jit
+def _encode(encoder: Any, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    features, deep = encoder(*arrays)
+    return features.reshape(-1, features.shape[-1]), tuple(each.reshape(-1, each.shape[-1]) for each in deep)
+
+
+def see(
+    config: DecoderConfig,
+    encoders: Mapping[str, Any],
+    ids_BT: np.ndarray,
+    mask_BT: np.ndarray,
+    features: Mapping[str, Any],
+) -> Seen:
+    """Runs the encoders of a model; see `Decoder.see`.
+
+    Args:
+        config: of the model.
+        encoders: by part ("vision").
+        ids_BT, mask_BT: the tokens of the call.
+        features: by the names that processors give them.
+    """
+    if unknown := features.keys() - {name for each in encoders.values() for name in each.takes}:
+        known = ", ".join(name for each in encoders.values() for name in each.takes)
+        raise UsageError(
+            f"{config.model_type} does not read the features {', '.join(sorted(unknown))}",
+            hint=f"it reads {known}" if known else "this checkpoint has the text model alone: convert the whole model",
+        )
+    slot_BT, block_BT = np.full(ids_BT.shape, -1, np.int32), np.full(ids_BT.shape, -1, np.int32)
+    encoded: list[tuple[jax.Array, tuple[jax.Array, ...]]] = []
+    prepared: dict[str, Prepared] = {}
+    first = 0
+    for part, encoder in encoders.items():
+        given = {name: np.asarray(value) for name, value in features.items() if name in encoder.takes}
+        is_placeholder = (ids_BT == encoder.config.placeholder) & mask_BT
+        if not given and not is_placeholder.any():
+            continue
+        prepared[part] = found = encoder.prepare(given)
+        if (placeholders := int(is_placeholder.sum())) != len(found.rows):
+            raise UsageError(
+                f"the text has {placeholders} placeholders (id {encoder.config.placeholder}), "
+                f"and the features of {part} need {len(found.rows)}",
+                hint="expand each image or sound to as many placeholders as it has features",
+            )
+        slot_BT[is_placeholder] = found.rows + first
+        if part == VISION:
+            starts = is_placeholder & ~np.pad(is_placeholder, ((0, 0), (1, 0)))[:, :-1]
+            block_BT[is_placeholder] = np.cumsum(starts).reshape(starts.shape)[is_placeholder] - 1
+        encoded.append(_encode(encoder, found.arrays))
+        first += len(encoded[-1][0])
+    if not encoded:
+        raise UsageError("there are no features", hint="give what the processor returns")
+    at_3BT, delta_B = _rotary_places(config, encoders, prepared, ids_BT, mask_BT)
+    features_XD = jnp.concatenate([each for each, _ in encoded]) if len(encoded) > 1 else encoded[0][0]
+    return Seen(
+        features_XD,
+        jnp.asarray(slot_BT),
+        jnp.asarray(block_BT) if config.sees_images else None,
+        at_3BT,
+        delta_B,
+        _deep(encoded),
+    )
+
+
+def _rotary_places(
+    config: DecoderConfig,
+    encoders: Mapping[str, Any],
+    prepared: Mapping[str, Prepared],
+    ids_BT: np.ndarray,
+    mask_BT: np.ndarray,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns the rotary positions by time, row and column [3, B, T], and what is added to later ones [B]; None and
+    None of models whose rotary positions count tokens."""
+    if config.mrope is None or VISION not in encoders:
+        return None, None
+    at_3BT, delta_B = np.zeros((3, *ids_BT.shape), np.int32), np.zeros(len(ids_BT), np.int32)
+    grids = list(prepared[VISION].grids) if VISION in prepared else []
+    for row, (ids_T, mask_T) in enumerate(zip(ids_BT, mask_BT, strict=True)):
+        kinds_T = ids_T[mask_T] == encoders[VISION].config.placeholder
+        own, left = [], int(kinds_T.sum())
+        while left > 0:
+            own.append(grids.pop(0))
+            left -= prod(own[-1])
+        at_3BT[:, row, mask_T], delta_B[row] = mrope_positions(kinds_T, own, 1)
+    return jnp.asarray(at_3BT), jnp.asarray(delta_B)
+
+
+def _deep(encoded: Sequence[tuple[jax.Array, tuple[jax.Array, ...]]]) -> tuple[jax.Array, ...]:
+    """Returns what is added to the outputs of layers, with zeros for the features of parts that add nothing."""
+    most = max(len(deep) for _, deep in encoded)
+    return tuple(
+        jnp.concatenate([deep[i] if i < len(deep) else jnp.zeros_like(features) for features, deep in encoded])
+        for i in range(most)
+    )

@@ -1,0 +1,88 @@
+"""The base class of encoders of images and sounds."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.errors import UsageError
+from tpuconv.models.common.beside import PartConfig
+from tpuconv.models.common.layers import Keys, gelu, gelu_tanh
+from tpuconv.models.common.seen import Prepared
+
+
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """Returns x times the sigmoid of 1.702 x, an approximation of GELU (arXiv:1606.08415)."""
+    return x * nnx.sigmoid(1.702 * x)
+
+
+ACTS_BY_NAME = {
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), gelu_tanh),
+    "gelu": gelu,
+    "quick_gelu": quick_gelu,
+    "silu": nnx.silu,
+    "relu": nnx.relu,
+}
+"""Activations by `hidden_act` of config.json."""
+
+
+class FeatureEncoder(nnx.Module):
+    """An encoder with its projector. A tower's own class builds its layers in `build`.
+
+    Attributes:
+        takes: the names of the features that `prepare` reads, as processors have them.
+    """
+
+    takes: ClassVar[tuple[str, ...]] = ("pixel_values",)
+
+    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
+        self.config = config
+        self.build(config, dtype, keys)
+        self.projector = config.projector_class(config, dtype=dtype, keys=keys)
+
+    def build(self, config: PartConfig, dtype: DTypeLike, keys: Keys) -> None:
+        """Sets the layers."""
+        raise NotImplementedError
+
+    def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
+        """Returns the features as a call takes them, by numpy.
+
+        Raises:
+            UsageError: a feature is missing, or has another shape.
+        """
+        raise NotImplementedError
+
+    def __call__(self, *arrays: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Returns the features [..., O], and those that are added to the outputs of the first layers."""
+        raise NotImplementedError
+
+
+def given(features: Mapping[str, np.ndarray], name: str, *dims: int) -> np.ndarray:
+    """Returns a feature.
+
+    Raises:
+        UsageError: it is missing, or the number of its axes is not one of `dims`.
+    """
+    if name not in features:
+        raise UsageError(f"the feature {name} is missing", hint="give all that the release's processor returns")
+    if (array := features[name]).ndim not in dims:
+        raise UsageError(f"{name} has shape {array.shape}, not {' or '.join(map(str, dims))} axes")
+    return array
+
+
+def padded(array: np.ndarray, length: int, value: float = 0) -> np.ndarray:
+    """Returns an array with its first axis padded to a length."""
+    return np.pad(array, [(0, length - len(array))] + [(0, 0)] * (array.ndim - 1), constant_values=value)
+
+
+def patches_of(pixels_BCYX: jax.Array, patch: int) -> jax.Array:
+    """Returns the patches [B, P, C] of images, in raster order. The values of a patch are channel first, as a
+    convolution has them."""
+    B, channels, Y, X = pixels_BCYX.shape
+    h, w = Y // patch, X // patch
+    x = pixels_BCYX[:, :, : h * patch, : w * patch].reshape(B, channels, h, patch, w, patch)
+    return jnp.transpose(x, (0, 2, 4, 1, 3, 5)).reshape(B, h * w, channels * patch * patch)

@@ -1,0 +1,25 @@
+"""The modules of projectors."""
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common.beside import PartConfig
+from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys
+
+
+class Pooled(nnx.Module):
+    """The mean over k x k neighbouring patches, an RMS norm with the eps of the tower, and a matrix: [B, P, D] to [B,
+    tokens, O]."""
+
+    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
+        self.tokens = config.mm_tokens_per_image
+        self.side, self.out_side = config.side, int(self.tokens**0.5)
+        self.norm = CenteredRMSNorm("D", config.axes, config.layer_norm_eps, dtype=dtype)
+        self.matrix = Einsum("BPD,DO->BPO", config.axes, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BPD: jax.Array) -> jax.Array:
+        B, _, D = x_BPD.shape
+        k = self.side // self.out_side
+        x_BPD = x_BPD.reshape(B, self.out_side, k, self.out_side, k, D).mean((2, 4)).reshape(B, -1, D)
+        return self.matrix(self.norm(x_BPD))

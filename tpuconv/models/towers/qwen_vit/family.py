@@ -1,0 +1,281 @@
+"""The towers of Qwen-VL and GLM-V: configs and tables."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.towers.rows import DOWN, OUT_OF_HEADS, UP, layer_norm, rms_norm, with_bias, without_bias
+from tpuconv.notation.table import Map, under
+
+QWEN_VIT_MODULES = "tpuconv.models.towers.qwen_vit.modules"
+JOINED = "((N H) + (N H) + (N H))"
+JOINED_QKV_BIAS = Map("attn.qkv.bias", ("attn.q.bias", "attn.k.bias", "attn.v.bias"), f"{JOINED} -> N H, N H, N H")
+JOINED_QKV = Map(
+    "attn.qkv.weight", ("attn.q.kernel", "attn.k.kernel", "attn.v.kernel"), f"{JOINED} D -> D N H, D N H, D N H"
+)
+PATCH = "D X T p q -> (X T p q) D"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenVitConfig(TowerConfig):
+    """The keys of `vision_config` that all of them have. M is the width of merged patches."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    hidden_act: str
+    in_channels: int = 3
+    patch_size: int
+    spatial_merge_size: int = 2
+    temporal_patch_size: int = 2
+    eps: ClassVar[float] = 1e-6
+
+    @property
+    def deepstack(self) -> tuple[int, ...]:
+        """The layers behind which features are made that are added to the outputs of the first layers of the text."""
+        return ()
+
+    @property
+    def positions(self) -> int:
+        """The number of learned positions."""
+        return 0
+
+    @property
+    def table_side(self) -> int:
+        """The number of learned positions along one side of an image."""
+        return int(self.positions**0.5)
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        merged = self.hidden_size * self.spatial_merge_size**2
+        return {
+            "D": self.hidden_size,
+            "N": self.num_heads,
+            "H": self.hidden_size // self.num_heads,
+            "F": self.intermediate_size,
+            "L": self.depth,
+            "X": self.in_channels,
+            "T": self.temporal_patch_size,
+            "p": self.patch_size,
+            "q": self.patch_size,
+            "C": self.in_channels * self.temporal_patch_size * self.patch_size**2,
+            "P": self.positions,
+            "M": merged,
+            "W": merged,
+            "s": self.spatial_merge_size,
+            "r": self.spatial_merge_size,
+            "I": len(self.deepstack),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VitConfig(QwenVitConfig):
+    """The tower of Qwen3-VL."""
+
+    depth: int = 27
+    hidden_size: int = 1152
+    intermediate_size: int = 4304
+    num_heads: int = 16
+    hidden_act: str = "gelu_pytorch_tanh"
+    patch_size: int = 16
+    num_position_embeddings: int = 2304
+    deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
+
+    @property
+    def deepstack(self) -> tuple[int, ...]:
+        return self.deepstack_visual_indexes
+
+    @property
+    def positions(self) -> int:
+        return self.num_position_embeddings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen25VitConfig(QwenVitConfig):
+    """The tower of Qwen2.5-VL, of which most layers see windows."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"in_chans": "in_channels", "spatial_patch_size": "patch_size"}
+
+    depth: int = 32
+    hidden_size: int = 3584
+    intermediate_size: int = 3420
+    num_heads: int = 16
+    hidden_act: str = "silu"
+    patch_size: int = 14
+    window_size: int = 112
+    fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2VitConfig(QwenVitConfig):
+    """The tower of Qwen2-VL, whose width is `embed_dim`."""
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "in_chans": "in_channels",
+        "spatial_patch_size": "patch_size",
+        "hidden_size": "out_hidden_size",
+        "embed_dim": "hidden_size",
+    }
+
+    depth: int = 32
+    hidden_size: int = 1280
+    num_heads: int = 16
+    hidden_act: str = "quick_gelu"
+    patch_size: int = 14
+    mlp_ratio: int | float = 4
+    intermediate_size: int = 0
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "F": int(self.hidden_size * self.mlp_ratio)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlmVitConfig(QwenVitConfig):
+    """The tower of GLM-4V. The merger has its `intermediate_size`."""
+
+    depth: int = 24
+    hidden_size: int = 1536
+    num_heads: int = 12
+    hidden_act: str = "silu"
+    image_size: int = 336
+    patch_size: int = 14
+    out_hidden_size: int = 4096
+    intermediate_size: int = 13696
+    rms_norm_eps: float = 1e-5
+
+    @property
+    def positions(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {**super().axes, "F": self.out_hidden_size, "W": self.intermediate_size, "A": self.out_hidden_size}
+
+
+def _blocks(*rows: Map) -> tuple[Map, ...]:
+    return under("blocks.{L}", "layers.{L}", JOINED_QKV, *rows)
+
+
+QWEN3_VIT = Tower(
+    "qwen3_vit",
+    "Qwen3-VL, Qwen3.5, Qwen3-Omni",
+    Qwen3VitConfig,
+    (
+        *with_bias("patch_embed.proj", "patch", PATCH, "D"),
+        Map("pos_embed.weight", "positions", "P D"),
+        *_blocks(
+            JOINED_QKV_BIAS,
+            *layer_norm("norm1", "attn_norm"),
+            *layer_norm("norm2", "mlp_norm"),
+            *with_bias("attn.proj", "attn.o", OUT_OF_HEADS, "D"),
+            *with_bias("mlp.linear_fc1", "mlp.up", UP, "F"),
+            *with_bias("mlp.linear_fc2", "mlp.down", DOWN, "D"),
+        ),
+        *under(
+            "deepstack_merger_list.{I}",
+            "deep.{I}",
+            *layer_norm("norm", "norm", "M"),
+            *with_bias("linear_fc1", "up", "W M -> M W", "W"),
+            *with_bias("linear_fc2", "down", "O W -> W O", "O"),
+        ),
+    ),
+    f"{QWEN_VIT_MODULES}:Qwen3Vit",
+)
+
+QWEN25_VIT = Tower(
+    "qwen25_vit",
+    "Qwen2.5-VL",
+    Qwen25VitConfig,
+    (
+        *without_bias("patch_embed.proj", "patch", PATCH),
+        *_blocks(
+            JOINED_QKV_BIAS,
+            *rms_norm("norm1", "attn_norm"),
+            *rms_norm("norm2", "mlp_norm"),
+            *with_bias("attn.proj", "attn.o", OUT_OF_HEADS, "D"),
+            *with_bias("mlp.gate_proj", "mlp.gate", UP, "F"),
+            *with_bias("mlp.up_proj", "mlp.up", UP, "F"),
+            *with_bias("mlp.down_proj", "mlp.down", DOWN, "D"),
+        ),
+    ),
+    f"{QWEN_VIT_MODULES}:Qwen25Vit",
+)
+
+QWEN2_VIT = Tower(
+    "qwen2_vit",
+    "Qwen2-VL",
+    Qwen2VitConfig,
+    (
+        *without_bias("patch_embed.proj", "patch", PATCH),
+        *_blocks(
+            JOINED_QKV_BIAS,
+            *layer_norm("norm1", "attn_norm"),
+            *layer_norm("norm2", "mlp_norm"),
+            *with_bias("attn.proj", "attn.o", OUT_OF_HEADS, "D"),
+            *with_bias("mlp.fc1", "mlp.up", UP, "F"),
+            *with_bias("mlp.fc2", "mlp.down", DOWN, "D"),
+        ),
+    ),
+    f"{QWEN_VIT_MODULES}:Qwen2Vit",
+)
+
+GLM_VIT = Tower(
+    "glm_vit",
+    "GLM-4.1V, GLM-4.5V",
+    GlmVitConfig,
+    (
+        *with_bias("patch_embed.proj", "patch", PATCH, "D"),
+        Map("embeddings.position_embedding.weight", "positions", "P D"),
+        *rms_norm("post_conv_layernorm", "patch_norm"),
+        *_blocks(
+            *rms_norm("norm1", "attn_norm"),
+            *rms_norm("norm2", "mlp_norm"),
+            *without_bias("attn.proj", "attn.o", OUT_OF_HEADS),
+            *without_bias("mlp.gate_proj", "mlp.gate", UP),
+            *without_bias("mlp.up_proj", "mlp.up", UP),
+            *without_bias("mlp.down_proj", "mlp.down", DOWN),
+        ),
+        *rms_norm("post_layernorm", "norm"),
+        Map("downsample.weight", "downsample.kernel", "O D s r -> (D s r) O"),
+        Map("downsample.bias", "downsample.bias", "O"),
+    ),
+    f"{QWEN_VIT_MODULES}:GlmVit",
+)
+
+MERGER = Projector(
+    ProjectorConfig,
+    (
+        *layer_norm("norm", "norm"),
+        *with_bias("linear_fc1", "up", "W M -> M W", "W"),
+        *with_bias("linear_fc2", "down", "O W -> W O", "O"),
+    ),
+    f"{QWEN_VIT_MODULES}:Merger",
+)
+"""A norm of each patch, then blocks of patches are joined, and two matrices."""
+
+_OLDER_MATRICES = (
+    *with_bias("mlp.0", "up", "W M -> M W", "W"),
+    *with_bias("mlp.2", "down", "O W -> W O", "O"),
+)
+
+OLDER_MERGER = Projector(ProjectorConfig, (*layer_norm("ln_q", "norm"), *_OLDER_MATRICES), f"{QWEN_VIT_MODULES}:Merger")
+"""The same with the names of Qwen2-VL."""
+
+RMS_MERGER = Projector(ProjectorConfig, (*rms_norm("ln_q", "norm"), *_OLDER_MATRICES), f"{QWEN_VIT_MODULES}:RmsMerger")
+"""The same of Qwen2.5-VL, with an RMS norm."""
+
+GLM_MERGER = Projector(
+    ProjectorConfig,
+    (
+        *without_bias("proj", "matrix", "O A -> A O"),
+        *layer_norm("post_projection_norm", "norm", "O"),
+        *without_bias("gate_proj", "gate", "W O -> O W"),
+        *without_bias("up_proj", "up", "W O -> O W"),
+        *without_bias("down_proj", "down", "O W -> W O"),
+    ),
+    f"{QWEN_VIT_MODULES}:GlmMerger",
+)
+"""A matrix, a norm and a gated MLP."""

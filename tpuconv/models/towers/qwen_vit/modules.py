@@ -1,0 +1,240 @@
+"""The towers of Qwen-VL and GLM-V. The patches of all images are one sequence; patches of one frame see each other."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.errors import UsageError
+from tpuconv.models.common.beside import PartConfig
+from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, apply_rope, gelu, normal
+from tpuconv.models.common.seen import Prepared
+from tpuconv.models.towers.angles import cos_sin, rows_then_columns
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, padded
+from tpuconv.models.towers.places import Taps, bicubic_taps, bilinear_taps, block_order, bucket, raster
+from tpuconv.models.towers.vit import MLP, Attention, Block
+
+
+class Merger(nnx.Module):
+    """Joins s x s patches, [B, P, D] to [B, P / s^2, O]: a norm of each patch, or of each joined one (`norm_axis` "M"),
+    and two matrices with GELU between."""
+
+    norm_type: ClassVar[Callable[..., Any]] = partial(LayerNorm, eps=1e-6)
+
+    def __init__(self, config: PartConfig, norm_axis: str = "D", *, dtype: DTypeLike, keys: Keys):
+        sizes, self.is_late = config.axes, norm_axis == "M"
+        self.merged = sizes["M"]
+        self.norm = self.norm_type(norm_axis, sizes, dtype=dtype)
+        self.up = Einsum("BPM,MW->BPW", sizes, bias=True, dtype=dtype, keys=keys)
+        self.down = Einsum("BPW,WO->BPO", sizes, bias=True, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BPD: jax.Array) -> jax.Array:
+        x_BPD = x_BPD if self.is_late else self.norm(x_BPD)
+        x_BPM = x_BPD.reshape(len(x_BPD), -1, self.merged)
+        return self.down(gelu(self.up(self.norm(x_BPM) if self.is_late else x_BPM)))
+
+
+class RmsMerger(Merger):
+    """The merger of Qwen2.5-VL."""
+
+    norm_type = partial(RMSNorm, eps=1e-6)
+
+
+class GlmMerger(nnx.Module):
+    """The merger of GLM-4V, [B, P, O] to [B, P, O]: a matrix, a norm with GELU, and a gated MLP."""
+
+    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
+        sizes, product = config.axes, partial(Einsum, dtype=dtype, keys=keys)
+        self.matrix = product("BPO,OA->BPA", {**sizes, "A": sizes["O"]})
+        self.norm = LayerNorm("O", sizes, 1e-5, dtype=dtype)
+        self.gate, self.up = product("BPO,OW->BPW", sizes), product("BPO,OW->BPW", sizes)
+        self.down, self.act = product("BPW,WO->BPO", sizes), ACTS_BY_NAME[config.hidden_act]
+
+    def __call__(self, x_BPO: jax.Array) -> jax.Array:
+        x_BPO = gelu(self.norm(self.matrix(x_BPO)))
+        return self.down(self.act(self.gate(x_BPO)) * self.up(x_BPO))
+
+
+class QwenVit(FeatureEncoder):
+    """Patches [P, C] of images of any size to features [P / s^2, O]."""
+
+    takes = ("pixel_values", "image_grid_thw")
+    config: Any
+
+    def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
+        self.patch = Einsum("BPC,CD->BPD", config.axes, bias=self.has_patch_bias, dtype=dtype, keys=keys)
+        if config.positions:
+            self.positions = nnx.Param(normal(keys(), (config.axes["P"], config.axes["D"]), dtype))
+        self.layers = nnx.List([self.block(config, dtype, keys) for _ in range(config.depth)])
+
+    has_patch_bias: ClassVar[bool] = False
+
+    def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
+        """Returns a layer."""
+        raise NotImplementedError
+
+    def taps(self, h: int, w: int) -> Taps:
+        """Returns which learned positions the patches of an image of h x w read, in raster order."""
+        return Taps(np.zeros((h * w, 1), np.int32), np.zeros((h * w, 1), np.float32))
+
+    def window_numbers(self, at_P2: np.ndarray) -> np.ndarray:
+        """Returns the number of the window of each patch of an image, by its row and column."""
+        return np.zeros(len(at_P2), np.int32)
+
+    def segments_of(self, layer: int, frames_BP: jax.Array, windows_BP: jax.Array) -> jax.Array:
+        """Returns what the patches that see each other in a layer have the same number of."""
+        return frames_BP
+
+    def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
+        patches, grids = given(features, "pixel_values", 2), given(features, "image_grid_thw", 2)
+        if (count := int(grids.prod(axis=1).sum())) != len(patches):
+            raise UsageError(f"pixel_values has {len(patches)} patches, image_grid_thw {count}")
+        s, places, frame, window = self.config.spatial_merge_size, [], 0, 0
+        for t, h, w in grids.tolist():
+            order = block_order(h, w, s)
+            at, taps = raster(h, w)[order], self.taps(h, w)
+            numbers = self.window_numbers(at)
+            for _ in range(t):
+                places.append(
+                    (
+                        taps.index_PA[order],
+                        taps.weight_PA[order],
+                        at,
+                        np.full(h * w, frame, np.int32),
+                        (numbers + window).astype(np.int32),
+                    )
+                )
+                frame, window = frame + 1, window + int(numbers.max()) + 1
+        size = bucket(len(patches), multiple=s * s)
+        index, weight, at, frames, windows = (np.concatenate(each) for each in zip(*places, strict=True))
+        arrays = (
+            padded(patches, size),
+            padded(index, size),
+            padded(weight, size),
+            padded(at, size),
+            padded(frames, size, -1),
+            padded(windows, size, -1),
+        )
+        merged = [(t, h // s, w // s) for t, h, w in grids.tolist()]
+        return Prepared(arrays, np.arange(count // s**2), [t * h * w for t, h, w in merged], merged)
+
+    def embedded(self, patches_PC: jax.Array, index_PA: jax.Array, weight_PA: jax.Array) -> jax.Array:
+        """Returns the first layer's input [1, P, D]."""
+        x_BPD = self.patch(patches_PC[None].astype(self.patch.kernel.dtype))
+        return x_BPD + self.learned(index_PA, weight_PA, x_BPD.dtype) if self.config.positions else x_BPD
+
+    def learned(self, index_PA: jax.Array, weight_PA: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Returns the learned positions [P, D] of patches, interpolated in float32."""
+        rows_PAD = self.positions[...][index_PA].astype(jnp.float32)
+        return (rows_PAD * weight_PA[..., None]).sum(axis=1).astype(dtype)
+
+    def __call__(
+        self,
+        patches_PC: jax.Array,
+        index_PA: jax.Array,
+        weight_PA: jax.Array,
+        at_P2: jax.Array,
+        frames_P: jax.Array,
+        windows_P: jax.Array,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        x_BPD = self.embedded(patches_PC, index_PA, weight_PA)
+        turns = cos_sin(rows_then_columns(at_P2[None], self.config.axes["H"]))
+        deep = []
+        for i, layer in enumerate(self.layers):
+            x_BPD = layer(x_BPD, self.segments_of(i, frames_P[None], windows_P[None]), turns)
+            if i in self.config.deepstack:
+                deep.append(self.deep[self.config.deepstack.index(i)](x_BPD))
+        return self.ended(x_BPD), tuple(deep)
+
+    def ended(self, x_BPD: jax.Array) -> jax.Array:
+        """Returns the features [1, P / s^2, O] of the last layer's output."""
+        return self.projector(x_BPD)
+
+
+class Qwen3Vit(QwenVit):
+    """The tower of Qwen3-VL: learned positions, and features for the first layers of the text (deepstack)."""
+
+    has_patch_bias = True
+
+    def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
+        super().build(config, dtype, keys)
+        self.deep = nnx.List([Merger(config, "M", dtype=dtype, keys=keys) for _ in config.deepstack])
+
+    def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
+        return Block(
+            config,
+            partial(LayerNorm, "D", config.axes, 1e-6, dtype=dtype),
+            Attention(config, rotate=apply_rope, dtype=dtype, keys=keys),
+            MLP(config, ACTS_BY_NAME[config.hidden_act], dtype=dtype, keys=keys),
+            dtype=dtype,
+        )
+
+    def taps(self, h: int, w: int) -> Taps:
+        return bilinear_taps(h, w, self.config.table_side, self.config.table_side)
+
+
+class Qwen2Vit(QwenVit):
+    """The tower of Qwen2-VL."""
+
+    def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
+        return Qwen3Vit.block(self, config, dtype, keys)
+
+
+class Qwen25Vit(QwenVit):
+    """The tower of Qwen2.5-VL: most layers see windows of `window_size` / p x `window_size` / p patches."""
+
+    def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
+        return Block(
+            config,
+            partial(RMSNorm, "D", config.axes, 1e-6, dtype=dtype),
+            Attention(config, rotate=apply_rope, dtype=dtype, keys=keys),
+            MLP(config, ACTS_BY_NAME[config.hidden_act], gated=True, dtype=dtype, keys=keys),
+            dtype=dtype,
+        )
+
+    def window_numbers(self, at_P2: np.ndarray) -> np.ndarray:
+        side = self.config.window_size // self.config.patch_size
+        at = at_P2 // side
+        return at[:, 0] * (at[:, 1].max() + 1) + at[:, 1]
+
+    def segments_of(self, layer: int, frames_BP: jax.Array, windows_BP: jax.Array) -> jax.Array:
+        return frames_BP if layer in self.config.fullatt_block_indexes else windows_BP
+
+
+class GlmVit(QwenVit):
+    """The tower of GLM-4V: a norm of the patches before learned positions, and a matrix that joins s x s patches."""
+
+    has_patch_bias = True
+
+    def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
+        super().build(config, dtype, keys)
+        norm = partial(RMSNorm, "D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.patch_norm, self.norm = norm(), norm()
+        self.downsample = Einsum("BPM,MO->BPO", config.axes, bias=True, dtype=dtype, keys=keys)
+
+    def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
+        return Block(
+            config,
+            partial(RMSNorm, "D", config.axes, config.rms_norm_eps, dtype=dtype),
+            Attention(config, bias=False, out_bias=False, rotate=apply_rope, dtype=dtype, keys=keys),
+            MLP(config, ACTS_BY_NAME[config.hidden_act], gated=True, bias=False, dtype=dtype, keys=keys),
+            dtype=dtype,
+        )
+
+    def taps(self, h: int, w: int) -> Taps:
+        return bicubic_taps(h, w, self.config.table_side, self.config.table_side)
+
+    def embedded(self, patches_PC: jax.Array, index_PA: jax.Array, weight_PA: jax.Array) -> jax.Array:
+        x_BPD = self.patch_norm(self.patch(patches_PC[None].astype(self.patch.kernel.dtype)))
+        return x_BPD + self.learned(index_PA, weight_PA, x_BPD.dtype)
+
+    def ended(self, x_BPD: jax.Array) -> jax.Array:
+        B, P, D = x_BPD.shape
+        s2 = self.config.spatial_merge_size**2
+        blocks = jnp.swapaxes(self.norm(x_BPD).reshape(B, P // s2, s2, D), 2, 3)  # (channel, row, column)
+        return self.projector(self.downsample(blocks.reshape(B, P // s2, D * s2)))

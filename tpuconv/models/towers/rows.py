@@ -1,0 +1,42 @@
+"""Rows that the tables of towers share, in letters of their own (`tpuconv.models.common.beside`)."""
+
+from tpuconv.notation.table import Map, under
+
+
+def with_bias(name: str, param: str, layout: str, bias: str) -> tuple[Map, Map]:
+    """Returns the rows of a matrix and its bias."""
+    return Map(f"{name}.weight", f"{param}.kernel", layout), Map(f"{name}.bias", f"{param}.bias", bias)
+
+
+def without_bias(name: str, param: str, layout: str) -> tuple[Map]:
+    """Returns the row of a matrix without a bias."""
+    return (Map(f"{name}.weight", f"{param}.kernel", layout),)
+
+
+def layer_norm(name: str, param: str, axes: str = "D") -> tuple[Map, Map]:
+    """Returns the rows of a layer norm."""
+    return Map(f"{name}.weight", f"{param}.scale", axes), Map(f"{name}.bias", f"{param}.bias", axes)
+
+
+def rms_norm(name: str, param: str, axes: str = "D") -> tuple[Map]:
+    """Returns the row of an RMS norm."""
+    return (Map(f"{name}.weight", f"{param}.scale", axes),)
+
+
+IN_HEADS, OUT_OF_HEADS = "(N H) D -> D N H", "D (N H) -> N H D"
+"""Matrices to and from heads."""
+
+UP, DOWN = "F D -> D F", "D F -> F D"
+"""The matrices of an MLP."""
+
+CLIP_LAYERS = under(
+    "encoder.layers.{L}",
+    "layers.{L}",
+    *layer_norm("layer_norm1", "attn_norm"),
+    *layer_norm("layer_norm2", "mlp_norm"),
+    *(row for x in "qkv" for row in with_bias(f"self_attn.{x}_proj", f"attn.{x}", IN_HEADS, "(N H) -> N H")),
+    *with_bias("self_attn.out_proj", "attn.o", OUT_OF_HEADS, "D"),
+    *with_bias("mlp.fc1", "mlp.up", UP, "F"),
+    *with_bias("mlp.fc2", "mlp.down", DOWN, "D"),
+)
+"""The layers of CLIP and SigLIP."""

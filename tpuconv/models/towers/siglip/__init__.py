@@ -1,0 +1,1 @@
+"""SigLIP (arXiv:2303.15343) and its kin."""

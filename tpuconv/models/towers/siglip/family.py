@@ -1,0 +1,85 @@
+"""SigLIP and CLIP: configs and tables."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.models.common.beside import Tower, TowerConfig
+from tpuconv.models.towers.rows import CLIP_LAYERS, layer_norm, with_bias
+from tpuconv.notation.table import Map, under
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiglipConfig(TowerConfig):
+    """The keys of `vision_config`."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"hidden_activation": "hidden_act"}
+
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_channels: int = 3
+    image_size: int = 224
+    patch_size: int = 16
+    layer_norm_eps: float = 1e-6
+    hidden_act: str = "gelu_pytorch_tanh"
+    vision_use_head: bool = True
+
+    @property
+    def side(self) -> int:
+        """The number of patches along one side of an image, and of the table of positions."""
+        return self.image_size // self.patch_size
+
+    @property
+    def positions(self) -> int:
+        """The number of learned positions."""
+        return self.side**2
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        heads = self.num_attention_heads
+        return {
+            "D": self.hidden_size,
+            "N": heads,
+            "H": self.hidden_size // heads,
+            "F": self.intermediate_size,
+            "L": self.num_hidden_layers,
+            "X": self.num_channels,
+            "p": self.patch_size,
+            "q": self.patch_size,
+            "C": self.num_channels * self.patch_size**2,
+            "P": self.positions,
+        }
+
+
+POOLING_HEAD = under(
+    "head",
+    "head",
+    Map("probe", "probe", "1 1 D -> D"),
+    Map(
+        "attention.in_proj_weight",
+        ("q.kernel", "k.kernel", "v.kernel"),
+        "((N H) + (N H) + (N H)) D -> " + ", ".join(["D N H"] * 3),
+    ),
+    Map("attention.in_proj_bias", ("q.bias", "k.bias", "v.bias"), "((N H) + (N H) + (N H)) -> N H, N H, N H"),
+    *with_bias("attention.out_proj", "o", "D (N H) -> N H D", "D"),
+    *layer_norm("layernorm", "norm"),
+    *with_bias("mlp.fc1", "up", "F D -> D F", "F"),
+    *with_bias("mlp.fc2", "down", "D F -> F D", "D"),
+)
+"""The head that pools all patches to one vector. Nothing reads it in a multimodal model."""
+
+SIGLIP = Tower(
+    "siglip",
+    "SigLIP",
+    SiglipConfig,
+    (
+        *with_bias("embeddings.patch_embedding", "patch", "D X p q -> (X p q) D", "D"),
+        Map("embeddings.position_embedding.weight", "positions", "P D"),
+        *CLIP_LAYERS,
+        *layer_norm("post_layernorm", "norm"),
+        *(Map(row.hf, row.jax, row.layout, when="vision_use_head") for row in POOLING_HEAD),
+    ),
+    "tpuconv.models.towers.siglip.modules:Siglip",
+)

@@ -1,0 +1,109 @@
+"""Vision transformers (arXiv:2010.11929): the layers that most towers share, and their rows.
+
+Letters here are a tower's own: B images of one size (1 where images differ in size and are one after the other), P
+patches, D width, N heads, H head, F MLP width, L layers, C values of a patch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common.layers import Einsum, Keys
+from tpuconv.models.towers.attention import attend
+
+CosSin = tuple[jax.Array, jax.Array]
+
+
+class Attention(nnx.Module):
+    """Attention of the patches of one image among each other, x [B, P, D] to [B, P, D].
+
+    Args:
+        config: has the sizes.
+        bias: whether queries, keys and values have biases, or which of them: "qv".
+        out_bias: whether the output has one.
+        rotate: turns queries and keys [B, P, N, H] by angles.
+        norm: creates the norms of queries and keys; None without.
+        scale: of the scores; None is H^-0.5.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        bias: bool | str = True,
+        out_bias: bool = True,
+        rotate: Callable[[jax.Array, Any], jax.Array] | None = None,
+        norm: Callable[[], Any] | None = None,
+        scale: float | None = None,
+        dtype: DTypeLike,
+        keys: Keys,
+    ):
+        def product(name: str) -> Einsum:
+            has_bias = bias if isinstance(bias, bool) else name in bias
+            return Einsum("BPD,DNH->BPNH", config.axes, bias=has_bias, dtype=dtype, keys=keys)
+
+        self.q, self.k, self.v = map(product, "qkv")
+        self.o = Einsum("BPNH,NHD->BPD", config.axes, bias=out_bias, dtype=dtype, keys=keys)
+        self.q_norm, self.k_norm = (None, None) if norm is None else (norm(), norm())
+        self.rotate, self.scale = rotate, scale
+
+    def __call__(self, x_BPD: jax.Array, segment_BP: jax.Array, angles: Any = None) -> jax.Array:
+        q_BPNH, k_BPNH, v_BPNH = self.q(x_BPD), self.k(x_BPD), self.v(x_BPD)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BPNH, k_BPNH = self.q_norm(q_BPNH), self.k_norm(k_BPNH)
+        if self.rotate is not None:
+            q_BPNH, k_BPNH = self.rotate(q_BPNH, angles), self.rotate(k_BPNH, angles)
+        return self.o(attend(q_BPNH, k_BPNH, v_BPNH, segment_BP, scale=self.scale))
+
+
+class MLP(nnx.Module):
+    """down(act(up x)), or gated down(act(gate x) up x) (arXiv:2002.05202), x [B, P, D] to [B, P, D]."""
+
+    def __init__(
+        self,
+        config: Any,
+        act: Callable[[jax.Array], jax.Array],
+        *,
+        gated: bool = False,
+        bias: bool = True,
+        dtype: DTypeLike,
+        keys: Keys,
+    ):
+        def product(equation: str) -> Einsum:
+            return Einsum(equation, config.axes, bias=bias, dtype=dtype, keys=keys)
+
+        self.up, self.down = product("BPD,DF->BPF"), product("BPF,FD->BPD")
+        self.gate = product("BPD,DF->BPF") if gated else None
+        self.act = act
+
+    def __call__(self, x_BPD: jax.Array) -> jax.Array:
+        up_BPF = self.up(x_BPD)
+        return self.down(self.act(up_BPF) if self.gate is None else self.act(self.gate(x_BPD)) * up_BPF)
+
+
+class Block(nnx.Module):
+    """One layer, [B, P, D] to [B, P, D]: attention and MLP, each behind its norm, with residual connections.
+
+    Args:
+        norm: creates a norm over D.
+        scaled: whether the outputs of attention and MLP are multiplied by a factor for each of D (LayerScale,
+            arXiv:2103.17239).
+    """
+
+    def __init__(
+        self, config: Any, norm: Callable[[], Any], attn: Attention, mlp: MLP, *, scaled: bool = False, dtype: DTypeLike
+    ):
+        self.attn_norm, self.mlp_norm, self.attn, self.mlp = norm(), norm(), attn, mlp
+        ones = nnx.initializers.ones_init()
+        self.attn_scale, self.mlp_scale = (
+            nnx.Param(ones(jax.random.key(0), (config.axes["D"],), dtype)) if scaled else None for _ in range(2)
+        )
+
+    def __call__(self, x_BPD: jax.Array, segment_BP: jax.Array, angles: Any = None) -> jax.Array:
+        y_BPD = self.attn(self.attn_norm(x_BPD), segment_BP, angles)
+        x_BPD = x_BPD + (y_BPD if self.attn_scale is None else y_BPD * self.attn_scale[...])
+        y_BPD = self.mlp(self.mlp_norm(x_BPD))
+        return x_BPD + (y_BPD if self.mlp_scale is None else y_BPD * self.mlp_scale[...])
