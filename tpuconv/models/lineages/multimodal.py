@@ -51,6 +51,7 @@ QWEN4_EXP = wrapper(
         **{"indexer_n_heads": 4, "indexer_head_dim": 256, "indexer_budget": 2048},
         "indexer_compress_ratio": 4,
     },
+    modalities=(QWEN35_VISION,),
 )
 
 STEP3P7 = wrapper(

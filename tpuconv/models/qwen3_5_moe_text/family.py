@@ -17,6 +17,8 @@ class Config(MropeConfig, ChosenExperts, HybridConfig):
     """The keys of config.json. All layers have experts, whose weights are always normalized."""
 
     model_type: ClassVar[str] = "qwen3_5_moe_text"
+    interleaved: ClassVar[bool] = True
+    default_sections: ClassVar[tuple[int, ...]] = (11, 11, 10)
     only: ClassVar = {"attn_output_gate": (True,), "mlp_only_layers": ([], None), "norm_topk_prob": (True,)}
 
     intermediate_size: int = 512

@@ -16,6 +16,8 @@ class Config(MropeConfig, HybridConfig):
     """The keys of config.json."""
 
     model_type: ClassVar[str] = "qwen3_5_text"
+    interleaved: ClassVar[bool] = True
+    default_sections: ClassVar[tuple[int, ...]] = (11, 11, 10)
     only: ClassVar = {"attn_output_gate": (True,), "mlp_only_layers": ([], None)}
 
     head_dim: int
