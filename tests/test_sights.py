@@ -1,6 +1,7 @@
 """Multimodal models whole, against transformers: logits of texts with images or sounds, several in a row, padded on the
 left, then with a cache; the way back to safetensors."""
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ import numpy as np
 import pytest
 
 import tpuconv
-from helpers.checkpoints import read_tensors
+from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.sights import SIGHTS, Sight
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.errors import UnsupportedConfig, UsageError
+from tpuconv.errors import GateError, UnsupportedConfig, UsageError
 from tpuconv.models.stored import model_config
 
 FAST = ("gemma3", "qwen3_vl")
@@ -126,3 +127,27 @@ def test_features_that_do_not_fit_are_refused(whole):
         model.see(case.ids_BT, case.mask_BT, input_features=np.zeros(3))
     with pytest.raises(UsageError, match="image_grid_thw is missing"):
         model.see(case.ids_BT, case.mask_BT, pixel_values=patches)
+
+
+@EACH
+def test_a_comparison_has_images_and_sounds(name, whole):
+    src, out = whole(name)
+    found = api.compare(out, source=src)
+    assert [sight.part for sight in found.sights] == list(made(name).parts)
+    assert found.passed
+    assert all(sight.features < 1e-5 and sight.items == 2 for sight in found.sights)
+
+
+def test_a_broken_tower_is_seen(whole, tmp_path):
+    """The text alone would be right."""
+    src, out = whole("qwen3_vl")
+    tensors = read_tensors(src)
+    name = "model.visual.blocks.1.mlp.linear_fc1.bias"
+    write_checkpoint(
+        tmp_path / "src", {**tensors, name: tensors[name] + 1}, json.loads((src / "config.json").read_text())
+    )
+    found = api.compare(out, source=tmp_path / "src")
+    assert found.statistics.passed
+    assert found.failures[0].startswith("with vision: the error of the features is")
+    with pytest.raises(GateError):
+        found.check()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tpuconv.verify.horizons import Horizon
     from tpuconv.verify.layerwise import LayerError
     from tpuconv.verify.logits import LogitStatistics
+    from tpuconv.verify.sights import SightStatistics
     from tpuconv.verify.vectors import VectorStatistics
 
 
@@ -41,6 +42,7 @@ class Comparison:
         layers: errors of each layer; empty without `layerwise`.
         horizons: the lengths up to which a text does not show the whole computation, such as sliding windows, and
             whether a longer one was compared.
+        sights: the same with images and with sounds, of a multimodal checkpoint.
     """
 
     checkpoint: Location
@@ -52,6 +54,7 @@ class Comparison:
     mesh: Mapping[str, int] | None
     layers: Sequence["LayerError"]
     horizons: Sequence["Horizon"] = ()
+    sights: Sequence["SightStatistics"] = ()
 
     @property
     def first_diverging(self) -> str | None:
@@ -62,7 +65,8 @@ class Comparison:
     def failures(self) -> list[str]:
         """The failures, one sentence each."""
         first = self.first_diverging
-        return ([f"{first} is the first to diverge"] if first else []) + self.statistics.failures()
+        with_sights = [line for sight in self.sights for line in sight.failures()]
+        return ([f"{first} is the first to diverge"] if first else []) + self.statistics.failures() + with_sights
 
     @property
     def passed(self) -> bool | None:
@@ -95,6 +99,8 @@ class Comparison:
             facts["layers"] = [layer.to_json() for layer in self.layers]
             facts["first_departing"] = self.first_diverging
         facts["horizons"] = [horizon.to_json() for horizon in self.horizons]
+        if self.sights:
+            facts["sights"] = [sight.to_json() for sight in self.sights]
         return facts | {"passed": self.passed, "failures": self.failures}
 
 
@@ -143,6 +149,7 @@ def compare(asked: CompareRequest) -> Comparison:
     from tpuconv.verify.layerwise import compare_layers
     from tpuconv.verify.preparation import find_source_folder, free_beside_reference, needs_decoded, tokenized
     from tpuconv.verify.reference import Reference, check_sizes, reference
+    from tpuconv.verify.sights import FEATURE_GATES, SightStatistics, SightWindow, feature_error, sight_windows
     from tpuconv.verify.vectors import VECTOR_GATES, compare_vectors
 
     if asked.layerwise and asked.mesh:
@@ -168,6 +175,7 @@ def compare(asked: CompareRequest) -> Comparison:
     with resolved, plain_path(own) as source_folder, plain_path(manifest.folder) as folder:
         check_sizes(manifest, own)
         layerwise = asked.layerwise or needs_decoded(manifest, own, asked.mesh)
+        with_sights: Sequence[SightWindow] = []
         asked.progress(Progress("comparing the source with the source of the conversion"))
         changed = changed_shards(own, origin["shards"], known_stamps(manifest.sealed, own))
         asked.on_source(changed)
@@ -189,13 +197,17 @@ def compare(asked: CompareRequest) -> Comparison:
         else:
             asked.progress(Progress("running transformers"))
             adapted = bool(manifest.raw["options"].get("adapters"))
-            theirs = reference(source_folder, windows, compute, manifest.returns, adapted=adapted)
+            with_sights = [] if manifest.returns else sight_windows(manifest, config, ids)
+            theirs = reference(source_folder, windows, compute, manifest.returns, adapted=adapted, sights=with_sights)
     scored = [window.scored for window in windows]
     rounding_kl, gates = theirs.rounding_kl, logits.rounding_gates(compute, theirs.rounding_kl)
     if not layerwise:
         asked.progress(Progress("running the converted model"))
         with plain_path(manifest.folder) as folder:
-            ours = list(logits.each_logits(folder, windows, compute, devices))
+            features: list[Any] = []
+            every = [*windows, *with_sights]
+            ours = list(logits.each_logits(folder, every, compute, devices, on_seen=features.append))
+            ours, seen = ours[: len(windows)], ours[len(windows) :]
             if manifest.is_rounded and manifest.quantization and not manifest.returns:
                 gates = manifest.quantization["gates"]
                 if gates is None:
@@ -213,6 +225,17 @@ def compare(asked: CompareRequest) -> Comparison:
         )
     else:
         statistics = logits.compare_logits(scored, theirs.logits, ours, compute, gates, rounding_kl)
+    sights = []
+    if with_sights and theirs.sights is not None:
+        of_sights = gates if manifest.is_rounded else logits.rounding_gates(compute, theirs.sights.rounding_kl)
+        for each, have, want, found, expected in zip(
+            with_sights, features, theirs.sights.features, seen, theirs.sights.logits, strict=True
+        ):
+            compared = logits.compare_logits(
+                [each.ids], [expected], [found], compute, of_sights, theirs.sights.rounding_kl
+            )
+            error = feature_error(have, want)
+            sights.append(SightStatistics(each.part, each.items, error, FEATURE_GATES[compute], compared))
     return Comparison(
         checkpoint=manifest.folder,
         source=str(asked.source or origin["repo"] or own),
@@ -223,4 +246,5 @@ def compare(asked: CompareRequest) -> Comparison:
         mesh=asked.mesh,
         layers=layers,
         horizons=horizons,
+        sights=sights,
     )

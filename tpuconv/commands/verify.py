@@ -155,6 +155,12 @@ def _show_verdict(found: api.Comparison) -> None:
     else:
         what = "is close enough to the original" if found.rounded else "gives the same outputs as the original"
         show(("passed", "green"), f": the model {what} on {compared}; {worst}")
+    for sight in found.sights:
+        of = {"vision": "images", "audio": "sounds"}[sight.part]
+        show(
+            f"  with {sight.items} {of}: error of the features {sight.features:.2g} (gate {sight.gate:g}), "
+            f"mean KL {sight.logits.mean_kl:.3g}, same most likely token {100 * sight.logits.top1:.2f}%"
+        )
     for horizon in found.horizons:
         where = f"  beyond {horizon.tokens:,} tokens, the length of a window, chunk or indexer: "
         show(where, *([("not compared", "yellow"), f"; {horizon.why_not}"] if horizon.why_not else ["compared"]))

@@ -1,8 +1,8 @@
 """Logits of a model on prompts, and the divergence of two models' logits."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,12 @@ class Window:
     Attributes:
         ids: the token ids [T].
         first: the number of the first token whose prediction of the next one counts.
+        features: of its images and sounds, as processors return them; empty for text alone.
     """
 
     ids: Sequence[int]
     first: int = 0
+    features: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
 
     @property
     def scored(self) -> Sequence[int]:
@@ -48,7 +50,11 @@ def forward(model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> Callabl
 
 
 def forward_each(
-    model: Any, windows: Sequence[Window], dtype: str, cache_dtype: str | None = None
+    model: Any,
+    windows: Sequence[Window],
+    dtype: str,
+    cache_dtype: str | None = None,
+    on_seen: Callable[[np.ndarray], None] = lambda features: None,
 ) -> Callable[[], Iterator[np.ndarray]]:
     """As `forward`, for a function that yields the logits of one window after the other, from its first one that counts
     on. Windows are padded on the right to few lengths, so that few shapes are compiled.
@@ -58,6 +64,7 @@ def forward_each(
         windows: what the model runs on.
         cache_dtype: the dtype of keys and values, which are written to a cache and read from it, as in decoding; None
             to compute without a cache.
+        on_seen: called with the features [X, D] of each window that has some, in the order of its placeholders.
     """
     import jax
     import jax.numpy as jnp
@@ -67,11 +74,11 @@ def forward_each(
     graph, returned = nnx.graphdef(model), model.config.head.kind
 
     @partial(jax.jit, static_argnames="first")  # nnx.jit would return the weights too, which doubles their memory
-    def logits(state: Any, ids_BT: Any, mask_BT: Any, first: int) -> Any:
+    def logits(state: Any, ids_BT: Any, mask_BT: Any, first: int, seen: Any) -> Any:
         merged = nnx.merge(graph, state)
         if cache_dtype is None:
-            return merged(ids_BT, mask_BT, first=first)
-        return merged(ids_BT, mask_BT, cache=merged.init_cache(*ids_BT.shape, cache_dtype), first=first)[0]
+            return merged(ids_BT, mask_BT, first=first, seen=seen)
+        return merged(ids_BT, mask_BT, cache=merged.init_cache(*ids_BT.shape, cache_dtype), first=first, seen=seen)[0]
 
     def run() -> Iterator[np.ndarray]:
         state = nnx.state(model)
@@ -81,7 +88,11 @@ def forward_each(
             mask_BT = jnp.arange(width)[None] < length
             # By default a TPU multiplies float32 as bfloat16.
             with jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext():
-                outputs = on_host(logits(state, ids_BT, mask_BT, window.first)).astype(np.float32)
+                seen = model.see(ids_BT, mask_BT, **window.features) if window.features else None
+                if seen is not None:
+                    slots = np.asarray(seen.slot_BT)
+                    on_seen(on_host(seen.features_XD).astype(np.float32)[slots[slots >= 0]])
+                outputs = on_host(logits(state, ids_BT, mask_BT, window.first, seen)).astype(np.float32)
             if returned == SCORES:
                 yield outputs
             else:

@@ -252,9 +252,11 @@ def each_logits(
     cache_dtype: str | None = None,
     *,
     rounding: int | None = None,
+    on_seen: Callable[[np.ndarray], None] = lambda features: None,
 ) -> Iterator[np.ndarray]:
     """Yields what `model_logits` returns, one window at a time, from its first token that counts on; with `rounding`, a
-    seed, the logits of another rounding of the model (`tpuconv.quantize.rerounding`)."""
+    seed, the logits of another rounding of the model (`tpuconv.quantize.rerounding`). `on_seen` is as in
+    `forward_each`."""
     import jax
 
     from tpuconv.restore import default_mesh, load
@@ -271,7 +273,7 @@ def each_logits(
             from tpuconv.quantize.rerounding import rerounded
 
             model = rerounded(model, rounding)
-        run = forward_each(model, windows, dtype, cache_dtype)()
+        run = forward_each(model, windows, dtype, cache_dtype, on_seen)()
     for _ in windows:
         with on_mesh():  # not while this generator is suspended
             logits = next(run)

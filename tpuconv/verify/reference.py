@@ -4,6 +4,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES, INDEX_FILE
 from tpuconv.sources.source import open_source
 from tpuconv.text import format_count
 from tpuconv.verify.logits import compare_logits
+from tpuconv.verify.sights import SightWindow
 
 READ_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "phi4mm": "phi4_multimodal"}
 """Model types for which transformers has no class of its own (it would need remote code), and the model type with the
@@ -121,14 +123,24 @@ class Reference(NamedTuple):
         rounding_kl: how much one rounding changes: the mean divergence in nats from the logits with each number of the
             tokens' embeddings moved by half a spacing, up or down, and rounded again. None for models without logits,
             and in float32.
+        sights: the same of prompts with images or sounds, whose features are moved too; None without them.
+        features: the features [X, D] of each prompt with images or sounds.
     """
 
     logits: list[np.ndarray]
     rounding_kl: float | None
+    sights: "Reference | None" = None
+    features: Sequence[np.ndarray] = ()
 
 
 def reference(
-    source: Path, windows: Sequence[Window], dtype: str, returns: str = LOGITS, *, adapted: bool = False
+    source: Path,
+    windows: Sequence[Window],
+    dtype: str,
+    returns: str = LOGITS,
+    *,
+    adapted: bool = False,
+    sights: Sequence[SightWindow] = (),
 ) -> Reference:
     """Runs transformers' model of a source checkpoint.
 
@@ -138,6 +150,7 @@ def reference(
         dtype: of parameters and activations.
         returns: what the model returns.
         adapted: whether transformers is to apply an adapter that lies in the folder.
+        sights: prompts with images and sounds.
 
     Raises:
         UsageError: transformers would read quantized values as weights, or needs a package to read them.
@@ -184,9 +197,61 @@ def reference(
         scored = [window.scored for window in windows]
         rounding_kl = compare_logits(scored, logits, _outputs(model, windows, returns), dtype, {}).mean_kl
         hook.remove()
+    seen = _seen(model, sights, dtype) if sights else None
     del model
     gc.collect()
-    return Reference(logits, rounding_kl)
+    return Reference(logits, rounding_kl, seen)
+
+
+def _seen(model: Any, windows: Sequence[SightWindow], dtype: str) -> Reference:
+    """Runs transformers' model on prompts with images and sounds. Features are what the text model gets in place of
+    placeholders."""
+    import torch
+
+    moved, features = False, []
+
+    def on_embeddings(module: Any, inputs: Any, named: dict[str, Any]) -> Any:
+        embedded = named["inputs_embeds"]
+        if moved:
+            return inputs, {**named, "inputs_embeds": _rounded_otherwise(module, inputs, embedded)}
+        features.append(embedded[0].float().numpy())
+        return None
+
+    def run() -> list[np.ndarray]:
+        out = []
+        for window in windows:
+            with torch.no_grad():
+                out.append(model(**_inputs(model, window)).logits[0].float().numpy())
+        return out
+
+    hook = model.get_decoder().register_forward_pre_hook(on_embeddings, with_kwargs=True)
+    logits, rounding_kl = run(), None
+    places = [np.array(window.ids) == window.placeholder for window in windows]
+    found = [each[place] for each, place in zip(features, places, strict=True)]
+    if dtype != "float32":
+        moved = True
+        rounding_kl = compare_logits([window.ids for window in windows], logits, run(), dtype, {}).mean_kl
+    hook.remove()
+    return Reference(logits, rounding_kl, features=found)
+
+
+KINDS_OF_TOKENS = {"token_type_ids": {"vision": 1}, "mm_token_type_ids": {"vision": 1, "audio": 3}}
+"""Arguments by which transformers' models tell placeholders from text, and the numbers that processors give them."""
+
+
+def _inputs(model: Any, window: SightWindow) -> dict[str, Any]:
+    """Returns the arguments of transformers' model for a prompt with images or sounds."""
+    import torch
+
+    known, ids = signature(model.forward).parameters, torch.tensor([list(window.ids)])
+    features = {name: torch.tensor(value) for name, value in window.features.items()}
+    kinds = {
+        name: (ids == window.placeholder) * numbers.get(window.part, 0)
+        for name, numbers in KINDS_OF_TOKENS.items()
+        if name in known
+    }
+    features = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in features.items()}
+    return {"input_ids": ids, **kinds, **features}
 
 
 @contextlib.contextmanager

@@ -56,6 +56,10 @@ class FeatureEncoder(nnx.Module):
         """
         raise NotImplementedError
 
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Returns random features of two small images or sounds, to compare with another program."""
+        raise NotImplementedError
+
     def __call__(self, *arrays: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Returns the features [..., O], and those that are added to the outputs of the first layers."""
         raise NotImplementedError
@@ -72,6 +76,11 @@ def given(features: Mapping[str, np.ndarray], name: str, *dims: int) -> np.ndarr
     if (array := features[name]).ndim not in dims:
         raise UsageError(f"{name} has shape {array.shape}, not {' or '.join(map(str, dims))} axes")
     return array
+
+
+def noise(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Returns random values in float32, as normalized pixels are distributed."""
+    return rng.standard_normal(shape).astype(np.float32)
 
 
 def padded(array: np.ndarray, length: int, value: float = 0) -> np.ndarray:

@@ -15,7 +15,7 @@ from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, apply_rope, gelu, normal
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.angles import cos_sin, rows_then_columns
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, padded
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise, padded
 from tpuconv.models.towers.places import Taps, bicubic_taps, bilinear_taps, block_order, bucket, raster
 from tpuconv.models.towers.vit import MLP, Attention, Block
 
@@ -122,6 +122,12 @@ class QwenVit(FeatureEncoder):
         )
         merged = [(t, h // s, w // s) for t, h, w in grids.tolist()]
         return Prepared(arrays, np.arange(count // s**2), [t * h * w for t, h, w in merged], merged)
+
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        side = self.config.spatial_merge_size
+        grids = np.array([(1, 3 * side, 5 * side), (1, 4 * side, 2 * side)])
+        patches = noise(rng, int(grids.prod(axis=1).sum()), self.config.axes["C"])
+        return {"pixel_values": patches, "image_grid_thw": grids}
 
     def embedded(self, patches_PC: jax.Array, index_PA: jax.Array, weight_PA: jax.Array) -> jax.Array:
         """Returns the first layer's input [1, P, D]."""

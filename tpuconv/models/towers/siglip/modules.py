@@ -13,7 +13,7 @@ from tpuconv.errors import UsageError
 from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, normal
 from tpuconv.models.common.seen import Prepared
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, padded, patches_of
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise, padded, patches_of
 from tpuconv.models.towers.vit import MLP, Attention, Block
 
 
@@ -64,6 +64,10 @@ class Siglip(FeatureEncoder):
         images, tokens = len(pixels_BCYX), self.projector.tokens
         bucket = 1 << (images - 1).bit_length()
         return Prepared((padded(pixels_BCYX, bucket),), np.arange(images * tokens), [tokens] * images)
+
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        side = self.config.tower.image_size
+        return {"pixel_values": noise(rng, 2, self.config.tower.num_channels, side, side)}
 
     def hidden(self, pixels_BCYX: jax.Array) -> jax.Array:
         """Returns the hidden states [B, P, D] after the last norm."""

@@ -1,0 +1,98 @@
+"""Prompts with images and sounds, to compare with transformers. Both models get the same random features: how a
+processor makes them of files is not compared."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.logits import Window
+from tpuconv.models.registry import get_family
+
+if TYPE_CHECKING:
+    from tpuconv.verify.logits import LogitStatistics
+
+FEATURE_GATES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.05}
+"""The largest norm of the difference of all features, by the norm of the reference's."""
+
+WORDS = 16
+"""The tokens of text around and between images or sounds."""
+
+
+@dataclass(frozen=True)
+class SightStatistics:
+    """What a model makes of images or sounds, compared with transformers.
+
+    Attributes:
+        part: "vision" or "audio".
+        items: the number of images or sounds.
+        features: norm of the difference of the features, by the norm of the reference's.
+        gate: the bound of that.
+        logits: of the prompt with them.
+    """
+
+    part: str
+    items: int
+    features: float
+    gate: float
+    logits: "LogitStatistics"
+
+    def failures(self) -> list[str]:
+        """Returns the gates that failed, one sentence each."""
+        near = self.features <= self.gate  # false of NaN
+        found = [] if near else [f"the error of the features is {self.features:.3g}, the gate is {self.gate:g}"]
+        return [f"with {self.part}: {line}" for line in (*found, *self.logits.failures())]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the keys that docs/json.md lists."""
+        facts = {"part": self.part, "items": self.items, "features": self.features, "features_gate": self.gate}
+        return {**facts, "logits": self.logits.to_json()}
+
+
+@dataclass(frozen=True)
+class SightWindow(Window):
+    """A prompt with images or sounds.
+
+    Attributes:
+        part: "vision" or "audio".
+        items: the number of images or sounds.
+        placeholder: id of the token in whose place features stand.
+    """
+
+    part: str = ""
+    items: int = 0
+    placeholder: int = -1
+
+
+def sight_windows(manifest: Manifest, config: DecoderConfig, prompts: Sequence[Sequence[int]]) -> list[SightWindow]:
+    """Returns a prompt with two images or sounds for each part of a checkpoint beside its text model.
+
+    Args:
+        manifest, config: of the checkpoint.
+        prompts: token ids, of which the text comes.
+    """
+    if not config.parts:
+        return []
+    from flax import nnx
+
+    model = nnx.eval_shape(lambda: get_family(manifest.family).model_class(config))  # no weights are needed
+    placeholders = {own.placeholder for own in config.parts.values()}
+    words = [token for prompt in prompts for token in prompt if token not in placeholders]
+    rng, out = np.random.default_rng(0), []
+    for part, own in config.parts.items():
+        encoder = getattr(model, part)
+        features = encoder.example(rng)
+        counts = encoder.prepare(features).counts
+        ids: list[int] = []
+        for number, count in enumerate((*counts, 0)):
+            ids += [*words[number * WORDS : (number + 1) * WORDS], *[own.placeholder] * count]
+        out.append(SightWindow(ids, features=features, part=part, items=len(counts), placeholder=own.placeholder))
+    return out
+
+
+def feature_error(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Returns the norm of the difference of features [X, D], by the norm of the reference's."""
+    return float(np.linalg.norm(ours - theirs) / max(float(np.linalg.norm(theirs)), 1e-30))
