@@ -151,3 +151,26 @@ def test_a_broken_tower_is_seen(whole, tmp_path):
     assert found.failures[0].startswith("with vision: the error of the features is")
     with pytest.raises(GateError):
         found.check()
+
+
+@EACH
+def test_rules_for_all_layers_leave_towers_alone(name, whole, tmp_path):
+    out = whole(name)[1]
+    api.quantize(out, tmp_path / "int8", config="int8_default.yaml")
+    plain, rounded = read_manifest(out).arrays, read_manifest(tmp_path / "int8").arrays
+    parts = tuple(f"{part}." for part in made(name).parts)
+    towers = {array: facts.xxh3 for array, facts in plain.items() if array.startswith(parts)}
+    assert towers == {array: facts.xxh3 for array, facts in rounded.items() if array.startswith(parts)}
+    assert plain.keys() != rounded.keys()
+    case, model = made(name), tpuconv.load(tmp_path / "int8")
+    seen: Any = model.see(case.ids_BT, case.mask_BT, **case.features)
+    assert np.isfinite(np.asarray(model(case.ids_BT, case.mask_BT, seen=seen))[case.mask_BT]).all()
+
+
+def test_a_trained_model_is_saved_whole(whole, tmp_path):
+    out = whole("qwen3_vl")[1]
+    model: Any = tpuconv.load(out)
+    model.vision.patch.bias[...] += 1
+    api.save(model, tmp_path / "saved", out)
+    again: Any = tpuconv.load(tmp_path / "saved")
+    assert (again.vision.patch.bias[...] == model.vision.patch.bias[...]).all()

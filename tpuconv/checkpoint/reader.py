@@ -118,7 +118,17 @@ class Checkpoint(Source):
 
     def table(self) -> MappingTable:
         """Returns a table that maps every array to the parameter of the same name."""
-        rows = [Map(a.name, a.name, a.axes, buffer=a.buffer) for a in self.manifest.arrays.values()]
+        parts = set(self.manifest.parts)
+        rows = [
+            Map(
+                a.name,
+                a.name,
+                a.axes,
+                buffer=a.buffer,
+                part=front if (front := a.name.partition(".")[0]) in parts else "",
+            )
+            for a in self.manifest.arrays.values()
+        ]
         periods = {a.shape[0] for a in self.manifest.arrays.values() if a.axes.split()[:1] == [PERIODS]}
         axes = {PERIODS: periods.pop()} if len(periods) == 1 else {}
         return MappingTable(rows, release=self.manifest.release, returns=self.manifest.returns, axes=axes)
