@@ -143,9 +143,8 @@ def test_a_broken_tower_is_seen(whole, tmp_path):
     src, out = whole("qwen3_vl")
     tensors = read_tensors(src)
     name = "model.visual.blocks.1.mlp.linear_fc1.bias"
-    write_checkpoint(
-        tmp_path / "src", {**tensors, name: tensors[name] + 1}, json.loads((src / "config.json").read_text())
-    )
+    config = json.loads((src / "config.json").read_text())
+    write_checkpoint(tmp_path / "src", config, {**tensors, name: tensors[name] + 1})
     found = api.compare(out, source=tmp_path / "src")
     assert found.statistics.passed
     assert found.failures[0].startswith("with vision: the error of the features is")
