@@ -1,0 +1,238 @@
+"""Places of patches and tokens against torch and transformers."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
+from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni
+from transformers.vision_utils import (
+    get_vision_interpolation_indices_and_weights,
+    get_vision_nearest_position_ids,
+    get_vision_position_ids,
+)
+
+from tpuconv.errors import UsageError
+from tpuconv.models.towers.places import (
+    Taps,
+    antialiased_taps,
+    bicubic_taps,
+    bilinear_taps,
+    block_order,
+    bucket,
+    mrope_positions,
+    nearest_taps,
+    raster,
+)
+
+SIZE = st.integers(1, 40)
+TABLE = st.integers(2, 24)
+
+
+def interpolated(taps: Taps, table_HWD: np.ndarray, h: int, w: int) -> np.ndarray:
+    rows_RD = table_HWD.reshape(-1, table_HWD.shape[-1])
+    assert taps.weight_PA.dtype == np.float32
+    return (rows_RD[taps.index_PA] * taps.weight_PA[..., None]).sum(1).reshape(h, w, -1)
+
+
+def of_torch(table_HWD: np.ndarray, h: int, w: int, **how) -> np.ndarray:
+    table_1DHW = torch.tensor(table_HWD).permute(2, 0, 1)[None]
+    return torch.nn.functional.interpolate(table_1DHW, size=(h, w), **how)[0].permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize(
+    ("taps", "how"),
+    [
+        (bilinear_taps, {"mode": "bilinear", "align_corners": True}),
+        (bicubic_taps, {"mode": "bicubic", "align_corners": False}),
+        (antialiased_taps, {"mode": "bilinear", "align_corners": False, "antialias": True}),
+    ],
+)
+@given(h=SIZE, w=SIZE, height=TABLE, width=TABLE)
+def test_taps_interpolate_as_torch_does(taps, how, h, w, height, width):
+    assume(w > 1 or "antialias" not in how)  # torch 2 repeats the first row of an image of width 1 there
+    table_HWD = np.random.default_rng(h * w).standard_normal((height, width, 3)).astype(np.float32)
+    have = interpolated(taps(h, w, height, width), table_HWD, h, w)
+    np.testing.assert_allclose(have, of_torch(table_HWD, h, w, **how), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("taps", "mode", "aligned"), [(bilinear_taps, "bilinear", True), (bicubic_taps, "bicubic", False)]
+)
+@given(h=SIZE, w=SIZE, side=TABLE)
+def test_taps_are_those_of_the_reference(taps, mode, aligned, h, w, side):
+    index, weight = get_vision_interpolation_indices_and_weights(torch.tensor([[1, h, w]]), side, mode, aligned)
+    have = taps(h, w, side, side)
+    np.testing.assert_array_equal(have.index_PA, index)
+    np.testing.assert_array_equal(have.weight_PA, weight)
+
+
+SIDES = st.sampled_from([16, 26, 27, 32, 64, 70])
+"""The sides of tables of releases. The reference's limits of other sides depend on the processor that computes them."""
+
+
+@given(h=st.integers(1, 80), w=st.integers(1, 80), side=SIDES)
+def test_the_nearest_rows_are_those_of_minicpm(h, w, side):
+    taps = nearest_taps(h, w, side, side, divides=True)
+    np.testing.assert_array_equal(taps.index_PA[:, 0], get_vision_nearest_position_ids(torch.tensor([[h, w]]), side))
+    assert (taps.weight_PA == 1).all()
+
+
+@given(h=st.integers(1, 80), w=st.integers(1, 80), side=SIDES)
+def test_the_nearest_rows_are_those_of_idefics(h, w, side):
+    config = hf.Idefics3VisionConfig(hidden_size=1, image_size=side, patch_size=1, num_channels=1)
+    embeddings = Idefics3VisionEmbeddings(config)
+    with torch.no_grad():
+        embeddings.patch_embedding.weight.zero_()
+        embeddings.patch_embedding.bias.zero_()
+        embeddings.position_embedding.weight.copy_(torch.arange(side * side)[:, None])
+        want = embeddings(torch.zeros(1, 1, h, w), torch.ones(1, h, w, dtype=torch.bool))
+    np.testing.assert_array_equal(nearest_taps(h, w, side, side).index_PA[:, 0], want.flatten())
+
+
+@given(rows=st.integers(1, 9), columns=st.integers(1, 9), merge=st.integers(1, 3))
+def test_blocks_are_in_the_reference_order(rows, columns, merge):
+    h, w = rows * merge, columns * merge
+    want = get_vision_position_ids(torch.tensor([[1, h, w]]), merge)
+    np.testing.assert_array_equal(raster(h, w)[block_order(h, w, merge)], want)
+
+
+def test_blocks_must_be_whole():
+    with pytest.raises(UsageError, match="5 x 4 patches"):
+        block_order(5, 4, 2)
+
+
+MERGE = 2
+PARTS = st.lists(
+    st.one_of(
+        st.tuples(st.just(0), st.integers(1, 9)),
+        st.tuples(st.just(1), st.integers(1, 6), st.integers(1, 6)),
+        st.tuples(st.just(2), st.integers(1, 6), st.integers(1, 6), st.integers(1, 4)),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def layout(parts, split: bool):
+    """Returns kinds of tokens, the grids in order, and those of images and of videos, with text before and after each;
+    text separates the frames of a video if `split`."""
+    kinds, grids = [0], []
+    for part in parts:
+        if part[0] == 0:
+            kinds += [0] * part[1]
+            continue
+        kind, h, w, t = *part[:3], part[3] if part[0] == 2 else 1
+        grids.append((kind, (t, MERGE * h, MERGE * w)))
+        runs = [h * w] * t if split else [t * h * w]
+        kinds += [k for run in runs for k in [*[kind] * run, 0]]
+    by_kind = [[grid for kind, grid in grids if kind == which] for which in (1, 2)]
+    return kinds, [grid for _, grid in grids], *by_kind
+
+
+REFERENCES = {
+    "qwen2_vl": (hf.Qwen2VLModel, False, 1),
+    "qwen2_5_vl": (hf.Qwen2_5_VLModel, False, 4),
+    "qwen3_vl": (hf.Qwen3VLModel, True, 1),
+    "qwen3_5": (hf.Qwen3_5Model, True, 1),
+    "glm4v": (hf.Glm4vModel, True, 1),
+}
+"""The model, whether text separates frames, and positions in time of a second."""
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+@given(parts=PARTS, seconds=st.sampled_from([1.0, 0.4, 2.5]))
+def test_positions_are_those_of_the_reference(name, parts, seconds):
+    model, split, rate = REFERENCES[name]
+    kinds, grids, images, videos = layout(parts, split)
+    self = SimpleNamespace(
+        config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=MERGE, tokens_per_second=rate)),
+        get_vision_position_ids=lambda *a, **k: model.get_vision_position_ids(None, *a, **k),
+    )
+    more = {"second_per_grid_ts": torch.full((len(videos),), seconds)} if rate > 1 else {}
+    want, delta = model.get_rope_index(
+        self,
+        torch.zeros(1, len(kinds), dtype=torch.long),
+        torch.tensor([kinds]),
+        torch.tensor(images) if images else None,
+        torch.tensor(videos) if videos else None,
+        **more,
+    )
+    step = rate * seconds if rate > 1 else 1
+    intervals = [step if part[0] == 2 else 1 for part in parts if part[0]]
+    at_3T, have_delta = mrope_positions(kinds, grids, MERGE, intervals)
+    np.testing.assert_array_equal(at_3T, want[:, 0])
+    assert have_delta == int(delta)
+
+
+SOUND_OR_IMAGE = st.lists(
+    st.one_of(
+        st.tuples(st.just("image"), st.integers(1, 6), st.integers(1, 6)),
+        st.tuples(st.just("sound"), st.integers(1, 300), st.integers(0, 4)),
+    ),
+    max_size=5,
+)
+
+
+@given(parts=SOUND_OR_IMAGE)
+def test_positions_of_images_and_sounds_are_those_of_omni(parts):
+    # without an image the reference counts on for other reasons
+    ids, kinds, grids, lengths = [1, 20, 10, 21], [0, 0, 1, 0], [(1, MERGE, MERGE)], []
+    for kind, *sizes in parts:
+        if kind == "image":
+            grids.append((1, MERGE * sizes[0], MERGE * sizes[1]))
+            inside, of, ends = sizes[0] * sizes[1], 10, (20, 21)
+        else:
+            lengths.append(sizes[0])
+            inside, of, ends = int(omni._get_feat_extract_output_lengths(torch.tensor(sizes[0]))), 11, (22, 23)
+        ids += [ends[0], *[of] * inside, ends[1]]
+        kinds += [0, *[1 if of == 10 else 3] * inside, 0]
+    config = SimpleNamespace(
+        image_token_id=10,
+        audio_token_id=11,
+        video_token_id=12,
+        vision_start_token_id=20,
+        audio_start_token_id=22,
+        position_id_per_seconds=13,
+        audio_config=SimpleNamespace(n_window=50),
+    )
+    cls = omni.Qwen3OmniMoeThinkerForConditionalGeneration
+    self = SimpleNamespace(config=config, spatial_merge_size=MERGE)
+    self.get_llm_pos_ids_for_vision = lambda *a: cls.get_llm_pos_ids_for_vision(self, *a)
+    tokens = torch.tensor([ids])
+    want, delta = cls.get_rope_index(
+        self, tokens, torch.tensor(grids), None, torch.ones_like(tokens), audio_seqlens=torch.tensor(lengths)
+    )
+    at_3T, have_delta = mrope_positions(kinds, grids, MERGE)
+    np.testing.assert_array_equal(at_3T, want[:, 0])
+    assert have_delta == int(delta)
+
+
+def test_images_without_text_between_are_told_apart_by_their_sizes():
+    at_3T, delta = mrope_positions([1] * 6 + [0], [(1, 2, 2), (1, 1, 2)], 1)
+    np.testing.assert_array_equal(at_3T[0], [0, 0, 0, 0, 2, 2, 4])
+    np.testing.assert_array_equal(at_3T[2], [0, 1, 0, 1, 2, 3, 4])
+    assert delta == -2
+
+
+def test_a_text_without_images_counts_on():
+    at_3T, delta = mrope_positions([0, 0, 3, 0], [], 2)
+    np.testing.assert_array_equal(at_3T, [[0, 1, 2, 3]] * 3)
+    assert delta == 0
+    assert mrope_positions([], [], 2)[1] == 0
+
+
+@pytest.mark.parametrize("grids", [[], [(1, 4, 6)], [(1, 4, 2), (1, 4, 4), (1, 2, 2)]])
+def test_grids_and_tokens_must_match(grids):
+    with pytest.raises(UsageError, match="the text has 5 tokens for images"):
+        mrope_positions([0, 1, 1, 1, 1, 1, 0], grids, 2)
+
+
+def test_buckets_are_powers_of_two():
+    assert [bucket(n) for n in (1, 256, 257, 16384)] == [256, 256, 512, 16384]
+    assert [bucket(n, 4) for n in (0, 1, 5, 8)] == [4, 4, 8, 8]
+    assert bucket(200, multiple=9) == 261

@@ -1,0 +1,1 @@
+"""Vision and audio towers, and what they share."""
