@@ -1,0 +1,55 @@
+"""Attention of towers: of patches to all patches of the same image, frame or window.
+
+Letters: B rows, P patches, S patches as keys, Q queries of a block, N heads, H their width."""
+
+import jax
+import jax.numpy as jnp
+
+from tpuconv.models.common.layers import MASKED_SCORE
+
+SCORE_BYTES = 128 << 20
+"""The largest size of the scores in memory at once. Where all would be larger, queries are computed block by block."""
+
+
+def attend(
+    q_BPNH: jax.Array,
+    k_BPNH: jax.Array,
+    v_BPNH: jax.Array,
+    segment_BP: jax.Array,
+    *,
+    scale: float | None = None,
+    is_key_BP: jax.Array | None = None,
+) -> jax.Array:
+    """Returns softmax attention [B, P, N, H] of each patch to all patches with the same segment number. Scores and
+    their softmax are in float32.
+
+    Args:
+        q_BPNH: queries; `k_BPNH` and `v_BPNH` keys and values.
+        segment_BP: numbers of images, frames or windows. Padding has -1: it attends to padding alone, so that its
+            values are finite.
+        scale: the products of queries and keys are multiplied by it; by default H^-0.5.
+        is_key_BP: False for patches that none attends to, though they attend to others (Idefics' padding).
+    """
+    B, P, N, H = q_BPNH.shape
+    factor = H**-0.5 if scale is None else scale
+
+    def of_queries(queries: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q_BQNH, segment_BQ = queries
+        scores_BNQS = jnp.einsum("BQNH,BSNH->BNQS", q_BQNH, k_BPNH, preferred_element_type=jnp.float32) * factor
+        seen_BQS = segment_BQ[:, :, None] == segment_BP[:, None, :]
+        if is_key_BP is not None:
+            seen_BQS &= is_key_BP[:, None, :]
+        weights_BNQS = jax.nn.softmax(jnp.where(seen_BQS[:, None], scores_BNQS, MASKED_SCORE), axis=-1)
+        return jnp.einsum("BNQS,BSNH->BQNH", weights_BNQS.astype(v_BPNH.dtype), v_BPNH)
+
+    blocks = -(-4 * B * N * P * P // SCORE_BYTES)
+    if blocks <= 1:
+        return of_queries((q_BPNH, segment_BP))
+    Q = -(-P // blocks)
+    blocks = -(-P // Q)
+    fill = [(0, 0), (0, blocks * Q - P)]  # of the last block; cut off again
+    q_BPNH, query_BP = jnp.pad(q_BPNH, [*fill, (0, 0), (0, 0)]), jnp.pad(segment_BP, fill)
+    each = q_BPNH.reshape(B, blocks, Q, N, H).swapaxes(0, 1), query_BP.reshape(B, blocks, Q).swapaxes(0, 1)
+    # gradients compute the scores of a block again, so that the scores of all blocks are never in memory
+    y: jax.Array = jax.lax.map(jax.checkpoint(of_queries), each)
+    return y.swapaxes(0, 1).reshape(B, blocks * Q, N, -1)[:, :P]
