@@ -10,17 +10,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
+from transformers.image_processing_utils import select_best_resolution
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.processing_utils import ProcessorMixin
 
 from tpuconv.errors import ConfigError, UsageError
 from tpuconv.models import pictures
 from tpuconv.models.pictures import load_image, load_processor, load_sound, prepared
-from tpuconv.models.placeholders import IMAGE, SOUND, placeholder_of
+from tpuconv.models.placeholders import IMAGE, SOUND, best_tiles, placeholder_of, unpadded
 
 Image = pytest.importorskip("PIL.Image", reason="the image processors of transformers need Pillow")
 
@@ -31,7 +35,7 @@ SOUNDS = [np.sin(np.arange(int(16_000 * seconds), dtype=np.float32) / 9) for sec
 GRID = {"size": {"shortest_edge": 16 * 28**2, "longest_edge": 64 * 28**2}}
 SQUARE = {"size": {"height": 28, "width": 28}}
 CROPPED = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
-PINS = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]}
+PINS = {"image_grid_pinpoints": [[84, 56], [56, 56]]}
 TILED = {"size": {"height": 14, "width": 14}, "max_patches": 4}
 SPLIT = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
 PATCHES = {"size": {"longest_edge": 56}, "patch_size": {"height": 14, "width": 14}}
@@ -137,6 +141,15 @@ def test_prompts_with_images_are_those_of_the_release(case, count, processor_cla
     want = processor(text=[text], images=IMAGES[:count])
     folder = saved(tmp_path, config, images, settings)
     check_equal(prepared(folder, tokenizer, text, IMAGES[:count]), want, tokenizer)
+
+
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_tiles_of_llava_next_are_those_of_the_reference(height, width):
+    sizes = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
+    assert best_tiles(height, width, sizes) == tuple(select_best_resolution((height, width), sizes))
+    patches, newlines = LlavaNextProcessor._get_unpadded_features(None, height, width, 4, 4, 2, 3)
+    rows, columns = unpadded(height, width, 8, 12)
+    assert (rows * columns, rows) == (patches, newlines)
 
 
 @pytest.mark.parametrize("name", HEARD)
@@ -317,10 +330,11 @@ def test_sounds_of_all_widths_are_read(width, channels, tmp_path):
     data = raw.reshape(-1, 1).view(np.uint8)[:, :width] if width > 1 else raw[:, None]
     with wave.open(str(tmp_path / "a.wav"), "wb") as file:
         file.setparams((channels, width, 8000, 0, "NONE", ""))
-        file.writeframes(np.tile(data, channels).tobytes())
+        silence = np.full_like(data, 128 if width == 1 else 0)
+        file.writeframes(np.hstack([data, silence][:channels]).tobytes())
     sound = load_sound(tmp_path / "a.wav", 8000)
     assert sound.dtype == np.float32
-    np.testing.assert_allclose(sound, samples, atol=2.0 ** (1 - 8 * width) + 1e-7)
+    np.testing.assert_allclose(sound, samples / channels, atol=2.0 ** (1 - 8 * width) + 1e-7)
 
 
 def test_sounds_are_resampled(tmp_path):

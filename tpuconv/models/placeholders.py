@@ -191,12 +191,12 @@ def llava_next(item: MediaItem) -> str:
     Y, X = map(int, item.features["pixel_values"][0].shape[-2:])
     h, w = Y // _patch(item), X // _patch(item)
     height, width = map(int, item.of("image_sizes"))
-    rows, columns = _best_tiles(height, width, item.extractor.image_grid_pinpoints)
-    rows, columns = _unpadded(height, width, rows // Y * h, columns // X * w)
+    rows, columns = best_tiles(height, width, item.extractor.image_grid_pinpoints)
+    rows, columns = unpadded(height, width, rows // Y * h, columns // X * w)
     return item.token("image_token") * (h * w + rows * columns + rows + _class_tokens(item))
 
 
-def _best_tiles(height: int, width: int, sizes: Any) -> tuple[int, int]:
+def best_tiles(height: int, width: int, sizes: Any) -> tuple[int, int]:
     """Returns the size of tiles that shows most pixels of an image, of these the one with least beside it."""
 
     def shown(size: Any) -> tuple[int, int]:
@@ -208,7 +208,7 @@ def _best_tiles(height: int, width: int, sizes: Any) -> tuple[int, int]:
     return int(rows), int(columns)
 
 
-def _unpadded(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
+def unpadded(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
     """Returns rows and columns of patches that show an image, whose tiles have padding on two sides."""
     if width / height > columns / rows:
         return rows - (rows - int(round(height * (columns / width), 7))) // 2 * 2, columns
