@@ -1,6 +1,8 @@
 """Prompts with images and sounds against the processors of releases, with tiny tokenizers."""
 
 import json
+import os
+import subprocess
 import sys
 import wave
 from importlib import import_module
@@ -291,15 +293,30 @@ def test_a_processor_that_needs_torchvision_says_so(gemma):
         load_processor(gemma, IMAGE)
 
 
-def test_a_torchvision_of_another_torch_is_named(gemma, tmp_path, monkeypatch):
-    package = tmp_path / "torchvision"
+@pytest.mark.slow
+def test_a_torchvision_of_another_torch_is_named(gemma, tmp_path):
+    """In a process of its own, since transformers looks for torchvision once."""
+    package, facts = tmp_path / "torchvision", tmp_path / "torchvision-0.1.dist-info"
     package.mkdir()
     (package / "__init__.py").write_text('raise RuntimeError("operator torchvision::nms does not exist")')
-    monkeypatch.syspath_prepend(tmp_path)
-    (gemma / "preprocessor_config.json").write_text("{")
-    with pytest.raises(UsageError, match="operator torchvision::nms does not exist") as e:
-        load_processor(gemma, IMAGE)
-    assert "uninstall it" in e.value.hint
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1\n")
+    program = """
+import sys
+from pathlib import Path
+from tpuconv.errors import UsageError
+from tpuconv.models.pictures import load_processor
+try:
+    load_processor(Path(sys.argv[1]), "image")
+except UsageError as e:
+    print(e)
+"""
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-c", program, str(gemma)]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    assert "torchvision cannot be imported" in out.stdout
+    assert "operator torchvision::nms does not exist" in out.stdout
+    assert "uninstall it" in out.stdout
 
 
 @pytest.mark.parametrize("package", ["PIL", "transformers"])

@@ -120,19 +120,16 @@ def load_processor(folder: Path, kind: str) -> Any:
     if not any((folder / name).exists() for name in FILES):
         raise UsageError(f"{folder} has no {what}", hint=f"copy {FILES[0]} of the release into it")
     try:
-        from transformers import AutoFeatureExtractor, AutoImageProcessor
+        import transformers
     except ImportError:
         raise UsageError(
             "transformers is not installed, which has the processors", hint=install_command("hf")
         ) from None
-    except Exception as e:  # of a torchvision that does not fit to torch
-        raise _unloadable(folder, what, e) from e
     if kind == IMAGE:
         _pillow()
-    try:
-        return (AutoImageProcessor if kind == IMAGE else AutoFeatureExtractor).from_pretrained(
-            folder, trust_remote_code=False
-        )
+    try:  # a torchvision that does not fit to torch is found when transformers imports the class
+        auto = transformers.AutoImageProcessor if kind == IMAGE else transformers.AutoFeatureExtractor
+        return auto.from_pretrained(folder, trust_remote_code=False)
     except Exception as e:  # of any type
         raise _unloadable(folder, what, e) from e
 
