@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
@@ -226,13 +227,14 @@ class Stub:
 @pytest.mark.parametrize("ratios", [[(1, 1), (1, 1)], [(2, 3), (1, 2)]])
 def test_tiles_of_llama_4_are_those_of_the_release(ratios, processor_class, tmp_path, monkeypatch):
     tokenizer = tokenizer_of(tokens_of({"model_type": "llama4"}))
-    images = Stub(pixel_values=np.zeros((9, 3, 56, 56)), aspect_ratios=np.array(ratios))
+    images = Stub(pixel_values=torch.ones(9, 3, 56, 56, dtype=torch.bfloat16), aspect_ratios=np.array(ratios))
     want = processor_class("llama4")(images, tokenizer)(text=["a <|image|> b <|image|>"], images=IMAGES)
     (tmp_path / "config.json").write_text('{"model_type": "llama4", "vision_config": {"patch_size": 14}}')
     monkeypatch.setattr(pictures, "load_processor", lambda *_: images)
     have = prepared(tmp_path, tokenizer, "a <|image|> b <|image|>", IMAGES)
     assert tokenizer(have.text)["input_ids"] == want["input_ids"][0]
     assert set(have.features) == {"pixel_values"}
+    assert have.features["pixel_values"].dtype == np.float32
 
 
 def test_placeholders_of_kimi_are_those_of_the_release(processor_class, tmp_path, monkeypatch):

@@ -266,7 +266,8 @@ def _array(values: Any, name: str) -> NDArray[Any]:
     Raises:
         UsageError: images have different shapes, which the model does not take together.
     """
-    parts = [np.asarray(value) for value in values]
+    # numpy has no bfloat16, in which the processor of Llama 4 returns pixels
+    parts = [np.asarray(x.float() if str(getattr(x, "dtype", "")) == "torch.bfloat16" else x) for x in values]
     if len({part.shape for part in parts}) > 1:
         shapes = ", ".join(str(list(part.shape)) for part in parts)
         raise UsageError(f"the images have different shapes as {name}: {shapes}", hint="give images of one size")
