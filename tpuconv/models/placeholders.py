@@ -318,14 +318,15 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ),
     ("idefics3", IMAGE): IDEFICS_IMAGE,
     ("smolvlm", IMAGE): IDEFICS_IMAGE,
-    ("llama4", IMAGE): _row(
+    ("llama4", IMAGE): Placeholder(
         llama4,
-        image_token="<|image|>",
-        patch_token="<|patch|>",
-        start_of_image_token="<|image_start|>",
-        end_of_image_token="<|image_end|>",
-        tile_x_separator_token="<|tile_x_separator|>",
-        tile_y_separator_token="<|tile_y_separator|>",
+        {
+            **{"image_token": "<|image|>", "patch_token": "<|patch|>"},
+            **{"start_of_image_token": "<|image_start|>", "end_of_image_token": "<|image_end|>"},
+            "tile_x_separator_token": "<|tile_x_separator|>",
+            "tile_y_separator_token": "<|tile_y_separator|>",
+        },
+        call={"return_tensors": "pt"},  # otherwise tiles are not one after the other
     ),
     ("deepseek_vl", IMAGE): DEEPSEEK_IMAGE,
     ("deepseek_vl_hybrid", IMAGE): DEEPSEEK_IMAGE,
