@@ -283,6 +283,20 @@ def test_a_processor_that_cannot_be_read_is_refused(gemma):
         load_processor(gemma, IMAGE)
 
 
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ('{"image_seq_length": 1e9}', "image_seq_length"),
+        ('{"patch_size": 0}', "patch_size"),
+        ("[]", "processor_config"),
+    ],
+)
+def test_settings_that_are_malformed_are_refused(settings, fault, gemma):
+    (gemma / "processor_config.json").write_text(settings)
+    with pytest.raises(ConfigError, match=fault):
+        prepared(gemma, None, "<start_of_image>", IMAGES[:1])
+
+
 def test_images_that_the_processor_cannot_prepare_are_refused(gemma):
     with pytest.raises(ConfigError, match="the checkpoint's processor cannot prepare 1 images"):
         prepared(gemma, None, "<start_of_image>", ["no image"])

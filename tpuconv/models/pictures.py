@@ -2,22 +2,24 @@
 checkpoint, and writes placeholders into the prompt. transformers and Pillow are imported when they are needed; without
 torchvision most image processors run, but not all."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tpuconv.errors import ConfigError, TpuconvError, UsageError, root_cause
 from tpuconv.extras import install_command
-from tpuconv.models.placeholders import IMAGE, PIECES, SOUND, MediaItem, Placeholder, placeholder_of
+from tpuconv.jsonfile import check
+from tpuconv.models.placeholders import IMAGE, PIECES, PROCESSOR_KEYS, SOUND, MediaItem, Placeholder, placeholder_of
 from tpuconv.sources.config import read_json
 
+T = TypeVar("T")
 SoundArray = NDArray[np.float32]
 Features = dict[str, NDArray[Any]]
 FILES = ("preprocessor_config.json", "processor_config.json")
@@ -85,7 +87,8 @@ def _written(folder: Path, tokenizer: Any, text: str, kind: str, items: Sequence
     returned = (_of_images if kind == IMAGE else _of_sounds)(extractor, row, items)
     features = {row.renamed.get(name, name): values for name, values in returned.items()}
     together = folder / FILES[1]
-    processor = read_json(together, ConfigError) if together.exists() else {}
+    settings = read_json(together, ConfigError) if together.exists() else {}
+    check(settings, PROCESSOR_KEYS, str(together), ConfigError)
     token = partial(_token, tokenizer, row, folder)
     pieces = text.split(marker := token(row.marker))
     if len(pieces) - 1 != len(items):
@@ -93,9 +96,10 @@ def _written(folder: Path, tokenizer: Any, text: str, kind: str, items: Sequence
             f"the prompt has {len(pieces) - 1} markers {marker} for {len(items)} {kind}s",
             hint=f"write {marker} once where each {kind} is to stand, or use the chat template",
         )
-    written = [
-        row.write(MediaItem(index, features, extractor, processor, config, token)) for index in range(len(items))
-    ]
+    written = _called(
+        lambda: [row.write(MediaItem(i, features, extractor, settings, config, token)) for i in range(len(items))],
+        f"{len(items)} {kind}s",
+    )
     text = pieces[0] + "".join(new + piece for new, piece in zip(written, pieces[1:], strict=True))
     return text, {name: _array(values, name) for name, values in features.items() if name not in COUNTS}
 
@@ -228,15 +232,14 @@ def _of_soundfile(path: str | Path) -> tuple[NDArray[Any], int]:
     return samples, rate
 
 
-def _of_images(processor: Any, row: Placeholder, images: Sequence[Any]) -> Mapping[str, Any]:
-    return _called(lambda: processor(list(images), **row.call), f"{len(images)} images")
+def _of_images(processor: Any, row: Placeholder, images: Sequence[Any]) -> dict[str, Any]:
+    return _called(lambda: dict(processor(list(images), **row.call)), f"{len(images)} images")
 
 
-def _of_sounds(extractor: Any, row: Placeholder, sounds: Sequence[SoundArray]) -> Mapping[str, Any]:
-    def call(given: Sequence[SoundArray]) -> Mapping[str, Any]:
-        return _called(
-            lambda: extractor(list(given), sampling_rate=extractor.sampling_rate, **row.call), f"{len(given)} sounds"
-        )
+def _of_sounds(extractor: Any, row: Placeholder, sounds: Sequence[SoundArray]) -> dict[str, Any]:
+    def call(given: Sequence[SoundArray]) -> dict[str, Any]:
+        rate = extractor.sampling_rate
+        return _called(lambda: dict(extractor(list(given), sampling_rate=rate, **row.call)), f"{len(given)} sounds")
 
     if row.frames is None:
         return call(sounds)
@@ -245,14 +248,16 @@ def _of_sounds(extractor: Any, row: Placeholder, sounds: Sequence[SoundArray]) -
     return {"input_features": np.concatenate(cut), PIECES: [len(x) for x in cut]}
 
 
-def _called(run: Callable[[], Any], what: str) -> Mapping[str, Any]:
-    """Returns what a processor returns.
+def _called(run: Callable[[], T], what: str) -> T:
+    """Returns what a function returns that prepares images or sounds.
 
     Raises:
-        ConfigError: it raises an error.
+        ConfigError: it raises an error, such as for settings that do not fit.
     """
     try:
-        return dict(run())
+        return run()
+    except TpuconvError:
+        raise
     except Exception as e:  # of any type
         raise ConfigError(
             f"the checkpoint's processor cannot prepare {what}: {type(e).__name__}: {root_cause(e)}",

@@ -9,10 +9,22 @@ from math import prod
 from typing import Any
 
 from tpuconv.errors import ConfigError
+from tpuconv.jsonfile import Optional, Range
 
 IMAGE, SOUND = "image", "sound"
 PIECES = "pieces"
 """The number of pieces that each sound is cut into."""
+
+FEW, NONE_OR_FEW = Optional((Range(1, 1 << 20), None)), Optional((Range(0, 1 << 20), None))
+PROCESSOR_KEYS = {
+    **dict.fromkeys(("image_seq_length", "image_seq_len", "num_image_tokens", "audio_seq_length"), FEW),
+    **dict.fromkeys(("patch_size", "spatial_merge_size", "n_window"), FEW),
+    "num_additional_image_tokens": NONE_OR_FEW,
+    "vision_feature_select_strategy": Optional((str, None)),
+    "pixel_shuffle_ratio": Optional((float, None)),
+    "cat_extra_token": Optional((bool, None)),
+}
+"""The schema of processor_config.json: only these keys are read."""
 
 
 @dataclass(frozen=True)
