@@ -26,8 +26,9 @@ from transformers.processing_utils import ProcessorMixin
 
 from tpuconv.errors import ConfigError, UsageError
 from tpuconv.models import pictures
+from tpuconv.models.media_texts import best_tiles, unpadded
 from tpuconv.models.pictures import load_image, load_processor, load_sound, prepared
-from tpuconv.models.placeholders import IMAGE, SOUND, best_tiles, placeholder_of, unpadded
+from tpuconv.models.placeholders import IMAGE, SOUND, placeholder_of
 
 Image = pytest.importorskip("PIL.Image", reason="the image processors of transformers need Pillow")
 
@@ -43,6 +44,7 @@ TILED = {"size": {"height": 14, "width": 14}, "max_patches": 4}
 SPLIT = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
 PATCHES = {"size": {"longest_edge": 56}, "patch_size": {"height": 14, "width": 14}}
 LLAVA = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+ONEVISION = {"num_image_tokens": 4, "vision_feature_select_strategy": "full"}
 PIXTRAL = {"patch_size": 7, "spatial_merge_size": 2}
 SEEN_BY_PIXTRAL = {"vision_config": {"model_type": "pixtral"}}
 CASES = {
@@ -62,13 +64,24 @@ CASES = {
     "llava": (CROPPED, LLAVA),
     "vipllava": (CROPPED, LLAVA | {"vision_feature_select_strategy": "full"}),
     "llava_next": (CROPPED | PINS | {"do_pad": False}, LLAVA),
+    "llava_onevision": (PINS | SQUARE, ONEVISION),
+    "llava_onevision shrunk": (PINS | SQUARE, ONEVISION | {"vision_aspect_ratio": "anyres_max_1"}),
+    "aria": ({}, {"size_conversion": {"980": 5}}),
+    "granite_docling": ({}, {"image_seq_len": 3}),
     "deepseek_vl": (SQUARE, {"num_image_tokens": 4}),
     "janus": ({}, {"num_image_tokens": 4}),
     "hunyuan_vl": ({}, {}),
 }
 """Settings of the image processor and of the whole processor, by type of model."""
 
-HEARD = ("qwen2_audio", "qwen2_5_omni", "qwen3_omni_moe", "gemma4", "gemma3n")
+ALONE = ("mistral3", "idefics3", "llava_onevision", "llava_onevision shrunk")
+"""Cases that are also run with a single image."""
+
+LONG = [np.tile(SOUNDS[1], 12)]  # 37 s
+HEARD = {
+    **dict.fromkeys(("qwen2_audio", "qwen2_5_omni", "qwen3_omni_moe", "gemma4", "gemma3n"), tuple(SOUNDS)),
+    **dict.fromkeys(("audioflamingo3", "musicflamingo", "glmasr", "qwen3_asr"), tuple(LONG)),  # one sound for a text
+}
 VIDEO = {"image_token": "<i>", "video_token": "<v>", "vision_bos_token": "<b>", "vision_eos_token": "<e>"}
 OMNI = VIDEO | {"audio_bos_token": "<ab>", "audio_eos_token": "<ae>"}
 MORE_TOKENS = {
@@ -76,6 +89,7 @@ MORE_TOKENS = {
     "internvl": {"video_token": "<video>"},
     "qwen2_5_omni": OMNI,
     "qwen3_omni_moe": OMNI,
+    "qwen3_asr": {"audio_bos_token": "<ab>", "audio_eos_token": "<ae>"},
 }
 """Tokens that a processor names beside those of its placeholders."""
 
@@ -129,7 +143,7 @@ def check_equal(have, want, tokenizer) -> None:
         np.testing.assert_array_equal(array, np.stack([np.asarray(x) for x in want[name]]), name)
 
 
-@pytest.mark.parametrize(("case", "count"), [*((case, 2) for case in CASES), ("mistral3", 1), ("idefics3", 1)])
+@pytest.mark.parametrize(("case", "count"), [*((case, 2) for case in CASES), *((case, 1) for case in ALONE)])
 def test_prompts_with_images_are_those_of_the_release(case, count, processor_class, tmp_path):
     name, (of_images, settings) = case.split()[0], CASES[case]
     config = {"model_type": name} | (SEEN_BY_PIXTRAL if name == "mistral3" else {})
@@ -141,7 +155,7 @@ def test_prompts_with_images_are_those_of_the_release(case, count, processor_cla
     marker = getattr(tokenizer, placeholder_of(config, IMAGE).marker, None)
     marker = f"<hs>{marker}<he>" if name == "hunyuan_vl" else marker or processor.image_token
     text = f"a {marker}b{marker} c" if count == 2 else f"{marker}"
-    want = processor(text=[text], images=IMAGES[:count])
+    want = processor(text=[text], images=[IMAGES[:count]])
     folder = saved(tmp_path, config, images, settings)
     check_equal(prepared(folder, tokenizer, text, IMAGES[:count]), want, tokenizer)
 
@@ -159,13 +173,14 @@ def test_tiles_of_llava_next_are_those_of_the_reference(height, width):
 def test_prompts_with_sounds_are_those_of_the_release(name, processor_class, tmp_path):
     config = {"model_type": name}
     tokenizer = tokenizer_of(tokens_of(config))
-    extractor = getattr(transformers, FEATURE_EXTRACTOR_MAPPING_NAMES[name])()
+    extractor = getattr(transformers, FEATURE_EXTRACTOR_MAPPING_NAMES.get(name, "WhisperFeatureExtractor"))()
     cls = processor_class(name)
     processor = cls(**dict.fromkeys(cls.get_attributes()) | {"tokenizer": tokenizer, "feature_extractor": extractor})
     marker = processor.audio_token
-    text = f"a {marker}b{marker} c"
-    want = processor(text=[text], audio=SOUNDS)
-    have = prepared(saved(tmp_path, config, extractor, {}), tokenizer, text, sounds=SOUNDS)
+    sounds = HEARD[name]
+    text = f"a {marker} b" * len(sounds)
+    want = processor(text=[text], audio=sounds)
+    have = prepared(saved(tmp_path, config, extractor, {}), tokenizer, text, sounds=sounds)
     check_equal(have, want, tokenizer)
 
 
@@ -245,6 +260,19 @@ def test_placeholders_of_kimi_are_those_of_the_release(processor_class, tmp_path
     monkeypatch.setattr(pictures, "load_processor", lambda *_: images)
     have = prepared(tmp_path, tokenizer, "<|media_pad|>a<|media_pad|>", IMAGES)
     check_equal(have, want, tokenizer)
+
+
+def test_tiles_of_lfm2_are_those_of_the_release(processor_class, tmp_path, monkeypatch):
+    tokenizer = tokenizer_of(tokens_of({"model_type": "lfm2_vl"}))
+    sizes = [(48, 64), (32, 80)]
+    images = Stub(image_rows=[2, 1], image_cols=[3, 1], image_sizes=sizes, pixel_values=np.zeros((8, 16, 768)))
+    images.tile_size, images.encoder_patch_size, images.downsample_factor, images.use_thumbnail = 64, 16, 2, True
+    want = processor_class("lfm2_vl")(images, tokenizer)(text=["a<image>b<image>"], images=[IMAGES])
+    (tmp_path / "config.json").write_text('{"model_type": "lfm2_vl"}')
+    monkeypatch.setattr(pictures, "load_processor", lambda *_: images)
+    have = prepared(tmp_path, tokenizer, "a<image>b<image>", IMAGES)
+    assert tokenizer(have.text)["input_ids"] == want["input_ids"][0]
+    assert set(have.features) == {"pixel_values"}
 
 
 @pytest.fixture

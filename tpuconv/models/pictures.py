@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from tpuconv.errors import ConfigError, TpuconvError, UsageError, root_cause
 from tpuconv.extras import install_command
 from tpuconv.jsonfile import check
-from tpuconv.models.placeholders import IMAGE, PIECES, PROCESSOR_KEYS, SOUND, MediaItem, Placeholder, placeholder_of
+from tpuconv.models.media_texts import PIECES, MediaItem
+from tpuconv.models.placeholders import IMAGE, PROCESSOR_KEYS, SOUND, Placeholder, placeholder_of
 from tpuconv.sources.config import read_json
 
 T = TypeVar("T")
@@ -25,11 +26,8 @@ Features = dict[str, NDArray[Any]]
 FILES = ("preprocessor_config.json", "processor_config.json")
 """The files that have the settings of an image processor or feature extractor; the second has those of all together."""
 
-COUNTS = (
-    *("num_crops", "num_patches", "num_soft_tokens_per_image", "rows", "cols", "aspect_ratios", PIECES),
-    *("batch_num_images", "image_rows", "image_cols", "grids", "num_patches_per_image"),
-)
-"""What image processors return for the prompt alone, and no model takes."""
+COUNTS = ("num_crops", "num_patches", "num_soft_tokens_per_image", "rows", "cols", "aspect_ratios", PIECES)
+"""Features that image processors return for the prompt alone, and no model takes."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,8 @@ def _written(folder: Path, tokenizer: Any, text: str, kind: str, items: Sequence
         f"{len(items)} {kind}s",
     )
     text = pieces[0] + "".join(new + piece for new, piece in zip(written, pieces[1:], strict=True))
-    return text, {name: _array(values, name) for name, values in features.items() if name not in COUNTS}
+    taken = {name: values for name, values in features.items() if name not in (*COUNTS, *row.spare)}
+    return text, {name: _array(values, name) for name, values in taken.items()}
 
 
 def _token(tokenizer: Any, row: Placeholder, folder: Path, name: str) -> str:
@@ -233,7 +232,8 @@ def _of_soundfile(path: str | Path) -> tuple[NDArray[Any], int]:
 
 
 def _of_images(processor: Any, row: Placeholder, images: Sequence[Any]) -> dict[str, Any]:
-    return _called(lambda: dict(processor(list(images), **row.call)), f"{len(images)} images")
+    given = [list(images)] if row.nested else list(images)
+    return _called(lambda: dict(processor(given, **row.call)), f"{len(images)} images")
 
 
 def _of_sounds(extractor: Any, row: Placeholder, sounds: Sequence[SoundArray]) -> dict[str, Any]:
@@ -241,6 +241,10 @@ def _of_sounds(extractor: Any, row: Placeholder, sounds: Sequence[SoundArray]) -
         rate = extractor.sampling_rate
         return _called(lambda: dict(extractor(list(given), sampling_rate=rate, **row.call)), f"{len(given)} sounds")
 
+    if row.windows:
+        length = int(extractor.sampling_rate * extractor.chunk_length)
+        pieces = [[sound[i : i + length] for i in range(0, max(1, len(sound)), length)] for sound in sounds]
+        return call([piece for each in pieces for piece in each]) | {PIECES: [len(each) for each in pieces]}
     if row.frames is None:
         return call(sounds)
     each = [np.asarray(call([sound])["input_features"])[0] for sound in sounds]  # [mel, frames]
