@@ -8,7 +8,7 @@ from typing import Any
 
 from tpuconv.errors import ConfigError
 
-MASKS = ("feature_attention_mask", "input_features_mask")
+FRAME_MASKS = ("feature_attention_mask", "input_features_mask")
 """Names of the masks of frames that are no padding."""
 SHRINKS = 1.1
 """How far an image must exceed the most patches of LLaVA-OneVision in each direction, to be shrunk."""
@@ -256,7 +256,7 @@ def hunyuan(item: MediaItem) -> str:
 
 def _frames(item: MediaItem) -> int:
     """Returns the frames of a sound, without padding."""
-    mask = next(item.features[name] for name in MASKS if name in item.features)
+    mask = next(item.features[name] for name in FRAME_MASKS if name in item.features)
     pieces = item.features.get(PIECES) or [1] * len(mask)
     first = sum(pieces[: item.index])
     return int(sum(row.sum() for row in mask[first : first + pieces[item.index]]))

@@ -9,7 +9,7 @@ from typing import Any
 from tpuconv.jsonfile import Each, Optional, Range
 from tpuconv.models.media_texts import (
     GEMMA_IMAGE,
-    MASKS,
+    FRAME_MASKS,
     ItemWriter,
     aria,
     by_grid,
@@ -103,7 +103,7 @@ IDEFICS_IMAGE = Placeholder(
 DEEPSEEK_IMAGE = _row(framed("", "", 576, key="num_image_tokens"), image_token="<image_placeholder>")
 GEMMA_TOKENS = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
 MASKED = {"return_attention_mask": True, "padding": "max_length"}
-MASK, INPUT_MASK = ({"attention_mask": name} for name in MASKS)
+MASK, INPUT_MASK = ({"attention_mask": name} for name in FRAME_MASKS)
 WINDOWS = {"return_attention_mask": True}
 
 PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
