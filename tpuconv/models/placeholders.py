@@ -8,8 +8,8 @@ from typing import Any
 
 from tpuconv.jsonfile import Each, Optional, Range
 from tpuconv.models.media_texts import (
-    GEMMA_IMAGE,
     FRAME_MASKS,
+    GEMMA_IMAGE,
     ItemWriter,
     aria,
     by_grid,
