@@ -5,7 +5,10 @@ from contextlib import suppress
 from shlex import quote
 from urllib.parse import unquote, urlsplit
 
-EXTRAS = {"libtpu": "tpu", "lm_eval": "eval", "obstore": "cloud", "ray": "ray", "torch": "hf", "transformers": "hf"}
+EXTRAS = {
+    **{"libtpu": "tpu", "lm_eval": "eval", "obstore": "cloud", "ray": "ray"},
+    **dict.fromkeys(("PIL", "torch", "transformers"), "hf"),
+}
 """The extra that has a module."""
 
 

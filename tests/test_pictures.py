@@ -1,0 +1,417 @@
+"""Prompts with images and sounds against the processors of releases, with tiny tokenizers."""
+
+import json
+import os
+import subprocess
+import sys
+import wave
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers.image_processing_utils import select_best_resolution
+from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.processing_utils import ProcessorMixin
+
+from tpuconv.errors import ConfigError, UsageError
+from tpuconv.models import pictures
+from tpuconv.models.media_texts import best_tiles, unpadded
+from tpuconv.models.pictures import load_image, load_processor, load_sound, prepared
+from tpuconv.models.placeholders import IMAGE, SOUND, placeholder_of
+
+Image = pytest.importorskip("PIL.Image", reason="the image processors of transformers need Pillow")
+
+RNG = np.random.default_rng(0)
+IMAGES = [Image.fromarray(RNG.integers(0, 255, size, dtype=np.uint8)) for size in ((90, 60, 3), (54, 78, 3))]
+SOUNDS = [np.sin(np.arange(int(16_000 * seconds), dtype=np.float32) / 9) for seconds in (0.7, 3.1)]
+
+GRID = {"size": {"shortest_edge": 16 * 28**2, "longest_edge": 64 * 28**2}}
+SQUARE = {"size": {"height": 28, "width": 28}}
+CROPPED = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+PINS = {"image_grid_pinpoints": [[84, 56], [56, 56]]}
+TILED = {"size": {"height": 14, "width": 14}, "max_patches": 4}
+SPLIT = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
+PATCHES = {"size": {"longest_edge": 56}, "patch_size": {"height": 14, "width": 14}}
+LLAVA = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+ONEVISION = {"num_image_tokens": 4, "vision_feature_select_strategy": "full"}
+PIXTRAL = {"patch_size": 7, "spatial_merge_size": 2}
+SEEN_BY_PIXTRAL = {"vision_config": {"model_type": "pixtral"}}
+CASES = {
+    "gemma3": (SQUARE | {"do_pan_and_scan": True}, {"image_seq_length": 4}),
+    "gemma3n": (SQUARE, {"image_seq_length": 4}),
+    "gemma4": ({}, {}),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm46v", "exaone4_5"), (GRID, {})),
+    **dict.fromkeys(("paddleocr_vl", "hyperclovax_vision_v2", "cohere_compass", "cosmos3_edge"), (GRID, {})),
+    "video_llama_3": ({}, {}),
+    "internvl": (TILED, {"image_seq_length": 5}),
+    "qianfan_ocr": (TILED, {"image_seq_length": 5}),
+    "mistral3": (PATCHES, PIXTRAL),
+    "lighton_ocr": (PATCHES, PIXTRAL),
+    "idefics3": (SPLIT, {"image_seq_len": 3}),
+    "idefics3 whole": (SPLIT | {"do_image_splitting": False}, {"image_seq_len": 3}),
+    "smolvlm": (SPLIT, {"image_seq_len": 3}),
+    "llava": (CROPPED, LLAVA),
+    "vipllava": (CROPPED, LLAVA | {"vision_feature_select_strategy": "full"}),
+    "llava_next": (CROPPED | PINS | {"do_pad": False}, LLAVA),
+    "llava_onevision": (PINS | SQUARE, ONEVISION),
+    "llava_onevision shrunk": (PINS | SQUARE, ONEVISION | {"vision_aspect_ratio": "anyres_max_1"}),
+    "aria": ({}, {"size_conversion": {"980": 5}}),
+    "granite_docling": ({}, {"image_seq_len": 3}),
+    "deepseek_vl": (SQUARE, {"num_image_tokens": 4}),
+    "janus": ({}, {"num_image_tokens": 4}),
+    "hunyuan_vl": ({}, {}),
+}
+"""Settings of the image processor and of the whole processor, by type of model."""
+
+ALONE = ("mistral3", "idefics3", "llava_onevision", "llava_onevision shrunk")
+"""Cases that are also run with a single image."""
+
+LONG = [np.tile(SOUNDS[1], 12)]  # 37 s
+HEARD = {
+    **dict.fromkeys(("qwen2_audio", "qwen2_5_omni", "qwen3_omni_moe", "gemma4", "gemma3n"), tuple(SOUNDS)),
+    **dict.fromkeys(("audioflamingo3", "musicflamingo", "glmasr", "qwen3_asr"), tuple(LONG)),  # one sound for a text
+}
+VIDEO = {"image_token": "<i>", "video_token": "<v>", "vision_bos_token": "<b>", "vision_eos_token": "<e>"}
+OMNI = VIDEO | {"audio_bos_token": "<ab>", "audio_eos_token": "<ae>"}
+MORE_TOKENS = {
+    "hunyuan_vl": {"image_token": "<hy>", "image_start_token": "<hs>", "image_end_token": "<he>"},
+    "internvl": {"video_token": "<video>"},
+    "qwen2_5_omni": OMNI,
+    "qwen3_omni_moe": OMNI,
+    "qwen3_asr": {"audio_bos_token": "<ab>", "audio_eos_token": "<ae>"},
+}
+"""Tokens that a processor names beside those of its placeholders."""
+
+
+def tokenizer_of(named: dict[str, str]) -> transformers.PreTrainedTokenizerFast:
+    """A token for each character, and special tokens with names."""
+    characters = Tokenizer(BPE(vocab={chr(i): i for i in range(10, 127)}, merges=[]))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=characters, unk_token="~", pad_token="|", eos_token="}", extra_special_tokens=named
+    )
+
+
+def tokens_of(config: dict) -> dict[str, str]:
+    name, rows = config["model_type"], (placeholder_of(config, kind) for kind in (IMAGE, SOUND))
+    return {key: text for row in rows if row for key, text in row.tokens.items() if text} | MORE_TOKENS.get(name, {})
+
+
+@pytest.fixture
+def processor_class(monkeypatch):
+    """Returns the class of a type's processor. It takes None for parts that need packages which are not installed."""
+    monkeypatch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *a: None)
+
+    def find(name: str):
+        cls = PROCESSOR_MAPPING_NAMES[name]
+        folder = "pixtral" if cls == "PixtralProcessor" else name if cls != "LlavaProcessor" else "llava"
+        folder = "qwen3_vl" if cls == "Qwen3VLProcessor" else folder
+        needs_torchvision = "transformers.models.pixtral.image_processing_pixtral"
+        if folder == "pixtral":
+            monkeypatch.setitem(sys.modules, needs_torchvision, SimpleNamespace(get_resize_output_image_size=None))
+        module = import_module(f"transformers.models.{folder}.processing_{folder}")
+        if name == "smolvlm":  # for the names of numbers in the prompts of videos
+            monkeypatch.setattr(module, "num2words", True)
+        return getattr(module, cls)
+
+    return find
+
+
+def saved(folder: Path, config: dict, part, settings: dict) -> Path:
+    """Writes what a release has beside its weights."""
+    part.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def check_equal(have, want, tokenizer) -> None:
+    assert tokenizer(have.text)["input_ids"] == np.asarray(want["input_ids"][0]).tolist()
+    of_text = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
+    assert set(have.features) == set(want) - of_text
+    for name, array in have.features.items():
+        np.testing.assert_array_equal(array, np.stack([np.asarray(x) for x in want[name]]), name)
+
+
+@pytest.mark.parametrize(("case", "count"), [*((case, 2) for case in CASES), *((case, 1) for case in ALONE)])
+def test_prompts_with_images_are_those_of_the_release(case, count, processor_class, tmp_path):
+    name, (of_images, settings) = case.split()[0], CASES[case]
+    config = {"model_type": name} | (SEEN_BY_PIXTRAL if name == "mistral3" else {})
+    tokenizer = tokenizer_of(tokens_of(config))
+    images = getattr(transformers, IMAGE_PROCESSOR_MAPPING_NAMES[name]["pil"])(**of_images)
+    cls = processor_class(name)
+    parts = dict.fromkeys(cls.get_attributes()) | {"tokenizer": tokenizer, "image_processor": images}
+    processor = cls(**parts, **settings)
+    marker = getattr(tokenizer, placeholder_of(config, IMAGE).marker, None)
+    marker = f"<hs>{marker}<he>" if name == "hunyuan_vl" else marker or processor.image_token
+    text = f"a {marker}b{marker} c" if count == 2 else f"{marker}"
+    want = processor(text=[text], images=[IMAGES[:count]])
+    folder = saved(tmp_path, config, images, settings)
+    check_equal(prepared(folder, tokenizer, text, IMAGES[:count]), want, tokenizer)
+
+
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_tiles_of_llava_next_are_those_of_the_reference(height, width):
+    sizes = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
+    assert best_tiles(height, width, sizes) == tuple(select_best_resolution((height, width), sizes))
+    patches, newlines = LlavaNextProcessor._get_unpadded_features(None, height, width, 4, 4, 2, 3)
+    rows, columns = unpadded(height, width, 8, 12)
+    assert (rows * columns, rows) == (patches, newlines)
+
+
+@pytest.mark.parametrize("name", HEARD)
+def test_prompts_with_sounds_are_those_of_the_release(name, processor_class, tmp_path):
+    config = {"model_type": name}
+    tokenizer = tokenizer_of(tokens_of(config))
+    extractor = getattr(transformers, FEATURE_EXTRACTOR_MAPPING_NAMES.get(name, "WhisperFeatureExtractor"))()
+    cls = processor_class(name)
+    processor = cls(**dict.fromkeys(cls.get_attributes()) | {"tokenizer": tokenizer, "feature_extractor": extractor})
+    marker = processor.audio_token
+    sounds = HEARD[name]
+    text = f"a {marker} b" * len(sounds)
+    want = processor(text=[text], audio=sounds)
+    have = prepared(saved(tmp_path, config, extractor, {}), tokenizer, text, sounds=sounds)
+    check_equal(have, want, tokenizer)
+
+
+def test_voxtral_hears_half_minutes(processor_class, tmp_path):
+    extractor = transformers.WhisperFeatureExtractor(feature_size=128)
+    sounds = [np.tile(SOUNDS[1], 12), SOUNDS[0]]  # 37 s are two pieces
+    cls, call = processor_class("voxtral"), {"padding": True, "truncation": False, "pad_to_multiple_of": 480_000}
+    self = SimpleNamespace(feature_extractor=extractor)
+    want = cls._retrieve_input_features(self, sounds, 3000, sampling_rate=16_000, return_tensors="pt", **call)
+    folder = saved(tmp_path, {"model_type": "voxtral"}, extractor, {})
+    have = prepared(folder, None, "[AUDIO]a[AUDIO]", sounds=sounds)
+    np.testing.assert_array_equal(have.features["input_features"], want)
+    assert have.text == f"[BEGIN_AUDIO]{'[AUDIO]' * 750}a[BEGIN_AUDIO]{'[AUDIO]' * 375}"
+
+
+def test_settings_of_older_releases_are_those_of_the_model(tmp_path):
+    """Their processor_config.json is missing."""
+    clip = {"vision_config": {"model_type": "clip_vision_model", "patch_size": 14}}
+    config = {"model_type": "llava", "vision_feature_select_strategy": "default", **clip}
+    folder = saved(tmp_path, config, transformers.LlavaImageProcessorPil(**CROPPED), {})
+    assert prepared(folder, None, "a <image>", IMAGES[:1]).text == "a " + "<image>" * 4
+    (folder / "config.json").write_text(json.dumps(config | {"vision_feature_select_strategy": "full"}))
+    assert prepared(folder, None, "a <image>", IMAGES[:1]).text == "a " + "<image>" * 5
+    (folder / "config.json").write_text('{"model_type": "llava"}')
+    with pytest.raises(ConfigError, match="has a patch_size"):
+        prepared(folder, None, "a <image>", IMAGES[:1])
+    pixtral = {"vision_config": {"model_type": "pixtral", "patch_size": 7}, "spatial_merge_size": 2}
+    processor = transformers.PixtralImageProcessorPil(**PATCHES)
+    saved(tmp_path, {"model_type": "mistral3"} | pixtral, processor, {})
+    row = "[IMG]" * 3
+    assert prepared(folder, None, "[IMG]", IMAGES[:1]).text == "[IMG_BREAK]".join([row] * 4) + "[IMG_END]"
+
+
+def test_settings_are_read_from_one_file_of_all_parts(tmp_path):
+    """As transformers 5 writes them."""
+    tokenizer = tokenizer_of(tokens_of({"model_type": "gemma3"}))
+    images = transformers.Gemma3ImageProcessorPil(**SQUARE)
+    transformers.Gemma3Processor(images, tokenizer, image_seq_length=3).save_pretrained(tmp_path)
+    assert not (tmp_path / "preprocessor_config.json").exists()
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
+    have = prepared(tmp_path, tokenizer, "<start_of_image>", IMAGES[:1])
+    assert have.text.count("<image_soft_token>") == 3
+    assert have.features["pixel_values"].shape == (1, 3, 28, 28)
+
+
+class Stub:
+    """An image processor that needs torchvision, with what it returns."""
+
+    def __init__(self, **returned):
+        self.returned, self.merge_size = returned, 2
+
+    def __call__(self, images, **_):
+        return dict(self.returned)
+
+    def fetch_images(self, images):
+        return images
+
+
+@pytest.mark.parametrize("ratios", [[(1, 1), (1, 1)], [(2, 3), (1, 2)]])
+def test_tiles_of_llama_4_are_those_of_the_release(ratios, processor_class, tmp_path, monkeypatch):
+    tokenizer = tokenizer_of(tokens_of({"model_type": "llama4"}))
+    images = Stub(pixel_values=torch.ones(9, 3, 56, 56, dtype=torch.bfloat16), aspect_ratios=np.array(ratios))
+    want = processor_class("llama4")(images, tokenizer)(text=["a <|image|> b <|image|>"], images=IMAGES)
+    (tmp_path / "config.json").write_text('{"model_type": "llama4", "vision_config": {"patch_size": 14}}')
+    monkeypatch.setattr(pictures, "load_processor", lambda *_: images)
+    have = prepared(tmp_path, tokenizer, "a <|image|> b <|image|>", IMAGES)
+    assert tokenizer(have.text)["input_ids"] == want["input_ids"][0]
+    assert set(have.features) == {"pixel_values"}
+    assert have.features["pixel_values"].dtype == np.float32
+
+
+def test_placeholders_of_kimi_are_those_of_the_release(processor_class, tmp_path, monkeypatch):
+    tokenizer = tokenizer_of(tokens_of({"model_type": "kimi_k25"}))
+    images = Stub(image_grid_thw=np.array([(1, 4, 6), (1, 2, 8)]), pixel_values=np.zeros((40, 3, 14, 14)))
+    want = processor_class("kimi_k25")(images, tokenizer)(text=["<|media_pad|>a<|media_pad|>"], images=IMAGES)
+    (tmp_path / "config.json").write_text('{"model_type": "kimi_k25"}')
+    monkeypatch.setattr(pictures, "load_processor", lambda *_: images)
+    have = prepared(tmp_path, tokenizer, "<|media_pad|>a<|media_pad|>", IMAGES)
+    check_equal(have, want, tokenizer)
+
+
+def test_tiles_of_lfm2_are_those_of_the_release(processor_class, tmp_path, monkeypatch):
+    tokenizer = tokenizer_of(tokens_of({"model_type": "lfm2_vl"}))
+    sizes = [(48, 64), (32, 80)]
+    images = Stub(image_rows=[2, 1], image_cols=[3, 1], image_sizes=sizes, pixel_values=np.zeros((8, 16, 768)))
+    images.tile_size, images.encoder_patch_size, images.downsample_factor, images.use_thumbnail = 64, 16, 2, True
+    want = processor_class("lfm2_vl")(images, tokenizer)(text=["a<image>b<image>"], images=[IMAGES])
+    (tmp_path / "config.json").write_text('{"model_type": "lfm2_vl"}')
+    monkeypatch.setattr(pictures, "load_processor", lambda *_: images)
+    have = prepared(tmp_path, tokenizer, "a<image>b<image>", IMAGES)
+    assert tokenizer(have.text)["input_ids"] == want["input_ids"][0]
+    assert set(have.features) == {"pixel_values"}
+
+
+@pytest.fixture
+def gemma(tmp_path) -> Path:
+    processor = transformers.Gemma3ImageProcessorPil(**SQUARE)
+    return saved(tmp_path, {"model_type": "gemma3"}, processor, {"image_seq_length": 2})
+
+
+def test_markers_and_images_must_match(gemma):
+    with pytest.raises(UsageError, match="the prompt has 1 markers <start_of_image> for 2 images") as e:
+        prepared(gemma, None, "<start_of_image>", IMAGES)
+    assert "write <start_of_image> once" in e.value.hint
+
+
+def test_a_prompt_without_images_stays_as_it_is(gemma):
+    assert prepared(gemma, None, "<start_of_image>") == pictures.PreparedPrompt("<start_of_image>", {})
+
+
+def test_a_model_without_a_row_is_refused(gemma):
+    (gemma / "config.json").write_text('{"model_type": "fuyu"}')
+    with pytest.raises(UsageError, match="the placeholders that fuyu has for images are not known"):
+        prepared(gemma, None, "", IMAGES)
+
+
+def test_a_folder_without_a_processor_is_refused(gemma):
+    for name in pictures.FILES:
+        (gemma / name).unlink()
+    with pytest.raises(UsageError, match="has no image processor") as e:
+        prepared(gemma, None, "", IMAGES)
+    assert "preprocessor_config.json" in e.value.hint
+
+
+def test_a_processor_that_cannot_be_read_is_refused(gemma):
+    (gemma / "preprocessor_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="the image processor in "):
+        load_processor(gemma, IMAGE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ('{"image_seq_length": 1e9}', "image_seq_length"),
+        ('{"patch_size": 0}', "patch_size"),
+        ("[]", "processor_config"),
+    ],
+)
+def test_settings_that_are_malformed_are_refused(settings, fault, gemma):
+    (gemma / "processor_config.json").write_text(settings)
+    with pytest.raises(ConfigError, match=fault):
+        prepared(gemma, None, "<start_of_image>", IMAGES[:1])
+
+
+def test_images_that_the_processor_cannot_prepare_are_refused(gemma):
+    with pytest.raises(ConfigError, match="the checkpoint's processor cannot prepare 1 images"):
+        prepared(gemma, None, "<start_of_image>", ["no image"])
+
+
+def test_a_processor_that_needs_torchvision_says_so(gemma):
+    (gemma / "preprocessor_config.json").write_text('{"image_processor_type": "Llama4ImageProcessor"}')
+    (gemma / "config.json").write_text('{"model_type": "llama4"}')
+    with pytest.raises(UsageError, match="needs torchvision, which is not installed"):
+        load_processor(gemma, IMAGE)
+
+
+@pytest.mark.slow
+def test_a_torchvision_of_another_torch_is_named(gemma, tmp_path):
+    """In a process of its own, since transformers looks for torchvision once."""
+    package, facts = tmp_path / "torchvision", tmp_path / "torchvision-0.1.dist-info"
+    package.mkdir()
+    (package / "__init__.py").write_text('raise RuntimeError("operator torchvision::nms does not exist")')
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1\n")
+    program = """
+import sys
+from pathlib import Path
+from tpuconv.errors import UsageError
+from tpuconv.models.pictures import load_processor
+try:
+    load_processor(Path(sys.argv[1]), "image")
+except UsageError as e:
+    print(e)
+"""
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-c", program, str(gemma)]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    assert "torchvision cannot be imported" in out.stdout
+    assert "operator torchvision::nms does not exist" in out.stdout
+    assert "uninstall it" in out.stdout
+
+
+@pytest.mark.parametrize("package", ["PIL", "transformers"])
+def test_a_package_that_is_missing_is_named(package, gemma, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UsageError, match=f"{'Pillow' if package == 'PIL' else package} is not installed") as e:
+        load_processor(gemma, IMAGE)
+    assert "[hf]" in e.value.hint
+
+
+def test_images_are_turned_as_the_camera_was_held(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    IMAGES[0].convert("RGBA").save(tmp_path / "a.png", exif=exif)
+    image = load_image(tmp_path / "a.png")
+    assert (image.size, image.mode) == ((90, 60), "RGB")
+    (tmp_path / "b.png").write_bytes(b"no image")
+    with pytest.raises(UsageError, match="cannot be read as an image"):
+        load_image(tmp_path / "b.png")
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_sounds_of_all_widths_are_read(width, channels, tmp_path):
+    samples = np.round(0.5 * np.sin(np.arange(100) / 5), 2)
+    whole = np.round(samples * 2.0 ** (8 * width - 1)).astype(np.int64)
+    raw = (whole + 128).astype(np.uint8) if width == 1 else whole.astype("<i8")
+    data = raw.reshape(-1, 1).view(np.uint8)[:, :width] if width > 1 else raw[:, None]
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setparams((channels, width, 8000, 0, "NONE", ""))
+        silence = np.full_like(data, 128 if width == 1 else 0)
+        file.writeframes(np.hstack([data, silence][:channels]).tobytes())
+    sound = load_sound(tmp_path / "a.wav", 8000)
+    assert sound.dtype == np.float32
+    np.testing.assert_allclose(sound, samples / channels, atol=2.0 ** (1 - 8 * width) + 1e-7)
+
+
+def test_sounds_are_resampled(tmp_path):
+    slow, fast = (np.sin(2 * np.pi * 440 * np.arange(rate) / rate) for rate in (16_000, 44_100))
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setparams((1, 2, 44_100, 0, "NONE", ""))
+        file.writeframes((fast * 30_000).astype("<i2").tobytes())
+    sound = load_sound(tmp_path / "a.wav", 16_000)
+    assert len(sound) == 16_000
+    np.testing.assert_allclose(sound[200:-200], slow[200:-200] * 30_000 / 32_768, atol=2e-3)
+
+
+def test_sounds_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "a.wav").write_bytes(b"no sound")
+    with pytest.raises(UsageError, match="cannot be read as a sound"):
+        load_sound(tmp_path / "a.wav", 16_000)
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    with pytest.raises(UsageError, match="soundfile, which reads others, is not installed"):
+        load_sound(tmp_path / "a.mp3", 16_000)

@@ -1,0 +1,293 @@
+"""The texts that the processors of releases write for an image or a sound: a placeholder for each of its features, and
+tokens that frame them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isqrt, prod, sqrt
+from typing import Any
+
+from tpuconv.errors import ConfigError
+
+FRAME_MASKS = ("feature_attention_mask", "input_features_mask")
+"""Names of the masks of frames that are no padding."""
+SHRINKS = 1.1
+"""How far an image must exceed the most patches of LLaVA-OneVision in each direction, to be shrunk."""
+PIECES = "pieces"
+"""The number of pieces that each sound is cut into."""
+
+
+@dataclass(frozen=True)
+class MediaItem:
+    """One image or sound of a prompt.
+
+    Attributes:
+        index: its number among the images or sounds of the prompt.
+        features: everything that the image processor or feature extractor returned for all of them.
+        extractor: this processor or extractor, which has its settings as attributes.
+        processor: processor_config.json, the settings of the model's whole processor.
+        config: config.json.
+        token: returns a special token by its name.
+    """
+
+    index: int
+    features: Mapping[str, Any]
+    extractor: Any
+    processor: Mapping[str, Any]
+    config: Mapping[str, Any]
+    token: Callable[[str], str]
+
+    def of(self, name: str) -> Any:
+        """Returns this item's value of one of the features."""
+        return self.features[name][self.index]
+
+    def setting(self, name: str, default: Any) -> Any:
+        """Returns a setting of processor_config.json; the default if it is missing or null."""
+        given = self.processor.get(name)
+        return default if given is None else given
+
+    def number(self, name: str, default: int) -> int:
+        """Returns a setting that is a whole number."""
+        return int(self.setting(name, default))
+
+    @property
+    def vision(self) -> Mapping[str, Any]:
+        """The `vision_config` of config.json."""
+        found: Mapping[str, Any] = self.config.get("vision_config") or {}
+        return found
+
+
+ItemWriter = Callable[[MediaItem], str]
+
+
+def by_grid(item: MediaItem) -> str:
+    """A placeholder for each block of merged patches (Qwen-VL and others)."""
+    patches = prod(map(int, item.of("image_grid_thw")))
+    return item.token("image_token") * (patches // int(item.extractor.merge_size) ** 2)
+
+
+def framed(begin: str, end: str, count: int, *, kind: str = "image", key: str = "image_seq_length") -> ItemWriter:
+    """Returns a writer of as many placeholders as the processor's setting `key` says, `count` by default, between two
+    tokens; a name may be empty, and text such as newlines stands around it."""
+
+    def write(item: MediaItem) -> str:
+        return item.token(begin) + item.token(f"{kind}_token") * item.number(key, count) + item.token(end)
+
+    return write
+
+
+def in_paragraph(write: ItemWriter) -> ItemWriter:
+    """Returns a writer that puts what another one writes between blank lines."""
+    return lambda item: f"\n\n{write(item)}\n\n"
+
+
+GEMMA_IMAGE = in_paragraph(framed("boi_token", "eoi_token", 256))
+
+
+def gemma4(item: MediaItem) -> str:
+    """As many placeholders as the image processor pools patches to."""
+    soft = item.token("image_token") * int(item.of("num_soft_tokens_per_image"))
+    return item.token("boi_token") + soft + item.token("eoi_token")
+
+
+def gemma4_sound(item: MediaItem) -> str:
+    """A placeholder for each of the frames that two convolutions with stride 2 leave."""
+    frames = int(item.of("input_features_mask")[::2][::2].sum())
+    return item.token("boa_token") + item.token("audio_token") * frames + item.token("eoa_token")
+
+
+def internvl(item: MediaItem) -> str:
+    """Placeholders of all tiles, one after the other."""
+    tiles = int(item.of("num_patches")) * item.number("image_seq_length", 256)
+    return item.token("start_image_token") + item.token("context_image_token") * tiles + item.token("end_image_token")
+
+
+def _patch(item: MediaItem) -> int:
+    """Returns the pixels of a side of a patch.
+
+    Raises:
+        ConfigError: no file says it.
+    """
+    pixels = item.number("patch_size", item.vision.get("patch_size", 0))
+    if pixels < 1:
+        raise ConfigError("neither processor_config.json nor vision_config of config.json has a patch_size")
+    return pixels
+
+
+def pixtral(item: MediaItem) -> str:
+    """A row of merged patches after the other, each ended by a token."""
+    side = _patch(item) * item.number("spatial_merge_size", item.config.get("spatial_merge_size", 1))
+    h, w = (int(size) // side for size in item.of("image_sizes"))
+    row = item.token("image_token") * w
+    return item.token("image_break_token").join([row] * h) + item.token("image_end_token")
+
+
+def lighton(item: MediaItem) -> str:
+    """A placeholder for each merged patch."""
+    side = _patch(item) * item.number("spatial_merge_size", item.config.get("spatial_merge_size", 2))
+    return item.token("image_token") * prod(int(size) // side for size in item.of("image_sizes"))
+
+
+def idefics3(item: MediaItem) -> str:
+    """Tiles by row and column, then the whole image."""
+    rows, columns = (int(item.features[name][0][item.index]) for name in ("rows", "cols"))  # by prompt
+    around = item.token("fake_image_token")
+    soft = item.token("image_token") * item.number("image_seq_len", 169)
+    text = ""
+    for row in range(1, rows + 1):
+        text += "".join(f"{around}<row_{row}_col_{column}>{soft}" for column in range(1, columns + 1)) + "\n"
+    return (f"{text}\n" if text else "") + f"{around}{item.token('global_image_token')}{soft}{around}"
+
+
+def llama4(item: MediaItem) -> str:
+    """Tiles by row and column with separators, then the whole image."""
+    side = [int(size) // _patch(item) for size in item.features["pixel_values"][0].shape[-2:]]
+    soft = item.token("patch_token") * int(prod(side) * item.setting("pixel_shuffle_ratio", 0.5) ** 2)
+    rows, columns = (int(count) for count in item.of("aspect_ratios"))
+    row = item.token("tile_x_separator_token").join([soft] * columns) + item.token("tile_y_separator_token")
+    tiles = row * rows if rows * columns > 1 else ""
+    begin, end = item.token("start_of_image_token"), item.token("end_of_image_token")
+    return f"{begin}{tiles}{item.token('image_token')}{soft}{end}"
+
+
+def _class_tokens(item: MediaItem) -> int:
+    """Returns how many features an image has beside its patches: a class token, unless it is dropped."""
+    strategy = item.setting("vision_feature_select_strategy", item.config.get("vision_feature_select_strategy"))
+    has_class: int = int(item.vision.get("model_type") in ("clip_vision_model", "intern_vit"))
+    return item.number("num_additional_image_tokens", has_class) - int(strategy == "default")
+
+
+def llava(item: MediaItem) -> str:
+    """A placeholder for each patch."""
+    h, w = (int(size) // _patch(item) for size in item.of("pixel_values").shape[-2:])
+    return item.token("image_token") * (h * w + _class_tokens(item))
+
+
+def llava_next(item: MediaItem) -> str:
+    """Placeholders of the whole image, then of the tiles' patches that show the image, each row ended by one more."""
+    Y, X = map(int, item.features["pixel_values"][0].shape[-2:])
+    h, w = Y // _patch(item), X // _patch(item)
+    height, width = map(int, item.of("image_sizes"))
+    rows, columns = best_tiles(height, width, item.extractor.image_grid_pinpoints)
+    rows, columns = unpadded(height, width, rows // Y * h, columns // X * w)
+    return item.token("image_token") * (h * w + rows * columns + rows + _class_tokens(item))
+
+
+def best_tiles(height: int, width: int, sizes: Any) -> tuple[int, int]:
+    """Returns the size of tiles that shows most pixels of an image, of these the one with least beside it."""
+
+    def shown(size: Any) -> tuple[int, int]:
+        scale = min(size[1] / width, size[0] / height)
+        pixels = min(int(width * scale) * int(height * scale), width * height)
+        return pixels, pixels - size[0] * size[1]
+
+    rows, columns = max(sizes, key=shown)
+    return int(rows), int(columns)
+
+
+def unpadded(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
+    """Returns rows and columns of patches that show an image, whose tiles have padding on two sides."""
+    if width / height > columns / rows:
+        return rows - (rows - int(round(height * (columns / width), 7))) // 2 * 2, columns
+    return rows, columns - (columns - int(round(width * (rows / height), 7))) // 2 * 2
+
+
+def onevision(item: MediaItem) -> str:
+    """One image as in `llava_next`, where a large one is shrunk; of each of several images all patches and an end."""
+    count = item.number("num_image_tokens", 729)
+    if len(item.features["image_sizes"]) > 1:
+        return item.token("image_token") * (count + 1 + _class_tokens(item))
+    Y, X = map(int, item.features["pixel_values"][0].shape[-2:])
+    side = isqrt(count)
+    height, width = map(int, item.of("image_sizes"))
+    rows, columns = best_tiles(height, width, item.extractor.image_grid_pinpoints)
+    rows, columns = unpadded(height, width, rows // Y * side, columns // X * side)
+    most = str(item.setting("vision_aspect_ratio", item.config.get("vision_aspect_ratio", "anyres_max_9")))
+    ratio = sqrt(rows * columns / (int(most.removeprefix("anyres_max_")) * side**2))
+    if ratio > SHRINKS:
+        rows, columns = int(rows // ratio), int(columns // ratio)
+    return item.token("image_token") * (count + rows * columns + rows + _class_tokens(item))
+
+
+def aria(item: MediaItem) -> str:
+    """As many placeholders as queries that the projector has for an image of this size."""
+    size = int(item.features["pixel_values"].shape[2])
+    queries = item.setting("size_conversion", {"490": 128, "980": 256})[str(size)]
+    return item.token("image_token") * (int(item.features["num_crops"]) * int(queries))
+
+
+def granite_docling(item: MediaItem) -> str:
+    """Tiles by row and column, then the whole image if there is more than one."""
+    rows, columns = (int(item.features[name][0][item.index]) for name in ("rows", "cols"))  # by prompt
+    fine = 4 if "tile_fine_mask" in item.features else 1
+    soft = item.token("image_token") * (item.number("image_seq_len", 64) * fine)
+    around = item.token("fake_image_token")
+    text = ""
+    for row in range(1, rows + 1):
+        text += "".join(f"{around}<row_{row}_col_{column}>{soft}" for column in range(1, columns + 1)) + "\n"
+    return text + (f"\n{around}{item.token('global_image_token')}{soft}{around}" if rows * columns > 1 else "")
+
+
+def lfm2(item: MediaItem) -> str:
+    """Tiles by row and column, then the whole image, each with a placeholder for a block of merged patches."""
+    rows, columns, extractor = int(item.of("image_rows")), int(item.of("image_cols")), item.extractor
+
+    def soft(*sizes: int) -> str:
+        patches = (int(size) // int(extractor.encoder_patch_size) for size in sizes)
+        return item.token("image_token") * prod(-(-count // int(extractor.downsample_factor)) for count in patches)
+
+    text = ""
+    if rows > 1 or columns > 1:
+        tile = soft(extractor.tile_size, extractor.tile_size)
+        places = ((row, column) for row in range(1, rows + 1) for column in range(1, columns + 1))
+        text = "".join(f"<|img_row_{row}_col_{column}|>{tile}" for row, column in places)
+        if extractor.use_thumbnail:
+            text += item.token("image_thumbnail_token") + soft(*item.of("image_sizes"))
+    else:
+        text = soft(*item.of("image_sizes"))
+    return item.token("image_start_token") + text + item.token("image_end_token")
+
+
+def hunyuan(item: MediaItem) -> str:
+    """A placeholder for each block of merged patches and for the end of each row, and two around them."""
+    side = int(item.extractor.merge_size * item.extractor.spatial_patch_size)
+    _, h, w = (int(size) // side for size in item.of("image_grid_thw"))
+    return item.token("image_token") * (h * (w + 1) + 2 * item.number("cat_extra_token", True))
+
+
+def _frames(item: MediaItem) -> int:
+    """Returns the frames of a sound, without padding."""
+    mask = next(item.features[name] for name in FRAME_MASKS if name in item.features)
+    pieces = item.features.get(PIECES) or [1] * len(mask)
+    first = sum(pieces[: item.index])
+    return int(sum(row.sum() for row in mask[first : first + pieces[item.index]]))
+
+
+def qwen2_sound(item: MediaItem) -> str:
+    """A placeholder for 40 ms: a convolution with stride 2, then the mean of two."""
+    return item.token("audio_token") * (((_frames(item) - 1) // 2 + 1 - 2) // 2 + 1)
+
+
+def musicflamingo(item: MediaItem) -> str:
+    """The placeholders of Qwen2's audio tower between two tokens."""
+    return item.token("audio_bos_token") + qwen2_sound(item) + item.token("audio_eos_token")
+
+
+def glm_sound(item: MediaItem) -> str:
+    """A placeholder for four of what a convolution with stride 2 leaves."""
+    return item.token("audio_token") * (((_frames(item) - 1) // 2 + 1) // 4)
+
+
+def qwen3_sound(item: MediaItem) -> str:
+    """Thirteen placeholders for each whole chunk of a second, and what three convolutions with stride 2 leave of the
+    rest."""
+    audio = (item.config.get("thinker_config") or item.config).get("audio_config") or {}
+    size = 2 * item.number("n_window", audio.get("n_window", 50))
+    chunks, rest = divmod(_frames(item), size)
+    for _ in range(3):
+        rest = (rest - 1) // 2 + 1
+    return item.token("audio_token") * (13 * chunks + rest)
+
+
+def voxtral(item: MediaItem) -> str:
+    """375 placeholders for each half minute, silence included."""
+    return item.token("begin_audio_token") + item.token("audio_token") * (375 * int(item.of(PIECES)))

@@ -1,0 +1,213 @@
+"""How each type of model writes an image or a sound. A prompt has a marker for each; instead of it the text has
+placeholders. transformers' processors of many models do not load without torchvision, which their videos need; this
+table does."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpuconv.jsonfile import Each, Optional, Range
+from tpuconv.models.media_texts import (
+    FRAME_MASKS,
+    GEMMA_IMAGE,
+    ItemWriter,
+    aria,
+    by_grid,
+    framed,
+    gemma4,
+    gemma4_sound,
+    glm_sound,
+    granite_docling,
+    hunyuan,
+    idefics3,
+    in_paragraph,
+    internvl,
+    lfm2,
+    lighton,
+    llama4,
+    llava,
+    llava_next,
+    musicflamingo,
+    onevision,
+    pixtral,
+    qwen2_sound,
+    qwen3_sound,
+    voxtral,
+)
+
+IMAGE, SOUND = "image", "sound"
+
+FEW, NONE_OR_FEW = Optional((Range(1, 1 << 20), None)), Optional((Range(0, 1 << 20), None))
+PROCESSOR_KEYS = {
+    **dict.fromkeys(("image_seq_length", "image_seq_len", "num_image_tokens", "audio_seq_length"), FEW),
+    **dict.fromkeys(("patch_size", "spatial_merge_size", "n_window"), FEW),
+    "num_additional_image_tokens": NONE_OR_FEW,
+    "vision_feature_select_strategy": Optional((str, None)),
+    "vision_aspect_ratio": Optional((str, None)),
+    "size_conversion": Optional((Each(Range(1, 1 << 20)), None)),
+    "pixel_shuffle_ratio": Optional((float, None)),
+    "cat_extra_token": Optional((bool, None)),
+}
+"""The schema of processor_config.json: only these keys are read."""
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """How one kind of image or sound is written.
+
+    Attributes:
+        write: returns the text that stands in place of the marker.
+        tokens: the special tokens that it is made of, unless the tokenizer gives another one under the same name. The
+            first is the marker.
+        call: arguments of the image processor or feature extractor, which go before its settings.
+        renamed: features that the model takes under another name.
+        frames: the features of a sound are cut into pieces of so many frames; None where they are not.
+        windows: sounds are cut before into pieces as long as the feature extractor takes.
+        spare: features that no model takes, beside those of all rows.
+        nested: the image processor is given the images of a prompt as one of several lists.
+    """
+
+    write: ItemWriter
+    tokens: Mapping[str, str]
+    call: Mapping[str, Any] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    frames: int | None = None
+    windows: bool = False
+    spare: tuple[str, ...] = ()
+    nested: bool = False
+
+    @property
+    def marker(self) -> str:
+        """The name of the token that stands for an image or sound in a prompt."""
+        return next(iter(self.tokens))
+
+
+def _row(write: ItemWriter, **tokens: str) -> Placeholder:
+    return Placeholder(write, tokens)
+
+
+QWEN_IMAGE = _row(by_grid, image_token="<|image_pad|>")
+GLM_IMAGE = _row(by_grid, image_token="<|image|>")
+LLAVA_TOKEN = {"image_token": "<image>"}
+PIXTRAL_TOKENS = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+INTERNVL_TOKENS = {
+    "context_image_token": "<IMG_CONTEXT>",
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+}
+IDEFICS_IMAGE = Placeholder(
+    idefics3,
+    LLAVA_TOKEN | {"fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>"},
+    call={"return_row_col_info": True},
+)
+DEEPSEEK_IMAGE = _row(framed("", "", 576, key="num_image_tokens"), image_token="<image_placeholder>")
+GEMMA_TOKENS = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+MASKED = {"return_attention_mask": True, "padding": "max_length"}
+MASK, INPUT_MASK = ({"attention_mask": name} for name in FRAME_MASKS)
+WINDOWS = {"return_attention_mask": True}
+
+PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
+    ("gemma3", IMAGE): Placeholder(
+        GEMMA_IMAGE,
+        {"boi_token": GEMMA_TOKENS["boi_token"]} | GEMMA_TOKENS,
+        call={"do_convert_rgb": True, "do_pan_and_scan": False},
+    ),
+    ("gemma3n", IMAGE): Placeholder(GEMMA_IMAGE, GEMMA_TOKENS),
+    ("gemma3n", SOUND): _row(
+        in_paragraph(framed("boa_token", "eoa_token", 188, kind="audio", key="audio_seq_length")),
+        audio_token="<audio_soft_token>",
+        boa_token="<start_of_audio>",
+        eoa_token="<end_of_audio>",
+    ),
+    ("gemma4", IMAGE): _row(gemma4, image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>"),
+    ("gemma4", SOUND): _row(gemma4_sound, audio_token="<|audio|>", boa_token="<|audio>", eoa_token="<audio|>"),
+    **{
+        (name, IMAGE): QWEN_IMAGE
+        for name in (
+            *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
+            *("qwen3_omni_moe", "exaone4_5", "hyperclovax_vision_v2", "video_llama_3", "cosmos3_edge"),
+        )
+    },
+    ("qwen2_5_omni", IMAGE): _row(by_grid, image_token="<|IMAGE|>"),
+    ("qwen2_5_omni", SOUND): Placeholder(qwen2_sound, {"audio_token": "<|AUDIO|>"}, MASKED, MASK),
+    ("qwen2_audio", SOUND): Placeholder(qwen2_sound, {"audio_token": "<|AUDIO|>"}, MASKED, MASK),
+    ("qwen3_omni_moe", SOUND): Placeholder(
+        qwen3_sound,
+        {"audio_token": "<|audio_pad|>"},
+        {"return_attention_mask": True, "padding": True, "truncation": False},
+        MASK,
+    ),
+    ("qwen3_asr", SOUND): Placeholder(
+        qwen3_sound, {"audio_token": "<|audio_pad|>"}, {"return_attention_mask": True, "padding": True}, INPUT_MASK
+    ),
+    ("audioflamingo3", SOUND): Placeholder(qwen2_sound, {"audio_token": "<sound>"}, WINDOWS, INPUT_MASK, windows=True),
+    ("musicflamingo", SOUND): Placeholder(
+        musicflamingo,
+        {"audio_token": "<sound>", "audio_bos_token": "<|sound_bos|>", "audio_eos_token": "<|sound_eos|>"},
+        WINDOWS,
+        INPUT_MASK,
+        windows=True,
+    ),
+    ("glmasr", SOUND): Placeholder(glm_sound, {"audio_token": "<|pad|>"}, WINDOWS, INPUT_MASK, windows=True),
+    **{(name, IMAGE): GLM_IMAGE for name in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glm5_next")},
+    ("cohere_compass", IMAGE): _row(by_grid, image_token="<|IMAGE_PAD|>"),
+    ("paddleocr_vl", IMAGE): _row(by_grid, image_token="<|IMAGE_PLACEHOLDER|>"),
+    ("kimi_k25", IMAGE): _row(by_grid, image_token="<|media_pad|>"),
+    ("hunyuan_vl", IMAGE): _row(hunyuan, image_token=""),
+    ("llava", IMAGE): Placeholder(llava, LLAVA_TOKEN),
+    ("vipllava", IMAGE): Placeholder(llava, LLAVA_TOKEN),
+    ("llava_next", IMAGE): Placeholder(llava_next, LLAVA_TOKEN, call={"do_pad": True}),
+    ("llava_onevision", IMAGE): Placeholder(onevision, LLAVA_TOKEN, nested=True),
+    ("aria", IMAGE): Placeholder(aria, {"image_token": "<|img|>"}, call={"max_image_size": 980, "split_image": False}),
+    ("granite_docling", IMAGE): Placeholder(granite_docling, IDEFICS_IMAGE.tokens),
+    ("lfm2_vl", IMAGE): Placeholder(
+        lfm2,
+        LLAVA_TOKEN
+        | {"image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}
+        | {"image_thumbnail_token": "<|img_thumbnail|>"},
+        call={"return_row_col_info": True},
+        spare=("image_rows", "image_cols", "image_sizes"),
+    ),
+    ("pixtral", IMAGE): Placeholder(pixtral, PIXTRAL_TOKENS),
+    ("lighton_ocr", IMAGE): Placeholder(lighton, PIXTRAL_TOKENS, call={"do_pad": True}),
+    ("internvl", IMAGE): Placeholder(internvl, INTERNVL_TOKENS, call={"crop_to_patches": True}),
+    ("qianfan_ocr", IMAGE): Placeholder(
+        internvl, {"image_placeholder_token": "<image>"} | INTERNVL_TOKENS, call={"crop_to_patches": True}
+    ),
+    ("idefics3", IMAGE): IDEFICS_IMAGE,
+    ("smolvlm", IMAGE): IDEFICS_IMAGE,
+    ("llama4", IMAGE): Placeholder(
+        llama4,
+        {
+            **{"image_token": "<|image|>", "patch_token": "<|patch|>"},
+            **{"start_of_image_token": "<|image_start|>", "end_of_image_token": "<|image_end|>"},
+            "tile_x_separator_token": "<|tile_x_separator|>",
+            "tile_y_separator_token": "<|tile_y_separator|>",
+        },
+        call={"return_tensors": "pt"},  # otherwise tiles are not one after the other
+    ),
+    ("deepseek_vl", IMAGE): DEEPSEEK_IMAGE,
+    ("deepseek_vl_hybrid", IMAGE): DEEPSEEK_IMAGE,
+    ("janus", IMAGE): _row(
+        framed("boi_token", "eoi_token", 576, key="num_image_tokens"),
+        image_token="<image_placeholder>",
+        boi_token="<begin_of_image>",
+        eoi_token="<end_of_image>",
+    ),
+    ("voxtral", SOUND): Placeholder(
+        voxtral,
+        {"audio_token": "[AUDIO]", "begin_audio_token": "[BEGIN_AUDIO]"},
+        {"padding": True, "truncation": False, "pad_to_multiple_of": 480_000},
+        frames=3000,
+    ),
+}
+"""By type of model, and image or sound."""
+
+
+def placeholder_of(config: Mapping[str, Any], kind: str) -> Placeholder | None:
+    """Returns how a model writes an image or a sound, by its config.json; None if that is not known. Models that see
+    through Pixtral write images as it does, except LightOnOCR, which writes no ends of rows."""
+    name, vision = config.get("model_type"), config.get("vision_config") or {}
+    if kind == IMAGE and vision.get("model_type") == "pixtral" and name != "lighton_ocr":
+        name = "pixtral"
+    return PLACEHOLDERS.get((str(name), kind))
