@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import UsageError
@@ -139,11 +141,15 @@ def generator(asked: GeneratorRequest) -> "TextGenerator":
     with tokenizer_folder(manifest) as folder:
         tokenizer = load_tokenizer(folder)
         ends = end_tokens(folder, tokenizer)
+    kept = ExitStack()  # the files of processors, while the generator lives
+    processors = cache(lambda: kept.enter_context(tokenizer_folder(manifest))) if manifest.parts else None
     if asked.before_reading is not None:
-        asked.before_reading(PromptEncoder(tokenizer, context_of(model_config(manifest))))
+        asked.before_reading(PromptEncoder(tokenizer, context_of(model_config(manifest)), processors))
     model = load_on_all_devices(manifest.folder, mtp=asked.speculate)
     manifest.check_current()  # the tokenizer was read from the same checkpoint
-    return TextGenerator(model, tokenizer, ends, sampling, asked.cache_dtype, speculate=asked.speculate)
+    return TextGenerator(
+        model, tokenizer, ends, sampling, asked.cache_dtype, speculate=asked.speculate, folder=processors
+    )
 
 
 @dataclass(eq=False, repr=False)

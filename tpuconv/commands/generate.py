@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     "Generate text.",
     'tpuconv generate --prompt "Once upon a time"',
     'tpuconv generate Qwen3-8B-orbax --chat --system "Be brief." --prompt "What is a TPU?"',
+    'tpuconv generate gemma-3-4b-it-orbax --chat --image cat.png --prompt "What is this?"',
     'tpuconv generate Qwen3-8B-orbax --prompt "def fibonacci(n):" --temperature 0.7 --top-p 0.9 --seed 1',
 )
 @options.ckpt
@@ -40,6 +41,20 @@ if TYPE_CHECKING:
     help="The text to continue; - reads it from standard input. May be repeated; all texts run in one batch.",
 )
 @click.option("--prompt-file", type=File(exists=True, dir_okay=False), help="A text file with one prompt per line.")
+@click.option(
+    "--image",
+    "images",
+    type=File(exists=True, dir_okay=False),
+    multiple=True,
+    help="An image that the prompt is about; may be repeated. The checkpoint must have the part that sees.",
+)
+@click.option(
+    "--sound",
+    "sounds",
+    type=File(exists=True, dir_okay=False),
+    multiple=True,
+    help="A sound that the prompt is about, as a WAV file; may be repeated.",
+)
 @click.option("--chat", is_flag=True, help="Format each prompt as a user message with the chat template of the model.")
 @click.option("--system", type=Prompt(), help="The system message of the chat.")
 @click.option(
@@ -71,6 +86,8 @@ def generate(
     ckpt: Location | None,
     prompts: tuple[str, ...],
     prompt_file: Path | None,
+    images: tuple[Path, ...],
+    sounds: tuple[Path, ...],
     chat: bool,
     system: str | None,
     stop: tuple[str, ...],
@@ -86,12 +103,21 @@ def generate(
         raise UsageError("--prompt - reads the input of each process", hint="give --prompt TEXT or --prompt-file")
     options.require_mode("--chat", chat, "system")
     texts = _all_prompts(prompts, prompt_file)
+    media: dict[str, Any] = {"images": images, "sounds": sounds}
+    if (images or sounds) and texts[1:]:
+        raise UsageError("--image and --sound go with one prompt", hint="run the command once for each prompt")
+    if (images or sounds) and speculate:
+        raise UsageError("--speculate drafts for text alone", hint="leave it out with --image and --sound")
     with all_processes(distributed):
         folder = chosen_checkpoint(ckpt, "Generating with", quiet=as_json, own=True)
         check_address_space_for_jax()
 
         def check_prompts(encoder: "PromptEncoder") -> None:
-            encoder.check_lengths(encoder.encode(texts, chat=chat, system=system), max_new_tokens)
+            if images or sounds:
+                ids = [encoder.encode_with(texts[0], images, sounds, chat=chat, system=system)[0]]
+            else:
+                ids = encoder.encode(texts, chat=chat, system=system)
+            encoder.check_lengths(ids, max_new_tokens)
             if encoder.has_chat_template and not chat and not as_json:
                 say("The model has a chat template: --chat formats the prompt with it.", err=True)
 
@@ -99,7 +125,8 @@ def generate(
         streams = not as_json and len(texts) == 1
         times = [time.monotonic()]
         outputs: Sequence[Completion] = ()
-        for new, completions in generator.stream(texts, max_new_tokens, chat=chat, system=system, stop=stop, seed=seed):
+        asked = {"chat": chat, "system": system, "stop": stop, "seed": seed, **media}
+        for new, completions in generator.stream(texts, max_new_tokens, **asked):
             if streams and not chat and not outputs:
                 say(plain(texts[0], "\n\t"), nl=False)
             outputs = completions

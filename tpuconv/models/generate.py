@@ -253,8 +253,12 @@ class Generator:
 
     def cache_shapes(self, batch: int, length: int) -> Cache:
         """Returns a cache with shapes instead of arrays."""
-        shapes: Cache = jax.eval_shape(lambda: self.model.init_cache(batch, length, self.cache_dtype))
+        shapes: Cache = jax.eval_shape(lambda: self._new_cache(batch, length))
         return shapes
+
+    def _new_cache(self, batch: int, length: int) -> Cache:
+        """Returns an empty cache. Generators of other caches override this."""
+        return self.model.init_cache(batch, length, self.cache_dtype)
 
     def _cache_shardings(self, cache: Cache) -> Any:
         return (
@@ -268,7 +272,7 @@ class Generator:
 
     def _empty(self, batch: int, length: int) -> Any:
         formats = self.decode(batch, length).input_formats[0][2]
-        make = jax.jit(lambda: self.model.init_cache(batch, length, self.cache_dtype), out_shardings=formats)
+        make = jax.jit(lambda: self._new_cache(batch, length), out_shardings=formats)
         with self._on_mesh():
             return make.lower().compile(self.options)
 
@@ -296,7 +300,7 @@ class Generator:
             The next token [B] of each prompt, and the cache.
         """
         batch, tokens = ids_BT.shape
-        chunk = prefill_chunk(batch, tokens)
+        chunk = self.chunk(batch, tokens)
         more = -tokens % chunk  # pads the first chunk on the left, so that all chunks have one shape
         ids_BT, mask_BT = (np.pad(array, ((0, 0), (more, 0))) for array in (ids_BT, mask_BT))
         ids_BT = np.pad(ids_BT, ((0, 0), (0, self.ids_ahead)), constant_values=ENDED)
@@ -309,7 +313,11 @@ class Generator:
 
     def slots(self, batch: int, tokens: int, new_tokens: int) -> int:
         """Returns the `length` of the cache for prompts of `tokens` tokens and `new_tokens` after them."""
-        return tokens + -tokens % prefill_chunk(batch, tokens) + new_tokens
+        return tokens + -tokens % self.chunk(batch, tokens) + new_tokens
+
+    def chunk(self, batch: int, tokens: int) -> int:
+        """Returns the tokens of each sequence in one prefill step."""
+        return prefill_chunk(batch, tokens)
 
     def __call__(
         self,

@@ -48,16 +48,16 @@ def prepared(
     tokenizer: Any,
     text: str,
     images: Sequence[Any] = (),
-    sounds: Sequence[SoundArray] = (),
+    sounds: Sequence[Any] = (),
 ) -> PreparedPrompt:
     """Returns a prompt with its images and sounds, as the processor of the release prepares it.
 
     Args:
         folder: a local folder with config.json and the settings of the processor.
         tokenizer: names the special tokens; see `load_tokenizer`.
-        text: with a marker for each image and sound, such as a chat template writes.
-        images: see `load_image`.
-        sounds: see `load_sound`.
+        text: with a marker for each image and sound, such as a chat template writes; without any they stand before it.
+        images: files, see `load_image`, or images of Pillow.
+        sounds: files, see `load_sound`, or samples from -1 to 1 at the rate of the model.
 
     Raises:
         UsageError: markers and images do not match, a package or file of the processor is missing, or how the model
@@ -82,13 +82,19 @@ def _written(folder: Path, tokenizer: Any, text: str, kind: str, items: Sequence
             hint="prepare ids and features with the processor of the release, and give both to the model",
         )
     extractor = load_processor(folder, kind)
-    returned = (_of_images if kind == IMAGE else _of_sounds)(extractor, row, items)
+    if kind == IMAGE:
+        returned = _of_images(extractor, row, [load_image(x) if isinstance(x, str | Path) else x for x in items])
+    else:
+        rate = extractor.sampling_rate
+        returned = _of_sounds(extractor, row, [load_sound(x, rate) if isinstance(x, str | Path) else x for x in items])
     features = {row.renamed.get(name, name): values for name, values in returned.items()}
     together = folder / FILES[1]
     settings = read_json(together, ConfigError) if together.exists() else {}
     check(settings, PROCESSOR_KEYS, str(together), ConfigError)
     token = partial(_token, tokenizer, row, folder)
-    pieces = text.split(marker := token(row.marker))
+    marker = token(row.marker)
+    before, after = row.frame
+    pieces = (text if marker in text else f"{before}{marker}{after}" * len(items) + text).split(marker)
     if len(pieces) - 1 != len(items):
         raise UsageError(
             f"the prompt has {len(pieces) - 1} markers {marker} for {len(items)} {kind}s",

@@ -65,6 +65,7 @@ class Placeholder:
         windows: sounds are cut before into pieces as long as the feature extractor takes.
         spare: features that no model takes, beside those of all rows.
         nested: the image processor is given the images of a prompt as one of several lists.
+        frame: what chat templates write before and after the marker; a prompt without markers gets it too.
     """
 
     write: ItemWriter
@@ -75,6 +76,7 @@ class Placeholder:
     windows: bool = False
     spare: tuple[str, ...] = ()
     nested: bool = False
+    frame: tuple[str, str] = ("", "")
 
     @property
     def marker(self) -> str:
@@ -86,8 +88,8 @@ def _row(write: ItemWriter, **tokens: str) -> Placeholder:
     return Placeholder(write, tokens)
 
 
-QWEN_IMAGE = _row(by_grid, image_token="<|image_pad|>")
-GLM_IMAGE = _row(by_grid, image_token="<|image|>")
+QWEN_IMAGE = Placeholder(by_grid, {"image_token": "<|image_pad|>"}, frame=("<|vision_start|>", "<|vision_end|>"))
+GLM_IMAGE = Placeholder(by_grid, {"image_token": "<|image|>"}, frame=("<|begin_of_image|>", "<|end_of_image|>"))
 LLAVA_TOKEN = {"image_token": "<image>"}
 PIXTRAL_TOKENS = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 INTERNVL_TOKENS = {

@@ -1,15 +1,19 @@
 """Text generation: a model with its tokenizer."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.typing import DTypeLike
 
 from tpuconv.errors import UsageError
 from tpuconv.models.common.config import context_of
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.generate import ENDED, NOTHING_TO_DO, Generator, Sampling
+from tpuconv.models.seeing import SeeingGenerator
 from tpuconv.models.speculate import Speculator
 
 INCOMPLETE = "\ufffd"
@@ -44,10 +48,13 @@ class PromptEncoder:
     Attributes:
         tokenizer: a tokenizer from `tpuconv.models.tokenizer.load_tokenizer`.
         context: how many tokens a sequence of the model may have.
+        folder: makes the local folder with the files of the processors of images and sounds; None of a model that has
+            the text alone.
     """
 
     tokenizer: Any
     context: int
+    folder: Callable[[], Path] | None = None
 
     @property
     def has_chat_template(self) -> bool:
@@ -72,20 +79,60 @@ class PromptEncoder:
             if system is not None:
                 raise UsageError("a system prompt needs a chat template", hint="add `chat=True`")
             return [list(self.tokenizer(prompt)["input_ids"]) for prompt in prompts]
+        texts = [self._in_chat(prompt, system) for prompt in prompts]
+        return [list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+
+    def _in_chat(self, content: Any, system: str | None) -> str:
+        """Returns the text of a conversation whose user's message has this content.
+
+        Raises:
+            UsageError: the tokenizer has no chat template, or it fails.
+        """
         if not self.has_chat_template:
             raise UsageError("the tokenizer has no chat template", hint="leave `chat=` out")
         begin = [] if system is None else [{"role": "system", "content": system}]
-        texts = []
-        for prompt in prompts:
-            messages = [*begin, {"role": "user", "content": prompt}]
-            try:
-                texts.append(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-            except Exception as e:  # the template is a program, and may raise any exception
-                raise UsageError(
-                    f"the chat template cannot be used: {type(e).__name__}: {str(e)[:300]}",
-                    hint="leave `system=` out: some templates refuse it" if system is not None else "leave `chat=` out",
-                ) from e
-        return [list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+        messages = [*begin, {"role": "user", "content": content}]
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        except Exception as e:  # the template is a program, and may raise any exception
+            raise UsageError(
+                f"the chat template cannot be used: {type(e).__name__}: {str(e)[:300]}",
+                hint="leave `system=` out: some templates refuse it" if system is not None else "leave `chat=` out",
+            ) from e
+
+    def encode_with(
+        self,
+        prompt: str,
+        images: Sequence[Any] = (),
+        sounds: Sequence[Any] = (),
+        *,
+        chat: bool = False,
+        system: str | None = None,
+    ) -> tuple[list[int], Mapping[str, np.ndarray]]:
+        """Returns the token ids of a prompt with images and sounds, and their features as `Decoder.see` takes them.
+
+        Args:
+            prompt: the text. It may have a marker of the model where each image or sound is to stand, such as
+                "<start_of_image>"; without any they stand before the text.
+            images: files, or images of Pillow.
+            sounds: files, or samples from -1 to 1 at the rate of the model.
+            chat, system: as of `encode`.
+
+        Raises:
+            UsageError: the checkpoint has the text model alone, or see `encode` and `tpuconv.models.pictures.prepared`.
+        """
+        if self.folder is None:
+            raise UsageError(
+                "this checkpoint has no part that sees or hears",
+                hint="convert the whole model: leave out `text_only=`",
+            )
+        from tpuconv.models.pictures import prepared
+
+        if chat:
+            kinds = [{"type": "image"}] * len(images) + [{"type": "audio"}] * len(sounds)
+            prompt = self._in_chat([*kinds, {"type": "text", "text": prompt}], system)
+        found = prepared(self.folder(), self.tokenizer, prompt, images, sounds)
+        return list(self.tokenizer(found.text, add_special_tokens=not chat)["input_ids"]), found.features
 
     def check_lengths(self, ids: Sequence[Sequence[int]], max_new_tokens: int, width: int = 0) -> None:
         """Checks the token ids of prompts, which may be padded to `width`.
@@ -119,6 +166,7 @@ class TextGenerator:
         sampling: how the next token is chosen; by default the most likely one.
         cache_dtype: of keys and values; None for the model's dtype.
         speculate: draft tokens with the model's module for multi-token prediction; see `Speculator`.
+        folder: as of `PromptEncoder`.
 
     Raises:
         UsageError: `speculate` is asked for with a temperature, or with a model without that module.
@@ -133,10 +181,17 @@ class TextGenerator:
         cache_dtype: DTypeLike | None = None,
         *,
         speculate: bool = False,
+        folder: Callable[[], Path] | None = None,
     ):
         self.generator = (Speculator if speculate else Generator)(model, sampling, cache_dtype)
+        self._options = model, sampling, cache_dtype
         self.tokenizer, self.ends = tokenizer, frozenset(ends)
-        self.encoder = PromptEncoder(tokenizer, context_of(model.config))
+        self.encoder = PromptEncoder(tokenizer, context_of(model.config), folder)
+
+    @cached_property
+    def seeing(self) -> SeeingGenerator:
+        """The generator of prompts with images and sounds. Drafts are for text alone."""
+        return SeeingGenerator(*self._options)
 
     @property
     def accepted_share(self) -> float | None:
@@ -161,6 +216,8 @@ class TextGenerator:
         system: str | None = None,
         stop: Collection[str] = (),
         seed: int = 0,
+        images: Sequence[Any] = (),
+        sounds: Sequence[Any] = (),
     ) -> Iterator[tuple[list[str], list[Completion]]]:
         """Generates text. Yields, after each token, the new text of each prompt and all completions so far. Text that
         may be the beginning of a stop string, or that ends in an incomplete character, is held back. The completions
@@ -171,12 +228,19 @@ class TextGenerator:
             max_new_tokens: stop after this number of tokens.
             stop: strings that end a text; they may have special tokens, such as "<|im_end|>".
             seed: for sampling.
+            images, sounds: of a single prompt; see `PromptEncoder.encode_with`.
 
         Raises:
             UsageError: see `encode`; or a prompt has no tokens, or prompt and new tokens exceed the model's context.
         """
-        ids = self.encode(prompts, chat=chat, system=system)
-        yield from self.stream_ids(prompts, ids, max_new_tokens, stop=stop, seed=seed)
+        if not images and not sounds:
+            ids = self.encode(prompts, chat=chat, system=system)
+            yield from self.stream_ids(prompts, ids, max_new_tokens, stop=stop, seed=seed)
+            return
+        if len(prompts) != 1:
+            raise UsageError("images and sounds go with one prompt", hint="give one prompt at a time")
+        prompt_ids, features = self.encoder.encode_with(prompts[0], images, sounds, chat=chat, system=system)
+        yield from self.stream_ids(prompts, [prompt_ids], max_new_tokens, stop=stop, seed=seed, features=features)
 
     def stream_ids(
         self,
@@ -187,11 +251,14 @@ class TextGenerator:
         stop: Collection[str] = (),
         seed: int = 0,
         width: int = 0,
+        features: Mapping[str, np.ndarray] | None = None,
     ) -> Iterator[tuple[list[str], list[Completion]]]:
-        """As `stream`, for prompts whose token ids are `ids`. `width` is as of `Generator`."""
+        """As `stream`, for prompts whose token ids are `ids`. `width` is as of `Generator`, `features` as of
+        `SeeingGenerator`."""
         self.encoder.check_lengths(ids, max_new_tokens, width)
         texts = [_Text(self.tokenizer, prompt_ids, self.ends, stop) for prompt_ids in ids]
-        for step, ids_B in enumerate(self.generator(ids, max_new_tokens, eos=self.ends, seed=seed, width=width)):
+        generate = self.generator if features is None else partial(self.seeing, features=features)
+        for step, ids_B in enumerate(generate(ids, max_new_tokens, eos=self.ends, seed=seed, width=width)):
             is_last = step + 1 == max_new_tokens
             new = [text.add(int(token), is_last) for text, token in zip(texts, ids_B, strict=True)]
             yield new, [text.completion(prompt) for text, prompt in zip(texts, prompts, strict=True)]

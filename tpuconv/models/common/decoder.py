@@ -282,9 +282,9 @@ class Decoder(nnx.Module):
         if cache is None:
             return self._run(x_BTD, Steps.of(self.config, pos_BT, pos_BT, 0, inputs, seen), None)
         taken = cache.take(pos_BT)
-        steps = Steps.of(self.config, pos_BT, taken.positions_BS, cache.used, inputs, seen, cache.delta_B)
+        steps = Steps.of(self.config, pos_BT, taken.positions_BS, cache.used, inputs, seen, cache.delta_B1)
         x_BTD, layers = self._run(x_BTD, steps, cache.layers)
-        taken = taken if seen is None else taken.shifted(seen.delta_B)
+        taken = taken if seen is None else taken.shifted(seen.delta_B1)
         return x_BTD, replace(taken, layers=layers)
 
     def draft(

@@ -28,7 +28,7 @@ class Seen:
             is causal.
         at_3BT: rotary positions by time, row and column, counted from the first token of the call; None in models whose
             rotary positions count tokens.
-        delta_B: what is added to the position of later tokens; None like `at_3BT`.
+        delta_B1: what is added to the position of later tokens; None like `at_3BT`.
         deep: features [X, D] that are added to the output of each of the first layers.
     """
 
@@ -36,7 +36,7 @@ class Seen:
     slot_BT: jax.Array
     block_BT: jax.Array | None = None
     at_3BT: jax.Array | None = None
-    delta_B: jax.Array | None = None
+    delta_B1: jax.Array | None = None
     deep: tuple[jax.Array, ...] = ()
 
     def merged(self, x_BTD: jax.Array) -> jax.Array:
@@ -125,14 +125,14 @@ def see(
         first += len(encoded[-1][0])
     if not encoded:
         raise UsageError("there are no features", hint="give what the processor returns")
-    at_3BT, delta_B = _rotary_places(config, encoders, prepared, ids_BT, mask_BT)
+    at_3BT, delta_B1 = _rotary_places(config, encoders, prepared, ids_BT, mask_BT)
     features_XD = jnp.concatenate([each for each, _ in encoded]) if len(encoded) > 1 else encoded[0][0]
     return Seen(
         features_XD,
         jnp.asarray(slot_BT),
         jnp.asarray(block_BT) if config.sees_images else None,
         at_3BT,
-        delta_B,
+        delta_B1,
         _deep(encoded),
     )
 
@@ -144,11 +144,11 @@ def _rotary_places(
     ids_BT: np.ndarray,
     mask_BT: np.ndarray,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns the rotary positions by time, row and column [3, B, T], and what is added to later ones [B]; None and
+    """Returns the rotary positions by time, row and column [3, B, T], and what is added to later ones [B, 1]; None and
     None of models whose rotary positions count tokens."""
     if config.mrope is None or VISION not in encoders:
         return None, None
-    at_3BT, delta_B = np.zeros((3, *ids_BT.shape), np.int32), np.zeros(len(ids_BT), np.int32)
+    at_3BT, delta_B1 = np.zeros((3, *ids_BT.shape), np.int32), np.zeros((len(ids_BT), 1), np.int32)
     grids = list(prepared[VISION].grids) if VISION in prepared else []
     for row, (ids_T, mask_T) in enumerate(zip(ids_BT, mask_BT, strict=True)):
         kinds_T = ids_T[mask_T] == encoders[VISION].config.placeholder
@@ -156,8 +156,8 @@ def _rotary_places(
         while left > 0:
             own.append(grids.pop(0))
             left -= prod(own[-1])
-        at_3BT[:, row, mask_T], delta_B[row] = mrope_positions(kinds_T, own, 1)
-    return jnp.asarray(at_3BT), jnp.asarray(delta_B)
+        at_3BT[:, row, mask_T], delta_B1[row] = mrope_positions(kinds_T, own, 1)
+    return jnp.asarray(at_3BT), jnp.asarray(delta_B1)
 
 
 def _deep(encoded: Sequence[tuple[jax.Array, tuple[jax.Array, ...]]]) -> tuple[jax.Array, ...]:

@@ -1,0 +1,109 @@
+"""Texts that models write about images: the files of a release's processor, prefill in chunks, and the cache."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from click.testing import CliRunner
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from helpers.sights import END, IMAGE, SIGHTS, START, Sight
+from tpuconv import api
+from tpuconv.cli import tpuconv
+from tpuconv.errors import UsageError
+from tpuconv.models import generate
+
+Image = pytest.importorskip("PIL.Image", reason="the image processors of transformers need Pillow")
+
+NAMES = {
+    "gemma3": {IMAGE: "<image_soft_token>", START: "<start_of_image>", END: "<end_of_image>"},
+    "qwen3_vl": {IMAGE: "<|image_pad|>", START: "<|vision_start|>", END: "<|vision_end|>"},
+}
+CHAT = (
+    "{% for m in messages %}{% for part in m.content %}{% if part.type == 'image' %}MARK "
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %} t7"
+)
+MARKS = {"gemma3": "<start_of_image>", "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
+NEW = 6
+
+
+def processor(name: str) -> Any:
+    if name == "gemma3":
+        return transformers.Gemma3ImageProcessor(size={"height": 24, "width": 24})
+    return transformers.Qwen2VLImageProcessor(
+        patch_size=4, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 256, "longest_edge": 2048}
+    )
+
+
+@pytest.fixture(scope="module", params=["gemma3", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def seeing(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Sight, Path, str]:
+    """A model with a tokenizer, an image processor and a chat template, and its checkpoint."""
+    name, folder = request.param, tmp_path_factory.mktemp(request.param)
+    case, special = SIGHTS[name](), NAMES[name]
+    case.model.save_pretrained(folder / "src")
+    words = Tokenizer(WordLevel({special.get(i, f"t{i}"): i for i in range(97)}, unk_token="t3"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="t3", additional_special_tokens=list(special.values())
+    )
+    tokenizer.chat_template = CHAT.replace("MARK", MARKS[name])
+    tokenizer.save_pretrained(folder / "src")
+    processor(name).save_pretrained(folder / "src")
+    (folder / "src" / "processor_config.json").write_text('{"image_seq_length": 9}')
+    api.convert(folder / "src", folder / "out")
+    return case, folder / "out", name
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> list[Path]:
+    """Two pictures of different sizes."""
+    rng, paths = np.random.default_rng(0), []
+    for number, size in enumerate(((30, 45, 3), (52, 20, 3))):
+        paths.append(tmp_path / f"{number}.png")
+        Image.fromarray(rng.integers(0, 255, size, dtype=np.uint8)).save(paths[-1])
+    return paths
+
+
+def expected(case: Sight, ids: list[int], features: Any) -> list[int]:
+    """The most likely tokens by transformers, which computes all again for each."""
+    for _ in range(NEW):
+        ids_BT = np.array([ids])
+        ids = [*ids, int(case.reference(ids_BT, np.ones_like(ids_BT, bool), features)[0, -1].argmax())]
+    return ids[-NEW:]
+
+
+def test_texts_about_images_are_those_of_transformers(seeing, images, monkeypatch):
+    case, out, name = seeing
+    monkeypatch.setattr(generate, "PREFILL_TOKENS", 8)  # an image is longer than a chunk
+    generator = api.generator(out)
+    for chat in (False, True):
+        ids, features = generator.encoder.encode_with("t5 t9", images, chat=chat)
+        assert ids.count(IMAGE) == len(features["pixel_values"]) * 9 if name == "gemma3" else ids.count(IMAGE) > 8
+        [found] = generator(["t5 t9"], NEW, images=images, chat=chat)
+        assert list(found.ids) == expected(case, ids, features)
+    [alone], [other] = generator(["t5 t9"], NEW), generator(["t5 t9"], NEW, images=images[:1])
+    assert alone.ids != other.ids
+
+
+def test_the_command_takes_files(seeing, images):
+    _, out, name = seeing
+
+    def run(prompt: str, *more: str) -> Any:
+        arguments = ["generate", str(out), "--prompt", prompt, "--image", str(images[0]), *more]
+        return CliRunner().invoke(tpuconv, [*arguments, "--max-new-tokens", "2", "--json"])
+
+    assert len(json.loads(run("t5").stdout)["ids"]) == 2
+    assert "2 markers" in str(run(f"{MARKS[name]} t5 {MARKS[name]}").exception)
+    assert "one prompt" in str(run("t5", "--prompt", "t6").exception)
+
+
+def test_a_text_model_alone_does_not_see(seeing, images, tmp_path):
+    _, out, _ = seeing
+    api.convert(out.parent / "src", tmp_path / "text", text_only=True)
+    with pytest.raises(UsageError, match="no part that sees"):
+        api.generator(tmp_path / "text")(["t5"], 2, images=images)
