@@ -66,7 +66,7 @@ CASES = {
     "llava_onevision": (PINS | SQUARE, ONEVISION),
     "llava_onevision shrunk": (PINS | SQUARE, ONEVISION | {"vision_aspect_ratio": "anyres_max_1"}),
     "aria": ({}, {"size_conversion": {"980": 5}}),
-    "granite_docling": ({}, {"image_seq_len": 3}),
+    "granite_docling": (SQUARE, {"image_seq_len": 3}),
     "deepseek_vl": (SQUARE, {"num_image_tokens": 4}),
     "janus": ({}, {"num_image_tokens": 4}),
     "hunyuan_vl": ({}, {}),
