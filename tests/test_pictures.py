@@ -15,6 +15,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers.image_processing_utils import select_best_resolution
@@ -29,8 +30,6 @@ from tpuconv.models import pictures
 from tpuconv.models.media_texts import best_tiles, unpadded
 from tpuconv.models.pictures import load_image, load_processor, load_sound, prepared
 from tpuconv.models.placeholders import IMAGE, SOUND, placeholder_of
-
-Image = pytest.importorskip("PIL.Image", reason="the image processors of transformers need Pillow")
 
 RNG = np.random.default_rng(0)
 IMAGES = [Image.fromarray(RNG.integers(0, 255, size, dtype=np.uint8)) for size in ((90, 60, 3), (54, 78, 3))]
@@ -67,7 +66,7 @@ CASES = {
     "llava_onevision": (PINS | SQUARE, ONEVISION),
     "llava_onevision shrunk": (PINS | SQUARE, ONEVISION | {"vision_aspect_ratio": "anyres_max_1"}),
     "aria": ({}, {"size_conversion": {"980": 5}}),
-    "granite_docling": ({}, {"image_seq_len": 3}),
+    "granite_docling": (SQUARE, {"image_seq_len": 3}),
     "deepseek_vl": (SQUARE, {"num_image_tokens": 4}),
     "janus": ({}, {"num_image_tokens": 4}),
     "hunyuan_vl": ({}, {}),
@@ -408,7 +407,22 @@ def test_sounds_are_resampled(tmp_path):
     np.testing.assert_allclose(sound[200:-200], slow[200:-200] * 30_000 / 32_768, atol=2e-3)
 
 
+def test_what_a_file_has_beside_its_samples_is_ignored(tmp_path):
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes(np.array([0, 16_384], "<i2").tobytes())
+    data = (tmp_path / "a.wav").read_bytes()
+    more = b"bext\4\0\0\0note"
+    size = (len(data) - 8 + len(more)).to_bytes(4, "little")
+    (tmp_path / "a.wav").write_bytes(data[:4] + size + data[8:12] + more + data[12:])
+    np.testing.assert_array_equal(load_sound(tmp_path / "a.wav", 8000), [0, 0.5])
+
+
 def test_sounds_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+    with pytest.raises(UsageError, match="a sound without samples"):
+        load_sound(tmp_path / "a.wav", 8000)
     (tmp_path / "a.wav").write_bytes(b"no sound")
     with pytest.raises(UsageError, match="cannot be read as a sound"):
         load_sound(tmp_path / "a.wav", 16_000)

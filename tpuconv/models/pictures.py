@@ -2,6 +2,7 @@
 checkpoint, and writes placeholders into the prompt. transformers and Pillow are imported when they are needed; without
 torchvision most image processors run, but not all."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -212,6 +213,8 @@ def load_sound(path: str | Path, rate: int) -> SoundArray:
         ) from None
     except Exception as e:  # of any type
         raise UsageError(f"{path} cannot be read as a sound: {root_cause(e)}", hint="give a WAV file") from e
+    if not len(samples):
+        raise UsageError(f"{path} is a sound without samples", hint="give a file with sound")
     if samples.ndim == 2:
         samples = samples.mean(axis=1, dtype=np.float32)
     if given != rate:
@@ -223,7 +226,9 @@ def load_sound(path: str | Path, rate: int) -> SoundArray:
 def _of_wav(path: str | Path) -> tuple[NDArray[Any], int]:
     from scipy.io import wavfile
 
-    rate, samples = wavfile.read(path)
+    with warnings.catch_warnings():  # of what is in the file beside the samples
+        warnings.simplefilter("ignore", wavfile.WavFileWarning)
+        rate, samples = wavfile.read(path)
     if samples.dtype.kind == "f":
         return samples.astype(np.float32), rate
     zero = 128 if samples.dtype == np.uint8 else 0  # 8 bits have no sign
