@@ -286,6 +286,22 @@ def test_markers_and_images_must_match(gemma):
     assert "write <start_of_image> once" in e.value.hint
 
 
+def test_files_are_read(gemma, tmp_path):
+    for i, image in enumerate(IMAGES):
+        image.save(tmp_path / f"{i}.png")
+    have = prepared(gemma, None, "<start_of_image>" * 2, [tmp_path / "0.png", str(tmp_path / "1.png")])
+    want = prepared(gemma, None, "<start_of_image>" * 2, [np.asarray(image) for image in IMAGES])
+    np.testing.assert_array_equal(have.features["pixel_values"], want.features["pixel_values"])
+    folder = saved(tmp_path / "heard", {"model_type": "qwen2_audio"}, transformers.WhisperFeatureExtractor(), {})
+    samples = np.round(SOUNDS[0] * 30_000).astype("<i2")
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setparams((1, 2, 16_000, 0, "NONE", ""))
+        file.writeframes(samples.tobytes())
+    heard = prepared(folder, None, "<|AUDIO|>", sounds=[tmp_path / "a.wav"])
+    same = prepared(folder, None, "<|AUDIO|>", sounds=[samples.astype(np.float32) / 32_768])
+    np.testing.assert_array_equal(heard.features["input_features"], same.features["input_features"])
+
+
 def test_a_prompt_without_images_stays_as_it_is(gemma):
     assert prepared(gemma, None, "<start_of_image>") == pictures.PreparedPrompt("<start_of_image>", {})
 
@@ -326,7 +342,7 @@ def test_settings_that_are_malformed_are_refused(settings, fault, gemma):
 
 def test_images_that_the_processor_cannot_prepare_are_refused(gemma):
     with pytest.raises(ConfigError, match="the checkpoint's processor cannot prepare 1 images"):
-        prepared(gemma, None, "<start_of_image>", ["no image"])
+        prepared(gemma, None, "<start_of_image>", [np.zeros(3)])
 
 
 def test_a_processor_that_needs_torchvision_says_so(gemma):

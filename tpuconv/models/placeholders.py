@@ -130,7 +130,9 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
             *("qwen3_omni_moe", "exaone4_5", "hyperclovax_vision_v2", "video_llama_3", "cosmos3_edge"),
         )
     },
-    ("qwen2_5_omni", IMAGE): _row(by_grid, image_token="<|IMAGE|>"),
+    ("qwen2_5_omni", IMAGE): Placeholder(
+        by_grid, {"image_token": "<|IMAGE|>"}, frame=("<|vision_bos|>", "<|vision_eos|>")
+    ),
     ("qwen2_5_omni", SOUND): Placeholder(qwen2_sound, {"audio_token": "<|AUDIO|>"}, MASKED, MASK),
     ("qwen2_audio", SOUND): Placeholder(qwen2_sound, {"audio_token": "<|AUDIO|>"}, MASKED, MASK),
     ("qwen3_omni_moe", SOUND): Placeholder(
@@ -138,9 +140,14 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
         {"audio_token": "<|audio_pad|>"},
         {"return_attention_mask": True, "padding": True, "truncation": False},
         MASK,
+        frame=("<|audio_start|>", "<|audio_end|>"),
     ),
     ("qwen3_asr", SOUND): Placeholder(
-        qwen3_sound, {"audio_token": "<|audio_pad|>"}, {"return_attention_mask": True, "padding": True}, INPUT_MASK
+        qwen3_sound,
+        {"audio_token": "<|audio_pad|>"},
+        {"return_attention_mask": True, "padding": True},
+        INPUT_MASK,
+        frame=("<|audio_start|>", "<|audio_end|>"),
     ),
     ("audioflamingo3", SOUND): Placeholder(qwen2_sound, {"audio_token": "<sound>"}, WINDOWS, INPUT_MASK, windows=True),
     ("musicflamingo", SOUND): Placeholder(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FEATURE_GATES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.05}
 """The largest norm of the difference of all features, by the norm of the reference's."""
 
-WORDS = 16
+WORDS_AROUND = 16
 """The tokens of text around and between images or sounds."""
 
 
@@ -88,7 +88,7 @@ def sight_windows(manifest: Manifest, config: DecoderConfig, prompts: Sequence[S
         counts = encoder.prepare(features).counts
         ids: list[int] = []
         for number, count in enumerate((*counts, 0)):
-            ids += [*words[number * WORDS : (number + 1) * WORDS], *[own.placeholder] * count]
+            ids += [*words[number * WORDS_AROUND : (number + 1) * WORDS_AROUND], *[own.placeholder] * count]
         out.append(SightWindow(ids, features=features, part=part, items=len(counts), placeholder=own.placeholder))
     return out
 
