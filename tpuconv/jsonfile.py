@@ -52,7 +52,7 @@ def opened(path: Path, error: type[TpuconvError], *, hint: str | None = None) ->
         link = ": it is a link to a missing file" if path.is_symlink() else ""
         raise error(f"{path} is missing{link}", hint=hint) from None
     except OSError as e:
-        raise no_descriptors(path, e) or error(f"{path} cannot be read: {e.strerror or e}") from None
+        raise no_descriptors(path, e) or error(f"{path} cannot be read: {e.strerror or e}") from e
 
 
 def read_bytes(path: Location, limit: int, error: type[TpuconvError], *, hint: str | None = None) -> bytes:

@@ -251,6 +251,24 @@ def test_a_lock_that_fails_is_not_in_use(tmp_path, monkeypatch):
         pass
 
 
+def test_an_entry_that_the_disk_cannot_read_is_no_altered_one(tmp_path, monkeypatch):
+    """The disk fails, and the work that is done stays: nothing has to be moved away."""
+    real = os.open
+
+    def fail(path: object, *args: int, **kwargs: int) -> int:
+        if str(path).endswith("part.done"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    with Journal(tmp_path / "out", "x") as journal:
+        journal.record("part", {"n": 1})
+        monkeypatch.setattr(os, "open", fail)
+        with pytest.raises(ResourceError, match="cannot be read: Input/output error"):
+            journal.done("part")
+        monkeypatch.undo()
+        assert journal.done("part", {"n": int})
+
+
 def test_what_is_in_use_is_left_alone(tmp_path):
     first, second = workspace.claim(tmp_path, "work"), workspace.claim(tmp_path, "work")
     assert [root.name for root, _ in (first, second)] == ["work", "work-1"]

@@ -1,14 +1,16 @@
 """The common part of all journals: entries for the finished units of a work, and the questions that a run asks."""
 
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any, ClassVar, Self
 
-from tpuconv.errors import OutputError
+from tpuconv.errors import OutputError, ResourceError
 from tpuconv.jsonfile import check, parse, read_bytes
 from tpuconv.location import Location
 from tpuconv.storage import sealed
+from tpuconv.storage.disk import HINTS
 from tpuconv.storage.sinks import Sink
 
 MAX_ENTRY_BYTES = 1 << 30
@@ -112,13 +114,20 @@ class RunJournal(ABC):
         return self._read_entry(self._entry_path(part))
 
     def _read_entry(self, path: Location) -> dict[str, Any]:
-        """Returns the contents of an entry. Raises OutputError if it cannot be read, or was changed."""
+        """Returns the contents of an entry.
+
+        Raises:
+            OutputError: it cannot be read, or was changed.
+            ResourceError: the disk fails.
+        """
         try:
             data = read_bytes(path, MAX_ENTRY_BYTES, OutputError)
             facts: dict[str, Any] = check(parse(data, str(path), OutputError), {ENTRY_KEY: str}, str(path), OutputError)
             if facts[ENTRY_KEY] != path.name.removesuffix(".done") or sealed.seal_of(data) is None:
                 raise OutputError(f"{path} was changed, or is of another version of tpuconv")
         except OutputError as e:
+            if isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.EIO:
+                raise ResourceError(e.message, hint=HINTS[errno.EIO]) from None
             raise self._unreadable(e) from None
         return facts
 
