@@ -66,9 +66,11 @@ def families(name: str | None, as_table: bool, target: str | None, new: str | No
         for family in chosen:
             _show_table(family)
     else:
-        table = Table("families", ("name", "architectures", "converts"), optional=("architectures",))
+        columns = ("name", "architectures", "converts", "sees and hears by")
+        table = Table("families", columns, optional=("architectures", "sees and hears by"))
         for family in chosen:
-            table.add_row(family.name, lines(family.architectures), family.summary)
+            towers = lines(each.tower.summary for each in family.modalities)
+            table.add_row(family.name, lines(family.architectures), family.summary, towers)
         if chosen:
             console().print(table)
         if wrappers:
@@ -109,11 +111,12 @@ def _named(name: str) -> "tuple[list[Family], list[Wrapper]]":
 
 def _to_json(family: "Family") -> dict[str, Any]:
     rows = [
-        {"hf": list(row.hf_names), "jax": list(row.jax_names), "layout": row.layout, "when": row.when}
-        for row in family.table
+        {"hf": list(row.hf_names), "jax": list(row.jax_names), "layout": row.layout, "when": row.when, "part": row.part}
+        for row in family.whole_table
     ]
-    ignored = dict(family.table.ignore)
-    return {"name": family.name, "architectures": list(family.architectures), "rows": rows, "ignored": ignored}
+    towers = {each.part: each.tower.name for each in family.modalities}
+    facts = {"name": family.name, "architectures": list(family.architectures), "towers": towers}
+    return {**facts, "rows": rows, "ignored": dict(family.whole_table.ignore)}
 
 
 def _show_proposal(proposed: "FamilyProposal") -> None:
@@ -178,11 +181,12 @@ def _show_target(name: str, family: str | None, as_json: bool) -> None:
 def _show_table(family: "Family") -> None:
     from tpuconv.notation.letters import LETTERS
 
+    whole = family.whole_table
     table = Table(family.name, ("Hugging Face", "JAX", "layout", "when"), optional=("when",))
-    for row in family.table:
+    for row in whole:
         table.add_row(lines(row.hf_names), lines(row.jax_names), row.layout, row.when or "")
     console().print(table)
-    for pattern, why in family.table.ignore.items():
+    for pattern, why in whole.ignore.items():
         show(f"  not converted: {pattern}: {why}")
     for copy, original in family.table.copies.items():
         show(f"  not converted: {copy}, if it is a copy of {original}")
@@ -191,5 +195,8 @@ def _show_table(family: "Family") -> None:
     for place in family.release_reader().places:
         others = "; ".join(name for name in place.forms if name != place.home)
         show(f"  {place.hf}* has the form {place.home}; other releases have one of {others}")
+    if family.modalities:
+        beside = ", ".join(f"{each.part} ({each.tower.summary})" for each in family.modalities)
+        show(f"  beside the text model, with letters of their own: {beside}")
     used = {letter for row in family.table for letter in row.layout if letter.isalpha()} | {"L"}
     show("  " + "; ".join(f"{letter} {what}" for letter, what in LETTERS.items() if letter in used))

@@ -76,6 +76,11 @@ class Family:
             tensors = set(map(undressed, tensors))
         return shown_head(next(filter(None, names), LOGITS), tensors)
 
+    @property
+    def whole_table(self) -> MappingTable:
+        """The table with all parts beside the text model, with the names of most releases."""
+        return self.table_without_release(parts=[each.part for each in self.modalities])
+
     def parts_among(self, tensors: Collection[str]) -> tuple[str, ...]:
         """Returns the parts beside the text model of which there are tensors."""
         return tuple(each.part for each in self.modalities if each.has_some(tensors))
