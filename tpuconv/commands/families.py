@@ -176,7 +176,8 @@ def _show_target(name: str, family: str | None, as_json: bool) -> None:
 
 
 def _show_table(family: "Family") -> None:
-    from tpuconv.notation.letters import LETTERS
+    from tpuconv.notation.letters import meaning
+    from tpuconv.notation.table import row_axes
 
     table = Table(family.name, ("Hugging Face", "JAX", "layout", "when"), optional=("when",))
     for row in family.table:
@@ -191,5 +192,6 @@ def _show_table(family: "Family") -> None:
     for place in family.release_reader().places:
         others = "; ".join(name for name in place.forms if name != place.home)
         show(f"  {place.hf}* has the form {place.home}; other releases have one of {others}")
-    used = {letter for row in family.table for letter in row.layout if letter.isalpha()} | {"L"}
-    show("  " + "; ".join(f"{letter} {what}" for letter, what in LETTERS.items() if letter in used))
+    used = {name for row in family.table for name in row_axes(row)} | {"L"}
+    for name in sorted(used, key=lambda name: (len(name) > 1, name)):
+        show(f"  {name}: {meaning(name)}")

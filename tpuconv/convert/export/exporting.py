@@ -12,7 +12,8 @@ from tpuconv.errors import UsageError
 from tpuconv.models.common.saved import BY_TRANSFORMERS, saved_release
 from tpuconv.models.registry import Family, get_family
 from tpuconv.notation.release import AS_TABLED
-from tpuconv.notation.table import HasAxes, MappingTable
+from tpuconv.notation.sizes import HasSizes
+from tpuconv.notation.table import MappingTable
 from tpuconv.sources.config import ENCODING_KEYS, without_encoding
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target
@@ -31,7 +32,7 @@ class Exporting:
     """
 
     table: MappingTable
-    config: HasAxes
+    config: HasSizes
     family: str
     beside: Carried | None = None
     scheme: str | None = None
