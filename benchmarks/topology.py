@@ -65,7 +65,7 @@ def sizes(config: dict, one: Slice) -> tuple[int, int]:
 
     family = find_family(config)
     parsed = family.config.from_hf(config)
-    model = _Compilation(question(config), one, family, parsed, decoding_mesh(parsed.axes, one.devices))
+    model = _Compilation(question(config), one, family, parsed, decoding_mesh(parsed.sizes, one.devices))
     return _bytes_per_device(model.params), _bytes_per_device(model.cache)
 
 

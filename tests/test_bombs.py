@@ -107,7 +107,7 @@ def test_tables_count_what_they_list(name):
     raw = config_json(name)
     family = find_family(raw)
     config = family.config.from_hf(raw)
-    for mtp in (False, True) if "U" in config.axes else (False,):
+    for mtp in (False, True) if "U" in config.layer_sets else (False,):
         for table in (family.table, *([] if config.unscannable else [family.table.stack_layers(config)])):
             names = [name for binding in table.bind(config, mtp) for name in binding.src_shapes()]
             assert table.count(config, mtp) == len(names)

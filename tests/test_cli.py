@@ -391,7 +391,7 @@ def test_families_are_listed_with_their_tables():
     assert {"llama", "qwen2", "qwen3", "olmo2"} <= {family["name"] for family in listed}
     table = tpuconv("families", "llama", "--table").stdout
     assert "(N H) D -> D N H" in table
-    assert "H head dimension" in table
+    assert "H: head dimension" in table
     assert "did you mean llama" in tpuconv("families", "lama", code=2).stderr
     of_type = json.loads(tpuconv("families", "mistral", "--json").stdout)["families"]
     assert [family["name"] for family in of_type] == ["llama"]

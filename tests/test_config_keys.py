@@ -136,8 +136,8 @@ def test_sizes_that_transformers_leaves_out_of_per_layer_config(sizes: Any, head
 
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma4TextConfig(head_dim=16, num_hidden_layers=2, num_key_value_heads=4, layer_types=kinds, **sizes)
-    axes = get_family("gemma4_text").read_config(json.loads(config.to_json_string(use_diff=False))).axes
-    assert (axes["h"], axes["m"]) == (head_dim, kv_heads)
+    sizes = get_family("gemma4_text").read_config(json.loads(config.to_json_string(use_diff=False))).sizes
+    assert (sizes["full_head_dim"], sizes["full_kv_heads"]) == (head_dim, kv_heads)
 
 
 def test_an_encoding_that_no_tensor_has_is_listed(tmp_path: Path) -> None:

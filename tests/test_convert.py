@@ -372,11 +372,11 @@ def test_what_is_not_finite_is_found_wherever_it_is(dtype, data):
 )
 def test_full_size_tensors_are_cut_in_slabs_that_cover_them_once(layout, lengths):
     table = MappingTable((Map("w", tuple("abc"[: layout.count(",") + 1]), layout),))
-    (binding,) = table.bind(SimpleNamespace(axes=lengths))
+    (binding,) = table.bind(SimpleNamespace(sizes=lengths, layer_sets={}))
     (shape,) = binding.src_shapes().values()
     info = TensorInfo("w", "BF16", shape, "shard", 0, 2 * prod(shape))
     source = Source(Path(), {}, {"w": info}, (SourceShard("shard", 0),))
-    plan = make_plan(source, "test", table, SimpleNamespace(axes=lengths), Options())
+    plan = make_plan(source, "test", table, SimpleNamespace(sizes=lengths, layer_sets={}), Options())
     plan.check()
     slabs = [slab for unit in plan.units for slab in unit.slabs]
     assert max(plan.stored_bytes(slab) for slab in slabs) <= sizes.SLAB_BYTES

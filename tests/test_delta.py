@@ -13,7 +13,7 @@ from tpuconv.models.registry import get_family
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
-SIZES = {"n": 2, "r": 3, "k": 5, "w": 4, "c": 4}
+SIZES = {"n": 2, "r": 3, "k": 5, "w": 4, "taps": 4}
 
 
 def inputs(tokens: int, seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -61,7 +61,7 @@ def test_fast_decay_does_not_overflow() -> None:
 def test_a_convolution_goes_on_where_it_ended() -> None:
     module = Convolution("nk", SIZES, dtype=jnp.float32, keys=Keys(jax.random.key(0)))
     x = np.random.default_rng(0).normal(size=(2, 9, SIZES["n"], SIZES["k"])).astype(np.float32)
-    none = jnp.zeros((2, SIZES["c"] - 1, SIZES["n"], SIZES["k"]))
+    none = jnp.zeros((2, SIZES["taps"] - 1, SIZES["n"], SIZES["k"]))
     whole, last = module(x, none, jnp.array([9, 9]))
     first, middle = module(x[:, :5], none, jnp.array([5, 5]))
     second, end = module(x[:, 5:], middle, jnp.array([4, 4]))

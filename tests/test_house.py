@@ -101,7 +101,7 @@ def test_files_are_short():
 
 
 SAME_NAME_IN_EACH_FAMILY = (
-    *("Config", "TABLE", "FAMILY"),
+    *("Config", "TABLE", "FAMILY", "LEGEND"),
     *("LAYER_ROWS", "Attention", "MLP", "MoE", "Router", "Block", "new_block", "Model", "MTPLayer", "MTPModule"),
 )
 """A family is read by itself, and its files have the same structure. `common` has what most families use, under the

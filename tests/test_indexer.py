@@ -101,7 +101,7 @@ def test_the_same_blocks_are_selected(name, tmp_path, monkeypatch):
         hf(torch.tensor(ids))
     blocks = np.arange(LENGTH) // size
     want = [(top[..., None] == blocks).any(-2) & np.tri(LENGTH, dtype=bool) for top in found]
-    assert len(want) == len(model.config.axes["f"])
+    assert len(want) == len(model.config.layer_sets["indexer_layers"])
     model(ids)
     for mask, expected in zip(ours, want, strict=True):
         assert (mask == expected).all()

@@ -59,8 +59,7 @@ from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import CorruptOutput, MappingError, OutputError, SourceError, UsageError
 from tpuconv.models.registry import FAMILIES, find_family, get_family
 from tpuconv.names import QVALUE, SCALE
-from tpuconv.notation.letters import LETTERS
-from tpuconv.notation.table import Binding, Map, MappingTable
+from tpuconv.notation.table import Binding, Map, MappingTable, row_axes, row_indices
 from tpuconv.quantize.report import report
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.hub import fetch_config
@@ -82,9 +81,12 @@ def rows() -> list[Any]:
     out: dict[tuple[str, bool], Any] = {}
     for name in sorted(FAMILIES, key=lambda name: name not in CORE):
         marks = [pytest.mark.slow] * (name not in CORE)
-        for table in (get_family(name).table, get_family(name).table.stack_layers(SimpleNamespace(axes={"L": 2}))):
-            for row in table:
-                binding = bind(row, dict.fromkeys(LETTERS, 2))
+        table = get_family(name).table
+        layers = [x for row in table for x in row_indices(row)[0] if x in "LIJ" or x.endswith("layers")]
+        stacked = table.stack_layers(SimpleNamespace(sizes={}, layer_sets=dict.fromkeys(layers, range(2))))
+        for each in (table, stacked):
+            for row in each:
+                binding = bind(row, dict.fromkeys(row_axes(row), 2))
                 if min(len(shape) for shape in binding.src_shapes().values()) > 1:
                     tried = str(binding.layout), bool(binding.src[0].depth)
                     out.setdefault(tried, pytest.param(row, id=f"{name}-{row.layout}", marks=marks))
@@ -92,7 +94,7 @@ def rows() -> list[Any]:
 
 
 def bind(row: Map, sizes: dict[str, int]) -> Binding:
-    config = SimpleNamespace(axes=sizes, **({row.when: True} if row.when else {}))
+    config = SimpleNamespace(sizes=sizes, layer_sets={}, **({row.when: True} if row.when else {}))
     return MappingTable((row,)).bind(config, include_mtp=True)[0]
 
 
@@ -123,7 +125,7 @@ def whole(tensor: Tensor, memory: Memory, at: tuple[int, ...] = ()) -> np.ndarra
 @given(data=st.data())
 @settings(max_examples=settings.default.max_examples // 2)
 def test_what_is_kept_stands_for_what_is_dequantized_at_once(row, data):
-    sizes = data.draw(st.fixed_dictionaries({letter: st.integers(1, 6) for letter in LETTERS}))
+    sizes = data.draw(st.fixed_dictionaries({name: st.integers(1, 6) for name in row_axes(row)}))
     binding = bind(row, sizes)
     rank = min(len(shape) for shape in binding.src_shapes().values())
     kinds = ["blocks"] if rank > 2 else ["blocks", "channel", "tensor"]

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from tpuconv.errors import LayoutError
 from tpuconv.notation.layout import (
-    LETTERS,
     Layout,
     cut_sizes,
     format_axes,
@@ -19,7 +18,9 @@ from tpuconv.notation.layout import (
     scale_layout,
     sliceable,
 )
+from tpuconv.notation.letters import LETTERS
 
+WORDS = ("groups", "key_dim", "taps")
 LAYOUTS = (
     "V D",
     "F D -> D F",
@@ -37,9 +38,10 @@ LAYOUTS = (
     "(K G H) -> K G H",
     "E (M (1 + 1)) D -> E D M, E D M",
     "(M (1 + 1)) -> M, M",
+    "((groups key_dim) + (groups H)) 1 taps -> groups key_dim taps, groups H taps",
 )
 
-sizes_strategy = st.fixed_dictionaries({letter: st.integers(1, 6) for letter in LETTERS})
+sizes_strategy = st.fixed_dictionaries({letter: st.integers(1, 6) for letter in (*LETTERS, *WORDS)})
 
 
 def tensors(layout: Layout, sizes: dict[str, int]) -> list[np.ndarray]:

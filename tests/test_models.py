@@ -456,7 +456,7 @@ def test_the_part_of_a_head_with_rotary_positions(given: dict[str, Any]) -> None
         hf = AutoConfig.for_model(model_type, **json.loads(json.dumps(given)))
         config = find_family({"model_type": model_type}).config.from_hf({"model_type": model_type, **given})
         part = hf.rope_parameters.get("partial_rotary_factor", 1.0)
-        assert config.rope_dim == int(config.axes["H"] * part), model_type
+        assert config.rope_dim == int(config.sizes["H"] * part), model_type
         assert config.rope.theta == hf.rope_parameters["rope_theta"]
 
 
@@ -493,7 +493,7 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
     hf = AutoConfig.for_model(model_type)
     read = find_family({"model_type": model_type}).config.from_hf
     config = read({"model_type": model_type})
-    assert config.axes["K"] == hf.num_key_value_heads
+    assert config.sizes["K"] == hf.num_key_value_heads
     assert config.rope_dim == getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     assert config.windows == (getattr(hf, "sliding_window", None),) * hf.num_hidden_layers
     assert config.rope == Rope(theta=hf.rope_parameters["rope_theta"])
@@ -524,7 +524,7 @@ def test_defaults_of_layers_are_those_of_transformers(model_type: str) -> None:
     assert [rope for rope in config.ropes if rope] == [
         rope for ours, rope in zip(config.ropes, ropes, strict=True) if ours
     ]
-    assert config.axes["K"] == (hf.num_key_value_heads or hf.num_attention_heads)
+    assert config.sizes["K"] == (hf.num_key_value_heads or hf.num_attention_heads)
     computed = {"layer_types", "rope", "num_key_value_heads", "head_dim", "sliding_window", "moe_layer_end_index"}
     stated = (
         {field.name for field in fields(config) if hasattr(hf, field.name)}
@@ -569,7 +569,7 @@ def test_defaults_of_llama4_are_those_of_transformers() -> None:
     hf = AutoConfig.for_model("llama4").text_config
     config = get_family("llama4").config.from_hf({"model_type": "llama4"})
     layers = range(hf.num_hidden_layers)
-    assert config.axes["J"] == tuple(hf.moe_layers)
+    assert config.layer_sets["J"] == tuple(hf.moe_layers)
     assert [config.has_rope(i) for i in layers] == [bool(has) for has in hf.no_rope_layers]
     assert [config.is_chunked(i) for i in layers] == [kind == "chunked_attention" for kind in hf.layer_types]
     assert config.rope == Rope(theta=hf.rope_parameters["rope_theta"])
@@ -625,7 +625,8 @@ def test_a_file_of_an_older_transformers_reads() -> None:
         "vocab_size": 49152,
     }
     config = find_family(raw).config.from_hf(raw)
-    assert config.axes == {"D": 576, "N": 9, "K": 3, "G": 3, "H": 64, "F": 1536, "V": 49152, "L": 30}
+    assert config.sizes == {"D": 576, "N": 9, "K": 3, "G": 3, "H": 64, "F": 1536, "V": 49152}
+    assert config.layer_sets == {"L": range(30)}
     assert config.rope == Rope(theta=100000)
     assert not config.has_lm_head
     assert hash(config) == hash(find_family(raw).config.from_hf(raw))

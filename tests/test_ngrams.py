@@ -56,7 +56,7 @@ def test_numbers_of_a_release() -> None:
     """Qwen3.8-Flash-Next: its table has 128 parts of 2,500,012 vectors."""
     config = Config.from_hf(QWEN_3_8_FLASH_NEXT)
     numbering = config.ngram_hash(1)
-    assert (config.axes["z"], config.axes["p"], numbering.rows) == (2_500_012, 160, 320_001_536)
+    assert (config.sizes["part_ngrams"], config.sizes["ngram_dim"], numbering.rows) == (2_500_012, 160, 320_001_536)
     assert list(numbering.multipliers) == theirs._build_layer_multipliers(248320, 3, 0, 1234).tolist()
     assert numbering.sizes[-1] == theirs._find_nth_prime_after(19_999_999, 16)
     ids = [248044, 248044, 248319, 5, 248043]

@@ -217,7 +217,7 @@ def test_releases_have_their_size(raw: dict[str, Any], billions: float) -> None:
 def test_mosaics_objects_are_read() -> None:
     """Their keys are those of config.json; of DBRX transformers reads no `rope_theta` there, and writes another."""
     config = find_family(DBRX).check_config(DBRX).config
-    assert (config.rope.theta, config.axes["K"], config.axes["M"], config.clip_qkv) == (500000, 8, 10752, 8)
+    assert (config.rope.theta, config.sizes["K"], config.sizes["M"], config.clip_qkv) == (500000, 8, 10752, 8)
     with pytest.raises(ConfigError, match="rope_theta=500000 outside rope_parameters, 10000"):
         find_family(DBRX).check_config(DBRX | {"rope_parameters": {"rope_theta": 10000, "rope_type": "default"}})
     with pytest.raises(ConfigError, match="attn_config=8 is no object"):
@@ -391,11 +391,12 @@ def test_the_older_keys_of_dots3_note() -> None:
         "audio_config": {},
     }
     config = find_family(raw).check_config(raw).config
-    assert (config.axes["f"], config.axes["I"], config.axes["W"]) == ((0, 1, 5), (0, 2), 768)
+    sets = config.layer_sets
+    assert (sets["indexer_layers"], sets["I"], config.sizes["W"]) == ((0, 1, 5), (0, 2), 768)
     assert config.windows == (None, None, 128, 128, 128, None)
     assert [rope.theta for rope in config.ropes] == [10000.0, 10000.0, 500.0, 500.0, 500.0, 10000.0]
     assert (config.layer_sizes[2]["P"], config.layer_sizes[2]["R"], config.layer_sizes[2]["C"]) == (128, 64, 256)
-    assert not find_family(raw).check_config(raw | {"use_dsa": False}).config.axes["f"]
+    assert not find_family(raw).check_config(raw | {"use_dsa": False}).config.layer_sets["indexer_layers"]
     with pytest.raises(ConfigError, match="per_layer_config"):
         find_family(raw).check_config(raw | {"use_dsa": None, "per_layer_config": {"2": {}, "3": {"v_head_dim": 2}}})
 
@@ -415,7 +416,9 @@ def test_the_keys_of_linear_attention_in_an_object_of_glm5_next() -> None:
     around = {key: raw[key] for key in ("architectures", "model_type")}
     for given in (raw, around | {"text_config": raw}):
         config = find_family(given).check_config(given).config
-        assert [config.axes[letter] for letter in "nkwcfl"] == [16, 64, 64, 3, (0,), (1, 2, 3)]
+        assert [config.sizes[word] for word in ("groups", "key_dim", "value_dim", "taps")] == [16, 64, 64, 3]
+        sets = config.layer_sets
+        assert (sets["attention_layers"], sets["state_layers"]) == ((0,), (1, 2, 3))
         assert config.linear_lower_bound == -2.0
     for safe, bound in ((True, -5.0), (False, None)):
         changed = inside | {"gate_lower_bound": None, "safe_gate": safe}
@@ -446,7 +449,7 @@ def test_half_of_the_heads_of_minimax_have_rotary_positions() -> None:
     """Where `rotary_dim` says so, as the code of the models reads it; and the model has the published size."""
     family = find_family(MINIMAX_TEXT)
     config = family.check_config(MINIMAX_TEXT).config
-    assert (config.rope_dim, config.axes["f"][:2], config.rope.theta) == (64, (7, 15), 1e7)
+    assert (config.rope_dim, config.layer_sets["attention_layers"][:2], config.rope.theta) == (64, (7, 15), 1e7)
     rows = family.table.bind(config)
     billions = sum(prod(shape) for row in rows for shape in row.dst_shapes().values()) / 1e9
     assert billions == pytest.approx(456, rel=2e-3)
@@ -502,7 +505,7 @@ def test_ling_2_has_the_published_size() -> None:
     config = family.check_config(raw).config
     rows = family.table.bind(config)
     billions = sum(prod(shape) for row in rows for shape in row.dst_shapes().values()) / 1e9
-    assert (family.name, config.rope_dim, config.axes["W"]) == ("bailing_moe", 64, 512)
+    assert (family.name, config.rope_dim, config.sizes["W"]) == ("bailing_moe", 64, 512)
     assert billions == pytest.approx(16.26, rel=2e-3)
     with pytest.raises(ConfigError, match="moe_shared_expert_intermediate_size=8"):
         family.check_config(raw | {"moe_shared_expert_intermediate_size": 8})
@@ -576,7 +579,7 @@ def test_scaled_layers_and_older_keys_of_molmo2_are_read() -> None:
     config = find_family(raw).check_config(raw).config
     assert [(rope.type, rope.theta) for rope in config.ropes] == [("default", 1e6), ("yarn", 1e6), ("default", 1e6)]
     assert (config.attention_bias, config.rms_norm_eps, config.norms_all_heads) == (True, 1e-4, True)
-    assert config.axes["v"] == 128
+    assert config.sizes["added_vocab"] == 128
     with pytest.raises(UnsupportedConfig, match="qk_norm_type='gemma'"):
         find_family(raw).check_config(raw | {"text_config": text | {"qk_norm_type": "gemma"}})
 

@@ -93,11 +93,11 @@ def test_the_release_is_read_as_transformers_reads_it() -> None:
 
 def test_what_layers_have() -> None:
     config = read().config
-    assert (config.axes["N"], config.axes["q"], config.axes["K"]) == (96, 64, 8)
+    assert (config.sizes["N"], config.sizes["full_heads"], config.sizes["K"]) == (96, 64, 8)
     assert config.windows[:5] == (None, 512, 512, 512, None)
     assert config.rope_dims[:2] == (64, 128)
     assert [rope.type for rope in config.ropes[:2]] == ["llama3", "default"]
-    assert config.axes["I"] == (0, 1, 2)
+    assert config.layer_sets["I"] == (0, 1, 2)
     assert config.limits[42:] == ((None, None), (7.0, None), (7.0, 16.0))
     assert config.unscannable
     why = find_family(RELEASED).table.ignored(config)
@@ -107,7 +107,7 @@ def test_what_layers_have() -> None:
 
 @pytest.mark.parametrize("layers", [",".join(map(str, range(3, 45))), list(range(3, 45)), None])
 def test_layers_with_experts(layers: Any) -> None:
-    assert read(moe_layers_enum=layers).config.axes["J"] == tuple(range(3, 45))
+    assert read(moe_layers_enum=layers).config.layer_sets["J"] == tuple(range(3, 45))
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ for question in questions:
 # What `generate` would run there, compiled from shapes.
 family = find_family(questions[0].config)
 config = family.config.from_hf(questions[0].config)
-shapes = _Compilation(questions[0], Slice("v5e:2x2"), family, config, decoding_mesh(config.axes, 4))
+shapes = _Compilation(questions[0], Slice("v5e:2x2"), family, config, decoding_mesh(config.sizes, 4))
 model = nnx.merge(*nnx.split(shapes.generator.model))
 generator = generate.Generator(model)
 lies = generator.prefill(2, 32, 32).output_formats[1], generator.decode(2, 32).input_formats[0][2]

@@ -171,7 +171,7 @@ def test_every_row_reads_the_config_of_transformers(wrapper: Wrapper) -> None:
         assert not report.ignored
         own = family_of_type(text_type)
         assert own is not None
-        assert report.config.axes == own.check_config({**raw["text_config"], "architectures": []}).config.axes
+        assert report.config.sizes == own.check_config({**raw["text_config"], "architectures": []}).config.sizes
         with pytest.raises(UnsupportedConfig, match="is_causal=False is not implemented"):
             family.check_config(raw | {"text_config": raw["text_config"] | {"is_causal": False}})
     del raw["text_config"]["model_type"]
@@ -226,7 +226,7 @@ def test_released_configs_are_read(name: str) -> None:
     report = find_family(raw).check_config(raw)
     assert not {key.key for key in report.ignored} & raw.keys()
     if (vocabulary := raw["text_config"].get("vocab_size")) is not None:
-        assert report.config.axes["V"] == vocabulary
+        assert report.config.sizes["V"] == vocabulary
 
 
 def test_a_text_model_of_no_family_is_refused() -> None:

@@ -255,7 +255,7 @@ def omni(text: dict[str, Any], **thinker: Any) -> dict[str, Any]:
 def test_a_text_model_two_objects_deep() -> None:
     family, sizes = find_family(omni({})), {"head_dim": 64, "num_hidden_layers": 2}
     report = family.check_config(omni(sizes | {"mystery": 2}, position_id_per_seconds=25), ["mystery"])
-    assert (report.config.axes["H"], report.config.rope.theta) == (64, 1e6)
+    assert (report.config.sizes["H"], report.config.rope.theta) == (64, 1e6)
     assert [key.key for key in report.ignored] == ["mystery"]
     assert family.config.from_hf(omni(sizes)["thinker_config"]) == report.config
     for raw in (omni({}), omni({}, tie_word_embeddings=False)):

@@ -20,6 +20,7 @@ from tpuconv.convert.run.sizing import Limits
 from tpuconv.errors import UsageError, shorten
 from tpuconv.location import Location
 from tpuconv.models.registry import get_family
+from tpuconv.models.stored import stored_table
 from tpuconv.sources.headers import TensorInfo
 from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import CHANGED
@@ -42,7 +43,7 @@ def save(
     manifest = source.manifest
     options, family = Options.of_checkpoint(manifest), get_family(manifest.family)
     config = family.read_config(source.config, options.allow_config, source.tensors, manifest.returns, manifest.parts)
-    plan = make_plan(source, family.name, source.table(), config, options)
+    plan = make_plan(source, family.name, stored_table(source), config, options)
     yield from run(plan, out, limits, overwrite=overwrite)
 
 

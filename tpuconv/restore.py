@@ -230,7 +230,7 @@ def default_mesh(ckpt: str | Location) -> Mesh | None:
     devices = jax.devices()
     if len(devices) == 1:
         return None
-    sizes = decoding_mesh(_model_config(read_manifest(to_location(ckpt))).axes, len(devices))
+    sizes = decoding_mesh(_model_config(read_manifest(to_location(ckpt))).sizes, len(devices))
     return Mesh(mesh_utils.create_device_mesh(tuple(sizes.values()), devices), tuple(sizes))
 
 

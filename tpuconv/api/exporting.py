@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tpuconv.convert.export.exporting import Exporting
     from tpuconv.convert.export.tensor import ExportTensor
     from tpuconv.convert.plan.types import Skip
-    from tpuconv.notation.configs import HasAxes
+    from tpuconv.notation.sizes import HasSizes
     from tpuconv.notation.table import MappingTable
     from tpuconv.sources.repository import Resolved
     from tpuconv.sources.source import Source
@@ -368,7 +368,7 @@ def _trained(
     return arrays, Exporting(explained.table, explained.config, family.name), skipped
 
 
-def _outside(source: "Source", table: "MappingTable", config: "HasAxes") -> "list[Skip]":
+def _outside(source: "Source", table: "MappingTable", config: "HasSizes") -> "list[Skip]":
     """The tensors of a multimodal model that is described by a source, which trained text models do not have."""
     from tpuconv.convert.plan.types import Skip
     from tpuconv.models.common.wrapper import is_outside

@@ -94,18 +94,23 @@ def inspect(asked: InspectRequest) -> Inspection:
 def _our_tensors(path: Location, mesh: Mapping[str, int]) -> dict[str, dict[str, Any]]:
     """Returns the arrays of a checkpoint, and the part of each that one device of the mesh holds."""
     from tpuconv.checkpoint.manifest import element_bytes, read_manifest
+    from tpuconv.models.registry import get_family
     from tpuconv.notation.sharding import partition, shard_shape, undivided
+    from tpuconv.targets.registry import get_target
 
-    tensors = {}
-    for name, array in read_manifest(path).arrays.items():
-        parts, itemsize = partition(array.axes, array.shape, mesh), element_bytes(array.dtype)
+    manifest, tensors = read_manifest(path), {}
+    if mesh:  # these modules declare the words of axes, which have shardings
+        get_family(manifest.family), get_target(manifest.target)
+    for name, array in manifest.arrays.items():
+        parts = partition(array.axes, array.shape, mesh) if mesh else (None,) * len(array.shape)
+        itemsize = element_bytes(array.dtype)
         tensors[name] = {
             "dtype": array.dtype,
             "shape": array.shape,
             "axes": array.axes,
             "bytes": prod(array.shape) * itemsize,
             "partition": parts,
-            "undivided": undivided(array.axes, array.shape, mesh),
+            "undivided": undivided(array.axes, array.shape, mesh) if mesh else {},
             "device_bytes": prod(shard_shape(array.shape, parts, mesh)) * itemsize,
         }
     return tensors

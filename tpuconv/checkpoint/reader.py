@@ -130,8 +130,8 @@ class Checkpoint(Source):
             for a in self.manifest.arrays.values()
         ]
         periods = {a.shape[0] for a in self.manifest.arrays.values() if a.axes.split()[:1] == [PERIODS]}
-        axes = {PERIODS: periods.pop()} if len(periods) == 1 else {}
-        return MappingTable(rows, release=self.manifest.release, returns=self.manifest.returns, axes=axes)
+        sets = {PERIODS: range(periods.pop())} if len(periods) == 1 else {}
+        return MappingTable(rows, release=self.manifest.release, returns=self.manifest.returns, layer_sets=sets)
 
 
 def check_logits(manifest: Manifest) -> None:

@@ -179,7 +179,8 @@ def _show_target(name: str, family: str | None, as_json: bool) -> None:
 
 
 def _show_table(family: "Family") -> None:
-    from tpuconv.notation.letters import LETTERS
+    from tpuconv.notation.letters import meaning
+    from tpuconv.notation.table import row_axes
 
     whole = family.whole_table
     table = Table(family.name, ("Hugging Face", "JAX", "layout", "when"), optional=("when",))
@@ -198,5 +199,6 @@ def _show_table(family: "Family") -> None:
     if family.modalities:
         beside = ", ".join(f"{each.part} ({each.tower.summary})" for each in family.modalities)
         show(f"  beside the text model, with letters of their own: {beside}")
-    used = {letter for row in family.table for letter in row.layout if letter.isalpha()} | {"L"}
-    show("  " + "; ".join(f"{letter} {what}" for letter, what in LETTERS.items() if letter in used))
+    used = {name for row in whole for name in row_axes(row)} | {"L"}
+    for name in sorted(used, key=lambda name: (len(name) > 1, name)):
+        show(f"  {name}: {meaning(name)}")

@@ -1,10 +1,13 @@
-"""The config of the model that a checkpoint holds."""
+"""The config and the table of the model that a checkpoint holds."""
+
+from dataclasses import replace
 
 from tpuconv.checkpoint.manifest import Manifest
-from tpuconv.checkpoint.reader import read_checkpoint_config
+from tpuconv.checkpoint.reader import Checkpoint, read_checkpoint_config
 from tpuconv.errors import UsageError
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.registry import get_family
+from tpuconv.notation.table import MappingTable
 
 
 def model_config(manifest: Manifest) -> DecoderConfig:
@@ -17,6 +20,22 @@ def model_config(manifest: Manifest) -> DecoderConfig:
     raw = read_checkpoint_config(manifest)
     family = get_family(manifest.family)
     return family.read_config(raw, manifest.allow_config, manifest.arrays, manifest.returns, manifest.parts)
+
+
+def stored_table(source: Checkpoint) -> MappingTable:
+    """Returns the table of the arrays of a checkpoint. Their axes are those of the family's table, where the manifest
+    may have letters of a former tpuconv.
+
+    Raises:
+        CorruptOutput, ConfigError: see `model_config`.
+    """
+    manifest, config = source.manifest, model_config(source.manifest)
+    table = get_family(manifest.family).table_of(manifest.release, config, manifest.returns)
+    if manifest.scan_layers:
+        table = table.stack_layers(config)
+    axes = {name: text for each in table.bind(config, manifest.include_mtp) for name, text in each.dst_axes().items()}
+    rows = source.table()
+    return rows.with_rows([replace(row, layout=axes.get(row.jax_names[0], row.layout)) for row in rows])
 
 
 def check_positions(manifest: Manifest, tokens: int, sequence: str, hint: str) -> None:

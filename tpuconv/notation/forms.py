@@ -9,9 +9,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tpuconv.errors import UnsupportedConfig
-from tpuconv.notation.configs import HasAxes, configs_by_part
 from tpuconv.notation.release import AS_TABLED, Release
+from tpuconv.notation.sizes import HasSizes, configs_by_part
 from tpuconv.notation.spelling import (
     FRONTS,
     Speller,
@@ -26,7 +25,7 @@ from tpuconv.notation.spelling import (
     with_indices_of,
     without_front,
 )
-from tpuconv.notation.table import INDEX, SUBSETS, Map, MappingTable, row_indices, under
+from tpuconv.notation.table import APART, INDEX, Map, MappingTable, row_indices, under
 
 Forms = Mapping[str, tuple[Map, ...]]
 """Rows that make the same parameters of other tensors, by the name of the form. Any form may be in a family's table."""
@@ -58,7 +57,7 @@ _Key = tuple[tuple[str, ...], tuple[str, ...], str, str | None]
 
 
 def _key(row: Map) -> _Key:
-    return row.hf_names, row.jax_names, row.layout.replace(" ", ""), row.when
+    return row.hf_names, row.jax_names, " ".join(row.layout.split()), row.when
 
 
 def places(table: MappingTable, groups: Sequence[Forms]) -> list[FormPlace]:
@@ -116,7 +115,7 @@ class ReleaseReader:
         self.speller = Speller(known, fronts, homes)
         self._known, self._modules = known, {module_of(name) for name in known}
 
-    def read(self, names: Collection[str], config: HasAxes) -> MappingTable:
+    def read(self, names: Collection[str], config: HasSizes) -> MappingTable:
         """Returns the table of the release whose tensors have these names."""
         disk = by_template(names)
         found: dict[str, list[str]] = defaultdict(list)
@@ -158,20 +157,17 @@ class ReleaseReader:
         }
         return rules_of(usual), apart
 
-    def release_table(self, release: Release, config: HasAxes) -> MappingTable:
-        """Returns the table of a release.
-
-        Raises:
-            UnsupportedConfig: too many layers differ from each other.
-        """
+    def release_table(self, release: Release, config: HasSizes) -> MappingTable:
+        """Returns the table of a release."""
         if release == AS_TABLED:
             return self.table
-        letters: dict[tuple[int, ...], str] = {}
+        words: dict[tuple[int, ...], str] = {}
+        release = replace(release, forms={self._place(name): form for name, form in release.forms.items()})
         rows = []
         for row in self.table.rows:
             for formed, layers in self._in_forms(row, release):
                 for spelled, own in self._spelled(formed, layers, release, config):
-                    rows.append(spelled if own is None else _of_layers(spelled, tuple(own), letters))
+                    rows.append(spelled if own is None else _of_layers(spelled, tuple(own), words))
 
         def on_disk(name: str) -> str:
             return with_indices_of(name, respelled(template(name), release.spelling))
@@ -189,9 +185,15 @@ class ReleaseReader:
             ignore=skipped,
             copies={on_disk(copy): on_disk(original) for copy, original in self.table.copies.items()},
             recut=tuple(tuple(map(on_disk, group)) for group in self.table.recut),
-            axes={**self.table.axes, **{letter: layers for layers, letter in letters.items()}},
+            layer_sets={**self.table.layer_sets, **{word: layers for layers, word in words.items()}},
             release=release,
         )
+
+    def _place(self, name: str) -> str:
+        """The name of a place that a manifest names; a former tpuconv had other letters of layers in it."""
+        names = [place.name for place in self.places]
+        alike = [known for known in names if template(known) == template(name)]
+        return alike[0] if name not in names and len(alike) == 1 else name
 
     def on_disk(self, name: str, release: Release) -> str | None:
         """Returns the name on disk of a tensor that is named in any spelling; None if the table does not have it."""
@@ -212,7 +214,7 @@ class ReleaseReader:
                     yield each, layers
 
     def _spelled(
-        self, row: Map, layers: Sequence[int] | None, release: Release, config: HasAxes
+        self, row: Map, layers: Sequence[int] | None, release: Release, config: HasSizes
     ) -> Iterator[tuple[Map, Sequence[int] | None]]:
         """A row with the names on disk, for each of the ways in which its layers are spelled."""
         templates = [template(name) for name in row.hf_names]
@@ -277,26 +279,20 @@ def _found(tensor: str, names_of: Mapping[str, Sequence[str]]) -> list[str]:
     return [name for name in names_of if name.startswith(stem) and "." not in name[len(stem) :].lstrip(".")]
 
 
-def _values(table: MappingTable, config: HasAxes, hf: str) -> Sequence[int]:
+def _values(table: MappingTable, config: HasSizes, hf: str) -> Sequence[int]:
     """The numbers of the layers that a row, or a place, is in; empty if it is in one place."""
     index = INDEX.search(hf)
-    value = {**config.axes, **table.axes}.get(index[1].partition("+")[0], ()) if index else ()
-    return range(value) if isinstance(value, int) else value
+    return {**config.layer_sets, **table.layer_sets}.get(index[1].partition("+")[0], ()) if index else ()
 
 
-def _of_layers(row: Map, layers: tuple[int, ...], letters: dict[tuple[int, ...], str]) -> Map:
-    """A row for some of its layers, whose letter is added to `letters`."""
+def _of_layers(row: Map, layers: tuple[int, ...], words: dict[tuple[int, ...], str]) -> Map:
+    """A row for some of its layers, whose word is added to `words`."""
     loop = row_indices(row)[0]
     if len(loop) != 1:
         return row
-    if layers not in letters and len(letters) == len(SUBSETS):
-        raise UnsupportedConfig(
-            f"the layers name or group their tensors in more than {len(SUBSETS)} ways",
-            hint="load the model with transformers and save it again, which makes them equal",
-        )
-    letter = letters.get(layers) or letters.setdefault(layers, SUBSETS[len(letters)])
+    word = words.setdefault(layers, f"{APART}{len(words)}")
 
     def moved(name: str) -> str:
-        return INDEX.sub(lambda found: found[0].replace(loop[0], letter), name)
+        return INDEX.sub(lambda found: found[0].replace(loop[0], word), name)
 
     return replace(row, hf=tuple(map(moved, row.hf_names)), jax=tuple(map(moved, row.jax_names)))

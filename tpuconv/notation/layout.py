@@ -1,4 +1,4 @@
-"""Layouts: how the axes of checkpoint tensors become the axes of parameters, written in letters.
+"""Layouts: how the axes of checkpoint tensors become the axes of parameters, written in letters and words.
 
     V D -> D V                              a transpose
     (N H) D -> D N H                        a product of axes, split: q_proj becomes (D, heads, head dimension)
@@ -7,7 +7,8 @@
     E (M (1 + 1)) D -> E D M, E D M         two matrices with alternating rows
 
 A layout is an invertible rearrangement: swapping its sides gives the inverse. A letter has the same meaning everywhere
-(`tpuconv.notation.letters.LETTERS`): in a layout, in the einsum of a layer, in a parameter's shape and in its sharding.
+(`tpuconv.notation.letters`): in a layout, in the einsum of a layer, in a parameter's shape and in its sharding. The
+words of a family stand in layouts as letters do, separated by blanks; "letter" means both below.
 """
 
 import re
@@ -20,7 +21,7 @@ from math import gcd, prod
 import numpy as np
 
 from tpuconv.errors import LayoutError
-from tpuconv.notation.letters import LETTERS
+from tpuconv.notation.letters import is_name
 
 UNIT = "1"
 """An axis of size 1, which may be left out."""
@@ -89,15 +90,13 @@ class Layout:
     dst: tuple[Axes, ...]
 
     def __post_init__(self) -> None:
-        atoms = [
-            sorted("".join(sorted(atom)) for t in side for atom in _atom_letters(t)) for side in (self.src, self.dst)
-        ]
+        atoms = [sorted(sorted(atom) for t in side for atom in _atom_letters(t)) for side in (self.src, self.dst)]
         if atoms[0] != atoms[1]:
             raise LayoutError(f"the sides of '{self}' have different letters: {atoms[0]} and {atoms[1]}")
 
     @classmethod
     @cache
-    def parse(cls, text: str, stack: str = "") -> "Layout":
+    def parse(cls, text: str, stack: tuple[str, ...] = ()) -> "Layout":
         """Returns the layout that `src -> dst` describes, tensors separated by commas. Without an arrow both sides are
         the same. The letters of `stack` are prepended to each source tensor, outermost first.
 
@@ -108,6 +107,10 @@ class Layout:
         front = tuple(map(Axis, stack))
         src = tuple(front + tensor for tensor in _parse_side(left, text))
         return cls(src, _parse_side(right, text) if arrow else src)
+
+    def letters(self) -> Iterator[str]:
+        """Yields the letters of the source tensors in reading order."""
+        return (x for tensor in self.src for axis in tensor for x in axis.letters() if x != UNIT)
 
     @property
     def inverse(self) -> "Layout":
@@ -128,7 +131,7 @@ class Layout:
         Raises:
             LayoutError: a source tensor has another shape.
         """
-        atoms: list[tuple[str, np.ndarray]] = []
+        atoms: list[_Atom] = []
         for array, axes, shape in zip(tensors, self.src, self.src_shapes(sizes), strict=True):
             if array.shape != shape:
                 raise LayoutError(f"a tensor has shape {array.shape}, '{format_axes(axes)}' needs {shape}")
@@ -142,7 +145,7 @@ class Layout:
 
 
 def _parse_side(side: str, text: str) -> tuple[Axes, ...]:
-    tokens = re.findall(r"\S", side)
+    tokens = re.findall(r"\w+|\S", side)
 
     def axes() -> Axis:
         parts: list[Axis] = []
@@ -155,10 +158,10 @@ def _parse_side(side: str, text: str) -> tuple[Axes, ...]:
                     raise LayoutError(f"unbalanced brackets in '{text}'")
             elif token == "+":
                 plus += 1
-            elif token in LETTERS or token == UNIT:
+            elif token == UNIT or is_name(token):
                 parts.append(Axis(token))
             else:
-                raise LayoutError(f"'{token}' in '{text}' is not a letter of tpuconv.notation.letters.LETTERS")
+                raise LayoutError(f"'{token}' in '{text}' is neither a letter of tpuconv.notation.letters nor a word")
         if plus and plus != len(parts) - 1:
             raise LayoutError(f"'{text}' mixes a product and a concatenation in one bracket")
         return Axis(op="+" if plus else "*", parts=tuple(parts))
@@ -187,13 +190,17 @@ def _atom_letters(axes: Axes) -> list[tuple[str, ...]]:
     return [atom for part in axes[i].parts for atom in _atom_letters(axes[:i] + (part,) + axes[i + 1 :])]
 
 
-def _split(array: np.ndarray, axes: Axes, sizes: Sizes) -> list[tuple[str, np.ndarray]]:
+_Atom = tuple[tuple[str, ...], np.ndarray]
+"""A view of a tensor whose axes are letters, and these letters."""
+
+
+def _split(array: np.ndarray, axes: Axes, sizes: Sizes) -> list[_Atom]:
     """Splits a tensor into atoms: views whose axes are letters, without products and concatenations. In reading order,
     each with its letters."""
     i = _first_composite(axes)
     if i is None:
         units = tuple(n for n, axis in enumerate(axes) if axis.letter == UNIT)
-        return [("".join(axis.letter for axis in axes if axis.letter != UNIT), array.squeeze(units))]
+        return [(tuple(axis.letter for axis in axes if axis.letter != UNIT), array.squeeze(units))]
     if axes[i].op == "*":
         shape = array.shape[:i] + tuple(part.size(sizes) for part in axes[i].parts) + array.shape[i + 1 :]
         return _split(array.reshape(shape), axes[:i] + axes[i].parts + axes[i + 1 :], sizes)
@@ -206,7 +213,7 @@ def _split(array: np.ndarray, axes: Axes, sizes: Sizes) -> list[tuple[str, np.nd
     return atoms
 
 
-def _join(atoms: list[tuple[str, np.ndarray]], axes: Axes, sizes: Sizes) -> np.ndarray:
+def _join(atoms: list[_Atom], axes: Axes, sizes: Sizes) -> np.ndarray:
     """Returns the inverse of `_split`: removes the atoms that `axes` needs from the list, and returns the tensor."""
     i = _first_composite(axes)
     if i is None:

@@ -1,4 +1,19 @@
-"""The letters of axes. A letter has the same meaning in every layout, einsum, shape and sharding."""
+"""Names of axes. A letter has the same meaning in every table, shape and sharding. Every further axis is a word, which
+the family that has it declares; a module that several families share declares their words.
+
+    declare(
+        taps=Word("taps of the convolution"),
+        full_heads=Word("query heads of layers that see all tokens", as_="N"),
+    )
+
+A word is lower case, of two letters or more. It means one thing in all families that are loaded.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tpuconv.errors import LayoutError
 
 LETTERS = {
     "B": "batch",
@@ -7,7 +22,7 @@ LETTERS = {
     "D": "model width (hidden size)",
     "A": "model width, as the input axis of a square matrix",
     "N": "query heads",
-    "K": "key-value heads, or groups of heads with an output projection of their own",
+    "K": "key-value heads",
     "G": "query heads per key-value head (N = K G)",
     "H": "head dimension",
     "F": "MLP width",
@@ -15,54 +30,77 @@ LETTERS = {
     "O": "labels: the scores of a text",
     "L": "layers",
     "I": "layers with a dense MLP, in a model where others have experts",
-    "J": "layers with experts, in a model where others have a dense MLP, or choose experts by token ids (I)",
+    "J": "layers with experts, in a model where others have a dense MLP",
     "U": "layers for multi-token prediction (MTP), after the model's own",
     "E": "experts",
     "M": "MLP width of one expert",
     "W": "MLP width of all shared experts together",
-    "C": "latent width of keys and values (kv_lora_rank), of what experts read and write, or of a group of heads; "
-    "width of the embeddings of n-grams",
+    "C": "latent width of keys and values (kv_lora_rank)",
     "Q": "latent width of queries (q_lora_rank)",
-    "u": "latent width of queries, with their norm and without; residual streams e, as an output",
-    "d": "width of the gates of norms, or of residual streams; weights of residual streams in a model with linear "
-    "attention; rank of a low-rank residual",
-    "e": "residual streams besides the first, or in a model with linear attention",
     "P": "head dimension without rotary position",
     "R": "head dimension with rotary position",
-    "x": "head dimension of an indexer",
-    "f": "layers with full attention, in a model where others have linear attention; layers with an indexer",
-    "l": "layers with linear attention, Mamba-2 or a short convolution; with heavily compressed keys",
-    "n": "key heads of linear attention, groups of Mamba-2 or of heads in a fused projection, channels of a short "
-    "convolution, heads of an indexer",
-    "r": "value heads per key head of linear attention, heads per group n, residual streams",
-    "k": "dimension of a key head of linear attention, state size of Mamba-2, weights of residual streams",
-    "w": "dimension of a value head, of linear attention or where it is not that of keys; of a head of Mamba-2; "
-    "residual streams, as an output",
-    "c": "taps of a causal convolution, tokens of a compressed key",
-    # Of models in which layers that see all tokens and those with a sliding window differ in size, or those with and
-    # without rotary positions
-    "s": "layers with a sliding window, or with rotary positions",
-    "g": "layers that see all tokens, or without rotary positions; with latent attention, some with an indexer (f)",
-    "a": "layers with a sliding window, or with rotary positions, and keys and values of their own; layers with "
-    "embeddings of n-grams",
-    "b": "layers that see all tokens, or without rotary positions, with keys and values of their own",
-    "o": "layers that use the keys and values of an earlier one",
-    "h": "head dimension of layers that see all tokens; taps of a convolution of n-grams",
-    "m": "key-value heads of layers that see all tokens",
-    "q": "query heads of layers that see all tokens; heads of an indexer, in a model with linear attention",
-    "i": "layers with an MLP of width F",
-    "j": "layers with an MLP of width y",
-    "y": "the larger MLP width, of two; experts that pass their input on",
-    # Of models in which each layer has embeddings of its own
-    "p": "width of the embeddings of a layer or of one n-gram, tokens of a heavily compressed key or of a pool of keys",
-    "v": "vocabulary of the embeddings of layers, or added to V; parts of a table of n-grams; learned positions",
-    "z": "layers, as an axis of embeddings and of a projection for all of them; n-grams of a part of their table; "
-    "experts (E) and those that pass their input on (y)",
-    # Of what other programs expect
-    "X": "experts of a token; half of the head dimension, of which rotary position takes one element from each half; "
-    "pairs of dimensions with rotary position",
-    # Of models whose layers repeat with a period
+    "X": "experts of a token",
     "Y": "periods of layers: the first layer of each",
     "Z": "places of a period whose layers are in one array",
-    "t": "layers after the last complete period",
 }
+
+FORMER = {"v": "V", "q": "N", "m": "K", "n": "K", "y": "F"}
+"""Lower-case letters in manifests of before there were words: the letter whose sharding each follows. Others are not
+sharded."""
+
+WORD_PATTERN = re.compile(r"[a-z][a-z0-9_]+")
+
+
+@dataclass(frozen=True)
+class Word:
+    """The meaning of a word, and the letter whose sharding it follows: with N it is sharded as query heads are. Without
+    a letter it is not sharded."""
+
+    meaning: str
+    as_: str = ""
+
+
+_WORDS: dict[str, Word] = {}
+
+
+def declare(**words: Word) -> None:
+    """Declares the words of a family or of a shared module, when it is imported.
+
+    Raises:
+        LayoutError: a word is malformed, follows no letter, or has another meaning in a family that is loaded.
+    """
+    for name, word in words.items():
+        if not WORD_PATTERN.fullmatch(name) or word.as_ not in ("", *LETTERS):
+            raise LayoutError(f"'{name}' is no lower-case word of two letters or more, or the as_ of {word} no letter")
+        if _WORDS.setdefault(name, word) != word:
+            raise LayoutError(f"the word '{name}' is {_WORDS[name]} already, and not {word}: choose another word")
+
+
+def is_name(text: str) -> bool:
+    """Returns True if a text may name an axis: a letter, a lower-case letter of a former manifest, or a word."""
+    return text in LETTERS or WORD_PATTERN.fullmatch(text) is not None or (len(text) == 1 and "a" <= text <= "z")
+
+
+def meaning(name: str) -> str:
+    """Returns the meaning of a letter or a declared word; "" of a name that has none."""
+    return LETTERS.get(name) or (_WORDS[name].meaning if name in _WORDS else "")
+
+
+def sharded_as(name: str) -> str:
+    """Returns the letter whose sharding an axis follows; "" if it is not sharded.
+
+    Raises:
+        LayoutError: no family that is loaded declares the word.
+    """
+    if name in _WORDS:
+        return _WORDS[name].as_
+    if len(name) > 1:
+        raise LayoutError(f"no family that is loaded declares the axis '{name}'")
+    return name if name in LETTERS else FORMER.get(name, "")
+
+
+def with_letters(sizes: Mapping[str, int], local: Mapping[str, str]) -> dict[str, int]:
+    """Returns sizes in which the letters of `local` have the sizes of these words: the einsums of a module and the
+    names of its arrays have single letters. A lower-case letter is the module's alone, by its legend; a letter such as
+    N keeps its meaning, and has the size of one layer."""
+    return {**sizes, **{letter: sizes[word] for letter, word in local.items()}}

@@ -1,4 +1,5 @@
-"""Sharding by letters: the letters of an array's axes determine the mesh axes that it is sharded over.
+"""Sharding by letters: the letters of an array's axes determine the mesh axes that it is sharded over. A word follows
+the letter of its declaration (`tpuconv.notation.letters.Word`).
 
 A mesh has up to four axes. Heads and MLP widths are sharded over `tensor`, experts over `expert`, batch and model width
 over `data`. `group` is for models with fewer key-value heads than chips: it shards what `tensor` cannot. Arrays without
@@ -8,11 +9,11 @@ an expert axis are sharded over `expert` as if it were a second `tensor`.
 import re
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import Any
 
 from tpuconv.errors import UsageError
 from tpuconv.jsonfile import short
-from tpuconv.notation.layout import Shape, lead, parse_axes
+from tpuconv.notation.layout import UNIT, Shape, lead, parse_axes
+from tpuconv.notation.letters import sharded_as
 
 Rules = Mapping[str, tuple[str, ...]]
 """For each letter the mesh axes that it may be sharded over, together. Earlier letters take mesh axes first."""
@@ -27,14 +28,9 @@ AXES = ("data", *WIDTH_AXES)
 MESH_AXES: Rules = {
     "E": ("expert",),
     "V": WIDTH_AXES,
-    "v": WIDTH_AXES,
     "N": WIDTH_AXES,
-    "q": WIDTH_AXES,
     "K": ("tensor",),
-    "m": ("tensor",),
-    "n": ("tensor",),
     "F": WIDTH_AXES,
-    "y": WIDTH_AXES,
     "M": WIDTH_AXES,
     "W": WIDTH_AXES,
     "D": ("data",),
@@ -46,13 +42,12 @@ ACTIVATIONS: Rules = {"B": ("data",), "N": WIDTH_AXES, "K": ("tensor",), "V": WI
 """The rules for activations between layers. The batch is sharded over `data`, the model width is replicated; heads and
 logits are sharded."""
 
-BY_HEAD: Rules = {"B": ("data",), "K": ("tensor",), "n": ("tensor",), "G": ("group", "expert"), "N": WIDTH_AXES}
+BY_HEAD: Rules = {"B": ("data",), "K": ("tensor",), "G": ("group", "expert"), "N": WIDTH_AXES}
 """For attention with a small cache: sharded over heads only. If there are more chips than key-value heads, several
 chips hold the same keys and values, each for other query heads, and no data is exchanged."""
 
 BY_BATCH: Rules = {
     "K": ("tensor",),
-    "n": ("tensor",),
     "B": ("data", "group", "expert", "tensor"),
     "G": ("group", "expert"),
     "N": WIDTH_AXES,
@@ -92,8 +87,9 @@ def format_mesh(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{name}={size}" for name, size in mesh.items())
 
 
-def _letters(axes: str) -> list[str]:
-    """Returns the letter whose rule each axis follows. Query heads that lie in groups are query heads."""
+def _names(axes: str) -> list[str]:
+    """Returns the name that each axis is sharded by: its outermost one. Query heads that lie in groups are query
+    heads."""
     return ["N" if str(axis) == "(K G)" else lead(axis) for axis in parse_axes(axes)]
 
 
@@ -108,7 +104,7 @@ def partition(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = M
         mesh: size of each mesh axis.
         rules: the mesh axes that each letter may be sharded over.
     """
-    letters = _letters(axes)
+    letters = ["" if name in ("", UNIT) else sharded_as(name) for name in _names(axes)]
     parts: list[AxisSharding] = [None] * len(letters)
     taken: set[str] = set()
     for letter, names in rules.items():
@@ -127,11 +123,10 @@ def partition(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = M
 def undivided(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = MESH_AXES) -> dict[str, int]:
     """Returns the axes of an array that are not sharded because their size is not a multiple of a mesh axis: the size
     of each letter."""
-    letters = _letters(axes)
     multiples = tuple(size * prod(mesh.values()) for size in shape)
     now, then = partition(axes, shape, mesh, rules), partition(axes, multiples, mesh, rules)
-    pairs = zip(letters, shape, now, then, strict=True)
-    return {letter: size for letter, size, part, possible in pairs if part is None and possible is not None}
+    pairs = zip(_names(axes), shape, now, then, strict=True)
+    return {name: size for name, size, part, possible in pairs if part is None and possible is not None}
 
 
 def shard_shape(shape: Shape, parts: tuple[AxisSharding, ...], mesh: Mapping[str, int]) -> Shape:
@@ -152,7 +147,7 @@ def attention_rules(axes: str, shape: Shape, nbytes: int, mesh: Mapping[str, int
     return BY_HEAD if nbytes * prod(by_head) <= SMALL_CACHE * prod(shape) else BY_BATCH
 
 
-def decoding_mesh(sizes: Mapping[str, Any], devices: int) -> dict[str, int]:
+def decoding_mesh(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
     """Returns the mesh with which a model decodes with the fewest collectives: two all-reduces in a layer.
 
     A dense model gets the largest `tensor` that divides its key-value heads, and `group` for the rest. In a model with
@@ -160,7 +155,7 @@ def decoding_mesh(sizes: Mapping[str, Any], devices: int) -> dict[str, int]:
     rest. Otherwise, with complete experts on each chip, a step would wait for the chip with the most chosen experts.
 
     Args:
-        sizes: the size of each letter, as `DecoderConfig.axes`.
+        sizes: the size of each letter, as `DecoderConfig.sizes`.
         devices: number of devices.
     """
     heads = devices if "C" in sizes else sizes["K"]  # the cache of latent attention has no heads

@@ -17,28 +17,27 @@ import numpy as np
 
 from tpuconv.errors import ConfigError, LayoutError, UnsupportedConfig
 from tpuconv.notation.arithmetic import Arithmetic
-from tpuconv.notation.configs import HasAxes, configs_by_part
 from tpuconv.notation.layout import Layout, Shape, format_axes
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.release import AS_TABLED, Release
+from tpuconv.notation.sizes import MTP, HasSizes, configs_by_part, sets_of_layers
 
-INDEX = re.compile(r"\{(#?\w(?:\+\w+)*)\}")
+INDEX = re.compile(r"\{(#?\w+(?:\+\w+)*)\}")
 LAYERS, EXPERTS = "L", "E"
 PERIODS, PLACES = "Y", "Z"
 """The letters of the first layers of all periods of layers, and of the places of a period whose layers are in one
 array."""
-REST_LAYERS = "t"
-"""The letter of the layers after the last complete period."""
+REST_LAYERS = "rest_layers"
+declare(**{REST_LAYERS: Word("layers after the last complete period")})
+
 LAYERS_APART = "rest"
 """Where the layers after the last complete period are in our own tree, if the others are stacked."""
 LAYER_NAME = re.compile(r"layers\.(\d+)\.")
 """How the names of a layer's parameters begin, where layers are not stacked."""
-SUBSETS = "αβγδεζηθ"
-"""Letters of the layers that a release names or groups in another way than the rest."""
-LAYER_INDICES = f"LIJflsgaboij{PERIODS}{REST_LAYERS}{SUBSETS}"
-"""Letters whose values are layer numbers."""
-MTP, MTP_PARAMETERS = "U", "mtp."
-"""The letter of layers that predict further tokens (MTP), and how the names of their parameters begin. Their rows exist
-only on request."""
+APART = "apart_"
+"""How the words begin for the layers that a release names or groups in another way than the rest."""
+MTP_PARAMETERS = "mtp."
+"""How the names of the parameters of layers for further tokens begin. Their rows exist only on request."""
 
 MTP_PATTERN = "mtp"
 """Part of the patterns of tensors that are ignored unless these rows are requested. Other patterns of such tensors have
@@ -178,7 +177,7 @@ class MappingTable:
             equal.
         release: of the table of a release, how that differs from the family's.
         returns: what the model returns, if not logits (`tpuconv.models.common.heads`).
-        axes: letters of the rows that no config has.
+        layer_sets: layers of the rows that no config has.
         recut: groups of source tensors whose rows follow each other, and that may be cut elsewhere: transformers loads
             each group as one tensor, and saves equal parts of it.
     """
@@ -188,7 +187,7 @@ class MappingTable:
     copies: Mapping[str, str]
     release: Release
     returns: str
-    axes: Mapping[str, int | Sequence[int]]
+    layer_sets: Mapping[str, Sequence[int]]
     recut: tuple[tuple[str, ...], ...]
 
     def __init__(
@@ -199,7 +198,7 @@ class MappingTable:
         copies: Mapping[str, str] | None = None,
         release: Release | None = None,
         returns: str = "",
-        axes: Mapping[str, int | Sequence[int]] | None = None,
+        layer_sets: Mapping[str, Sequence[int]] | None = None,
         recut: Sequence[tuple[str, ...]] = (),
     ):
         object.__setattr__(self, "rows", tuple(rows))
@@ -207,7 +206,7 @@ class MappingTable:
         object.__setattr__(self, "copies", dict(copies or {}))
         object.__setattr__(self, "release", release or AS_TABLED)
         object.__setattr__(self, "returns", returns)
-        object.__setattr__(self, "axes", dict(axes or {}))
+        object.__setattr__(self, "layer_sets", dict(layer_sets or {}))
         object.__setattr__(self, "recut", tuple(recut))
         for row in self.rows:
             _row_layout(row)
@@ -223,7 +222,7 @@ class MappingTable:
             recut=tuple(tuple(map(rename, names)) for names in self.recut),
         )
 
-    def count(self, config: HasAxes, include_mtp: bool = False) -> int:
+    def count(self, config: HasSizes, include_mtp: bool = False) -> int:
         """The number of source tensors that `bind` names, without listing them."""
         sizes = {
             part: {x: len(value) for x, value in values.items()}
@@ -234,24 +233,24 @@ class MappingTable:
             for row in self._rows_of(config, include_mtp)
         )
 
-    def _values(self, config: HasAxes, include_mtp: bool) -> dict[str, Sequence[int]]:
+    def _values(self, config: HasSizes, include_mtp: bool) -> dict[str, Sequence[int]]:
         """The values of every letter as an index."""
-        axes = {**config.axes, **self.axes}
-        values = {x: range(value) if isinstance(value, int) else value for x, value in axes.items()}
+        sizes = {x: range(size) for x, size in config.sizes.items()}
+        values: dict[str, Sequence[int]] = {**sizes, **config.layer_sets, **self.layer_sets}
         return values if include_mtp else {**values, MTP: ()}
 
-    def _values_by_part(self, config: HasAxes, include_mtp: bool) -> dict[str, dict[str, Sequence[int]]]:
+    def _values_by_part(self, config: HasSizes, include_mtp: bool) -> dict[str, dict[str, Sequence[int]]]:
         """`_values` of the text model, under an empty name, and of each part beside it."""
         return {part: self._values(own, include_mtp) for part, own in configs_by_part(config).items()}
 
-    def _rows_of(self, config: HasAxes, include_mtp: bool) -> list[Map]:
+    def _rows_of(self, config: HasSizes, include_mtp: bool) -> list[Map]:
         configs = configs_by_part(config)
         rows = (row for row in self.rows if include_mtp or not is_of_mtp(row))
         return [
             row for row in rows if row.part in configs and (row.when is None or getattr(configs[row.part], row.when))
         ]
 
-    def bind(self, config: HasAxes, include_mtp: bool = False) -> list[Binding]:
+    def bind(self, config: HasSizes, include_mtp: bool = False) -> list[Binding]:
         """Every row that the config has, once for each value of its loop indices.
 
         Raises:
@@ -272,6 +271,8 @@ class MappingTable:
             values, sizes = by_part[row.part], sizes_by_part[row.part]
             loop, stack = row_indices(row)
             layout = _row_layout(row)
+            if unknown := [x for x in row_axes(row) if x not in sizes]:
+                raise LayoutError(f"{row} has the axis {unknown[0]}, of which the config has neither size nor layers")
             for known in _steps(loop, values):
                 steps = [known | step for step in _steps(stack, values)]
                 src = tuple(
@@ -284,7 +285,7 @@ class MappingTable:
                 bindings.append(Binding(row, layout, {**sizes, **own} if own else sizes, src, dst))
         return bindings
 
-    def modules(self, config: HasAxes) -> dict[str, None]:
+    def modules(self, config: HasSizes) -> dict[str, None]:
         """Returns the modules of the parameters (`layers/0/attn/q` of `layers.0.attn.q.kernel`) and their parents, as
         the rules of a quantization name them, without building the model, which needs jax."""
         out: dict[str, None] = {}
@@ -294,7 +295,7 @@ class MappingTable:
                 out |= dict.fromkeys("/".join(parts[:n]) for n in range(len(parts)))
         return out
 
-    def stack_layers(self, config: HasAxes) -> "MappingTable":
+    def stack_layers(self, config: HasSizes) -> "MappingTable":
         """The table of a model whose stacked layers are in one array, with a leading axis L; or, if the kinds of layers
         repeat with a period (`config.period`), in one for each place of a period, with a leading axis Y. Layers after
         the last period stay apart.
@@ -303,20 +304,19 @@ class MappingTable:
             UnsupportedConfig: layers differ in the names or groups of their tensors.
         """
         self.check_layers_alike()
-        period, layers = getattr(config, "period", 1), config.axes[LAYERS]
-        numbers = range(layers) if isinstance(layers, int) else layers
+        period, sets = getattr(config, "period", 1), sets_of_layers(config)
+        numbers = sets[LAYERS]
         whole = len(numbers) // period * period
         rows: list[Map] = []
         for row in self.rows:
-            letter = next((x for x in row_indices(row)[0] if x in LAYER_INDICES), "")
+            letter = next((x for x in row_indices(row)[0] if x in sets), "")
             if row.part or not letter:
                 rows.append(row)
             elif period == 1:
-                if config.axes.get(letter, LAYERS):  # all layers, or none
+                if sets[letter]:  # all layers, or none
                     rows.append(_stacked_row(row, letter, f"{{{letter}}}", letter, ""))
             else:
-                values = config.axes[letter]
-                has = range(values) if isinstance(values, int) else values
+                has = sets[letter]
                 rows += [
                     _stacked_row(row, letter, f"{{{PERIODS}+{place}}}", PERIODS, f"layers.{place}.")
                     for place, number in enumerate(numbers[:period])
@@ -327,12 +327,12 @@ class MappingTable:
                     for place, number in enumerate(numbers[whole:])
                     if number in has
                 ]
-        axes = self.axes if period == 1 else {**self.axes, PERIODS: list(numbers[:whole:period])}
-        return replace(self, rows=tuple(rows), axes=axes)
+        more = {} if period == 1 else {PERIODS: numbers[:whole:period]}
+        return replace(self, rows=tuple(rows), layer_sets={**self.layer_sets, **more})
 
     def check_layers_alike(self) -> None:
         """Raises UnsupportedConfig if layers differ in the names or groups of their tensors: they cannot be stacked."""
-        if apart := [row for row in self.rows if any(x in SUBSETS for x in row_indices(row)[0])]:
+        if apart := [row for row in self.rows if any(x.startswith(APART) for x in row_indices(row)[0])]:
             raise UnsupportedConfig(
                 f"some layers of this release name or group the tensors of {apart[0].jax_names[0]} in another way than "
                 "the rest, and cannot be stacked with them",
@@ -343,22 +343,26 @@ class MappingTable:
         """The table with other rows, of the same model."""
         return replace(self, rows=tuple(rows))
 
-    def ignored(self, config: HasAxes, include_mtp: bool = False) -> Callable[[str], str | None]:
+    def ignored(self, config: HasSizes, include_mtp: bool = False) -> Callable[[str], str | None]:
         """A function that returns why a source tensor is not converted, or None if the table does not ignore it."""
-        left_out = {MTP: ()} if include_mtp else {}
+        left_out: dict[str, Sequence[int]] = {MTP: ()} if include_mtp else {}
         ignored = {p: why for p, why in self.ignore.items() if not (include_mtp and MTP_PATTERN in p)}
-        patterns = [(_compile_pattern(text, {**config.axes, **left_out}), why) for text, why in ignored.items()]
+        # Any number of a layer is ignored, beyond the model's too.
+        sets = {x: layers for x, layers in {**config.layer_sets, **left_out}.items() if x != LAYERS}
+        patterns = [(_compile_pattern(text, sets), why) for text, why in ignored.items()]
         return lambda name: next((why for pattern, why in patterns if pattern.fullmatch(name)), None)
 
-    def copies_of(self, config: HasAxes, include_mtp: bool = False) -> dict[str, str]:
+    def copies_of(self, config: HasSizes, include_mtp: bool = False) -> dict[str, str]:
         """`copies` for this config: names without indices."""
         return {copy: original for copy, original in self._each(self.copies.items(), config, include_mtp)}
 
-    def recut_groups(self, config: HasAxes, include_mtp: bool = False) -> Iterator[tuple[str, ...]]:
+    def recut_groups(self, config: HasSizes, include_mtp: bool = False) -> Iterator[tuple[str, ...]]:
         """`recut` for this config: names without indices."""
         return self._each(self.recut, config, include_mtp)
 
-    def _each(self, groups: Iterable[tuple[str, ...]], config: HasAxes, include_mtp: bool) -> Iterator[tuple[str, ...]]:
+    def _each(
+        self, groups: Iterable[tuple[str, ...]], config: HasSizes, include_mtp: bool
+    ) -> Iterator[tuple[str, ...]]:
         for names in groups:
             for indices in _steps(INDEX.findall(names[0]), self._values(config, include_mtp)):
                 yield tuple(_with_indices(name, indices) for name in names)
@@ -402,7 +406,7 @@ def is_of_mtp(row: Map) -> bool:
 
 
 def row_indices(row: Map) -> tuple[list[str], list[str]]:
-    """The letters that a row loops over, and those on which it stacks."""
+    """The letters and words that a row loops over, and those on which it stacks."""
     hf, jax = ({tuple(_letters(name)) for name in names} for names in (row.hf_names, row.jax_names))
     if len(hf) != 1 or len(jax) != 1:
         raise LayoutError(f"the names of one side of {row} differ in their indices")
@@ -412,13 +416,19 @@ def row_indices(row: Map) -> tuple[list[str], list[str]]:
     return list(in_jax), [x for x in in_hf if x not in in_jax]
 
 
+def row_axes(row: Map) -> list[str]:
+    """The letters and words of a row, in its indices and its layout."""
+    loop, stack = row_indices(row)
+    return list(dict.fromkeys((*loop, *stack, *_row_layout(row).letters())))
+
+
 def _letters(name: str) -> Iterator[str]:
     """The letters of the indices of a name, in reading order."""
     return (x for index in INDEX.findall(name) for x in index.lstrip("#").split("+") if not x.isdigit())
 
 
 def _row_layout(row: Map) -> Layout:
-    layout = Layout.parse(row.layout, "".join(row_indices(row)[1]))
+    layout = Layout.parse(row.layout, tuple(row_indices(row)[1]))
     if (len(layout.src), len(layout.dst)) != (len(row.hf_names), len(row.jax_names)):
         raise LayoutError(f"'{row.layout}' has another number of tensors than {row} has names")
     return layout
@@ -432,9 +442,8 @@ def _steps(letters: Sequence[str], values: Mapping[str, Sequence[int]]) -> Itera
     return (dict(zip(letters, index, strict=True)) for index in product(*(values[x] for x in letters)))
 
 
-def _compile_pattern(text: str, axes: Mapping[str, int | Sequence[int]]) -> re.Pattern[str]:
+def _compile_pattern(text: str, sets: Mapping[str, Sequence[int]]) -> re.Pattern[str]:
     def numbers(index: re.Match[str]) -> str:
-        listed = axes.get(index[1], 0)
-        return r"\d+" if isinstance(listed, int) else f"(?:{'|'.join(map(str, listed)) or '(?!)'})"
+        return f"(?:{'|'.join(map(str, sets[index[1]])) or '(?!)'})" if index[1] in sets else r"\d+"
 
-    return re.compile(re.sub(r"\\\{(\w)\\\}", numbers, re.escape(text)).replace(r"\*", ".*"))
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", numbers, re.escape(text)).replace(r"\*", ".*"))

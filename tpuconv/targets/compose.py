@@ -7,10 +7,9 @@ from typing import Any
 
 from tpuconv.errors import LayoutError, UnsupportedConfig
 from tpuconv.names import OWN_TARGET, collapse
-from tpuconv.notation.configs import HasAxes, WithAxes
 from tpuconv.notation.layout import Axes, Axis, Layout, format_axes
+from tpuconv.notation.sizes import HasSizes, WithSizes, sets_of_layers
 from tpuconv.notation.table import (
-    LAYER_INDICES,
     LAYERS,
     PERIODS,
     PLACES,
@@ -21,9 +20,9 @@ from tpuconv.notation.table import (
     is_of_mtp,
     row_indices,
 )
-from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
+from tpuconv.targets.target import HALF_HEAD, LayerPlaces, Place, Places, Target, Tree
 
-_LAYER = re.compile(r"layers\.\{(\w)\}\.")
+_LAYER = re.compile(r"layers\.\{(\w+)\}\.")
 _NUMBERED_LAYER = re.compile(r"layers\.\d+\.")
 
 
@@ -32,11 +31,11 @@ def target_table(
     family: str,
     model_type: str,
     table: MappingTable,
-    config: HasAxes,
+    config: HasSizes,
     *,
     scan_layers: bool = False,
     include_mtp: bool = False,
-) -> tuple[MappingTable, HasAxes]:
+) -> tuple[MappingTable, HasSizes]:
     """Returns the table of a target, and the config with the letters that this table needs besides its own.
 
     Args:
@@ -71,7 +70,7 @@ def target_table(
         raise UnsupportedConfig(f"{target.name} has no stacked layers of this model", hint="leave out `scan_layers=`")
     if scan_layers:
         table.check_layers_alike()
-    config = WithAxes(config, {**config.axes, **table.axes, **_tree_letters(config, tree, scan_layers)})
+    config = _of_tree(config, table, tree, scan_layers)
     composer = _Composer(target, tree, config, scan_layers)
     rows: list[Map] = []
     own = [
@@ -90,7 +89,7 @@ def target_table(
 
 
 def same_parameters(
-    own: MappingTable, default_config: HasAxes, theirs: MappingTable, config: HasAxes, include_mtp: bool = False
+    own: MappingTable, default_config: HasSizes, theirs: MappingTable, config: HasSizes, include_mtp: bool = False
 ) -> dict[str, str]:
     """Returns the target's names of the parameters that are ours but for the name: not joined, not changed."""
     ours = {_sources(binding): binding for binding in own.bind(default_config, include_mtp)}
@@ -158,21 +157,19 @@ def find_tree(target: Target, family: str, model_type: str, config: Any) -> Tree
     )
 
 
-def _tree_letters(config: HasAxes, tree: Tree, scan: bool) -> dict[str, Any]:
-    """Half of the head dimension; the first layers of all periods, the places of a period that share an array, and the
-    layers after the last period.
+def _of_tree(config: HasSizes, table: MappingTable, tree: Tree, scan: bool) -> HasSizes:
+    """Returns the config with what the table of a tree needs besides: half of the head dimension; the first layers of
+    all periods, the places of a period that share an array, and the layers after the last period.
 
     Raises:
         UnsupportedConfig: the layers of the model do not repeat with the tree's period.
     """
     period = tree.period
-    axes: Mapping[str, Any] = config.axes
-    head = axes.get("H")
-    half = {"X": head // 2} if isinstance(head, int) else {}
+    half = {HALF_HEAD: config.sizes["H"] // 2} if "H" in config.sizes else {}
+    sizes, sets = {**config.sizes, **half}, {**config.layer_sets, **table.layer_sets}
     if period == 1:
-        return half
-    layers = axes[LAYERS]
-    numbers = range(layers) if isinstance(layers, int) else layers
+        return WithSizes(config, sizes, sets)
+    numbers = sets[LAYERS]
     whole = len(numbers) // period * period
     firsts, rest = list(numbers[:whole:period]), list(numbers[whole:])
     in_one = [place for places in _stacks(tree).values() if len(places) > 1 for place in places]
@@ -183,17 +180,12 @@ def _tree_letters(config: HasAxes, tree: Tree, scan: bool) -> dict[str, Any]:
             hint="leave out `scan_layers=`" if scan else "convert without `target=`",
         )
     if scan:
-        kinds = [[i in axes[x] for x in _layer_letters(axes)] for i in numbers[:whole]]
+        kinds = [[i in layers for layers in sets_of_layers(config).values()] for i in numbers[:whole]]
         if any(kind != kinds[i % period] for i, kind in enumerate(kinds)):
             raise UnsupportedConfig(
                 f"the layers of this model do not repeat with a period of {period}", hint="leave out `scan_layers=`"
             )
-    return half | {PERIODS: firsts, PLACES: in_one, REST_LAYERS: rest}
-
-
-def _layer_letters(axes: Mapping[str, Any]) -> list[str]:
-    """Returns the letters of some of the layers."""
-    return [letter for letter in LAYER_INDICES if letter in axes and not isinstance(axes[letter], int)]
+    return WithSizes(config, sizes, {**sets, PERIODS: firsts, PLACES: in_one, REST_LAYERS: rest})
 
 
 def _stacks(tree: Tree) -> dict[str, list[int]]:
@@ -210,12 +202,11 @@ def _by_place(tree: Tree) -> bool:
     return any(layers.letter.startswith(PERIODS) for layers in tree.layers)
 
 
-def _is_looped(row: Map, config: HasAxes, include_mtp: bool) -> bool:
+def _is_looped(row: Map, config: HasSizes, include_mtp: bool) -> bool:
     letters = row_indices(row)[0]
     if is_of_mtp(row) and not include_mtp:
         return False
-    sizes = (config.axes.get(letter, 0) for letter in letters)
-    return all(size if isinstance(size, int) else len(size) for size in sizes)
+    return all(config.layer_sets.get(letter) or config.sizes.get(letter) for letter in letters)
 
 
 def _renamed(table: MappingTable, target: Target) -> MappingTable:
@@ -263,9 +254,9 @@ def _sides(layout: str) -> tuple[str, str]:
 class _Composer:
     """Places the rows of a family's table in a tree."""
 
-    def __init__(self, target: Target, tree: Tree, config: HasAxes, scan: bool):
+    def __init__(self, target: Target, tree: Tree, config: HasSizes, scan: bool):
         self.target, self.tree, self.scan = target, tree, scan
-        self.axes: Mapping[str, Any] = config.axes
+        self.layer_sets = config.layer_sets
         self.stacks = _stacks(tree)
 
     def rows(self, row: Map) -> Iterator[Map]:
@@ -279,15 +270,15 @@ class _Composer:
         names = tuple(name.removeprefix(layer[0]) for name in row.jax_names)
         for layers in self.tree.layers:
             index = self._index(own, layers)
-            placed = _find(layers.places, names) if self.axes.get(index[:1]) else None
+            placed = _find(layers.places, names) if self.layer_sets.get(index.partition("+")[0]) else None
             if placed is None:
                 continue
             if not self.scan:
                 front = layers.apart.replace(f"{{{layers.letter}}}", f"{{{index}}}")
                 yield self._row(_with_index(row, own, index), placed, f"{front}.")
             elif self.tree.period == 1 or index.startswith(PERIODS):
-                letter = index[0]
-                yield self._row(_with_index(row, own, index), placed, f"{layers.stack(0)}.", letter)
+                letter = index.partition("+")[0]
+                yield self._row(_with_index(row, own, index), placed, f"{layers.stack(0)}.", (letter,))
             else:
                 yield from self._periodic(row, placed, layers, own, index)
 
@@ -295,16 +286,15 @@ class _Composer:
         """Returns the layers of both a row and a part of the tree, as an index in names; empty if there are none."""
         if layers.letter in (LAYERS, own):
             return own
-        if own == LAYERS or set(self.axes.get(layers.letter, (None,))) <= set(self.axes[own]):
+        if own == LAYERS or set(self.layer_sets.get(layers.letter, (None,))) <= set(self.layer_sets[own]):
             return layers.letter
         return ""
 
     def _periodic(self, row: Map, placed: "_Placed", layers: LayerPlaces, own: str, index: str) -> Iterator[Map]:
         """Returns the rows of scanned layers: one for each array that holds some places of a period, and the rows of
         the layers after the last period."""
-        numbers = self.axes[index]
-        has = range(numbers) if isinstance(numbers, int) else numbers
-        for first in self.axes[PERIODS][:1]:
+        has = self.layer_sets[index]
+        for first in self.layer_sets[PERIODS][:1]:
             for name, places in self.stacks.items():
                 mine = [place for place in places if first + place in has]
                 if not mine or layers.stack(mine[0]) != name:
@@ -314,13 +304,13 @@ class _Composer:
                         f"{self.target.name} has {', '.join(row.jax_names)} of all layers of a period in one array",
                         hint="leave out `scan_layers=`",
                     )
-                at, letters = (f"{PERIODS}+{places[0]}", PERIODS) if len(places) == 1 else _SHARED_PLACES
+                at, letters = (f"{PERIODS}+{places[0]}", (PERIODS,)) if len(places) == 1 else _SHARED_PLACES
                 yield self._row(_with_index(row, own, at), placed, f"{name}.", letters)
-        for place, number in enumerate(self.axes[REST_LAYERS]):
+        for place, number in enumerate(self.layer_sets[REST_LAYERS]):
             if number in has and layers.rest:
                 yield self._row(_with_index(row, own, number), placed, f"{layers.rest.replace('{#L}', str(place))}.")
 
-    def _row(self, row: Map, placed: "_Placed", front: str = "", stack: str = "") -> Map:
+    def _row(self, row: Map, placed: "_Placed", front: str = "", stack: Sequence[str] = ()) -> Map:
         sources, targets = _joined(row, placed)
         if stack:
             targets = [
@@ -341,7 +331,7 @@ class _Composer:
         return axis
 
 
-_SHARED_PLACES = (f"{PERIODS}+{PLACES}", PERIODS + PLACES)
+_SHARED_PLACES = (f"{PERIODS}+{PLACES}", (PERIODS, PLACES))
 """The layers at several places of all periods: as an index, and the letters of its axes."""
 
 
@@ -371,8 +361,8 @@ def _find(places: Places, names: Collection[str]) -> _Placed | None:
 
 def _joined(row: Map, placed: _Placed) -> tuple[list[Axes], list[Axes]]:
     """Returns the axes of a row's sources and of the target's parameters. A letter that a place takes apart, such as H
-    as (X + X), is taken apart in the sources too."""
-    stack = "".join(row_indices(row)[1])
+    as (half_head + half_head), is taken apart in the sources too."""
+    stack = tuple(row_indices(row)[1])
     layout = Layout.parse(row.layout, stack)
     apart: dict[str, Axis] = {}
     targets: list[Axes] = []
@@ -403,6 +393,6 @@ def _taken_apart(axes: Axes, apart: Mapping[str, Axis]) -> Axes:
     return tuple(map(change, axes))
 
 
-def _stacked(axes: Axes, letters: str, at: int) -> Axes:
+def _stacked(axes: Axes, letters: Sequence[str], at: int) -> Axes:
     at = min(at, len(axes))
     return (*axes[:at], *map(Axis, letters), *axes[at:])

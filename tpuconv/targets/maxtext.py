@@ -83,8 +83,10 @@ SCALED: Places = {
 }
 PAIRS: Places = {
     **SCALED,
-    "attn.q.kernel": Place("self_attention.query.kernel", "D N (X + X) -> D N (X (1 + 1))", SCALED_QUERY),
-    "attn.k.kernel": Place("self_attention.key.kernel", "D K (X + X) -> D K (X (1 + 1))"),
+    "attn.q.kernel": Place(
+        "self_attention.query.kernel", "D N (half_head + half_head) -> D N (half_head (1 + 1))", SCALED_QUERY
+    ),
+    "attn.k.kernel": Place("self_attention.key.kernel", "D K (half_head + half_head) -> D K (half_head (1 + 1))"),
 }
 LLAMA_TREE = (
     _alike(
@@ -210,9 +212,13 @@ def _gemma4(mlp: Places, stacked: tuple[str, ...], **changes: Any) -> Tree:
     model: Places = {
         "embed.embedding": Place("token_embedder.embedding", arithmetic=Times("D", 0.5)),
         "norm.scale": "decoder.decoder_norm.scale",
-        "per_layer.embed.embedding": Place("decoder.per_layer_embedder.embed_tokens_per_layer", "v z p -> v (z p)"),
+        "per_layer.embed.embedding": Place(
+            "decoder.per_layer_embedder.embed_tokens_per_layer",
+            "layer_vocab all_layers layer_dim -> layer_vocab (all_layers layer_dim)",
+        ),
         "per_layer.projection.kernel": Place(
-            "decoder.per_layer_embedder.per_layer_model_projection.kernel", "D z p -> D (z p)"
+            "decoder.per_layer_embedder.per_layer_model_projection.kernel",
+            "D all_layers layer_dim -> D (all_layers layer_dim)",
         ),
         "per_layer.norm.scale": "decoder.per_layer_embedder.per_layer_projection_norm.scale",
     }
@@ -266,14 +272,25 @@ def _delta(stacked: tuple[str, ...]) -> Tree:
     }
     linear: Places = {
         inputs: Place(
-            "attention.in_proj_qkvz.kernel", "D n k, D n k, D n r w, D n r w -> D (n (k + k + (r w) + (r w)))"
+            "attention.in_proj_qkvz.kernel",
+            "D groups key_dim, D groups key_dim, D groups per_group value_dim, D groups per_group value_dim "
+            "-> D (groups (key_dim + key_dim + (per_group value_dim) + (per_group value_dim)))",
         ),
-        ("attn.b.kernel", "attn.a.kernel"): Place("attention.in_proj_ba.kernel", "D n r, D n r -> D (n (r + r))"),
-        convolutions: Place("attention.conv1d.kernel", "n k c, n k c, n r w c -> c 1 ((n k) + (n k) + (n r w))"),
-        "attn.a_log": Place("attention.A_log", "n r -> (n r)"),
-        "attn.dt_bias": Place("attention.dt_bias", "n r -> (n r)"),
+        ("attn.b.kernel", "attn.a.kernel"): Place(
+            "attention.in_proj_ba.kernel",
+            "D groups per_group, D groups per_group -> D (groups (per_group + per_group))",
+        ),
+        convolutions: Place(
+            "attention.conv1d.kernel",
+            "groups key_dim taps, groups key_dim taps, groups per_group value_dim taps "
+            "-> taps 1 ((groups key_dim) + (groups key_dim) + (groups per_group value_dim))",
+        ),
+        "attn.a_log": Place("attention.A_log", "groups per_group -> (groups per_group)"),
+        "attn.dt_bias": Place("attention.dt_bias", "groups per_group -> (groups per_group)"),
         "attn.norm.scale": "attention.norm.rms_norm.scale",
-        "attn.o.kernel": Place("attention.out_proj.kernel", "n r w D -> (n r w) D"),
+        "attn.o.kernel": Place(
+            "attention.out_proj.kernel", "groups per_group value_dim D -> (groups per_group value_dim) D"
+        ),
     }
     full: Places = {
         **{ours: name for ours, name in _attention("attention.attention").items() if ours != "attn.q.kernel"},
@@ -283,8 +300,8 @@ def _delta(stacked: tuple[str, ...]) -> Tree:
     return Tree(
         MODEL_PLACES,
         (
-            LayerPlaces({**both, **linear}, "decoder.layers_{l}", stacked, "l"),
-            LayerPlaces({**both, **full}, "decoder.layers_{f}", stacked, "f"),
+            LayerPlaces({**both, **linear}, "decoder.layers_{state_layers}", stacked, "state_layers"),
+            LayerPlaces({**both, **full}, "decoder.layers_{attention_layers}", stacked, "attention_layers"),
         ),
         4,
     )

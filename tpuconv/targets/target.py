@@ -1,8 +1,8 @@
 """Describes a target: the place of its arrays, and for each family a table from our parameters to its parameters.
 
-A tree is written in the letters of the mapping tables. It says only what differs: its names, the parameters that it
-joins, the axis on which it stacks layers, and the few values that it changes. The way there from the tensors of a
-release, and the way back, follow from it and from the family's table (`tpuconv.targets.compose`).
+A tree is written in the letters and words of the mapping tables. It says only what differs: its names, the parameters
+that it joins, the axis on which it stacks layers, and the few values that it changes. The way there from the tensors of
+a release, and the way back, follow from it and from the family's table (`tpuconv.targets.compose`).
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +12,10 @@ from typing import Any
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.names import OWN_TARGET, QVALUE, SCALE, ZERO_POINT
 from tpuconv.notation.arithmetic import Arithmetic
+from tpuconv.notation.letters import Word, declare
+
+HALF_HEAD = "half_head"
+declare(**{HALF_HEAD: Word("half of the head dimension: rotary position pairs an element of each half")})
 
 
 @dataclass(frozen=True)

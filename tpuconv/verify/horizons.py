@@ -71,7 +71,7 @@ def long_prompts(
     longest, windows, found = max(map(len, prompts)), [], []
     for tokens in horizons_of(config):
         length = min(tokens + BEYOND, context_of(config))
-        need = SCORE_COPIES * 4 * (config.axes["N"] + config.axes.get("n", 0)) * length**2
+        need = SCORE_COPIES * 4 * (config.sizes["N"] + config.sizes.get("index_heads", 0)) * length**2
         if tokens > FARTHEST:
             found.append(Horizon(tokens, f"only `prompts=` has texts of more than {FARTHEST + BEYOND:,} tokens"))
         elif length > longest and memory is not None and need > memory:

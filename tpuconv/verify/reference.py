@@ -13,12 +13,14 @@ import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError, shorten
+from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES
 from tpuconv.models.logits import Window
 from tpuconv.models.registry import find_family
 from tpuconv.models.stored import model_config
 from tpuconv.names import collapse
-from tpuconv.notation.letters import LETTERS
+from tpuconv.notation.letters import meaning
+from tpuconv.notation.table import LAYERS
 from tpuconv.sources.adapter import ADAPTER_CONFIG
 from tpuconv.sources.config import read_config, read_json
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES, INDEX_FILE
@@ -268,6 +270,11 @@ def without_adapter(source: Path, adapted: bool) -> Iterator[Path]:
         yield Path(name)
 
 
+def _facts(config: DecoderConfig) -> dict[str, Any]:
+    """Returns the sizes and the layers of a config, by letters and words."""
+    return {**config.sizes, **config.layer_sets, LAYERS: len(config.layer_sets[LAYERS])}
+
+
 def check_sizes(manifest: Manifest, source: Path) -> None:
     """Checks, by its config.json, that a source is a model of the family and the sizes of a checkpoint.
 
@@ -280,10 +287,10 @@ def check_sizes(manifest: Manifest, source: Path) -> None:
     faults = [f"it is of the family {family.name}, not {manifest.family}"] if family.name != manifest.family else []
     if not faults:
         # By the names of the checkpoint, as its own config is read.
-        theirs = family.read_config(raw, manifest.allow_config, manifest.arrays, manifest.returns).axes
-        ours = model_config(manifest).axes
+        theirs = _facts(family.read_config(raw, manifest.allow_config, manifest.arrays, manifest.returns))
+        ours = _facts(model_config(manifest))
         faults = [
-            f"{LETTERS.get(letter, letter).partition(':')[0]}: {theirs.get(letter)} instead of {ours.get(letter)}"
+            f"{meaning(letter).partition(':')[0]}: {theirs.get(letter)} instead of {ours.get(letter)}"
             for letter in sorted({*theirs, *ours})
             if theirs.get(letter) != ours.get(letter)
         ]

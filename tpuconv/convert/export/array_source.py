@@ -6,11 +6,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from tpuconv.checkpoint.companions import companions_of, copy_companion
-from tpuconv.checkpoint.manifest import Manifest, StoredArray
+from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import check_contents, read_box, read_checkpoint_config
 from tpuconv.convert.run.engine import RunProgress
 from tpuconv.location import Location
-from tpuconv.notation.layout import Ranges, lead, parse_axes
+from tpuconv.notation.layout import Axes, Ranges, Shape, lead
 from tpuconv.sources.config import with_encoding, without_encoding
 from tpuconv.storage.sealed import Sealed
 from tpuconv.storage.sinks import Sink
@@ -45,11 +45,14 @@ class ArraySource(Protocol):
     def check(self) -> None:
         """Checks, before arrays are read, that they match the manifest."""
 
-    def read(self, name: str, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]) -> np.ndarray:
+    def read(
+        self, name: str, axes: Axes, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]
+    ) -> np.ndarray:
         """Returns an array, or the box of it with these ranges of letters.
 
         Args:
             name: of the array.
+            axes: of the array, by the table; a manifest of a former tpuconv may have other letters.
             ranges: of letters that lead axes of the array; the others are complete.
             made: takes the other arrays that were made with it, for the next call with the same ranges.
             figures: takes what was found when it was quantized, by parameter.
@@ -131,10 +134,12 @@ class CheckpointArrays(IdentifiedArrays):
         """Raises CorruptOutput if files hold other chunks than the manifest says."""
         check_contents(self.manifest, self.manifest.arrays)
 
-    def read(self, name: str, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]) -> np.ndarray:
+    def read(
+        self, name: str, axes: Axes, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]
+    ) -> np.ndarray:
         """See `ArraySource`. Raises CorruptOutput if it cannot be read."""
         array = self.manifest.arrays[name]
-        box = array_box(array, ranges)
+        box = array_box(axes, array.shape, ranges)
         values = np.empty([part.stop - part.start for part in box], np.dtype(array.dtype))
         read_box(self.manifest, name, box, values)
         return values
@@ -145,9 +150,9 @@ class CheckpointArrays(IdentifiedArrays):
         return self.manifest.origin
 
 
-def array_box(array: StoredArray, ranges: Ranges) -> tuple[slice, ...]:
+def array_box(axes: Axes, shape: Shape, ranges: Ranges) -> tuple[slice, ...]:
     """Returns the box of an array with these ranges of letters, each of which is alone on its axis."""
-    sizes = zip((lead(axis) for axis in parse_axes(array.axes)), array.shape, strict=True)
+    sizes = zip(map(lead, axes), shape, strict=True)
     return tuple(slice(*ranges[letter]) if letter in ranges else slice(0, n) for letter, n in sizes)
 
 

@@ -20,7 +20,7 @@ from tpuconv.location import BucketPath
 from tpuconv.models.common.rows import FURTHER_TOKENS
 from tpuconv.models.common.wrapper import is_outside
 from tpuconv.names import collapse, expand
-from tpuconv.notation.configs import HasAxes
+from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import MappingTable
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.origins import known_stamps
@@ -59,7 +59,7 @@ class Carried:
         ]
 
 
-def carried(manifest: Manifest, source: Source, table: MappingTable, config: HasAxes) -> Carried:
+def carried(manifest: Manifest, source: Source, table: MappingTable, config: HasSizes) -> Carried:
     """Returns the tensors that the conversion of a checkpoint skipped.
 
     A copy of another tensor is carried too, unless the export may hold other values of that.

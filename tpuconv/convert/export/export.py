@@ -376,7 +376,7 @@ class _Run:
     ) -> np.ndarray:
         """Returns an array without the changes that its row makes, as unsigned integers: these are faster to move than
         floats and keep every bit."""
-        values = self.arrays.read(name, ranges, made, figures)
+        values = self.arrays.read(name, row.axes[name], ranges, made, figures)
         if (change := row.inverse.inverse.arithmetic.get(name)) is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 undone = change.undo(values, row.inverse.sizes)

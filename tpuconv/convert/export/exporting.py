@@ -11,8 +11,8 @@ from tpuconv.convert.export.serving.formats import IN_COMPRESSED, IN_MXFP4
 from tpuconv.errors import UsageError
 from tpuconv.models.common.saved import BY_TRANSFORMERS, saved_release
 from tpuconv.models.registry import Family, get_family
-from tpuconv.notation.configs import HasAxes
 from tpuconv.notation.release import AS_TABLED
+from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import MappingTable
 from tpuconv.sources.config import ENCODING_KEYS, without_encoding
 from tpuconv.targets.compose import target_table
@@ -32,7 +32,7 @@ class Exporting:
     """
 
     table: MappingTable
-    config: HasAxes
+    config: HasSizes
     family: str
     beside: Carried | None = None
     scheme: str | None = None

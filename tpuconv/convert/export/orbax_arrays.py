@@ -13,7 +13,7 @@ from tpuconv.convert.plan.types import FLOAT_DTYPES
 from tpuconv.convert.run.engine import RunProgress
 from tpuconv.errors import ConfigError, OutputError
 from tpuconv.location import Location
-from tpuconv.notation.layout import Ranges
+from tpuconv.notation.layout import Axes, Ranges
 from tpuconv.sources.config import DTYPE_KEYS, parts_of, read_json, with_dtype, without_encoding
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.origins import known_stamps
@@ -86,9 +86,11 @@ class OrbaxArrays(IdentifiedArrays):
     def check(self) -> None:
         """Nothing: names and shapes are known, and there are no checksums."""
 
-    def read(self, name: str, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]) -> np.ndarray:
+    def read(
+        self, name: str, axes: Axes, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]
+    ) -> np.ndarray:
         """See `ArraySource`. Raises SourceError if it cannot be read."""
-        return self.tree.read(self._names[name], array_box(self.manifest.arrays[name], ranges))
+        return self.tree.read(self._names[name], array_box(axes, self.manifest.arrays[name].shape, ranges))
 
     def finish(self, hashes: Mapping[str, str]) -> dict[str, Any]:
         """See `ArraySource`. Raises SourceError if the tree was changed."""

@@ -21,7 +21,7 @@ from tpuconv.convert.run.stamps import stamps_for_hosts
 from tpuconv.errors import ConfigError, SourceError
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location
-from tpuconv.notation.layout import Ranges
+from tpuconv.notation.layout import Axes, Ranges
 from tpuconv.sources.config import read_json, with_dtype
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.reader import Reader
@@ -100,7 +100,9 @@ class PlannedArrays:
         names = Slab(binding, ranges, dtype).names()
         return {info.shard for name in names for info in self.plan.tensors[name].stored}
 
-    def read(self, name: str, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]) -> np.ndarray:
+    def read(
+        self, name: str, axes: Axes, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]
+    ) -> np.ndarray:
         """See `ArraySource`.
 
         Raises:

@@ -23,8 +23,8 @@ from tpuconv.encodings.passthrough_rows import Stored, split
 from tpuconv.encodings.scheme import Scheme
 from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import CorruptOutput, UsageError
-from tpuconv.notation.configs import HasAxes
 from tpuconv.notation.layout import Axis, Ranges, Shape, lead, sliceable
+from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import EXPERTS, Binding, MappingTable, Stack
 from tpuconv.sources.config import encoding_of
 from tpuconv.targets.registry import get_target
@@ -58,7 +58,7 @@ class ExportPiece:
 
 
 def export_pieces(
-    arrays: ArraySource, table: MappingTable, config: HasAxes, beside: Sequence[str], scheme: str | None
+    arrays: ArraySource, table: MappingTable, config: HasSizes, beside: Sequence[str], scheme: str | None
 ) -> tuple[list[ExportPiece], dict[str, Any] | None]:
     """Returns all pieces, and the description for config.json of what is quantized.
 

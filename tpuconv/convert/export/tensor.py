@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv.names import collapse
-from tpuconv.notation.layout import Shape
+from tpuconv.notation.layout import Axes, Shape
 from tpuconv.notation.table import Binding
 from tpuconv.sources.headers import DTYPES
 
@@ -55,3 +55,8 @@ class ExportRow:
     inverse: Binding
     tensors: Sequence[ExportTensor]
     repeats: Mapping[str, Shape] = field(default_factory=dict)
+
+    @property
+    def axes(self) -> dict[str, Axes]:
+        """The axes of each array that the row reads."""
+        return {stack.names[0]: axes for axes, stack in zip(self.inverse.layout.src, self.inverse.src, strict=True)}

@@ -14,8 +14,8 @@ from tpuconv.convert.plan.types import Skip
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError, shorten
 from tpuconv.models.registry import Family
 from tpuconv.names import OWN_TARGET, collapse
-from tpuconv.notation.configs import HasAxes
 from tpuconv.notation.layout import Axis, Shape, parse_axes
+from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import MTP_PARAMETERS, MappingTable
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target, target_names
@@ -54,7 +54,7 @@ class Explained:
     scan_layers: bool
     include_mtp: bool
     table: MappingTable
-    config: HasAxes
+    config: HasSizes
     names: Mapping[str, str]
     missing: Sequence[str]
     unknown: Sequence[str]
@@ -79,7 +79,7 @@ class Parameter:
 
 
 def explain_tree(
-    tree: TrainedTree, family: Family, model_type: str, table: MappingTable, config: HasAxes, target: str | None
+    tree: TrainedTree, family: Family, model_type: str, table: MappingTable, config: HasSizes, target: str | None
 ) -> Explained:
     """Returns how a target's table explains a tree.
 
@@ -171,7 +171,7 @@ def _targets(tree: TrainedTree, name: str | None) -> list[Target]:
 
 
 def _forms(
-    tree: TrainedTree, target: Target, family: Family, model_type: str, table: MappingTable, config: HasAxes
+    tree: TrainedTree, target: Target, family: Family, model_type: str, table: MappingTable, config: HasSizes
 ) -> Iterator[Explained]:
     has_mtp = any(MTP_PARAMETERS in name for name in tree.names)
     refused: UnsupportedConfig | None = None
@@ -191,7 +191,7 @@ def _forms(
 
 
 def _explained(
-    tree: TrainedTree, target: Target, scan: bool, mtp: bool, table: MappingTable, config: HasAxes
+    tree: TrainedTree, target: Target, scan: bool, mtp: bool, table: MappingTable, config: HasSizes
 ) -> Explained:
     wanted = {
         name.removeprefix(target.root).removesuffix(target.leaf): name

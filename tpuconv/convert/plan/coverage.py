@@ -30,21 +30,10 @@ from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.models.common.config import IgnoredKey
 from tpuconv.models.registry import get_family
 from tpuconv.names import OWN_TARGET, collapse
-from tpuconv.notation.configs import HasAxes, WithAxes
 from tpuconv.notation.layout import Shape
+from tpuconv.notation.sizes import MTP, HasSizes, WithSizes, sets_of_layers
 from tpuconv.notation.spelling import by_template
-from tpuconv.notation.table import (
-    EXPERTS,
-    LAYER_INDICES,
-    LAYERS,
-    MTP,
-    PERIODS,
-    PLACES,
-    SUBSETS,
-    Binding,
-    MappingTable,
-    row_indices,
-)
+from tpuconv.notation.table import EXPERTS, LAYERS, PERIODS, PLACES, Binding, MappingTable, row_indices
 from tpuconv.sources.config import ENCODING_KEYS
 from tpuconv.sources.source import Source
 from tpuconv.targets.registry import get_target
@@ -59,7 +48,7 @@ def make_plan(
     source: Source,
     family: str,
     table: MappingTable,
-    config: HasAxes,
+    config: HasSizes,
     options: Options,
     quantization: Quantization | None = None,
     ignored_config: tuple[IgnoredKey, ...] = (),
@@ -162,7 +151,7 @@ def make_plan(
         shape = found.shape
         arrays[name] = OutputArray(shape, np.dtype(np.float32), shape, shape, name, found.axes, (), buffer=True)
     if target.fp8_block and not faults:
-        _check_fp8(target, passthrough, arrays)
+        _check_fp8(target, passthrough, arrays, {EXPERTS, PLACES, PERIODS, *config.layer_sets})
     skips = [Skip(p, len(names), why) for why, all_names in skipped.items() for p, names in collapse(all_names).items()]
     return Plan(
         source=source,
@@ -186,8 +175,11 @@ def make_plan(
     )
 
 
-def _check_fp8(target: Target, passthrough: Mapping[str, Passthrough], arrays: Mapping[str, OutputArray]) -> None:
-    """Raises UnsupportedConfig if a parameter that stays encoded has another form than the target's FP8 in blocks."""
+def _check_fp8(
+    target: Target, passthrough: Mapping[str, Passthrough], arrays: Mapping[str, OutputArray], stacked: Collection[str]
+) -> None:
+    """Raises UnsupportedConfig if a parameter that stays encoded has another form than the target's FP8 in blocks,
+    besides the axes `stacked`."""
     wrong: dict[str, list[str]] = {}
     for name, kept in passthrough.items():
         array, block = arrays[name], target.fp8_block
@@ -195,7 +187,7 @@ def _check_fp8(target: Target, passthrough: Mapping[str, Passthrough], arrays: M
             [
                 (size // group, size if size < block else size // block)
                 for axis, size, group in zip(array.axes.split(), array.shape, kept.group_shape, strict=True)
-                if axis not in (EXPERTS, *LAYER_INDICES, PLACES)
+                if axis not in stacked
             ]
             if "(" not in array.axes
             else []
@@ -210,7 +202,7 @@ def _check_fp8(target: Target, passthrough: Mapping[str, Passthrough], arrays: M
         )
 
 
-def _checked_table(source: Source, table: MappingTable, config: HasAxes, options: Options) -> MappingTable:
+def _checked_table(source: Source, table: MappingTable, config: HasSizes, options: Options) -> MappingTable:
     """Returns the table, with stacked layers if these are wanted.
 
     Raises:
@@ -227,7 +219,7 @@ def _checked_table(source: Source, table: MappingTable, config: HasAxes, options
             "`layers=` and layers that are stacked by periods exclude each other", hint="leave out one of them"
         )
     mtp = options.include_mtp
-    if mtp and not config.axes.get(MTP):
+    if mtp and not config.layer_sets.get(MTP):
         raise UsageError(f"{source.name} has no layers that predict further tokens", hint="leave out `include_mtp=`")
     if mtp and options.layers is not None:
         raise UsageError("`include_mtp=` and `layers=` exclude each other", hint="leave out one of them")
@@ -305,24 +297,19 @@ def _is_passthrough(binding: Binding, quantization: Quantization | None) -> bool
     return quantization is not None and all(name in quantization.passthrough for s in binding.dst for name in s.names)
 
 
-def _cut_layers(table: MappingTable, config: HasAxes, layers: range | None) -> tuple[MappingTable, HasAxes]:
+def _cut_layers(table: MappingTable, config: HasSizes, layers: range | None) -> tuple[MappingTable, HasSizes]:
     """A table and a config of these layers alone: both have letters of layers."""
     if layers is None:
         return table, config
-    axes = dict(config.axes)
-    have = _layer_numbers(axes[LAYERS])
+    have = config.layer_sets[LAYERS]
     if not layers or layers[0] not in have or layers[-1] not in have:
         wanted = f"{layers.start}-{layers.stop - 1}"
         raise UsageError(f"`layers=` {wanted} is not a part of the model's layers {have[0]}-{have[-1]}")
     cut, apart = (
-        {x: [i for i in _layer_numbers(known[x]) if i in layers] for x in letters if x in known}
-        for known, letters in ((axes, LAYER_INDICES), (table.axes, SUBSETS))
+        {x: [i for i in numbers if i in layers] for x, numbers in sets.items()}
+        for sets in (sets_of_layers(config), table.layer_sets)
     )
-    return replace(table, axes={**table.axes, **apart}), WithAxes(config, axes | cut)
-
-
-def _layer_numbers(axis: int | Sequence[int]) -> Sequence[int]:
-    return range(axis) if isinstance(axis, int) else axis
+    return replace(table, layer_sets=apart), WithSizes(config, config.sizes, {**config.layer_sets, **cut})
 
 
 def _stored_kind(tensor: Tensor) -> tuple[str, Shape, bool]:

@@ -21,6 +21,7 @@ from tpuconv.convert.plan.types import (
 from tpuconv.encodings.decode import Tensor
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.notation.layout import Axes, Shape, format_axes, lead, sliceable
+from tpuconv.notation.letters import sharded_as
 from tpuconv.notation.sharding import MESH_AXES
 from tpuconv.notation.table import EXPERTS, LAYERS, PERIODS, Binding
 from tpuconv.sources.source import Source
@@ -155,7 +156,8 @@ def _chunk_shape(shape: Shape, leads: list[str], letters: list[str], itemsize: i
     unless the pieces become too small, then all others until a chunk is small enough."""
     ranks = {letter: 2 if "tensor" in axes else 3 for letter, axes in MESH_AXES.items()}
     ranks |= {LAYERS: 0, PERIODS: 0, EXPERTS: 1}
-    order = sorted((i for i, x in enumerate(leads) if x in letters), key=lambda i: (ranks.get(leads[i], 4), i))
+    rank = [ranks.get(sharded_as(x), 4) for x in leads]
+    order = sorted((i for i, x in enumerate(leads) if x in letters), key=lambda i: (rank[i], i))
     counts = [1] * len(shape)
 
     def nbytes() -> int:

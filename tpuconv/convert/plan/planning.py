@@ -18,7 +18,8 @@ from tpuconv.errors import UsageError
 from tpuconv.location import BucketPath, Location, local_path, to_location
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.registry import Family, find_family, get_family
-from tpuconv.notation.configs import HasAxes
+from tpuconv.models.stored import stored_table
+from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import MappingTable
 from tpuconv.progress import Listener, Progress
 from tpuconv.sources.hub import resolve
@@ -94,7 +95,7 @@ def planned_quantization(
     source = open_checkpoint(ckpt)
     options = Options.of_checkpoint(source.manifest, compress=compress)
     family = get_family(source.manifest.family)
-    return plan_source(source, family, source.table(), options, quantizer, ahead, source.manifest.parts)
+    return plan_source(source, family, stored_table(source), options, quantizer, ahead, source.manifest.parts)
 
 
 def workspace_folder(workspace: str | Path | None) -> Path | None:
@@ -125,11 +126,11 @@ def plan_source(
     released = family.table_for(source.tensors, model_config, returns)
     name, model_type = family.in_targets(source.config["model_type"])
 
-    def table_for(target: Target) -> tuple[MappingTable, HasAxes]:
+    def table_for(target: Target) -> tuple[MappingTable, HasSizes]:
         scan, mtp = options.scan_layers, options.include_mtp
         return target_table(target, name, model_type, released, model_config, scan_layers=scan, include_mtp=mtp)
 
-    config: HasAxes = model_config
+    config: HasSizes = model_config
     if table is None:
         table, config = table_for(target)
     plan = make_plan(source, family.name, table, config, options, ignored_config=report.ignored)

@@ -21,9 +21,9 @@ from tpuconv.models.common.wrapper import WrapperConfig
 from tpuconv.models.declare import DecoderFamily
 from tpuconv.models.registry import Family, all_families, find_family
 from tpuconv.names import collapse
-from tpuconv.notation.configs import WithAxes
 from tpuconv.notation.layout import Shape
-from tpuconv.notation.table import INDEX, LAYER_INDICES, Map
+from tpuconv.notation.sizes import WithSizes, sets_of_layers
+from tpuconv.notation.table import INDEX, Map
 from tpuconv.sources.source import Source
 
 MISSING = 4
@@ -233,8 +233,8 @@ class _Fit:
     ):
         self.family, self.config, self.raw = family, config, _text_of(family, raw)
         self.table = family.table_for(tensors, config)
-        one = {letter: _first(config.axes[letter]) for letter in LAYER_INDICES if letter in config.axes}
-        bound = self.table.bind(WithAxes(config, {**config.axes, **one}))
+        one = {letter: layers[:1] for letter, layers in sets_of_layers(config).items()}
+        bound = self.table.bind(WithSizes(config, config.sizes, {**config.layer_sets, **one}))
         wanted = {_pattern(name): shape for binding in bound for name, shape in binding.src_shapes().items()}
         # Of some encoded matrices only the number of values is known.
         explained = [p for p, shape in wanted.items() if {shape, (prod(shape),)} & shapes.get(p, set())]
@@ -281,7 +281,7 @@ def _draft(fit: _Fit, raw: Mapping[str, Any], left: Mapping[str, set[Shape]]) ->
     unfit = {row.jax_names[0] for row in fit.unfit_rows}
     yield f'"""{kind}: config and mapping table. A draft, made of {near}: each guess is to be checked."""'
     yield ""
-    rows = [_row_of(pattern, sizes, fit.config.axes) for pattern, sizes in left.items()]
+    rows = [_row_of(pattern, sizes, fit.config.sizes) for pattern, sizes in left.items()]
     if fit.candidate.refused:
         yield "from collections.abc import Mapping"
     yield f"from typing import {'Any, ' if fit.candidate.refused else ''}ClassVar"
@@ -353,12 +353,12 @@ def _literal(value: str | int | float) -> str:
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
-def _row_of(pattern: str, shapes: set[Shape], axes: Mapping[str, Any]) -> str:
+def _row_of(pattern: str, shapes: set[Shape], sizes: Mapping[str, int]) -> str:
     """Returns a row for tensors that no table has, or a comment if their shape has no letters."""
     parts = pattern.split("{}")
     shape = min(shapes)
     indices = ["L", "E"] if "layers." in parts[0] else ["E"]
-    sides = [_letters_of(size, axes) for size in shape]
+    sides = [_letters_of(size, sizes) for size in shape]
     if len(shapes) > 1 or len(parts) - 1 > len(indices) or None in sides:
         found = " or ".join(str(list(each)) for each in sorted(shapes))
         return f"# {_literal(pattern)}  {found}: no letters have these sizes"
@@ -375,8 +375,8 @@ def _row_of(pattern: str, shapes: set[Shape], axes: Mapping[str, Any]) -> str:
     return f'Map({names}, "{layout}"),  # a guess by the shape {list(shape)}'
 
 
-def _letters_of(size: int, axes: Mapping[str, Any]) -> str | None:
-    sizes = {letter: axes[letter] for letter in "DFVHNKMWECQPR" if isinstance(axes.get(letter), int)}
+def _letters_of(size: int, known: Mapping[str, int]) -> str | None:
+    sizes = {letter: known[letter] for letter in "DFVHNKMWECQPR" if letter in known}
     for product in ("NH", "KH"):
         if all(letter in sizes for letter in product) and sizes[product[0]] * sizes[product[1]] == size != sizes["D"]:
             return f"({product[0]} {product[1]})"

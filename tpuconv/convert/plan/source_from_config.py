@@ -13,8 +13,8 @@ from tpuconv.encodings.groups import SchemeGroup, within
 from tpuconv.encodings.scheme import Scheme
 from tpuconv.encodings.schemes import groups
 from tpuconv.errors import ConfigError
-from tpuconv.notation.configs import HasAxes
 from tpuconv.notation.layout import Shape
+from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import Binding, MappingTable
 from tpuconv.patterns import check_patterns
 from tpuconv.sources.config import encoding_of
@@ -34,7 +34,7 @@ NEVER_ENCODED = ("embed", "router")
 """The beginnings of the names of modules whose matrix is looked up, or in which small differences decide."""
 
 
-def source_from_config(name: str, raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Source:
+def source_from_config(name: str, raw: Mapping[str, Any], table: MappingTable, config: HasSizes) -> Source:
     """Returns a source without bytes.
 
     Args:
@@ -59,7 +59,7 @@ def source_from_config(name: str, raw: Mapping[str, Any], table: MappingTable, c
     return Source(Path(name), raw, tensors, (SourceShard(SHARD, offset),))
 
 
-def _stored(raw: Mapping[str, Any], table: MappingTable, config: HasAxes) -> Iterator[tuple[str, str, Shape]]:
+def _stored(raw: Mapping[str, Any], table: MappingTable, config: HasSizes) -> Iterator[tuple[str, str, Shape]]:
     known, bindings = groups(encoding_of(raw)), table.bind(config)
     modules = (name.removesuffix(".weight") for b in bindings if _is_multiplied(b) for s in b.src for name in s.names)
     check_patterns(

@@ -22,8 +22,8 @@ from tpuconv.location import to_location
 from tpuconv.models.common.config import IgnoredKey
 from tpuconv.models.common.heads import headless_name, is_of_head
 from tpuconv.names import collapse
-from tpuconv.notation.configs import HasAxes
 from tpuconv.notation.layout import Ranges, cut_sizes, lead, parse_axes, runs
+from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import Binding, MappingTable
 from tpuconv.sources.companions import AN_ADAPTER, LeftOut
 from tpuconv.sources.source import Source
@@ -186,7 +186,7 @@ class Plan:
     faults: tuple[str, ...]
     ignored_config: tuple[IgnoredKey, ...] = ()
     target: Target = OWN
-    config: HasAxes | None = None
+    config: HasSizes | None = None
     empty: tuple[str, ...] = ()
 
     def __repr__(self) -> str:

@@ -10,7 +10,7 @@ from tpuconv.checkpoint.shards import ZSTD
 from tpuconv.convert.plan.types import OutputArray, Plan
 from tpuconv.convert.run.results import UnitResult
 from tpuconv.names import QVALUE
-from tpuconv.notation.configs import configs_by_part
+from tpuconv.notation.sizes import configs_by_part
 from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT
 
 

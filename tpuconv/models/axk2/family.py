@@ -1,13 +1,19 @@
 """A.X K2: config and mapping table."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import ATTN_NORM, MLP, MLP_NORM, MTP_IGNORE, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.deepseek_v32 import family as deepseek_v32
 from tpuconv.models.registry import family
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
+
+declare(
+    both_queries=Word("latent width of queries, with their norm and without"),
+    gate_rank=Word("width of the gates of norms"),
+)
 
 
 @family_config
@@ -26,16 +32,16 @@ class Config(deepseek_v32.Config):
     head_dim: int | None = None
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "u": 2 * self.q_lora_rank, "d": self.gated_norm_rank}
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "both_queries": 2 * self.q_lora_rank, "gate_rank": self.gated_norm_rank}
 
 
 def gated_norm(hf: str, jax: str) -> tuple[Map, ...]:
     """Returns the rows of a norm whose output has gates."""
     return (
         Map(f"{hf}.norm.weight", f"{jax}.scale", "D"),
-        Map(f"{hf}.W_down.weight", f"{jax}.down.kernel", "d D -> D d"),
-        Map(f"{hf}.W_up.weight", f"{jax}.up.kernel", "D d -> d D"),
+        Map(f"{hf}.W_down.weight", f"{jax}.down.kernel", "gate_rank D -> D gate_rank"),
+        Map(f"{hf}.W_up.weight", f"{jax}.up.kernel", "D gate_rank -> gate_rank D"),
     )
 
 
@@ -48,10 +54,10 @@ TABLE = decoder_table(
     Map(
         "self_attn.q_b_proj.weight",
         (*deepseek_v3.QUERIES, "attn.gate.kernel"),
-        "(N (P + R + H)) u -> u N P, u N R, u N H",
+        "(N (P + R + H)) both_queries -> both_queries N P, both_queries N R, both_queries N H",
     ),
     others=(
-        *under("model.layers.{f}", "layers.{f}", *deepseek_v32.INDEXER),
+        *under("model.layers.{indexer_layers}", "layers.{indexer_layers}", *deepseek_v32.INDEXER),
         *under("model.layers.{I}", "layers.{I}", MLP_NORM, *under("mlp", "mlp", *MLP)),
         *under(
             "model.layers.{J}",

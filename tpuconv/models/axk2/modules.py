@@ -13,15 +13,20 @@ from tpuconv.models.common.layers import Einsum, Keys, RMSNorm
 from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v32 import modules as deepseek_v32
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {"u": "both_queries", "d": "gate_rank"}
+"""The words of this module, by the letters of its einsums and arrays."""
 
 
 class GatedNorm(RMSNorm):
     """RMS norm, x [B, T, D] to [B, T, D]. Each element of its output has a gate, made of the output."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        super().__init__("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        self.down = Einsum("BTD,Dd->BTd", config.axes, dtype=dtype, keys=keys)
-        self.up = Einsum("BTd,dD->BTD", config.axes, dtype=dtype, keys=keys)
+        sizes = with_letters(config.sizes, LEGEND)
+        super().__init__("D", sizes, config.rms_norm_eps, dtype=dtype)
+        self.down = Einsum("BTD,Dd->BTd", sizes, dtype=dtype, keys=keys)
+        self.up = Einsum("BTd,dD->BTD", sizes, dtype=dtype, keys=keys)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y_BTD = super().__call__(x)
@@ -35,7 +40,7 @@ class Attention(deepseek_v32.Attention):
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
-        sizes = config.axes
+        sizes = with_letters(config.sizes, LEGEND)
         self.q_nope = Einsum("BTu,uNP->BTNP", sizes, dtype=dtype, keys=keys)
         self.q_rope = Einsum("BTu,uNR->BTNR", sizes, dtype=dtype, keys=keys)
         self.gate = Einsum("BTu,uNH->BTNH", sizes, dtype=dtype, keys=keys)

@@ -1,6 +1,6 @@
 """Ling 3 (Bailing, hybrid): config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -64,15 +64,21 @@ class Config(deepseek_v3.Config, StateConfig):
         return tuple("linear_attention" if i % self.layer_group_size else "full_attention" for i in layers)
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         return {
-            **super().axes,
-            "f": self.layers_of("full_attention"),
-            "l": self.layers_of("linear_attention"),
-            "n": self.linear_num_heads or self.num_attention_heads,
-            "k": self.linear_head_dim,
-            "w": self.linear_head_dim,
-            "c": self.linear_conv_kernel_dim,
+            **super().sizes,
+            "groups": self.linear_num_heads or self.num_attention_heads,
+            "key_dim": self.linear_head_dim,
+            "value_dim": self.linear_head_dim,
+            "taps": self.linear_conv_kernel_dim,
+        }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {
+            **super().layer_sets,
+            "attention_layers": self.layers_of("full_attention"),
+            "state_layers": self.layers_of("linear_attention"),
         }
 
 
@@ -91,13 +97,13 @@ def latent_rows() -> tuple[Map, ...]:
 
 LING_DELTA_ROWS = (
     *KDA_INPUTS,
-    Map("f_proj.weight", "f.kernel", "(n k) D -> D n k"),
-    Map("g_proj.weight", "g.kernel", "(n w) D -> D n w"),
+    Map("f_proj.weight", "f.kernel", "(groups key_dim) D -> D groups key_dim"),
+    Map("g_proj.weight", "g.kernel", "(groups value_dim) D -> D groups value_dim"),
     *KDA_CONVOLUTIONS,
-    Map("A_log", "a_log", "n"),
-    Map("dt_bias", "dt_bias", "(n k) -> n k"),
-    Map("o_norm.weight", "norm.scale", "w"),
-    Map("dense.weight", "o.kernel", "D (n w) -> n w D"),
+    Map("A_log", "a_log", "groups"),
+    Map("dt_bias", "dt_bias", "(groups key_dim) -> groups key_dim"),
+    Map("o_norm.weight", "norm.scale", "value_dim"),
+    Map("dense.weight", "o.kernel", "D (groups value_dim) -> groups value_dim D"),
 )
 
 LING_FULL_ROWS = (*latent_rows(), Map("attention.g_proj.weight", "attn.gate.kernel", "N D -> D N"))
@@ -117,8 +123,8 @@ TABLE = MappingTable(
             "layers.{L}",
             *PRE_NORMS,
         ),
-        *under("model.layers.{f}", "layers.{f}", *LING_FULL_ROWS),
-        *under("model.layers.{l}.attention", "layers.{l}.attn", *LING_DELTA_ROWS),
+        *under("model.layers.{attention_layers}", "layers.{attention_layers}", *LING_FULL_ROWS),
+        *under("model.layers.{state_layers}.attention", "layers.{state_layers}.attn", *LING_DELTA_ROWS),
         *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
         *under("model.layers.{J}.mlp", "layers.{J}.moe", *LING_EXPERT_ROWS),
         *under(

@@ -10,10 +10,11 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.bailing_hybrid.family import Config
 from tpuconv.models.common import mtp
-from tpuconv.models.common.kda import KimiDelta
+from tpuconv.models.common.kda import LEGEND, KimiDelta
 from tpuconv.models.common.layers import Einsum, Keys
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.kimi_linear import modules as kimi_linear
+from tpuconv.notation.letters import with_letters
 
 
 class Attention(deepseek_v3.Attention):
@@ -21,7 +22,7 @@ class Attention(deepseek_v3.Attention):
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
-        self.gate = Einsum("BTD,DN->BTN", config.axes, dtype=dtype, keys=keys)
+        self.gate = Einsum("BTD,DN->BTN", config.sizes, dtype=dtype, keys=keys)
 
     def gated(self, x_BTD: jax.Array, x_BTQ: jax.Array, y_BTNH: jax.Array) -> jax.Array:
         gate_BTN = nnx.sigmoid(self.gate(x_BTD).astype(jnp.float32)).astype(x_BTD.dtype)
@@ -33,8 +34,9 @@ class DeltaAttention(KimiDelta):
     Kimi's; their logarithms are rounded to the dtype of activations."""
 
     def add_gates(self, config: Any, *, dtype: DTypeLike, keys: Keys) -> None:
-        self.f = Einsum("BTD,Dnk->BTnk", config.axes, dtype=dtype, keys=keys)
-        self.g = Einsum("BTD,Dnw->BTnw", config.axes, dtype=dtype, keys=keys)
+        sizes = with_letters(config.sizes, LEGEND)
+        self.f = Einsum("BTD,Dnk->BTnk", sizes, dtype=dtype, keys=keys)
+        self.g = Einsum("BTD,Dnw->BTnw", sizes, dtype=dtype, keys=keys)
         self.bound = config.kda_lower_bound if config.kda_safe_gate else None
 
     def rates(self, x_BTD: jax.Array) -> jax.Array:

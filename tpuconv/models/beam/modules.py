@@ -29,8 +29,8 @@ class Attention(blocks.NormedAttention):
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         bias = config.attention_bias
         super().__init__(config, bias=bias, out_bias=bias, dtype=dtype, keys=keys)
-        self.gate = Einsum("BTD,DNH->BTNH", config.axes, dtype=dtype, keys=keys)
-        self.gate_bias = nnx.Param(jnp.zeros(config.axes["N"], dtype))
+        self.gate = Einsum("BTD,DNH->BTNH", config.sizes, dtype=dtype, keys=keys)
+        self.gate_bias = nnx.Param(jnp.zeros(config.sizes["N"], dtype))
         self.has_rope = config.ropes[layer] is not None
 
     def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:

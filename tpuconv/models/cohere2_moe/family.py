@@ -82,9 +82,9 @@ class Config(ChosenExperts, MixedMLPs, PatternConfig):
         )
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         return {
-            **super().axes,
+            **super().sizes,
             "F": self.prefix_dense_intermediate_size or self.intermediate_size,
             "W": self.intermediate_size * self.num_shared_experts,
         }

@@ -24,9 +24,9 @@ class MoE(GatedExperts):
     T, D] to [B, T, D]. The weights are a softmax over the scores of the chosen experts, or their sigmoids."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        super().__init__(config.sizes, nnx.silu, dtype=dtype, keys=keys)
         self.config = config
-        self.router = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys)
+        self.router = Einsum("BTD,DE->BTE", config.sizes, dtype=dtype, keys=keys)
         self.shared = GatedMLP(config, "W", dtype=dtype, keys=keys) if config.has_shared_experts else None
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
@@ -48,8 +48,8 @@ class MoE(GatedExperts):
 def new_norm(config: Config, *, dtype: DTypeLike) -> RMSNorm | LayerNorm:
     """Returns a norm of hidden states."""
     if config.has_rms_norms:
-        return RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
-    return LayerNorm("D", config.axes, config.rms_norm_eps, bias=False, dtype=dtype)
+        return RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
+    return LayerNorm("D", config.sizes, config.rms_norm_eps, bias=False, dtype=dtype)
 
 
 class Block(nnx.Module):
@@ -58,7 +58,7 @@ class Block(nnx.Module):
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.norm = new_norm(config, dtype=dtype)
         self.attn = Attention(config, dtype=dtype, keys=keys)
-        if layer in config.axes["J"]:
+        if layer in config.layer_sets["J"]:
             self.moe = MoE(config, dtype=dtype, keys=keys)
         else:
             self.mlp = GatedMLP(config, dtype=dtype, keys=keys)

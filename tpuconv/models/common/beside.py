@@ -1,8 +1,8 @@
 """Parts of a multimodal model beside its text model: an encoder of images or sounds (a tower), a projector to the width
 of the text model, and how the features enter the text.
 
-A part has letters of its own: D, N, H, F and L are the sizes of its tower, O is the width of the text model. Names of
-its parameters begin with the name of the part: `vision.layers.0.attn.q.kernel`, `vision.projector.up.kernel`.
+In the rows of a part D, N, H, F and L are the sizes of its tower. Names of its parameters begin with the name of the
+part: `vision.layers.0.attn.q.kernel`, `vision.projector.up.kernel`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,11 +14,37 @@ from typing import Any, ClassVar, Self
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.key_types import checked_values, hints_of
+from tpuconv.notation.letters import Word, declare, with_letters
 from tpuconv.notation.spelling import template
 from tpuconv.notation.table import Map, MappingTable
 
 VISION, AUDIO = "vision", "audio"
 """The parts."""
+
+declare(
+    colours=Word("colours of a pixel"),
+    patch_frames=Word("frames of a patch"),
+    patch_rows=Word("rows of pixels of a patch"),
+    patch_columns=Word("columns of pixels of a patch"),
+    patch_positions=Word("learned positions of patches"),
+    merge_rows=Word("rows of patches that are merged"),
+    merge_columns=Word("columns of patches that are merged"),
+    merged=Word("width of merged patches"),
+    merged_mlp=Word("width between the matrices of a projector", as_="F"),
+    text_width=Word("width of the text model", as_="D"),
+    text_width_in=Word("width of the text model, as the input axis of a square matrix"),
+    deep=Word("features of deepstack"),
+)
+
+PART_LETTERS = {
+    "C": "patch_values",
+    "P": "patch_positions",
+    "M": "merged",
+    "W": "merged_mlp",
+    "O": "text_width",
+    "A": "text_width_in",
+}
+"""The words of towers and projectors, by the letters of their einsums."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +82,8 @@ class TowerConfig:
             raise ConfigError("config.json has negative sizes of an encoder", details=wrong)
 
     @property
-    def axes(self) -> dict[str, Any]:
-        """The size of each letter."""
+    def sizes(self) -> dict[str, Any]:
+        """The size of each letter and word."""
         raise NotImplementedError
 
 
@@ -73,9 +99,9 @@ class ProjectorConfig:
         known = {key: value for key, value in outer.items() if key in hints_of(cls)}
         return cls(out=text.hidden_size, **checked_values(known, hints_of(cls)))
 
-    def axes(self, tower: Any) -> dict[str, Any]:
-        """The size of each letter that the tower does not have."""
-        return {"O": self.out}
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        """The size of each letter and word that the tower does not have."""
+        return {"text_width": self.out}
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,9 +237,15 @@ class PartConfig:
         return self.modality.part
 
     @property
-    def axes(self) -> dict[str, Any]:
-        """The size of each letter."""
-        return {**self.tower.axes, **self.projector.axes(self.tower)}
+    def sizes(self) -> dict[str, Any]:
+        """The size of each letter and word."""
+        sizes = {**self.tower.sizes, **self.projector.sizes(self.tower)}
+        return with_letters(sizes, {letter: word for letter, word in PART_LETTERS.items() if word in sizes})
+
+    @property
+    def layer_sets(self) -> Mapping[str, Sequence[int]]:
+        """No letter stands for some of the layers alone."""
+        return {}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("tower", "projector"):  # while a copy is made there are none

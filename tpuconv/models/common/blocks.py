@@ -13,6 +13,7 @@ from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, apply_rope_to_neighbours, attention
 from tpuconv.models.common.steps import Step
+from tpuconv.notation.letters import with_letters
 
 
 class Attention(nnx.Module):
@@ -29,7 +30,7 @@ class Attention(nnx.Module):
     def __init__(
         self, config: DecoderConfig, *, bias: bool = False, out_bias: bool = False, dtype: DTypeLike, keys: Keys
     ):
-        sizes = config.axes
+        sizes = config.sizes
         self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, keys=keys)
         self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
         self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
@@ -84,8 +85,8 @@ class NormedAttention(Attention):
         if not normed:
             return
         queries, keys_ = ("NH", "KH") if all_heads else ("H", "H")
-        self.q_norm = self.norm_type(queries, config.axes, config.rms_norm_eps, dtype=dtype)
-        self.k_norm = self.norm_type(keys_, config.axes, config.rms_norm_eps, dtype=dtype)
+        self.q_norm = self.norm_type(queries, config.sizes, config.rms_norm_eps, dtype=dtype)
+        self.k_norm = self.norm_type(keys_, config.sizes, config.rms_norm_eps, dtype=dtype)
 
     def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         if self.norms_last:
@@ -117,14 +118,14 @@ class ClippedAttention(NormedAttention):
 
 
 class GatedMLP(nnx.Module):
-    """Gated MLP (arXiv:2002.05202), x [B, T, D] to [B, T, D]. `F` is the letter of its width. Its activation is SiLU,
-    or what a family overrides it with."""
+    """Gated MLP (arXiv:2002.05202), x [B, T, D] to [B, T, D]. `width` is the letter or word of its width. Its
+    activation is SiLU, or what a family overrides it with."""
 
-    def __init__(self, config: DecoderConfig, F: str = "F", *, bias: bool = False, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
-        self.gate = Einsum(f"BTD,D{F}->BT{F}", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.up = Einsum(f"BTD,D{F}->BT{F}", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.down = Einsum(f"BT{F},{F}D->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
+    def __init__(self, config: DecoderConfig, width: str = "F", *, bias: bool = False, dtype: DTypeLike, keys: Keys):
+        sizes = with_letters(config.sizes, {"F": width})
+        self.gate = Einsum("BTD,DF->BTF", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.up = Einsum("BTD,DF->BTF", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.down = Einsum("BTF,FD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return self.down(self.act(self.gate(x_BTD)) * self.up(x_BTD))
@@ -142,8 +143,8 @@ def clamped(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
 class ClampedMLP(GatedMLP):
     """Gated MLP whose hidden states have a limit, `swiglu_limit` of config.json, x [B, T, D] to [B, T, D]."""
 
-    def __init__(self, config: Any, F: str = "F", *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config, F, dtype=dtype, keys=keys)
+    def __init__(self, config: Any, width: str = "F", *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, width, dtype=dtype, keys=keys)
         self.limit = config.swiglu_limit
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -151,12 +152,13 @@ class ClampedMLP(GatedMLP):
 
 
 class PlainMLP(nnx.Module):
-    """MLP without a gate, x [B, T, D] to [B, T, D]. `F` is the letter of its width. Its activation is the square of the
-    positive part (arXiv:2109.08668), or what a family overrides it with."""
+    """MLP without a gate, x [B, T, D] to [B, T, D]. `width` is the letter or word of its width. Its activation
+    is the square of the positive part (arXiv:2109.08668), or what a family overrides it with."""
 
-    def __init__(self, config: DecoderConfig, F: str = "F", *, bias: bool = False, dtype: DTypeLike, keys: Keys):
-        self.up = Einsum(f"BTD,D{F}->BT{F}", config.axes, bias=bias, dtype=dtype, keys=keys)
-        self.down = Einsum(f"BT{F},{F}D->BTD", config.axes, bias=bias, dtype=dtype, keys=keys)
+    def __init__(self, config: DecoderConfig, width: str = "F", *, bias: bool = False, dtype: DTypeLike, keys: Keys):
+        sizes = with_letters(config.sizes, {"F": width})
+        self.up = Einsum("BTD,DF->BTF", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.down = Einsum("BTF,FD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return self.down(self.act(self.up(x_BTD)))
@@ -182,7 +184,7 @@ class FedBlock(nnx.Module):
     def add_feed(self, config: DecoderConfig, layer: int, *, dtype: DTypeLike, keys: Keys) -> None:
         """Creates the experts or the MLP."""
         # The layer for multi-token prediction, after the model's own, has experts if others have.
-        has_experts = layer in config.axes.get("J", (layer,)) or layer >= config.num_hidden_layers
+        has_experts = layer in config.layer_sets.get("J", (layer,)) or layer >= config.num_hidden_layers
         if self.moe_type is not None and has_experts:
             self.moe = self.moe_type(config, dtype=dtype, keys=keys)
         else:
@@ -199,9 +201,9 @@ class PreNormBlock(FedBlock):
     """One layer: attention, then an MLP or experts, each after a norm, with residual connections."""
 
     def __init__(self, config: DecoderConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
-        self.attn_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn_norm = self.norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.attn = self.new_attention(config, layer, dtype=dtype, keys=keys)
-        self.mlp_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.mlp_norm = self.norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.add_feed(config, layer, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
@@ -226,7 +228,7 @@ class ParallelBlock(nnx.Module):
     norm_type: ClassVar[Callable[..., Any]] = RMSNorm
 
     def __init__(self, config: DecoderConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
-        self.norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.norm = self.norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.attn = self.attention_type(config, dtype=dtype, keys=keys)
         self.mlp = self.mlp_type(config, dtype=dtype, keys=keys)
 
@@ -241,8 +243,8 @@ class SandwichBlock(PreNormBlock):
 
     def __init__(self, config: DecoderConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, layer, dtype=dtype, keys=keys)
-        self.post_attn_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        self.post_mlp_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.post_attn_norm = self.norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
+        self.post_mlp_norm = self.norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
         y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
@@ -255,9 +257,9 @@ class PostNormBlock(FedBlock):
 
     def __init__(self, config: DecoderConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.attn = self.attention_type(config, dtype=dtype, keys=keys)
-        self.post_attn_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.post_attn_norm = self.norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.add_feed(config, layer, dtype=dtype, keys=keys)
-        self.post_mlp_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.post_mlp_norm = self.norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
         y_BTD, kv = self.attn(x_BTD, step, window, kv)

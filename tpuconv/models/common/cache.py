@@ -40,8 +40,8 @@ class KV:
     @classmethod
     def empty(cls, config: DecoderConfig, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
         """Returns a cache of zeros for a layer; `shape` is [B, S], or [L, B, S] for all layers."""
-        keys = empty_vectors((*shape, config.axes["K"], config.axes["H"]), dtype)
-        values = empty_vectors((*shape, config.axes["K"], config.axes["H"]), dtype)
+        keys = empty_vectors((*shape, config.sizes["K"], config.sizes["H"]), dtype)
+        values = empty_vectors((*shape, config.sizes["K"], config.sizes["H"]), dtype)
         return cls(keys[0], values[0], keys[1], values[1])
 
     def scores(self, q_BTKGH: jax.Array) -> jax.Array:
@@ -65,14 +65,14 @@ class IndexKeys:
     """The keys of an indexer, beside the keys of attention, in the model's dtype: rounded ones would select other
     tokens. `axes` are the letters of each array."""
 
-    axes: ClassVar[tuple[str, ...]] = ("B S x",)
+    axes: ClassVar[tuple[str, ...]] = ("B S index_dim",)
 
     i_BSx: jax.Array
 
     @classmethod
     def empty(cls, config: DecoderConfig, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
         """Returns zeros; `shape` is [B, S], or [L, B, S] for all layers."""
-        return cls(jnp.zeros((*shape, config.axes["x"]), dtype))
+        return cls(jnp.zeros((*shape, config.sizes["index_dim"]), dtype))
 
 
 @jax.tree_util.register_dataclass

@@ -5,7 +5,7 @@ If unknown keys were skipped, one of them might change the mathematics: the conv
 would be wrong.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self, get_args
 
@@ -27,8 +27,7 @@ from tpuconv.models.common.mrope import Mrope
 from tpuconv.models.common.periods import find_period
 from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope, check_rope_keys, with_default_rope
 from tpuconv.models.common.rope_keys import without_older_rope_keys
-from tpuconv.notation.configs import WithAxes
-from tpuconv.notation.table import LAYER_INDICES
+from tpuconv.notation.sizes import WithSizes, sets_of_layers
 from tpuconv.sources.config import INSIDE_KEYS
 
 SHOWN_BY: Mapping[str, tuple[str, ...]] = {
@@ -243,8 +242,8 @@ class DecoderConfig:
         yield from ()
 
     @property
-    def axes(self) -> dict[str, Any]:
-        """The size of each letter (`tpuconv.notation.letters.LETTERS`); for I, J and U the indices of the layers."""
+    def sizes(self) -> dict[str, int]:
+        """The size of each letter and word (`tpuconv.notation.letters`) that does not stand for layers."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         return {
             "D": self.hidden_size,
@@ -254,8 +253,7 @@ class DecoderConfig:
             "H": self.head_dim or self.hidden_size // heads,
             "F": self.intermediate_size,
             "V": self.vocab_size,
-            "L": self.num_hidden_layers,
-            **self.head.axes,
+            **self.head.sizes,
         }
 
     @property
@@ -275,18 +273,23 @@ class DecoderConfig:
         return 0
 
     @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        """The numbers of the layers of each letter and word that stands for layers."""
+        return {"L": range(self.num_hidden_layers)}
+
+    @property
     def layer_sizes(self) -> Mapping[int, Mapping[str, int]]:
-        """For layers in which letters have other sizes than in `axes`, these sizes."""
+        """For layers in which letters have other sizes than in `sizes`, these sizes."""
         return {}
 
     def of_layer(self, layer: int) -> Any:
-        """Returns this config with the sizes of a layer in its `axes`."""
-        return WithAxes(self, {**self.axes, **self.layer_sizes.get(layer, {})})
+        """Returns this config with the sizes of a layer."""
+        return WithSizes(self, {**self.sizes, **self.layer_sizes.get(layer, {})}, self.layer_sets)
 
     @property
     def rope_dim(self) -> int:
         """The number of dimensions of a head that have rotary positions."""
-        return int(self.axes["H"])
+        return self.sizes["H"]
 
     @property
     def rope_dims(self) -> tuple[int, ...]:
@@ -302,8 +305,8 @@ class DecoderConfig:
     def layer_kinds(self) -> tuple[Any, ...]:
         """A kind for each layer: layers of one kind have the same parameters and computation, besides windows and
         rotary positions."""
-        groups = [value for x in LAYER_INDICES if not isinstance(value := self.axes.get(x, 0), int)]
-        return tuple(tuple(layer in group for group in groups) for layer in range(self.num_hidden_layers))
+        sets = sets_of_layers(self).values()
+        return tuple(tuple(layer in layers for layers in sets) for layer in range(self.num_hidden_layers))
 
     @property
     def period(self) -> int:

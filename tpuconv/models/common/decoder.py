@@ -83,7 +83,7 @@ class Decoder(nnx.Module):
 
         self.config = config
         self.scan_layers = scan_layers
-        self.embed = self.embed_type(config.axes, dtype=dtype, keys=keys)
+        self.embed = self.embed_type(config.sizes, dtype=dtype, keys=keys)
         if scan_layers:
             stacks = self._stacks
             keys_of_place = [block_keys[i : stacks.rest.start : stacks.period] for i in range(stacks.period)]
@@ -91,11 +91,11 @@ class Decoder(nnx.Module):
             self._set_stacks(blocks, [new_block(layer, block_keys[layer]) for layer in stacks.rest])
         else:
             self.layers = nnx.List(map(new_block, count(), block_keys))
-        self.norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        head = partial(Einsum, "BTD,DV->BTV", config.axes, bias=config.has_head_bias, dtype=dtype, keys=keys)
+        self.norm = self.norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
+        head = partial(Einsum, "BTD,DV->BTV", config.sizes, bias=config.has_head_bias, dtype=dtype, keys=keys)
         self.lm_head = head() if config.has_lm_head else None
         is_classifier = config.head.kind == SCORES
-        self.score = Einsum("BD,DO->BO", config.axes, dtype=dtype, keys=keys) if is_classifier else None
+        self.score = Einsum("BD,DO->BO", config.sizes, dtype=dtype, keys=keys) if is_classifier else None
         for part, own in config.parts.items():
             setattr(self, part, own.encoder_class(own, dtype=dtype, keys=keys))
 

@@ -22,6 +22,10 @@ from tpuconv.models.common.recurrence import (
     in_chunks,
 )
 from tpuconv.models.common.steps import Step
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {"n": "groups", "r": "per_group", "k": "key_dim", "w": "value_dim"}
+"""The words of this module, by the letters of its einsums and arrays."""
 
 NORM_EPS = 1e-6
 """Epsilon of the length of queries and keys. config.json has only the epsilon of other norms."""
@@ -33,7 +37,12 @@ class DeltaState(LayerState):
     """The cache of a layer: the state of each value head, and the last inputs of the convolutions of queries, keys and
     values."""
 
-    axes: ClassVar[tuple[str, ...]] = ("B n r k w", "B c n k", "B c n k", "B c n r w")
+    axes: ClassVar[tuple[str, ...]] = (
+        "B groups per_group key_dim value_dim",
+        "B taps groups key_dim",
+        "B taps groups key_dim",
+        "B taps groups per_group value_dim",
+    )
 
     s_Bnrkw: jax.Array
     q_Bcnk: jax.Array
@@ -46,7 +55,7 @@ class DeltaNet(nnx.Module):
     heads. The output is normalized and gated."""
 
     def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = with_letters(config.sizes, LEGEND)
         self.q = Einsum("BTD,Dnk->BTnk", sizes, dtype=dtype, keys=keys)
         self.k = Einsum("BTD,Dnk->BTnk", sizes, dtype=dtype, keys=keys)
         self.v = Einsum("BTD,Dnrw->BTnrw", sizes, dtype=dtype, keys=keys)

@@ -2,12 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, QKV_BIAS
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
+
+declare(
+    positions=Word("learned positions", as_="V"),
+)
 
 GPT_KEYS: Mapping[str, str] = {
     "hidden_size": "n_embd",
@@ -54,10 +59,10 @@ class UnrotatedConfig(DecoderConfig):
         return self.num_attention_heads
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         width = self.intermediate_size or 4 * self.hidden_size
         heads = {"K": self.key_heads, "G": self.num_attention_heads // self.key_heads}
-        return {**super().axes, **heads, "F": width}
+        return {**super().sizes, **heads, "F": width}
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
@@ -74,8 +79,8 @@ class PositionedConfig(UnrotatedConfig):
     first_position: ClassVar[int] = 0
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "v": self.max_position_embeddings + self.first_position}
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "positions": self.max_position_embeddings + self.first_position}
 
     @property
     def position_limit(self) -> int | None:
@@ -128,7 +133,7 @@ FAIRSEQ_BIASES = (
     Map("fc2.bias", "mlp.down.bias", "D"),
 )
 """The rows of a layer in models with the names of fairseq (arXiv:1904.01038)."""
-POSITIONS = Map("wpe.weight", "positions.embedding", "v D")
+POSITIONS = Map("wpe.weight", "positions.embedding", "positions D")
 MASKS = {
     "bias": "the causal mask",
     "causal_mask": "the causal mask",

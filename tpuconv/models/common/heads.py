@@ -64,7 +64,7 @@ class Head:
         return cls(SCORES, labels, pad)
 
     @property
-    def axes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
         """The sizes of the letters that only this head has."""
         return {"O": self.labels} if self.kind == SCORES else {}
 

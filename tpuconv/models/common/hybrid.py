@@ -1,6 +1,6 @@
 """Configs of models in which some layers keep a state instead of keys and values."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -47,8 +47,12 @@ class StateConfig(DecoderConfig):
         return tuple(layer for layer, other in enumerate(self.kinds) if other == kind)
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "f": self.layers_of(self.other_kinds[0]), "l": self.layers_of(self.state_kind)}
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {
+            **super().layer_sets,
+            "attention_layers": self.layers_of(self.other_kinds[0]),
+            "state_layers": self.layers_of(self.state_kind),
+        }
 
 
 NO_LIMIT = 3e38
@@ -110,14 +114,14 @@ class MambaConfig(StateConfig):
         return low, high
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         return {
-            **super().axes,
-            "n": self.mamba_n_groups,
-            "r": self.mamba_n_heads // self.mamba_n_groups,
-            "k": self.mamba_d_state,
-            "w": self.mamba_head,
-            "c": self.mamba_d_conv,
+            **super().sizes,
+            "groups": self.mamba_n_groups,
+            "per_group": self.mamba_n_heads // self.mamba_n_groups,
+            "key_dim": self.mamba_d_state,
+            "value_dim": self.mamba_head,
+            "taps": self.mamba_d_conv,
         }
 
 

@@ -21,6 +21,10 @@ from tpuconv.models.common.recurrence import (
     in_chunks,
 )
 from tpuconv.models.common.steps import Step
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {"n": "groups", "k": "key_dim", "w": "value_dim"}
+"""The words of this module, by the letters of its einsums and arrays."""
 
 KDA_CHUNK = 16
 """Tokens that are computed at once. Each pair of them has a decay for each element of a key."""
@@ -32,7 +36,12 @@ class KDAState(LayerState):
     """The cache of a layer: the state of each head, and the last inputs of the convolutions of queries, keys and
     values."""
 
-    axes: ClassVar[tuple[str, ...]] = ("B n k w", "B c n k", "B c n k", "B c n w")
+    axes: ClassVar[tuple[str, ...]] = (
+        "B groups key_dim value_dim",
+        "B taps groups key_dim",
+        "B taps groups key_dim",
+        "B taps groups value_dim",
+    )
 
     s_Bnkw: jax.Array
     q_Bcnk: jax.Array
@@ -48,7 +57,7 @@ class KimiDelta(nnx.Module):
     bound: float | None = None
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = with_letters(config.sizes, LEGEND)
         self.q = Einsum("BTD,Dnk->BTnk", sizes, dtype=dtype, keys=keys)
         self.k = Einsum("BTD,Dnk->BTnk", sizes, dtype=dtype, keys=keys)
         self.v = Einsum("BTD,Dnw->BTnw", sizes, dtype=dtype, keys=keys)
@@ -86,7 +95,7 @@ class KimiDelta(nnx.Module):
 
     def add_gates(self, config: Any, *, dtype: DTypeLike, keys: Keys) -> None:
         """Adds the matrices that `gates` and `rates` multiply with."""
-        sizes = config.axes
+        sizes = with_letters(config.sizes, LEGEND)
         self.f_a = Einsum("BTD,Dw->BTw", sizes, dtype=dtype, keys=keys)
         self.f_b = Einsum("BTw,wnk->BTnk", sizes, dtype=dtype, keys=keys)
         self.g_a = Einsum("BTD,Dk->BTk", sizes, dtype=dtype, keys=keys)

@@ -24,6 +24,10 @@ from tpuconv.models.common.recurrence import (
     in_chunks,
 )
 from tpuconv.models.common.steps import Step
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {"n": "groups", "r": "per_group", "k": "key_dim", "w": "value_dim"}
+"""The words of this module, by the letters of its einsums and arrays."""
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +35,12 @@ from tpuconv.models.common.steps import Step
 class MambaState(LayerState):
     """The cache of a layer: the state of each head, and the last inputs of the convolutions."""
 
-    axes: ClassVar[tuple[str, ...]] = ("B n r k w", "B c n r w", "B c n k", "B c n k")
+    axes: ClassVar[tuple[str, ...]] = (
+        "B groups per_group key_dim value_dim",
+        "B taps groups per_group value_dim",
+        "B taps groups key_dim",
+        "B taps groups key_dim",
+    )
 
     s_Bnrkw: jax.Array
     x_Bcnrw: jax.Array
@@ -44,7 +53,8 @@ class GatedGroupNorm(nnx.Module):
 
     def __init__(self, config: Any, *, dtype: DTypeLike):
         self.eps = config.rms_norm_eps
-        self.scale = nnx.Param(jnp.ones(tuple(config.axes[letter] for letter in "nrw"), dtype))
+        sizes = with_letters(config.sizes, LEGEND)
+        self.scale = nnx.Param(jnp.ones(tuple(sizes[letter] for letter in "nrw"), dtype))
 
     def __call__(self, y_BTnrw: jax.Array, z_BTnrw: jax.Array) -> jax.Array:
         gated_BTnrw = y_BTnrw * nnx.silu(z_BTnrw.astype(jnp.float32))
@@ -55,7 +65,7 @@ class Mamba2(nnx.Module):
     """Mamba-2, x [B, T, D] to [B, T, D]. Also returns the state after these tokens. Its config is a `MambaConfig`."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        sizes, bias = config.axes, config.mamba_proj_bias
+        sizes, bias = with_letters(config.sizes, LEGEND), config.mamba_proj_bias
         self.z = Einsum("BTD,Dnrw->BTnrw", sizes, bias=bias, dtype=dtype, keys=keys)
         self.x = Einsum("BTD,Dnrw->BTnrw", sizes, bias=bias, dtype=dtype, keys=keys)
         self.b = Einsum("BTD,Dnk->BTnk", sizes, bias=bias, dtype=dtype, keys=keys)

@@ -119,7 +119,7 @@ class RoutedExperts(GatedExperts):
     shared_type: ClassVar[Callable[..., Any]] = GatedMLP
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        super().__init__(config.sizes, nnx.silu, dtype=dtype, keys=keys)
         self.router = self.router_type(config, dtype=dtype, keys=keys)
         has_shared = getattr(config, "has_shared_experts", False)
         self.shared: Any = self.shared_type(config, "W", dtype=dtype, keys=keys) if has_shared else None

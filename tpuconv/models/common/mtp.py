@@ -22,11 +22,11 @@ class JoinedInputs(nnx.Module):
     def add_parts(self, config: Any, *, dtype: DTypeLike, keys: Keys) -> None:
         """Creates the parts."""
         self.add_joining(config, dtype=dtype, keys=keys)
-        self.norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.norm = self.norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
 
     def add_joining(self, config: Any, *, dtype: DTypeLike, keys: Keys) -> None:
         """Creates the parts that join both inputs."""
-        sizes, eps = config.axes, config.rms_norm_eps
+        sizes, eps = config.sizes, config.rms_norm_eps
         self.embed_norm, self.hidden_norm = (self.norm_type("D", sizes, eps, dtype=dtype) for _ in range(2))
         self.from_embed = Einsum("BTA,AD->BTD", sizes, dtype=dtype, keys=keys)
         self.from_hidden = Einsum("BTA,AD->BTD", sizes, dtype=dtype, keys=keys)
@@ -84,7 +84,7 @@ class MTPModule(nnx.Module):
     layer_type: ClassVar[Callable[..., Any]]
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        self.number = str(config.axes["U"][0])  # the name of the attribute that has the layer
+        self.number = str(config.layer_sets["U"][0])  # the name of the attribute that has the layer
         setattr(self, self.number, self.layer_type(config, config.num_hidden_layers, dtype=dtype, keys=keys))
 
     def __call__(self, next_BTD: jax.Array, x_BTD: jax.Array, step: Step, kv: Any) -> tuple[jax.Array, Any]:

@@ -14,9 +14,9 @@ class Positions(nnx.Module):
     """A vector for each position."""
 
     def __init__(self, config: PositionedConfig, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = config.sizes
         self.first = config.first_position
-        self.embedding = nnx.Param(normal(keys(), (sizes["v"], sizes["D"]), dtype))
+        self.embedding = nnx.Param(normal(keys(), (sizes["positions"], sizes["D"]), dtype))
 
     def __call__(self, pos_BT: jax.Array) -> jax.Array:
         """Returns the vectors [B, T, D] of positions. One beyond the last gives NaN; padding gives some vector."""

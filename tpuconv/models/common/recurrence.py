@@ -29,7 +29,7 @@ class LayerState:
     dtype of other caches.
 
     Attributes:
-        axes: the letters of each array. c are the last inputs of a convolution, one less than its taps.
+        axes: the letters and words of each array. `taps` are the last inputs of a convolution, one less than its taps.
     """
 
     axes: ClassVar[tuple[str, ...]]
@@ -37,7 +37,7 @@ class LayerState:
     @classmethod
     def empty(cls, config: Any, *batch: int) -> Self:
         """Returns a state of zeros."""
-        sizes = {**config.axes, "c": config.axes.get("c", 1) - 1}
+        sizes = {**config.sizes, "taps": config.sizes.get("taps", 1) - 1}
         shapes = ([sizes[letter] for letter in axes.split()[1:]] for axes in cls.axes)
         return cls(*(jnp.zeros((*batch, *shape), jnp.float32) for shape in shapes))
 
@@ -81,7 +81,7 @@ class Convolution(nnx.Module):
 
     def __init__(self, letters: str, sizes: Any, *, bias: bool = False, dtype: DTypeLike, keys: Keys):
         shape = tuple(sizes[letter] for letter in letters)
-        self.kernel = nnx.Param(normal(keys(), (*shape, sizes["c"]), dtype))
+        self.kernel = nnx.Param(normal(keys(), (*shape, sizes["taps"]), dtype))
         self.bias = nnx.Param(jnp.zeros(shape, dtype)) if bias else None
 
     def __call__(self, x: jax.Array, last: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -125,7 +125,7 @@ def decays(rate_Bnrt: jax.Array) -> jax.Array:
 
 
 class HybridBlock(PreNormBlock):
-    """One layer: attention or, in the layers l, a part with a state; then an MLP or experts, each after a norm, with
+    """One layer: attention or, in `state_layers`, a part with a state; then an MLP or experts, each after a norm, with
     residual connections.
 
     Attributes:
@@ -135,12 +135,12 @@ class HybridBlock(PreNormBlock):
     mixer_type: ClassVar[Callable[..., Any]]
 
     def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
-        kind = self.mixer_type if layer in config.axes["l"] else self.attention_type
+        kind = self.mixer_type if layer in config.layer_sets["state_layers"] else self.attention_type
         return kind(config, dtype=dtype, keys=keys)
 
 
 class HybridDecoder(Decoder):
-    """A decoder in which the layers l keep a state instead of keys and values.
+    """A decoder in which `state_layers` keep a state instead of keys and values.
 
     Attributes:
         state_type: the class of the state.
@@ -150,7 +150,7 @@ class HybridDecoder(Decoder):
 
     def cached(self, config: Any, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Returns the empty cache of a layer; `shape` is [B, S]."""
-        if layer in config.axes["l"]:
+        if layer in config.layer_sets["state_layers"]:
             return self.state_type.empty(config, *shape[:-1])
         return self.cached_keys(config, layer, shape, dtype)
 

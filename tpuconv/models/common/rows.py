@@ -3,8 +3,33 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
 
+declare(
+    # Layers with a state: linear attention, Mamba-2 (which is a case of it, arXiv:2405.21060), short convolutions
+    attention_layers=Word("layers with attention, in a model where others have a state"),
+    state_layers=Word("layers with a state: linear attention, Mamba-2 or a short convolution"),
+    groups=Word("groups of heads that have keys together: key heads of linear attention, groups of Mamba-2", as_="K"),
+    per_group=Word("value heads of a group"),
+    key_dim=Word("dimension of a key of linear attention, state size of Mamba-2"),
+    value_dim=Word("dimension of a value head of linear attention or Mamba-2"),
+    taps=Word("taps of a causal convolution"),
+    # Layers that differ in what their tokens see
+    window_layers=Word("layers with a sliding window"),
+    full_layers=Word("layers that see all tokens, in a model where others have a sliding window"),
+    full_heads=Word("query heads of layers that see all tokens", as_="N"),
+    full_kv_heads=Word("key-value heads of layers that see all tokens", as_="K"),
+    # Indexers, which select the tokens that attention sees
+    indexer_layers=Word("layers with an indexer"),
+    index_heads=Word("heads of an indexer", as_="K"),
+    index_dim=Word("head dimension of an indexer"),
+    # Residual streams
+    streams=Word("residual streams"),
+    streams_out=Word("residual streams, as an output"),
+    stream_weights=Word("weights of residual streams"),
+    expert_dim=Word("width of what experts read and write, if it is not the model's"),
+)
 ATTENTION = (
     Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
     Map("self_attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
@@ -107,30 +132,39 @@ MAMBA = (
     Map(
         "in_proj.weight",
         tuple(f"{x}.kernel" for x in MAMBA_INPUTS),
-        "((n r w) + (n r w) + (n k) + (n k) + (n r)) D -> D n r w, D n r w, D n k, D n k, D n r",
+        "((groups per_group value_dim) + (groups per_group value_dim) + (groups key_dim) + (groups key_dim) "
+        "+ (groups per_group)) D "
+        "-> D groups per_group value_dim, D groups per_group value_dim, D groups key_dim, D groups key_dim, "
+        "D groups per_group",
     ),
     Map(
         "conv1d.weight",
         ("x_conv.kernel", "b_conv.kernel", "c_conv.kernel"),
-        "((n r w) + (n k) + (n k)) 1 c -> n r w c, n k c, n k c",
+        "((groups per_group value_dim) + (groups key_dim) + (groups key_dim)) 1 taps "
+        "-> groups per_group value_dim taps, groups key_dim taps, groups key_dim taps",
     ),
-    Map("A_log", "a_log", "(n r) -> n r"),
-    Map("dt_bias", "dt_bias", "(n r) -> n r"),
-    Map("D", "skip", "(n r) -> n r"),
-    Map("out_proj.weight", "o.kernel", "D (n r w) -> n r w D"),
+    Map("A_log", "a_log", "(groups per_group) -> groups per_group"),
+    Map("dt_bias", "dt_bias", "(groups per_group) -> groups per_group"),
+    Map("D", "skip", "(groups per_group) -> groups per_group"),
+    Map("out_proj.weight", "o.kernel", "D (groups per_group value_dim) -> groups per_group value_dim D"),
 )
 """Mamba-2, besides its norm and biases."""
 
-MAMBA_NORM = Map("norm.weight", "norm.scale", "(n r w) -> n r w")
+MAMBA_NORM = Map("norm.weight", "norm.scale", "(groups per_group value_dim) -> groups per_group value_dim")
 
 MAMBA_CONV_BIAS = Map(
-    "conv1d.bias", ("x_conv.bias", "b_conv.bias", "c_conv.bias"), "((n r w) + (n k) + (n k)) -> n r w, n k, n k"
+    "conv1d.bias",
+    ("x_conv.bias", "b_conv.bias", "c_conv.bias"),
+    "((groups per_group value_dim) + (groups key_dim) + (groups key_dim)) "
+    "-> groups per_group value_dim, groups key_dim, groups key_dim",
 )
 
 MAMBA_IN_BIAS = Map(
     "in_proj.bias",
     tuple(f"{x}.bias" for x in MAMBA_INPUTS),
-    "((n r w) + (n r w) + (n k) + (n k) + (n r)) -> n r w, n r w, n k, n k, n r",
+    "((groups per_group value_dim) + (groups per_group value_dim) + (groups key_dim) + (groups key_dim) "
+    "+ (groups per_group)) "
+    "-> groups per_group value_dim, groups per_group value_dim, groups key_dim, groups key_dim, groups per_group",
 )
 
 MAMBA_OUT_BIAS = Map("out_proj.bias", "o.bias", "D")

@@ -1,11 +1,21 @@
 """Configs of models in which later layers use the keys and values of earlier ones, and each layer may have embeddings
 of its own."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.models.common.windows import PatternConfig
+from tpuconv.notation.letters import Word, declare
+
+declare(
+    layer_dim=Word("width of the embeddings of a layer"),
+    layer_vocab=Word("vocabulary of the embeddings of layers", as_="V"),
+    all_layers=Word("layers, as an axis of their embeddings and of the projection for all of them"),
+    window_kv_layers=Word("layers with a sliding window, and keys and values of their own"),
+    full_kv_layers=Word("layers that see all tokens, with keys and values of their own"),
+    shared_kv_layers=Word("layers that use the keys and values of an earlier one"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +41,26 @@ class SharedKeysConfig(PatternConfig):
             yield f"final_logit_softcapping={self.final_logit_softcapping} is not positive"
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
+        return {
+            **super().sizes,
+            "layer_dim": self.hidden_size_per_layer_input,
+            "layer_vocab": self.vocab_size_per_layer_input,
+            "all_layers": self.num_hidden_layers,
+        }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
         layers = range(self.num_hidden_layers)
         own = layers[: self.num_hidden_layers - self.num_kv_shared_layers]
         full = [i for i, kind in enumerate(self.kinds) if kind == "full_attention"]
-        return super().axes | {
-            "p": self.hidden_size_per_layer_input,
-            "v": self.vocab_size_per_layer_input,
-            "z": self.num_hidden_layers,
-            "s": tuple(i for i in layers if i not in full),
-            "g": tuple(full),
-            "a": tuple(i for i in own if i not in full),
-            "b": tuple(i for i in own if i in full),
-            "o": tuple(layers[len(own) :]),
+        return {
+            **super().layer_sets,
+            "window_layers": tuple(i for i in layers if i not in full),
+            "full_layers": tuple(full),
+            "window_kv_layers": tuple(i for i in own if i not in full),
+            "full_kv_layers": tuple(i for i in own if i in full),
+            "shared_kv_layers": tuple(layers[len(own) :]),
         }
 
     @property

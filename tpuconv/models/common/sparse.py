@@ -1,8 +1,8 @@
 """Configs of models with experts, in all layers or in some."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.kinds import faults_of_kinds
@@ -34,11 +34,11 @@ class ChosenExperts:
             yield f"num_experts_per_tok={chosen} is more than {self.experts_key}={experts}"
 
     @property
-    def axes(self) -> dict[str, Any]:
-        """See `DecoderConfig.axes`."""
+    def sizes(self) -> dict[str, int]:
+        """See `DecoderConfig.sizes`."""
         width, shared = self.moe_intermediate_size or self.intermediate_size, self.shared_expert_intermediate_size
         sizes = {"E": getattr(self, self.experts_key), "M": width} | ({} if shared is None else {"W": shared})
-        return {**super().axes, **sizes}  # type: ignore[misc]
+        return {**super().sizes, **sizes}  # type: ignore[misc]
 
 
 class MixedMLPs:
@@ -56,9 +56,9 @@ class MixedMLPs:
         yield from faults_of_kinds("mlp_layer_types", self.mlp_kinds, self.num_hidden_layers, MLP_KINDS.values())
 
     @property
-    def axes(self) -> dict[str, Any]:
-        """See `DecoderConfig.axes`."""
-        return {**super().axes, **layers_by_mlp(self.mlp_kinds)}  # type: ignore[misc]
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        """See `DecoderConfig.layer_sets`."""
+        return {**super().layer_sets, **layers_by_mlp(self.mlp_kinds)}  # type: ignore[misc]
 
     @property
     def mlp_kinds(self) -> tuple[str, ...]:
@@ -114,11 +114,16 @@ class FurtherLayers:
     num_nextn_predict_layers: int
 
     @property
-    def axes(self) -> dict[str, Any]:
-        """See `DecoderConfig.axes`."""
+    def sizes(self) -> dict[str, int]:
+        """See `DecoderConfig.sizes`."""
+        return {**super().sizes, "A": self.hidden_size}  # type: ignore[misc]
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        """See `DecoderConfig.layer_sets`."""
         layers = self.num_hidden_layers
         numbers = tuple(range(layers, layers + self.num_nextn_predict_layers))
-        return {**super().axes, "A": self.hidden_size, "U": numbers}  # type: ignore[misc]
+        return {**super().layer_sets, "U": numbers}  # type: ignore[misc]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +144,9 @@ class SparseConfig(GroupedExperts, MixedMLPs, DecoderConfig):
     mlp_layer_types: tuple[str, ...] | None = None
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         return {
-            **super().axes,
+            **super().sizes,
             "E": self.n_routed_experts,
             "M": self.moe_intermediate_size,
             "W": self.moe_intermediate_size * self.n_shared_experts,

@@ -1,5 +1,8 @@
 """Hyper-connections (arXiv:2409.19606), constrained to a manifold (arXiv:2512.24880): several residual streams in place
-of one. Between layers they are one array [B, T, (r D)]."""
+of one. Between layers they are one array [B, T, (r D)].
+
+In einsums and names of arrays, r and w are streams (w as an output), k their weights.
+"""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -31,7 +34,7 @@ class Streams(nnx.Module):
     def __init__(self, config: Any, *, keys: Keys):
         self.config, r = config, config.hc_mult
         weights = (2 + r) * r
-        self.kernel = nnx.Param(normal(keys(), (r, config.axes["D"], weights), jnp.float32))
+        self.kernel = nnx.Param(normal(keys(), (r, config.sizes["D"], weights), jnp.float32))
         self.base = nnx.Param(jnp.zeros(weights, jnp.float32))
         self.pre_scale = nnx.Param(jnp.ones(1, jnp.float32))
         self.post_scale = nnx.Param(jnp.ones(1, jnp.float32))
@@ -68,10 +71,11 @@ class GatedStreams(nnx.Module):
     each. All in float32. The config has `hc_mult`, `hc_eps`, `hc_magnitude` and `rms_norm_eps`."""
 
     def __init__(self, config: Any, *, keys: Keys):
-        sizes = config.axes
+        sizes = config.sizes
         self.config = config
-        self.kernel = nnx.Param(normal(keys(), tuple(sizes[letter] for letter in "rDk"), jnp.float32))
-        self.base = nnx.Param(jnp.zeros(sizes["k"], jnp.float32))
+        shape = tuple(sizes[name] for name in ("streams", "D", "stream_weights"))
+        self.kernel = nnx.Param(normal(keys(), shape, jnp.float32))
+        self.base = nnx.Param(jnp.zeros(shape[-1], jnp.float32))
         self.pre_scale = nnx.Param(jnp.ones(1, jnp.float32))
         self.post_scale = nnx.Param(jnp.ones(1, jnp.float32))
 
@@ -123,10 +127,11 @@ class JoinedNorm(ScaledRMSNorm):
     """The last norm: of the weighted sum of the streams, x [B, T, (r D)] to [B, T, D]."""
 
     def __init__(self, config: Any, *, dtype: Any, keys: Keys):
-        super().__init__("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        self.config, sizes = config, config.axes
-        self.kernel = nnx.Param(normal(keys(), tuple(sizes[letter] for letter in "rDw"), jnp.float32))
-        self.base = nnx.Param(jnp.zeros(sizes["w"], jnp.float32))
+        super().__init__("D", config.sizes, config.rms_norm_eps, dtype=dtype)
+        self.config, sizes = config, config.sizes
+        shape = tuple(sizes[name] for name in ("streams", "D", "streams_out"))
+        self.kernel = nnx.Param(normal(keys(), shape, jnp.float32))
+        self.base = nnx.Param(jnp.zeros(shape[-1], jnp.float32))
         self.pre_scale = nnx.Param(jnp.ones(1, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:

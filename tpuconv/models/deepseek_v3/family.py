@@ -1,8 +1,8 @@
 """DeepSeek V3, R1 and V3.1: config and mapping table."""
 
 import math
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
@@ -54,7 +54,7 @@ class Config(GroupedExperts, MixedMLPs, DecoderConfig):
             yield f"qk_rope_head_dim={self.qk_rope_head_dim} is odd: rotary positions need pairs"
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         return {
             "D": self.hidden_size,
             "A": self.hidden_size,
@@ -71,10 +71,15 @@ class Config(GroupedExperts, MixedMLPs, DecoderConfig):
             "M": self.moe_intermediate_size,
             "W": self.moe_intermediate_size * (self.n_shared_experts or 0),
             "V": self.vocab_size,
-            "L": self.num_hidden_layers,
+            **self.head.sizes,
+        }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {
+            **super().layer_sets,
             **layers_by_mlp(self.mlp_kinds),
             "U": tuple(range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)),
-            **self.head.axes,
         }
 
     @property

@@ -40,8 +40,8 @@ class Latent:
     def empty(cls, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
         """Returns a cache of zeros for a layer; `shape` is [B, S]."""
         latents, keys = (
-            empty_vectors((*shape, config.axes["C"]), dtype),
-            empty_vectors((*shape, config.axes["R"]), dtype),
+            empty_vectors((*shape, config.sizes["C"]), dtype),
+            empty_vectors((*shape, config.sizes["R"]), dtype),
         )
         return cls(latents[0], keys[0], latents[1], keys[1])
 
@@ -65,7 +65,7 @@ class PlainLatent:
     @classmethod
     def empty(cls, config: Config, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
         """Returns a cache of zeros for a layer; `shape` is [B, S]."""
-        return cls(*empty_vectors((*shape, config.axes["C"]), dtype))
+        return cls(*empty_vectors((*shape, config.sizes["C"]), dtype))
 
     def with_keys(self) -> Latent:
         """Returns these latent vectors with rotary keys of 0 dimensions."""
@@ -78,7 +78,7 @@ class Attention(nnx.Module):
     far. The queries and keys of a head have P dimensions without and R dimensions with rotary position."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes, bias = config.axes, config.attention_bias
+        sizes, bias = config.sizes, config.attention_bias
         self.sizes, self.interleaved, self.score_scale = sizes, config.rope_interleave, config.score_scale
         self.q_a = Einsum("BTD,DQ->BTQ", sizes, bias=bias, dtype=dtype, keys=keys) if config.has_query_latent else None
         self.q_a_norm = RMSNorm("Q", sizes, LATENT_EPS, dtype=dtype) if config.has_query_latent else None
@@ -193,7 +193,7 @@ class MLP(nnx.Module):
     """Gated MLP (arXiv:2002.05202), x [B, T, D] to [B, T, D]. `F` is the letter of its width."""
 
     def __init__(self, config: Config, F: str, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = config.sizes
         self.gate = Einsum(f"BTD,D{F}->BT{F}", sizes, dtype=dtype, keys=keys)
         self.up = Einsum(f"BTD,D{F}->BT{F}", sizes, dtype=dtype, keys=keys)
         self.down = Einsum(f"BT{F},{F}D->BTD", sizes, dtype=dtype, keys=keys)
@@ -216,8 +216,8 @@ class Router(nnx.Module):
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         self.config = config
-        self.kernel = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys).kernel
-        self.correction = nnx.Param(jnp.zeros(config.axes["E"], jnp.float32))
+        self.kernel = Einsum("BTD,DE->BTE", config.sizes, dtype=dtype, keys=keys).kernel
+        self.correction = nnx.Param(jnp.zeros(config.sizes["E"], jnp.float32))
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         config = self.config
@@ -261,10 +261,10 @@ class Block(nnx.Module):
     """One layer: attention, then an MLP or experts, each after a norm, with residual connections."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn_norm = RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.attn = Attention(config, dtype=dtype, keys=keys)
-        self.mlp_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        if layer in config.axes["J"] or layer >= config.num_hidden_layers:
+        self.mlp_norm = RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
+        if layer in config.layer_sets["J"] or layer >= config.num_hidden_layers:
             self.moe = MoE(config, dtype=dtype, keys=keys)
         else:
             self.mlp = MLP(config, "F", dtype=dtype, keys=keys)

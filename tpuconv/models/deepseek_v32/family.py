@@ -1,7 +1,7 @@
 """DeepSeek V3.2: config and mapping table."""
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import MLP, MTP_COPIES, MTP_HEAD, MTP_IGNORE, decoder_table
@@ -55,29 +55,28 @@ class Config(deepseek_v3.Config):
         return super().horizons | {self.index_topk}
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {
-            **super().axes,
-            "n": self.index_n_heads,
-            "x": self.index_head_dim,
-            "f": self.indexers,
-        }
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "index_heads": self.index_n_heads, "index_dim": self.index_head_dim}
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {**super().layer_sets, "indexer_layers": self.indexers}
 
 
 INDEXER = under(
     "self_attn.indexer",
     "attn.indexer",
-    Map("wq_b.weight", "q.kernel", "(n x) Q -> Q n x"),
-    Map("wk.weight", "k.kernel", "x D -> D x"),
-    Map("k_norm.weight", "k_norm.scale", "x"),
-    Map("k_norm.bias", "k_norm.bias", "x"),
-    Map("weights_proj.weight", "router.kernel", "n D -> D n"),
+    Map("wq_b.weight", "q.kernel", "(index_heads index_dim) Q -> Q index_heads index_dim"),
+    Map("wk.weight", "k.kernel", "index_dim D -> D index_dim"),
+    Map("k_norm.weight", "k_norm.scale", "index_dim"),
+    Map("k_norm.bias", "k_norm.bias", "index_dim"),
+    Map("weights_proj.weight", "router.kernel", "index_heads D -> D index_heads"),
 )
 
 TABLE = decoder_table(
     *deepseek_v3.ATTENTION_ROWS,
     others=(
-        *under("model.layers.{f}", "layers.{f}", *INDEXER),
+        *under("model.layers.{indexer_layers}", "layers.{indexer_layers}", *INDEXER),
         *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
         *under("model.layers.{J}.mlp", "layers.{J}.moe", *deepseek_v3.EXPERT_ROWS),
         *under(

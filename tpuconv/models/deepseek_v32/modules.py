@@ -19,6 +19,10 @@ from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v3.modules import Latent
 from tpuconv.models.deepseek_v32.family import Config
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {"n": "index_heads", "x": "index_dim"}
+"""The words of this module, by the letters of its einsums and arrays."""
 
 INDEXER_EPS = 1e-6
 """Epsilon of the norm of the indexer's keys, which config.json does not have."""
@@ -31,7 +35,7 @@ class IndexedLatent:
     scales and the indexer's keys in the model's dtype: rounded ones would select other tokens. `axes` are the letters
     of each array."""
 
-    axes: ClassVar[tuple[str, ...]] = ("B S C", "B S R", "B S x", "B S", "B S")
+    axes: ClassVar[tuple[str, ...]] = ("B S C", "B S R", "B S index_dim", "B S", "B S")
 
     c_BSC: jax.Array
     k_BSR: jax.Array
@@ -42,8 +46,8 @@ class IndexedLatent:
     @classmethod
     def empty(cls, config: Config, shape: tuple[int, ...], dtype: DTypeLike, model_dtype: DTypeLike) -> Self:
         """Returns a cache of zeros for a layer; `shape` is [B, S]."""
-        c, k = (empty_vectors((*shape, config.axes[letter]), dtype) for letter in "CR")
-        return cls(c[0], k[0], jnp.zeros((*shape, config.axes["x"]), model_dtype), c[1], k[1])
+        c, k = (empty_vectors((*shape, config.sizes[letter]), dtype) for letter in "CR")
+        return cls(c[0], k[0], jnp.zeros((*shape, config.sizes["index_dim"]), model_dtype), c[1], k[1])
 
     latents = Latent.latents
 
@@ -52,7 +56,8 @@ class HeadWeights(nnx.Module):
     """The weights of the indexer's heads: x [B, T, D] to [B, T, n], in float32."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        self.kernel = Einsum("BTD,Dn->BTn", config.axes, dtype=dtype, keys=keys).kernel
+        sizes = with_letters(config.sizes, LEGEND)
+        self.kernel = Einsum("BTD,Dn->BTn", sizes, dtype=dtype, keys=keys).kernel
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return exact_product("BTD,Dn->BTn", x_BTD, self.kernel[...])
@@ -63,7 +68,7 @@ class Indexer(nnx.Module):
     R dimensions have rotary positions."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = with_letters(config.sizes, LEGEND)
         self.count, self.scale = config.index_topk, (sizes["n"] * sizes["x"]) ** -0.5
         self.q = Einsum("BTQ,Qnx->BTnx", sizes, dtype=dtype, keys=keys)
         self.k = Einsum("BTD,Dx->BTx", sizes, dtype=dtype, keys=keys)

@@ -1,6 +1,6 @@
 """DeepSeek V4: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
@@ -10,7 +10,22 @@ from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import FURTHER_TOKENS, NUMBERED_EXPERT_MLPS
 from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.registry import family
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
+
+declare(
+    output_groups=Word("groups of heads with an output projection of their own", as_="K"),
+    group_heads=Word("query heads of each of these groups", as_="G"),
+    group_dim=Word("latent width of such a group"),
+    sparse_layers=Word("layers with compressed keys and an indexer"),
+    heavy_layers=Word("layers with heavily compressed keys"),
+    sparse_tokens=Word("tokens of a compressed key"),
+    heavy_tokens=Word("tokens of a heavily compressed key"),
+    hashed_layers=Word("layers that choose experts by token ids"),
+    scored_layers=Word("layers that choose experts by scores"),
+    last_tokens=Word("tokens of which the next compressed keys are made"),
+    series=Word("series of vectors that compressed keys are made of"),
+)
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 RATIOS = {0: SLIDING, 4: SPARSE, 128: HEAVY}
@@ -135,31 +150,38 @@ class Config(OneWindow, DecoderConfig):
         return tuple(HASHED if layer < 3 else SCORED for layer in range(self.num_hidden_layers))
 
     @property
-    def axes(self) -> dict[str, Any]:
-        layers = range(self.num_hidden_layers)
+    def sizes(self) -> dict[str, int]:
         return {
-            **super().axes,
-            "K": self.o_groups,
-            "G": self.num_attention_heads // self.o_groups,
+            **super().sizes,
+            "C": self.head_dim,  # a key is its value too: a latent vector that all heads share
+            "output_groups": self.o_groups,
+            "group_heads": self.num_attention_heads // self.o_groups,
             "Q": self.q_lora_rank,
-            "C": self.o_lora_rank,
+            "group_dim": self.o_lora_rank,
             "E": self.n_routed_experts,
             "M": self.intermediate_size,
             "W": self.intermediate_size,
             "X": self.num_experts_per_tok,
             "A": self.hidden_size,
+            "index_heads": self.index_n_heads,
+            "index_dim": self.index_head_dim,
+            "sparse_tokens": self.compress_rate_csa,
+            "heavy_tokens": self.compress_rate_hca,
+            "streams": self.hc_mult,
+            "streams_out": self.hc_mult,
+            "stream_weights": (2 + self.hc_mult) * self.hc_mult,
+        }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        layers = range(self.num_hidden_layers)
+        return {
+            **super().layer_sets,
             "U": tuple(range(self.num_nextn_predict_layers)),
-            "n": self.index_n_heads,
-            "x": self.index_head_dim,
-            "c": self.compress_rate_csa,
-            "p": self.compress_rate_hca,
-            "r": self.hc_mult,
-            "w": self.hc_mult,
-            "k": (2 + self.hc_mult) * self.hc_mult,
-            "f": tuple(layer for layer in layers if self.kinds[layer] == SPARSE),
-            "l": tuple(layer for layer in layers if self.kinds[layer] == HEAVY),
-            "I": tuple(layer for layer in layers if self.mlp_kinds[layer] == HASHED),
-            "J": tuple(layer for layer in layers if self.mlp_kinds[layer] == SCORED),
+            "sparse_layers": tuple(layer for layer in layers if self.kinds[layer] == SPARSE),
+            "heavy_layers": tuple(layer for layer in layers if self.kinds[layer] == HEAVY),
+            "hashed_layers": tuple(layer for layer in layers if self.mlp_kinds[layer] == HASHED),
+            "scored_layers": tuple(layer for layer in layers if self.mlp_kinds[layer] == SCORED),
         }
 
     @property
@@ -215,11 +237,11 @@ def compressor(width: str, tokens: str, *series: str) -> tuple[Map, ...]:
 SPARSE_SERIES = ("before", "current")
 
 
-def streams(hf: str, jax: str, weights: str = "k") -> tuple[Map, ...]:
-    """Returns the rows of the hyper-connections of a part of a layer. `weights` is the letter of their weights."""
+def streams(hf: str, jax: str) -> tuple[Map, ...]:
+    """Returns the rows of the hyper-connections of a part of a layer."""
     return (
-        Map(f"{hf}_fn", f"{jax}.kernel", f"{weights} (r D) -> r D {weights}"),
-        Map(f"{hf}_base", f"{jax}.base", weights),
+        Map(f"{hf}_fn", f"{jax}.kernel", "stream_weights (streams D) -> streams D stream_weights"),
+        Map(f"{hf}_base", f"{jax}.base", "stream_weights"),
         Map(f"{hf}_scale", tuple(f"{jax}.{name}_scale" for name in ("pre", "post", "mix")), "(1 + 1 + 1) -> 1, 1, 1"),
     )
 
@@ -237,8 +259,12 @@ LAYER_ROWS = (
         Map("wq_b.weight", "q.kernel", "(N H) Q -> Q N H"),
         Map("wkv.weight", "kv.kernel", "H D -> D H"),
         Map("kv_norm.weight", "kv_norm.scale", "H"),
-        Map("wo_a.weight", "o_a.kernel", "(K C) (G H) -> K G H C"),
-        Map("wo_b.weight", "o_b.kernel", "D (K C) -> K C D"),
+        Map(
+            "wo_a.weight",
+            "o_a.kernel",
+            "(output_groups group_dim) (group_heads H) -> output_groups group_heads H group_dim",
+        ),
+        Map("wo_b.weight", "o_b.kernel", "D (output_groups group_dim) -> output_groups group_dim D"),
         Map("attn_sink", "sinks", "N"),
     ),
     *under(
@@ -258,8 +284,8 @@ V4_MTP_ROWS = (
     Map("e_proj.weight", "from_embed.kernel", "D A -> A D"),
     Map("h_proj.weight", "from_hidden.kernel", "D A -> A D"),
     Map("ffn.gate.bias", "moe.correction", "E", buffer=True),
-    Map("hc_head_fn", "norm.kernel", "w (r D) -> r D w"),
-    Map("hc_head_base", "norm.base", "w"),
+    Map("hc_head_fn", "norm.kernel", "streams_out (streams D) -> streams D streams_out"),
+    Map("hc_head_base", "norm.base", "streams_out"),
     Map("hc_head_scale", "norm.pre_scale", "1"),
     Map("norm.weight", "norm.scale", "D"),
 )
@@ -270,19 +296,29 @@ TABLE = MappingTable(
         Map("embed.weight", "embed.embedding", "V D"),
         *under("layers.{L}", "layers.{L}", *LAYER_ROWS),
         *under("mtp.{U}", "mtp.{U}", *LAYER_ROWS, *V4_MTP_ROWS),
-        *under("layers.{l}.attn.compressor", "layers.{l}.attn.compressor", *compressor("H", "p", SPARSE_SERIES[1])),
-        *under("layers.{f}.attn.compressor", "layers.{f}.attn.compressor", *compressor("H", "c", *SPARSE_SERIES)),
         *under(
-            "layers.{f}.attn.indexer",
-            "layers.{f}.attn.indexer",
-            Map("wq_b.weight", "q.kernel", "(n x) Q -> Q n x"),
-            Map("weights_proj.weight", "router.kernel", "n D -> D n"),
-            *under("compressor", "compressor", *compressor("x", "c", *SPARSE_SERIES)),
+            "layers.{heavy_layers}.attn.compressor",
+            "layers.{heavy_layers}.attn.compressor",
+            *compressor("H", "heavy_tokens", SPARSE_SERIES[1]),
         ),
-        Map("layers.{I}.ffn.gate.tid2eid", "layers.{I}.moe.experts_of_token", "V X", buffer=True),
-        Map("layers.{J}.ffn.gate.bias", "layers.{J}.moe.correction", "E", buffer=True),
-        Map("hc_head_fn", "norm.kernel", "w (r D) -> r D w"),
-        Map("hc_head_base", "norm.base", "w"),
+        *under(
+            "layers.{sparse_layers}.attn.compressor",
+            "layers.{sparse_layers}.attn.compressor",
+            *compressor("H", "sparse_tokens", *SPARSE_SERIES),
+        ),
+        *under(
+            "layers.{sparse_layers}.attn.indexer",
+            "layers.{sparse_layers}.attn.indexer",
+            Map("wq_b.weight", "q.kernel", "(index_heads index_dim) Q -> Q index_heads index_dim"),
+            Map("weights_proj.weight", "router.kernel", "index_heads D -> D index_heads"),
+            *under("compressor", "compressor", *compressor("index_dim", "sparse_tokens", *SPARSE_SERIES)),
+        ),
+        Map(
+            "layers.{hashed_layers}.ffn.gate.tid2eid", "layers.{hashed_layers}.moe.experts_of_token", "V X", buffer=True
+        ),
+        Map("layers.{scored_layers}.ffn.gate.bias", "layers.{scored_layers}.moe.correction", "E", buffer=True),
+        Map("hc_head_fn", "norm.kernel", "streams_out (streams D) -> streams D streams_out"),
+        Map("hc_head_base", "norm.base", "streams_out"),
         Map("hc_head_scale", "norm.pre_scale", "1"),
         Map("norm.weight", "norm.scale", "D"),
         Map("head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),

@@ -22,16 +22,20 @@ from tpuconv.models.common.selection import among_best, indexer_scores
 from tpuconv.models.common.steps import Step
 from tpuconv.models.common.streams import JoinedNorm, Streams, by_stream, to_streams
 from tpuconv.models.deepseek_v4.family import HASHED, HEAVY, SLIDING, SPARSE_SERIES, Config
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {"n": "index_heads", "x": "index_dim", "g": "output_groups", "G": "group_heads", "c": "group_dim"}
+"""The words of this module, by the letters of its einsums and arrays."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Compressed:
     """The state of a compressor: its entries, and the values of the last tokens from which the next entries are made.
-    `axes` are the letters of each array: H is the width of an entry, S counts entries, P the last tokens of each
-    series."""
+    `axes` are the letters and words of each array: H is the width of an entry, S counts entries. In names of arrays, P
+    are the last tokens, X the series."""
 
-    axes: ClassVar[tuple[str, ...]] = ("B S H", "B P X H", "B P X H")
+    axes: ClassVar[tuple[str, ...]] = ("B S H", "B last_tokens series H", "B last_tokens series H")
 
     entries_BSH: jax.Array
     kv_BPXH: jax.Array
@@ -51,25 +55,26 @@ class WindowKeys:
     """The cache of a layer: the key of each token of the window, which is its value too. `axes` are the letters of each
     array."""
 
-    axes: ClassVar[tuple[str, ...]] = ("B P H",)
+    axes: ClassVar[tuple[str, ...]] = ("B last_tokens H",)
 
     kv_BPH: jax.Array
 
     @classmethod
     def empty(cls, config: Config, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
         """Returns zeros; `shape` is [B, S]."""
-        return cls(jnp.zeros((*shape[:-1], config.sliding_window - 1, config.axes["H"]), dtype))
+        return cls(jnp.zeros((*shape[:-1], config.sliding_window - 1, config.sizes["H"]), dtype))
 
 
 def empty_cache(config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[Any, ...]:
     """Returns the empty cache of a layer; `shape` is [B, S]."""
-    kind, sizes = config.kind_of(layer), config.axes
+    kind, sizes = config.kind_of(layer), config.sizes
     local = WindowKeys.empty(config, shape, dtype)
     if kind == SLIDING:
         return (local,)
     if kind == HEAVY:
-        return local, Compressed.empty(shape, sizes["H"], 1, sizes["p"], dtype)
-    return local, *(Compressed.empty(shape, sizes[width], 2, sizes["c"], dtype) for width in "Hx")
+        return local, Compressed.empty(shape, sizes["H"], 1, sizes["heavy_tokens"], dtype)
+    rate, widths = sizes["sparse_tokens"], (sizes["H"], sizes["index_dim"])
+    return local, *(Compressed.empty(shape, width, 2, rate, dtype) for width in widths)
 
 
 @dataclass(frozen=True)
@@ -107,9 +112,10 @@ class Series(nnx.Module):
     token's place among the tokens of an entry."""
 
     def __init__(self, width: str, tokens: str, sizes: Any, *, dtype: DTypeLike, keys: Keys):
-        self.kv = Einsum(f"BTD,D{width}->BT{width}", sizes, dtype=dtype, keys=keys)
-        self.gate = Einsum(f"BTD,D{width}->BT{width}", sizes, dtype=dtype, keys=keys)
-        self.bias = nnx.Param(jnp.zeros((sizes[tokens], sizes[width]), jnp.float32))
+        sizes = with_letters(sizes, {"H": width})
+        self.kv = Einsum("BTD,DH->BTH", sizes, dtype=dtype, keys=keys)
+        self.gate = Einsum("BTD,DH->BTH", sizes, dtype=dtype, keys=keys)
+        self.bias = nnx.Param(jnp.zeros((sizes[tokens], sizes["H"]), jnp.float32))
 
 
 class Compressor(nnx.Module):
@@ -117,12 +123,12 @@ class Compressor(nnx.Module):
     its own. With two series, an entry is made of one of its own tokens, and the other of the tokens before them."""
 
     def __init__(self, config: Config, width: str, tokens: str, series: int, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = config.sizes
         self.rate, self.rope, self.rope_dim = sizes[tokens], config.compress_rope, config.rope_dim
         if series == 2:
             self.before = Series(width, tokens, sizes, dtype=dtype, keys=keys)
         self.current = Series(width, tokens, sizes, dtype=dtype, keys=keys)
-        self.norm = ScaledRMSNorm(width, sizes, config.rms_norm_eps, dtype=dtype)
+        self.norm = ScaledRMSNorm("H", with_letters(sizes, {"H": width}), config.rms_norm_eps, dtype=dtype)
         self.series = SPARSE_SERIES[-series:]
 
     def __call__(self, x_BTD: jax.Array, tokens: Tokens, state: Compressed) -> Compressed:
@@ -159,11 +165,11 @@ class EntryIndexer(nnx.Module):
     narrower entries of its own."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = with_letters(config.sizes, LEGEND)
         self.count = config.index_topk
         self.q = Einsum("BTQ,Qnx->BTnx", sizes, dtype=dtype, keys=keys)
         self.router = Einsum("BTD,Dn->BTn", sizes, dtype=dtype, keys=keys)
-        self.compressor = Compressor(config, "x", "c", 2, dtype=dtype, keys=keys)
+        self.compressor = Compressor(config, "index_dim", "sparse_tokens", 2, dtype=dtype, keys=keys)
 
     def __call__(
         self, x_BTD: jax.Array, x_BTQ: jax.Array, cos_sin: Any, entries_BSx: jax.Array, visible_BTS: jax.Array
@@ -182,22 +188,24 @@ class Attention(nnx.Module):
     has a score without a value, and each group of heads a projection of its own."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        sizes, eps, kind = config.axes, config.rms_norm_eps, config.kind_of(layer)
+        sizes, eps, kind = with_letters(config.sizes, LEGEND), config.rms_norm_eps, config.kind_of(layer)
         self.config, self.layer, self.dtype = config, layer, dtype
         self.q_a = Einsum("BTD,DQ->BTQ", sizes, dtype=dtype, keys=keys)
         self.q_a_norm = ScaledRMSNorm("Q", sizes, eps, dtype=dtype)
         self.q = Einsum("BTQ,QNH->BTNH", sizes, dtype=dtype, keys=keys)
         self.kv = Einsum("BTD,DH->BTH", sizes, dtype=dtype, keys=keys)
         self.kv_norm = ScaledRMSNorm("H", sizes, eps, dtype=dtype)
-        self.o_a = Einsum("BTKGH,KGHC->BTKC", sizes, dtype=dtype, keys=keys)
-        self.o_b = Einsum("BTKC,KCD->BTD", sizes, dtype=dtype, keys=keys)
+        self.o_a = Einsum("BTgGH,gGHc->BTgc", sizes, dtype=dtype, keys=keys)
+        self.o_b = Einsum("BTgc,gcD->BTD", sizes, dtype=dtype, keys=keys)
         self.sinks = nnx.Param(jnp.zeros(sizes["N"], jnp.float32))
         self.rope: Rope = config.rope if kind == SLIDING else config.compress_rope
         self.rate = 0
         if kind == HEAVY:
-            self.rate, self.compressor = sizes["p"], Compressor(config, "H", "p", 1, dtype=dtype, keys=keys)
+            self.rate = sizes["heavy_tokens"]
+            self.compressor = Compressor(config, "H", "heavy_tokens", 1, dtype=dtype, keys=keys)
         elif kind != SLIDING:
-            self.rate, self.compressor = sizes["c"], Compressor(config, "H", "c", 2, dtype=dtype, keys=keys)
+            self.rate = sizes["sparse_tokens"]
+            self.compressor = Compressor(config, "H", "sparse_tokens", 2, dtype=dtype, keys=keys)
             self.indexer = EntryIndexer(config, dtype=dtype, keys=keys)
 
     def __call__(
@@ -231,9 +239,9 @@ class Attention(nnx.Module):
             kv_BSH = jnp.concatenate([kv_BSH, entries_BSH.astype(kv_BSH.dtype)], axis=1)
             visible_BTS = jnp.concatenate([visible_BTS, seen_BTS], axis=2)
         y_BTNH = turned(self._attend(q_BTNH, kv_BSH, visible_BTS), (cos_sin[0], -cos_sin[1]))
-        sizes = self.config.axes
-        y_BTKGH = y_BTNH.reshape(*y_BTNH.shape[:2], sizes["K"], sizes["G"], sizes["H"])
-        return packed.unpacked(self.o_b(self.o_a(y_BTKGH))), tuple(caches)
+        sizes = self.config.sizes
+        y_BTgGH = y_BTNH.reshape(*y_BTNH.shape[:2], sizes["output_groups"], sizes["group_heads"], sizes["H"])
+        return packed.unpacked(self.o_b(self.o_a(y_BTgGH))), tuple(caches)
 
     def _attend(self, q_BTNH: jax.Array, kv_BSH: jax.Array, visible_BTS: jax.Array) -> jax.Array:
         scores_BNTS = jnp.einsum("BTNH,BSH->BNTS", q_BTNH, kv_BSH, preferred_element_type=jnp.float32)
@@ -249,7 +257,7 @@ class MoE(GatedExperts):
     normalized. Which they are says the token's id, or the highest weights with a correction."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = config.sizes
         super().__init__(sizes, nnx.silu, dtype=dtype, keys=keys)
         self.config = config
         self.router = Einsum("BTD,DE->BTE", sizes, dtype=dtype, keys=keys)
@@ -285,10 +293,10 @@ class Block(nnx.Module):
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.count = config.hc_mult
         self.attn_streams = Streams(config, keys=keys)
-        self.attn_norm = ScaledRMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn_norm = ScaledRMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.attn = Attention(config, layer, dtype=dtype, keys=keys)
         self.moe_streams = Streams(config, keys=keys)
-        self.moe_norm = ScaledRMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.moe_norm = ScaledRMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.moe = MoE(config, layer, dtype=dtype, keys=keys)
 
     def __call__(

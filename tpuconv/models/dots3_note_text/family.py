@@ -1,6 +1,6 @@
 """dots3.note, the text model saved on its own: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
@@ -159,14 +159,17 @@ class Config(deepseek_v3.Config):
         return sizes
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         return {
-            **super().axes,
+            **super().sizes,
             "W": self.shared_experts_intermediate_size * self.n_shared_experts,
-            "n": self.index_n_heads,
-            "x": self.index_head_dim,
-            "f": self.indexers,
+            "index_heads": self.index_n_heads,
+            "index_dim": self.index_head_dim,
         }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {**super().layer_sets, "indexer_layers": self.indexers}
 
     @property
     def layer_sizes(self) -> Mapping[int, Mapping[str, int]]:
@@ -192,7 +195,7 @@ TABLE = decoder_table(
     Map("self_attn.k_rope_only_layernorm.weight", "attn.k_rope_norm.scale", "R"),
     Map("self_attn.g_proj.weight", "attn.gate.kernel", "N D -> D N"),
     others=(
-        *under("model.layers.{f}", "layers.{f}", *INDEXER),
+        *under("model.layers.{indexer_layers}", "layers.{indexer_layers}", *INDEXER),
         *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
         *under("model.layers.{J}.mlp", "layers.{J}.moe", *deepseek_v3.EXPERT_ROWS),
     ),

@@ -22,7 +22,7 @@ class Attention(deepseek_v3.Attention):
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
-        sizes, eps = config.axes, config.rms_norm_eps
+        sizes, eps = config.sizes, config.rms_norm_eps
         self.score_scale = (sizes["P"] + sizes["R"]) ** -0.5
         self.q_a_norm = RMSNorm("Q", sizes, eps, dtype=dtype)
         self.kv_a_norm = RMSNorm("C", sizes, eps, dtype=dtype)
@@ -53,7 +53,7 @@ class Block(PreNormBlock):
     moe_type = deepseek_v3.MoE
 
     def new_attention(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
-        kind = ScaledSelectingAttention if layer in config.axes["f"] else Attention
+        kind = ScaledSelectingAttention if layer in config.layer_sets["indexer_layers"] else Attention
         return kind(config.of_layer(layer), dtype=dtype, keys=keys)
 
 
@@ -64,6 +64,6 @@ class Model(deepseek_v32.Model):
     mtp_type: ClassVar[Any] = None
 
     def cached(self, config: Any, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        if layer in config.axes["f"]:
+        if layer in config.layer_sets["indexer_layers"]:
             return super().cached(config, layer, shape, dtype)
         return deepseek_v3.Latent.empty(config.of_layer(layer), layer, shape, dtype)

@@ -1,7 +1,7 @@
 """Falcon: config and mapping table."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
@@ -44,13 +44,13 @@ class Config(DecoderConfig):
             yield f"num_ln_in_parallel_attn={norms}, with new_decoder_architecture={self.new_decoder_architecture}"
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         heads = self.num_attention_heads
         kv_heads = self.num_key_value_heads or heads
         if not self.new_decoder_architecture:
             kv_heads = 1 if self.multi_query else heads
         width = self.intermediate_size or 4 * self.hidden_size
-        return {**super().axes, "K": kv_heads, "G": heads // kv_heads, "F": width}
+        return {**super().sizes, "K": kv_heads, "G": heads // kv_heads, "F": width}
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:

@@ -20,7 +20,7 @@ class Attention(blocks.Attention):
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, bias=config.attention_bias, out_bias=config.attention_bias, dtype=dtype, keys=keys)
         self.heads = config.num_attention_heads if config.alibi else 0
-        self.factor: float = config.axes["H"] ** -0.5
+        self.factor: float = config.sizes["H"] ** -0.5
 
     def score_bias(self, step: Step) -> jax.Array | None:
         """Slopes, positions and their products are rounded to bfloat16, as in training, and have the factor that the

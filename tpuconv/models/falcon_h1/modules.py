@@ -11,9 +11,10 @@ from tpuconv.models.common import blocks, mamba2
 from tpuconv.models.common.cache import KV
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, normalize, times
-from tpuconv.models.common.mamba2 import MambaState
+from tpuconv.models.common.mamba2 import LEGEND, MambaState
 from tpuconv.models.common.steps import Step
 from tpuconv.models.falcon_h1.family import Config
+from tpuconv.notation.letters import with_letters
 
 
 class Attention(blocks.Attention):
@@ -33,7 +34,8 @@ class Gate(nnx.Module):
 
     def __init__(self, config: Config, *, dtype: DTypeLike):
         self.eps, self.is_first = config.rms_norm_eps, config.mamba_norm_before_gate
-        shape = tuple(config.axes[letter] for letter in "nrw")
+        sizes = with_letters(config.sizes, LEGEND)
+        shape = tuple(sizes[letter] for letter in "nrw")
         self.scale = nnx.Param(jnp.ones(shape, dtype)) if config.mamba_rms_norm else None
 
     def __call__(self, y_BTnrw: jax.Array, z_BTnrw: jax.Array) -> jax.Array:
@@ -50,7 +52,8 @@ class ScaledMamba2(mamba2.Mamba2):
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
-        self.o = Einsum("BTnrw,nrwD->BTD", config.axes, bias=config.projectors_bias, dtype=dtype, keys=keys)
+        sizes = with_letters(config.sizes, LEGEND)
+        self.o = Einsum("BTnrw,nrwD->BTD", sizes, bias=config.projectors_bias, dtype=dtype, keys=keys)
 
     def inputs(self, x_BTD: jax.Array) -> tuple[jax.Array, ...]:
         given = super().inputs(times(x_BTD, self.config.ssm_in_multiplier))
@@ -79,10 +82,10 @@ class Block(nnx.Module):
     connections."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn_norm = RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.attn = Attention(config, dtype=dtype, keys=keys)
         self.mamba = ScaledMamba2(config, dtype=dtype, keys=keys)
-        self.mlp_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.mlp_norm = RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.mlp = MLP(config, dtype=dtype, keys=keys)
         self.config = config
 

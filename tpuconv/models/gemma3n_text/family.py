@@ -1,6 +1,6 @@
 """Gemma 3n, the text model on its own: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tpuconv.models.common.config_keys import CAUSAL
@@ -17,7 +17,13 @@ from tpuconv.models.gemma4_text.family import (
     SHARED_ALREADY,
 )
 from tpuconv.models.registry import family
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
+
+declare(
+    side_streams=Word("residual streams besides the first"),
+    laurel_rank=Word("rank of the low-rank residual"),
+)
 
 SPARSE_LAYERS, SPARSITY = 10, 0.95
 """The sparse layers of a config.json that does not name them, if it has more layers: the first ones."""
@@ -88,21 +94,28 @@ class Config(SharedKeysConfig):
         return (SPARSITY,) * sparse + (0.0,) * (layers - sparse)
 
     @property
-    def axes(self) -> dict[str, Any]:
-        axes, wide = super().axes, max(self.widths)
-        return axes | {
+    def sizes(self) -> dict[str, int]:
+        sizes = super().sizes
+        return {
+            **sizes,
             "A": self.hidden_size,
             "F": min(self.widths),
-            "y": wide,
-            "i": tuple(i for i, width in enumerate(self.widths) if width == min(self.widths)),
-            "j": tuple(i for i, width in enumerate(self.widths) if width > min(self.widths)),
-            "h": axes["H"],
-            "m": axes["K"],
-            "d": self.laurel_rank,
-            "r": self.altup_num_inputs,
-            "w": self.altup_num_inputs,
-            "k": self.altup_num_inputs,
-            "e": self.altup_num_inputs - 1,
+            "wide_mlp": max(self.widths),
+            "full_head_dim": sizes["H"],
+            "full_kv_heads": sizes["K"],
+            "laurel_rank": self.laurel_rank,
+            "streams": self.altup_num_inputs,
+            "streams_out": self.altup_num_inputs,
+            "stream_weights": self.altup_num_inputs,
+            "side_streams": self.altup_num_inputs - 1,
+        }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {
+            **super().layer_sets,
+            "narrow_layers": tuple(i for i, width in enumerate(self.widths) if width == min(self.widths)),
+            "wide_layers": tuple(i for i, width in enumerate(self.widths) if width > min(self.widths)),
         }
 
     @property
@@ -121,16 +134,20 @@ LAYER_ROWS = (
         "altup",
         "altup",
         Map("router_norm.weight", "router_norm.scale", "D"),
-        Map("modality_router.weight", "router.kernel", "k D -> D k"),
-        Map("prediction_coefs.weight", "prediction.kernel", "(w r) k -> k w r"),
-        Map("correction_coefs.weight", "correction.kernel", "w k -> k w"),
+        Map("modality_router.weight", "router.kernel", "stream_weights D -> D stream_weights"),
+        Map(
+            "prediction_coefs.weight",
+            "prediction.kernel",
+            "(streams_out streams) stream_weights -> stream_weights streams_out streams",
+        ),
+        Map("correction_coefs.weight", "correction.kernel", "streams_out stream_weights -> stream_weights streams_out"),
         Map("correct_output_scale", "output_scale", "D"),
     ),
     *under(
         "laurel",
         "laurel",
-        Map("linear_left.weight", "left.kernel", "d D -> D d"),
-        Map("linear_right.weight", "right.kernel", "D d -> d D"),
+        Map("linear_left.weight", "left.kernel", "laurel_rank D -> D laurel_rank"),
+        Map("linear_right.weight", "right.kernel", "D laurel_rank -> laurel_rank D"),
         Map("post_laurel_norm.weight", "norm.scale", "D"),
     ),
 )
@@ -141,8 +158,8 @@ TABLE = decoder_table(
         *ATTENTION_OF_LAYERS,
         *MLP_OF_LAYERS,
         *INPUTS_OF_LAYERS,
-        Map("model.altup_projections.{e}.weight", "altup.kernel", "D A -> e A D"),
-        Map("model.altup_unembed_projections.{e}.weight", "norm.streams.kernel", "D A -> e A D"),
+        Map("model.altup_projections.{side_streams}.weight", "altup.kernel", "D A -> side_streams A D"),
+        Map("model.altup_unembed_projections.{side_streams}.weight", "norm.streams.kernel", "D A -> side_streams A D"),
     ),
     ignore=SHARED_ALREADY,
 )

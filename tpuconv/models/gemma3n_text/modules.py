@@ -16,6 +16,17 @@ from tpuconv.models.common.steps import Step
 from tpuconv.models.common.streams import by_stream
 from tpuconv.models.gemma3n_text.family import Config
 from tpuconv.models.gemma4_text import modules as gemma4_text
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {
+    "p": "layer_dim",
+    "d": "laurel_rank",
+    "e": "side_streams",
+    "r": "streams",
+    "w": "streams_out",
+    "k": "stream_weights",
+}
+"""The words of this module, by the letters of its einsums and arrays."""
 
 
 class MLP(gemma4_text.MLP):
@@ -23,7 +34,8 @@ class MLP(gemma4_text.MLP):
     config says are 0: statistical top-k (arXiv:2506.06644, section 3), which takes them for normally distributed."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config, "y" if layer in config.axes["j"] else "F", dtype=dtype, keys=keys)
+        width = "wide_mlp" if layer in config.layer_sets["wide_layers"] else "F"
+        super().__init__(config, width, dtype=dtype, keys=keys)
         sparsity = config.sparsities[layer]
         self.deviations = NormalDist().inv_cdf(sparsity) if sparsity else None
 
@@ -40,7 +52,7 @@ class Laurel(nnx.Module):
     """Low-rank residual (LAuReL, arXiv:2411.07501), x [B, T, D] to [B, T, D]."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = with_letters(config.sizes, LEGEND)
         self.left = Einsum("BTD,Dd->BTd", sizes, dtype=dtype, keys=keys)
         self.right = Einsum("BTd,dD->BTD", sizes, dtype=dtype, keys=keys)
         self.norm = ScaledRMSNorm("D", sizes, config.rms_norm_eps, dtype=dtype)
@@ -54,7 +66,7 @@ class AltUp(nnx.Module):
     output of the layer for the active one."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes, self.active = config.axes, config.altup_active_idx
+        sizes, self.active = with_letters(config.sizes, LEGEND), config.altup_active_idx
         self.router_norm = ScaledRMSNorm("D", sizes, config.rms_norm_eps, dtype=dtype)
         self.router = Einsum("BTD,Dk->BTk", sizes, dtype=dtype, keys=keys)
         self.prediction = Einsum("BTk,kwr->BTwr", sizes, dtype=dtype, keys=keys)
@@ -85,7 +97,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         def norm() -> ScaledRMSNorm:
-            return ScaledRMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+            return ScaledRMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
 
         self.count, self.has_scale = config.altup_num_inputs, config.altup_correct_scale
         self.altup = AltUp(config, dtype=dtype, keys=keys)
@@ -94,8 +106,9 @@ class Block(nnx.Module):
         self.attn = gemma4_text.Attention(config, layer, dtype=dtype, keys=keys)
         self.mlp_norm, self.post_mlp_norm = norm(), norm()
         self.mlp = MLP(config, layer, dtype=dtype, keys=keys)
-        self.per_layer_gate = Einsum("BTD,Dp->BTp", config.axes, dtype=dtype, keys=keys)
-        self.per_layer_projection = Einsum("BTp,pD->BTD", config.axes, dtype=dtype, keys=keys)
+        sizes = with_letters(config.sizes, LEGEND)
+        self.per_layer_gate = Einsum("BTD,Dp->BTp", sizes, dtype=dtype, keys=keys)
+        self.per_layer_projection = Einsum("BTp,pD->BTD", sizes, dtype=dtype, keys=keys)
         self.post_per_layer_norm = norm()
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
@@ -126,9 +139,9 @@ class MeanNorm(ScaledRMSNorm):
     made as large as the first."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        super().__init__("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        super().__init__("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.count = config.altup_num_inputs
-        self.streams = Einsum("BTeA,eAD->BTeD", config.axes, dtype=dtype, keys=keys)
+        self.streams = Einsum("BTeA,eAD->BTeD", with_letters(config.sizes, LEGEND), dtype=dtype, keys=keys)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         first_BT1D, others_BTeD = jnp.split(by_stream(x, self.count), [1], axis=2)
@@ -147,7 +160,7 @@ class Model(gemma4_text.Model):
     ):
         super().__init__(config, dtype=dtype, rngs=rngs, **options)
         keys = Keys((rngs or nnx.Rngs(2)).params())
-        self.altup = Einsum("BTA,eAD->BTeD", config.axes, dtype=dtype, keys=keys)
+        self.altup = Einsum("BTA,eAD->BTeD", with_letters(config.sizes, LEGEND), dtype=dtype, keys=keys)
         self.norm = MeanNorm(config, dtype=dtype, keys=keys)
 
     @property

@@ -1,6 +1,6 @@
 """Gemma 4, the text model on its own: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
@@ -11,7 +11,15 @@ from tpuconv.models.common.rows import MLP, SANDWICH_NORMS, STACKED_EXPERTS, dec
 from tpuconv.models.common.shared_keys import SharedKeysConfig
 from tpuconv.models.common.windows import ROPES_BY_KIND
 from tpuconv.models.registry import family
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
+
+declare(
+    full_head_dim=Word("head dimension of layers that see all tokens"),
+    narrow_layers=Word("layers with an MLP of width F"),
+    wide_layers=Word("layers with an MLP of the larger width"),
+    wide_mlp=Word("the larger MLP width", as_="F"),
+)
 
 GEMMA4_ROPE = Rope("proportional", theta=1e6, partial_rotary_factor=0.25)
 """The rotary positions of layers that see all tokens, of a config.json without any."""
@@ -61,7 +69,7 @@ class Config(SharedKeysConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        heads, kv_heads = self.num_attention_heads, self.axes["m"]
+        heads, kv_heads = self.num_attention_heads, self.sizes["full_kv_heads"]
         if heads % kv_heads:
             yield f"num_attention_heads={heads} is not a multiple of num_global_key_value_heads={kv_heads}"
         if self.global_head_dim % 2:
@@ -78,23 +86,31 @@ class Config(SharedKeysConfig):
         return (*super().kinds[:-1], "full_attention")
 
     @property
-    def axes(self) -> dict[str, Any]:
-        axes = super().axes
-        wide = axes["o"] if self.use_double_wide_mlp else ()
+    def sizes(self) -> dict[str, int]:
+        sizes = super().sizes
         kv_heads = self.num_global_key_value_heads if self.attention_k_eq_v else None
-        return axes | {
+        return {
+            **sizes,
             "E": self.num_experts or 0,
             "M": self.moe_intermediate_size or 0,
-            "h": self.global_head_dim,
-            "m": kv_heads or axes["K"],
-            "y": 2 * self.intermediate_size,
-            "i": tuple(i for i in range(self.num_hidden_layers) if i not in wide),
-            "j": wide,
+            "full_head_dim": self.global_head_dim,
+            "full_kv_heads": kv_heads or sizes["K"],
+            "wide_mlp": 2 * self.intermediate_size,
+        }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        sets = super().layer_sets
+        wide = sets["shared_kv_layers"] if self.use_double_wide_mlp else ()
+        return {
+            **sets,
+            "narrow_layers": tuple(i for i in range(self.num_hidden_layers) if i not in wide),
+            "wide_layers": wide,
         }
 
     @property
     def rope_dims(self) -> tuple[int, ...]:
-        return tuple(self.axes["H"] if kind == "sliding_attention" else self.global_head_dim for kind in self.kinds)
+        return tuple(self.sizes["H"] if kind == "sliding_attention" else self.global_head_dim for kind in self.kinds)
 
     @property
     def has_global_values(self) -> bool:
@@ -145,32 +161,41 @@ def _in(index: str, *rows: Map, part: str = "self_attn", to: str = "attn") -> tu
     return under(f"model.layers.{{{index}}}.{part}", f"layers.{{{index}}}.{to}", *rows)
 
 
+FULL_KV = _attention("full_head_dim", "full_kv_heads")
 ATTENTION_OF_LAYERS = (
-    *_in("s", *_queries("H")),
-    *_in("g", *_queries("h")),
-    *_in("a", *_attention("H", "K")),
-    *_in("b", *_attention("h", "m")[:2]),
-    *when("has_global_values", *_in("b", *_attention("h", "m")[2:])),
+    *_in("window_layers", *_queries("H")),
+    *_in("full_layers", *_queries("full_head_dim")),
+    *_in("window_kv_layers", *_attention("H", "K")),
+    *_in("full_kv_layers", *FULL_KV[:2]),
+    *when("has_global_values", *_in("full_kv_layers", *FULL_KV[2:])),
 )
 MLP_OF_LAYERS = (
-    *under("model.layers.{i}.mlp", "layers.{i}.mlp", *MLP),
+    *under("model.layers.{narrow_layers}.mlp", "layers.{narrow_layers}.mlp", *MLP),
     *under(
-        "model.layers.{j}.mlp",
-        "layers.{j}.mlp",
-        Map("gate_proj.weight", "gate.kernel", "y D -> D y"),
-        Map("up_proj.weight", "up.kernel", "y D -> D y"),
-        Map("down_proj.weight", "down.kernel", "D y -> y D"),
+        "model.layers.{wide_layers}.mlp",
+        "layers.{wide_layers}.mlp",
+        Map("gate_proj.weight", "gate.kernel", "wide_mlp D -> D wide_mlp"),
+        Map("up_proj.weight", "up.kernel", "wide_mlp D -> D wide_mlp"),
+        Map("down_proj.weight", "down.kernel", "D wide_mlp -> wide_mlp D"),
     ),
 )
 LAYER_INPUTS = (
-    Map("per_layer_input_gate.weight", "per_layer_gate.kernel", "p D -> D p"),
-    Map("per_layer_projection.weight", "per_layer_projection.kernel", "D p -> p D"),
+    Map("per_layer_input_gate.weight", "per_layer_gate.kernel", "layer_dim D -> D layer_dim"),
+    Map("per_layer_projection.weight", "per_layer_projection.kernel", "D layer_dim -> layer_dim D"),
     Map("post_per_layer_input_norm.weight", "post_per_layer_norm.scale", "D"),
 )
 INPUTS_OF_LAYERS = (
-    Map("model.embed_tokens_per_layer.weight", "per_layer.embed.embedding", "v (z p) -> v z p"),
-    Map("model.per_layer_model_projection.weight", "per_layer.projection.kernel", "(z p) D -> D z p"),
-    Map("model.per_layer_projection_norm.weight", "per_layer.norm.scale", "p"),
+    Map(
+        "model.embed_tokens_per_layer.weight",
+        "per_layer.embed.embedding",
+        "layer_vocab (all_layers layer_dim) -> layer_vocab all_layers layer_dim",
+    ),
+    Map(
+        "model.per_layer_model_projection.weight",
+        "per_layer.projection.kernel",
+        "(all_layers layer_dim) D -> D all_layers layer_dim",
+    ),
+    Map("model.per_layer_projection_norm.weight", "per_layer.norm.scale", "layer_dim"),
 )
 EXPERT_PARTS = (
     Map("post_feedforward_layernorm_1.weight", "post_mlp_norm_1.scale", "D"),
@@ -180,8 +205,9 @@ EXPERT_PARTS = (
     Map("router.scale", "moe.router_scale", "D"),
     Map("router.per_expert_scale", "moe.expert_scale", "E"),
 )
+USES_EARLIER = "of a layer that uses the keys and values of an earlier one"
 SHARED_ALREADY = {
-    f"model.layers.{{o}}.self_attn.{name}.weight": "of a layer that uses the keys and values of an earlier one"
+    f"model.layers.{{shared_kv_layers}}.self_attn.{name}.weight": USES_EARLIER
     for name in ("k_proj", "v_proj", "k_norm", "v_norm")
 }
 """Tensors that releases have, and that no model uses."""

@@ -27,6 +27,15 @@ from tpuconv.models.common.placement import placed
 from tpuconv.models.common.shared_keys import SharedKeysConfig
 from tpuconv.models.common.steps import NO_WINDOW, Step, Steps
 from tpuconv.models.gemma4_text.family import Config
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {"h": "full_head_dim", "m": "full_kv_heads", "z": "all_layers", "p": "layer_dim"}
+"""The words of this module, by the letters of its einsums and arrays."""
+
+
+def head_letters(config: SharedKeysConfig, layer: int) -> tuple[str, str]:
+    """Returns the letters of the head dimension and of the key-value heads of a layer."""
+    return ("h", "m") if config.kinds[layer] == "full_attention" else ("H", "K")
 
 
 class Attention(nnx.Module):
@@ -35,9 +44,8 @@ class Attention(nnx.Module):
     those of an earlier layer."""
 
     def __init__(self, config: SharedKeysConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
-        sizes, self.eps = config.axes, config.rms_norm_eps
-        is_global = config.kinds[layer] == "full_attention"
-        H, K = ("h", "m") if is_global else ("H", "K")
+        sizes, self.eps = with_letters(config.sizes, LEGEND), config.rms_norm_eps
+        H, K = head_letters(config, layer)
         self.q = Einsum(f"BTD,DN{H}->BTN{H}", sizes, dtype=dtype, keys=keys)
         self.q_norm = ScaledRMSNorm(H, sizes, self.eps, dtype=dtype)
         self.o = Einsum(f"BTN{H},N{H}D->BTD", sizes, dtype=dtype, keys=keys)
@@ -45,7 +53,7 @@ class Attention(nnx.Module):
         if self.has_keys:
             self.k = Einsum(f"BTD,D{K}{H}->BT{K}{H}", sizes, dtype=dtype, keys=keys)
             self.k_norm = ScaledRMSNorm(H, sizes, self.eps, dtype=dtype)
-            has_values = config.has_global_values or not is_global
+            has_values = config.has_global_values or config.kinds[layer] != "full_attention"
             self.v = Einsum(f"BTD,D{K}{H}->BT{K}{H}", sizes, dtype=dtype, keys=keys) if has_values else None
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
@@ -72,7 +80,7 @@ class MoE(GatedExperts):
     the experts. The weights are probabilities, normalized, times a factor of each expert."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = config.sizes
         super().__init__(sizes, gelu_tanh, dtype=dtype, keys=keys)
         self.config, self.chosen = config, config.top_k_experts or 0
         self.router = Einsum("BTD,DE->BTE", sizes, dtype=dtype, keys=keys)
@@ -95,18 +103,19 @@ class Block(nnx.Module):
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         def norm() -> ScaledRMSNorm:
-            return ScaledRMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+            return ScaledRMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
 
         self.attn_norm, self.post_attn_norm = norm(), norm()
         self.attn = Attention(config, layer, dtype=dtype, keys=keys)
         self.mlp_norm, self.post_mlp_norm = norm(), norm()
-        self.mlp = MLP(config, "y" if layer in config.axes["j"] else "F", dtype=dtype, keys=keys)
+        self.mlp = MLP(config, "wide_mlp" if layer in config.layer_sets["wide_layers"] else "F", dtype=dtype, keys=keys)
         if config.enable_moe_block:
             self.post_mlp_norm_1, self.moe_norm, self.post_moe_norm = norm(), norm(), norm()
             self.moe = MoE(config, dtype=dtype, keys=keys)
         if config.has_layer_inputs:
-            self.per_layer_gate = Einsum("BTD,Dp->BTp", config.axes, dtype=dtype, keys=keys)
-            self.per_layer_projection = Einsum("BTp,pD->BTD", config.axes, dtype=dtype, keys=keys)
+            sizes = with_letters(config.sizes, LEGEND)
+            self.per_layer_gate = Einsum("BTD,Dp->BTp", sizes, dtype=dtype, keys=keys)
+            self.per_layer_projection = Einsum("BTp,pD->BTD", sizes, dtype=dtype, keys=keys)
             self.post_per_layer_norm = norm()
         self.layer_scalar = nnx.Param(jnp.ones(1, jnp.float32))
 
@@ -127,11 +136,13 @@ class Block(nnx.Module):
 
 
 class LayerEmbed(nnx.Module):
-    """The embeddings [v, z, p] of each token for each layer."""
+    """The embedding of each token for each layer."""
 
     def __init__(self, config: SharedKeysConfig, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
-        self.embedding = nnx.Param(normal(keys(), (sizes["v"], sizes["z"], sizes["p"]), dtype))
+        sizes = config.sizes
+        self.embedding = nnx.Param(
+            normal(keys(), (sizes["layer_vocab"], sizes["all_layers"], sizes["layer_dim"]), dtype)
+        )
 
     def __call__(self, ids_BT: jax.Array) -> jax.Array:
         """Returns [B, T, z, p]. An id outside the vocabulary gives NaN."""
@@ -145,8 +156,9 @@ class LayerInputs(nnx.Module):
     def __init__(self, config: SharedKeysConfig, *, dtype: DTypeLike, keys: Keys):
         self.config = config
         self.embed = LayerEmbed(config, dtype=dtype, keys=keys)
-        self.projection = Einsum("BTD,Dzp->BTzp", config.axes, dtype=dtype, keys=keys)
-        self.norm = ScaledRMSNorm("p", config.axes, config.rms_norm_eps, dtype=dtype)
+        sizes = with_letters(config.sizes, LEGEND)
+        self.projection = Einsum("BTD,Dzp->BTzp", sizes, dtype=dtype, keys=keys)
+        self.norm = ScaledRMSNorm("p", sizes, config.rms_norm_eps, dtype=dtype)
 
     def __call__(self, ids_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
         """Returns [B, T, z, p]."""
@@ -177,9 +189,9 @@ class Model(Decoder):
     def init_cache(self, batch: int, length: int, dtype: DTypeLike | None = None) -> Cache:
         """As `Decoder.init_cache`. Layers that use the keys and values of an earlier one have no cache."""
         dtype = self.embed.embedding.dtype if dtype is None else dtype
-        sizes, layers = self.config.axes, []
+        sizes, layers = with_letters(self.config.sizes, LEGEND), []
         for layer, source in enumerate(self.config.kv_sources):
-            H, K = ("h", "m") if self.config.kinds[layer] == "full_attention" else ("H", "K")
+            H, K = head_letters(self.config, layer)
             shape = (batch, length, sizes[K], sizes[H])
             (k, k_scale), (v, v_scale) = empty_vectors(shape, dtype), empty_vectors(shape, dtype)
             layers.append(KV(k, v, k_scale, v_scale) if source == layer else None)

@@ -1,6 +1,6 @@
 """GLM-5.3-Flash: the text model's config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tpuconv.models.common.defaults import family_config
@@ -13,7 +13,12 @@ from tpuconv.models.deepseek_v4.family import streams
 from tpuconv.models.glm_moe_dsa import family as glm_moe_dsa
 from tpuconv.models.kimi_linear.family import KDA_BESIDE_RATES, LINEAR_KEYS
 from tpuconv.models.registry import family
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
+
+declare(
+    pool_tokens=Word("tokens of a pool of keys"),
+)
 
 GLM_LINEAR, GLM_INDEXED = "linear_attention", "indexed_attention"
 """The `layer_types`. The second is "full_attention" in other files."""
@@ -103,19 +108,25 @@ class Config(WrapperConfig, glm_moe_dsa.Config, StateConfig):
         return float(self.qk_nope_head_dim**-0.5)
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         return {
-            **super().axes,
-            "g": self.layers_of(GLM_INDEXED),
-            "l": self.layers_of(GLM_LINEAR),
-            "n": self.linear_num_heads,
-            "k": self.linear_head_dim,
-            "w": self.linear_head_dim,
-            "c": self.linear_conv_kernel_dim,
-            "q": self.index_n_heads,
-            "p": self.index_kpool,
-            "r": self.hc_mult,
-            "d": (2 + self.hc_mult) * self.hc_mult,
+            **super().sizes,
+            "groups": self.linear_num_heads,
+            "key_dim": self.linear_head_dim,
+            "value_dim": self.linear_head_dim,
+            "taps": self.linear_conv_kernel_dim,
+            "index_heads": self.index_n_heads,
+            "pool_tokens": self.index_kpool,
+            "streams": self.hc_mult,
+            "stream_weights": (2 + self.hc_mult) * self.hc_mult,
+        }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {
+            **super().layer_sets,
+            "attention_layers": self.layers_of(GLM_INDEXED),
+            "state_layers": self.layers_of(GLM_LINEAR),
         }
 
     @property
@@ -138,25 +149,32 @@ PLAIN_LATENT_ROWS = (
 """Latent attention without rotary positions."""
 
 POOL_ROWS = (
-    Map("wq_b.weight", "q.kernel", "(q x) Q -> Q q x"),
-    Map("wk.weight", "k.kernel", "x D -> D x"),
-    Map("k_norm.weight", "k_norm.scale", "x"),
-    Map("k_norm.bias", "k_norm.bias", "x"),
-    Map("weights_proj.weight", "router.kernel", "q D -> D q"),
-    Map("index_kpool_compress_gate", "gate.kernel", "x D -> D x"),
-    Map("index_kpool_compress_ape", "bias", "p x"),
+    Map("wq_b.weight", "q.kernel", "(index_heads index_dim) Q -> Q index_heads index_dim"),
+    Map("wk.weight", "k.kernel", "index_dim D -> D index_dim"),
+    Map("k_norm.weight", "k_norm.scale", "index_dim"),
+    Map("k_norm.bias", "k_norm.bias", "index_dim"),
+    Map("weights_proj.weight", "router.kernel", "index_heads D -> D index_heads"),
+    Map("index_kpool_compress_gate", "gate.kernel", "index_dim D -> D index_dim"),
+    Map("index_kpool_compress_ape", "bias", "pool_tokens index_dim"),
 )
 """The indexer."""
 
 TABLE = inside(
     decoder_table(
         *PRE_NORMS,
-        *streams("hc_attn", "attn_streams", "d"),
-        *streams("hc_ffn", "mlp_streams", "d"),
+        *streams("hc_attn", "attn_streams"),
+        *streams("hc_ffn", "mlp_streams"),
         others=(
-            *under("model.layers.{g}.self_attn", "layers.{g}.attn", *PLAIN_LATENT_ROWS),
-            *under("model.layers.{f}.self_attn.indexer", "layers.{f}.attn.indexer", *POOL_ROWS),
-            *under("model.layers.{l}.self_attn", "layers.{l}.attn", *KDA_BESIDE_RATES, Map("A_log", "a_log", "n")),
+            *under("model.layers.{attention_layers}.self_attn", "layers.{attention_layers}.attn", *PLAIN_LATENT_ROWS),
+            *under(
+                "model.layers.{indexer_layers}.self_attn.indexer", "layers.{indexer_layers}.attn.indexer", *POOL_ROWS
+            ),
+            *under(
+                "model.layers.{state_layers}.self_attn",
+                "layers.{state_layers}.attn",
+                *KDA_BESIDE_RATES,
+                Map("A_log", "a_log", "groups"),
+            ),
             *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
             *under("model.layers.{J}.mlp", "layers.{J}.moe", *deepseek_v3.EXPERT_ROWS),
         ),

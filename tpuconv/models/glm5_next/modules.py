@@ -22,6 +22,10 @@ from tpuconv.models.deepseek_v32.modules import INDEXER_EPS
 from tpuconv.models.glm5_next.family import Config
 from tpuconv.models.glm_moe_dsa import modules as glm_moe_dsa
 from tpuconv.models.hy_v4 import modules as hy_v4
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {"q": "index_heads", "x": "index_dim", "p": "pool_tokens"}
+"""The words of this module, by the letters of its einsums and arrays."""
 
 
 @jax.tree_util.register_dataclass
@@ -30,7 +34,7 @@ class PoolKeys:
     """The state of an indexer for each token: its key, and the logits of its weight in the key of its pool. In the
     model's dtype, as `IndexKeys`. `axes` are the letters of each array."""
 
-    axes: ClassVar[tuple[str, ...]] = ("B S x", "B S x")
+    axes: ClassVar[tuple[str, ...]] = ("B S index_dim", "B S index_dim")
 
     i_BSx: jax.Array
     gate_BSx: jax.Array
@@ -38,7 +42,7 @@ class PoolKeys:
     @classmethod
     def empty(cls, config: Config, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
         """Returns zeros; `shape` is [B, S]."""
-        return cls(*(jnp.zeros((*shape, config.axes["x"]), dtype) for _ in cls.axes))
+        return cls(*(jnp.zeros((*shape, config.sizes["index_dim"]), dtype) for _ in cls.axes))
 
 
 class PoolIndexer(nnx.Module):
@@ -48,7 +52,7 @@ class PoolIndexer(nnx.Module):
     small error may select another pool."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = with_letters(config.sizes, LEGEND)
         self.size, self.count = config.index_kpool, config.index_topk // config.index_kpool
         self.scale = (sizes["q"] * sizes["x"]) ** -0.5
         self.q = Einsum("BTQ,Qqx->BTqx", sizes, dtype=dtype, keys=keys)
@@ -97,8 +101,8 @@ class Attention(deepseek_v3.Attention):
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
         del self.q_rope, self.k_rope
-        self.q_a_norm = RMSNorm("Q", config.axes, config.rms_norm_eps, dtype=dtype)
-        self.kv_a_norm = RMSNorm("C", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.q_a_norm = RMSNorm("Q", config.sizes, config.rms_norm_eps, dtype=dtype)
+        self.kv_a_norm = RMSNorm("C", config.sizes, config.rms_norm_eps, dtype=dtype)
 
     def queries(self, x_BTQ: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         q_BTNP = self.q_nope(x_BTQ)
@@ -157,8 +161,8 @@ class Block(StreamsBlock):
     moe_type: ClassVar[Any] = MoE
 
     def new_attention(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
-        latent = PoolSelectingAttention if layer in config.axes["f"] else PoolSharingAttention
-        kind: Any = BoundedDelta if layer in config.axes["l"] else latent
+        latent = PoolSelectingAttention if layer in config.layer_sets["indexer_layers"] else PoolSharingAttention
+        kind: Any = BoundedDelta if layer in config.layer_sets["state_layers"] else latent
         return kind(config, dtype=dtype, keys=keys)
 
 
@@ -184,13 +188,18 @@ class Model(glm_moe_dsa.Model, HybridDecoder):
 
     def cached(self, config: Any, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Returns the empty cache of a layer; `shape` is [B, S]."""
-        if layer in config.axes["l"]:
+        if layer in config.layer_sets["state_layers"]:
             return KDAState.empty(config, *shape[:-1])
         latent = PlainLatent.empty(config, shape, dtype)
-        if layer not in config.axes["f"]:
+        if layer not in config.layer_sets["indexer_layers"]:
             return latent
         return latent, PoolKeys.empty(config, shape, self.embed.embedding.dtype)
 
     def source_of(self, layer: int) -> int | None:
         """Returns the layer before, if a layer attends to the tokens that it selected."""
-        return layer - 1 if layer in self.config.axes["g"] and layer not in self.config.axes["f"] else None
+        return (
+            layer - 1
+            if layer in self.config.layer_sets["attention_layers"]
+            and layer not in self.config.layer_sets["indexer_layers"]
+            else None
+        )

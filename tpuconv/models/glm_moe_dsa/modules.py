@@ -54,7 +54,7 @@ class Block(PreNormBlock):
     moe_type = deepseek_v3.MoE
 
     def new_attention(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
-        kind = SelectingAttention if layer in config.axes["f"] else SharingAttention
+        kind = SelectingAttention if layer in config.layer_sets["indexer_layers"] else SharingAttention
         return kind(config, dtype=dtype, keys=keys)
 
 
@@ -82,13 +82,13 @@ class Model(deepseek_v32.Model):
     mtp_type: ClassVar[Any] = MTPModule
 
     def cached(self, config: Any, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        if layer in config.axes["f"] or layer >= config.num_hidden_layers:
+        if layer in config.layer_sets["indexer_layers"] or layer >= config.num_hidden_layers:
             return super().cached(config, layer, shape, dtype)
         return deepseek_v3.Latent.empty(config, layer, shape, dtype)
 
     def source_of(self, layer: int) -> int | None:
         """Returns the layer whose selected tokens a layer without an indexer attends to."""
-        own = self.config.axes["f"]
+        own = self.config.layer_sets["indexer_layers"]
         return None if layer in own else max(i for i in own if i < layer)
 
     def handed_on(self, result: Any) -> Any:

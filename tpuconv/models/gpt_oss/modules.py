@@ -36,7 +36,7 @@ class Attention(nnx.Module):
     """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes, bias = config.axes, config.attention_bias
+        sizes, bias = config.sizes, config.attention_bias
         self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, keys=keys)
         self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
         self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
@@ -55,7 +55,7 @@ class MoE(nnx.Module):
     these X scores. Gate and up of an expert are clamped; the hidden state is (1 + up) gate sigmoid(alpha gate)."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = config.sizes
         self.config = config
         self.router = Einsum("BTD,DE->BTE", sizes, bias=True, dtype=dtype, keys=keys)
         self.gate = Expert("EDM", sizes, bias=True, dtype=dtype, keys=keys)
@@ -78,9 +78,9 @@ class Block(nnx.Module):
     """One layer: attention and experts, each after a norm, with residual connections."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        self.attn_norm = ScaledRMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn_norm = ScaledRMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.attn = Attention(config, dtype=dtype, keys=keys)
-        self.moe_norm = ScaledRMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.moe_norm = ScaledRMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.moe = MoE(config, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:

@@ -1,7 +1,7 @@
 """Hy4: config and mapping table."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import FURTHER_TOKENS, MLP, SHARED, STACKED_EXPERTS, decoder_table
@@ -48,8 +48,13 @@ class Config(SharedIndexers):
         return tuple("full" if i == 0 or i % 4 == 1 else "shared" for i in layers)
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "r": self.hc_mult, "w": self.hc_mult, "k": 2 * self.hc_mult}
+    def sizes(self) -> dict[str, int]:
+        return {
+            **super().sizes,
+            "streams": self.hc_mult,
+            "streams_out": self.hc_mult,
+            "stream_weights": 2 * self.hc_mult,
+        }
 
     @property
     def inseparable(self) -> str:
@@ -59,8 +64,8 @@ class Config(SharedIndexers):
 def gated_streams(hf: str, jax: str) -> tuple[Map, ...]:
     """Returns the rows of the residual streams' weights for a part of a layer."""
     return (
-        Map(f"hc_pre.{hf}.hc_fn", f"{jax}.kernel", "k (r D) -> r D k"),
-        Map(f"hc_pre.{hf}.hc_base", f"{jax}.base", "k"),
+        Map(f"hc_pre.{hf}.hc_fn", f"{jax}.kernel", "stream_weights (streams D) -> streams D stream_weights"),
+        Map(f"hc_pre.{hf}.hc_base", f"{jax}.base", "stream_weights"),
         Map(f"hc_pre.{hf}.hc_scale", (f"{jax}.pre_scale", f"{jax}.post_scale"), "(1 + 1) -> 1, 1"),
     )
 
@@ -72,7 +77,7 @@ TABLE = decoder_table(
     *gated_streams("hc_attn_layer", "attn_streams"),
     *gated_streams("hc_mlp_layer", "mlp_streams"),
     others=(
-        *under("model.layers.{f}", "layers.{f}", *deepseek_v32.INDEXER),
+        *under("model.layers.{indexer_layers}", "layers.{indexer_layers}", *deepseek_v32.INDEXER),
         *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
         *under(
             "model.layers.{J}.mlp",
@@ -82,8 +87,8 @@ TABLE = decoder_table(
             *STACKED_EXPERTS,
             *under("shared_experts", "shared", *SHARED),
         ),
-        Map("model.hc_pre.hc_head.hc_head_fn", "norm.kernel", "w (r D) -> r D w"),
-        Map("model.hc_pre.hc_head.hc_head_base", "norm.base", "w"),
+        Map("model.hc_pre.hc_head.hc_head_fn", "norm.kernel", "streams_out (streams D) -> streams D streams_out"),
+        Map("model.hc_pre.hc_head.hc_head_base", "norm.base", "streams_out"),
         Map("model.hc_pre.hc_head.hc_head_scale", "norm.pre_scale", "1"),
     ),
     ignore={"model.mtp_layers.*": FURTHER_TOKENS},

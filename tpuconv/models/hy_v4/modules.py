@@ -15,8 +15,10 @@ from tpuconv.models.common.steps import Step
 from tpuconv.models.common.streams import GatedStreams, JoinedNorm, StreamsBlock, to_streams
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v32 import modules as deepseek_v32
+from tpuconv.models.deepseek_v32.modules import LEGEND
 from tpuconv.models.glm_moe_dsa import modules as glm_moe_dsa
 from tpuconv.models.hy_v4.family import Config
+from tpuconv.notation.letters import with_letters
 
 
 class LastRopeIndexer(deepseek_v32.Indexer):
@@ -24,7 +26,7 @@ class LastRopeIndexer(deepseek_v32.Indexer):
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
-        self.k_norm = LayerNorm("x", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.k_norm = LayerNorm("x", with_letters(config.sizes, LEGEND), config.rms_norm_eps, dtype=dtype)
 
     def rotated(self, x_BTnx: jax.Array, step: Step) -> jax.Array:
         cos_sin = step.cos_sin_in(x_BTnx.dtype)
@@ -37,8 +39,8 @@ class GatedSinks(deepseek_v3.Attention):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
-        self.gate = Einsum("BTD,DNH->BTNH", config.axes, dtype=dtype, keys=keys)
-        self.sinks = nnx.Param(jnp.zeros(config.axes["N"], jnp.float32))
+        self.gate = Einsum("BTD,DNH->BTNH", config.sizes, dtype=dtype, keys=keys)
+        self.sinks = nnx.Param(jnp.zeros(config.sizes["N"], jnp.float32))
 
     def gated(self, x_BTD: jax.Array, x_BTQ: jax.Array, y_BTNH: jax.Array) -> jax.Array:
         return y_BTNH * nnx.sigmoid(self.gate(x_BTD))
@@ -85,7 +87,7 @@ class Block(StreamsBlock):
     streams_type = GatedStreams
 
     def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
-        kind = GatedSelectingAttention if layer in config.axes["f"] else GatedSharingAttention
+        kind = GatedSelectingAttention if layer in config.layer_sets["indexer_layers"] else GatedSharingAttention
         return kind(config, dtype=dtype, keys=keys)
 
 

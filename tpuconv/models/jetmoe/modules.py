@@ -24,7 +24,7 @@ class Router(Einsum):
     """The X experts with the highest scores of each token, and the softmax of these scores."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        super().__init__("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys)
+        super().__init__("BTD,DE->BTE", config.sizes, dtype=dtype, keys=keys)
         self.count = config.num_experts_per_tok
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:  # type: ignore[override]
@@ -41,7 +41,7 @@ class Attention(nnx.Module):
     fast."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = config.sizes
         self.router = Router(config, dtype=dtype, keys=keys)
         self.q = Einsum("BTD,EDKH->BTEKH", sizes, dtype=dtype, keys=keys)
         self.k = Einsum("BTD,DKH->BTKH", sizes, dtype=dtype, keys=keys)
@@ -67,9 +67,9 @@ class MoE(GatedExperts):
     """The X experts with the highest scores of each token, x [B, T, D] to [B, T, D], and a bias."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        super().__init__(config.sizes, nnx.silu, dtype=dtype, keys=keys)
         self.router = Router(config, dtype=dtype, keys=keys)
-        self.bias = nnx.Param(jnp.zeros(config.axes["D"], dtype))
+        self.bias = nnx.Param(jnp.zeros(config.sizes["D"], dtype))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
         weights_BTX, ids_BTX = self.router(x_BTD)

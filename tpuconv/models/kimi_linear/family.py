@@ -1,6 +1,6 @@
 """Kimi Linear: config and mapping table."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeGuard
 
 from tpuconv.models.common.defaults import family_config
@@ -76,15 +76,21 @@ class Config(deepseek_v3.Config, StateConfig):
         return float((self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5)
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         return {
-            **super().axes,
-            "f": self.layers_of("full_attention"),
-            "l": self.layers_of("linear_attention"),
-            "n": self.linear_num_heads,
-            "k": self.linear_head_dim,
-            "w": self.linear_head_dim,
-            "c": self.linear_conv_kernel_dim,
+            **super().sizes,
+            "groups": self.linear_num_heads,
+            "key_dim": self.linear_head_dim,
+            "value_dim": self.linear_head_dim,
+            "taps": self.linear_conv_kernel_dim,
+        }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {
+            **super().layer_sets,
+            "attention_layers": self.layers_of("full_attention"),
+            "state_layers": self.layers_of("linear_attention"),
         }
 
 
@@ -94,40 +100,40 @@ def _is_numbers(value: Any) -> TypeGuard[list[int]]:
 
 
 KDA_INPUTS = (
-    Map("q_proj.weight", "q.kernel", "(n k) D -> D n k"),
-    Map("k_proj.weight", "k.kernel", "(n k) D -> D n k"),
-    Map("v_proj.weight", "v.kernel", "(n w) D -> D n w"),
-    Map("b_proj.weight", "b.kernel", "n D -> D n"),
+    Map("q_proj.weight", "q.kernel", "(groups key_dim) D -> D groups key_dim"),
+    Map("k_proj.weight", "k.kernel", "(groups key_dim) D -> D groups key_dim"),
+    Map("v_proj.weight", "v.kernel", "(groups value_dim) D -> D groups value_dim"),
+    Map("b_proj.weight", "b.kernel", "groups D -> D groups"),
 )
 
 KDA_CONVOLUTIONS = (
-    Map("q_conv1d.weight", "q_conv.kernel", "(n k) 1 c -> n k c"),
-    Map("k_conv1d.weight", "k_conv.kernel", "(n k) 1 c -> n k c"),
-    Map("v_conv1d.weight", "v_conv.kernel", "(n w) 1 c -> n w c"),
+    Map("q_conv1d.weight", "q_conv.kernel", "(groups key_dim) 1 taps -> groups key_dim taps"),
+    Map("k_conv1d.weight", "k_conv.kernel", "(groups key_dim) 1 taps -> groups key_dim taps"),
+    Map("v_conv1d.weight", "v_conv.kernel", "(groups value_dim) 1 taps -> groups value_dim taps"),
 )
 
 KDA_BESIDE_RATES = (
     *KDA_INPUTS,
-    Map("f_a_proj.weight", "f_a.kernel", "w D -> D w"),
-    Map("f_b_proj.weight", "f_b.kernel", "(n k) w -> w n k"),
-    Map("g_a_proj.weight", "g_a.kernel", "k D -> D k"),
-    Map("g_b_proj.weight", "g_b.kernel", "(n w) k -> k n w"),
+    Map("f_a_proj.weight", "f_a.kernel", "value_dim D -> D value_dim"),
+    Map("f_b_proj.weight", "f_b.kernel", "(groups key_dim) value_dim -> value_dim groups key_dim"),
+    Map("g_a_proj.weight", "g_a.kernel", "key_dim D -> D key_dim"),
+    Map("g_b_proj.weight", "g_b.kernel", "(groups value_dim) key_dim -> key_dim groups value_dim"),
     *KDA_CONVOLUTIONS,
-    Map("dt_bias", "dt_bias", "(n k) -> n k"),
-    Map("o_norm.weight", "norm.scale", "w"),
-    Map("o_proj.weight", "o.kernel", "D (n w) -> n w D"),
+    Map("dt_bias", "dt_bias", "(groups key_dim) -> groups key_dim"),
+    Map("o_norm.weight", "norm.scale", "value_dim"),
+    Map("o_proj.weight", "o.kernel", "D (groups value_dim) -> groups value_dim D"),
 )
 """The rows of Kimi delta attention, besides `A_log`, whose layout differs."""
 
-KDA_ROWS = (*KDA_BESIDE_RATES, Map("A_log", "a_log", "1 1 n 1 -> n"))
+KDA_ROWS = (*KDA_BESIDE_RATES, Map("A_log", "a_log", "1 1 groups 1 -> groups"))
 
 KIMI_NORMS = (deepseek_v3.ATTENTION_ROWS[0], deepseek_v3.ATTENTION_ROWS[-1])
 
 TABLE = decoder_table(
     *KIMI_NORMS,
     others=(
-        *under("model.layers.{f}", "layers.{f}", *deepseek_v3.ATTENTION_ROWS[1:-1]),
-        *under("model.layers.{l}.self_attn", "layers.{l}.attn", *KDA_ROWS),
+        *under("model.layers.{attention_layers}", "layers.{attention_layers}", *deepseek_v3.ATTENTION_ROWS[1:-1]),
+        *under("model.layers.{state_layers}.self_attn", "layers.{state_layers}.attn", *KDA_ROWS),
         *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
         *under(
             "model.layers.{J}.block_sparse_moe",

@@ -1,6 +1,6 @@
 """Laguna: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tpuconv.models.common.defaults import family_config
@@ -68,18 +68,24 @@ class Config(SparseConfig, TwoPartialRopesConfig):
         yield from super().contradictions()
 
     @property
-    def axes(self) -> dict[str, Any]:
-        sizes, kinds = super().axes, self.kinds
-        heads = dict(zip(kinds, self.num_attention_heads_per_layer or (), strict=False))
-        q, N = (heads.get(kind, self.num_attention_heads) for kind in PART_FIELDS)
+    def sizes(self) -> dict[str, int]:
+        sizes = super().sizes
+        heads = dict(zip(self.kinds, self.num_attention_heads_per_layer or (), strict=False))
+        full, window = (heads.get(kind, self.num_attention_heads) for kind in PART_FIELDS)
         return {
             **sizes,
             "W": self.shared_expert_intermediate_size,
-            "N": N,
-            "G": N // sizes["K"],
-            "q": q,
-            "g": tuple(i for i, kind in enumerate(kinds) if kind == "full_attention"),
-            "s": tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention"),
+            "N": window,
+            "G": window // sizes["K"],
+            "full_heads": full,
+        }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {
+            **super().layer_sets,
+            "full_layers": tuple(i for i, kind in enumerate(self.kinds) if kind == "full_attention"),
+            "window_layers": tuple(i for i, kind in enumerate(self.kinds) if kind == "sliding_attention"),
         }
 
     @property
@@ -94,7 +100,7 @@ class Config(SparseConfig, TwoPartialRopesConfig):
 
 
 def query_rows(layers: str, heads: str) -> tuple[Map, ...]:
-    """Returns the rows of the layers of these letters that depend on their number of query heads."""
+    """Returns the rows of these layers that depend on their number of query heads."""
     return under(
         f"model.layers.{{{layers}}}.self_attn",
         f"layers.{{{layers}}}.attn",
@@ -118,8 +124,8 @@ TABLE = decoder_table(
     ),
     *HEAD_NORMS,
     others=(
-        *query_rows("g", "q"),
-        *query_rows("s", "N"),
+        *query_rows("full_layers", "full_heads"),
+        *query_rows("window_layers", "N"),
         *mlp_rows(
             Map("gate.weight", "router.kernel", "E D -> D E"),
             Map("experts.e_score_correction_bias", "router.correction", "E", buffer=True),

@@ -15,6 +15,7 @@ from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, atte
 from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.laguna.family import Config
+from tpuconv.notation.letters import with_letters
 
 
 class Attention(nnx.Module):
@@ -22,14 +23,15 @@ class Attention(nnx.Module):
     and keys are normalized, each head separately. The output has a gate for each head, or for each of its elements."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        sizes, bias, N = config.axes, config.attention_bias, "q" if layer in config.axes["g"] else "N"
-        self.q = Einsum(f"BTD,D{N}H->BT{N}H", sizes, bias=bias, dtype=dtype, keys=keys)
+        heads = "full_heads" if layer in config.layer_sets["full_layers"] else "N"
+        sizes, bias = with_letters(config.sizes, {"N": heads}), config.attention_bias
+        self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, keys=keys)
         self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
         self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.o = Einsum(f"BT{N}H,{N}HD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
         self.q_norm = RMSNorm("H", sizes, config.rms_norm_eps, dtype=dtype)
         self.k_norm = RMSNorm("H", sizes, config.rms_norm_eps, dtype=dtype)
-        gates = N if config.gates_heads else f"{N}H"
+        gates = "N" if config.gates_heads else "NH"
         self.gate = Einsum(f"BTD,D{gates}->BT{gates}", sizes, dtype=dtype, keys=keys)
         self.gates_heads = config.gates_heads
 

@@ -1,6 +1,6 @@
 """Models after DeepSeek V2 and V3: latent attention, and experts or none."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -142,8 +142,8 @@ class YoutuConfig(deepseek_v3.Config):
     embedding_initializer_range: float | None
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "I": tuple(range(self.num_hidden_layers)), "J": ()}
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {**super().layer_sets, "I": tuple(range(self.num_hidden_layers)), "J": ()}
 
 
 YOUTU = decoder(
@@ -175,8 +175,8 @@ class MiniCpmConfig(YoutuConfig):
             yield f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}"
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "H": self.v_head_dim or self.hidden_size // self.num_attention_heads}
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "H": self.v_head_dim or self.hidden_size // self.num_attention_heads}
 
     @property
     def residual_factor(self) -> float:

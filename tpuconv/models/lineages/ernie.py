@@ -1,7 +1,6 @@
 """ERNIE 4.5."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
@@ -58,18 +57,24 @@ class ErnieMoeConfig(DecoderConfig):
             yield f"moe_k={self.moe_k} is more than moe_num_experts={self.moe_num_experts}"
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
+        return {
+            **super().sizes,
+            "E": self.moe_num_experts,
+            "M": self.moe_intermediate_size,
+            "W": self.moe_intermediate_size * self.moe_num_shared_experts,
+            "A": self.hidden_size,
+        }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
         layers, first, last = range(self.num_hidden_layers), self.moe_layer_start_index, self.moe_layer_end_index
         last = self.num_hidden_layers - 1 if last == -1 else last
         sparse = {i: None for i in layers if first <= i <= last and (i + 1) % self.moe_layer_interval == 0}
         return {
-            **super().axes,
-            "E": self.moe_num_experts,
-            "M": self.moe_intermediate_size,
-            "W": self.moe_intermediate_size * self.moe_num_shared_experts,
+            **super().layer_sets,
             "I": tuple(i for i in layers if i not in sparse),
             "J": tuple(sparse),
-            "A": self.hidden_size,
             "U": tuple(range(self.num_nextn_predict_layers)),
         }
 

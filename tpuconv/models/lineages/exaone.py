@@ -1,8 +1,8 @@
 """EXAONE."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import Rope
@@ -97,8 +97,12 @@ class WithOneFurther(SparseConfig):
     """With one layer for multi-token prediction."""
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "A": self.hidden_size, "U": (0,)}
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "A": self.hidden_size}
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {**super().layer_sets, "U": (0,)}
 
 
 MTP_LAYER = (*PRE_NORMS, *ATTENTION, *HEAD_NORMS)

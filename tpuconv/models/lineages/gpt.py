@@ -28,7 +28,13 @@ from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rows import PRE_NORM_BIASES, PRE_NORMS, when
 from tpuconv.models.declare import decoder
 from tpuconv.models.parts import Attn, Mlp, Norms
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
+
+declare(
+    fused_groups=Word("groups of heads in a fused projection", as_="K"),
+    fused_heads=Word("heads of each of these groups"),
+)
 
 POSITIONED = "common.positions:PositionedDecoder"
 
@@ -112,12 +118,12 @@ class GptJConfig(DecoderConfig):
         yield from super().contradictions()
         if self.num_key_value_heads not in (None, self.num_attention_heads):
             yield f"num_key_value_heads={self.num_key_value_heads} is not n_head={self.num_attention_heads}"
-        if self.rotary_dim > self.axes["H"]:
+        if self.rotary_dim > self.sizes["H"]:
             yield f"rotary_dim={self.rotary_dim} is more than a head has"
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "F": self.intermediate_size or 4 * self.hidden_size}
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "F": self.intermediate_size or 4 * self.hidden_size}
 
     @property
     def rope_dim(self) -> int:
@@ -182,9 +188,9 @@ class InGroups:
             yield f"n_head={self.num_attention_heads} is not a multiple of {GROUPS}"
 
     @property
-    def axes(self) -> dict[str, Any]:
-        """See `DecoderConfig.axes`."""
-        return {**super().axes, "n": GROUPS, "r": self.num_attention_heads // GROUPS}  # type: ignore[misc]
+    def sizes(self) -> dict[str, int]:
+        """See `DecoderConfig.sizes`."""
+        return {**super().sizes, "fused_groups": GROUPS, "fused_heads": self.num_attention_heads // GROUPS}  # type: ignore[misc]
 
 
 CODEGEN = GPTJ.but(
@@ -199,7 +205,8 @@ CODEGEN = GPTJ.but(
             Map(
                 "attn.qkv_proj.weight",
                 ("attn.q.kernel", "attn.v.kernel", "attn.k.kernel"),
-                "(n (r + r + r) H) D -> D (n r) H, D (n r) H, D (n r) H",
+                "(fused_groups (fused_heads + fused_heads + fused_heads) H) D "
+                "-> D (fused_groups fused_heads) H, D (fused_groups fused_heads) H, D (fused_groups fused_heads) H",
             ),
             *UNFUSED_ROWS,
         ),

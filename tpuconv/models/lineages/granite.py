@@ -1,6 +1,6 @@
 """Granite: Llama with four factors; Bamba, which has its layers with Mamba-2; and Aria, which has its experts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -107,8 +107,8 @@ class SharedExpertConfig(DecoderConfig):
     shared_intermediate_size: int
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "W": self.shared_intermediate_size}
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "W": self.shared_intermediate_size}
 
     @property
     def has_shared_expert(self) -> bool:
@@ -237,14 +237,17 @@ class GraniteHybridConfig(MambaConfig):
         return super().ropes if self.position_embedding_type == "rope" else (None,) * self.num_hidden_layers
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         return {
-            **super().axes,
-            "J": tuple(range(self.num_hidden_layers)) if self.has_experts else (),
+            **super().sizes,
             "E": self.num_local_experts,
             "M": self.intermediate_size,
             "W": self.shared_intermediate_size,
         }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {**super().layer_sets, "J": tuple(range(self.num_hidden_layers)) if self.has_experts else ()}
 
     @property
     def has_experts(self) -> bool:
@@ -266,8 +269,8 @@ OF_MAMBA: Mapping[str, Any] = {"mamba_d_head": None, "time_step_limit": (0.0, NO
 """Defaults, which transformers writes as "auto" and infinity."""
 WITH_MAMBA = Norms(module="modules.hybrids:MambaBlock")
 OF_BOTH = (
-    *under("model.layers.{f}", "layers.{f}", *Attn("attention_bias").table_rows),
-    *under("model.layers.{l}.mamba", "layers.{l}.attn", *MAMBA_ROWS),
+    *under("model.layers.{attention_layers}", "layers.{attention_layers}", *Attn("attention_bias").table_rows),
+    *under("model.layers.{state_layers}.mamba", "layers.{state_layers}.attn", *MAMBA_ROWS),
 )
 """Attention in some layers, Mamba-2 in the others."""
 
@@ -352,8 +355,8 @@ class AriaConfig(WrapperConfig, ChosenExperts, DecoderConfig):
     moe_num_shared_experts: int
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "W": self.intermediate_size * self.moe_num_shared_experts}
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "W": self.intermediate_size * self.moe_num_shared_experts}
 
 
 ARIA = decoder(

@@ -92,13 +92,8 @@ class HunyuanMoeConfig(HunyuanConfig):
             yield f"num_shared_expert={self.num_shared_expert} is not 1"
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {
-            **super().axes,
-            "E": self.num_experts,
-            "M": self.intermediate_size,
-            "W": self.intermediate_size,
-        }
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "E": self.num_experts, "M": self.intermediate_size, "W": self.intermediate_size}
 
 
 HUNYUAN_V1_MOE = HUNYUAN_V1_DENSE.but(

@@ -1,6 +1,6 @@
 """LFM2 and LFM3: short convolutions in most layers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tpuconv.models.common.config import MOST_OF_A_SIZE
@@ -12,7 +12,12 @@ from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.windows import read_two_ropes
 from tpuconv.models.declare import decoder
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
+
+declare(
+    channels=Word("channels of a short convolution", as_="K"),
+)
 
 
 @family_config
@@ -27,8 +32,8 @@ class ShortConvConfig(StateConfig):
     conv_L_cache: int
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "n": self.hidden_size, "c": self.conv_L_cache}
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "channels": self.hidden_size, "taps": self.conv_L_cache}
 
 
 @family_config
@@ -64,8 +69,8 @@ class Lfm2Config(ShortConvConfig):
         return width
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "F": self.mlp_width}
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "F": self.mlp_width}
 
 
 CONV_INPUTS = ("b", "c", "x")
@@ -78,13 +83,21 @@ LFM2_ATTENTION = (
 )
 
 SHORT_CONVOLUTION = (
-    Map("in_proj.weight", tuple(f"{x}.kernel" for x in CONV_INPUTS), "(n + n + n) D -> D n, D n, D n"),
-    Map("conv.weight", "conv.kernel", "n 1 c -> n c"),
-    Map("out_proj.weight", "o.kernel", "D n -> n D"),
+    Map(
+        "in_proj.weight",
+        tuple(f"{x}.kernel" for x in CONV_INPUTS),
+        "(channels + channels + channels) D -> D channels, D channels, D channels",
+    ),
+    Map("conv.weight", "conv.kernel", "channels 1 taps -> channels taps"),
+    Map("out_proj.weight", "o.kernel", "D channels -> channels D"),
     *when(
         "conv_bias",
-        Map("in_proj.bias", tuple(f"{x}.bias" for x in CONV_INPUTS), "(n + n + n) -> n, n, n"),
-        Map("conv.bias", "conv.bias", "n"),
+        Map(
+            "in_proj.bias",
+            tuple(f"{x}.bias" for x in CONV_INPUTS),
+            "(channels + channels + channels) -> channels, channels, channels",
+        ),
+        Map("conv.bias", "conv.bias", "channels"),
         Map("out_proj.bias", "o.bias", "D"),
     ),
 )
@@ -103,8 +116,8 @@ def lfm2_table(*mlp_rows: Map, attention: tuple[Map, ...] = LFM2_ATTENTION) -> M
             Map("model.embed_tokens.weight", "embed.embedding", "V D"),
             Map("model.layers.{L}.operator_norm.weight", "layers.{L}.attn_norm.scale", "D"),
             Map("model.layers.{L}.ffn_norm.weight", "layers.{L}.mlp_norm.scale", "D"),
-            *under("model.layers.{f}", "layers.{f}", *attention),
-            *under("model.layers.{l}.conv", "layers.{l}.attn", *SHORT_CONVOLUTION),
+            *under("model.layers.{attention_layers}", "layers.{attention_layers}", *attention),
+            *under("model.layers.{state_layers}.conv", "layers.{state_layers}.attn", *SHORT_CONVOLUTION),
             *mlp_rows,
             Map("model.embedding_norm.weight", "norm.scale", "D"),
             Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
@@ -144,13 +157,9 @@ class Lfm2MoeConfig(ChosenExperts, ShortConvConfig):
     routed_scaling_factor: float
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def layer_sets(self) -> dict[str, Sequence[int]]:
         dense, layers = min(self.num_dense_layers, self.num_hidden_layers), self.num_hidden_layers
-        return {
-            **super().axes,
-            "I": tuple(range(dense)),
-            "J": tuple(range(dense, layers)),
-        }
+        return {**super().layer_sets, "I": tuple(range(dense)), "J": tuple(range(dense, layers))}
 
 
 LFM2_MOE = decoder(
@@ -206,8 +215,11 @@ class Lfm3Config(ShortConvConfig):
         return ("conv", *(kinds[i % 4] for i in range(1, self.num_hidden_layers)))
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "f": tuple(i for i, kind in enumerate(self.kinds) if kind != self.state_kind)}
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {
+            **super().layer_sets,
+            "attention_layers": tuple(i for i, kind in enumerate(self.kinds) if kind != self.state_kind),
+        }
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -63,7 +63,7 @@ class HeliumConfig(DecoderConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if (width := self.axes["H"] * self.num_attention_heads) != self.hidden_size:
+        if (width := self.sizes["H"] * self.num_attention_heads) != self.hidden_size:
             yield f"the heads are {width} wide together, which is not hidden_size={self.hidden_size}"
 
 

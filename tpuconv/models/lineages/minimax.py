@@ -90,9 +90,9 @@ class MiniMaxConfig(M2Config, StateConfig):
         return tuple("linear_attention" if i % 2 else "full_attention" for i in range(self.num_hidden_layers))
 
     @property
-    def axes(self) -> dict[str, Any]:
-        sizes = super().axes
-        return {**sizes, "n": sizes["N"], "k": sizes["H"], "w": sizes["H"]}
+    def sizes(self) -> dict[str, int]:
+        sizes = super().sizes
+        return {**sizes, "groups": sizes["N"], "key_dim": sizes["H"], "value_dim": sizes["H"]}
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -100,7 +100,11 @@ class MiniMaxConfig(M2Config, StateConfig):
 
     @property
     def unscannable(self) -> str:
-        return "each layer with lightning attention has decays of its own" if self.axes["l"] else super().unscannable
+        return (
+            "each layer with lightning attention has decays of its own"
+            if self.layer_sets["state_layers"]
+            else super().unscannable
+        )
 
 
 @family_config
@@ -129,10 +133,14 @@ class ReleasedConfig(MiniMaxConfig):
 
 
 LIGHTNING_ROWS = (
-    Map("qkv_proj.weight", ("q.kernel", "k.kernel", "v.kernel"), "(n (k + k + w)) D -> D n k, D n k, D n w"),
-    Map("norm.weight", "norm.scale", "(n w) -> n w"),
-    Map("output_gate.weight", "gate.kernel", "(n w) D -> D n w"),
-    Map("out_proj.weight", "o.kernel", "D (n w) -> n w D"),
+    Map(
+        "qkv_proj.weight",
+        ("q.kernel", "k.kernel", "v.kernel"),
+        "(groups (key_dim + key_dim + value_dim)) D -> D groups key_dim, D groups key_dim, D groups value_dim",
+    ),
+    Map("norm.weight", "norm.scale", "(groups value_dim) -> groups value_dim"),
+    Map("output_gate.weight", "gate.kernel", "(groups value_dim) D -> D groups value_dim"),
+    Map("out_proj.weight", "o.kernel", "D (groups value_dim) -> groups value_dim D"),
 )
 
 MINIMAX = decoder(
@@ -150,9 +158,11 @@ MINIMAX = decoder(
         *PRE_NORMS,
         *under("block_sparse_moe", "moe", Map("gate.weight", "router.kernel", "E D -> D E"), *NUMBERED_EXPERT_MLPS),
         others=(
-            *under("model.layers.{f}", "layers.{f}", *ATTENTION),
-            *under("model.layers.{l}.self_attn", "layers.{l}.attn", *LIGHTNING_ROWS),
+            *under("model.layers.{attention_layers}", "layers.{attention_layers}", *ATTENTION),
+            *under("model.layers.{state_layers}.self_attn", "layers.{state_layers}.attn", *LIGHTNING_ROWS),
         ),
-        ignore={f"model.layers.{{l}}.self_attn.{name}": "computed from config.json" for name in DECAY_BUFFERS},
+        ignore={
+            f"model.layers.{{state_layers}}.self_attn.{name}": "computed from config.json" for name in DECAY_BUFFERS
+        },
     ),
 )

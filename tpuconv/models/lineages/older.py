@@ -107,7 +107,7 @@ OPT = decoder(
     table=MappingTable(
         (
             Map("model.decoder.embed_tokens.weight", "embed.embedding", "V D"),
-            Map("model.decoder.embed_positions.weight", "positions.embedding", "v D"),
+            Map("model.decoder.embed_positions.weight", "positions.embedding", "positions D"),
             *under("model.decoder.layers.{L}", "layers.{L}", *FAIRSEQ_ROWS, *when("enable_bias", *FAIRSEQ_BIASES)),
             *norm_rows("model.decoder.final_layer_norm", "norm"),
             Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
@@ -172,7 +172,7 @@ BIOGPT = decoder(
     table=MappingTable(
         (
             Map("biogpt.embed_tokens.weight", "embed.embedding", "V D"),
-            Map("biogpt.embed_positions.weight", "positions.embedding", "v D"),
+            Map("biogpt.embed_positions.weight", "positions.embedding", "positions D"),
             *under("biogpt.layers.{L}", "layers.{L}", *FAIRSEQ_ROWS, *FAIRSEQ_BIASES),
             *norm_rows("biogpt.layer_norm", "norm"),
             Map("output_projection.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),

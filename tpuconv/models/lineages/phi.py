@@ -232,8 +232,8 @@ class PhiMoeConfig(OneWindow, DecoderConfig):
             yield f"num_local_experts={self.num_local_experts} is less than 2"
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "E": self.num_local_experts, "M": self.intermediate_size}
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "E": self.num_local_experts, "M": self.intermediate_size}
 
     @property
     def has_head_bias(self) -> bool:

@@ -1,6 +1,6 @@
 """The text model of Llama 4, Scout and Maverick: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Any, ClassVar, Self
@@ -80,15 +80,22 @@ class Config(DecoderConfig):
             yield f"floor_scale={self.floor_scale} is not positive"
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
+        return {
+            **super().sizes,
+            "F": self.intermediate_size_mlp,
+            "E": self.num_local_experts,
+            "M": self.intermediate_size,
+        }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
         step = self.interleave_moe_layer_step
         every = range(step - 1, self.num_hidden_layers, step)
         sparse = set(every if self.moe_layers is None else self.moe_layers)
         layers = range(self.num_hidden_layers)
-        return super().axes | {
-            "F": self.intermediate_size_mlp,
-            "E": self.num_local_experts,
-            "M": self.intermediate_size,
+        return {
+            **super().layer_sets,
             "I": tuple(i for i in layers if i not in sparse),
             "J": tuple(i for i in layers if i in sparse),
         }

@@ -22,7 +22,7 @@ class Attention(nnx.Module):
     tokens."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        sizes, bias = config.axes, config.attention_bias
+        sizes, bias = config.sizes, config.attention_bias
         self.config = config
         self.has_rope = config.has_rope(layer)
         self.chunk = config.attention_chunk_size if config.is_chunked(layer) else None
@@ -61,7 +61,7 @@ class MLP(nnx.Module):
     """Gated MLP (arXiv:2002.05202), x [B, T, D] to [B, T, D]. `F` is the letter of its width."""
 
     def __init__(self, config: Config, F: str, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = config.sizes
         self.gate = Einsum(f"BTD,D{F}->BT{F}", sizes, dtype=dtype, keys=keys)
         self.up = Einsum(f"BTD,D{F}->BT{F}", sizes, dtype=dtype, keys=keys)
         self.down = Einsum(f"BT{F},{F}D->BTD", sizes, dtype=dtype, keys=keys)
@@ -75,9 +75,9 @@ class MoE(GatedExperts):
     of its output."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        super().__init__(config.sizes, nnx.silu, dtype=dtype, keys=keys)
         self.chosen = config.num_experts_per_tok
-        self.router = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys)
+        self.router = Einsum("BTD,DE->BTE", config.sizes, dtype=dtype, keys=keys)
         self.shared = MLP(config, "M", dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
@@ -95,10 +95,10 @@ class Block(nnx.Module):
     """One layer: attention, then an MLP or experts, each after a norm, with residual connections."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn_norm = RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.attn = Attention(config, layer, dtype=dtype, keys=keys)
-        self.mlp_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
-        if layer in config.axes["J"]:
+        self.mlp_norm = RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
+        if layer in config.layer_sets["J"]:
             self.moe = MoE(config, dtype=dtype, keys=keys)
         else:
             self.mlp = MLP(config, "F", dtype=dtype, keys=keys)

@@ -1,14 +1,19 @@
 """LongCat-Flash: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, MTP_INPUTS, decoder_table
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import family
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
+
+declare(
+    router_outputs=Word("experts, and those that pass their input on"),
+)
 
 
 @family_config
@@ -50,9 +55,12 @@ class Config(deepseek_v3.Config):
             yield f"head_dim={self.head_dim} is not qk_rope_head_dim={self.qk_rope_head_dim}"
 
     @property
-    def axes(self) -> dict[str, Any]:
-        experts = self.n_routed_experts + self.zero_expert_num
-        return {**super().axes, "z": experts, "y": tuple(range(self.n_routed_experts, experts)), "U": (0,)}
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "router_outputs": self.n_routed_experts + self.zero_expert_num}
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {**super().layer_sets, "U": (0,)}
 
 
 NO_WEIGHTS = "an expert that passes its input on: transformers saves weights that nothing reads"
@@ -85,8 +93,8 @@ TABLE = decoder_table(
     *under(
         "mlp",
         "moe",
-        Map("router.classifier.weight", "router.kernel", "z D -> D z"),
-        Map("router.e_score_correction_bias", "router.correction", "z", buffer=True),
+        Map("router.classifier.weight", "router.kernel", "router_outputs D -> D router_outputs"),
+        Map("router.e_score_correction_bias", "router.correction", "router_outputs", buffer=True),
         *EXPERT_MLPS,
     ),
     others=(
@@ -96,7 +104,7 @@ TABLE = decoder_table(
     ),
     ignore={
         "model.mtp.*": FURTHER_TOKENS,
-        **{f"model.layers.{{L}}.mlp.experts.{{y}}.{name}.weight": NO_WEIGHTS for name in ("gate_proj", "up_proj")},
+        **{f"model.layers.{{L}}.mlp.experts.{{E}}.{name}.weight": NO_WEIGHTS for name in ("gate_proj", "up_proj")},
     },
 )
 

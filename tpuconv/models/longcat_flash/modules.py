@@ -17,6 +17,10 @@ from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v3.modules import Latent
 from tpuconv.models.longcat_flash.family import Config
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {"z": "router_outputs"}
+"""The words of this module, by the letters of its einsums and arrays."""
 
 
 class Attention(deepseek_v3.Attention):
@@ -43,12 +47,13 @@ class Router(nnx.Module):
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         self.chosen, self.factor = config.num_experts_per_tok, config.routed_scaling_factor
-        self.kernel = Einsum("BTD,Dz->BTz", config.axes, dtype=dtype, keys=keys).kernel
-        self.correction = nnx.Param(jnp.zeros(config.axes["z"], jnp.float32))
+        sizes = with_letters(config.sizes, LEGEND)
+        self.kernel = Einsum("BTD,Dz->BTz", sizes, dtype=dtype, keys=keys).kernel
+        self.correction = nnx.Param(jnp.zeros(sizes["z"], jnp.float32))
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores_BTz = exact_product("BTD,Dz->BTz", x_BTD, self.kernel[...])
-        probs_BTz = placed(nnx.softmax(scores_BTz), "B T z")
+        probs_BTz = placed(nnx.softmax(scores_BTz), "B T router_outputs")
         ids_BTX = jax.lax.top_k(probs_BTz + self.correction[...].astype(jnp.float32), self.chosen)[1]
         return ids_BTX, jnp.take_along_axis(probs_BTz, ids_BTX, axis=-1) * self.factor
 
@@ -57,7 +62,7 @@ class MoE(GatedExperts):
     """The chosen experts, x [B, T, D] to [B, T, D]. Those with the highest ids return their input."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        super().__init__(config.sizes, nnx.silu, dtype=dtype, keys=keys)
         self.router = Router(config, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
@@ -73,9 +78,9 @@ class Half(nnx.Module):
     """Attention and an MLP, each after a norm, with residual connections. Also returns what the MLP reads."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        self.attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn_norm = RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.attn = Attention(config, dtype=dtype, keys=keys)
-        self.mlp_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.mlp_norm = RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.mlp = GatedMLP(config, dtype=dtype, keys=keys)
 
     def __call__(
@@ -118,7 +123,7 @@ class MTPModule(mtp.MTPModule):
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
-        self.embed = Embed(config.axes, dtype=dtype, keys=keys)
+        self.embed = Embed(config.sizes, dtype=dtype, keys=keys)
 
 
 class Model(Decoder):

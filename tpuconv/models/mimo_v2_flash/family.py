@@ -1,6 +1,6 @@
 """MiMo-V2-Flash: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tpuconv.jsonfile import short
@@ -21,7 +21,12 @@ from tpuconv.models.common.rows import (
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.windows import TwoPartialRopesConfig
 from tpuconv.models.registry import family
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
+
+declare(
+    value_head_dim=Word("dimension of a value head"),
+)
 
 ROTARY_PART = 0.334
 MIMO_ROPE, MIMO_LOCAL_ROPE = Rope(theta=5_000_000.0), Rope(theta=10_000.0)
@@ -98,8 +103,8 @@ class Config(SparseConfig, TwoPartialRopesConfig):
         """As `DecoderConfig.disagreements`: the sizes of layers with the window."""
         expected = {
             "swa_num_attention_heads": self.num_attention_heads,
-            "swa_num_key_value_heads": self.axes["K"],
-            "swa_head_dim": self.axes["H"],
+            "swa_num_key_value_heads": self.sizes["K"],
+            "swa_head_dim": self.sizes["H"],
             "swa_v_head_dim": self.v_head_dim,
             "sliding_window_size": (self.sliding_window or 0) - 1,
             "layernorm_epsilon": self.rms_norm_eps,
@@ -116,18 +121,24 @@ class Config(SparseConfig, TwoPartialRopesConfig):
         return tuple("full_attention" if i == 0 or (i + 1) % 6 == 0 else "sliding_attention" for i in layers)
 
     @property
-    def axes(self) -> dict[str, Any]:
-        sizes = super().axes
+    def sizes(self) -> dict[str, int]:
+        sizes = super().sizes
         return {
             **sizes,
             "K": 2 * sizes["K"],
             "G": sizes["N"] // (2 * sizes["K"]),
-            "m": sizes["K"],
-            "w": self.v_head_dim,
+            "full_kv_heads": sizes["K"],
+            "value_head_dim": self.v_head_dim,
             "A": self.hidden_size,
+        }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {
+            **super().layer_sets,
             "U": range(MTP_LAYERS),
-            "s": tuple(i for i, kind in enumerate(self.kinds) if kind == "sliding_attention"),
-            "g": tuple(i for i, kind in enumerate(self.kinds) if kind == "full_attention"),
+            "window_layers": tuple(i for i, kind in enumerate(self.kinds) if kind == "sliding_attention"),
+            "full_layers": tuple(i for i, kind in enumerate(self.kinds) if kind == "full_attention"),
         }
 
 
@@ -136,15 +147,15 @@ MTP_LAYERS = 3
 
 QUERY_OUTPUT_ROWS = (
     Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
-    Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N w) -> N w D"),
+    Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N value_head_dim) -> N value_head_dim D"),
     *when("attention_bias", Map("self_attn.q_proj.bias", "attn.q.bias", "(N H) -> N H")),
 )
 
 LOCAL_ROWS = (
     Map("k_proj.weight", "k.kernel", "(K H) D -> D K H"),
-    Map("v_proj.weight", "v.kernel", "(K w) D -> D K w"),
+    Map("v_proj.weight", "v.kernel", "(K value_head_dim) D -> D K value_head_dim"),
     *when("attention_bias", Map("k_proj.bias", "k.bias", "(K H) -> K H")),
-    *when("attention_bias", Map("v_proj.bias", "v.bias", "(K w) -> K w")),
+    *when("attention_bias", Map("v_proj.bias", "v.bias", "(K value_head_dim) -> K value_head_dim")),
     Map("attention_sink_bias", "sinks", "N"),
 )
 """Keys, values and sinks of layers with the window."""
@@ -153,14 +164,17 @@ TABLE = decoder_table(
     *PRE_NORMS,
     *QUERY_OUTPUT_ROWS,
     others=(
-        *under("model.layers.{s}.self_attn", "layers.{s}.attn", *LOCAL_ROWS),
+        *under("model.layers.{window_layers}.self_attn", "layers.{window_layers}.attn", *LOCAL_ROWS),
         *under(
-            "model.layers.{g}.self_attn",
-            "layers.{g}.attn",
-            Map("k_proj.weight", "k.kernel", "(m H) D -> D m H"),
-            Map("v_proj.weight", "v.kernel", "(m w) D -> D m w"),
-            *when("attention_bias", Map("k_proj.bias", "k.bias", "(m H) -> m H")),
-            *when("attention_bias", Map("v_proj.bias", "v.bias", "(m w) -> m w")),
+            "model.layers.{full_layers}.self_attn",
+            "layers.{full_layers}.attn",
+            Map("k_proj.weight", "k.kernel", "(full_kv_heads H) D -> D full_kv_heads H"),
+            Map("v_proj.weight", "v.kernel", "(full_kv_heads value_head_dim) D -> D full_kv_heads value_head_dim"),
+            *when("attention_bias", Map("k_proj.bias", "k.bias", "(full_kv_heads H) -> full_kv_heads H")),
+            *when(
+                "attention_bias",
+                Map("v_proj.bias", "v.bias", "(full_kv_heads value_head_dim) -> full_kv_heads value_head_dim"),
+            ),
         ),
         *mlp_rows(*CORRECTED_ROUTER, *EXPERT_MLPS),
         *under(

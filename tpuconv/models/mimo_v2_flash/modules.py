@@ -16,6 +16,7 @@ from tpuconv.models.common.steps import NO_WINDOW, Step
 from tpuconv.models.deepseek_v3.modules import MoE
 from tpuconv.models.gpt_oss.modules import attention_with_sinks
 from tpuconv.models.mimo_v2_flash.family import Config
+from tpuconv.notation.letters import with_letters
 
 
 class Attention(nnx.Module):
@@ -23,13 +24,13 @@ class Attention(nnx.Module):
     have another width than keys, and a factor. Layers with a sliding window have other key-value heads, and sinks."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        sizes, bias, K = config.axes, config.attention_bias, kv_heads(config, layer)
+        sizes, bias = sizes_of(config, layer), config.attention_bias
         self.factor = 1.0 if config.attention_value_scale is None else config.attention_value_scale
         self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.k = Einsum(f"BTD,D{K}H->BT{K}H", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.v = Einsum(f"BTD,D{K}w->BT{K}w", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.v = Einsum("BTD,DKw->BTKw", sizes, bias=bias, dtype=dtype, keys=keys)
         self.o = Einsum("BTNw,NwD->BTD", sizes, dtype=dtype, keys=keys)
-        self.sinks = nnx.Param(jnp.zeros(sizes["N"], dtype)) if layer not in sizes["g"] else None
+        self.sinks = nnx.Param(jnp.zeros(sizes["N"], dtype)) if layer not in config.layer_sets["full_layers"] else None
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
         cos_sin = step.cos_sin_in(x_BTD.dtype)
@@ -41,16 +42,17 @@ class Attention(nnx.Module):
         return self.o(attention_with_sinks(q_BTNH, kv, visible_BTS, self.sinks[...])), kv
 
 
-def kv_heads(config: Config, layer: int) -> str:
-    """Returns the letter of a layer's key-value heads. The layer for multi-token prediction has the window."""
-    return "m" if layer in config.axes["g"] else "K"
+def sizes_of(config: Config, layer: int) -> dict[str, int]:
+    """Returns the sizes of a layer's heads: w is the dimension of a value. The layer for multi-token prediction has the
+    window."""
+    heads = "full_kv_heads" if layer in config.layer_sets["full_layers"] else "K"
+    return with_letters(config.sizes, {"K": heads, "w": "value_head_dim"})
 
 
 def new_kv(config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> KV:
     """Returns the empty cache of a layer; `shape` is [B, S]."""
-    sizes = config.axes
-    K = sizes[kv_heads(config, layer)]
-    (k, k_scale), (v, v_scale) = (empty_vectors((*shape, K, sizes[width]), dtype) for width in "Hw")
+    sizes = sizes_of(config, layer)
+    (k, k_scale), (v, v_scale) = (empty_vectors((*shape, sizes["K"], sizes[width]), dtype) for width in "Hw")
     return KV(k, v, k_scale, v_scale)
 
 
@@ -89,7 +91,7 @@ class Model(Decoder):
 
     @property
     def mtp_rope(self) -> tuple[Rope | None, int]:
-        return self.config.local_rope, int(self.config.axes["H"] * self.config.local_rotary)
+        return self.config.local_rope, int(self.config.sizes["H"] * self.config.local_rotary)
 
     def mtp_inputs(self, next_BT: jax.Array, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         return self.embed(next_BT), x_BTD

@@ -1,6 +1,6 @@
 """MiniMax-M3, the text model saved on its own: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
@@ -132,14 +132,20 @@ class Config(MixedMLPs, ChosenExperts, PartialRopeConfig):
         return self.layer_types or (M3_FULL,) * self.num_hidden_layers
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         return {
-            **super().axes,
+            **super().sizes,
             "F": self.dense_intermediate_size,
             "W": self.shared_intermediate_size,
-            "n": self.index_n_heads,
-            "x": self.index_head_dim,
-            "f": tuple(layer for layer, kind in enumerate(self.kinds) if kind == M3_SPARSE),
+            "index_heads": self.index_n_heads,
+            "index_dim": self.index_head_dim,
+        }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {
+            **super().layer_sets,
+            "indexer_layers": tuple(layer for layer, kind in enumerate(self.kinds) if kind == M3_SPARSE),
         }
 
 
@@ -166,12 +172,16 @@ def m3_table(indexer: str, mlp: tuple[Map, ...], experts: str, moe: tuple[Map, .
         *HEAD_NORMS,
         others=(
             *(
-                Map(f"model.layers.{{f}}.self_attn.{indexer}{hf}", f"layers.{{f}}.attn.indexer.{jax}", layout)
+                Map(
+                    f"model.layers.{{indexer_layers}}.self_attn.{indexer}{hf}",
+                    f"layers.{{indexer_layers}}.attn.indexer.{jax}",
+                    layout,
+                )
                 for hf, jax, layout in (
-                    ("q_proj.weight", "q.kernel", "(n x) D -> D n x"),
-                    ("k_proj.weight", "k.kernel", "x D -> D x"),
-                    ("q_norm.weight", "q_norm.scale", "x"),
-                    ("k_norm.weight", "k_norm.scale", "x"),
+                    ("q_proj.weight", "q.kernel", "(index_heads index_dim) D -> D index_heads index_dim"),
+                    ("k_proj.weight", "k.kernel", "index_dim D -> D index_dim"),
+                    ("q_norm.weight", "q_norm.scale", "index_dim"),
+                    ("k_norm.weight", "k_norm.scale", "index_dim"),
                 )
             ),
             *under("model.layers.{I}.mlp", "layers.{I}.mlp", *mlp),

@@ -16,6 +16,10 @@ from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.common.steps import Step
 from tpuconv.models.minimax_m3_vl_text.family import Config
 from tpuconv.models.modules.minimax import Router
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {"n": "index_heads", "x": "index_dim"}
+"""The words of this module, by the letters of its einsums and arrays."""
 
 
 class MaxBlockIndexer(nnx.Module):
@@ -27,7 +31,7 @@ class MaxBlockIndexer(nnx.Module):
     Blocks are counted by positions, so that padding does not move them."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes, eps = config.axes, config.rms_norm_eps
+        sizes, eps = with_letters(config.sizes, LEGEND), config.rms_norm_eps
         self.size, self.count, self.local = config.index_block_size, config.index_topk_blocks, config.index_local_blocks
         self.q = Einsum("BTD,Dnx->BTnx", sizes, dtype=dtype, keys=keys)
         self.k = Einsum("BTD,Dx->BTx", sizes, dtype=dtype, keys=keys)
@@ -134,7 +138,7 @@ class MoE(GatedExperts):
     """The chosen experts, with a factor, and the shared one, x [B, T, D] to [B, T, D]."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        super().__init__(config.sizes, nnx.silu, dtype=dtype, keys=keys)
         self.config = config
         self.router = Router(config, dtype=dtype, keys=keys)
         self.shared = MLP(config, "W", dtype=dtype, keys=keys)
@@ -157,7 +161,7 @@ class Block(blocks.PreNormBlock):
     norm_type = CenteredRMSNorm
 
     def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
-        kind = SparseAttention if layer in config.axes["f"] else Attention
+        kind = SparseAttention if layer in config.layer_sets["indexer_layers"] else Attention
         return kind(config, dtype=dtype, keys=keys)
 
 
@@ -170,6 +174,6 @@ class Model(Decoder):
     def cached(self, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Returns the empty cache of a layer; `shape` is [B, S], or [L, B, S] for all layers."""
         kv = KV.empty(config, layer, shape, dtype)
-        if layer not in config.axes["f"]:
+        if layer not in config.layer_sets["indexer_layers"]:
             return kv
         return kv, IndexKeys.empty(config, shape, self.embed.embedding.dtype)

@@ -33,7 +33,7 @@ class Router(nnx.Module):
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         self.config = config
-        self.kernel = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys).kernel
+        self.kernel = Einsum("BTD,DE->BTE", config.sizes, dtype=dtype, keys=keys).kernel
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         config = self.config

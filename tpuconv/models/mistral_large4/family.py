@@ -1,6 +1,6 @@
 """Mistral Large 4: the text model's config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tpuconv.models.common.defaults import family_config
@@ -9,7 +9,16 @@ from tpuconv.models.common.rows import FURTHER_TOKENS, NUMBERED_EXPERT_MLPS, whe
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig
 from tpuconv.models.glm_moe_dsa import family as glm_moe_dsa
 from tpuconv.models.registry import family
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
+
+declare(
+    rotary_pairs=Word("pairs of dimensions with rotary position"),
+    rotary_layers=Word("layers with rotary positions"),
+    plain_layers=Word("layers without rotary positions"),
+    rotary_kv_layers=Word("layers with rotary positions, and keys and values of their own"),
+    plain_kv_layers=Word("layers without rotary positions, with keys and values of their own"),
+)
 
 
 @family_config
@@ -82,17 +91,21 @@ class Config(WrapperConfig, glm_moe_dsa.Config):
         return tuple(self.rope if rope else None for rope in self.with_rope)
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "rotary_pairs": self.qk_rope_head_dim // 2}
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
         def layers(rope: bool, own: bool) -> tuple[int, ...]:
             found = enumerate(zip(self.with_rope, self.kv_sources, strict=True))
             return tuple(i for i, (has, source) in found if has == rope and (source == i or not own))
 
-        return super().axes | {
-            "X": self.qk_rope_head_dim // 2,
-            "s": layers(rope=True, own=False),
-            "g": layers(rope=False, own=False),
-            "a": layers(rope=True, own=True),
-            "b": layers(rope=False, own=True),
+        return {
+            **super().layer_sets,
+            "rotary_layers": layers(rope=True, own=False),
+            "plain_layers": layers(rope=False, own=False),
+            "rotary_kv_layers": layers(rope=True, own=True),
+            "plain_kv_layers": layers(rope=False, own=True),
         }
 
     @property
@@ -109,9 +122,9 @@ class Config(WrapperConfig, glm_moe_dsa.Config):
         return "layers hand selected tokens and latent vectors on to later ones, and have learned frequencies"
 
 
-def _in(letter: str, *rows: Map) -> tuple[Map, ...]:
-    """Rows of the attention of the layers of a letter."""
-    return under(f"layers.{{{letter}}}.attention", f"layers.{{{letter}}}.attn", *rows)
+def _in(layers: str, *rows: Map) -> tuple[Map, ...]:
+    """Rows of the attention of some layers."""
+    return under(f"layers.{{{layers}}}.attention", f"layers.{{{layers}}}.attn", *rows)
 
 
 def _gated(width: str) -> tuple[Map, ...]:
@@ -127,7 +140,7 @@ LATENT_NORM = Map("kv_a_norm.weight", "kv_a_norm.scale", "C")
 TABLE = MappingTable(
     (
         Map("tok_embeddings.weight", "embed.embedding", "V D"),
-        Map("lerope.alpha", "rotary.alpha", "X", buffer=True),
+        Map("lerope.alpha", "rotary.alpha", "rotary_pairs", buffer=True),
         *under(
             "layers.{L}",
             "layers.{L}",
@@ -142,32 +155,32 @@ TABLE = MappingTable(
             Map("wo.weight", "o.kernel", "D (N H) -> N H D"),
             Map("wo.bias", "o.bias", "D", when="attention_bias"),
         ),
-        *_in("s", Map("wq.weight", ("q_nope.kernel", "q_rope.kernel"), "(N (P + R)) D -> D N P, D N R")),
-        *_in("g", Map("wq.weight", "q_nope.kernel", "(N P) D -> D N P")),
+        *_in("rotary_layers", Map("wq.weight", ("q_nope.kernel", "q_rope.kernel"), "(N (P + R)) D -> D N P, D N R")),
+        *_in("plain_layers", Map("wq.weight", "q_nope.kernel", "(N P) D -> D N P")),
         *_in(
-            "a",
+            "rotary_kv_layers",
             Map("wkv_a_with_mqa.weight", ("kv_a.kernel", "k_rope.kernel"), "(C + R) D -> D C, D R"),
             *when("attention_bias", Map("wkv_a_with_mqa.bias", ("kv_a.bias", "k_rope.bias"), "(C + R) -> C, R")),
             LATENT_NORM,
         ),
         *_in(
-            "b",
+            "plain_kv_layers",
             Map("wkv_a_with_mqa.weight", "kv_a.kernel", "C D -> D C"),
             Map("wkv_a_with_mqa.bias", "kv_a.bias", "C", when="attention_bias"),
             LATENT_NORM,
         ),
         *under(
-            "layers.{f}.attention.indexer",
-            "layers.{f}.attn.indexer",
+            "layers.{indexer_layers}.attention.indexer",
+            "layers.{indexer_layers}.attn.indexer",
             Map("q_input_norm.weight", "q_norm.scale", "D"),
             Map("q_input_norm.bias", "q_norm.bias", "D"),
-            Map("wq_b.weight", "q.kernel", "(n x) D -> D n x"),
-            Map("ssmax_scaling.s", "ssmax.scale", "n"),
-            Map("ssmax_scaling.b", "ssmax.bias", "n"),
-            Map("wk.weight", "k.kernel", "x D -> D x"),
-            Map("k_norm.weight", "k_norm.scale", "x"),
-            Map("k_norm.bias", "k_norm.bias", "x"),
-            Map("weights_proj.weight", "router.kernel", "n D -> D n"),
+            Map("wq_b.weight", "q.kernel", "(index_heads index_dim) D -> D index_heads index_dim"),
+            Map("ssmax_scaling.s", "ssmax.scale", "index_heads"),
+            Map("ssmax_scaling.b", "ssmax.bias", "index_heads"),
+            Map("wk.weight", "k.kernel", "index_dim D -> D index_dim"),
+            Map("k_norm.weight", "k_norm.scale", "index_dim"),
+            Map("k_norm.bias", "k_norm.bias", "index_dim"),
+            Map("weights_proj.weight", "router.kernel", "index_heads D -> D index_heads"),
         ),
         *under("layers.{I}.feed_forward", "layers.{I}.mlp", *_gated("F")),
         *under(

@@ -43,7 +43,7 @@ class LearnedFrequencies(nnx.Module):
     """Learned factors of the rotary frequencies, exp(alpha), for each pair of dimensions."""
 
     def __init__(self, config: Config):
-        self.alpha = nnx.Param(jnp.zeros(config.axes["X"], jnp.float32))
+        self.alpha = nnx.Param(jnp.zeros(config.sizes["rotary_pairs"], jnp.float32))
 
     def __call__(self, ids_BT: jax.Array) -> jax.Array:
         """Returns the factors [B, T, X]."""
@@ -59,11 +59,11 @@ def learned_cos_sin(rope: Rope, factors_BTX: jax.Array, pos_BT: jax.Array) -> tu
 
 class GrowingHeads(nnx.Module):
     """Queries that grow with the logarithm of the number n of tokens so far: q (s ln n + b), with s and b of each head
-    (arXiv:2501.19399). `heads` is the letter of the heads."""
+    (arXiv:2501.19399). `heads` is the letter or word of the heads."""
 
     def __init__(self, heads: str, config: Config, *, dtype: DTypeLike):
-        self.scale = nnx.Param(jnp.zeros(config.axes[heads], dtype))
-        self.bias = nnx.Param(jnp.ones(config.axes[heads], dtype))
+        self.scale = nnx.Param(jnp.zeros(config.sizes[heads], dtype))
+        self.bias = nnx.Param(jnp.ones(config.sizes[heads], dtype))
 
     def __call__(self, q_BTNH: jax.Array, step: Step) -> jax.Array:
         tokens_BT1 = jnp.maximum(step.pos_BT, 0)[:, :, None] + 1
@@ -79,8 +79,8 @@ class GrowingIndexer(NeighbourIndexer):
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
         self.has_rope = config.with_rope[layer]
-        self.q_norm = LayerNorm("D", config.axes, INDEXER_EPS, dtype=dtype)
-        self.ssmax = GrowingHeads("n", config, dtype=dtype)
+        self.q_norm = LayerNorm("D", config.sizes, INDEXER_EPS, dtype=dtype)
+        self.ssmax = GrowingHeads("index_heads", config, dtype=dtype)
 
     def queries(self, x_BTQ: jax.Array, step: Step) -> jax.Array:
         return self.rotated(self.ssmax(self.q(self.q_norm(x_BTQ)), step), step)
@@ -100,13 +100,13 @@ class Attention(deepseek_v3.Attention):
         if self.rope is None:
             del self.q_rope
         if self.has_latents:
-            self.kv_a_norm = RMSNorm("C", config.axes, config.rms_norm_eps, dtype=dtype)
+            self.kv_a_norm = RMSNorm("C", config.sizes, config.rms_norm_eps, dtype=dtype)
         else:
             del self.kv_a, self.kv_a_norm
         if self.rope is None or not self.has_latents:
             del self.k_rope
         self.ssmax = GrowingHeads("N", config, dtype=dtype)
-        if layer in config.axes["f"]:
+        if layer in config.layer_sets["indexer_layers"]:
             self.indexer = GrowingIndexer(config, layer, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any) -> tuple[jax.Array, Any]:
@@ -188,11 +188,11 @@ class Model(Decoder):
         """Returns the empty caches of a layer, of latent vectors and of the indexer's keys, None for one that it does
         not have; `shape` is [B, S]."""
         own: Any = None
-        if layer in config.axes["a"]:
+        if layer in config.layer_sets["rotary_kv_layers"]:
             own = deepseek_v3.Latent.empty(config, layer, shape, dtype)
-        elif layer in config.axes["b"]:
+        elif layer in config.layer_sets["plain_kv_layers"]:
             own = PlainLatent.empty(config, shape, dtype)
-        if layer not in config.axes["f"]:
+        if layer not in config.layer_sets["indexer_layers"]:
             return own, None
         return own, IndexKeys.empty(config, shape, self.embed.embedding.dtype)
 

@@ -35,7 +35,7 @@ class Router(nnx.Module):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         self.config = config
-        self.kernel = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys).kernel
+        self.kernel = Einsum("BTD,DE->BTE", config.sizes, dtype=dtype, keys=keys).kernel
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         config = self.config
@@ -69,7 +69,7 @@ class NormedExpertsBlock(blocks.PreNormBlock):
     def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, layer, dtype=dtype, keys=keys)
         if hasattr(self, "moe"):
-            self.post_mlp_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+            self.post_mlp_norm = RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
 
     def fed(self, x_BTD: jax.Array) -> jax.Array:
         y_BTD = super().fed(x_BTD)

@@ -22,8 +22,8 @@ class Router(nnx.Module):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         self.config = config
-        self.kernel = Einsum("BTD,DE->BTE", config.axes, dtype=jnp.float32, keys=keys).kernel
-        self.correction = nnx.Param(jnp.zeros(config.axes["E"], jnp.float32))
+        self.kernel = Einsum("BTD,DE->BTE", config.sizes, dtype=jnp.float32, keys=keys).kernel
+        self.correction = nnx.Param(jnp.zeros(config.sizes["E"], jnp.float32))
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits_BTE = exact_product("BTD,DE->BTE", x_BTD, self.kernel[...])

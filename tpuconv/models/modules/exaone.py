@@ -29,4 +29,4 @@ class DraftingDecoder(Decoder):
     @property
     def mtp_rope(self) -> tuple[Rope | None, int]:
         """As of the layers that see all tokens: none if others have a window."""
-        return None if self.config.sliding_window else self.config.rope, self.config.axes["H"]
+        return None if self.config.sliding_window else self.config.rope, self.config.sizes["H"]

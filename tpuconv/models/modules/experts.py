@@ -18,9 +18,9 @@ class ProbableExperts(GatedExperts):
     are normalized if `norm_topk_prob` is set."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        super().__init__(config.sizes, nnx.silu, dtype=dtype, keys=keys)
         self.config = config
-        self.router = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys)
+        self.router = Einsum("BTD,DE->BTE", config.sizes, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
         probs_BTE = nnx.softmax(placed(self.router(x_BTD), "B T E").astype(jnp.float32))
@@ -37,7 +37,7 @@ class SharedAndProbableExperts(ProbableExperts):
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
         self.shared = blocks.GatedMLP(config, "W", dtype=dtype, keys=keys)
-        self.router_shared = Einsum("BTD,D->BT", config.axes, dtype=dtype, keys=keys)
+        self.router_shared = Einsum("BTD,D->BT", config.sizes, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
         weight_BT = nnx.sigmoid(self.router_shared(x_BTD))
@@ -49,9 +49,9 @@ class NormalizedExperts(GatedExperts):
     in float32."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        super().__init__(config.sizes, nnx.silu, dtype=dtype, keys=keys)
         self.chosen = config.num_experts_per_tok
-        self.router = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys)
+        self.router = Einsum("BTD,DE->BTE", config.sizes, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
         probs_BTE = nnx.softmax(placed(self.router(x_BTD), "B T E").astype(jnp.float32))
@@ -64,9 +64,9 @@ class BestExperts(GatedExperts):
     weights are the softmax of these X scores."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        super().__init__(config.sizes, nnx.silu, dtype=dtype, keys=keys)
         self.count = config.num_experts_per_tok
-        self.router = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys)
+        self.router = Einsum("BTD,DE->BTE", config.sizes, dtype=dtype, keys=keys)
         self.shared = blocks.GatedMLP(config, "W", dtype=dtype, keys=keys) if config.has_shared_expert else None
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]

@@ -69,7 +69,7 @@ class NormedEmbeddings(Decoder):
         rngs: nnx.Rngs | None = None,
     ):
         super().__init__(config, scan_layers=scan_layers, dtype=dtype, rngs=rngs)
-        self.embed_norm = LayerNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.embed_norm = LayerNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
 
     @property
     def input_modules(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ class SinkAttention(blocks.Attention):
 
     def __init__(self, config: Any, **options: Any):
         super().__init__(config, **options)
-        self.sinks = nnx.Param(jnp.zeros(config.axes["N"], options["dtype"]))
+        self.sinks = nnx.Param(jnp.zeros(config.sizes["N"], options["dtype"]))
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
         q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
@@ -40,7 +40,7 @@ class PostNormedBlock(blocks.PreNormBlock):
 
     def post_norm(self, config: Any, dtype: DTypeLike) -> RMSNorm | None:
         """Returns a norm after a part; None in a model without."""
-        return RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype) if config.use_post_norm else None
+        return RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype) if config.use_post_norm else None
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
         y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)

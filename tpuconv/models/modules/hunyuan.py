@@ -17,7 +17,7 @@ class Router(nnx.Module):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         self.count = config.moe_topk
-        self.kernel = Einsum("BTD,DE->BTE", config.axes, dtype=jnp.float32, keys=keys).kernel
+        self.kernel = Einsum("BTD,DE->BTE", config.sizes, dtype=jnp.float32, keys=keys).kernel
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits_BTE = exact_product("BTD,DE->BTE", x_BTD, self.kernel[...])

@@ -13,6 +13,10 @@ from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, times
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.recurrence import Convolution, HybridBlock, HybridDecoder, LayerState, PackedTokens
 from tpuconv.models.common.steps import Step
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {"n": "channels"}
+"""The words of this module, by the letters of its einsums and arrays."""
 
 
 @jax.tree_util.register_dataclass
@@ -20,7 +24,7 @@ from tpuconv.models.common.steps import Step
 class ShortState(LayerState):
     """The cache of a layer: the last inputs of its convolution."""
 
-    axes: ClassVar[tuple[str, ...]] = ("B c n",)
+    axes: ClassVar[tuple[str, ...]] = ("B taps channels",)
 
     x_Bcn: jax.Array
 
@@ -30,7 +34,7 @@ class ShortConvolution(nnx.Module):
     tokens."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        sizes, bias = config.axes, config.conv_bias
+        sizes, bias = with_letters(config.sizes, LEGEND), config.conv_bias
         self.b = Einsum("BTD,Dn->BTn", sizes, bias=bias, dtype=dtype, keys=keys)
         self.c = Einsum("BTD,Dn->BTn", sizes, bias=bias, dtype=dtype, keys=keys)
         self.x = Einsum("BTD,Dn->BTn", sizes, bias=bias, dtype=dtype, keys=keys)
@@ -56,7 +60,7 @@ class ShortConvBlock(HybridBlock):
 
 
 class ShortConvDecoder(HybridDecoder):
-    """A decoder with short convolutions in the layers l."""
+    """A decoder with short convolutions in `state_layers`."""
 
     state_type = ShortState
 
@@ -68,7 +72,7 @@ class GatedHeads(NormedAttention):
     def __init__(self, config: Any, **options: Any):
         super().__init__(config, **options)
         gated = config.use_attention_gate
-        self.gate = Einsum("BTD,DN->BTN", config.axes, dtype=options["dtype"], keys=options["keys"]) if gated else None
+        self.gate = Einsum("BTD,DN->BTN", config.sizes, dtype=options["dtype"], keys=options["keys"]) if gated else None
 
     def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:
         return y_BTNH if self.gate is None else y_BTNH * nnx.sigmoid(self.gate(x_BTD))[..., None]
@@ -81,8 +85,8 @@ class SandwichConvBlock(ShortConvBlock):
     def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, layer, dtype=dtype, keys=keys)
         if config.use_sandwich_norm:
-            self.post_attn_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
-            self.post_mlp_norm = RMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+            self.post_attn_norm = RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
+            self.post_mlp_norm = RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
         if not hasattr(self, "post_mlp_norm"):
@@ -97,9 +101,9 @@ class CorrectedRouter(Einsum):
     how often experts are chosen, and does not change the weights. Scores are computed in the dtype of x."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        super().__init__("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys)
+        super().__init__("BTD,DE->BTE", config.sizes, dtype=dtype, keys=keys)
         self.config = config
-        self.correction = nnx.Param(jnp.zeros(config.axes["E"], jnp.float32)) if config.use_expert_bias else None
+        self.correction = nnx.Param(jnp.zeros(config.sizes["E"], jnp.float32)) if config.use_expert_bias else None
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:  # type: ignore[override]
         config = self.config

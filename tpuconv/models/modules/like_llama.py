@@ -47,7 +47,7 @@ class SubNormedAttention(blocks.Attention):
 
     def __init__(self, config: Any, **options: Any):
         super().__init__(config, **options)
-        self.sub_norm = RMSNorm("NH", config.axes, config.rms_norm_eps, dtype=options["dtype"])
+        self.sub_norm = RMSNorm("NH", config.sizes, config.rms_norm_eps, dtype=options["dtype"])
 
     def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:
         return self.sub_norm(y_BTNH)
@@ -58,7 +58,7 @@ class SubNormedMLP(blocks.GatedMLP):
 
     def __init__(self, config: Any, F: str, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, F, dtype=dtype, keys=keys)
-        self.sub_norm = RMSNorm("F", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.sub_norm = RMSNorm("F", config.sizes, config.rms_norm_eps, dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return self.down(self.sub_norm(self.act(self.gate(x_BTD)) * self.up(x_BTD)))
@@ -90,7 +90,7 @@ class BackwardAttention(blocks.Attention):
 
     def __init__(self, config: Any, **options: Any):
         super().__init__(config, **options)
-        self.head_norm = PlainRMSNorm("H", config.axes, config.rms_norm_eps, dtype=options["dtype"])
+        self.head_norm = PlainRMSNorm("H", config.sizes, config.rms_norm_eps, dtype=options["dtype"])
 
     def positioned(self, q_BTNH: jax.Array, k_BTKH: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         cos, sin = step.cos_sin_in(q_BTNH.dtype)

@@ -14,6 +14,10 @@ from tpuconv.models.common.mamba2 import state_space
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.recurrence import HybridBlock, HybridDecoder, LayerState, PackedTokens
 from tpuconv.models.common.steps import Step
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {"n": "groups", "k": "key_dim", "w": "value_dim"}
+"""The words of this module, by the letters of its einsums and arrays."""
 
 LIGHTNING_EPS = 1e-6
 """Epsilon of the norm of lightning attention. config.json has only the epsilon of the other norms."""
@@ -25,8 +29,8 @@ class Router(nnx.Module):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         self.count = config.num_experts_per_tok
-        self.kernel = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys).kernel
-        self.correction = nnx.Param(jnp.zeros(config.axes["E"], jnp.float32))
+        self.kernel = Einsum("BTD,DE->BTE", config.sizes, dtype=dtype, keys=keys).kernel
+        self.correction = nnx.Param(jnp.zeros(config.sizes["E"], jnp.float32))
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         kernel_DE = self.kernel[...]
@@ -42,7 +46,7 @@ class Router(nnx.Module):
 class LightningState(LayerState):
     """The cache of a layer: the state of each head."""
 
-    axes: ClassVar[tuple[str, ...]] = ("B n k w",)
+    axes: ClassVar[tuple[str, ...]] = ("B groups key_dim value_dim",)
 
     s_Bnkw: jax.Array
 
@@ -61,7 +65,7 @@ class LightningAttention(nnx.Module):
     (arXiv:2405.21060) with the same time step for all tokens."""
 
     def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = with_letters(config.sizes, LEGEND)
         self.config, self.layer = config, layer
         self.q = Einsum("BTD,Dnk->BTnk", sizes, dtype=dtype, keys=keys)
         self.k = Einsum("BTD,Dnk->BTnk", sizes, dtype=dtype, keys=keys)
@@ -95,11 +99,11 @@ class WeightedBlock(HybridBlock):
         super().__init__(config, layer, dtype=dtype, keys=keys)
         full = config.full_attn_alpha_factor, config.full_attn_beta_factor
         linear = config.linear_attn_alpha_factor, config.linear_attn_beta_factor
-        self.attn_factors = linear if layer in config.axes["l"] else full
+        self.attn_factors = linear if layer in config.layer_sets["state_layers"] else full
         self.moe_factors = config.mlp_alpha_factor, config.mlp_beta_factor
 
     def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
-        if layer in config.axes["l"]:
+        if layer in config.layer_sets["state_layers"]:
             return LightningAttention(config, layer, dtype=dtype, keys=keys)
         return self.attention_type(config, dtype=dtype, keys=keys)
 

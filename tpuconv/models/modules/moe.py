@@ -20,9 +20,9 @@ class MoeNormBlock(blocks.FedBlock):
     the experts."""
 
     def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
-        self.attn_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.attn_norm = self.norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.attn = self.attention_type(config, dtype=dtype, keys=keys)
-        self.moe_norm = self.norm_type("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.moe_norm = self.norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.add_feed(config, layer, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array, step: Any, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
@@ -37,8 +37,8 @@ class ScoreRouter(nnx.Module):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         self.config = config
-        self.kernel = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys).kernel
-        self.correction = nnx.Param(jnp.zeros(config.axes["E"], jnp.float32))
+        self.kernel = Einsum("BTD,DE->BTE", config.sizes, dtype=dtype, keys=keys).kernel
+        self.correction = nnx.Param(jnp.zeros(config.sizes["E"], jnp.float32))
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores_BTE = placed(exact_product("BTD,DE->BTE", x_BTD, self.kernel[...]), "B T E")
@@ -64,7 +64,7 @@ class GatedAttention(blocks.NormedAttention):
 
     def __init__(self, config: Any, **options: Any):
         super().__init__(config, **options)
-        self.gate = Einsum("BTD,DNH->BTNH", config.axes, dtype=options["dtype"], keys=options["keys"])
+        self.gate = Einsum("BTD,DNH->BTNH", config.sizes, dtype=options["dtype"], keys=options["keys"])
 
     def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:
         return y_BTNH * nnx.sigmoid(self.gate(x_BTD))
@@ -76,7 +76,7 @@ class SinksOfHeads(blocks.NormedAttention):
 
     def __init__(self, config: Any, **options: Any):
         super().__init__(config, **options)
-        self.sinks = nnx.Param(jnp.zeros(config.axes["N"], jnp.float32))
+        self.sinks = nnx.Param(jnp.zeros(config.sizes["N"], jnp.float32))
 
     def __call__(self, x_BTD: jax.Array, step: Any, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
         q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
@@ -90,7 +90,7 @@ class PlainScoreRouter(nnx.Module):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         self.config = config
-        self.kernel = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys).kernel
+        self.kernel = Einsum("BTD,DE->BTE", config.sizes, dtype=dtype, keys=keys).kernel
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores_BTE = placed(exact_product("BTD,DE->BTE", x_BTD, self.kernel[...]), "B T E")

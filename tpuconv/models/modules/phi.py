@@ -23,9 +23,9 @@ class MoE(GatedExperts):
     probability among those that are not much worse: SparseMixer without noise (arXiv:2409.12136)."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        super().__init__(config.sizes, nnx.silu, dtype=dtype, keys=keys)
         self.limit = 2 * config.router_jitter_noise
-        self.router = Einsum("BTD,DE->BTE", config.axes, dtype=dtype, keys=keys)
+        self.router = Einsum("BTD,DE->BTE", config.sizes, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
         scores_BTE = placed(self.router(x_BTD), "B T E").astype(jnp.float32)

@@ -1,6 +1,6 @@
 """Molmo 2: the text model's config and mapping table."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
@@ -9,7 +9,12 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import HEAD_NORMS, NORMS_OF_ALL_HEADS, when
 from tpuconv.models.common.wrapper import SEES, WrapperConfig, inside
 from tpuconv.models.registry import family
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
+
+declare(
+    added_vocab=Word("rows added to the vocabulary", as_="V"),
+)
 
 
 @family_config
@@ -31,8 +36,8 @@ class Config(WrapperConfig, DecoderConfig):
     norm_after: bool
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "v": self.additional_vocab_size}
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "added_vocab": self.additional_vocab_size}
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
@@ -79,7 +84,7 @@ TABLE = inside(
     MappingTable(
         (
             Map("model.wte.embedding", "embed.embedding", "V D"),
-            Map("model.wte.new_embedding", "embed.added", "v D"),
+            Map("model.wte.new_embedding", "embed.added", "added_vocab D"),
             *under("model.blocks.{L}", "layers.{L}", *MOLMO_ROWS),
             Map("model.ln_f.weight", "norm.scale", "D"),
             Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),

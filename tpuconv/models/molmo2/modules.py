@@ -19,7 +19,7 @@ class WiderEmbed(layers.Embed):
 
     def __init__(self, sizes: Mapping[str, int], *, dtype: DTypeLike, keys: Keys):
         super().__init__(sizes, dtype=dtype, keys=keys)
-        self.added = nnx.Param(normal(keys(), (sizes["v"], sizes["D"]), dtype))
+        self.added = nnx.Param(normal(keys(), (sizes["added_vocab"], sizes["D"]), dtype))
 
     def __call__(self, ids_BT: jax.Array) -> jax.Array:
         V = self.embedding.shape[0]

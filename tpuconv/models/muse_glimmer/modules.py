@@ -27,7 +27,7 @@ class Attention(blocks.Attention):
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         bias = config.attention_bias
         super().__init__(config, bias=bias, out_bias=bias, dtype=dtype, keys=keys)
-        self.gate = Einsum("BTD,DNH->BTNH", config.axes, dtype=dtype, keys=keys)
+        self.gate = Einsum("BTD,DNH->BTNH", config.sizes, dtype=dtype, keys=keys)
         self.eps, self.factor = config.rms_norm_eps, config.qk_scale_factor
 
     def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:

@@ -48,8 +48,8 @@ class Config(MixedMLPs, ChosenExperts, muse_glimmer.Config):
             yield f"num_local_experts={self.num_local_experts} leaves nothing to choose from"
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "C": self.moe_hidden_size}
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "expert_dim": self.moe_hidden_size}
 
 
 TABLE = inside(
@@ -62,12 +62,16 @@ TABLE = inside(
         Map("post_feedforward_residual_gate.gate", "mlp_residual.gate", "D"),
         others=mlp_rows(
             *CORRECTED_ROUTER,
-            Map("pre_expert_proj.weight", "to_latent.kernel", "C D -> D C"),
-            Map("pre_expert_norm.weight", "latent_norm.scale", "C"),
-            Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E (M + M) C -> E C M, E C M"),
-            Map("experts.down_proj", "down.kernel", "E C M -> E M C"),
-            Map("experts.post_expert_norm.weight", "expert_norm.scale", "C"),
-            Map("post_expert_proj.weight", "from_latent.kernel", "D C -> C D"),
+            Map("pre_expert_proj.weight", "to_latent.kernel", "expert_dim D -> D expert_dim"),
+            Map("pre_expert_norm.weight", "latent_norm.scale", "expert_dim"),
+            Map(
+                "experts.gate_up_proj",
+                ("gate.kernel", "up.kernel"),
+                "E (M + M) expert_dim -> E expert_dim M, E expert_dim M",
+            ),
+            Map("experts.down_proj", "down.kernel", "E expert_dim M -> E M expert_dim"),
+            Map("experts.post_expert_norm.weight", "expert_norm.scale", "expert_dim"),
+            Map("post_expert_proj.weight", "from_latent.kernel", "D expert_dim -> expert_dim D"),
         ),
     ),
     "model.language_model.",

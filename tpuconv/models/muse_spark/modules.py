@@ -14,6 +14,10 @@ from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.muse_glimmer import modules as muse_glimmer
 from tpuconv.models.muse_spark.family import Config
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {"c": "expert_dim"}
+"""The words of this module, by the letters of its einsums and arrays."""
 
 LEAST_KEPT = 1e-3
 """The least square of the factor of a residual connection."""
@@ -48,17 +52,17 @@ class MoE(GatedExperts):
     each of them."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
-        super().__init__({**sizes, "D": sizes["C"]}, nnx.silu, dtype=dtype, keys=keys)
+        sizes = with_letters(config.sizes, LEGEND)
+        super().__init__({**sizes, "D": sizes["expert_dim"]}, nnx.silu, dtype=dtype, keys=keys)
         self.router = Router(config, dtype=dtype, keys=keys)  # type: ignore[arg-type]  # it has the same keys
-        self.to_latent = Einsum("BTD,DC->BTC", sizes, dtype=dtype, keys=keys)
-        self.latent_norm = CenteredRMSNorm("C", sizes, config.rms_norm_eps, dtype=dtype)
-        self.expert_norm = FirstScaledRMSNorm("C", sizes, config.post_norm_eps, dtype=dtype)
-        self.from_latent = Einsum("BTC,CD->BTD", sizes, dtype=dtype, keys=keys)
+        self.to_latent = Einsum("BTD,Dc->BTc", sizes, dtype=dtype, keys=keys)
+        self.latent_norm = CenteredRMSNorm("c", sizes, config.rms_norm_eps, dtype=dtype)
+        self.expert_norm = FirstScaledRMSNorm("c", sizes, config.post_norm_eps, dtype=dtype)
+        self.from_latent = Einsum("BTc,cD->BTD", sizes, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
-        x_BTC = self.latent_norm(self.to_latent(x_BTD))
-        return self.from_latent(super().__call__(x_BTC, *self.router(x_BTD), self.expert_norm))
+        x_BTc = self.latent_norm(self.to_latent(x_BTD))
+        return self.from_latent(super().__call__(x_BTc, *self.router(x_BTD), self.expert_norm))
 
 
 class GatedResidual(nnx.Module):
@@ -66,7 +70,7 @@ class GatedResidual(nnx.Module):
     a^2 + b^2 = 1."""
 
     def __init__(self, config: Config):
-        self.gate = nnx.Param(jnp.zeros(config.axes["D"], jnp.float32))
+        self.gate = nnx.Param(jnp.zeros(config.sizes["D"], jnp.float32))
         self.temperature = config.residual_gate_temperature
 
     def __call__(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
@@ -87,7 +91,7 @@ class Block(PreNormBlock):
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, layer, dtype=dtype, keys=keys)
         self.post_eps = config.post_norm_eps
-        self.post_mlp_norm = FirstScaledRMSNorm("D", config.axes, self.post_eps, dtype=dtype)
+        self.post_mlp_norm = FirstScaledRMSNorm("D", config.sizes, self.post_eps, dtype=dtype)
         self.attn_residual, self.mlp_residual = GatedResidual(config), GatedResidual(config)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:

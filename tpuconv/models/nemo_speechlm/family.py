@@ -31,7 +31,7 @@ SPEECH_EXPERTS: tuple[Forms, ...] = tuple(
         ),
         "one": nemotron_h.plain_experts(width),
     }
-    for width in ("D", "C")
+    for width in ("D", "expert_dim")
 )
 """The experts of releases, which have no gate, and those that transformers writes."""
 

@@ -1,6 +1,6 @@
 """Nemotron-H, Nemotron Nano 2 and Nemotron 3: config and mapping table."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -124,16 +124,22 @@ class Config(GroupedExperts, MambaConfig):
         return self.time_step_min, NO_LIMIT
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         return {
-            **super().axes,
-            "I": self.layers_of("mlp"),
-            "J": self.layers_of("moe"),
+            **super().sizes,
             "E": self.n_routed_experts,
             "M": self.moe_intermediate_size,
             "W": self.moe_shared_expert_intermediate_size,
-            "C": self.moe_latent_size or self.hidden_size,
+            "expert_dim": self.moe_latent_size or self.hidden_size,
             "A": self.hidden_size,
+        }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {
+            **super().layer_sets,
+            "I": self.layers_of("mlp"),
+            "J": self.layers_of("moe"),
             "U": tuple(range(len(MTP_KINDS))) if self.has_mtp else (),
         }
 
@@ -180,13 +186,13 @@ NEMOTRON_EXPERT_ROWS = (
     *when("is_full_width", *plain_experts("D")),
     *when(
         "has_latent",
-        *plain_experts("C"),
-        Map("fc1_latent_proj.weight", "to_latent.kernel", "C D -> D C"),
-        Map("fc2_latent_proj.weight", "from_latent.kernel", "D C -> C D"),
+        *plain_experts("expert_dim"),
+        Map("fc1_latent_proj.weight", "to_latent.kernel", "expert_dim D -> D expert_dim"),
+        Map("fc2_latent_proj.weight", "from_latent.kernel", "D expert_dim -> expert_dim D"),
     ),
     *when(
         "has_latent_bias",
-        Map("fc1_latent_proj.bias", "to_latent.bias", "C"),
+        Map("fc1_latent_proj.bias", "to_latent.bias", "expert_dim"),
         Map("fc2_latent_proj.bias", "from_latent.bias", "D"),
     ),
     Map("shared_experts.up_proj.weight", "shared.up.kernel", "W D -> D W"),
@@ -202,8 +208,8 @@ TABLE = MappingTable(
     (
         Map("backbone.embeddings.weight", "embed.embedding", "V D"),
         Map("backbone.layers.{L}.norm.weight", "layers.{L}.norm.scale", "D"),
-        *under("backbone.layers.{l}.mixer", "layers.{l}.attn", *MAMBA_ROWS),
-        *under("backbone.layers.{f}.mixer", "layers.{f}", *NEMOTRON_ATTENTION_ROWS),
+        *under("backbone.layers.{state_layers}.mixer", "layers.{state_layers}.attn", *MAMBA_ROWS),
+        *under("backbone.layers.{attention_layers}.mixer", "layers.{attention_layers}", *NEMOTRON_ATTENTION_ROWS),
         *under("backbone.layers.{I}.mixer", "layers.{I}.mlp", *PLAIN_MLP, *when("mlp_bias", *PLAIN_MLP_BIAS)),
         *under("backbone.layers.{J}.mixer", "layers.{J}.moe", *NEMOTRON_EXPERT_ROWS),
         *under("mtp.layers.0", "mtp", *MTP_INPUTS),

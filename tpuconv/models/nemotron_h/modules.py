@@ -16,6 +16,10 @@ from tpuconv.models.common.recurrence import HybridDecoder
 from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3.modules import Router
 from tpuconv.models.nemotron_h.family import MTP_KINDS, Config
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {"c": "expert_dim"}
+"""The words of this module, by the letters of its einsums and arrays."""
 
 
 class MoE(nnx.Module):
@@ -23,30 +27,30 @@ class MoE(nnx.Module):
     write a latent vector instead of hidden states."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes, bias = config.axes, config.mlp_bias
-        latent = {**sizes, "D": sizes["C"]}
+        sizes, bias = with_letters(config.sizes, LEGEND), config.mlp_bias
+        latent = {**sizes, "D": sizes["expert_dim"]}
         self.router = Router(config, dtype=dtype, keys=keys)  # type: ignore[arg-type]  # it has the same keys
         self.up = Expert("EDM", latent, dtype=dtype, keys=keys)
         self.down = Expert("EMD", latent, dtype=dtype, keys=keys)
         has_latent = config.has_latent
-        self.to_latent = Einsum("BTD,DC->BTC", sizes, bias=bias, dtype=dtype, keys=keys) if has_latent else None
-        self.from_latent = Einsum("BTC,CD->BTD", sizes, bias=bias, dtype=dtype, keys=keys) if has_latent else None
+        self.to_latent = Einsum("BTD,Dc->BTc", sizes, bias=bias, dtype=dtype, keys=keys) if has_latent else None
+        self.from_latent = Einsum("BTc,cD->BTD", sizes, bias=bias, dtype=dtype, keys=keys) if has_latent else None
         self.shared = PlainMLP(config, "W", bias=bias, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         def feed(up: Expert, down: Expert, rows: Rows) -> jax.Array:
             return down(self.shared.act(up(rows.x, rows)), rows)
 
-        x_BTC = x_BTD if self.to_latent is None else self.to_latent(x_BTD)
-        y_BTC = routed(feed, (self.up, self.down), x_BTC, *self.router(x_BTD))
-        return (y_BTC if self.from_latent is None else self.from_latent(y_BTC)) + self.shared(x_BTD)
+        x_BTc = x_BTD if self.to_latent is None else self.to_latent(x_BTD)
+        y_BTc = routed(feed, (self.up, self.down), x_BTc, *self.router(x_BTD))
+        return (y_BTc if self.from_latent is None else self.from_latent(y_BTc)) + self.shared(x_BTD)
 
 
 class Block(nnx.Module):
     """One layer: Mamba-2, attention, an MLP or experts, after a norm, with a residual connection."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        self.norm = ScaledRMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.norm = ScaledRMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         match (*config.kinds, *MTP_KINDS)[layer]:
             case "linear_attention":
                 self.attn: Any = Mamba2(config, dtype=dtype, keys=keys)
@@ -74,7 +78,7 @@ class MTPModule(JoinedInputs):
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         self.add_parts(config, dtype=dtype, keys=keys)
-        for number in config.axes["U"]:
+        for number in config.layer_sets["U"]:
             setattr(self, str(number), Block(config, config.num_hidden_layers + number, dtype=dtype, keys=keys))
 
     def __call__(self, next_BTD: jax.Array, x_BTD: jax.Array, step: Step, kv: Any) -> tuple[jax.Array, Any]:

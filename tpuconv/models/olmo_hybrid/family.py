@@ -65,15 +65,15 @@ class Config(StateConfig):
         return self.linear_num_key_heads or self.num_attention_heads
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         keys = self.linear_key_head_dim or int(0.75 * self.hidden_size / self.key_heads)
         return {
-            **super().axes,
-            "n": self.key_heads,
-            "r": (self.linear_num_value_heads or self.num_attention_heads) // self.key_heads,
-            "k": keys,
-            "w": self.linear_value_head_dim or 2 * keys,
-            "c": self.linear_conv_kernel_dim,
+            **super().sizes,
+            "groups": self.key_heads,
+            "per_group": (self.linear_num_value_heads or self.num_attention_heads) // self.key_heads,
+            "key_dim": keys,
+            "value_dim": self.linear_value_head_dim or 2 * keys,
+            "taps": self.linear_conv_kernel_dim,
         }
 
     @property
@@ -82,41 +82,41 @@ class Config(StateConfig):
 
 
 DELTA_ROWS = (
-    Map("q_proj.weight", "q.kernel", "(n k) D -> D n k"),
-    Map("k_proj.weight", "k.kernel", "(n k) D -> D n k"),
-    Map("v_proj.weight", "v.kernel", "(n r w) D -> D n r w"),
-    Map("g_proj.weight", "z.kernel", "(n r w) D -> D n r w"),
-    Map("a_proj.weight", "a.kernel", "(n r) D -> D n r"),
-    Map("b_proj.weight", "b.kernel", "(n r) D -> D n r"),
-    Map("q_conv1d.weight", "q_conv.kernel", "(n k) 1 c -> n k c"),
-    Map("k_conv1d.weight", "k_conv.kernel", "(n k) 1 c -> n k c"),
-    Map("v_conv1d.weight", "v_conv.kernel", "(n r w) 1 c -> n r w c"),
-    Map("A_log", "a_log", "(n r) -> n r"),
-    Map("dt_bias", "dt_bias", "(n r) -> n r"),
-    Map("o_norm.weight", "norm.scale", "w"),
-    Map("o_proj.weight", "o.kernel", "D (n r w) -> n r w D"),
+    Map("q_proj.weight", "q.kernel", "(groups key_dim) D -> D groups key_dim"),
+    Map("k_proj.weight", "k.kernel", "(groups key_dim) D -> D groups key_dim"),
+    Map("v_proj.weight", "v.kernel", "(groups per_group value_dim) D -> D groups per_group value_dim"),
+    Map("g_proj.weight", "z.kernel", "(groups per_group value_dim) D -> D groups per_group value_dim"),
+    Map("a_proj.weight", "a.kernel", "(groups per_group) D -> D groups per_group"),
+    Map("b_proj.weight", "b.kernel", "(groups per_group) D -> D groups per_group"),
+    Map("q_conv1d.weight", "q_conv.kernel", "(groups key_dim) 1 taps -> groups key_dim taps"),
+    Map("k_conv1d.weight", "k_conv.kernel", "(groups key_dim) 1 taps -> groups key_dim taps"),
+    Map("v_conv1d.weight", "v_conv.kernel", "(groups per_group value_dim) 1 taps -> groups per_group value_dim taps"),
+    Map("A_log", "a_log", "(groups per_group) -> groups per_group"),
+    Map("dt_bias", "dt_bias", "(groups per_group) -> groups per_group"),
+    Map("o_norm.weight", "norm.scale", "value_dim"),
+    Map("o_proj.weight", "o.kernel", "D (groups per_group value_dim) -> groups per_group value_dim D"),
 )
 
 TABLE: MappingTable = decoder_table(
     *under("mlp", "mlp", *MLP),
     others=(
         *under(
-            "model.layers.{f}",
-            "layers.{f}",
+            "model.layers.{attention_layers}",
+            "layers.{attention_layers}",
             *ATTENTION,
             *when("attention_bias", *QKV_BIAS, O_BIAS),
             *NORMS_OF_ALL_HEADS,
             *POST_NORMS,
         ),
         *under(
-            "model.layers.{l}",
-            "layers.{l}",
+            "model.layers.{state_layers}",
+            "layers.{state_layers}",
             Map("attention_layer_norm.weight", "attn_norm.scale", "D"),
             Map("feedforward_layer_norm.weight", "mlp_norm.scale", "D"),
             *under("linear_attn", "attn", *DELTA_ROWS),
         ),
     ),
-    recut=[tuple(f"model.layers.{{l}}.linear_attn.{x}_conv1d.weight" for x in "qkv")],
+    recut=[tuple(f"model.layers.{{state_layers}}.linear_attn.{x}_conv1d.weight" for x in "qkv")],
 )
 
 FAMILY = family(Config, TABLE, "OLMo Hybrid", "OlmoHybridForCausalLM")

@@ -7,11 +7,12 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.build import attention_class
 from tpuconv.models.common.blocks import GatedMLP, PostNormBlock, PreNormBlock
-from tpuconv.models.common.delta import DeltaNet, DeltaState
+from tpuconv.models.common.delta import LEGEND, DeltaNet, DeltaState
 from tpuconv.models.common.layers import Keys, RMSNorm, ScaledRMSNorm
 from tpuconv.models.common.recurrence import HybridDecoder
 from tpuconv.models.olmo_hybrid.family import Config
 from tpuconv.models.parts import Attn
+from tpuconv.notation.letters import with_letters
 
 DELTA_EPS = 1e-5
 """Epsilon of the norm after linear attention. config.json has only the epsilon of other norms."""
@@ -22,7 +23,7 @@ class Delta(DeltaNet):
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
-        self.norm = RMSNorm("w", config.axes, DELTA_EPS, dtype=dtype)
+        self.norm = RMSNorm("w", with_letters(config.sizes, LEGEND), DELTA_EPS, dtype=dtype)
         self.factor = 2.0 if config.linear_allow_neg_eigval else 1.0
 
     def strengths(self, x_BTD: jax.Array) -> jax.Array:
@@ -46,7 +47,7 @@ class FullBlock(PostNormBlock):
 
 def new_block(config: Config, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
     """Returns a layer."""
-    kind = LinearBlock if layer in config.axes["l"] else FullBlock
+    kind = LinearBlock if layer in config.layer_sets["state_layers"] else FullBlock
     return kind(config, layer, dtype=dtype, keys=keys)
 
 

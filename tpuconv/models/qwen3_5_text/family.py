@@ -30,16 +30,17 @@ FLAT_INPUTS = (
     Map(
         "in_proj_qkv.weight",
         ("q.kernel", "k.kernel", "v.kernel"),
-        "((n k) + (n k) + (n r w)) D -> D n k, D n k, D n r w",
+        "((groups key_dim) + (groups key_dim) + (groups per_group value_dim)) D "
+        "-> D groups key_dim, D groups key_dim, D groups per_group value_dim",
     ),
-    Map("in_proj_z.weight", "z.kernel", "(n r w) D -> D n r w"),
-    Map("in_proj_b.weight", "b.kernel", "(n r) D -> D n r"),
-    Map("in_proj_a.weight", "a.kernel", "(n r) D -> D n r"),
+    Map("in_proj_z.weight", "z.kernel", "(groups per_group value_dim) D -> D groups per_group value_dim"),
+    Map("in_proj_b.weight", "b.kernel", "(groups per_group) D -> D groups per_group"),
+    Map("in_proj_a.weight", "a.kernel", "(groups per_group) D -> D groups per_group"),
 )
 
 ATTENTION_OF_BOTH = (
-    *under("model.layers.{f}", "layers.{f}", *FULL_ROWS),
-    *under("model.layers.{l}.linear_attn", "layers.{l}.attn", *FLAT_INPUTS, *LINEAR_ROWS),
+    *under("model.layers.{attention_layers}", "layers.{attention_layers}", *FULL_ROWS),
+    *under("model.layers.{state_layers}.linear_attn", "layers.{state_layers}.attn", *FLAT_INPUTS, *LINEAR_ROWS),
 )
 """The rows of attention, full and linear."""
 

@@ -1,7 +1,7 @@
 """Qwen3-Next: config and mapping table."""
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
@@ -50,17 +50,20 @@ class HybridConfig(StateConfig, PartialRopeConfig):
         return tuple("linear_attention" if i % every else "full_attention" for i in layers)
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         return {
-            **super().axes,
-            "n": self.linear_num_key_heads,
-            "r": self.linear_num_value_heads // self.linear_num_key_heads,
-            "k": self.linear_key_head_dim,
-            "w": self.linear_value_head_dim,
-            "c": self.linear_conv_kernel_dim,
+            **super().sizes,
+            "groups": self.linear_num_key_heads,
+            "per_group": self.linear_num_value_heads // self.linear_num_key_heads,
+            "key_dim": self.linear_key_head_dim,
+            "value_dim": self.linear_value_head_dim,
+            "taps": self.linear_conv_kernel_dim,
             "A": self.hidden_size,
-            "U": (0,),
         }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {**super().layer_sets, "U": (0,)}
 
 
 @family_config
@@ -113,11 +116,16 @@ def further_rows(*mlp: Map) -> tuple[Map, ...]:
 CONVOLUTIONS = ("q_conv.kernel", "k_conv.kernel", "v_conv.kernel")
 
 LINEAR_ROWS = (
-    Map("conv1d.weight", CONVOLUTIONS, "((n k) + (n k) + (n r w)) 1 c -> n k c, n k c, n r w c"),
-    Map("A_log", "a_log", "(n r) -> n r"),
-    Map("dt_bias", "dt_bias", "(n r) -> n r"),
-    Map("norm.weight", "norm.scale", "w"),
-    Map("out_proj.weight", "o.kernel", "D (n r w) -> n r w D"),
+    Map(
+        "conv1d.weight",
+        CONVOLUTIONS,
+        "((groups key_dim) + (groups key_dim) + (groups per_group value_dim)) 1 taps "
+        "-> groups key_dim taps, groups key_dim taps, groups per_group value_dim taps",
+    ),
+    Map("A_log", "a_log", "(groups per_group) -> groups per_group"),
+    Map("dt_bias", "dt_bias", "(groups per_group) -> groups per_group"),
+    Map("norm.weight", "norm.scale", "value_dim"),
+    Map("out_proj.weight", "o.kernel", "D (groups per_group value_dim) -> groups per_group value_dim D"),
 )
 """Linear attention, besides the matrices that make its inputs."""
 
@@ -125,16 +133,21 @@ GROUPED_INPUTS = (
     Map(
         "in_proj_qkvz.weight",
         ("q.kernel", "k.kernel", "v.kernel", "z.kernel"),
-        "(n (k + k + (r w) + (r w))) D -> D n k, D n k, D n r w, D n r w",
+        "(groups (key_dim + key_dim + (per_group value_dim) + (per_group value_dim))) D "
+        "-> D groups key_dim, D groups key_dim, D groups per_group value_dim, D groups per_group value_dim",
     ),
-    Map("in_proj_ba.weight", ("b.kernel", "a.kernel"), "(n (r + r)) D -> D n r, D n r"),
+    Map(
+        "in_proj_ba.weight",
+        ("b.kernel", "a.kernel"),
+        "(groups (per_group + per_group)) D -> D groups per_group, D groups per_group",
+    ),
 )
 
 TABLE = decoder_table(
     *PRE_NORMS,
     others=(
-        *under("model.layers.{f}", "layers.{f}", *FULL_ROWS),
-        *under("model.layers.{l}.linear_attn", "layers.{l}.attn", *GROUPED_INPUTS, *LINEAR_ROWS),
+        *under("model.layers.{attention_layers}", "layers.{attention_layers}", *FULL_ROWS),
+        *under("model.layers.{state_layers}.linear_attn", "layers.{state_layers}.attn", *GROUPED_INPUTS, *LINEAR_ROWS),
         *mlp_rows(*SHARED_AND_PROBABLE_EXPERTS),
         *further_rows(*under("mlp", "moe", *SHARED_AND_PROBABLE_EXPERTS)),
     ),

@@ -23,7 +23,7 @@ class Attention(blocks.NormedAttention):
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         bias = config.attention_bias
         super().__init__(config, bias=bias, out_bias=bias, dtype=dtype, keys=keys)
-        self.gate = Einsum("BTD,DNH->BTNH", config.axes, bias=bias, dtype=dtype, keys=keys)
+        self.gate = Einsum("BTD,DNH->BTNH", config.sizes, bias=bias, dtype=dtype, keys=keys)
 
     def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:
         return y_BTNH * nnx.sigmoid(self.gate(x_BTD))

@@ -1,6 +1,6 @@
 """Qwen4-Exp, the text model: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, count, islice
 from math import isqrt
@@ -11,7 +11,19 @@ from tpuconv.models.common.defaults import family_config
 from tpuconv.models.qwen3_5_moe_text import family as qwen3_5_moe_text
 from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH, OUTSIDE_TEXT
 from tpuconv.models.registry import family
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
+
+declare(
+    stream_rank=Word("rank of the weights of residual streams"),
+    ngram_layers=Word("layers with embeddings of n-grams"),
+    ngram_tokens=Word("tokens of which the next n-grams and convolutions are made"),
+    ngram_width=Word("width of the embeddings of n-grams"),
+    ngram_dim=Word("width of the embedding of one n-gram"),
+    ngram_taps=Word("taps of the convolution of n-grams"),
+    ngram_parts=Word("parts of a table of n-grams", as_="V"),
+    part_ngrams=Word("n-grams of a part of their table"),
+)
 
 INDEXED_KINDS = ("indexed_attention", "qwen_sparse_attention")
 """The name that transformers has for the `layer_types` that releases call "full_attention"."""
@@ -149,23 +161,26 @@ class Config(qwen3_5_moe_text.Config):
         return NGramHash(tuple(2 * (draw % half) + 1 for draw in draws), sizes, starts[:-1], starts[-1] + padding)
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         heads = (self.ngram_size - 1) * self.heads_per_ngram
         rows = self.ngram_hash(self.ngram_layers[0]).rows if self.ngram_layers else 0
         return {
-            **super().axes,
-            "q": self.indexer_n_heads,
-            "x": self.indexer_head_dim,
-            "e": self.hc_count,
-            "u": self.hc_count,
-            "d": self.hc_lowrank,
-            "C": self.ngram_width,
-            "p": self.ngram_width // heads,
-            "h": self.ple_conv_kernel_size,
-            "v": self.split_ngram_parts,
-            "z": rows // self.split_ngram_parts,
-            "a": self.ngram_layers,
+            **super().sizes,
+            "index_heads": self.indexer_n_heads,
+            "index_dim": self.indexer_head_dim,
+            "streams": self.hc_count,
+            "streams_out": self.hc_count,
+            "stream_rank": self.hc_lowrank,
+            "ngram_width": self.ngram_width,
+            "ngram_dim": self.ngram_width // heads,
+            "ngram_taps": self.ple_conv_kernel_size,
+            "ngram_parts": self.split_ngram_parts,
+            "part_ngrams": rows // self.split_ngram_parts,
         }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {**super().layer_sets, "ngram_layers": self.ngram_layers}
 
     @property
     def horizons(self) -> frozenset[int]:
@@ -203,26 +218,40 @@ def _primes(least: int, many: int) -> tuple[int, ...]:
 
 
 MIXER_ROWS = (
-    Map("hc_norm.weight", "norm.scale", "(e D) -> e D"),
-    Map("input_mix_weight_down.weight", "down.kernel", "d (e D) -> e D d"),
-    Map("input_mix_weight_up.weight", "up.kernel", "(e D) d -> d e D"),
+    Map("hc_norm.weight", "norm.scale", "(streams D) -> streams D"),
+    Map("input_mix_weight_down.weight", "down.kernel", "stream_rank (streams D) -> streams D stream_rank"),
+    Map("input_mix_weight_up.weight", "up.kernel", "(streams D) stream_rank -> stream_rank streams D"),
 )
 """The rows of the values that are read from the residual streams."""
 
-STREAM_ROWS = (*MIXER_ROWS, Map("block_inject_weight.weight", "inject.kernel", "u (e D) -> e D u"))
+STREAM_ROWS = (
+    *MIXER_ROWS,
+    Map("block_inject_weight.weight", "inject.kernel", "streams_out (streams D) -> streams D streams_out"),
+)
 
 INDEXER_ROWS = (
-    Map("index_qk_proj.weight", ("q.kernel", "k.kernel"), "((q x) + x) D -> D q x, D x"),
-    Map("q_layernorm.weight", "q_norm.scale", "x"),
-    Map("k_layernorm.weight", "k_norm.scale", "x"),
+    Map(
+        "index_qk_proj.weight",
+        ("q.kernel", "k.kernel"),
+        "((index_heads index_dim) + index_dim) D -> D index_heads index_dim, D index_dim",
+    ),
+    Map("q_layernorm.weight", "q_norm.scale", "index_dim"),
+    Map("k_layernorm.weight", "k_norm.scale", "index_dim"),
 )
 
 NGRAM_ROWS = (
-    Map("ple_embedding.ngram_embedding.shard_{v}.weight", "table.embedding", "z p -> (v z) p"),
-    Map("key_proj.weight", "key.kernel", "(e D) C -> C e D"),
-    Map("value_proj.weight", "value.kernel", "D C -> C D"),
-    *(Map(f"norm_{name}.weight", f"{name}_norm.scale", "(e D) -> e D") for name in ("key", "query", "conv")),
-    Map("conv1d.weight", "conv.kernel", "(e D) 1 h -> e D h"),
+    Map(
+        "ple_embedding.ngram_embedding.shard_{ngram_parts}.weight",
+        "table.embedding",
+        "part_ngrams ngram_dim -> (ngram_parts part_ngrams) ngram_dim",
+    ),
+    Map("key_proj.weight", "key.kernel", "(streams D) ngram_width -> ngram_width streams D"),
+    Map("value_proj.weight", "value.kernel", "D ngram_width -> ngram_width D"),
+    *(
+        Map(f"norm_{name}.weight", f"{name}_norm.scale", "(streams D) -> streams D")
+        for name in ("key", "query", "conv")
+    ),
+    Map("conv1d.weight", "conv.kernel", "(streams D) 1 ngram_taps -> streams D ngram_taps"),
 )
 HASH_BUFFERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
 
@@ -235,15 +264,20 @@ TABLE = MappingTable(
         *under(f"{THEIR_LAYER}.attn_hyper_connection", f"{OUR_LAYER}.attn_streams", *STREAM_ROWS),
         *under(f"{THEIR_LAYER}.mlp_hyper_connection", f"{OUR_LAYER}.moe_streams", *STREAM_ROWS),
         *ATTENTION_OF_BOTH,
-        *under("model.layers.{f}.self_attn.indexer", "layers.{f}.attn.indexer", *INDEXER_ROWS),
-        *under("model.layers.{a}.ple", "layers.{a}.ngrams", *NGRAM_ROWS),
+        *under(
+            "model.layers.{attention_layers}.self_attn.indexer", "layers.{attention_layers}.attn.indexer", *INDEXER_ROWS
+        ),
+        *under("model.layers.{ngram_layers}.ple", "layers.{ngram_layers}.ngrams", *NGRAM_ROWS),
         *under(THEIR_LAYER, OUR_LAYER, *qwen3_5_moe_text.SHARED_MOE_ROWS),
         *under("model.hyper_connection_mixer", "norm", *MIXER_ROWS),
         Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
     ),
     ignore={
         "model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json",
-        **{f"model.layers.{{a}}.ple.ple_embedding.{name}": "computed from config.json" for name in HASH_BUFFERS},
+        **{
+            f"model.layers.{{ngram_layers}}.ple.ple_embedding.{name}": "computed from config.json"
+            for name in HASH_BUFFERS
+        },
         **OUTSIDE_TEXT,
     },
     copies={"lm_head.weight": "model.embed_tokens.weight"},

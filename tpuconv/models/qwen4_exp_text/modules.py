@@ -27,6 +27,10 @@ from tpuconv.models.modules.experts import SharedAndProbableExperts
 from tpuconv.models.qwen3_next import modules as qwen3_next
 from tpuconv.models.qwen4_exp_text.family import Config
 from tpuconv.models.qwen4_exp_text.ngrams import NGrams, NGramState, StreamNorm
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {"q": "index_heads", "x": "index_dim", "e": "streams", "u": "streams_out", "d": "stream_rank"}
+"""The words of this module, by the letters of its einsums and arrays."""
 
 
 class Mixer(nnx.Module):
@@ -34,7 +38,7 @@ class Mixer(nnx.Module):
     gates are made of all streams."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        self.count, sizes = config.hc_count, config.axes
+        self.count, sizes = config.hc_count, with_letters(config.sizes, LEGEND)
         self.norm = StreamNorm(config, dtype=dtype)
         self.down = Einsum("BTeD,eDd->BTd", sizes, dtype=dtype, keys=keys)
         self.up = Einsum("BTd,deD->BTeD", sizes, dtype=dtype, keys=keys)
@@ -54,7 +58,8 @@ class GatedResiduals(Mixer):
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
-        self.inject = Einsum("BTeD,eDu->BTu", config.axes, dtype=dtype, keys=keys)
+        sizes = with_letters(config.sizes, LEGEND)
+        self.inject = Einsum("BTeD,eDu->BTu", sizes, dtype=dtype, keys=keys)
 
     def read(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the input [B, T, D] of the part, and the weights [B, T, e] of its output in each stream."""
@@ -74,7 +79,7 @@ class MeanBlockIndexer(nnx.Module):
     as 0. Scores are computed in float32: a small error may select another block."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes, self.config = config.axes, config
+        sizes, self.config = with_letters(config.sizes, LEGEND), config
         self.q = Einsum("BTD,Dqx->BTqx", sizes, dtype=dtype, keys=keys)
         self.k = Einsum("BTD,Dx->BTx", sizes, dtype=dtype, keys=keys)
         self.q_norm = CenteredRMSNorm("x", sizes, config.rms_norm_eps, dtype=dtype)
@@ -146,7 +151,7 @@ class Block(nnx.Module):
         if layer in config.ngram_layers:
             self.ngrams = NGrams(config, layer, dtype=dtype, keys=keys)
         self.attn_streams = GatedResiduals(config, dtype=dtype, keys=keys)
-        kind: Any = GatedDeltaNet if layer in config.axes["l"] else Attention
+        kind: Any = GatedDeltaNet if layer in config.layer_sets["state_layers"] else Attention
         self.attn = kind(config, dtype=dtype, keys=keys)
         self.moe_streams = GatedResiduals(config, dtype=dtype, keys=keys)
         self.moe = self.moe_type(config, dtype=dtype, keys=keys)
@@ -191,7 +196,7 @@ class Model(HybridDecoder):
 
     def cached(self, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Returns the empty cache of a layer; `shape` is [B, S], or [L, B, S] for all layers."""
-        if layer not in config.axes["l"]:
+        if layer not in config.layer_sets["state_layers"]:
             index = IndexKeys.empty(config, shape, self.embed.embedding.dtype)
             return KV.empty(config, layer, shape, dtype), index
         state = DeltaState.empty(config, *shape[:-1])

@@ -13,6 +13,10 @@ from tpuconv.models.common.recurrence import LayerState, PackedTokens
 from tpuconv.models.common.steps import Step
 from tpuconv.models.common.streams import by_stream
 from tpuconv.models.qwen4_exp_text.family import Config, NGramHash
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {"e": "streams", "c": "ngram_width", "h": "ngram_taps"}
+"""The words of this module, by the letters of its einsums and arrays."""
 
 TwoWords = tuple[jax.Array, jax.Array]
 """The upper and the lower 32 bits of integers of 64 bits, which JAX does not have by default."""
@@ -70,7 +74,7 @@ def ngram_numbers(ids_BS: jax.Array, numbering: NGramHash, end: int) -> jax.Arra
 class NGramState(LayerState):
     """The state of a layer for n-grams: the last tokens, and the last inputs of the convolution in float32."""
 
-    axes: ClassVar[tuple[str, ...]] = ("B P", "B P e D")
+    axes: ClassVar[tuple[str, ...]] = ("B ngram_tokens", "B ngram_tokens streams D")
 
     ids_BP: jax.Array
     x_BPeD: jax.Array
@@ -78,16 +82,16 @@ class NGramState(LayerState):
     @classmethod
     def empty(cls, config: Config, *batch: int) -> Self:
         """Returns the state before the first token."""
-        sizes, inputs = config.axes, config.ngram_size * (config.ple_conv_kernel_size - 1)
+        sizes, inputs = config.sizes, config.ngram_size * (config.ple_conv_kernel_size - 1)
         ids_BP = jnp.full((*batch, config.ngram_size - 1), config.end_token, jnp.int32)
-        return cls(ids_BP, jnp.zeros((*batch, inputs, sizes["e"], sizes["D"]), jnp.float32))
+        return cls(ids_BP, jnp.zeros((*batch, inputs, sizes["streams"], sizes["D"]), jnp.float32))
 
 
 class StreamNorm(CenteredRMSNorm):
     """RMS norm of each residual stream, x [B, T, e, D], with a scale of its own that is stored less 1."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike):
-        super().__init__("eD", config.axes, config.rms_norm_eps, dtype=dtype)
+        super().__init__("eD", with_letters(config.sizes, LEGEND), config.rms_norm_eps, dtype=dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = 1 + self.scale[...].astype(jnp.float32)
@@ -99,7 +103,8 @@ class DilatedConvolution(nnx.Module):
     the current token."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        self.kernel = nnx.Param(normal(keys(), tuple(config.axes[letter] for letter in "eDh"), dtype))
+        sizes = with_letters(config.sizes, LEGEND)
+        self.kernel = nnx.Param(normal(keys(), tuple(sizes[letter] for letter in "eDh"), dtype))
         self.step = config.ngram_size
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -118,10 +123,11 @@ class NGrams(nnx.Module):
     the state after these tokens."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        sizes, self.config, self.numbering = config.axes, config, config.ngram_hash(layer)
-        self.table = Embed({"V": self.numbering.rows, "D": sizes["p"]}, dtype=dtype, keys=keys)
-        self.key = Einsum("BTC,CeD->BTeD", sizes, dtype=dtype, keys=keys)
-        self.value = Einsum("BTC,CD->BTD", sizes, dtype=dtype, keys=keys)
+        sizes = with_letters(config.sizes, LEGEND)
+        self.config, self.numbering = config, config.ngram_hash(layer)
+        self.table = Embed({"V": self.numbering.rows, "D": sizes["ngram_dim"]}, dtype=dtype, keys=keys)
+        self.key = Einsum("BTc,ceD->BTeD", sizes, dtype=dtype, keys=keys)
+        self.value = Einsum("BTc,cD->BTD", sizes, dtype=dtype, keys=keys)
         self.key_norm = StreamNorm(config, dtype=dtype)
         self.query_norm = StreamNorm(config, dtype=dtype)
         self.conv_norm = StreamNorm(config, dtype=dtype)

@@ -1,6 +1,6 @@
 """Step-3.5: config and mapping table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
@@ -113,9 +113,9 @@ class Config(SparseConfig, TwoPartialRopesConfig):
         expected = {
             "attention_type": "sliding_attention",
             "num_attention_heads": self.window_heads,
-            "num_attention_groups": self.axes["K"],
-            "head_dim": self.axes["H"],
-            "true_head_dim": self.axes["H"],
+            "num_attention_groups": self.sizes["K"],
+            "head_dim": self.sizes["H"],
+            "true_head_dim": self.sizes["H"],
         }
         other = raw.get("attention_other_setting") or {}
         for key, value in other.items() if isinstance(other, Mapping) else [("attention_other_setting", other)]:
@@ -124,7 +124,7 @@ class Config(SparseConfig, TwoPartialRopesConfig):
         given, heads = raw.get("per_layer_config") or {}, {"num_attention_heads": self.window_heads}
         given = given if isinstance(given, Mapping) else {"": given}
         by_layer = {str(layer).lstrip("0") or "0": value for layer, value in given.items()}  # keys are "01" to "44"
-        differ = () if self.window_heads == self.num_attention_heads else self.axes["s"]
+        differ = () if self.window_heads == self.num_attention_heads else self.layer_sets["window_layers"]
         if given and by_layer != {str(layer): heads for layer in differ}:
             yield f"per_layer_config={short(given, 300)} is not {heads} for each layer with the window"
 
@@ -138,16 +138,23 @@ class Config(SparseConfig, TwoPartialRopesConfig):
         return self.num_sliding_attention_heads or self.num_attention_heads
 
     @property
-    def axes(self) -> dict[str, Any]:
-        sizes, layers = super().axes, self.num_hidden_layers
+    def sizes(self) -> dict[str, int]:
+        sizes = super().sizes
         return {
             **sizes,
             "N": self.window_heads,
             "G": self.window_heads // sizes["K"],
-            "q": self.num_attention_heads,
+            "full_heads": self.num_attention_heads,
             "W": self.share_expert_dim,
-            "s": tuple(i for i, kind in enumerate(self.kinds) if kind == "sliding_attention"),
-            "g": tuple(i for i, kind in enumerate(self.kinds) if kind == "full_attention"),
+        }
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        layers = self.num_hidden_layers
+        return {
+            **super().layer_sets,
+            "window_layers": tuple(i for i, kind in enumerate(self.kinds) if kind == "sliding_attention"),
+            "full_layers": tuple(i for i, kind in enumerate(self.kinds) if kind == "full_attention"),
             "U": tuple(range(layers, layers + self.num_nextn_predict_layers)),
         }
 
@@ -235,8 +242,8 @@ TABLE = decoder_table(
     Map("self_attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
     *HEAD_NORMS,
     others=(
-        *under("model.layers.{s}.self_attn", "layers.{s}.attn", *_queries("N")),
-        *under("model.layers.{g}.self_attn", "layers.{g}.attn", *_queries("q")),
+        *under("model.layers.{window_layers}.self_attn", "layers.{window_layers}.attn", *_queries("N")),
+        *under("model.layers.{full_layers}.self_attn", "layers.{full_layers}.attn", *_queries("full_heads")),
         *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
         *under("model.layers.{J}", "layers.{J}", *STACKED_EXPERT_ROWS),
     ),

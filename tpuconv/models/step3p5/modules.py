@@ -16,6 +16,7 @@ from tpuconv.models.common.moe import Expert, GatedExperts, Rows, routed
 from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3.modules import Router
 from tpuconv.models.step3p5.family import Config
+from tpuconv.notation.letters import with_letters
 
 
 class Attention(nnx.Module):
@@ -24,14 +25,15 @@ class Attention(nnx.Module):
     have another number of query heads."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        sizes, eps, N = config.axes, config.rms_norm_eps, "N" if layer in config.axes["s"] else "q"
+        heads = "N" if layer in config.layer_sets["window_layers"] else "full_heads"
+        sizes, eps = with_letters(config.sizes, {"N": heads}), config.rms_norm_eps
         scalar = config.query_pre_attn_scalar
         self.scale = None if scalar is None else scalar**-0.5
-        self.q = Einsum(f"BTD,D{N}H->BT{N}H", sizes, dtype=dtype, keys=keys)
+        self.q = Einsum("BTD,DNH->BTNH", sizes, dtype=dtype, keys=keys)
         self.k = Einsum("BTD,DKH->BTKH", sizes, dtype=dtype, keys=keys)
         self.v = Einsum("BTD,DKH->BTKH", sizes, dtype=dtype, keys=keys)
-        self.gate = Einsum(f"BTD,D{N}->BT{N}", sizes, dtype=dtype, keys=keys)
-        self.o = Einsum(f"BT{N}H,{N}HD->BTD", sizes, dtype=dtype, keys=keys)
+        self.gate = Einsum("BTD,DN->BTN", sizes, dtype=dtype, keys=keys)
+        self.o = Einsum("BTNH,NHD->BTD", sizes, dtype=dtype, keys=keys)
         self.q_norm = CenteredRMSNorm("H", sizes, eps, dtype=dtype)
         self.k_norm = CenteredRMSNorm("H", sizes, eps, dtype=dtype)
 
@@ -65,7 +67,7 @@ class MoE(GatedExperts):
     limit = math.inf
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.axes, nnx.silu, dtype=dtype, keys=keys)
+        super().__init__(config.sizes, nnx.silu, dtype=dtype, keys=keys)
         self.router = Router(config, dtype=dtype, keys=keys)  # type: ignore[arg-type]
         self.shared = MLP(config, "W", dtype=dtype, keys=keys)
 

@@ -42,7 +42,7 @@ def compile_for(request: CompileRequest, topology: Slice) -> dict[str, Any]:
 
     family = find_family(request.config)
     config = family.config.from_hf(request.config)
-    mesh = dict(request.mesh or decoding_mesh(config.axes, topology.devices))
+    mesh = dict(request.mesh or decoding_mesh(config.sizes, topology.devices))
     if prod(mesh.values()) != topology.devices:
         raise UsageError(
             f"the mesh {format_mesh(mesh)} has {prod(mesh.values())} devices, {topology.name} has {topology.devices}",

@@ -21,7 +21,7 @@ from tpuconv.encodings.words import Words
 from tpuconv.errors import UsageError
 from tpuconv.names import INPUT_SCALE, QVALUE, SCALE, ZERO_POINT
 from tpuconv.notation.layout import Ranges, ScaleLayout, Shape, scale_layout
-from tpuconv.notation.table import LAYER_INDICES, Binding, Stack
+from tpuconv.notation.table import EXPERTS, PLACES, Binding, Stack
 from tpuconv.sources.headers import DTYPES
 from tpuconv.targets.target import Target
 
@@ -339,7 +339,7 @@ def _input_scales(
     if not parameters.is_static:
         return []
     scales = parameters.input_scales(manifest)
-    scales = next((scales[slice(*each)] for letter, each in ranges.items() if letter in LAYER_INDICES), scales)
+    scales = next((scales[slice(*each)] for letter, each in ranges.items() if letter not in (EXPERTS, PLACES)), scales)
     names = [list(stack.names) for stack in inverse.dst]
     layer = {name: number * len(scales) // len(of_stack) for of_stack in names for number, name in enumerate(of_stack)}
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.models.common.beside import Tower, TowerConfig
-from tpuconv.models.towers.rows import CLIP_LAYERS, layer_norm, with_bias
+from tpuconv.models.towers.rows import CLIP_LAYERS, PATCH_LAYOUT, layer_norm, with_bias
 from tpuconv.notation.table import Map, under
 
 
@@ -37,7 +37,7 @@ class SiglipConfig(TowerConfig):
         return self.side**2
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         heads = self.num_attention_heads
         return {
             "D": self.hidden_size,
@@ -45,11 +45,11 @@ class SiglipConfig(TowerConfig):
             "H": self.hidden_size // heads,
             "F": self.intermediate_size,
             "L": self.num_hidden_layers,
-            "X": self.num_channels,
-            "p": self.patch_size,
-            "q": self.patch_size,
-            "C": self.num_channels * self.patch_size**2,
-            "P": self.positions,
+            "colours": self.num_channels,
+            "patch_rows": self.patch_size,
+            "patch_columns": self.patch_size,
+            "patch_values": self.num_channels * self.patch_size**2,
+            "patch_positions": self.positions,
         }
 
 
@@ -75,8 +75,13 @@ SIGLIP = Tower(
     "SigLIP",
     SiglipConfig,
     (
-        *with_bias("embeddings.patch_embedding", "patch", "D X p q -> (X p q) D", "D"),
-        Map("embeddings.position_embedding.weight", "positions", "P D"),
+        *with_bias(
+            "embeddings.patch_embedding",
+            "patch",
+            PATCH_LAYOUT,
+            "D",
+        ),
+        Map("embeddings.position_embedding.weight", "positions", "patch_positions D"),
         *CLIP_LAYERS,
         *layer_norm("post_layernorm", "norm"),
         *(Map(row.hf, row.jax, row.layout, when="vision_use_head") for row in POOLING_HEAD),
