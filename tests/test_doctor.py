@@ -45,7 +45,7 @@ def test_a_machine_as_it_should_be(hub, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.users[TOKEN] = "somebody"
     items = examined(tmp_path)
-    assert list(items) == ["python", *doctor.PACKAGES, "devices", "memory", "disk", "hub", "token"]
+    assert list(items) == ["python", *doctor.PACKAGES, "images", "devices", "memory", "disk", "hub", "token"]
     others = ("memory", "disk")  # as this machine is
     assert not [item for name, item in items.items() if item.status != "ok" and name not in others]
     assert items["jax"].facts == {"version": metadata.version("jax"), "tested": "<0.13,>=0.10"}
@@ -125,6 +125,16 @@ def test_a_device_that_does_not_answer(monkeypatch):
     assert time.monotonic() - start < HANG
     assert item.status == "fail"
     assert "JAX_PLATFORMS=cpu" in item.advice
+
+
+def test_a_torchvision_for_another_torch_is_named(monkeypatch, tmp_path):
+    """With it the import of every image processor fails, as if transformers were missing."""
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    item = doctor._images()
+    assert item.status == "warn"
+    assert "nms does not exist" in item.found
+    assert "uninstall" in item.advice
 
 
 def test_a_platform_that_is_not_there(monkeypatch):

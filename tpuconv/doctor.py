@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,6 +45,7 @@ PACKAGES: Mapping[str, str] = {
     "qwix": "",
     "transformers": "needed for text and for comparisons with the source",
     "torch": "needed for comparisons with the source",
+    "pillow": "needed for images",
     "huggingface_hub": "",
 }
 """The packages whose versions are checked. Those with a text are optional; it says what they are for."""
@@ -110,7 +112,7 @@ def examine(folder: Location, *, network: bool = True) -> Diagnosis:
         One item for each thing examined. What cannot be examined is an item with status `fail`; nothing is raised.
     """
     items = [_checked("python", _python), *(_checked(name, _package, name) for name in PACKAGES)]
-    items += [_checked("devices", _devices), _checked("memory", _memory)]
+    items += [_checked("images", _images), _checked("devices", _devices), _checked("memory", _memory)]
     if isinstance(folder, BucketPath):
         items.append(_checked("bucket", _bucket, folder))
     else:
@@ -180,6 +182,32 @@ def _requirements(owner: str) -> Iterable["Requirement"]:
     with suppress(metadata.PackageNotFoundError):
         return map(Requirement, metadata.requires(owner) or ())
     return ()
+
+
+IMAGES_PROGRAM = """
+import importlib.util, sys
+if importlib.util.find_spec("torchvision"):
+    import torchvision
+from transformers import AutoImageProcessor
+import PIL.Image
+print("with" if "torchvision" in sys.modules else "without")
+"""
+"""Imports what prepares images. In a child process, since it takes seconds and a faulty package may end the process."""
+
+
+def _images() -> Item:
+    """Tries the imports of image processors. A torchvision that was built for another torch breaks all of them."""
+    if not all(map(find_spec, ("transformers", "torch", "PIL"))):
+        return Item("images", "warn", "not read: a package is missing", f"for images: {install_command('hf')}")
+    command = [sys.executable, "-P", "-c", IMAGES_PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEVICE_SECONDS, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        advice = "install the torchvision that was built for the installed torch, or uninstall it"
+        return Item("images", "warn", f"the processors of images cannot be imported: {last[:300]}", advice)
+    has_torchvision = done.stdout.strip() == "with"
+    found = "read, with torchvision" if has_torchvision else "read; a few processors need torchvision, which is missing"
+    return Item("images", "ok", found, facts={"torchvision": has_torchvision})
 
 
 # --- devices -------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ from urllib.parse import unquote, urlsplit
 
 EXTRAS = {
     **{"libtpu": "tpu", "lm_eval": "eval", "obstore": "cloud", "ray": "ray"},
-    **dict.fromkeys(("PIL", "torch", "transformers"), "hf"),
+    **dict.fromkeys(("PIL", "pillow", "torch", "transformers"), "hf"),
 }
-"""The extra that has a module."""
+"""The extra that has a module or a package."""
 
 
 def install_command(extra: str) -> str:
