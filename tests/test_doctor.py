@@ -72,7 +72,7 @@ def test_nothing_is_raised(monkeypatch, tmp_path):
     def broken(*args):
         raise RuntimeError("broken\nat length")
 
-    for name in ("_python", "_package", "_devices", "_memory", "_disk", "_hub", "_token"):
+    for name in ("_python", "_package", "_images", "_devices", "_memory", "_disk", "_hub", "_token"):
         monkeypatch.setattr(doctor, name, broken)
     diagnosis = doctor.examine(tmp_path)
     assert diagnosis.status == "fail"

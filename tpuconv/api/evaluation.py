@@ -228,14 +228,13 @@ def compare(asked: CompareRequest) -> Comparison:
     sights = []
     if with_sights and theirs.sights is not None:
         of_sights = gates if manifest.is_rounded else logits.rounding_gates(compute, theirs.sights.rounding_kl)
-        for each, have, want, found, expected in zip(
-            with_sights, features, theirs.sights.features, seen, theirs.sights.logits, strict=True
-        ):
+        each_seen = zip(with_sights, features, theirs.sights.features, seen, theirs.sights.logits, strict=True)
+        for window, our_features, their_features, our_logits, their_logits in each_seen:
             compared = logits.compare_logits(
-                [each.ids], [expected], [found], compute, of_sights, theirs.sights.rounding_kl
+                [window.ids], [their_logits], [our_logits], compute, of_sights, theirs.sights.rounding_kl
             )
-            error = feature_error(have, want)
-            sights.append(SightStatistics(each.part, each.items, error, FEATURE_GATES[compute], compared))
+            error = feature_error(our_features, their_features)
+            sights.append(SightStatistics(window.part, window.items, error, FEATURE_GATES[compute], compared))
     return Comparison(
         checkpoint=manifest.folder,
         source=str(asked.source or origin["repo"] or own),

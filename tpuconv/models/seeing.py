@@ -65,7 +65,7 @@ class SeeingGenerator(Generator):
             _, _, formats, _ = self.decode(batch, length).input_formats[0]
             ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)  # type: ignore[no-untyped-call]
             mask = jax.ShapeDtypeStruct((batch, tokens), bool)  # type: ignore[no-untyped-call]
-            abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), seen)
+            abstract = jax.eval_shape(lambda: seen)
             cache = self.cache_shapes(batch, length)
             found = self._compile(self._seen_step, self._weight_formats(), formats, ids, mask, abstract, cache=cache)
             known[batch, tokens, length, form, shapes] = found

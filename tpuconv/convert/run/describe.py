@@ -10,7 +10,6 @@ from tpuconv.checkpoint.shards import ZSTD
 from tpuconv.convert.plan.types import OutputArray, Plan
 from tpuconv.convert.run.results import UnitResult
 from tpuconv.names import QVALUE
-from tpuconv.notation.sizes import configs_by_part
 from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT
 
 
@@ -37,7 +36,7 @@ def describe(
         "table": plan.table.fingerprint,
         **({"release": release} if (release := plan.table.release.to_json()) else {}),
         **({"returns": plan.table.returns} if plan.table.returns else {}),
-        **({"parts": list(parts)} if (parts := configs_by_part(plan.config).keys() - {""}) else {}),
+        **({"parts": list(parts)} if (parts := getattr(plan.config, "parts", {})) else {}),
         "options": plan.options.to_json(),
         **({"folder": plan.target.folder} if plan.target.folder != PARAMS else {}),
         "versions": {library: version(library) for library in LIBRARIES},

@@ -13,9 +13,13 @@ MOST_IN_A_LIST = 4096
 """The largest length of a list, which has one entry for each layer."""
 
 
-@cache
 def hints_of(cls: type) -> Mapping[str, Any]:
     """Returns the types of a dataclass's fields, by their names."""
+    return _hints(cls)
+
+
+@cache
+def _hints(cls: Any) -> Mapping[str, Any]:
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in fields(cls)}
 

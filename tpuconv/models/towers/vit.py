@@ -47,12 +47,13 @@ class Attention(nnx.Module):
 
         self.q, self.k, self.v = map(product, "qkv")
         self.o = Einsum("BPNH,NHD->BPD", config.sizes, bias=out_bias, dtype=dtype, keys=keys)
-        self.q_norm, self.k_norm = (None, None) if norm is None else (norm(), norm())
+        self.q_norm: Any = None if norm is None else norm()
+        self.k_norm: Any = None if norm is None else norm()
         self.rotate, self.scale = rotate, scale
 
     def __call__(self, x_BPD: jax.Array, segment_BP: jax.Array, angles: Any = None) -> jax.Array:
         q_BPNH, k_BPNH, v_BPNH = self.q(x_BPD), self.k(x_BPD), self.v(x_BPD)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None:
             q_BPNH, k_BPNH = self.q_norm(q_BPNH), self.k_norm(k_BPNH)
         if self.rotate is not None:
             q_BPNH, k_BPNH = self.rotate(q_BPNH, angles), self.rotate(k_BPNH, angles)

@@ -65,6 +65,7 @@ class QwenVit(FeatureEncoder):
 
     takes = ("pixel_values", "image_grid_thw")
     config: Any
+    deep: Any
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
         self.patch = Einsum("BPC,CD->BPD", config.sizes, bias=self.has_patch_bias, dtype=dtype, keys=keys)
@@ -157,9 +158,20 @@ class QwenVit(FeatureEncoder):
                 deep.append(self.deep[self.config.deepstack.index(i)](x_BPD))
         return self.ended(x_BPD), tuple(deep)
 
-    def ended(self, x_BPD: jax.Array) -> jax.Array:
+    def ended(self, x_BPD: jax.Array) -> Any:
         """Returns the features [1, P / s^2, O] of the last layer's output."""
         return self.projector(x_BPD)
+
+
+def plain_block(config: Any, dtype: DTypeLike, keys: Keys) -> Block:
+    """Returns a layer with layer norms and biases."""
+    return Block(
+        config,
+        partial(LayerNorm, "D", config.sizes, 1e-6, dtype=dtype),
+        Attention(config, rotate=apply_rope, dtype=dtype, keys=keys),
+        MLP(config, ACTS_BY_NAME[config.hidden_act], dtype=dtype, keys=keys),
+        dtype=dtype,
+    )
 
 
 class Qwen3Vit(QwenVit):
@@ -172,13 +184,7 @@ class Qwen3Vit(QwenVit):
         self.deep = nnx.List([Merger(config, "M", dtype=dtype, keys=keys) for _ in config.deepstack])
 
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
-        return Block(
-            config,
-            partial(LayerNorm, "D", config.sizes, 1e-6, dtype=dtype),
-            Attention(config, rotate=apply_rope, dtype=dtype, keys=keys),
-            MLP(config, ACTS_BY_NAME[config.hidden_act], dtype=dtype, keys=keys),
-            dtype=dtype,
-        )
+        return plain_block(config, dtype, keys)
 
     def taps(self, h: int, w: int) -> Taps:
         return bilinear_taps(h, w, self.config.table_side, self.config.table_side)
@@ -188,7 +194,7 @@ class Qwen2Vit(QwenVit):
     """The tower of Qwen2-VL."""
 
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
-        return Qwen3Vit.block(self, config, dtype, keys)
+        return plain_block(config, dtype, keys)
 
 
 class Qwen25Vit(QwenVit):
@@ -206,7 +212,8 @@ class Qwen25Vit(QwenVit):
     def window_numbers(self, at_P2: np.ndarray) -> np.ndarray:
         side = self.config.window_size // self.config.patch_size
         at = at_P2 // side
-        return at[:, 0] * (at[:, 1].max() + 1) + at[:, 1]
+        numbers: np.ndarray = at[:, 0] * (at[:, 1].max() + 1) + at[:, 1]
+        return numbers
 
     def segments_of(self, layer: int, frames_BP: jax.Array, windows_BP: jax.Array) -> jax.Array:
         return frames_BP if layer in self.config.fullatt_block_indexes else windows_BP
@@ -239,7 +246,7 @@ class GlmVit(QwenVit):
         x_BPD = self.patch_norm(self.patch(patches_PC[None].astype(self.patch.kernel.dtype)))
         return x_BPD + self.learned(index_PA, weight_PA, x_BPD.dtype)
 
-    def ended(self, x_BPD: jax.Array) -> jax.Array:
+    def ended(self, x_BPD: jax.Array) -> Any:
         B, P, D = x_BPD.shape
         s2 = self.config.spatial_merge_size**2
         blocks = jnp.swapaxes(self.norm(x_BPD).reshape(B, P // s2, s2, D), 2, 3)  # (channel, row, column)
