@@ -199,6 +199,6 @@ def _show_table(family: "Family") -> None:
     if family.modalities:
         beside = ", ".join(f"{each.part} ({each.tower.summary})" for each in family.modalities)
         show(f"  beside the text model, with letters of their own: {beside}")
-    used = {name for row in whole for name in row_axes(row)} | {"L"}
+    used = {name for row in family.table for name in row_axes(row)} | {"L"}
     for name in sorted(used, key=lambda name: (len(name) > 1, name)):
         show(f"  {name}: {meaning(name)}")

@@ -1,8 +1,9 @@
 """Parts of a multimodal model beside its text model: an encoder of images or sounds (a tower), a projector to the width
 of the text model, and how the features enter the text.
 
-In the rows of a part D, N, H, F and L are the sizes of its tower. Names of its parameters begin with the name of the
-part: `vision.layers.0.attn.q.kernel`, `vision.projector.up.kernel`.
+A part has letters of its own, which its config explains: D, N, H, F and L are the sizes of its tower, O is the width of
+the text model, X colours, p and q rows and columns of a patch. Names of its parameters begin with the name of the part:
+`vision.layers.0.attn.q.kernel`, `vision.projector.up.kernel`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,37 +15,11 @@ from typing import Any, ClassVar, Self
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.key_types import checked_values, hints_of
-from tpuconv.notation.letters import Word, declare, with_letters
 from tpuconv.notation.spelling import template
 from tpuconv.notation.table import Map, MappingTable
 
 VISION, AUDIO = "vision", "audio"
 """The parts."""
-
-declare(
-    colours=Word("colours of a pixel"),
-    patch_frames=Word("frames of a patch"),
-    patch_rows=Word("rows of pixels of a patch"),
-    patch_columns=Word("columns of pixels of a patch"),
-    patch_positions=Word("learned positions of patches"),
-    merge_rows=Word("rows of patches that are merged"),
-    merge_columns=Word("columns of patches that are merged"),
-    merged=Word("width of merged patches"),
-    merged_mlp=Word("width between the matrices of a projector", as_="F"),
-    text_width=Word("width of the text model", as_="D"),
-    text_width_in=Word("width of the text model, as the input axis of a square matrix"),
-    deep=Word("features of deepstack"),
-)
-
-PART_LETTERS = {
-    "C": "patch_values",
-    "P": "patch_positions",
-    "M": "merged",
-    "W": "merged_mlp",
-    "O": "text_width",
-    "A": "text_width_in",
-}
-"""The words of towers and projectors, by the letters of their einsums."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +58,7 @@ class TowerConfig:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """The size of each letter and word."""
+        """The size of each letter."""
         raise NotImplementedError
 
 
@@ -100,8 +75,8 @@ class ProjectorConfig:
         return cls(out=text.hidden_size, **checked_values(known, hints_of(cls)))
 
     def sizes(self, tower: Any) -> dict[str, Any]:
-        """The size of each letter and word that the tower does not have."""
-        return {"text_width": self.out}
+        """The size of each letter that the tower does not have."""
+        return {"O": self.out}
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,14 +213,17 @@ class PartConfig:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """The size of each letter and word."""
-        sizes = {**self.tower.sizes, **self.projector.sizes(self.tower)}
-        return with_letters(sizes, {letter: word for letter, word in PART_LETTERS.items() if word in sizes})
+        """The size of each letter."""
+        return {name: size for name, size in self._named.items() if isinstance(size, int)}
 
     @property
     def layer_sets(self) -> Mapping[str, Sequence[int]]:
-        """No letter stands for some of the layers alone."""
-        return {}
+        """The numbers of the layers of each letter that stands for some of them."""
+        return {name: layers for name, layers in self._named.items() if not isinstance(layers, int)}
+
+    @property
+    def _named(self) -> dict[str, Any]:
+        return {**self.tower.sizes, **self.projector.sizes(self.tower)}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("tower", "projector"):  # while a copy is made there are none

@@ -19,7 +19,7 @@ class PooledConfig(ProjectorConfig):
 POOLED = Projector(
     PooledConfig,
     (
-        Map("mm_input_projection_weight", "matrix.kernel", "D text_width"),
+        Map("mm_input_projection_weight", "matrix.kernel", "D O"),
         Map("mm_soft_emb_norm.weight", "norm.scale", "D"),
     ),
     f"{PROJECTOR_MODULES}:Pooled",

@@ -29,7 +29,7 @@ IN_HEADS, OUT_OF_HEADS = "(N H) D -> D N H", "D (N H) -> N H D"
 UP, DOWN = "F D -> D F", "D F -> F D"
 """The matrices of an MLP."""
 
-PATCH_LAYOUT = "D colours patch_rows patch_columns -> (colours patch_rows patch_columns) D"
+PATCH_LAYOUT = "D X p q -> (X p q) D"
 """The convolution of patches, whose stride is its size, as a matrix."""
 
 CLIP_LAYERS = under(

@@ -14,12 +14,12 @@ JOINED_QKV_BIAS = Map("attn.qkv.bias", ("attn.q.bias", "attn.k.bias", "attn.v.bi
 JOINED_QKV = Map(
     "attn.qkv.weight", ("attn.q.kernel", "attn.k.kernel", "attn.v.kernel"), f"{JOINED} D -> D N H, D N H, D N H"
 )
-PATCH = "D colours patch_frames patch_rows patch_columns -> (colours patch_frames patch_rows patch_columns) D"
+PATCH = "D X T p q -> (X T p q) D"
 
 
 @dataclass(frozen=True, kw_only=True)
 class QwenVitConfig(TowerConfig):
-    """The keys of `vision_config` that all of them have. M is the width of merged patches."""
+    """The keys of `vision_config` that all of them have. M is the width of M patches."""
 
     depth: int
     hidden_size: int
@@ -56,17 +56,17 @@ class QwenVitConfig(TowerConfig):
             "H": self.hidden_size // self.num_heads,
             "F": self.intermediate_size,
             "L": self.depth,
-            "colours": self.in_channels,
-            "patch_frames": self.temporal_patch_size,
-            "patch_rows": self.patch_size,
-            "patch_columns": self.patch_size,
-            "patch_values": self.in_channels * self.temporal_patch_size * self.patch_size**2,
-            "patch_positions": self.positions,
-            "merged": merged,
-            "merged_mlp": merged,
-            "merge_rows": self.spatial_merge_size,
-            "merge_columns": self.spatial_merge_size,
-            "deep": len(self.deepstack),
+            "X": self.in_channels,
+            "T": self.temporal_patch_size,
+            "p": self.patch_size,
+            "q": self.patch_size,
+            "C": self.in_channels * self.temporal_patch_size * self.patch_size**2,
+            "P": self.positions,
+            "M": merged,
+            "W": merged,
+            "s": self.spatial_merge_size,
+            "r": self.spatial_merge_size,
+            "I": len(self.deepstack),
         }
 
 
@@ -152,8 +152,8 @@ class GlmVitConfig(QwenVitConfig):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        sizes = {"F": self.out_hidden_size, "merged_mlp": self.intermediate_size}
-        return {**super().sizes, **sizes, "text_width_in": self.out_hidden_size}
+        sizes = {"F": self.out_hidden_size, "W": self.intermediate_size}
+        return {**super().sizes, **sizes, "A": self.out_hidden_size}
 
 
 def _blocks(*rows: Map) -> tuple[Map, ...]:
@@ -166,7 +166,7 @@ QWEN3_VIT = Tower(
     Qwen3VitConfig,
     (
         *with_bias("patch_embed.proj", "patch", PATCH, "D"),
-        Map("pos_embed.weight", "positions", "patch_positions D"),
+        Map("pos_embed.weight", "positions", "P D"),
         *_blocks(
             JOINED_QKV_BIAS,
             *layer_norm("norm1", "attn_norm"),
@@ -176,11 +176,11 @@ QWEN3_VIT = Tower(
             *with_bias("mlp.linear_fc2", "mlp.down", DOWN, "D"),
         ),
         *under(
-            "deepstack_merger_list.{deep}",
-            "deep.{deep}",
-            *layer_norm("norm", "norm", "merged"),
-            *with_bias("linear_fc1", "up", "merged_mlp merged -> merged merged_mlp", "merged_mlp"),
-            *with_bias("linear_fc2", "down", "text_width merged_mlp -> merged_mlp text_width", "text_width"),
+            "deepstack_merger_list.{I}",
+            "deep.{I}",
+            *layer_norm("norm", "norm", "M"),
+            *with_bias("linear_fc1", "up", "W M -> M W", "W"),
+            *with_bias("linear_fc2", "down", "O W -> W O", "O"),
         ),
     ),
     f"{QWEN_VIT_MODULES}:Qwen3Vit",
@@ -229,7 +229,7 @@ GLM_VIT = Tower(
     GlmVitConfig,
     (
         *with_bias("patch_embed.proj", "patch", PATCH, "D"),
-        Map("embeddings.position_embedding.weight", "positions", "patch_positions D"),
+        Map("embeddings.position_embedding.weight", "positions", "P D"),
         *rms_norm("post_conv_layernorm", "patch_norm"),
         *_blocks(
             *rms_norm("norm1", "attn_norm"),
@@ -243,9 +243,9 @@ GLM_VIT = Tower(
         Map(
             "downsample.weight",
             "downsample.kernel",
-            "text_width D merge_rows merge_columns -> (D merge_rows merge_columns) text_width",
+            "O D s r -> (D s r) O",
         ),
-        Map("downsample.bias", "downsample.bias", "text_width"),
+        Map("downsample.bias", "downsample.bias", "O"),
     ),
     f"{QWEN_VIT_MODULES}:GlmVit",
 )
@@ -254,16 +254,16 @@ MERGER = Projector(
     ProjectorConfig,
     (
         *layer_norm("norm", "norm"),
-        *with_bias("linear_fc1", "up", "merged_mlp merged -> merged merged_mlp", "merged_mlp"),
-        *with_bias("linear_fc2", "down", "text_width merged_mlp -> merged_mlp text_width", "text_width"),
+        *with_bias("linear_fc1", "up", "W M -> M W", "W"),
+        *with_bias("linear_fc2", "down", "O W -> W O", "O"),
     ),
     f"{QWEN_VIT_MODULES}:Merger",
 )
 """A norm of each patch, then blocks of patches are joined, and two matrices."""
 
 _OLDER_MATRICES = (
-    *with_bias("mlp.0", "up", "merged_mlp merged -> merged merged_mlp", "merged_mlp"),
-    *with_bias("mlp.2", "down", "text_width merged_mlp -> merged_mlp text_width", "text_width"),
+    *with_bias("mlp.0", "up", "W M -> M W", "W"),
+    *with_bias("mlp.2", "down", "O W -> W O", "O"),
 )
 
 OLDER_MERGER = Projector(ProjectorConfig, (*layer_norm("ln_q", "norm"), *_OLDER_MATRICES), f"{QWEN_VIT_MODULES}:Merger")
@@ -275,11 +275,11 @@ RMS_MERGER = Projector(ProjectorConfig, (*rms_norm("ln_q", "norm"), *_OLDER_MATR
 GLM_MERGER = Projector(
     ProjectorConfig,
     (
-        *without_bias("proj", "matrix", "text_width text_width_in -> text_width_in text_width"),
-        *layer_norm("post_projection_norm", "norm", "text_width"),
-        *without_bias("gate_proj", "gate", "merged_mlp text_width -> text_width merged_mlp"),
-        *without_bias("up_proj", "up", "merged_mlp text_width -> text_width merged_mlp"),
-        *without_bias("down_proj", "down", "text_width merged_mlp -> merged_mlp text_width"),
+        *without_bias("proj", "matrix", "O A -> A O"),
+        *layer_norm("post_projection_norm", "norm", "O"),
+        *without_bias("gate_proj", "gate", "W O -> O W"),
+        *without_bias("up_proj", "up", "W O -> O W"),
+        *without_bias("down_proj", "down", "O W -> W O"),
     ),
     f"{QWEN_VIT_MODULES}:GlmMerger",
 )

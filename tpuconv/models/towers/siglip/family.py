@@ -45,11 +45,11 @@ class SiglipConfig(TowerConfig):
             "H": self.hidden_size // heads,
             "F": self.intermediate_size,
             "L": self.num_hidden_layers,
-            "colours": self.num_channels,
-            "patch_rows": self.patch_size,
-            "patch_columns": self.patch_size,
-            "patch_values": self.num_channels * self.patch_size**2,
-            "patch_positions": self.positions,
+            "X": self.num_channels,
+            "p": self.patch_size,
+            "q": self.patch_size,
+            "C": self.num_channels * self.patch_size**2,
+            "P": self.positions,
         }
 
 
@@ -81,7 +81,7 @@ SIGLIP = Tower(
             PATCH_LAYOUT,
             "D",
         ),
-        Map("embeddings.position_embedding.weight", "positions", "patch_positions D"),
+        Map("embeddings.position_embedding.weight", "positions", "P D"),
         *CLIP_LAYERS,
         *layer_norm("post_layernorm", "norm"),
         *(Map(row.hf, row.jax, row.layout, when="vision_use_head") for row in POOLING_HEAD),
