@@ -74,7 +74,7 @@ def test_logits_with_images_or_sounds(name, whole):
 @EACH
 def test_every_tensor_comes_back(name, whole, tmp_path):
     src, out = whole(name)
-    assert list(read_manifest(out).parts) == list(made(name).parts)
+    assert sorted(read_manifest(out).parts) == sorted(made(name).parts)
     api.export(out, tmp_path / "back")
     source, back = read_tensors(src), read_tensors(tmp_path / "back")
     assert source.keys() == back.keys()

@@ -5,7 +5,7 @@ A part has letters of its own: D, N, H, F and L are the sizes of its tower, O is
 its parameters begin with the name of the part: `vision.layers.0.attn.q.kernel`, `vision.projector.up.kernel`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
@@ -42,6 +42,8 @@ class TowerConfig:
             ConfigError: a value has a wrong type, or is not positive.
         """
         raw = {cls.aliases.get(key, key): value for key, value in raw.items()}
+        if isinstance(rope := raw.get("rope_parameters"), Mapping) and "rope_theta" in rope:
+            raw["rope_theta"] = rope["rope_theta"]
         for key, values in cls.only.items():
             if key in raw and raw[key] not in values:
                 raise UnsupportedConfig(
@@ -51,9 +53,15 @@ class TowerConfig:
         return cls(**checked_values(raw, hints_of(cls)))
 
     def __post_init__(self) -> None:
-        wrong = [f"{name}={value}" for name, value in vars(self).items() if type(value) is int and value < 0]
-        if wrong:
-            raise ConfigError("config.json has negative sizes of an encoder", details=wrong)
+        wrong = [
+            f"{name}={value} is negative" for name, value in vars(self).items() if type(value) is int and value < 0
+        ]
+        if wrong := wrong or list(self.contradictions()):
+            raise ConfigError("config.json contradicts itself about an encoder", details=wrong)
+
+    def contradictions(self) -> Iterable[str]:
+        """Returns what is wrong with the values together."""
+        return ()
 
     @property
     def axes(self) -> dict[str, Any]:

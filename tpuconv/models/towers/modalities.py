@@ -3,7 +3,8 @@ disk."""
 
 from dataclasses import replace
 
-from tpuconv.models.common.beside import VISION, Modality
+from tpuconv.models.common.beside import AUDIO, VISION, Modality
+from tpuconv.models.towers.gemma4.family import FRAMES, GEMMA4_VIT, NORMED_MATRIX, PATCHES, USM
 from tpuconv.models.towers.projectors import POOLED
 from tpuconv.models.towers.qwen_vit.family import (
     GLM_MERGER,
@@ -28,6 +29,36 @@ GEMMA3_VISION = Modality(
     placeholder_id=262144,
     other_prefixes=("vision_tower.",),
 )
+
+GEMMA4_VISION = Modality(
+    VISION,
+    GEMMA4_VIT,
+    NORMED_MATRIX,
+    prefix="model.vision_tower.",
+    projector_prefix="model.embed_vision.",
+    replaces=("vision_tower", "embed_vision"),
+    placeholder_id=258880,
+)
+
+GEMMA4_AUDIO = Modality(
+    AUDIO,
+    USM,
+    NORMED_MATRIX,
+    prefix="model.audio_tower.",
+    projector_prefix="model.embed_audio.",
+    replaces=("audio_tower", "embed_audio"),
+    placeholder=("audio_token_id",),
+    placeholder_id=258881,
+    config_key="audio_config",
+)
+
+GEMMA4_PATCHES = replace(
+    GEMMA4_VISION, tower=PATCHES, prefix="model.vision_embedder.", replaces=("vision_embedder", "embed_vision")
+)
+"""Gemma 4 without encoders."""
+
+GEMMA4_FRAMES = replace(GEMMA4_AUDIO, tower=FRAMES, replaces=("embed_audio",))
+"""Gemma 4 without encoders."""
 
 QWEN3_VISION = Modality(
     VISION,

@@ -1,0 +1,145 @@
+"""Tiny models that hear, and models that see with encoders of Gemma 4, Llama 4 and Kimi."""
+
+from typing import Any
+
+import numpy as np
+
+from helpers.sights import END, IMAGE, SOUND, START, TEXT, Sight, noise, sight, tiny
+
+GEMMA4_TOKENS = {
+    "image_token_id": IMAGE,
+    "audio_token_id": SOUND,
+    "video_token_id": 92,
+    "boi_token_id": START,
+    "eoi_token_id": END,
+    "boa_token_id": 91,
+}
+
+
+def limited(model: Any) -> Any:
+    """The model with limits of inputs and outputs that cut some values, and with other statistics."""
+    import torch
+
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith(("_min", "_max")):
+                buffer.fill_((1.25 if "input" in name else 1.5) * (1 if name.endswith("max") else -1))
+            if "std_" in name:
+                buffer.copy_(torch.randn_like(buffer))
+    return model
+
+
+def placed(*sizes: tuple[int, int], patches: int) -> np.ndarray:
+    """Column and row of the patches of images, -1 for padding."""
+    out = np.full((len(sizes), patches, 2), -1)
+    for image, (h, w) in enumerate(sizes):
+        place = np.arange(h * w)
+        out[image, : h * w] = np.stack([place % w, place // w], axis=1)
+    return out
+
+
+def gemma4_text(**changes: Any) -> dict[str, Any]:
+    return {
+        **TEXT,
+        "num_hidden_layers": 4,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": 97,
+        "num_kv_shared_layers": 0,
+        **changes,
+    }
+
+
+GEMMA4_IMAGES = {
+    "pixel_values": np.random.default_rng(4).random((3, 24, 48)).astype(np.float32),
+    "image_position_ids": placed((4, 6), (6, 2), (2, 4), patches=24),
+}
+GEMMA4_KINDS = {"mm_token_type_ids": {IMAGE: 1, SOUND: 3}}
+
+
+@sight
+def gemma4() -> Sight:
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    vision = {
+        "hidden_size": 40,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 16,
+        "standardize": True,
+    }
+    text = gemma4_text(hidden_size_per_layer_input=0, use_bidirectional_attention="vision", attention_k_eq_v=True)
+    config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None, **GEMMA4_TOKENS)
+    first, second, third = ([START, *[IMAGE] * tokens, END] for tokens in (6, 3, 2))
+    rows = [[5, 9, *first, 3, *second, 11, 7, 8], [8, 4, *third, 6]]
+    return Sight(limited(tiny(Gemma4ForConditionalGeneration, config)), rows, GEMMA4_IMAGES, GEMMA4_KINDS)
+
+
+@sight
+def gemma4_with_sound() -> Sight:
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    vision = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 8,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 16,
+        "use_clipped_linears": True,
+    }
+    audio = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "subsampling_conv_channels": [8, 6],
+        "output_proj_dims": 20,
+        "attention_chunk_size": 4,
+        "attention_context_left": 5,
+    }
+    text = gemma4_text(hidden_size_per_layer_input=8, pad_token_id=3)
+    config = Gemma4Config(text_config=text, vision_config=vision, audio_config=audio, **GEMMA4_TOKENS)
+    frames, is_sound = noise(2, 45, 8), np.ones((2, 45), bool)
+    is_sound[1, 22:] = False
+    first, second, third = ([START, *[IMAGE] * tokens, END] for tokens in (6, 3, 2))
+    rows = [
+        [5, 9, *first, 3, *[SOUND] * 12, *second, 11, 7],
+        [8, 4, *[SOUND] * 6, *third, 6],
+    ]
+    features = {**GEMMA4_IMAGES, "input_features": frames, "input_features_mask": is_sound}
+    model = limited(tiny(Gemma4ForConditionalGeneration, config))
+    return Sight(model, rows, features, GEMMA4_KINDS, parts=("vision", "audio"))
+
+
+@sight
+def gemma4_unified() -> Sight:
+    from transformers import Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration
+
+    text = gemma4_text()
+    del text["vocab_size_per_layer_input"]
+    vision = {
+        "patch_size": 2,
+        "pooling_kernel_size": 2,
+        "mm_embed_dim": 24,
+        "mm_posemb_size": 16,
+        "output_proj_dims": 24,
+    }
+    audio = {"audio_embed_dim": 10}
+    config = Gemma4UnifiedConfig(text_config=text, vision_config=vision, audio_config=audio, **GEMMA4_TOKENS)
+    is_sound = np.ones((2, 7), bool)
+    is_sound[1, 4:] = False
+    first, second, third = ([START, *[IMAGE] * tokens, END] for tokens in (24, 12, 8))
+    rows = [[5, *first, *[SOUND] * 7, *second, 11, 7], [8, *[SOUND] * 4, *third, 6]]
+    features = {**GEMMA4_IMAGES, "input_features": noise(2, 7, 10), "input_features_mask": is_sound}
+    model = tiny(Gemma4UnifiedForConditionalGeneration, config)
+    return Sight(model, rows, features, GEMMA4_KINDS, parts=("vision", "audio"), masks_of_generate=True)
