@@ -1,5 +1,6 @@
 """Tiny models that hear, and models that see with encoders of Gemma 4, Llama 4 and Kimi."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -143,3 +144,76 @@ def gemma4_unified() -> Sight:
     features = {**GEMMA4_IMAGES, "input_features": noise(2, 7, 10), "input_features_mask": is_sound}
     model = tiny(Gemma4UnifiedForConditionalGeneration, config)
     return Sight(model, rows, features, GEMMA4_KINDS, parts=("vision", "audio"), masks_of_generate=True)
+
+
+WHISPER = {
+    "num_mel_bins": 6,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 96,
+    "max_source_positions": 12,
+}
+OLDER_WHISPER = {
+    "num_mel_bins": 6,
+    "d_model": 24,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 40,
+    "max_source_positions": 12,
+}
+
+
+def heard(
+    model_type: str, text_type: str, audio: dict[str, Any], counts: tuple[int, ...], mask: str = "", **keys: Any
+) -> Sight:
+    """A case of three sounds of 24, 17 and 10 frames, of which the encoder makes as many features as `counts` says."""
+
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[model_type](
+        text_config={**TEXT, "model_type": text_type}, audio_config=audio, audio_token_id=SOUND, **keys
+    )
+    cls = getattr(transformers, type(config).__name__.replace("Config", "ForConditionalGeneration"))
+    first, second, third = ([START, *[SOUND] * count, END] for count in counts)
+    rows = [[5, 9, *first, 3, *second, 11, 7], [8, 4, *third, 6]]
+    features = {"input_features": noise(3, 6, 24)}
+    if mask:
+        features[mask] = np.arange(24) < np.array([[24], [17], [10]])
+    return Sight(tiny(cls, config), rows, features, parts=("audio",))
+
+
+@sight
+def qwen2_audio() -> Sight:
+    return heard("qwen2_audio", "qwen2", OLDER_WHISPER, (6, 4, 2), "feature_attention_mask")
+
+
+@sight
+def voxtral() -> Sight:
+    return heard("voxtral", "llama", WHISPER, (3, 3, 3))
+
+
+@sight
+def audioflamingo3() -> Sight:
+    return heard("audioflamingo3", "qwen2", WHISPER, (6, 4, 2), "input_features_mask", projector_bias=False)
+
+
+@sight
+def musicflamingo() -> Sight:
+    audio = {**WHISPER, "model_type": "audioflamingo3_encoder"}
+    case = heard("musicflamingo", "qwen2", audio, (6, 4, 2), "input_features_mask", audio_frame_step=0.25)
+    windows = [START, *[SOUND] * 10, END]  # of one sound
+    return replace(case, rows=[[5, 9, *windows, 11, 7], case.rows[1]])
+
+
+@sight
+def glmasr() -> Sight:
+    audio = {**WHISPER, "num_key_value_heads": 1}
+    del audio["max_source_positions"]
+    return heard("glmasr", "llama", audio, (3, 2, 1), "input_features_mask")
+
+
+@sight
+def moss_transcribe_diarize() -> Sight:
+    return heard("moss_transcribe_diarize", "qwen3", WHISPER, (3, 3, 2), "input_features_mask")

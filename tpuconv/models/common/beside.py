@@ -42,8 +42,8 @@ class TowerConfig:
             ConfigError: a value has a wrong type, or is not positive.
         """
         raw = {cls.aliases.get(key, key): value for key, value in raw.items()}
-        if isinstance(rope := raw.get("rope_parameters"), Mapping) and "rope_theta" in rope:
-            raw["rope_theta"] = rope["rope_theta"]
+        if isinstance(rope := raw.get("rope_parameters"), Mapping):
+            raw |= {key: value for key, value in rope.items() if key in hints_of(cls)}
         for key, values in cls.only.items():
             if key in raw and raw[key] not in values:
                 raise UnsupportedConfig(

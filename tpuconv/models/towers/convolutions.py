@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.layers import Keys, normal
 
 
-class Convolution(nnx.Module):
+class StridedConvolution(nnx.Module):
     """A convolution over the axes between the first and the last: x [B, T, C] to [B, T', E], or [B, T, M, C] to [B, T',
     M', E]. The kernel is [p, C, E] or [p, q, C, E].
 

@@ -17,6 +17,20 @@ from tpuconv.models.towers.qwen_vit.family import (
     RMS_MERGER,
 )
 from tpuconv.models.towers.siglip.family import SIGLIP
+from tpuconv.models.towers.whisper.family import (
+    FLAMINGO_MLP,
+    FLAMINGO_WHISPER,
+    GLM_MLP,
+    GLM_WHISPER,
+    MOSS_MLP,
+    MOSS_WHISPER,
+    MUSIC_MLP,
+    MUSIC_WHISPER,
+    QWEN2_AUDIO_WHISPER,
+    SOUND_MATRIX,
+    VOXTRAL_MLP,
+    VOXTRAL_WHISPER,
+)
 
 GEMMA3_VISION = Modality(
     VISION,
@@ -88,3 +102,25 @@ QWEN2_VISION = replace(QWEN25_VISION, tower=QWEN2_VIT, projector=OLDER_MERGER)
 
 GLM_VISION = replace(QWEN3_VISION, tower=GLM_VIT, projector=GLM_MERGER, placeholder_id=151343)
 """GLM-4V."""
+
+VOXTRAL_AUDIO = Modality(
+    AUDIO,
+    VOXTRAL_WHISPER,
+    VOXTRAL_MLP,
+    prefix="audio_tower.",
+    projector_prefix="multi_modal_projector.",
+    replaces=("audio_tower", "multi_modal_projector"),
+    placeholder=("audio_token_id", "audio_token_index"),
+    placeholder_id=24,
+    config_key="audio_config",
+)
+
+QWEN2_AUDIO = replace(VOXTRAL_AUDIO, tower=QWEN2_AUDIO_WHISPER, projector=SOUND_MATRIX, placeholder_id=151646)
+
+FLAMINGO_AUDIO = replace(VOXTRAL_AUDIO, tower=FLAMINGO_WHISPER, projector=FLAMINGO_MLP, placeholder_id=151669)
+
+MUSIC_AUDIO = replace(FLAMINGO_AUDIO, tower=MUSIC_WHISPER, projector=MUSIC_MLP)
+
+GLM_AUDIO = replace(VOXTRAL_AUDIO, tower=GLM_WHISPER, projector=GLM_MLP, placeholder_id=59260)
+
+MOSS_AUDIO = replace(VOXTRAL_AUDIO, tower=MOSS_WHISPER, projector=MOSS_MLP, placeholder_id=151671)

@@ -11,9 +11,18 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.errors import UsageError
-from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, LayerNorm, ScaledRMSNorm, normal, soft_capped
+from tpuconv.models.common.layers import (
+    MASKED_SCORE,
+    Einsum,
+    Keys,
+    LayerNorm,
+    ScaledRMSNorm,
+    normal,
+    sinusoids,
+    soft_capped,
+)
 from tpuconv.models.common.seen import Prepared
-from tpuconv.models.towers.convolutions import Convolution
+from tpuconv.models.towers.convolutions import StridedConvolution
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given
 from tpuconv.models.towers.gemma4.limits import LimitedEinsum
 from tpuconv.models.towers.places import bucket
@@ -36,7 +45,8 @@ class Attention(nnx.Module):
         q_BTNH, k_BTNH, v_BTNH = (each(x_BTD).astype(jnp.float32) for each in (self.q, self.k, self.v))
         q_BTNH = q_BTNH * (H**-0.5 / LOG_2) * nnx.softplus(self.scale[...].astype(jnp.float32))
         k_BTNH = k_BTNH * (LOG_1E / LOG_2)
-        r_RNH = self.distance(sinusoids(np.arange(past + 1), x_BTD.shape[-1]).astype(x_BTD.dtype)).astype(jnp.float32)
+        waves_RD = sinusoids(jnp.arange(past + 1), x_BTD.shape[-1]).astype(x_BTD.dtype)
+        r_RNH = self.distance(waves_RD).astype(jnp.float32)
         distance_TS = np.arange(T)[:, None] - np.arange(T)
         by_distance_BNTR = jnp.einsum("BTNH,RNH->BNTR", q_BTNH, r_RNH)
         bias_BNTS = jnp.take_along_axis(by_distance_BNTR, np.clip(distance_TS, 0, past)[None, None], axis=-1)
@@ -47,14 +57,7 @@ class Attention(nnx.Module):
         return self.o(jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BTNH).astype(x_BTD.dtype))
 
 
-def sinusoids(at_T: np.ndarray, width: int) -> np.ndarray:
-    """Returns sines and cosines [T, D] of positions, with D/2 rates from 1 to 1/10000."""
-    rates = np.exp(np.arange(width // 2, dtype=np.float32) * np.float32(-np.log(1e4) / max(width // 2 - 1, 1)))
-    angles = at_T[:, None].astype(np.float32) * rates
-    return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
-
-
-class Part(nnx.Module):
+class ConformerPart(nnx.Module):
     """A part of a layer between two norms. Values before norms are limited, so that their squares are finite."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike):
@@ -67,7 +70,7 @@ class Part(nnx.Module):
         return jnp.clip(x, -most, most)
 
 
-class HalfMLP(Part):
+class HalfMLP(ConformerPart):
     """An MLP whose output is halved (`residual_weight`), [B, T, D] to [B, T, D], with its residual connection."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
@@ -81,7 +84,7 @@ class HalfMLP(Part):
         return x_BTD + self.post_norm(self.limited(y_BTD)) * self.config.residual_weight
 
 
-class LightConvolution(Part):
+class LightConvolution(ConformerPart):
     """A gate, a convolution of each channel over the last tokens and a matrix, [B, T, D] to [B, T, D], with its
     residual connection."""
 
@@ -141,7 +144,10 @@ class Usm(FeatureEncoder):
         sizes = config.axes
         widths = (1, sizes["C"], sizes["E"])
         self.convs = nnx.List(
-            [Convolution((3, 3, *widths[i : i + 2]), stride=2, bias=False, dtype=dtype, keys=keys) for i in range(2)]
+            [
+                StridedConvolution((3, 3, *widths[i : i + 2]), stride=2, bias=False, dtype=dtype, keys=keys)
+                for i in range(2)
+            ]
         )
         self.conv_norms = nnx.List([LayerNorm(x, sizes, config.rms_norm_eps, bias=False, dtype=dtype) for x in "CE"])
         self.entry = Einsum("BTM,MD->BTD", sizes, dtype=dtype, keys=keys)

@@ -13,7 +13,7 @@ GEMMA4_MODULES = "tpuconv.models.towers.gemma4"
 LIMITS = ("input_min", "input_max", "output_min", "output_max")
 
 
-def limited(name: str, param: str, layout: str) -> tuple[Map, ...]:
+def with_limits(name: str, param: str, layout: str) -> tuple[Map, ...]:
     """Returns the rows of a matrix and of the limits of its input and its output."""
     limits = (Map(f"{name}.{x}", f"{param}.{x}", "", when="use_clipped_linears", buffer=True) for x in LIMITS)
     return Map(f"{name}.linear.weight", f"{param}.kernel", layout), *limits
@@ -78,15 +78,15 @@ GEMMA4_VIT = Tower(
             *rms_norm("post_attention_layernorm", "post_attn_norm"),
             *rms_norm("pre_feedforward_layernorm", "mlp_norm"),
             *rms_norm("post_feedforward_layernorm", "post_mlp_norm"),
-            *limited("self_attn.q_proj", "attn.q", IN_HEADS),
-            *limited("self_attn.k_proj", "attn.k", KV_HEADS),
-            *limited("self_attn.v_proj", "attn.v", KV_HEADS),
-            *limited("self_attn.o_proj", "attn.o", OUT_OF_HEADS),
+            *with_limits("self_attn.q_proj", "attn.q", IN_HEADS),
+            *with_limits("self_attn.k_proj", "attn.k", KV_HEADS),
+            *with_limits("self_attn.v_proj", "attn.v", KV_HEADS),
+            *with_limits("self_attn.o_proj", "attn.o", OUT_OF_HEADS),
             *rms_norm("self_attn.q_norm", "attn.q_norm", "H"),
             *rms_norm("self_attn.k_norm", "attn.k_norm", "H"),
-            *limited("mlp.gate_proj", "mlp.gate", UP),
-            *limited("mlp.up_proj", "mlp.up", UP),
-            *limited("mlp.down_proj", "mlp.down", DOWN),
+            *with_limits("mlp.gate_proj", "mlp.gate", UP),
+            *with_limits("mlp.up_proj", "mlp.up", UP),
+            *with_limits("mlp.down_proj", "mlp.down", DOWN),
         ),
         *(Map(f"std_{x}", f"std_{x}", "D", when="standardize", buffer=True) for x in ("bias", "scale")),
     ),
@@ -200,8 +200,8 @@ def _half_mlp(name: str, param: str) -> tuple[Map, ...]:
         name,
         param,
         *rms_norm("pre_layer_norm", "norm"),
-        *limited("ffw_layer_1", "up", UP),
-        *limited("ffw_layer_2", "down", DOWN),
+        *with_limits("ffw_layer_1", "up", UP),
+        *with_limits("ffw_layer_2", "down", DOWN),
         *rms_norm("post_layer_norm", "post_norm"),
     )
 
@@ -222,15 +222,15 @@ USM = Tower(
             *_half_mlp("feed_forward1", "mlp_before"),
             *rms_norm("norm_pre_attn", "attn_norm"),
             *rms_norm("norm_post_attn", "post_attn_norm"),
-            *(row for x in "qkv" for row in limited(f"self_attn.{x}_proj", f"attn.{x}", IN_HEADS)),
-            *limited("self_attn.post", "attn.o", OUT_OF_HEADS),
+            *(row for x in "qkv" for row in with_limits(f"self_attn.{x}_proj", f"attn.{x}", IN_HEADS)),
+            *with_limits("self_attn.post", "attn.o", OUT_OF_HEADS),
             *without_bias("self_attn.relative_k_proj", "attn.distance", "(N H) D -> D N H"),
             Map("self_attn.per_dim_scale", "attn.scale", "H"),
             *rms_norm("lconv1d.pre_layer_norm", "conv.norm"),
-            *limited("lconv1d.linear_start", "conv.up", "G D -> D G"),
+            *with_limits("lconv1d.linear_start", "conv.up", "G D -> D G"),
             Map("lconv1d.depthwise_conv1d.weight", "conv.kernel", "D 1 c -> c D"),
             *rms_norm("lconv1d.conv_norm", "conv.post_norm"),
-            *limited("lconv1d.linear_end", "conv.down", "D A -> A D"),
+            *with_limits("lconv1d.linear_end", "conv.down", "D A -> A D"),
             *_half_mlp("feed_forward2", "mlp_after"),
             *rms_norm("norm_out", "norm"),
         ),

@@ -30,14 +30,12 @@ class Attention(nnx.Module):
         self.v = LimitedEinsum("BPD,DKH->BPKH", config, dtype=dtype, keys=keys)
         self.o = LimitedEinsum("BPNH,NHD->BPD", config, dtype=dtype, keys=keys)
         self.q_norm, self.k_norm = (ScaledRMSNorm("H", sizes, self.eps, dtype=dtype) for _ in range(2))
-        self.repeats = sizes["N"] // sizes["K"]
 
     def __call__(self, x_BPD: jax.Array, segment_BP: jax.Array, turns: CosSin) -> jax.Array:
         q_BPNH = apply_rope_by_halves(self.q_norm(self.q(x_BPD)), turns)
         k_BPKH = apply_rope_by_halves(self.k_norm(self.k(x_BPD)), turns)
         v_BPKH = normalize(self.v(x_BPD), 1, self.eps).astype(x_BPD.dtype)
-        k_BPNH, v_BPNH = (jnp.repeat(each, self.repeats, axis=2) for each in (k_BPKH, v_BPKH))
-        return self.o(attend(q_BPNH, k_BPNH, v_BPNH, segment_BP, scale=1.0))
+        return self.o(attend(q_BPNH, k_BPKH, v_BPKH, segment_BP, scale=1.0))
 
 
 class MLP(nnx.Module):
