@@ -79,7 +79,7 @@ class Sight:
             inputs = torch.zeros((*ids_BT.shape, 1))
             mask = self.model.create_masks_for_generate(self.model.config, inputs, mask, **places)
         with torch.no_grad():
-            out = self.model(
+            out = getattr(self.model, "thinker", self.model)(
                 input_ids=torch.tensor(ids_BT),
                 attention_mask=mask,
                 **kinds,

@@ -5,7 +5,22 @@ from typing import Any
 
 import numpy as np
 
-from helpers.sights import END, IMAGE, SOUND, START, TEXT, Sight, noise, sight, tiny
+from helpers.sights import (
+    END,
+    GRIDS,
+    IMAGE,
+    QWEN_TOKENS,
+    QWEN_VISION,
+    SOUND,
+    START,
+    TEXT,
+    Sight,
+    noise,
+    sight,
+    tiny,
+    wide,
+    without_head_dim,
+)
 
 GEMMA4_TOKENS = {
     "image_token_id": IMAGE,
@@ -217,3 +232,61 @@ def glmasr() -> Sight:
 @sight
 def moss_transcribe_diarize() -> Sight:
     return heard("moss_transcribe_diarize", "qwen3", WHISPER, (3, 3, 2), "input_features_mask")
+
+
+QWEN_AUDIO = {
+    "num_mel_bins": 10,
+    "d_model": 24,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 40,
+    "max_source_positions": 64,
+}
+OMNI_TOKENS = {**QWEN_TOKENS, "video_token_id": 90, "audio_token_id": SOUND, "audio_start_token_id": 91}
+
+
+def omni(model_type: str, lengths: tuple[int, int], counts: tuple[int, int], **thinker: Any) -> Sight:
+    """A case of Qwen-Omni: a text with two images and a sound, and one with an image and a sound."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[model_type](thinker_config=thinker, enable_audio_output=False)
+    cls = getattr(transformers, type(config).__name__.replace("Config", "ForConditionalGeneration"))
+    first, second = ([91, *[SOUND] * count, 92] for count in counts)
+    rows = [
+        [5, 9, START, *[IMAGE] * 15, END, 3, *first, START, *[IMAGE] * 8, END, 11, 7],
+        [7, *second, 6, START, *[IMAGE] * 8, END, 3],
+    ]
+    features = {
+        "pixel_values": noise(int(GRIDS.prod(axis=1).sum()), 3 * 2 * 4 * 4),
+        "image_grid_thw": GRIDS,
+        "input_features": noise(2, 10, max(lengths)),
+        "feature_attention_mask": np.arange(max(lengths)) < np.array(lengths)[:, None],
+    }
+    return Sight(tiny(cls, config), rows, features, parts=("vision", "audio"))
+
+
+@sight
+def qwen3_omni_moe() -> Sight:
+    vision = {**QWEN_VISION, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2]}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    audio = {**QWEN_AUDIO, "n_window_infer": 200, "output_dim": 64, "downsample_hidden_size": 6}
+    parts = {"text_config": wide(4, 2, 2, **experts), "vision_config": vision, "audio_config": audio}
+    return omni("qwen3_omni_moe", (330, 60), (43, 8), **parts, **OMNI_TOKENS)
+
+
+@sight
+def qwen2_5_omni() -> Sight:
+    vision = {**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]}
+    audio = {**QWEN_AUDIO, "n_window": 8, "output_dim": 64}
+    tokens = {key.replace("_token_id", "_token_index"): value for key, value in OMNI_TOKENS.items()}
+    parts = {"text_config": without_head_dim(wide(2, 3, 3)), "vision_config": vision, "audio_config": audio}
+    return omni("qwen2_5_omni", (43, 22), (11, 5), **parts, **OMNI_TOKENS, **tokens)
+
+
+@sight
+def qwen3_asr() -> Sight:
+    audio = {**QWEN_AUDIO, "n_window_infer": 200, "output_dim": 32, "downsample_hidden_size": 6}
+    case = heard("qwen3_asr", "qwen3", {**audio, "max_position_embeddings": 13}, (30, 8, 26))
+    is_sound = np.arange(300) < np.array([[230], [60], [200]])
+    return replace(case, features={"input_features": noise(3, 10, 300), "input_features_mask": is_sound})

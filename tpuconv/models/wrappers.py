@@ -24,6 +24,7 @@ from tpuconv.models.towers.modalities import (
     MOSS_AUDIO,
     MUSIC_AUDIO,
     QWEN2_AUDIO,
+    QWEN3_ASR_AUDIO,
     VOXTRAL_AUDIO,
 )
 
@@ -342,7 +343,16 @@ WRAPPER_ROWS = (
         tied=True,
         modalities=(MOSS_AUDIO,),
     ),
-    Wrapper("qwen3_asr", "Qwen3ASR", "Qwen3-ASR", ("qwen3",), SPEECH, keys=("token_classification_bias",), tied=True),
+    Wrapper(
+        "qwen3_asr",
+        "Qwen3ASR",
+        "Qwen3-ASR",
+        ("qwen3",),
+        SPEECH,
+        keys=("token_classification_bias",),
+        tied=True,
+        modalities=(QWEN3_ASR_AUDIO,),
+    ),
 )
 WRAPPERS: Mapping[str, Wrapper] = {row.model_type: row for row in WRAPPER_ROWS}
 """By model type."""

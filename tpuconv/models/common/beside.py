@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.key_types import checked_values, hints_of
-from tpuconv.notation.spelling import template
+from tpuconv.notation.spelling import template, without_front
 from tpuconv.notation.table import Map, MappingTable
 
 VISION, AUDIO = "vision", "audio"
@@ -190,8 +190,8 @@ class Modality:
 
     def has_some(self, tensors: Collection[str]) -> bool:
         """Returns whether some of the tensors are of this part."""
-        modules = tuple(f"{name}." for name in self.replaces)
-        return any(name.removeprefix("model.").startswith(modules) for name in tensors)
+        modules = tuple(f"{without_front(name)}." for name in self.replaces)
+        return any(without_front(name).startswith(modules) for name in tensors)
 
     def joined(self, table: MappingTable) -> MappingTable:
         """Returns the table of the text model with this part."""

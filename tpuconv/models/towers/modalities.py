@@ -6,13 +6,23 @@ from dataclasses import replace
 from tpuconv.models.common.beside import AUDIO, VISION, Modality
 from tpuconv.models.towers.gemma4.family import FRAMES, GEMMA4_VIT, NORMED_MATRIX, PATCHES, USM
 from tpuconv.models.towers.projectors import POOLED
+from tpuconv.models.towers.qwen_audio.family import (
+    QWEN3_ASR,
+    QWEN3_ASR_ENDS,
+    QWEN3_AUDIO,
+    QWEN3_SOUND_ENDS,
+    QWEN25_AUDIO,
+    SOUND_END,
+)
 from tpuconv.models.towers.qwen_vit.family import (
     GLM_MERGER,
     GLM_VIT,
     MERGER,
     OLDER_MERGER,
     QWEN2_VIT,
+    QWEN3_OMNI_VIT,
     QWEN3_VIT,
+    QWEN25_OMNI_VIT,
     QWEN25_VIT,
     RMS_MERGER,
 )
@@ -124,3 +134,35 @@ MUSIC_AUDIO = replace(FLAMINGO_AUDIO, tower=MUSIC_WHISPER, projector=MUSIC_MLP)
 GLM_AUDIO = replace(VOXTRAL_AUDIO, tower=GLM_WHISPER, projector=GLM_MLP, placeholder_id=59260)
 
 MOSS_AUDIO = replace(VOXTRAL_AUDIO, tower=MOSS_WHISPER, projector=MOSS_MLP, placeholder_id=151671)
+
+QWEN3_OMNI_VISION = replace(
+    QWEN3_VISION,
+    tower=QWEN3_OMNI_VIT,
+    projector=OLDER_MERGER,
+    prefix="thinker.visual.",
+    projector_prefix="thinker.visual.merger.",
+    replaces=("thinker.visual",),
+)
+
+QWEN3_OMNI_AUDIO = replace(
+    VOXTRAL_AUDIO,
+    tower=QWEN3_AUDIO,
+    projector=QWEN3_SOUND_ENDS,
+    prefix="thinker.audio_tower.",
+    projector_prefix="thinker.audio_tower.",
+    replaces=("thinker.audio_tower",),
+    placeholder_id=151646,
+)
+
+QWEN25_OMNI_VISION = replace(QWEN3_OMNI_VISION, tower=QWEN25_OMNI_VIT, projector=RMS_MERGER)
+
+QWEN25_OMNI_AUDIO = replace(QWEN3_OMNI_AUDIO, tower=QWEN25_AUDIO, projector=SOUND_END)
+
+QWEN3_ASR_AUDIO = replace(
+    VOXTRAL_AUDIO,
+    tower=QWEN3_ASR,
+    projector=QWEN3_ASR_ENDS,
+    prefix="model.audio_tower.",
+    projector_prefix="model.multi_modal_projector.",
+    placeholder_id=151676,
+)

@@ -64,21 +64,29 @@ TWO_CONVOLUTIONS = (
     *with_bias("conv1", "convs.0", "D M c -> c M D", "D"),
     *with_bias("conv2", "convs.1", "D A c -> c A D", "D"),
 )
-WHISPER_ROWS = (
-    *TWO_CONVOLUTIONS,
-    Map("embed_positions.weight", "positions", "P D", buffer=True),
-    *under(
+
+
+def whisper_layers(*, key_bias: bool) -> tuple[Map, ...]:
+    """Returns the rows of the layers of Whisper, of which keys may have biases."""
+    keys = with_bias("self_attn.k_proj", "attn.k", IN_HEADS, "(N H) -> N H")
+    return under(
         "layers.{L}",
         "layers.{L}",
         *layer_norm("self_attn_layer_norm", "attn_norm"),
         *layer_norm("final_layer_norm", "mlp_norm"),
         *with_bias("self_attn.q_proj", "attn.q", IN_HEADS, "(N H) -> N H"),
-        *without_bias("self_attn.k_proj", "attn.k", IN_HEADS),
+        *(keys if key_bias else keys[:1]),
         *with_bias("self_attn.v_proj", "attn.v", IN_HEADS, "(N H) -> N H"),
         *with_bias("self_attn.out_proj", "attn.o", OUT_OF_HEADS, "D"),
         *with_bias("fc1", "mlp.up", UP, "F"),
         *with_bias("fc2", "mlp.down", DOWN, "D"),
-    ),
+    )
+
+
+WHISPER_ROWS = (
+    *TWO_CONVOLUTIONS,
+    Map("embed_positions.weight", "positions", "P D", buffer=True),
+    *whisper_layers(key_bias=False),
     *layer_norm("layer_norm", "norm"),
 )
 
