@@ -9,6 +9,7 @@ from helpers.sights import (
     END,
     GRIDS,
     IMAGE,
+    LINEAR,
     QWEN_TOKENS,
     QWEN_VISION,
     SOUND,
@@ -16,6 +17,8 @@ from helpers.sights import (
     TEXT,
     Sight,
     noise,
+    partial,
+    qwen,
     sight,
     tiny,
     wide,
@@ -290,3 +293,113 @@ def qwen3_asr() -> Sight:
     case = heard("qwen3_asr", "qwen3", {**audio, "max_position_embeddings": 13}, (30, 8, 26))
     is_sound = np.arange(300) < np.array([[230], [60], [200]])
     return replace(case, features={"input_features": noise(3, 10, 300), "input_features_mask": is_sound})
+
+
+@sight
+def llama4() -> Sight:
+    from transformers import Llama4Config, Llama4ForConditionalGeneration
+
+    text = {**TEXT, "num_local_experts": 2, "intermediate_size_mlp": 40, "attention_chunk_size": 8}
+    vision = {
+        "hidden_size": 24,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "image_size": 24,
+        "patch_size": 4,
+        "projector_input_dim": 40,
+        "projector_output_dim": 40,
+        "vision_output_dim": 40,
+    }
+    config = Llama4Config(text_config=text, vision_config=vision, image_token_index=IMAGE)
+    tile = [START, *[IMAGE] * 9, END]
+    rows = [[5, 9, *tile, 3, *tile, 11, 7], [8, 4, *tile, 6]]
+    return Sight(tiny(Llama4ForConditionalGeneration, config), rows, {"pixel_values": noise(3, 3, 24, 24)})
+
+
+@sight
+def qwen4_exp() -> Sight:
+    from transformers import AutoConfig, AutoModelForMultimodalLM
+
+    vision = {**QWEN_VISION, "num_position_embeddings": 36}
+    experts = {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+    }
+    # Enough heads that the scores of no two blocks are 0.
+    indexer = {
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 10,
+        "indexer_budget": 6,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 9,
+    }
+    text = wide(**LINEAR, **partial(2, 1, 1), **experts, **indexer, full_attention_interval=2)
+    config = AutoConfig.for_model("qwen4_exp", text_config=text, vision_config=vision, **QWEN_TOKENS)
+    return qwen(AutoModelForMultimodalLM, config, tolerance=2e-5)
+
+
+@sight
+def kimi_k25() -> Sight:
+    from transformers import CONFIG_MAPPING, Kimi_K25ForConditionalGeneration
+
+    text = {
+        **without_head_dim(TEXT),
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "num_nextn_predict_layers": 0,
+    }
+    vision = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "patch_size": 4,
+        "pos_emb_height": 5,
+        "pos_emb_width": 5,
+    }
+    config = CONFIG_MAPPING["kimi_k25"](
+        text_config=text, vision_config=vision, projection_hidden_size=24, image_token_id=IMAGE, video_token_id=92
+    )
+    case = qwen(Kimi_K25ForConditionalGeneration, config)
+    patches = noise(int(GRIDS.prod(axis=1).sum()), 3, 4, 4)
+    return replace(case, features={**case.features, "pixel_values": patches}, kinds={})
+
+
+@sight
+def muse_glimmer() -> Sight:
+    from transformers import CONFIG_MAPPING, MuseGlimmerForConditionalGeneration
+
+    vision = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "patch_size": 4,
+        "pos_emb_height": 5,
+        "pos_emb_width": 5,
+    }
+    config = CONFIG_MAPPING["muse_glimmer"](
+        text_config=TEXT,
+        vision_config=vision,
+        out_hidden_size=96,
+        projector_hidden_size=40,
+        image_token_id=IMAGE,
+        video_token_id=92,
+    )
+    return replace(qwen(MuseGlimmerForConditionalGeneration, config), kinds={})

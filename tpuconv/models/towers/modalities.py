@@ -5,6 +5,8 @@ from dataclasses import replace
 
 from tpuconv.models.common.beside import AUDIO, VISION, Modality
 from tpuconv.models.towers.gemma4.family import FRAMES, GEMMA4_VIT, NORMED_MATRIX, PATCHES, USM
+from tpuconv.models.towers.llama4.family import LLAMA4_MATRIX, LLAMA4_VIT
+from tpuconv.models.towers.moonvit.family import MOON_MERGER, MOONVIT, MUSE_ADAPTER, MUSE_VIT
 from tpuconv.models.towers.projectors import POOLED
 from tpuconv.models.towers.qwen_audio.family import (
     QWEN3_ASR,
@@ -112,6 +114,38 @@ QWEN2_VISION = replace(QWEN25_VISION, tower=QWEN2_VIT, projector=OLDER_MERGER)
 
 GLM_VISION = replace(QWEN3_VISION, tower=GLM_VIT, projector=GLM_MERGER, placeholder_id=151343)
 """GLM-4V."""
+
+LLAMA4_VISION = Modality(
+    VISION,
+    LLAMA4_VIT,
+    LLAMA4_MATRIX,
+    prefix="vision_model.",
+    projector_prefix="multi_modal_projector.",
+    replaces=("vision_model", "multi_modal_projector"),
+    placeholder_id=200092,
+)
+
+KIMI_VISION = Modality(
+    VISION,
+    MOONVIT,
+    MOON_MERGER,
+    prefix="vision_tower.",
+    projector_prefix="mm_projector.",
+    replaces=("vision_tower", "mm_projector"),
+    placeholder=("image_token_id", "media_placeholder_token_id"),
+    placeholder_id=163605,
+    other_prefixes=("vision_tower.encoder.",),
+)
+
+MUSE_VISION = Modality(
+    VISION,
+    MUSE_VIT,
+    MUSE_ADAPTER,
+    prefix="model.vision_tower.",
+    projector_prefix="model.",
+    replaces=("vision_tower", "vision_adapter", "vision_projection", "perception_emb_norm"),
+    placeholder_id=200092,
+)
 
 VOXTRAL_AUDIO = Modality(
     AUDIO,
