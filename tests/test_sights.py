@@ -77,8 +77,8 @@ def test_every_tensor_comes_back(name, whole, tmp_path):
     assert sorted(read_manifest(out).parts) == sorted(made(name).parts)
     api.export(out, tmp_path / "back")
     source, back = read_tensors(src), read_tensors(tmp_path / "back")
-    assert source.keys() == back.keys()
-    assert all(np.array_equal(source[each], back[each]) for each in source)
+    assert back.keys() == {each for each in source if not any(part in each for part in made(name).derived)}
+    assert all(np.array_equal(source[each], back[each]) for each in back)
 
 
 @EACH

@@ -44,6 +44,7 @@ class Sight:
         later: ids of further tokens of each text, for the cache.
         parts: of the checkpoint.
         tolerance: of logits, by their largest value.
+        derived: parts of the names of tensors that follow from config.json, which an export leaves out.
         masks_of_generate: whether the reference's masks are those of its `generate`, where its call has others.
     """
 
@@ -54,6 +55,7 @@ class Sight:
     later: Sequence[Sequence[int]] = ((4, 8), (9, 11))
     parts: Sequence[str] = ("vision",)
     tolerance: float = 1e-5
+    derived: Sequence[str] = ()
     masks_of_generate: bool = False
 
     @property

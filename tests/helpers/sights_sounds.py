@@ -337,9 +337,18 @@ def qwen4_exp() -> Sight:
         "indexer_compress_ratio": 2,
         "hc_lowrank": 9,
     }
-    text = wide(**LINEAR, **partial(2, 1, 1), **experts, **indexer, full_attention_interval=2)
+    ngrams = {
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 24,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 20,
+        "make_ngram_vocab_size_divisible_by": 128,
+        "split_ngram_parts": 4,
+    }
+    text = wide(**LINEAR, **partial(2, 1, 1), **experts, **indexer, **ngrams, full_attention_interval=2)
     config = AutoConfig.for_model("qwen4_exp", text_config=text, vision_config=vision, **QWEN_TOKENS)
-    return qwen(AutoModelForMultimodalLM, config, tolerance=2e-5)
+    derived = ("ngram_heads_vocab_sizes", "ngram_heads_offsets", "layer_multipliers")
+    return qwen(AutoModelForMultimodalLM, config, tolerance=2e-5, derived=derived)
 
 
 @sight
