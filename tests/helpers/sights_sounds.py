@@ -390,11 +390,8 @@ def kimi_k25() -> Sight:
     return replace(case, features={**case.features, "pixel_values": patches}, kinds={})
 
 
-@sight
-def muse_glimmer() -> Sight:
-    from transformers import CONFIG_MAPPING, MuseGlimmerForConditionalGeneration
-
-    vision = {
+MUSE = {
+    "vision_config": {
         "hidden_size": 24,
         "intermediate_size": 40,
         "num_hidden_layers": 3,
@@ -402,13 +399,43 @@ def muse_glimmer() -> Sight:
         "patch_size": 4,
         "pos_emb_height": 5,
         "pos_emb_width": 5,
-    }
-    config = CONFIG_MAPPING["muse_glimmer"](
-        text_config=TEXT,
-        vision_config=vision,
-        out_hidden_size=96,
-        projector_hidden_size=40,
-        image_token_id=IMAGE,
-        video_token_id=92,
-    )
+    },
+    "out_hidden_size": 96,
+    "projector_hidden_size": 40,
+    "image_token_id": IMAGE,
+    "video_token_id": 92,
+}
+
+
+@sight
+def muse_glimmer() -> Sight:
+    from transformers import CONFIG_MAPPING, MuseGlimmerForConditionalGeneration
+
+    config = CONFIG_MAPPING["muse_glimmer"](text_config=TEXT, **MUSE)
     return replace(qwen(MuseGlimmerForConditionalGeneration, config), kinds={})
+
+
+@sight
+def muse_spark() -> Sight:
+    from transformers import CONFIG_MAPPING, MuseSparkForConditionalGeneration
+
+    text = {
+        **TEXT,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "moe_hidden_size": 24,
+    }
+    audio = {
+        "patch_sizes": [3, 2, 1, 2],
+        "hidden_sizes": [8, 10, 12, 14],
+        "depths": [1, 2, 1, 1],
+        "conv_kernel_size": 3,
+        "mlp_ratio": 1.5,
+        "out_hidden_size": 32,
+    }
+    config = CONFIG_MAPPING["muse_spark"](text_config=text, audio_config=audio, audio_token_id=SOUND, **MUSE)
+    case = qwen(MuseSparkForConditionalGeneration, config)
+    sounds = {"input_values": noise(2, 60), "input_values_mask": np.arange(60) < np.array([[60], [28]])}
+    rows = [[*case.rows[0], *[SOUND] * 5], [*[SOUND] * 3, *case.rows[1]]]
+    return replace(case, rows=rows, features={**case.features, **sounds}, kinds={}, parts=("vision", "audio"))

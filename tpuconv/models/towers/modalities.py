@@ -6,7 +6,8 @@ from dataclasses import replace
 from tpuconv.models.common.beside import AUDIO, VISION, Modality
 from tpuconv.models.towers.gemma4.family import FRAMES, GEMMA4_VIT, NORMED_MATRIX, PATCHES, USM
 from tpuconv.models.towers.llama4.family import LLAMA4_MATRIX, LLAMA4_VIT
-from tpuconv.models.towers.moonvit.family import MOON_MERGER, MOONVIT, MUSE_ADAPTER, MUSE_VIT
+from tpuconv.models.towers.moonvit.family import MOON_MERGER, MOONVIT, MUSE_ADAPTER, MUSE_SPARK_VIT, MUSE_VIT
+from tpuconv.models.towers.muse_audio.family import MUSE_AUDIO_ENCODER, NORMED_SOUND
 from tpuconv.models.towers.projectors import POOLED
 from tpuconv.models.towers.qwen_audio.family import (
     QWEN3_ASR,
@@ -145,6 +146,20 @@ MUSE_VISION = Modality(
     projector_prefix="model.",
     replaces=("vision_tower", "vision_adapter", "vision_projection", "perception_emb_norm"),
     placeholder_id=200092,
+)
+
+MUSE_SPARK_VISION = replace(MUSE_VISION, tower=MUSE_SPARK_VIT)
+
+MUSE_AUDIO = Modality(
+    AUDIO,
+    MUSE_AUDIO_ENCODER,
+    NORMED_SOUND,
+    prefix="model.audio_tower.",
+    projector_prefix="model.audio_tower.",
+    replaces=("audio_tower",),
+    placeholder=("audio_token_id",),
+    placeholder_id=200038,
+    config_key="audio_config",
 )
 
 VOXTRAL_AUDIO = Modality(

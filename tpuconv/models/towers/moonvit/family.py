@@ -1,7 +1,7 @@
 """MoonViT and the vision encoder of Muse: configs and tables."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
@@ -98,8 +98,8 @@ class MoonVitConfig(PackedVitConfig):
         return self.merge_kernel_size[0]
 
 
-QKV_BIAS = f"{JOINED} -> N H, N H, N H"
-QKV = f"{JOINED} D -> D N H, D N H, D N H"
+PACKED_QKV_BIAS = f"{JOINED} -> N H, N H, N H"
+PACKED_QKV = f"{JOINED} D -> D N H, D N H, D N H"
 
 MOONVIT = Tower(
     "moonvit",
@@ -113,8 +113,8 @@ MOONVIT = Tower(
             "layers.{L}",
             *layer_norm("norm0", "attn_norm"),
             *layer_norm("norm1", "mlp_norm"),
-            Map("wqkv.weight", ("attn.q.kernel", "attn.k.kernel", "attn.v.kernel"), QKV),
-            Map("wqkv.bias", ("attn.q.bias", "attn.k.bias", "attn.v.bias"), QKV_BIAS),
+            Map("wqkv.weight", ("attn.q.kernel", "attn.k.kernel", "attn.v.kernel"), PACKED_QKV),
+            Map("wqkv.bias", ("attn.q.bias", "attn.k.bias", "attn.v.bias"), PACKED_QKV_BIAS),
             *with_bias("wo", "attn.o", OUT_OF_HEADS, "D"),
             *with_bias("mlp.fc0", "mlp.up", UP, "F"),
             *with_bias("mlp.fc1", "mlp.down", DOWN, "D"),
@@ -191,7 +191,7 @@ class MuseVitConfig(PackedVitConfig):
 
 MUSE_VIT = Tower(
     "muse_vit",
-    "Muse Glimmer, Muse Spark",
+    "Muse Glimmer",
     MuseVitConfig,
     (
         *without_bias("patch_embedder.patch_embedding", "patch", "D C -> C D"),
@@ -210,6 +210,10 @@ MUSE_VIT = Tower(
         *layer_norm("ln_post", "norm"),
     ),
     f"{MOONVIT_MODULES}:MuseVit",
+)
+
+MUSE_SPARK_VIT = replace(
+    MUSE_VIT, name="muse_spark_vit", summary="Muse Spark", encoder=f"{MOONVIT_MODULES}:MuseSparkVit"
 )
 
 

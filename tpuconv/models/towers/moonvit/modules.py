@@ -202,6 +202,13 @@ class MuseVit(PackedVit):
         return clips_BP if self.config.kinds[layer] == "full_attention" else windows_BP
 
 
+class MuseSparkVit(MuseVit):
+    """The encoder of Muse Spark, whose patches read learned positions as if rows and columns were swapped."""
+
+    def taps(self, h: int, w: int) -> Taps:
+        return super().taps(w, h)
+
+
 class MuseAdapter(nnx.Module):
     """Joins s x s patches (channel, row, column), [B, P, D] to [B, P / s^2, O]: two matrices with an activation behind
     each, a third, and an RMS norm without a scale."""
