@@ -125,6 +125,7 @@ def gemma4_with_sound() -> Sight:
         "output_proj_dims": 20,
         "attention_chunk_size": 4,
         "attention_context_left": 5,
+        "rms_norm_eps": 1e-3,
     }
     text = gemma4_text(hidden_size_per_layer_input=8, pad_token_id=3)
     config = Gemma4Config(text_config=text, vision_config=vision, audio_config=audio, **GEMMA4_TOKENS)
@@ -439,3 +440,21 @@ def muse_spark() -> Sight:
     sounds = {"input_values": noise(2, 60), "input_values_mask": np.arange(60) < np.array([[60], [28]])}
     rows = [[*case.rows[0], *[SOUND] * 5], [*[SOUND] * 3, *case.rows[1]]]
     return replace(case, rows=rows, features={**case.features, **sounds}, kinds={}, parts=("vision", "audio"))
+
+
+@sight
+def fun_asr_nano() -> Sight:
+    audio = {
+        "num_mel_bins": 5,
+        "num_stacked_frames": 2,
+        "hidden_size": 24,
+        "num_attention_heads": 3,
+        "intermediate_size": 40,
+        "num_hidden_layers": 4,
+        "num_timestamp_prediction_layers": 2,
+        "fsmn_kernel_size": 4,
+    }
+    adaptor = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 8, "projector_hidden_size": 28}
+    case = heard("fun_asr_nano", "qwen3", audio, (9, 6, 4), adaptor_config=adaptor)
+    is_sound = np.arange(9) < np.array([[9], [6], [4]])
+    return replace(case, features={"input_features": noise(3, 9, 10), "input_features_mask": is_sound})

@@ -20,6 +20,7 @@ from tpuconv.models.common.wrapper import BRINGS, HEARS, LLAVA, SEES, WrapperCon
 from tpuconv.models.registry import Family, family_of_type
 from tpuconv.models.towers.modalities import (
     FLAMINGO_AUDIO,
+    FUN_AUDIO,
     GLM_AUDIO,
     MOSS_AUDIO,
     MUSIC_AUDIO,
@@ -333,7 +334,16 @@ WRAPPER_ROWS = (
             "acoustic_tokenizer_chunk_size",
         ),
     ),
-    Wrapper("fun_asr_nano", "FunAsrNano", "Fun-ASR-Nano", ("qwen3",), SPEECH, keys=("adaptor_config",), tied=True),
+    Wrapper(
+        "fun_asr_nano",
+        "FunAsrNano",
+        "Fun-ASR-Nano",
+        ("qwen3",),
+        SPEECH,
+        keys=("adaptor_config",),
+        tied=True,
+        modalities=(FUN_AUDIO,),
+    ),
     Wrapper(
         "moss_transcribe_diarize",
         "MossTranscribeDiarize",

@@ -29,6 +29,7 @@ from tpuconv.models.towers.qwen_vit.family import (
     QWEN25_VIT,
     RMS_MERGER,
 )
+from tpuconv.models.towers.sanm.family import SANM, SANM_ADAPTOR
 from tpuconv.models.towers.siglip.family import SIGLIP
 from tpuconv.models.towers.whisper.family import (
     FLAMINGO_MLP,
@@ -214,4 +215,13 @@ QWEN3_ASR_AUDIO = replace(
     prefix="model.audio_tower.",
     projector_prefix="model.multi_modal_projector.",
     placeholder_id=151676,
+)
+
+FUN_AUDIO = replace(
+    VOXTRAL_AUDIO,
+    tower=SANM,
+    projector=SANM_ADAPTOR,
+    prefix="model.audio_tower.",
+    projector_prefix="model.multi_modal_projector.",
+    placeholder_id=151646,
 )

@@ -27,6 +27,8 @@ from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given
 from tpuconv.models.towers.gemma4.limits import LimitedEinsum
 from tpuconv.models.towers.places import bucket
 
+NORM_EPS = 1e-6
+"""Of norms that do not read `rms_norm_eps`."""
 LOG_2, LOG_1E = np.float32(np.log(2)), np.float32(np.log(1 + np.e))
 
 
@@ -45,7 +47,7 @@ class Attention(nnx.Module):
         q_BTNH, k_BTNH, v_BTNH = (each(x_BTD).astype(jnp.float32) for each in (self.q, self.k, self.v))
         q_BTNH = q_BTNH * (H**-0.5 / LOG_2) * nnx.softplus(self.scale[...].astype(jnp.float32))
         k_BTNH = k_BTNH * (LOG_1E / LOG_2)
-        waves_RD = sinusoids(jnp.arange(past + 1), x_BTD.shape[-1]).astype(x_BTD.dtype)
+        waves_RD = sinusoids(jnp.arange(past + 1)[None], x_BTD.shape[-1])[0].astype(x_BTD.dtype)
         r_RNH = self.distance(waves_RD).astype(jnp.float32)
         distance_TS = np.arange(T)[:, None] - np.arange(T)
         by_distance_BNTR = jnp.einsum("BTNH,RNH->BNTR", q_BTNH, r_RNH)
@@ -60,13 +62,13 @@ class Attention(nnx.Module):
 class ConformerPart(nnx.Module):
     """A part of a layer between two norms. Values before norms are limited, so that their squares are finite."""
 
-    def __init__(self, config: Any, *, dtype: DTypeLike):
+    def __init__(self, config: Any, eps: float, *, dtype: DTypeLike):
         self.config = config
-        self.norm, self.post_norm = (ScaledRMSNorm("D", config.axes, 1e-6, dtype=dtype) for _ in range(2))
+        self.norm, self.post_norm = (ScaledRMSNorm("D", config.axes, eps, dtype=dtype) for _ in range(2))
 
     def limited(self, x: jax.Array) -> jax.Array:
         """Returns x, limited to what its dtype has."""
-        most = min(self.config.gradient_clipping, float(jnp.finfo(x.dtype).max))
+        most = min(self.config.gradient_clipping, float(jnp.finfo(x.dtype).max))  # type: ignore[no-untyped-call]
         return jnp.clip(x, -most, most)
 
 
@@ -74,14 +76,15 @@ class HalfMLP(ConformerPart):
     """An MLP whose output is halved (`residual_weight`), [B, T, D] to [B, T, D], with its residual connection."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config, dtype=dtype)
+        super().__init__(config, NORM_EPS, dtype=dtype)
         self.up = LimitedEinsum("BTD,DF->BTF", config, dtype=dtype, keys=keys)
         self.down = LimitedEinsum("BTF,FD->BTD", config, dtype=dtype, keys=keys)
         self.act = ACTS_BY_NAME[config.hidden_act]
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         y_BTD = self.down(self.act(self.up(self.norm(self.limited(x_BTD)))))
-        return x_BTD + self.post_norm(self.limited(y_BTD)) * self.config.residual_weight
+        halved_BTD: jax.Array = self.post_norm(self.limited(y_BTD)) * self.config.residual_weight
+        return x_BTD + halved_BTD
 
 
 class LightConvolution(ConformerPart):
@@ -89,7 +92,7 @@ class LightConvolution(ConformerPart):
     residual connection."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config, dtype=dtype)
+        super().__init__(config, config.rms_norm_eps, dtype=dtype)
         sizes = config.axes
         self.up = LimitedEinsum("BTD,DG->BTG", config, dtype=dtype, keys=keys)
         self.kernel = nnx.Param(normal(keys(), (sizes["c"], sizes["D"]), dtype))
@@ -100,7 +103,7 @@ class LightConvolution(ConformerPart):
         y_BTD, gate_BTD = jnp.split(self.up(self.norm(x_BTD)), 2, axis=-1)
         y_BTD, taps, T = y_BTD * nnx.sigmoid(gate_BTD), self.config.conv_kernel_size, x_BTD.shape[1]
         y_BTD = jnp.pad(y_BTD, [(0, 0), (taps - 1, 0), (0, 0)])
-        y_BTD = sum(y_BTD[:, tap : tap + T] * self.kernel[tap] for tap in range(taps))
+        y_BTD = jnp.asarray(sum(y_BTD[:, tap : tap + T] * self.kernel[tap] for tap in range(taps)))
         return x_BTD + self.down(self.act(self.post_norm(self.limited(y_BTD))))
 
 
@@ -109,7 +112,7 @@ class ConformerLayer(nnx.Module):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         self.attn_norm, self.post_attn_norm, self.norm = (
-            ScaledRMSNorm("D", config.axes, 1e-6, dtype=dtype) for _ in range(3)
+            ScaledRMSNorm("D", config.axes, NORM_EPS, dtype=dtype) for _ in range(3)
         )
         self.attn = Attention(config, dtype=dtype, keys=keys)
         self.mlp_before, self.mlp_after = (HalfMLP(config, dtype=dtype, keys=keys) for _ in range(2))

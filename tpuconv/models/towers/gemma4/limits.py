@@ -24,8 +24,8 @@ class LimitedEinsum(Einsum):
     def __call__(self, x: jax.Array) -> jax.Array:
         if not self.is_limited:
             return super().__call__(x)
-        y = super().__call__(clipped(x, self.input_min[...], self.input_max[...]))
-        return clipped(y, self.output_min[...], self.output_max[...])
+        low, high, out_low, out_high = (getattr(self, name)[...] for name in LIMITS)
+        return clipped(super().__call__(clipped(x, low, high)), out_low, out_high)
 
 
 def clipped(x: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:

@@ -98,7 +98,7 @@ class Gemma4Vit(PlacedPatches):
         B, P, _ = patches_BPC.shape
         if P % k**2:
             raise UsageError(f"pixel_values has {P} patches an image, no multiple of {k} x {k}")
-        is_patch_BP = (at_BP2 >= 0).all(axis=-1)
+        is_patch_BP = np.asarray((at_BP2 >= 0).all(axis=-1))
         rows, counts = [], []
         pool_BP = np.full((B, P), P // k**2, np.int32)  # that of padding is cut off
         for image, (at_P2, is_patch_P) in enumerate(zip(at_BP2, is_patch_BP, strict=True)):

@@ -189,8 +189,8 @@ class MuseVit(PackedVit):
         return zero_padded_taps(h, w, self.config.pos_emb_height, self.config.pos_emb_width)
 
     def windows(self, at_P2: np.ndarray) -> np.ndarray:
-        at = at_P2 // self.config.pos_emb_height
-        return at[:, 0] * (at[:, 1].max() + 1) + at[:, 1]
+        at = at_P2 // int(self.config.pos_emb_height)
+        return np.asarray(at[:, 0] * (at[:, 1].max() + 1) + at[:, 1])
 
     def entered(self, x_BPD: jax.Array, frame_P: jax.Array) -> jax.Array:
         return self.norm_before(x_BPD)

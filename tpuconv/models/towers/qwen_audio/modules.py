@@ -32,11 +32,12 @@ class ChunkedSounds(FeatureEncoder):
         key_bias: whether keys have biases.
     """
 
-    takes = ("input_features", "feature_attention_mask")
+    takes: ClassVar[tuple[str, ...]] = ("input_features", "feature_attention_mask")
     mask_name: ClassVar[str] = "feature_attention_mask"
     convolutions: ClassVar[int]
     key_bias: ClassVar[bool]
     config: Any
+    convs: Any
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
         self.add_convolutions(config, dtype, keys)
@@ -150,7 +151,7 @@ class Qwen3Audio(ChunkedSounds):
 
     def windows(self, lengths: list[list[int]]) -> int:
         longest = max(length for each in lengths for length in each)
-        return int(halved(longest, 3)) * (self.config.n_window_infer // self.frames)
+        return int(halved(longest, 3)) * int(self.config.n_window_infer // self.frames)
 
     def lengths_of(self, lengths: list[int], longest: int) -> np.ndarray:
         return np.full(len(lengths), longest, np.int32)

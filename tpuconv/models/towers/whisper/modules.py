@@ -43,7 +43,7 @@ class Whisper(FeatureEncoder):
     sees_silence: ClassVar[bool] = True
     config: Any
 
-    takes = ("input_features",)
+    takes: ClassVar[tuple[str, ...]] = ("input_features",)
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
         M, D, c = (config.axes[x] for x in "MDc")
