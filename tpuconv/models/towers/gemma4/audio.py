@@ -27,7 +27,7 @@ from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given
 from tpuconv.models.towers.gemma4.limits import LimitedEinsum
 from tpuconv.models.towers.places import bucket
 
-NORM_EPS = 1e-6
+USM_NORM_EPS = 1e-6
 """Of norms that do not read `rms_norm_eps`."""
 LOG_2, LOG_1E = np.float32(np.log(2)), np.float32(np.log(1 + np.e))
 
@@ -76,7 +76,7 @@ class HalfMLP(ConformerPart):
     """An MLP whose output is halved (`residual_weight`), [B, T, D] to [B, T, D], with its residual connection."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config, NORM_EPS, dtype=dtype)
+        super().__init__(config, USM_NORM_EPS, dtype=dtype)
         self.up = LimitedEinsum("BTD,DF->BTF", config, dtype=dtype, keys=keys)
         self.down = LimitedEinsum("BTF,FD->BTD", config, dtype=dtype, keys=keys)
         self.act = ACTS_BY_NAME[config.hidden_act]
@@ -112,7 +112,7 @@ class ConformerLayer(nnx.Module):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         self.attn_norm, self.post_attn_norm, self.norm = (
-            ScaledRMSNorm("D", config.axes, NORM_EPS, dtype=dtype) for _ in range(3)
+            ScaledRMSNorm("D", config.axes, USM_NORM_EPS, dtype=dtype) for _ in range(3)
         )
         self.attn = Attention(config, dtype=dtype, keys=keys)
         self.mlp_before, self.mlp_after = (HalfMLP(config, dtype=dtype, keys=keys) for _ in range(2))

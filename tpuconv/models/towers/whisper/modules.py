@@ -58,8 +58,8 @@ class Whisper(FeatureEncoder):
         self.norm = LayerNorm("D", config.axes, 1e-5, dtype=dtype)
 
     def add_positions(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
-        """Sets the learned positions."""
-        self.positions = nnx.Param(normal(keys(), (config.axes["P"], config.axes["D"]), dtype))
+        """Sets the positions, in float32 as Voxtral has them."""
+        self.positions = nnx.Param(normal(keys(), (config.axes["P"], config.axes["D"]), jnp.float32))
 
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
         """Returns a layer."""
