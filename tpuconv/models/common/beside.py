@@ -64,7 +64,7 @@ class TowerConfig:
         return ()
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         """The size of each letter."""
         raise NotImplementedError
 
@@ -81,7 +81,7 @@ class ProjectorConfig:
         known = {key: value for key, value in outer.items() if key in hints_of(cls)}
         return cls(out=text.hidden_size, **checked_values(known, hints_of(cls)))
 
-    def axes(self, tower: Any) -> dict[str, Any]:
+    def sizes(self, tower: Any) -> dict[str, Any]:
         """The size of each letter that the tower does not have."""
         return {"O": self.out}
 
@@ -219,9 +219,9 @@ class PartConfig:
         return self.modality.part
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         """The size of each letter."""
-        return {**self.tower.axes, **self.projector.axes(self.tower)}
+        return {**self.tower.sizes, **self.projector.sizes(self.tower)}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("tower", "projector"):  # while a copy is made there are none

@@ -36,14 +36,14 @@ class Attention(nnx.Module):
     """Attention to the last R tokens with a bias by distance, x [B, T, D] to [B, T, D]. Scores are in float32."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        self.config, sizes = config, config.axes
+        self.config, sizes = config, config.sizes
         self.q, self.k, self.v = (LimitedEinsum("BTD,DNH->BTNH", config, dtype=dtype, keys=keys) for _ in range(3))
         self.o = LimitedEinsum("BTNH,NHD->BTD", config, dtype=dtype, keys=keys)
         self.distance = Einsum("RD,DNH->RNH", sizes, dtype=dtype, keys=keys)
         self.scale = nnx.Param(jnp.zeros(sizes["H"], dtype))
 
     def __call__(self, x_BTD: jax.Array, is_sound_BT: jax.Array) -> jax.Array:
-        past, H, T = self.config.attention_context_left - 1, self.config.axes["H"], x_BTD.shape[1]
+        past, H, T = self.config.attention_context_left - 1, self.config.sizes["H"], x_BTD.shape[1]
         q_BTNH, k_BTNH, v_BTNH = (each(x_BTD).astype(jnp.float32) for each in (self.q, self.k, self.v))
         q_BTNH = q_BTNH * (H**-0.5 / LOG_2) * nnx.softplus(self.scale[...].astype(jnp.float32))
         k_BTNH = k_BTNH * (LOG_1E / LOG_2)
@@ -64,7 +64,7 @@ class ConformerPart(nnx.Module):
 
     def __init__(self, config: Any, eps: float, *, dtype: DTypeLike):
         self.config = config
-        self.norm, self.post_norm = (ScaledRMSNorm("D", config.axes, eps, dtype=dtype) for _ in range(2))
+        self.norm, self.post_norm = (ScaledRMSNorm("D", config.sizes, eps, dtype=dtype) for _ in range(2))
 
     def limited(self, x: jax.Array) -> jax.Array:
         """Returns x, limited to what its dtype has."""
@@ -93,7 +93,7 @@ class LightConvolution(ConformerPart):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, config.rms_norm_eps, dtype=dtype)
-        sizes = config.axes
+        sizes = config.sizes
         self.up = LimitedEinsum("BTD,DG->BTG", config, dtype=dtype, keys=keys)
         self.kernel = nnx.Param(normal(keys(), (sizes["c"], sizes["D"]), dtype))
         self.down = LimitedEinsum("BTD,DA->BTA", config, dtype=dtype, keys=keys)
@@ -112,7 +112,7 @@ class ConformerLayer(nnx.Module):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         self.attn_norm, self.post_attn_norm, self.norm = (
-            ScaledRMSNorm("D", config.axes, USM_NORM_EPS, dtype=dtype) for _ in range(3)
+            ScaledRMSNorm("D", config.sizes, USM_NORM_EPS, dtype=dtype) for _ in range(3)
         )
         self.attn = Attention(config, dtype=dtype, keys=keys)
         self.mlp_before, self.mlp_after = (HalfMLP(config, dtype=dtype, keys=keys) for _ in range(2))
@@ -144,7 +144,7 @@ class Usm(FeatureEncoder):
     config: Any
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
-        sizes = config.axes
+        sizes = config.sizes
         widths = (1, sizes["C"], sizes["E"])
         self.convs = nnx.List(
             [

@@ -47,7 +47,7 @@ class Gemma4VitConfig(TowerConfig):
             yield f"head_dim={self.head_dim} is no multiple of 4"
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         return {
             "D": self.hidden_size,
             "N": self.num_attention_heads,
@@ -124,7 +124,7 @@ class UsmConfig(TowerConfig):
             yield f"attention_chunk_size={self.attention_chunk_size} is not attention_context_left - 1"
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         first, second = self.subsampling_conv_channels
         return {
             "D": self.hidden_size,
@@ -155,7 +155,7 @@ class PatchesConfig(TowerConfig):
     rms_norm_eps: float = 1e-6
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         return {
             "D": self.mm_embed_dim,
             "C": 3 * (self.patch_size * self.pooling_kernel_size) ** 2,
@@ -188,7 +188,7 @@ class FramesConfig(TowerConfig):
     rms_norm_eps: float = 1e-6
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         return {"W": self.audio_embed_dim}
 
 

@@ -16,7 +16,7 @@ class LimitedEinsum(Einsum):
     """An einsum whose input and output are limited to ranges that are parameters, if `use_clipped_linears`."""
 
     def __init__(self, equation: str, config: Any, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(equation, config.axes, dtype=dtype, keys=keys)
+        super().__init__(equation, config.sizes, dtype=dtype, keys=keys)
         self.is_limited = config.use_clipped_linears
         for name in LIMITS if self.is_limited else ():
             setattr(self, name, nnx.Param(jnp.asarray(jnp.inf if name.endswith("max") else -jnp.inf, jnp.float32)))
@@ -38,7 +38,7 @@ class NormedMatrix(nnx.Module):
 
     def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
         self.eps = config.rms_norm_eps
-        self.matrix = Einsum("BPW,WO->BPO", config.axes, dtype=dtype, keys=keys)
+        self.matrix = Einsum("BPW,WO->BPO", config.sizes, dtype=dtype, keys=keys)
 
     def __call__(self, x_BPW: jax.Array) -> jax.Array:
         return self.matrix(normalize(x_BPW, 1, self.eps).astype(x_BPW.dtype))

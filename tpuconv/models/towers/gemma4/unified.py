@@ -20,7 +20,7 @@ class Patches(PlacedPatches):
     """Patches [B, P, C] to features [B, P, O], by a matrix and learned positions of rows and columns."""
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
-        sizes = config.axes
+        sizes = config.sizes
         self.patch_norm = LayerNorm("C", sizes, 1e-5, dtype=dtype)
         self.patch = Einsum("BPC,CD->BPD", sizes, bias=True, dtype=dtype, keys=keys)
         self.norm, self.position_norm = (LayerNorm("D", sizes, 1e-5, dtype=dtype) for _ in range(2))

@@ -24,7 +24,7 @@ class Attention(nnx.Module):
     normalized, and scores have no factor."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        sizes, self.eps = config.axes, config.rms_norm_eps
+        sizes, self.eps = config.sizes, config.rms_norm_eps
         self.q = LimitedEinsum("BPD,DNH->BPNH", config, dtype=dtype, keys=keys)
         self.k = LimitedEinsum("BPD,DKH->BPKH", config, dtype=dtype, keys=keys)
         self.v = LimitedEinsum("BPD,DKH->BPKH", config, dtype=dtype, keys=keys)
@@ -55,7 +55,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         def norm() -> ScaledRMSNorm:
-            return ScaledRMSNorm("D", config.axes, config.rms_norm_eps, dtype=dtype)
+            return ScaledRMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
 
         self.attn_norm, self.post_attn_norm, self.mlp_norm, self.post_mlp_norm = (norm() for _ in range(4))
         self.attn, self.mlp = Attention(config, dtype=dtype, keys=keys), MLP(config, dtype=dtype, keys=keys)
@@ -85,7 +85,7 @@ class Gemma4Vit(PlacedPatches):
     """Patches [B, P, C] to features [B, P / k^2, O], each of k x k neighbours."""
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
-        sizes = config.axes
+        sizes = config.sizes
         self.patch = Einsum("BPC,CD->BPD", sizes, dtype=dtype, keys=keys)
         self.positions = nnx.Param(normal(keys(), (2, sizes["P"], sizes["D"]), dtype))
         self.layers = nnx.List([Block(config, dtype=dtype, keys=keys) for _ in range(sizes["L"])])

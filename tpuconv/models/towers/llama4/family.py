@@ -50,7 +50,7 @@ class Llama4VitConfig(TowerConfig):
         return self.image_size // self.patch_size
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         return {
             "D": self.hidden_size,
             "N": self.num_attention_heads,

@@ -23,8 +23,8 @@ class ShuffleAdapter(nnx.Module):
     """Two matrices with GELU behind each, [B, P, M] to [B, P, W]."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        self.up = Einsum("BPM,MX->BPX", config.axes, dtype=dtype, keys=keys)
-        self.down = Einsum("BPX,XW->BPW", config.axes, dtype=dtype, keys=keys)
+        self.up = Einsum("BPM,MX->BPX", config.sizes, dtype=dtype, keys=keys)
+        self.down = Einsum("BPX,XW->BPW", config.sizes, dtype=dtype, keys=keys)
 
     def __call__(self, x_BPM: jax.Array) -> jax.Array:
         return gelu(self.down(gelu(self.up(x_BPM))))
@@ -34,7 +34,7 @@ class Llama4Matrix(nnx.Module):
     """One matrix, [B, P, W] to [B, P, O]."""
 
     def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
-        self.matrix = Einsum("BPW,WO->BPO", config.axes, dtype=dtype, keys=keys)
+        self.matrix = Einsum("BPW,WO->BPO", config.sizes, dtype=dtype, keys=keys)
 
     def __call__(self, x_BPW: jax.Array) -> jax.Array:
         return self.matrix(x_BPW)
@@ -46,7 +46,7 @@ class Llama4Vit(FeatureEncoder):
     config: Any
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
-        sizes = config.axes
+        sizes = config.sizes
 
         def norm() -> LayerNorm:
             return LayerNorm("D", sizes, 1e-5, dtype=dtype)
@@ -84,7 +84,7 @@ class Llama4Vit(FeatureEncoder):
         class_B1D = jnp.broadcast_to(self.class_token[...], (B, 1, D))
         x_BPD = self.norm_before(jnp.concatenate([x_BPD, class_B1D], axis=1) + self.positions[...])
         at_P2 = np.append(raster(side, side), [[-1, -1]], axis=0)
-        turns = cos_sin(from_one(at_P2[None], self.config.axes["H"], self.config.rope_theta))
+        turns = cos_sin(from_one(at_P2[None], self.config.sizes["H"], self.config.rope_theta))
         segment_BP = jnp.zeros(x_BPD.shape[:2], jnp.int32)
         for layer in self.layers:
             x_BPD = layer(x_BPD, segment_BP, turns)

@@ -40,7 +40,7 @@ class PackedVitConfig(TowerConfig):
         raise NotImplementedError
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         merged = self.hidden_size * self.merge**2
         return {
             "D": self.hidden_size,
@@ -185,8 +185,8 @@ class MuseVitConfig(PackedVitConfig):
         return tuple(default) if self.layer_types is None else self.layer_types
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "C": self.patch_temporal * 3 * self.patch_size**2}
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes, "C": self.patch_temporal * 3 * self.patch_size**2}
 
 
 MUSE_VIT = Tower(
@@ -229,7 +229,7 @@ class MuseProjectorConfig(ProjectorConfig):
     def from_hf(cls, outer: Mapping[str, Any], tower: Any, text: Any) -> Self:
         return super().from_hf({**outer, "eps": text.rms_norm_eps}, tower, text)
 
-    def axes(self, tower: Any) -> dict[str, Any]:
+    def sizes(self, tower: Any) -> dict[str, Any]:
         return {"O": self.out, "X": self.projector_hidden_size, "A": self.projector_hidden_size}
 
 

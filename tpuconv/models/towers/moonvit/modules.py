@@ -45,7 +45,7 @@ class PackedVit(FeatureEncoder):
     config: Any
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
-        sizes = config.axes
+        sizes = config.sizes
         self.patch = Einsum("BPC,CD->BPD", sizes, bias=self.has_patch_bias, dtype=dtype, keys=keys)
         self.positions = nnx.Param(normal(keys(), (sizes["P"], sizes["D"]), dtype))
         self.layers = nnx.List(
@@ -64,7 +64,7 @@ class PackedVit(FeatureEncoder):
 
     def last_norm(self, config: Any, dtype: DTypeLike) -> LayerNorm:
         """Returns a norm before or behind all layers."""
-        return LayerNorm("D", config.axes, 1e-5, dtype=dtype)
+        return LayerNorm("D", config.sizes, 1e-5, dtype=dtype)
 
     def taps(self, h: int, w: int) -> Taps:
         """Returns which learned positions the patches of an image of h x w read."""
@@ -160,7 +160,7 @@ class MoonVit(PackedVit):
         return x_BPD + jnp.where(frame_P[:, None] > 0, waves_PD, 0).astype(x_BPD.dtype)
 
     def turns(self, at_BP2: jax.Array, dtype: DTypeLike) -> CosSin:
-        return cos_sin(interleaved(at_BP2, self.config.axes["H"], self.config.rope_theta))
+        return cos_sin(interleaved(at_BP2, self.config.sizes["H"], self.config.rope_theta))
 
 
 class MoonMerger(Merger):
@@ -183,7 +183,7 @@ class MuseVit(PackedVit):
         self.norm_before = self.last_norm(config, dtype)
 
     def last_norm(self, config: Any, dtype: DTypeLike) -> LayerNorm:
-        return LayerNorm("D", config.axes, config.layer_norm_eps, dtype=dtype)
+        return LayerNorm("D", config.sizes, config.layer_norm_eps, dtype=dtype)
 
     def taps(self, h: int, w: int) -> Taps:
         return zero_padded_taps(h, w, self.config.pos_emb_height, self.config.pos_emb_width)
@@ -196,7 +196,7 @@ class MuseVit(PackedVit):
         return self.norm_before(x_BPD)
 
     def turns(self, at_BP2: jax.Array, dtype: DTypeLike) -> CosSin:
-        return cos_sin(from_one(at_BP2, self.config.axes["H"], self.config.rope_theta), dtype)
+        return cos_sin(from_one(at_BP2, self.config.sizes["H"], self.config.rope_theta), dtype)
 
     def segments_of(self, layer: int, clips_BP: jax.Array, windows_BP: jax.Array) -> jax.Array:
         return clips_BP if self.config.kinds[layer] == "full_attention" else windows_BP
@@ -214,7 +214,7 @@ class MuseAdapter(nnx.Module):
     each, a third, and an RMS norm without a scale."""
 
     def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
-        sizes, self.s2, self.eps = config.axes, config.merge**2, config.eps
+        sizes, self.s2, self.eps = config.sizes, config.merge**2, config.eps
         self.up = Einsum("BPM,MX->BPX", sizes, dtype=dtype, keys=keys)
         self.down = Einsum("BPX,XA->BPA", sizes, dtype=dtype, keys=keys)
         self.matrix = Einsum("BPA,AO->BPO", sizes, dtype=dtype, keys=keys)

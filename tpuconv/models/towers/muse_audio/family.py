@@ -40,7 +40,7 @@ class MuseAudioConfig(TowerConfig):
         return prod(self.patch_sizes)
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         return {
             **dict(zip(STAGE_WIDTHS, self.hidden_sizes, strict=True)),
             **{x: int(size * self.mlp_ratio) for x, size in zip(STAGE_MLPS, self.hidden_sizes, strict=True)},

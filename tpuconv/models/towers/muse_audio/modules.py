@@ -45,7 +45,7 @@ class Stage(nnx.Module):
     """Joins steps, [B, T, A] to [B, T / p, D], then blocks."""
 
     def __init__(self, config: Any, stage: int, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = config.sizes
         width, self.patch_size = sizes[STAGE_WIDTHS[stage]], sizes[STAGE_PATCHES[stage]]
         joined = self.patch_size * (sizes[STAGE_WIDTHS[stage - 1]] if stage else 1)
         own = {"A": joined, "D": width}
@@ -74,7 +74,7 @@ class MuseAudio(FeatureEncoder):
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
         self.stages = nnx.List([Stage(config, stage, dtype=dtype, keys=keys) for stage in range(4)])
-        self.norm = ScaledRMSNorm("K", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.norm = ScaledRMSNorm("K", config.sizes, config.rms_norm_eps, dtype=dtype)
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         values_BT, each = given(features, "input_values", 2), self.config.samples
@@ -99,8 +99,8 @@ class NormedSound(nnx.Module):
     """A matrix, an RMS norm, and an RMS norm without a scale, [B, T, K] to [B, T, O]."""
 
     def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
-        self.matrix = Einsum("BTK,KO->BTO", config.axes, bias=True, dtype=dtype, keys=keys)
-        self.norm = ScaledRMSNorm("O", config.axes, config.rms_norm_eps, dtype=dtype)
+        self.matrix = Einsum("BTK,KO->BTO", config.sizes, bias=True, dtype=dtype, keys=keys)
+        self.norm = ScaledRMSNorm("O", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.eps = config.embed_eps
 
     def __call__(self, x_BTK: jax.Array) -> jax.Array:

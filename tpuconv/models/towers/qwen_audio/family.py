@@ -48,7 +48,7 @@ QWEN25_AUDIO = Tower(
 class SoundEndConfig(ProjectorConfig):
     """The sizes of the projector of Qwen2.5-Omni: z is the number of vectors."""
 
-    def axes(self, tower: Any) -> dict[str, Any]:
+    def sizes(self, tower: Any) -> dict[str, Any]:
         return {"O": self.out, "z": 2}
 
 
@@ -79,9 +79,9 @@ class Qwen3AudioConfig(WhisperConfig):
             yield f"n_window_infer={self.n_window_infer} is less than a chunk of {2 * self.n_window} frames"
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         channels = self.downsample_hidden_size
-        return {**super().axes, "C": channels, "E": channels, "M": halved(self.num_mel_bins, 3), "p": 3, "q": 3}
+        return {**super().sizes, "C": channels, "E": channels, "M": halved(self.num_mel_bins, 3), "p": 3, "q": 3}
 
 
 @dataclass(frozen=True, kw_only=True)

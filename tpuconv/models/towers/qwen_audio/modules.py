@@ -45,15 +45,15 @@ class ChunkedSounds(FeatureEncoder):
             [
                 Block(
                     config,
-                    lambda: LayerNorm("D", config.axes, 1e-5, dtype=dtype),
+                    lambda: LayerNorm("D", config.sizes, 1e-5, dtype=dtype),
                     Attention(config, bias=True if self.key_bias else "qv", dtype=dtype, keys=keys),
                     MLP(config, ACTS_BY_NAME[config.hidden_act], dtype=dtype, keys=keys),
                     dtype=dtype,
                 )
-                for _ in range(config.axes["L"])
+                for _ in range(config.sizes["L"])
             ]
         )
-        self.norm = LayerNorm("D", config.axes, 1e-5, dtype=dtype)
+        self.norm = LayerNorm("D", config.sizes, 1e-5, dtype=dtype)
 
     def add_convolutions(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
         """Sets what is before the layers."""
@@ -143,11 +143,11 @@ class Qwen3Audio(ChunkedSounds):
     key_bias = True
 
     def add_convolutions(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
-        channels = (1, *[config.axes["C"]] * 3)
+        channels = (1, *[config.sizes["C"]] * 3)
         self.convs = nnx.List(
             [StridedConvolution((3, 3, *channels[i : i + 2]), stride=2, dtype=dtype, keys=keys) for i in range(3)]
         )
-        self.entry = Einsum("BTMC,MCD->BTD", config.axes, dtype=dtype, keys=keys)
+        self.entry = Einsum("BTMC,MCD->BTD", config.sizes, dtype=dtype, keys=keys)
 
     def windows(self, lengths: list[list[int]]) -> int:
         longest = max(length for each in lengths for length in each)
@@ -188,7 +188,7 @@ class Qwen25Audio(ChunkedSounds):
     key_bias = False
 
     def add_convolutions(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
-        mel, width = config.axes["M"], config.axes["D"]
+        mel, width = config.sizes["M"], config.sizes["D"]
         self.convs = nnx.List(
             [
                 StridedConvolution((3, mel, width), dtype=dtype, keys=keys),
@@ -224,7 +224,7 @@ class SoundEnd(nnx.Module):
     """One matrix, [B, P, W] to [B, P, O], and vectors that nothing reads."""
 
     def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = config.sizes
         self.matrix = Einsum("BPW,WO->BPO", sizes, bias=True, dtype=dtype, keys=keys)
         self.ends = nnx.Param(normal(keys(), (sizes["z"], sizes["O"]), dtype))
 
@@ -236,8 +236,8 @@ class SoundEnds(nnx.Module):
     """Two matrices with the activation of the tower between, [B, P, D] to [B, P, O]."""
 
     def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
-        self.up = Einsum("BPD,DA->BPA", config.axes, bias=True, dtype=dtype, keys=keys)
-        self.down = Einsum("BPA,AO->BPO", config.axes, bias=True, dtype=dtype, keys=keys)
+        self.up = Einsum("BPD,DA->BPA", config.sizes, bias=True, dtype=dtype, keys=keys)
+        self.down = Einsum("BPA,AO->BPO", config.sizes, bias=True, dtype=dtype, keys=keys)
         self.act = ACTS_BY_NAME[config.hidden_act]
 
     def __call__(self, x_BPD: jax.Array) -> jax.Array:

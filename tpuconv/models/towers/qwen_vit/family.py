@@ -54,7 +54,7 @@ class QwenVitConfig(TowerConfig):
         return int(self.positions**0.5)
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         merged = self.hidden_size * self.spatial_merge_size**2
         return {
             "D": self.hidden_size,
@@ -134,8 +134,8 @@ class Qwen2VitConfig(QwenVitConfig):
     intermediate_size: int = 0
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "F": int(self.hidden_size * self.mlp_ratio)}
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes, "F": int(self.hidden_size * self.mlp_ratio)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +157,8 @@ class GlmVitConfig(QwenVitConfig):
         return (self.image_size // self.patch_size) ** 2
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "F": self.out_hidden_size, "W": self.intermediate_size, "A": self.out_hidden_size}
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes, "F": self.out_hidden_size, "W": self.intermediate_size, "A": self.out_hidden_size}
 
 
 def _blocks(*rows: Map) -> tuple[Map, ...]:

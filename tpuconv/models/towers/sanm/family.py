@@ -48,7 +48,7 @@ class SanmConfig(TowerConfig):
         return tuple(sorted(layer for layer in last if layer >= 0))
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         return {
             "C": self.input_width,
             "D": self.hidden_size,
@@ -126,7 +126,7 @@ class SanmAdaptorConfig(ProjectorConfig):
         known = {cls.names[key]: value for key, value in read.items() if key in cls.names}
         return cls(out=text.hidden_size, **checked_values(known, hints_of(cls)))
 
-    def axes(self, tower: Any) -> dict[str, Any]:
+    def sizes(self, tower: Any) -> dict[str, Any]:
         return {
             "O": self.out,
             "X": self.projector_width,

@@ -24,7 +24,7 @@ class MemoryAttention(nnx.Module):
     convolution over their neighbours. `read` is the letter of the width of x."""
 
     def __init__(self, config: Any, read: str, *, dtype: DTypeLike, keys: Keys):
-        sizes = {**config.axes, "E": config.axes[read]}
+        sizes = {**config.sizes, "E": config.sizes[read]}
         self.q, self.k, self.v = (Einsum("BPE,ENH->BPNH", sizes, bias=True, dtype=dtype, keys=keys) for _ in range(3))
         self.o = Einsum("BPNH,NHD->BPD", sizes, bias=True, dtype=dtype, keys=keys)
         self.memory = nnx.Param(normal(keys(), (sizes["c"], sizes["N"], sizes["H"]), dtype))
@@ -44,7 +44,7 @@ class MemoryLayer(nnx.Module):
     """One layer, [B, P, E] to [B, P, D]. The attention of a layer with another width has no residual connection."""
 
     def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
-        sizes, read, eps = config.axes, "D" if layer else "C", config.layer_norm_eps
+        sizes, read, eps = config.sizes, "D" if layer else "C", config.layer_norm_eps
         self.has_residual = sizes[read] == sizes["D"]
         self.attn_norm = LayerNorm(read, sizes, eps, dtype=dtype)
         self.attn = MemoryAttention(config, read, dtype=dtype, keys=keys)
@@ -66,7 +66,7 @@ class Sanm(FeatureEncoder):
     config: Any
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
-        self.layers = nnx.List([MemoryLayer(config, i, dtype=dtype, keys=keys) for i in range(config.axes["L"])])
+        self.layers = nnx.List([MemoryLayer(config, i, dtype=dtype, keys=keys) for i in range(config.sizes["L"])])
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         frames_BPC, is_sound_BP, counts = frames_of(features, 1)
@@ -86,7 +86,7 @@ class SanmAdaptor(nnx.Module):
     """Two matrices, then layers, [B, P, D] to [B, P, O]."""
 
     def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = config.sizes
         self.up = Einsum("BPD,DX->BPX", sizes, bias=True, dtype=dtype, keys=keys)
         self.down = Einsum("BPX,XO->BPO", sizes, bias=True, dtype=dtype, keys=keys)
         self.act = ACTS_BY_NAME[config.projector_act]

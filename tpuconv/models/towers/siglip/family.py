@@ -37,7 +37,7 @@ class SiglipConfig(TowerConfig):
         return self.side**2
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         heads = self.num_attention_heads
         return {
             "D": self.hidden_size,

@@ -45,7 +45,7 @@ class WhisperConfig(TowerConfig):
         return 1
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         return {
             "D": self.hidden_size,
             "A": self.hidden_size,
@@ -114,8 +114,8 @@ class JoinedWhisperConfig(WhisperConfig):
         return self.intermediate_size // self.hidden_size
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "W": self.intermediate_size}
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes, "W": self.intermediate_size}
 
 
 VOXTRAL_WHISPER = _whisper("whisper_voxtral", "Voxtral", "Whisper", JoinedWhisperConfig)
@@ -149,8 +149,8 @@ class GlmWhisperConfig(JoinedWhisperConfig):
             yield f"num_attention_heads={self.num_attention_heads} is no multiple of {self.num_key_value_heads}"
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "K": self.num_key_value_heads or self.num_attention_heads}
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes, "K": self.num_key_value_heads or self.num_attention_heads}
 
 
 GLM_WHISPER = Tower(
@@ -187,7 +187,7 @@ class SoundMlpConfig(ProjectorConfig):
 
     projector_hidden_act: str = "gelu"
 
-    def axes(self, tower: Any) -> dict[str, Any]:
+    def sizes(self, tower: Any) -> dict[str, Any]:
         return {"O": self.out, "X": self.wider * self.out}
 
 
@@ -241,8 +241,8 @@ class MossMlpConfig(FlamingoMlpConfig):
     def from_hf(cls, outer: Mapping[str, Any], tower: Any, text: Any) -> Self:
         return super().from_hf({**outer, "eps": text.rms_norm_eps}, tower, text)
 
-    def axes(self, tower: Any) -> dict[str, Any]:
-        return {**super().axes(tower), "W": tower.hidden_size * self.audio_merge_size}
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        return {**super().sizes(tower), "W": tower.hidden_size * self.audio_merge_size}
 
     @property
     def joined(self) -> int:

@@ -46,7 +46,7 @@ class Whisper(FeatureEncoder):
     takes: ClassVar[tuple[str, ...]] = ("input_features",)
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
-        M, D, c = (config.axes[x] for x in "MDc")
+        M, D, c = (config.sizes[x] for x in "MDc")
         self.convs = nnx.List(
             [
                 StridedConvolution((c, M, D), dtype=dtype, keys=keys),
@@ -54,18 +54,18 @@ class Whisper(FeatureEncoder):
             ]
         )
         self.add_positions(config, dtype, keys)
-        self.layers = nnx.List([self.block(config, dtype, keys) for _ in range(config.axes["L"])])
-        self.norm = LayerNorm("D", config.axes, 1e-5, dtype=dtype)
+        self.layers = nnx.List([self.block(config, dtype, keys) for _ in range(config.sizes["L"])])
+        self.norm = LayerNorm("D", config.sizes, 1e-5, dtype=dtype)
 
     def add_positions(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
         """Sets the positions, in float32 as Voxtral has them."""
-        self.positions = nnx.Param(normal(keys(), (config.axes["P"], config.axes["D"]), jnp.float32))
+        self.positions = nnx.Param(normal(keys(), (config.sizes["P"], config.sizes["D"]), jnp.float32))
 
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
         """Returns a layer."""
         return Block(
             config,
-            lambda: LayerNorm("D", config.axes, 1e-5, dtype=dtype),
+            lambda: LayerNorm("D", config.sizes, 1e-5, dtype=dtype),
             Attention(config, bias="qv", rotate=self.rotate, dtype=dtype, keys=keys),
             MLP(config, ACTS_BY_NAME[config.hidden_act], dtype=dtype, keys=keys),
             dtype=dtype,
@@ -161,7 +161,7 @@ class GlmWhisper(Whisper):
         return x_BPD
 
     def angles(self, x_BPD: jax.Array) -> Any:
-        rope, dims = Rope(theta=self.config.rope_theta), int(self.config.axes["H"] * self.config.partial_rotary_factor)
+        rope, dims = Rope(theta=self.config.rope_theta), int(self.config.sizes["H"] * self.config.partial_rotary_factor)
         cos, sin = rope_cos_sin(rope, dims, jnp.arange(x_BPD.shape[1])[None])
         return cos.astype(x_BPD.dtype), sin.astype(x_BPD.dtype)
 
@@ -208,7 +208,7 @@ class MusicWhisper(FlamingoWhisper):
             if before in ends:
                 first = i
             window_B[i], before = i - first, before + count
-        dims = int(self.config.axes["D"] * self.config.partial_rotary_factor)
+        dims = int(self.config.sizes["D"] * self.config.partial_rotary_factor)
         rates = (theta ** -(np.arange(0, dims, 2, dtype=np.float32) / dims)).repeat(2)
         at_P = np.arange(steps, dtype=np.float32)
         seconds_BP = (window_B * steps * step)[:, None] + at_P * step
@@ -235,7 +235,7 @@ class SoundMatrix(nnx.Module):
     """One matrix, [B, P, W] to [B, P, O]."""
 
     def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
-        self.matrix = Einsum("BPW,WO->BPO", config.axes, bias=True, dtype=dtype, keys=keys)
+        self.matrix = Einsum("BPW,WO->BPO", config.sizes, bias=True, dtype=dtype, keys=keys)
 
     def __call__(self, x_BPW: jax.Array) -> jax.Array:
         return self.matrix(x_BPW)
@@ -245,7 +245,7 @@ class SoundMlp(nnx.Module):
     """Two matrices, [B, P, W] to [B, P, O], and a norm behind them if `has_norm`."""
 
     def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
-        sizes, bias = config.axes, config.has_bias
+        sizes, bias = config.sizes, config.has_bias
         self.up = Einsum("BPW,WX->BPX", sizes, bias=bias, dtype=dtype, keys=keys)
         self.down = Einsum("BPX,XO->BPO", sizes, bias=bias, dtype=dtype, keys=keys)
         self.norm = LayerNorm("O", sizes, config.eps, dtype=dtype) if config.has_norm else None
