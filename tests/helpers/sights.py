@@ -44,6 +44,8 @@ class Sight:
         later: ids of further tokens of each text, for the cache.
         parts: of the checkpoint.
         tolerance: of logits, by their largest value.
+        derived: parts of the names of tensors that follow from config.json, which an export leaves out.
+        masks_of_generate: whether the reference's masks are those of its `generate`, where its call has others.
     """
 
     model: Any
@@ -53,6 +55,8 @@ class Sight:
     later: Sequence[Sequence[int]] = ((4, 8), (9, 11))
     parts: Sequence[str] = ("vision",)
     tolerance: float = 1e-5
+    derived: Sequence[str] = ()
+    masks_of_generate: bool = False
 
     @property
     def ids_BT(self) -> np.ndarray:
@@ -71,10 +75,15 @@ class Sight:
         kinds = {}
         for name, numbers in self.kinds.items():
             kinds[name] = torch.tensor(sum(number * (ids_BT == token) for token, number in numbers.items()))
+        mask = torch.tensor(mask_BT.astype(np.int64))
+        if self.masks_of_generate:
+            places = {"position_ids": None, "past_key_values": None, **kinds}
+            inputs = torch.zeros((*ids_BT.shape, 1))
+            mask = self.model.create_masks_for_generate(self.model.config, inputs, mask, **places)
         with torch.no_grad():
-            out = self.model(
+            out = getattr(self.model, "thinker", self.model)(
                 input_ids=torch.tensor(ids_BT),
-                attention_mask=torch.tensor(mask_BT.astype(np.int64)),
+                attention_mask=mask,
                 **kinds,
                 **{name: torch.tensor(value) for name, value in features.items()},
             )

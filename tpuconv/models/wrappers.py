@@ -14,9 +14,20 @@ from typing import Any
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
+from tpuconv.models.common.beside import Modality
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.wrapper import BRINGS, HEARS, LLAVA, SEES, WrapperConfig, inside
 from tpuconv.models.registry import Family, family_of_type
+from tpuconv.models.towers.modalities import (
+    FLAMINGO_AUDIO,
+    FUN_AUDIO,
+    GLM_AUDIO,
+    MOSS_AUDIO,
+    MUSIC_AUDIO,
+    QWEN2_AUDIO,
+    QWEN3_ASR_AUDIO,
+    VOXTRAL_AUDIO,
+)
 
 IN_CAUSAL_MODEL, IN_MODEL, IN_IDEFICS = "language_model.model.", "model.language_model.", "model.text_model."
 """Prefixes of the text model: of a causal model inside another, as until transformers 4.51; of a part of the model; and
@@ -59,6 +70,7 @@ class Wrapper:
         released_as: `model_type` and architecture of config.json in releases with code of their own, if these differ.
         keys: keys beside `text_config` that are for what is outside alone.
         tied: `tie_word_embeddings` where neither a key nor the tensors say it.
+        modalities: how it sees and hears.
     """
 
     model_type: str
@@ -74,6 +86,7 @@ class Wrapper:
     keys: tuple[str, ...] = ()
     tied: bool = False
     end: str = "ForConditionalGeneration"
+    modalities: tuple[Modality, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -276,10 +289,28 @@ WRAPPER_ROWS = (
         end="",
     ),
     # what hears
-    Wrapper("qwen2_audio", "Qwen2Audio", "Qwen2-Audio", ("qwen2",), SPEECH, prefix=IN_CAUSAL_MODEL),
-    Wrapper("voxtral", "Voxtral", "Voxtral", ("llama",), SPEECH, prefix=IN_CAUSAL_MODEL),
-    Wrapper("glmasr", "GlmAsr", "GLM-ASR", ("llama",), SPEECH, prefix=IN_CAUSAL_MODEL, tied=True),
-    Wrapper("audioflamingo3", "AudioFlamingo3", "Audio Flamingo 3", ("qwen2",), SPEECH, prefix=IN_CAUSAL_MODEL),
+    Wrapper(
+        "qwen2_audio",
+        "Qwen2Audio",
+        "Qwen2-Audio",
+        ("qwen2",),
+        SPEECH,
+        prefix=IN_CAUSAL_MODEL,
+        modalities=(QWEN2_AUDIO,),
+    ),
+    Wrapper("voxtral", "Voxtral", "Voxtral", ("llama",), SPEECH, prefix=IN_CAUSAL_MODEL, modalities=(VOXTRAL_AUDIO,)),
+    Wrapper(
+        "glmasr", "GlmAsr", "GLM-ASR", ("llama",), SPEECH, prefix=IN_CAUSAL_MODEL, tied=True, modalities=(GLM_AUDIO,)
+    ),
+    Wrapper(
+        "audioflamingo3",
+        "AudioFlamingo3",
+        "Audio Flamingo 3",
+        ("qwen2",),
+        SPEECH,
+        prefix=IN_CAUSAL_MODEL,
+        modalities=(FLAMINGO_AUDIO,),
+    ),
     Wrapper(
         "musicflamingo",
         "MusicFlamingo",
@@ -288,6 +319,7 @@ WRAPPER_ROWS = (
         SPEECH,
         prefix=IN_CAUSAL_MODEL,
         keys=("rope_parameters", "head_dim", "max_position_embeddings"),
+        modalities=(MUSIC_AUDIO,),
     ),
     Wrapper(
         "vibevoice_asr",
@@ -302,11 +334,35 @@ WRAPPER_ROWS = (
             "acoustic_tokenizer_chunk_size",
         ),
     ),
-    Wrapper("fun_asr_nano", "FunAsrNano", "Fun-ASR-Nano", ("qwen3",), SPEECH, keys=("adaptor_config",), tied=True),
     Wrapper(
-        "moss_transcribe_diarize", "MossTranscribeDiarize", "MOSS-Transcribe-Diarize", ("qwen3",), SPEECH, tied=True
+        "fun_asr_nano",
+        "FunAsrNano",
+        "Fun-ASR-Nano",
+        ("qwen3",),
+        SPEECH,
+        keys=("adaptor_config",),
+        tied=True,
+        modalities=(FUN_AUDIO,),
     ),
-    Wrapper("qwen3_asr", "Qwen3ASR", "Qwen3-ASR", ("qwen3",), SPEECH, keys=("token_classification_bias",), tied=True),
+    Wrapper(
+        "moss_transcribe_diarize",
+        "MossTranscribeDiarize",
+        "MOSS-Transcribe-Diarize",
+        ("qwen3",),
+        SPEECH,
+        tied=True,
+        modalities=(MOSS_AUDIO,),
+    ),
+    Wrapper(
+        "qwen3_asr",
+        "Qwen3ASR",
+        "Qwen3-ASR",
+        ("qwen3",),
+        SPEECH,
+        keys=("token_classification_bias",),
+        tied=True,
+        modalities=(QWEN3_ASR_AUDIO,),
+    ),
 )
 WRAPPERS: Mapping[str, Wrapper] = {row.model_type: row for row in WRAPPER_ROWS}
 """By model type."""
@@ -352,6 +408,7 @@ def wrapped(model_type: str, text_type: str) -> Family:
         architectures={wrapper.architecture: model_type, **released},
         text_types=(text_type,),
         text=text.name,
+        modalities=wrapper.modalities,
     )
 
 

@@ -6,7 +6,7 @@ the text model, X colours, p and q rows and columns of a patch. Names of its par
 `vision.layers.0.attn.q.kernel`, `vision.projector.up.kernel`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.key_types import checked_values, hints_of
-from tpuconv.notation.spelling import template
+from tpuconv.notation.spelling import template, without_front
 from tpuconv.notation.table import Map, MappingTable
 
 VISION, AUDIO = "vision", "audio"
@@ -43,6 +43,8 @@ class TowerConfig:
             ConfigError: a value has a wrong type, or is not positive.
         """
         raw = {cls.aliases.get(key, key): value for key, value in raw.items()}
+        if isinstance(rope := raw.get("rope_parameters"), Mapping):
+            raw |= {key: value for key, value in rope.items() if key in hints_of(cls)}
         for key, values in cls.only.items():
             if key in raw and raw[key] not in values:
                 raise UnsupportedConfig(
@@ -52,9 +54,15 @@ class TowerConfig:
         return cls(**checked_values(raw, hints_of(cls)))
 
     def __post_init__(self) -> None:
-        wrong = [f"{name}={value}" for name, value in vars(self).items() if type(value) is int and value < 0]
-        if wrong:
-            raise ConfigError("config.json has negative sizes of an encoder", details=wrong)
+        wrong = [
+            f"{name}={value} is negative" for name, value in vars(self).items() if type(value) is int and value < 0
+        ]
+        if wrong := wrong or list(self.contradictions()):
+            raise ConfigError("config.json contradicts itself about an encoder", details=wrong)
+
+    def contradictions(self) -> Iterable[str]:
+        """Returns what is wrong with the values together."""
+        return ()
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -183,8 +191,8 @@ class Modality:
 
     def has_some(self, tensors: Collection[str]) -> bool:
         """Returns whether some of the tensors are of this part."""
-        modules = tuple(f"{name}." for name in self.replaces)
-        return any(name.removeprefix("model.").startswith(modules) for name in tensors)
+        modules = tuple(f"{without_front(name)}." for name in self.replaces)
+        return any(without_front(name).startswith(modules) for name in tensors)
 
     def joined(self, table: MappingTable) -> MappingTable:
         """Returns the table of the text model with this part."""

@@ -268,8 +268,8 @@ class DecoderConfig:
         return ""
 
     @property
-    def placeholder_as(self) -> int:
-        """The token whose embeddings stand for placeholders until their features do."""
+    def placeholder_as(self) -> int | None:
+        """The token whose embeddings stand for placeholders until their features do; None for themselves."""
         return 0
 
     @property

@@ -275,7 +275,8 @@ class Decoder(nnx.Module):
         seen_B1 = 0 if cache is None else cache.positions_BS.max(axis=1, keepdims=True) + 1
         pos_BT = jnp.where(mask_BT, seen_B1 + jnp.cumsum(mask_BT, axis=1, dtype=jnp.int32) - 1, -1)
         if seen is not None:  # the vocabulary may end before the id of a placeholder
-            ids_BT = jnp.where(seen.slot_BT < 0, ids_BT, self.config.placeholder_as)
+            stand_in = self.config.placeholder_as
+            ids_BT = ids_BT if stand_in is None else jnp.where(seen.slot_BT < 0, ids_BT, stand_in)
         x_BTD = self.scaled(self.embed(ids_BT))
         x_BTD = self.positioned(x_BTD if seen is None else seen.merged(x_BTD), pos_BT)
         inputs = self.layer_inputs(ids_BT, x_BTD)
@@ -333,8 +334,9 @@ class Decoder(nnx.Module):
         return x_BTD
 
     def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
-        """Returns the first layer's input [B, T, D] with what is added to it by the positions of the tokens; -1 is that
-        of padding. Families with learned positions override this."""
+        """Returns the first layer's input [B, T, D], made of the embeddings and of the features of images and sounds;
+        `pos_BT` are the positions of the tokens, -1 for padding. Families with learned positions add them, families
+        with residual streams copy the input."""
         return x_BTD
 
     def layer_inputs(self, ids_BT: jax.Array, x_BTD: jax.Array) -> Sequence[Any] | None:

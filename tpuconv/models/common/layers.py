@@ -238,6 +238,16 @@ def mrope_cos_sin(
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
+def sinusoids(pos_BT: jax.Array, width: int) -> jax.Array:
+    """Returns the sines, then the cosines [B, T, D] of the angles of positions (arXiv:1706.03762, section 3.5), with
+    rates from 1 to 1/10000, in float32."""
+    half = width // 2
+    rates = np.exp(np.arange(half) * (-np.log(10000) / (half - 1))).astype(np.float32)
+    angles = pos_BT[..., None].astype(jnp.float32) * rates
+    sines = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    return jnp.pad(sines, ((0, 0), (0, 0), (0, width % 2)))
+
+
 def _rates_of_length(rope: Rope, rope_dim: int, length: Any) -> jax.Array:
     """Returns the rates [R/2] for sequences of a length that may not be known before the model runs."""
     short, _ = rope.inverse_frequencies(rope_dim)

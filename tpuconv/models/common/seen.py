@@ -110,7 +110,9 @@ def see(
         is_placeholder = (ids_BT == encoder.config.placeholder) & mask_BT
         if not given and not is_placeholder.any():
             continue
-        prepared[part] = found = encoder.prepare(given)
+        starts = is_placeholder & ~np.pad(is_placeholder, ((0, 0), (1, 0)))[:, :-1]
+        runs = np.diff(np.append(np.flatnonzero(starts[is_placeholder]), is_placeholder.sum())).tolist()
+        prepared[part] = found = encoder.placed(encoder.prepare(given), runs)
         if (placeholders := int(is_placeholder.sum())) != len(found.rows):
             raise UsageError(
                 f"the text has {placeholders} placeholders (id {encoder.config.placeholder}), "
@@ -119,7 +121,6 @@ def see(
             )
         slot_BT[is_placeholder] = found.rows + first
         if part == VISION:
-            starts = is_placeholder & ~np.pad(is_placeholder, ((0, 0), (1, 0)))[:, :-1]
             block_BT[is_placeholder] = np.cumsum(starts).reshape(starts.shape)[is_placeholder] - 1
         encoded.append(_encode(encoder, found.arrays))
         first += len(encoded[-1][0])

@@ -45,6 +45,7 @@ class Step(NamedTuple):
         cos_sin: cosine and sine [B, T, 1, H/2] of the tokens' rotary angles in this layer, in float32.
         input: what this layer reads besides the hidden states; None in most families.
         images: which tokens are of one image and see each other; None where all attention is causal.
+        at: rotary positions of the call's tokens, [B, T], or by time, row and column [3, B, T].
     """
 
     pos_BT: jax.Array
@@ -53,6 +54,7 @@ class Step(NamedTuple):
     cos_sin: tuple[jax.Array, jax.Array]
     input: Any = None
     images: ImageBlocks | None = None
+    at: jax.Array | None = None
 
     def cos_sin_in(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         """Returns `cos_sin`, rounded to `dtype`."""
@@ -103,7 +105,7 @@ class Steps:
         steps = []
         for rope, dim in kinds:
             cos_sin = rope_cos_sin(rope, dim, at, slots) if at.ndim == 2 else mrope_cos_sin(rope, dim, at, config.mrope)
-            steps.append(Step(pos_BT, pos_BS, slot, cos_sin, images=images))
+            steps.append(Step(pos_BT, pos_BS, slot, cos_sin, images=images, at=at))
         return cls(steps, [kinds.index(rotation) for rotation in rotations], inputs, seen)
 
     def __getitem__(self, layer: int) -> Step:

@@ -348,8 +348,8 @@ class Model(Decoder):
         super().__init__(config, dtype=dtype, rngs=rngs, **options)
         self.norm = JoinedNorm(config, dtype=dtype, keys=Keys((rngs or nnx.Rngs(1)).params()))
 
-    def scaled(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the streams [B, T, (r D)] of the first layer, which are copies of the embeddings."""
+    def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
+        """Returns the streams [B, T, (r D)] of the first layer, which are copies of its input."""
         return to_streams(x_BTD, self.config.hc_mult)
 
     def layer_inputs(self, ids_BT: jax.Array, x_BTD: jax.Array) -> Sequence[Any] | None:

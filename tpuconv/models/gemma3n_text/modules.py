@@ -167,10 +167,9 @@ class Model(gemma4_text.Model):
     def input_modules(self) -> tuple[str, ...]:
         return ("altup", *super().input_modules)
 
-    def scaled(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the streams [B, T, (r D)] of the first layer: the embeddings times sqrt(D), and projections of them
-        that are as large."""
-        first_BT1D = super().scaled(x_BTD)[:, :, None]
+    def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
+        """Returns the streams [B, T, (r D)] of the first layer: its input, and projections of it that are as large."""
+        first_BT1D = x_BTD[:, :, None]
         streams = [first_BT1D, as_large(self.altup(first_BT1D[:, :, 0]), first_BT1D)]
         return jnp.concatenate(streams, axis=2).reshape(*x_BTD.shape[:2], -1)
 

@@ -35,6 +35,7 @@ class Config(SharedKeysConfig):
     rope_fields: ClassVar[Mapping[str, str]] = ROPES_BY_KIND
     left_out: ClassVar[frozenset[str]] = frozenset({"per_layer_config"})
     derived: ClassVar[frozenset[str]] = SharedKeysConfig.derived | {"local_rope"}
+    least: ClassVar[Mapping[str, int]] = {**SharedKeysConfig.least, "pad_token_id": 0}
     only: ClassVar = {
         "hidden_activation": ("gelu_pytorch_tanh",),
         "hidden_act": ("gelu_pytorch_tanh", None),  # without effect
@@ -52,6 +53,8 @@ class Config(SharedKeysConfig):
     num_experts: int | None
     top_k_experts: int | None
     moe_intermediate_size: int | None
+    use_bidirectional_attention: str | None
+    pad_token_id: int | None = 0
 
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,6 +110,14 @@ class Config(SharedKeysConfig):
             "narrow_layers": tuple(i for i in range(self.num_hidden_layers) if i not in wide),
             "wide_layers": wide,
         }
+
+    @property
+    def sees_images(self) -> str:
+        return "sliding" if self.use_bidirectional_attention == "vision" else ""
+
+    @property
+    def placeholder_as(self) -> int:
+        return self.pad_token_id or 0
 
     @property
     def rope_dims(self) -> tuple[int, ...]:

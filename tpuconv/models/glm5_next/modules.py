@@ -182,8 +182,8 @@ class Model(glm_moe_dsa.Model, HybridDecoder):
     state_type = KDAState
     config: Config
 
-    def scaled(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the streams [B, T, (r D)] of the first layer, which are copies of the embeddings."""
+    def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
+        """Returns the streams [B, T, (r D)] of the first layer, which are copies of its input."""
         return to_streams(x_BTD, self.config.hc_mult)
 
     def cached(self, config: Any, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:

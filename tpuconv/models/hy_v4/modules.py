@@ -111,6 +111,6 @@ class Model(glm_moe_dsa.Model):
         super().__init__(config, dtype=dtype, rngs=rngs, **options)
         self.norm = LastNorm(config, dtype=dtype, keys=Keys((rngs or nnx.Rngs(1)).params()))
 
-    def scaled(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the streams [B, T, (r D)] of the first layer, which are copies of the embeddings."""
+    def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
+        """Returns the streams [B, T, (r D)] of the first layer, which are copies of its input."""
         return to_streams(x_BTD, self.config.hc_mult)

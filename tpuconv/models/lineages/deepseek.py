@@ -20,6 +20,7 @@ from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.declare import decoder, like, wrapper
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
+from tpuconv.models.towers.modalities import KIMI_VISION
 from tpuconv.notation.table import Map, under
 
 DEEPSEEK_V3 = deepseek_v3.FAMILY
@@ -43,6 +44,7 @@ KIMI_K25 = wrapper(
     outside={"vision_tower": SEES, "mm_projector": BRINGS},
     text_types=("kimi_k2", "deepseek_v3"),
     tied=True,
+    modalities=(KIMI_VISION,),
 )
 
 

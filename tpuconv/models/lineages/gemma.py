@@ -13,7 +13,7 @@ from tpuconv.models.declare import decoder, like, wrapper
 from tpuconv.models.gemma3n_text.family import FAMILY as GEMMA3N_TEXT
 from tpuconv.models.gemma4_text.family import FAMILY as GEMMA4_TEXT
 from tpuconv.models.parts import Attn, Factors, Mlp, Norms
-from tpuconv.models.towers.modalities import GEMMA3_VISION
+from tpuconv.models.towers.modalities import GEMMA3_VISION, GEMMA4_AUDIO, GEMMA4_FRAMES, GEMMA4_PATCHES, GEMMA4_VISION
 
 
 class RootOfWidth(DecoderConfig):
@@ -140,7 +140,13 @@ GEMMA3N = wrapper(
 )
 
 GEMMA4 = wrapper(
-    "gemma4", "Gemma 4, text", "Gemma4ForConditionalGeneration", text=GEMMA4_TEXT, outside=TOWERS, tied=True
+    "gemma4",
+    "Gemma 4, text",
+    "Gemma4ForConditionalGeneration",
+    text=GEMMA4_TEXT,
+    outside=TOWERS,
+    tied=True,
+    modalities=(GEMMA4_VISION, GEMMA4_AUDIO),
 )
 
 WITHOUT_TOWERS = {
@@ -157,7 +163,8 @@ GEMMA4_UNIFIED = wrapper(
     outside={"vision_embedder": SEES, "embed_vision": BRINGS, "embed_audio": HEARS},
     tied=True,
     only=WITHOUT_TOWERS,
-    defaults={"hidden_size_per_layer_input": 0},
+    defaults={"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+    modalities=(GEMMA4_PATCHES, GEMMA4_FRAMES),
 )
 
 GEMMA4_UNIFIED_TEXT = like(

@@ -12,7 +12,7 @@ from tpuconv.models.qwen3_5_text.family import FAMILY as QWEN3_5_TEXT
 from tpuconv.models.qwen3_5_text.family import OUTSIDE
 from tpuconv.models.qwen4_exp_text.family import FAMILY as QWEN4_EXP_TEXT
 from tpuconv.models.step3p5.family import FAMILY as STEP3P5
-from tpuconv.models.towers.modalities import QWEN35_VISION
+from tpuconv.models.towers.modalities import LLAMA4_VISION, QWEN35_VISION
 
 LLAMA4 = wrapper(
     "llama4",
@@ -21,6 +21,7 @@ LLAMA4 = wrapper(
     text=LLAMA4_TEXT,
     prefix="language_model.model.",
     outside={"vision_model": SEES, "multi_modal_projector": BRINGS},
+    modalities=(LLAMA4_VISION,),
 )
 
 QWEN3_5 = wrapper(

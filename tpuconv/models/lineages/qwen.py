@@ -25,7 +25,15 @@ from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.lineages.llama import ARCEE
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
-from tpuconv.models.towers.modalities import QWEN2_VISION, QWEN3_VISION, QWEN25_VISION
+from tpuconv.models.towers.modalities import (
+    QWEN2_VISION,
+    QWEN3_OMNI_AUDIO,
+    QWEN3_OMNI_VISION,
+    QWEN3_VISION,
+    QWEN25_OMNI_AUDIO,
+    QWEN25_OMNI_VISION,
+    QWEN25_VISION,
+)
 from tpuconv.notation.spelling import aliases
 from tpuconv.notation.table import Map, MappingTable, under
 
@@ -206,6 +214,7 @@ QWEN2_5_OMNI = wrapper(
     table=thinker_table(QWEN2.table, "talker", "token2wav"),
     defaults={"tie_word_embeddings": False},
     default_sections=(16, 24, 24),
+    modalities=(QWEN25_OMNI_VISION, QWEN25_OMNI_AUDIO),
 )
 
 WITHOUT_WINDOW = {"use_sliding_window": (False, None)}
@@ -235,6 +244,7 @@ QWEN3_OMNI_MOE = wrapper(
     defaults={"num_attention_heads": 32, "sliding_window": 4096},
     interleaved=True,
     default_sections=(24, 20, 20),
+    modalities=(QWEN3_OMNI_VISION, QWEN3_OMNI_AUDIO),
 )
 
 

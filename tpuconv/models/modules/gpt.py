@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -12,7 +11,7 @@ from tpuconv.models.common import blocks
 from tpuconv.models.common.alibi import alibi
 from tpuconv.models.common.cache import KV
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.layers import Keys, LayerNorm, times
+from tpuconv.models.common.layers import Keys, LayerNorm, sinusoids, times
 from tpuconv.models.common.positions import PositionedDecoder
 from tpuconv.models.common.steps import Step
 
@@ -81,16 +80,6 @@ class NormedEmbeddings(Decoder):
 
 FIRST_POSITION = 2
 """The position of the first token."""
-
-
-def sinusoids(pos_BT: jax.Array, width: int) -> jax.Array:
-    """Returns the sines, then the cosines [B, T, D] of the angles of positions (arXiv:1706.03762, section 3.5), with
-    rates from 1 to 1/10000, in float32."""
-    half = width // 2
-    rates = np.exp(np.arange(half) * (-np.log(10000) / (half - 1))).astype(np.float32)
-    angles = pos_BT[..., None].astype(jnp.float32) * rates
-    sines = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
-    return jnp.pad(sines, ((0, 0), (0, 0), (0, width % 2)))
 
 
 class ScaledDecoder(Decoder):

@@ -11,6 +11,7 @@ from tpuconv.models.common.rows import BIASED_ATTENTION, MLP, SANDWICH_NORMS, de
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.registry import family
+from tpuconv.models.towers.modalities import MUSE_VISION
 from tpuconv.notation.table import Map, under
 
 FULL_EVERY = 4
@@ -87,4 +88,4 @@ TABLE = inside(
     {"vision_tower": SEES, **dict.fromkeys(("vision_adapter", "vision_projection", "perception_emb_norm"), BRINGS)},
 )
 
-FAMILY = family(Config, TABLE, "Muse Glimmer, text", "MuseGlimmerForConditionalGeneration")
+FAMILY = family(Config, TABLE, "Muse Glimmer, text", "MuseGlimmerForConditionalGeneration", modalities=(MUSE_VISION,))

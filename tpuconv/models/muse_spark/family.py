@@ -16,6 +16,7 @@ from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs
 from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, inside
 from tpuconv.models.muse_glimmer import family as muse_glimmer
 from tpuconv.models.registry import family
+from tpuconv.models.towers.modalities import MUSE_AUDIO, MUSE_SPARK_VISION
 from tpuconv.notation.table import Map
 
 
@@ -82,4 +83,6 @@ TABLE = inside(
     },
 )
 
-FAMILY = family(Config, TABLE, "Muse Spark, text", "MuseSparkForConditionalGeneration")
+FAMILY = family(
+    Config, TABLE, "Muse Spark, text", "MuseSparkForConditionalGeneration", modalities=(MUSE_SPARK_VISION, MUSE_AUDIO)
+)

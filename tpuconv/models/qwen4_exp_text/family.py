@@ -87,6 +87,10 @@ class Config(qwen3_5_moe_text.Config):
     split_ngram_parts: int
     eos_token_id: int | tuple[int, ...] | None = None
 
+    @property
+    def placeholder_as(self) -> int | None:
+        return None  # the ids of placeholders are parts of n-grams
+
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         out = super().in_our_keys(raw)

@@ -2,7 +2,8 @@
 of tokens that an indexer selects."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from tpuconv.models.common.layers import (
     Keys,
     apply_rope,
     attention,
+    mrope_cos_sin,
     rope_cos_sin,
 )
 from tpuconv.models.common.recurrence import HybridDecoder, LayerState, exact_einsum
@@ -72,6 +74,29 @@ def written(x_BTD: jax.Array, y_BTD: jax.Array, weights_BTe: jax.Array) -> jax.A
     return x_BTD + (y_BTD[:, :, None] * weights_BTe[..., None]).reshape(x_BTD.shape)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PlacedKeys(IndexKeys):
+    """The keys of an indexer, and the rotary positions of their tokens by time, row and column, in a model that sees.
+    In others the positions are the numbers of the tokens."""
+
+    axes: ClassVar[tuple[str, ...]] = (*IndexKeys.axes, "B S 1")
+
+    at_BS3: jax.Array | None = None
+
+    @classmethod
+    def empty(cls, config: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
+        keys = super().empty(config, shape, dtype)
+        return replace(keys, at_BS3=jnp.zeros((*shape, 3), jnp.int32)) if config.towers else keys
+
+    @staticmethod
+    def places(config: Any, step: Step) -> jax.Array | None:
+        """Returns the rotary positions [B, T, 3] of the tokens of a step; None in a model that does not see."""
+        if not config.towers or step.at is None:
+            return None
+        return jnp.moveaxis(jnp.broadcast_to(step.at, (3, *step.pos_BT.shape)), 0, -1)
+
+
 class MeanBlockIndexer(nnx.Module):
     """Selects for each token the blocks of `indexer_compress_ratio` tokens with the highest scores, `indexer_budget`
     tokens in all, and its own block while that is incomplete. A block's key is the mean of the keys of its tokens, at
@@ -85,7 +110,7 @@ class MeanBlockIndexer(nnx.Module):
         self.q_norm = CenteredRMSNorm("x", sizes, config.rms_norm_eps, dtype=dtype)
         self.k_norm = CenteredRMSNorm("x", sizes, config.rms_norm_eps, dtype=dtype)
 
-    def __call__(self, x_BTD: jax.Array, index: IndexKeys, step: Step, visible_BTS: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, index: PlacedKeys, step: Step, visible_BTS: jax.Array) -> jax.Array:
         """Returns the mask [B, T, S] of the selected tokens among the visible ones.
 
         Args:
@@ -100,16 +125,22 @@ class MeanBlockIndexer(nnx.Module):
         chosen, blocks = config.indexer_budget // rate, visible_BTS.shape[-1] // rate
         if blocks <= chosen:
             return visible_BTS
-        k_BPx = self.block_keys(index.i_BSx, step, blocks, rate).astype(jnp.float32)
+        k_BPx = self.block_keys(index, step, blocks, rate).astype(jnp.float32)
         scores_BTP = nnx.relu(exact_einsum("BTqx,BPx->BTqP", q_BTqx, k_BPx)).sum(axis=2)
         return tokens_of_best_blocks(scores_BTP, chosen, rate, step, visible_BTS)
 
-    def block_keys(self, k_BSx: jax.Array, step: Step, blocks: int, rate: int) -> jax.Array:
+    def block_keys(self, index: PlacedKeys, step: Step, blocks: int, rate: int) -> jax.Array:
         """Returns the keys [B, P, x] of the blocks, made of the keys of all tokens in the order of their positions."""
+        k_BSx = index.i_BSx
         k_BPcx = in_blocks(k_BSx, step, blocks, rate)
         k_BPx = self.k_norm(k_BPcx.astype(jnp.float32).mean(axis=2).astype(k_BSx.dtype))
         first_1P = jnp.arange(0, blocks * rate, rate)[None]
-        cos, sin = rope_cos_sin(self.config.rope, self.config.rope_dim, first_1P)
+        if index.at_BS3 is None:
+            cos, sin = rope_cos_sin(self.config.rope, self.config.rope_dim, first_1P)
+        else:
+            at_BP3 = in_blocks(index.at_BS3, step, blocks, rate)[:, :, 0]
+            at_3BP = jnp.moveaxis(at_BP3, -1, 0)
+            cos, sin = mrope_cos_sin(self.config.rope, self.config.rope_dim, at_3BP, self.config.mrope)
         return apply_rope(k_BPx[:, :, None], (cos.astype(k_BSx.dtype), sin.astype(k_BSx.dtype)))[:, :, 0]
 
 
@@ -124,7 +155,7 @@ class Attention(qwen3_next.Attention):
         kv, index = (None, None) if kv is None else kv
         q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
         kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
-        new = IndexKeys(self.indexer.k(x_BTD))
+        new = PlacedKeys(self.indexer.k(x_BTD), PlacedKeys.places(self.indexer.config, step))
         index = new if index is None else write_slots(index, new, step.slot)
         y_BTNH = attention(q_BTNH, kv, self.indexer(x_BTD, index, step, step.visible(window)))
         return self.o(self.gated(x_BTD, y_BTNH)), (kv, index)
@@ -186,8 +217,8 @@ class Model(HybridDecoder):
         super().__init__(config, dtype=dtype, rngs=rngs, **options)
         self.norm = Mixer(config, dtype=dtype, keys=Keys((rngs or nnx.Rngs(1)).params()))
 
-    def scaled(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the streams [B, T, (e D)] of the first layer, which are copies of the embeddings."""
+    def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
+        """Returns the streams [B, T, (e D)] of the first layer, which are copies of its input."""
         return to_streams(x_BTD, self.config.hc_count)
 
     def layer_inputs(self, ids_BT: jax.Array, x_BTD: jax.Array) -> Sequence[Any] | None:
@@ -197,7 +228,7 @@ class Model(HybridDecoder):
     def cached(self, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Returns the empty cache of a layer; `shape` is [B, S], or [L, B, S] for all layers."""
         if layer not in config.layer_sets["state_layers"]:
-            index = IndexKeys.empty(config, shape, self.embed.embedding.dtype)
+            index = PlacedKeys.empty(config, shape, self.embed.embedding.dtype)
             return KV.empty(config, layer, shape, dtype), index
         state = DeltaState.empty(config, *shape[:-1])
         return (state, NGramState.empty(config, *shape[:-1])) if layer in config.ngram_layers else state

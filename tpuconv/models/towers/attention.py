@@ -1,6 +1,7 @@
 """Attention of towers: of patches to all patches of the same image, frame or window.
 
-Letters: B rows, P patches, S patches as keys, Q queries of a block, N heads, H their width."""
+Letters: B rows, P patches, S patches as keys, Q queries of a block, N heads, K heads of keys and values, H their
+width."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ SCORE_BYTES = 128 << 20
 
 def attend(
     q_BPNH: jax.Array,
-    k_BPNH: jax.Array,
-    v_BPNH: jax.Array,
+    k_BPKH: jax.Array,
+    v_BPKH: jax.Array,
     segment_BP: jax.Array,
     *,
     scale: float | None = None,
@@ -24,13 +25,14 @@ def attend(
     their softmax are in float32.
 
     Args:
-        q_BPNH: queries; `k_BPNH` and `v_BPNH` keys and values.
+        q_BPNH: queries; `k_BPKH` and `v_BPKH` keys and values, of as many heads or fewer.
         segment_BP: numbers of images, frames or windows. Padding has -1: it attends to padding alone, so that its
             values are finite.
         scale: the products of queries and keys are multiplied by it; by default H^-0.5.
         is_key_BP: False for patches that none attends to, though they attend to others (Idefics' padding).
     """
     B, P, N, H = q_BPNH.shape
+    k_BPNH, v_BPNH = (jnp.repeat(each, N // each.shape[2], axis=2) for each in (k_BPKH, v_BPKH))
     factor = H**-0.5 if scale is None else scale
 
     def of_queries(queries: tuple[jax.Array, jax.Array]) -> jax.Array:

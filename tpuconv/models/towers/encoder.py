@@ -1,6 +1,6 @@
 """The base class of encoders of images and sounds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -59,6 +59,11 @@ class FeatureEncoder(nnx.Module):
     def example(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Returns random features of two small images or sounds, to compare with another program."""
         raise NotImplementedError
+
+    def placed(self, prepared: Prepared, runs: Sequence[int]) -> Prepared:
+        """Returns the features with what depends on the text: `runs` are the numbers of placeholders without another
+        token between."""
+        return prepared
 
     def __call__(self, *arrays: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Returns the features [..., O], and those that are added to the outputs of the first layers."""

@@ -97,6 +97,19 @@ def antialiased_taps(h: int, w: int, table_height: int, table_width: int) -> Tap
     return _product(axis, h, w, table_height, table_width)
 
 
+def zero_padded_taps(h: int, w: int, table_height: int, table_width: int) -> Taps:
+    """Returns four taps of bilinear interpolation: patch i of n is at (i + 1/2) G / n - 1/2 of G rows, and rows outside
+    are zeros (Muse)."""
+
+    def axis(size: int, rows: int) -> AxisTaps:
+        place = _centers(size, rows)
+        tap, distance = _neighbours(place, rows, 0, 2)
+        row = np.floor(place).astype(np.int32)[:, None] + np.arange(2, dtype=np.int32)
+        return tap, np.maximum(1 - distance, np.float32(0)) * (row == tap)
+
+    return _product(axis, h, w, table_height, table_width)
+
+
 def nearest_taps(h: int, w: int, table_height: int, table_width: int, *, divides: bool = False) -> Taps:
     """Returns one tap, of weight 1: patch i of n reads the row whose number is the number of limits 1/G, 2/G, ... that
     are at most i / n. Fractions and limits are rounded to float32, and a fraction that is a limit may fall on either

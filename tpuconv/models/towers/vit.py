@@ -18,7 +18,8 @@ CosSin = tuple[jax.Array, jax.Array]
 
 
 class Attention(nnx.Module):
-    """Attention of the patches of one image among each other, x [B, P, D] to [B, P, D].
+    """Attention of the patches of one image among each other, x [B, P, D] to [B, P, D]. Keys and values have K heads if
+    the tower has this letter.
 
     Args:
         config: has the sizes.
@@ -43,7 +44,8 @@ class Attention(nnx.Module):
     ):
         def product(name: str) -> Einsum:
             has_bias = bias if isinstance(bias, bool) else name in bias
-            return Einsum("BPD,DNH->BPNH", config.sizes, bias=has_bias, dtype=dtype, keys=keys)
+            N = "K" if name in "kv" and "K" in config.sizes else "N"
+            return Einsum(f"BPD,D{N}H->BP{N}H", config.sizes, bias=has_bias, dtype=dtype, keys=keys)
 
         self.q, self.k, self.v = map(product, "qkv")
         self.o = Einsum("BPNH,NHD->BPD", config.sizes, bias=out_bias, dtype=dtype, keys=keys)

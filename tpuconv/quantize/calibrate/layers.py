@@ -119,7 +119,7 @@ class LayerRunner:
         self._input_of: Sequence[int] | None = None
 
         def first(ids_BT: jax.Array, model: Any) -> tuple[jax.Array, list[jax.Array]]:
-            x_BTD = model.scaled(model.embed(ids_BT))
+            x_BTD = model.positioned(model.scaled(model.embed(ids_BT)), jnp.zeros_like(ids_BT))
             inputs = model.layer_inputs(ids_BT, x_BTD)
             distinct = {id(each): each for each in inputs or ()}
             self._input_of = None if inputs is None else [list(distinct).index(id(each)) for each in inputs]

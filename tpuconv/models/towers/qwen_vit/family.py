@@ -1,11 +1,11 @@
 """The towers of Qwen-VL and GLM-V: configs and tables."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
-from tpuconv.models.towers.rows import DOWN, OUT_OF_HEADS, UP, layer_norm, rms_norm, with_bias, without_bias
+from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, UP, layer_norm, rms_norm, with_bias, without_bias
 from tpuconv.notation.table import Map, under
 
 QWEN_VIT_MODULES = "tpuconv.models.towers.qwen_vit.modules"
@@ -15,6 +15,12 @@ JOINED_QKV = Map(
     "attn.qkv.weight", ("attn.q.kernel", "attn.k.kernel", "attn.v.kernel"), f"{JOINED} D -> D N H, D N H, D N H"
 )
 PATCH = "D X T p q -> (X T p q) D"
+
+SPLIT_QKV = {
+    "qkv.weight": tuple(Map(f"blocks.{{L}}.attn.{x}.weight", f"layers.{{L}}.attn.{x}.kernel", IN_HEADS) for x in "qkv"),
+    "qkv.bias": tuple(Map(f"blocks.{{L}}.attn.{x}.bias", f"layers.{{L}}.attn.{x}.bias", "(N H) -> N H") for x in "qkv"),
+}
+"""The rows of queries, keys and values that are apart, by the joined tensor that they stand for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,11 +166,8 @@ def _blocks(*rows: Map) -> tuple[Map, ...]:
     return under("blocks.{L}", "layers.{L}", JOINED_QKV, *rows)
 
 
-QWEN3_VIT = Tower(
-    "qwen3_vit",
-    "Qwen3-VL, Qwen3.5, Qwen3-Omni",
-    Qwen3VitConfig,
-    (
+def _qwen3_vit(name: str, models: str, mergers: str, norm: str, up: str, down: str) -> Tower:
+    rows = (
         *with_bias("patch_embed.proj", "patch", PATCH, "D"),
         Map("pos_embed.weight", "positions", "P D"),
         *_blocks(
@@ -176,15 +179,18 @@ QWEN3_VIT = Tower(
             *with_bias("mlp.linear_fc2", "mlp.down", DOWN, "D"),
         ),
         *under(
-            "deepstack_merger_list.{I}",
+            f"{mergers}.{{I}}",
             "deep.{I}",
-            *layer_norm("norm", "norm", "M"),
-            *with_bias("linear_fc1", "up", "W M -> M W", "W"),
-            *with_bias("linear_fc2", "down", "O W -> W O", "O"),
+            *layer_norm(norm, "norm", "M"),
+            *with_bias(up, "up", "W M -> M W", "W"),
+            *with_bias(down, "down", "O W -> W O", "O"),
         ),
-    ),
-    f"{QWEN_VIT_MODULES}:Qwen3Vit",
-)
+    )
+    return Tower(name, models, Qwen3VitConfig, rows, f"{QWEN_VIT_MODULES}:Qwen3Vit")
+
+
+QWEN3_VIT = _qwen3_vit("qwen3_vit", "Qwen3-VL, Qwen3.5", "deepstack_merger_list", "norm", "linear_fc1", "linear_fc2")
+QWEN3_OMNI_VIT = _qwen3_vit("qwen3_omni_vit", "Qwen3-Omni", "merger_list", "ln_q", "mlp.0", "mlp.2")
 
 QWEN25_VIT = Tower(
     "qwen25_vit",
@@ -204,6 +210,16 @@ QWEN25_VIT = Tower(
     ),
     f"{QWEN_VIT_MODULES}:Qwen25Vit",
 )
+
+QWEN25_OMNI_VIT = replace(
+    QWEN25_VIT,
+    name="qwen25_omni_vit",
+    summary="Qwen2.5-Omni",
+    rows=tuple(
+        row for each in QWEN25_VIT.rows for row in (SPLIT_QKV.get(each.hf_names[0].rpartition(".attn.")[2], (each,)))
+    ),
+)
+"""The same with queries, keys and values apart on disk."""
 
 QWEN2_VIT = Tower(
     "qwen2_vit",

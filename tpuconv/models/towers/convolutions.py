@@ -1,0 +1,52 @@
+"""Convolutions of encoders of sounds.
+
+Letters: B sounds, T frames, M mel channels, C channels of the input, E of the output, p and q taps."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common.layers import Keys, normal
+
+
+class StridedConvolution(nnx.Module):
+    """A convolution over the axes between the first and the last: x [B, T, C] to [B, T', E], or [B, T, M, C] to [B, T',
+    M', E]. The kernel is [p, C, E] or [p, q, C, E].
+
+    Args:
+        shape: of the kernel.
+        stride: of all these axes.
+        pad: zeros before and after.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        *,
+        stride: int = 1,
+        pad: int | tuple[int, int] = 1,
+        bias: bool = True,
+        dtype: DTypeLike,
+        keys: Keys,
+    ):
+        self.kernel = nnx.Param(normal(keys(), shape, dtype))
+        self.bias = nnx.Param(jnp.zeros(shape[-1], dtype)) if bias else None
+        self.stride, self.pad = stride, (pad, pad) if isinstance(pad, int) else pad
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        axes, kernel = x.ndim - 2, self.kernel[...]
+        letters = "TM"[:axes]
+        names = (f"B{letters}C", f"{letters}CE", f"B{letters}C")
+        y = jax.lax.conv_general_dilated(
+            x, kernel, (self.stride,) * axes, [self.pad] * axes, dimension_numbers=_numbers(names)
+        )
+        return y if self.bias is None else y + self.bias[...]
+
+
+def _numbers(names: tuple[str, str, str]) -> jax.lax.ConvDimensionNumbers:
+    """Returns the order of axes as jax has it: B and C of the arrays are N and C there, C and E of the kernel I and
+    O."""
+    x, kernel, y = (name.replace("T", "H").replace("M", "W") for name in names)
+    x, y = x.replace("B", "N"), y.replace("B", "N")
+    return x, kernel.replace("C", "I").replace("E", "O"), y  # type: ignore[return-value]

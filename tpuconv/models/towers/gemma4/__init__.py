@@ -1,0 +1,1 @@
+"""The encoders of Gemma 4, and of its variant without encoders."""

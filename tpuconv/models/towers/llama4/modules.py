@@ -1,0 +1,93 @@
+"""The vision encoder of Llama 4. Each tile of an image is by itself."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.errors import UsageError
+from tpuconv.models.common.beside import PartConfig
+from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, apply_rope_to_neighbours, gelu, normal
+from tpuconv.models.common.seen import Prepared
+from tpuconv.models.towers.angles import cos_sin, from_one
+from tpuconv.models.towers.encoder import FeatureEncoder, given, padded, patches_of
+from tpuconv.models.towers.places import raster
+from tpuconv.models.towers.vit import MLP, Attention, Block
+
+
+class ShuffleAdapter(nnx.Module):
+    """Two matrices with GELU behind each, [B, P, M] to [B, P, W]."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        self.up = Einsum("BPM,MX->BPX", config.sizes, dtype=dtype, keys=keys)
+        self.down = Einsum("BPX,XW->BPW", config.sizes, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BPM: jax.Array) -> jax.Array:
+        return gelu(self.down(gelu(self.up(x_BPM))))
+
+
+class Llama4Matrix(nnx.Module):
+    """One matrix, [B, P, W] to [B, P, O]."""
+
+    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
+        self.matrix = Einsum("BPW,WO->BPO", config.sizes, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BPW: jax.Array) -> jax.Array:
+        return self.matrix(x_BPW)
+
+
+class Llama4Vit(FeatureEncoder):
+    """Tiles [B, 3, Y, X] of one size to features [B, P / s^2, O]. The class token is the last one of a tile."""
+
+    config: Any
+
+    def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
+        sizes = config.sizes
+
+        def norm() -> LayerNorm:
+            return LayerNorm("D", sizes, 1e-5, dtype=dtype)
+
+        self.patch = Einsum("BPC,CD->BPD", sizes, dtype=dtype, keys=keys)
+        self.class_token = nnx.Param(normal(keys(), (sizes["D"],), dtype))
+        self.positions = nnx.Param(normal(keys(), (sizes["P"], sizes["D"]), dtype))
+        self.norm_before, self.norm = norm(), norm()
+        self.layers = nnx.List(
+            [
+                Block(
+                    config,
+                    norm,
+                    Attention(config, rotate=apply_rope_to_neighbours, dtype=dtype, keys=keys),
+                    MLP(config, gelu, dtype=dtype, keys=keys),
+                    dtype=dtype,
+                )
+                for _ in range(sizes["L"])
+            ]
+        )
+        self.adapter = ShuffleAdapter(config, dtype=dtype, keys=keys)
+
+    def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
+        pixels_BCYX, side = given(features, "pixel_values", 4), self.config.image_size
+        if pixels_BCYX.shape[2:] != (side, side):
+            raise UsageError(f"pixel_values has tiles of {pixels_BCYX.shape[2:]}, the model {side} x {side}")
+        tiles, tokens = len(pixels_BCYX), (self.config.side // self.config.merge) ** 2
+        count = 1 << (tiles - 1).bit_length()
+        return Prepared((padded(pixels_BCYX, count),), np.arange(tiles * tokens), [tokens] * tiles)
+
+    def __call__(self, pixels_BCYX: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        side, s, dtype = self.config.side, self.config.merge, self.positions[...].dtype
+        x_BPD = self.patch(patches_of(pixels_BCYX.astype(dtype), self.config.patch_size))
+        B, _, D = x_BPD.shape
+        class_B1D = jnp.broadcast_to(self.class_token[...], (B, 1, D))
+        x_BPD = self.norm_before(jnp.concatenate([x_BPD, class_B1D], axis=1) + self.positions[...])
+        at_P2 = np.append(raster(side, side), [[-1, -1]], axis=0)
+        turns = cos_sin(from_one(at_P2[None], self.config.sizes["H"], self.config.rope_theta))
+        segment_BP = jnp.zeros(x_BPD.shape[:2], jnp.int32)
+        for layer in self.layers:
+            x_BPD = layer(x_BPD, segment_BP, turns)
+        x_BPD = self.norm(x_BPD)[:, :-1]
+        blocks = x_BPD.reshape(B, side // s, s, side // s, s, D).swapaxes(2, 3).reshape(B, -1, s * s * D)
+        return self.projector(self.adapter(blocks)), ()

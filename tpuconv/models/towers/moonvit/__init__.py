@@ -1,0 +1,1 @@
+"""MoonViT (arXiv:2504.07491) and the vision encoder of Muse."""

@@ -1,0 +1,1 @@
+"""The audio encoder of Muse Spark."""

@@ -1,0 +1,1 @@
+"""The audio encoders of Qwen-Omni and Qwen3-ASR."""
