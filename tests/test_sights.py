@@ -35,7 +35,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def folders(name: str) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp(name)
-        made(name).model.save_pretrained(folder / "src")
+        made(name).save(folder / "src")
         api.convert(folder / "src", folder / "out")
         return folder / "src", folder / "out"
 

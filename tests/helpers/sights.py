@@ -5,6 +5,7 @@ A module of this folder whose name begins with `sights_` adds cases: each is a f
 decorator `sight`.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
+
+from helpers.checkpoints import read_tensors
 
 IMAGE, SOUND, START, END = 96, 95, 93, 94
 """Ids of the placeholders, and of what stands around them. The vocabulary has 97 tokens."""
@@ -44,6 +48,7 @@ class Sight:
         later: ids of further tokens of each text, for the cache.
         parts: of the checkpoint.
         tolerance: of logits, by their largest value.
+        released: patterns in the names that transformers writes, and what releases have in their place.
     """
 
     model: Any
@@ -53,6 +58,7 @@ class Sight:
     later: Sequence[Sequence[int]] = ((4, 8), (9, 11))
     parts: Sequence[str] = ("vision",)
     tolerance: float = 1e-5
+    released: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ids_BT(self) -> np.ndarray:
@@ -63,6 +69,15 @@ class Sight:
     def mask_BT(self) -> np.ndarray:
         longest = max(map(len, self.rows))
         return np.array([[False] * (longest - len(row)) + [True] * len(row) for row in self.rows])
+
+    def save(self, folder: Path) -> None:
+        """Writes the model with the names of releases."""
+        self.model.save_pretrained(folder)
+        if self.released:
+            tensors = read_tensors(folder)
+            for pattern, name in self.released.items():
+                tensors = {re.sub(pattern, name, old): tensor for old, tensor in tensors.items()}
+            save_file(tensors, folder / "model.safetensors")
 
     def reference(self, ids_BT: np.ndarray, mask_BT: np.ndarray, features: Mapping[str, np.ndarray]) -> np.ndarray:
         """The logits [B, T, V] of transformers."""

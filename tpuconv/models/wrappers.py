@@ -14,9 +14,24 @@ from typing import Any
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
+from tpuconv.models.common.beside import Modality
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.wrapper import BRINGS, HEARS, LLAVA, SEES, WrapperConfig, inside
 from tpuconv.models.registry import Family, family_of_type
+from tpuconv.models.towers.modalities import (
+    DEEPSEEK_VL_VISION,
+    IDEFICS2_VISION,
+    IDEFICS3_VISION,
+    INTERNVL_VISION,
+    LFM2_VISION,
+    LIGHTON_VISION,
+    LLAVA_NEXT_VIDEO_VISION,
+    LLAVA_NEXT_VISION,
+    LLAVA_VISION,
+    ONEVISION_VISION,
+    QIANFAN_VISION,
+    VIP_LLAVA_VISION,
+)
 
 IN_CAUSAL_MODEL, IN_MODEL, IN_IDEFICS = "language_model.model.", "model.language_model.", "model.text_model."
 """Prefixes of the text model: of a causal model inside another, as until transformers 4.51; of a part of the model; and
@@ -59,6 +74,7 @@ class Wrapper:
         released_as: `model_type` and architecture of config.json in releases with code of their own, if these differ.
         keys: keys beside `text_config` that are for what is outside alone.
         tied: `tie_word_embeddings` where neither a key nor the tensors say it.
+        modalities: how it sees and hears, if the whole is converted.
     """
 
     model_type: str
@@ -73,6 +89,7 @@ class Wrapper:
     released_as: tuple[str, str] | None = None
     keys: tuple[str, ...] = ()
     tied: bool = False
+    modalities: tuple[Modality, ...] = ()
     end: str = "ForConditionalGeneration"
 
     @property
@@ -99,6 +116,7 @@ WRAPPER_ROWS = (
         ("llama", "mistral", "qwen2"),
         LLAVA,
         prefix=IN_CAUSAL_MODEL,
+        modalities=LLAVA_VISION,
     ),
     Wrapper(
         "llava_next",
@@ -108,6 +126,7 @@ WRAPPER_ROWS = (
         LLAVA,
         tensors={"image_newline": BRINGS},
         prefix=IN_CAUSAL_MODEL,
+        modalities=LLAVA_NEXT_VISION,
     ),
     Wrapper(
         "llava_next_video",
@@ -118,6 +137,7 @@ WRAPPER_ROWS = (
         tensors={"image_newline": BRINGS},
         prefix=IN_CAUSAL_MODEL,
         keys=("spatial_pool_mode", "spatial_pool_stride"),
+        modalities=LLAVA_NEXT_VIDEO_VISION,
     ),
     Wrapper(
         "llava_onevision",
@@ -127,6 +147,7 @@ WRAPPER_ROWS = (
         LLAVA,
         tensors={"image_newline": BRINGS},
         prefix=IN_CAUSAL_MODEL,
+        modalities=ONEVISION_VISION,
     ),
     Wrapper(
         "video_llava",
@@ -136,7 +157,9 @@ WRAPPER_ROWS = (
         {"image_tower": SEES, "video_tower": SEES, "multi_modal_projector": BRINGS},
         prefix=IN_CAUSAL_MODEL,
     ),
-    Wrapper("vipllava", "VipLlava", "ViP-LLaVA", ("llama",), LLAVA, prefix=IN_CAUSAL_MODEL),
+    Wrapper(
+        "vipllava", "VipLlava", "ViP-LLaVA", ("llama",), LLAVA, prefix=IN_CAUSAL_MODEL, modalities=VIP_LLAVA_VISION
+    ),
     Wrapper(
         "internvl",
         "InternVL",
@@ -146,6 +169,7 @@ WRAPPER_ROWS = (
         prefix=IN_CAUSAL_MODEL,
         keys=("downsample_ratio",),
         tied=True,
+        modalities=(INTERNVL_VISION,),
     ),
     Wrapper(
         "qianfan_ocr",
@@ -155,9 +179,19 @@ WRAPPER_ROWS = (
         INTERNVL_HUB,
         prefix=IN_CAUSAL_MODEL,
         keys=("downsample_ratio",),
+        modalities=(QIANFAN_VISION,),
     ),
     Wrapper("got_ocr2", "GotOcr2", "GOT-OCR 2.0", ("qwen2",), LLAVA, prefix=IN_CAUSAL_MODEL, tied=True),
-    Wrapper("lfm2_vl", "Lfm2Vl", "LFM2-VL", ("lfm2", "lfm2_moe"), LLAVA, keys=LFM2_VL_KEYS, tied=True),
+    Wrapper(
+        "lfm2_vl",
+        "Lfm2Vl",
+        "LFM2-VL",
+        ("lfm2", "lfm2_moe"),
+        LLAVA,
+        keys=LFM2_VL_KEYS,
+        tied=True,
+        modalities=(LFM2_VISION,),
+    ),
     Wrapper("lfm3_vl", "Lfm3Vl", "LFM3-VL", ("lfm3",), LLAVA, tied=True),
     Wrapper(
         "perception_lm",
@@ -186,6 +220,7 @@ WRAPPER_ROWS = (
         prefix=IN_IDEFICS,
         head="lm_head.",
         keys=("perceiver_config",),
+        modalities=(IDEFICS2_VISION,),
     ),
     Wrapper(
         "idefics3",
@@ -196,6 +231,7 @@ WRAPPER_ROWS = (
         prefix=IN_IDEFICS,
         head="lm_head.",
         keys=("scale_factor",),
+        modalities=(IDEFICS3_VISION,),
     ),
     Wrapper(
         "smolvlm",
@@ -206,8 +242,11 @@ WRAPPER_ROWS = (
         prefix=IN_IDEFICS,
         head="lm_head.",
         keys=("scale_factor",),
+        modalities=(IDEFICS3_VISION,),
     ),
-    Wrapper("deepseek_vl", "DeepseekVL", "DeepSeek-VL", ("llama",), DEEPSEEK_VL, tied=True),
+    Wrapper(
+        "deepseek_vl", "DeepseekVL", "DeepSeek-VL", ("llama",), DEEPSEEK_VL, tied=True, modalities=(DEEPSEEK_VL_VISION,)
+    ),
     Wrapper(
         "deepseek_vl_hybrid",
         "DeepseekVLHybrid",
@@ -241,6 +280,7 @@ WRAPPER_ROWS = (
         ("qwen3",),
         {"vision_encoder": SEES, "vision_projection": BRINGS},
         tied=True,
+        modalities=(LIGHTON_VISION,),
     ),
     Wrapper("video_llama_3", "VideoLlama3", "VideoLLaMA 3", ("qwen2",), {"vision_model": SEES, "projector": BRINGS}),
     Wrapper("minicpm_ocr", "MiniCPMOcr", "MiniCPM-OCR", ("qwen3_5_text",), MINICPM_V, keys=MINICPM_V_KEYS, tied=True),
@@ -352,6 +392,7 @@ def wrapped(model_type: str, text_type: str) -> Family:
         architectures={wrapper.architecture: model_type, **released},
         text_types=(text_type,),
         text=text.name,
+        modalities=wrapper.modalities,
     )
 
 

@@ -4,6 +4,20 @@ disk."""
 from dataclasses import replace
 
 from tpuconv.models.common.beside import VISION, Modality
+from tpuconv.models.towers.clip.family import CLIP
+from tpuconv.models.towers.intern_vit.family import INTERN_VIT, RELEASED_INTERN_VIT, RELEASED_SHUFFLED, SHUFFLED
+from tpuconv.models.towers.llava.family import (
+    ALIGNER,
+    LIGHTON_MATRICES,
+    LLAVA_MATRICES,
+    MERGING_MATRICES,
+    ONEVISION_MATRICES,
+    RELEASED_MERGING_MATRICES,
+    TILED_MATRICES,
+    VIP_LLAVA_MATRICES,
+)
+from tpuconv.models.towers.navit.family import JOINED_MATRIX, LEARNED_QUERIES, NAVIT, OLDER_NAVIT, PERCEIVER
+from tpuconv.models.towers.pixtral.family import PIXTRAL, RELEASED_PIXTRAL
 from tpuconv.models.towers.projectors import POOLED
 from tpuconv.models.towers.qwen_vit.family import (
     GLM_MERGER,
@@ -16,6 +30,7 @@ from tpuconv.models.towers.qwen_vit.family import (
     RMS_MERGER,
 )
 from tpuconv.models.towers.siglip.family import SIGLIP
+from tpuconv.models.towers.siglip2.family import BLOCK_MATRICES, SIGLIP2
 
 GEMMA3_VISION = Modality(
     VISION,
@@ -57,3 +72,151 @@ QWEN2_VISION = replace(QWEN25_VISION, tower=QWEN2_VIT, projector=OLDER_MERGER)
 
 GLM_VISION = replace(QWEN3_VISION, tower=GLM_VIT, projector=GLM_MERGER, placeholder_id=151343)
 """GLM-4V."""
+
+_LLAVA_CLIP = Modality(
+    VISION,
+    CLIP,
+    LLAVA_MATRICES,
+    prefix="vision_tower.vision_model.",
+    projector_prefix="multi_modal_projector.",
+    replaces=("vision_tower", "multi_modal_projector"),
+    placeholder_id=32000,
+    other_prefixes=("vision_tower.",),
+    tower_types=("clip_vision_model",),
+)
+_LLAVA_SIGLIP = replace(_LLAVA_CLIP, tower=SIGLIP, tower_types=("siglip_vision_model",))
+
+LLAVA_VISION = (
+    _LLAVA_CLIP,
+    _LLAVA_SIGLIP,
+    replace(_LLAVA_CLIP, tower=PIXTRAL, tower_types=("pixtral",), prefix="vision_tower.", other_prefixes=()),
+)
+"""LLaVA, whose releases have one of several towers."""
+
+VIP_LLAVA_VISION = (replace(_LLAVA_CLIP, projector=VIP_LLAVA_MATRICES),)
+"""ViP-LLaVA."""
+
+_WITH_NEWLINE = {"projector_prefix": "", "replaces": (*_LLAVA_CLIP.replaces, "image_newline")}
+
+LLAVA_NEXT_VISION = tuple(
+    replace(each, projector=TILED_MATRICES, **_WITH_NEWLINE) for each in (_LLAVA_CLIP, _LLAVA_SIGLIP)
+)
+"""LLaVA-NeXT."""
+
+LLAVA_NEXT_VIDEO_VISION = tuple(replace(each, placeholder_id=32001) for each in LLAVA_NEXT_VISION)
+"""The images of LLaVA-NeXT-Video."""
+
+ONEVISION_VISION = tuple(
+    replace(each, projector=ONEVISION_MATRICES, placeholder_id=151646, **_WITH_NEWLINE)
+    for each in (_LLAVA_SIGLIP, _LLAVA_CLIP)
+)
+"""LLaVA-OneVision."""
+
+MISTRAL3_VISION = Modality(
+    VISION,
+    PIXTRAL,
+    MERGING_MATRICES,
+    prefix="vision_tower.",
+    projector_prefix="multi_modal_projector.",
+    replaces=("vision_tower", "multi_modal_projector"),
+    placeholder_id=10,
+    tower_types=("pixtral",),
+)
+"""Mistral Small 3.1 and later."""
+
+MISTRAL_LARGE4_VISION = replace(
+    MISTRAL3_VISION,
+    tower=RELEASED_PIXTRAL,
+    projector=RELEASED_MERGING_MATRICES,
+    prefix="vision_encoder.",
+    projector_prefix="",
+    replaces=("vision_encoder", "pre_mm_projector_norm", "patch_merger", "vision_language_adapter"),
+)
+"""Mistral Large 4."""
+
+LIGHTON_VISION = replace(
+    MISTRAL3_VISION,
+    projector=LIGHTON_MATRICES,
+    prefix="model.vision_encoder.",
+    projector_prefix="model.vision_projection.",
+    replaces=("vision_encoder", "vision_projection"),
+    placeholder_id=151655,
+)
+"""LightOnOCR."""
+
+INTERNVL_VISION = Modality(
+    VISION,
+    INTERN_VIT,
+    SHUFFLED,
+    prefix="vision_tower.",
+    projector_prefix="multi_modal_projector.",
+    replaces=("vision_tower", "multi_modal_projector"),
+    placeholder_id=151667,
+    tower_types=("internvl_vision",),
+)
+"""InternVL in the form of transformers."""
+
+QIANFAN_VISION = replace(
+    INTERNVL_VISION,
+    tower=RELEASED_INTERN_VIT,
+    projector=RELEASED_SHUFFLED,
+    prefix="vision_model.",
+    projector_prefix="mlp1.",
+    replaces=("vision_model", "mlp1"),
+    defaults={"attention_bias": True},
+    tower_types=("qianfan_ocr_vision",),
+)
+"""Qianfan-OCR."""
+
+IDEFICS3_VISION = Modality(
+    VISION,
+    NAVIT,
+    JOINED_MATRIX,
+    prefix="model.vision_model.",
+    projector_prefix="model.connector.",
+    replaces=("vision_model", "connector"),
+    placeholder_id=128257,
+)
+"""Idefics 3 and SmolVLM."""
+
+IDEFICS2_VISION = replace(IDEFICS3_VISION, tower=OLDER_NAVIT, projector=PERCEIVER, placeholder_id=32001)
+"""Idefics 2."""
+
+ARIA_VISION = Modality(
+    VISION,
+    NAVIT,
+    LEARNED_QUERIES,
+    prefix="vision_tower.",
+    projector_prefix="multi_modal_projector.",
+    replaces=("vision_tower", "multi_modal_projector"),
+    placeholder_id=9,
+    other_prefixes=("vision_tower.vision_model.",),
+    tower_types=("idefics3_vision", "idefics3_vision_model", "aria_vision_model"),
+)
+"""Aria."""
+
+DEEPSEEK_VL_VISION = Modality(
+    VISION,
+    SIGLIP,
+    ALIGNER,
+    prefix="model.vision_model.",
+    projector_prefix="model.aligner.",
+    replaces=("vision_model", "aligner"),
+    placeholder_id=100015,
+    other_prefixes=("model.vision_model.vision_model.",),
+    tower_types=("siglip_vision_model",),
+)
+"""DeepSeek-VL."""
+
+LFM2_VISION = Modality(
+    VISION,
+    SIGLIP2,
+    BLOCK_MATRICES,
+    prefix="model.vision_tower.vision_model.",
+    projector_prefix="model.multi_modal_projector.",
+    replaces=("vision_tower", "multi_modal_projector"),
+    placeholder_id=396,
+    other_prefixes=("model.vision_tower.",),
+    tower_types=("siglip2_vision_model",),
+)
+"""LFM2-VL."""

@@ -64,6 +64,17 @@ def bilinear_taps(h: int, w: int, table_height: int, table_width: int) -> Taps:
     return _product(axis, h, w, table_height, table_width)
 
 
+def bilinear_taps_of_centers(h: int, w: int, table_height: int, table_width: int) -> Taps:
+    """Returns four taps of bilinear interpolation: place i of n is at (i + 1/2) G / n - 1/2 of G rows, and rows outside
+    are the ones at the border (LLaVA-OneVision)."""
+
+    def axis(size: int, rows: int) -> AxisTaps:
+        tap, distance = _neighbours(np.maximum(_centers(size, rows), np.float32(0)), rows, 0, 2)
+        return tap, np.maximum(1 - distance, np.float32(0))
+
+    return _product(axis, h, w, table_height, table_width)
+
+
 def bicubic_taps(h: int, w: int, table_height: int, table_width: int) -> Taps:
     """Returns 16 taps of bicubic interpolation with a = -0.75 (doi:10.1109/TASSP.1981.1163711): patch i of n is at
     (i + 1/2) G / n - 1/2 of G rows, and rows outside are the ones at the border (MoonViT, GLM-4V; CLIP and SigLIP for

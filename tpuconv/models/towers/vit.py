@@ -50,13 +50,15 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = (None, None) if norm is None else (norm(), norm())
         self.rotate, self.scale = rotate, scale
 
-    def __call__(self, x_BPD: jax.Array, segment_BP: jax.Array, angles: Any = None) -> jax.Array:
+    def __call__(
+        self, x_BPD: jax.Array, segment_BP: jax.Array, angles: Any = None, is_key_BP: jax.Array | None = None
+    ) -> jax.Array:
         q_BPNH, k_BPNH, v_BPNH = self.q(x_BPD), self.k(x_BPD), self.v(x_BPD)
         if self.q_norm is not None and self.k_norm is not None:
             q_BPNH, k_BPNH = self.q_norm(q_BPNH), self.k_norm(k_BPNH)
         if self.rotate is not None:
             q_BPNH, k_BPNH = self.rotate(q_BPNH, angles), self.rotate(k_BPNH, angles)
-        return self.o(attend(q_BPNH, k_BPNH, v_BPNH, segment_BP, scale=self.scale))
+        return self.o(attend(q_BPNH, k_BPNH, v_BPNH, segment_BP, scale=self.scale, is_key_BP=is_key_BP))
 
 
 class MLP(nnx.Module):
@@ -102,8 +104,10 @@ class Block(nnx.Module):
             nnx.Param(ones(jax.random.key(0), (config.axes["D"],), dtype)) if scaled else None for _ in range(2)
         )
 
-    def __call__(self, x_BPD: jax.Array, segment_BP: jax.Array, angles: Any = None) -> jax.Array:
-        y_BPD = self.attn(self.attn_norm(x_BPD), segment_BP, angles)
+    def __call__(
+        self, x_BPD: jax.Array, segment_BP: jax.Array, angles: Any = None, is_key_BP: jax.Array | None = None
+    ) -> jax.Array:
+        y_BPD = self.attn(self.attn_norm(x_BPD), segment_BP, angles, is_key_BP)
         x_BPD = x_BPD + (y_BPD if self.attn_scale is None else y_BPD * self.attn_scale[...])
         y_BPD = self.mlp(self.mlp_norm(x_BPD))
         return x_BPD + (y_BPD if self.mlp_scale is None else y_BPD * self.mlp_scale[...])
