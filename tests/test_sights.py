@@ -1,6 +1,7 @@
 """Multimodal models whole, against transformers: logits of texts with images or sounds, several in a row, padded on the
 left, then with a cache; the way back to safetensors."""
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,9 @@ def test_every_tensor_comes_back(name, whole, tmp_path):
     assert list(read_manifest(out).parts) == list(made(name).parts)
     api.export(out, tmp_path / "back")
     source, back = read_tensors(src), read_tensors(tmp_path / "back")
-    assert source.keys() == back.keys()
-    assert all(np.array_equal(source[each], back[each]) for each in source)
+    expected = {each for each in source if not re.search(made(name).derived, each)}
+    assert back.keys() == expected
+    assert all(np.array_equal(source[each], back[each]) for each in expected)
 
 
 @EACH

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from helpers.checkpoints import read_tensors
+from helpers.families import CASES, SIZES
 
 IMAGE, SOUND, START, END = 96, 95, 93, 94
 """Ids of the placeholders, and of what stands around them. The vocabulary has 97 tokens."""
@@ -48,6 +49,7 @@ class Sight:
         later: ids of further tokens of each text, for the cache.
         parts: of the checkpoint.
         tolerance: of logits, by their largest value.
+        derived: pattern of tensors that follow from config.json and do not come back.
         released: patterns in the names that transformers writes, and what releases have in their place.
     """
 
@@ -58,6 +60,7 @@ class Sight:
     later: Sequence[Sequence[int]] = ((4, 8), (9, 11))
     parts: Sequence[str] = ("vision",)
     tolerance: float = 1e-5
+    derived: str = "nothing"
     released: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -273,6 +276,11 @@ def glm4v_moe() -> Sight:
     text = wide(2, 1, 1, **experts)
     config = Glm4vMoeConfig(text_config=text, vision_config={**QWEN_VISION, "image_size": 24}, **QWEN_TOKENS)
     return qwen(Glm4vMoeForConditionalGeneration, config)
+
+
+def text_of(family: str) -> dict[str, Any]:
+    """The keys of the text model in the first case of a family."""
+    return {**SIZES, **next(case.config for case in CASES if case.family == family)}
 
 
 LINEAR = {

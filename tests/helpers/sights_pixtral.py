@@ -1,11 +1,12 @@
 """Towers for images of any size as one sequence: Pixtral. Towers with a class token whose patches are joined:
 InternViT."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from helpers.sights import IMAGE, TEXT, Sight, noise, sight, tiny
+from helpers.sights import IMAGE, TEXT, Sight, noise, sight, text_of, tiny
 from helpers.sights_llava import PIXTRAL_VISION, with_images
 
 SIZES = np.array([[16, 24], [24, 8], [8, 16]])
@@ -51,6 +52,40 @@ def lighton_ocr() -> Sight:
         text_config={**TEXT, "model_type": "qwen3"}, vision_config=PIXTRAL_VISION, image_token_id=IMAGE
     )
     return of_any_size(LightOnOcrForConditionalGeneration, config)
+
+
+@sight
+def mistral4() -> Sight:
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    text = {
+        **{key: value for key, value in TEXT.items() if key != "head_dim"},
+        "model_type": "mistral4",
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 1,
+    }
+    config = Mistral3Config(text_config=text, vision_config=PIXTRAL_VISION, image_token_index=IMAGE)
+    return of_any_size(Mistral3ForConditionalGeneration, config)
+
+
+@sight
+def mistral_large4() -> Sight:
+    from transformers import MistralLarge4Config, MistralLarge4ForConditionalGeneration
+
+    text = {**text_of("mistral_large4"), "vocab_size": 97}
+    config = MistralLarge4Config(text_config=text, vision_config=PIXTRAL_VISION, image_token_index=IMAGE)
+    case = of_any_size(MistralLarge4ForConditionalGeneration, config)
+    # the reference counts padding in the positions that scale attention
+    return replace(case, rows=[case.rows[0], [*case.rows[1], *range(10, 18)]])
 
 
 INTERN_VISION = {

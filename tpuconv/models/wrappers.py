@@ -1,5 +1,6 @@
-"""Multimodal models around the text model of a family, which alone is converted: the table of these wrappers. The
-family of a text model of the type `qwen2` in the wrapper `llava` is named `llava.qwen2`.
+"""Multimodal models around the text model of a family: the table of these wrappers. The family of a text model of the
+type `qwen2` in the wrapper `llava` is named `llava.qwen2`. Rows without modalities convert the text model alone.
+One file because it is one table.
 
 A text model that exists in one multimodal model alone, or is changed by it, is a family of its own, declared by
 `wrapper` (`models/lineages/gemma.py`).
@@ -19,7 +20,10 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.wrapper import BRINGS, HEARS, LLAVA, SEES, WrapperConfig, inside
 from tpuconv.models.registry import Family, family_of_type
 from tpuconv.models.towers.modalities import (
+    COMPASS_VISION,
     DEEPSEEK_VL_VISION,
+    EXAONE_VISION,
+    HYPERCLOVA_VISION,
     IDEFICS2_VISION,
     IDEFICS3_VISION,
     INTERNVL_VISION,
@@ -28,8 +32,10 @@ from tpuconv.models.towers.modalities import (
     LLAVA_NEXT_VIDEO_VISION,
     LLAVA_NEXT_VISION,
     LLAVA_VISION,
+    MINICPM_VISION,
     ONEVISION_VISION,
     QIANFAN_VISION,
+    VIDEO_LLAMA3_VISION,
     VIP_LLAVA_VISION,
 )
 
@@ -272,7 +278,14 @@ WRAPPER_ROWS = (
         keys=("vq_config",),
         tied=True,
     ),
-    Wrapper("exaone4_5", "Exaone4_5_", "EXAONE 4.5", ("exaone4",), {"visual": SEES, "mtp": "predicts further tokens"}),
+    Wrapper(
+        "exaone4_5",
+        "Exaone4_5_",
+        "EXAONE 4.5",
+        ("exaone4",),
+        {"visual": SEES, "mtp": "predicts further tokens"},
+        modalities=(EXAONE_VISION,),
+    ),
     Wrapper(
         "lighton_ocr",
         "LightOnOcr",
@@ -282,9 +295,33 @@ WRAPPER_ROWS = (
         tied=True,
         modalities=(LIGHTON_VISION,),
     ),
-    Wrapper("video_llama_3", "VideoLlama3", "VideoLLaMA 3", ("qwen2",), {"vision_model": SEES, "projector": BRINGS}),
-    Wrapper("minicpm_ocr", "MiniCPMOcr", "MiniCPM-OCR", ("qwen3_5_text",), MINICPM_V, keys=MINICPM_V_KEYS, tied=True),
-    Wrapper("minicpmv4_6", "MiniCPMV4_6", "MiniCPM-V 4.6", ("qwen3_5_text",), MINICPM_V, keys=MINICPM_V_KEYS),
+    Wrapper(
+        "video_llama_3",
+        "VideoLlama3",
+        "VideoLLaMA 3",
+        ("qwen2",),
+        {"vision_model": SEES, "projector": BRINGS},
+        modalities=(VIDEO_LLAMA3_VISION,),
+    ),
+    Wrapper(
+        "minicpm_ocr",
+        "MiniCPMOcr",
+        "MiniCPM-OCR",
+        ("qwen3_5_text",),
+        MINICPM_V,
+        keys=MINICPM_V_KEYS,
+        tied=True,
+        modalities=(MINICPM_VISION,),
+    ),
+    Wrapper(
+        "minicpmv4_6",
+        "MiniCPMV4_6",
+        "MiniCPM-V 4.6",
+        ("qwen3_5_text",),
+        MINICPM_V,
+        keys=MINICPM_V_KEYS,
+        modalities=(MINICPM_VISION,),
+    ),
     Wrapper(
         "minicpmv4_7",
         "MiniCPMV4_7",
@@ -302,8 +339,16 @@ WRAPPER_ROWS = (
         head="model.language_model.lm_head.",
         released_as=("vlm", "HCXVisionV2ForCausalLM"),
         tied=True,
+        modalities=(HYPERCLOVA_VISION,),
     ),
-    Wrapper("cohere_compass", "CohereCompass", "North Micro Vision", ("cohere_compass_text",), {"visual": SEES}),
+    Wrapper(
+        "cohere_compass",
+        "CohereCompass",
+        "North Micro Vision",
+        ("cohere_compass_text",),
+        {"visual": SEES},
+        modalities=(COMPASS_VISION,),
+    ),
     Wrapper(
         "nemotron_h_omni",
         "NemotronH_Omni_Reasoning_V3",

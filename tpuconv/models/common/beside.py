@@ -171,6 +171,7 @@ class Modality:
         defaults: keys of the tower's config that have other defaults in this family.
         tower_types: the values of `model_type` in the tower's config that mean this tower, in a family that has a
             choice of towers.
+        unused: patterns of tensors in releases below `prefix` that the reference does not read either.
     """
 
     part: str
@@ -185,6 +186,7 @@ class Modality:
     other_prefixes: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     tower_types: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def read(self, outer: Mapping[str, Any], text: Any) -> "PartConfig":
         """Returns the config of this part.
@@ -219,11 +221,11 @@ class Modality:
     @property
     def aliases(self) -> dict[str, str]:
         """Templates of names in other releases, and of names in `rows`."""
+        names = [name for row in self.rows for name in row.hf_names if name.startswith(self.prefix)]
         return {
-            template(other + name): template(self.prefix + name)
+            template(other + name.removeprefix(self.prefix)): template(name)
             for other in self.other_prefixes
-            for row in self.tower.rows
-            for name in row.hf_names
+            for name in names
         }
 
     def has_some(self, tensors: Collection[str]) -> bool:
@@ -239,7 +241,8 @@ class Modality:
             for pattern, why in table.ignore.items()
             if not any(pattern == front or pattern.startswith(f"{front}.") for front in fronts)
         }
-        return replace(table, rows=(*table.rows, *self.rows), ignore=kept)
+        unused = {f"{self.prefix}{pattern}": "the reference does not read it either" for pattern in self.unused}
+        return replace(table, rows=(*table.rows, *self.rows), ignore={**kept, **unused})
 
 
 def modality_of(modalities: Sequence[Modality], part: str, outer: Mapping[str, Any]) -> Modality:

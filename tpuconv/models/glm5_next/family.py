@@ -13,6 +13,7 @@ from tpuconv.models.deepseek_v4.family import streams
 from tpuconv.models.glm_moe_dsa import family as glm_moe_dsa
 from tpuconv.models.kimi_linear.family import KDA_BESIDE_RATES, LINEAR_KEYS
 from tpuconv.models.registry import family
+from tpuconv.models.towers.modalities import GLM5_VISION
 from tpuconv.notation.table import Map, under
 
 GLM_LINEAR, GLM_INDEXED = "linear_attention", "indexed_attention"
@@ -166,4 +167,4 @@ TABLE = inside(
     {"visual": SEES},
 )
 
-FAMILY = family(Config, TABLE, "GLM-5.3-Flash, text", "Glm5NextForConditionalGeneration")
+FAMILY = family(Config, TABLE, "GLM-5.3-Flash, text", "Glm5NextForConditionalGeneration", modalities=(GLM5_VISION,))

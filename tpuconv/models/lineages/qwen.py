@@ -25,7 +25,7 @@ from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.lineages.llama import ARCEE
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
-from tpuconv.models.towers.modalities import QWEN2_VISION, QWEN3_VISION, QWEN25_VISION
+from tpuconv.models.towers.modalities import COSMOS3_VISION, QWEN2_VISION, QWEN3_VISION, QWEN25_VISION
 from tpuconv.notation.spelling import aliases
 from tpuconv.notation.table import Map, MappingTable, under
 
@@ -352,6 +352,7 @@ COSMOS3_OMNI = wrapper(
     modules=aliases(QWEN3.table, cosmos_name),
     interleaved=True,
     default_sections=(24, 20, 20),
+    modalities=(COSMOS3_VISION,),
 )
 
 COSMOS3_EDGE = wrapper(

@@ -75,6 +75,10 @@ class Config(qwen3_5_moe_text.Config):
     split_ngram_parts: int
     eos_token_id: int | tuple[int, ...] | None = None
 
+    @property
+    def placeholder_as(self) -> int:
+        return next((part.placeholder for part in self.towers), 0)  # n-grams of the ids themselves
+
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         out = super().in_our_keys(raw)

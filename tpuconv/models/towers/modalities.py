@@ -12,16 +12,23 @@ from tpuconv.models.towers.llava.family import (
     LLAVA_MATRICES,
     MERGING_MATRICES,
     ONEVISION_MATRICES,
+    READOUT,
     RELEASED_MERGING_MATRICES,
     TILED_MATRICES,
     VIP_LLAVA_MATRICES,
 )
+from tpuconv.models.towers.minicpm.family import MINICPM_VIT, ROUNDS
 from tpuconv.models.towers.navit.family import JOINED_MATRIX, LEARNED_QUERIES, NAVIT, OLDER_NAVIT, PERCEIVER
 from tpuconv.models.towers.pixtral.family import PIXTRAL, RELEASED_PIXTRAL
 from tpuconv.models.towers.projectors import POOLED
 from tpuconv.models.towers.qwen_vit.family import (
+    EXAONE_VIT,
+    GLM5_VIT,
     GLM_MERGER,
+    GLM_OCR_VIT,
     GLM_VIT,
+    HYPERCLOVA_VIT,
+    MERGED_MATRIX,
     MERGER,
     OLDER_MERGER,
     QWEN2_VIT,
@@ -30,7 +37,7 @@ from tpuconv.models.towers.qwen_vit.family import (
     RMS_MERGER,
 )
 from tpuconv.models.towers.siglip.family import SIGLIP
-from tpuconv.models.towers.siglip2.family import BLOCK_MATRICES, SIGLIP2
+from tpuconv.models.towers.siglip2.family import BLOCK_MATRICES, PADDLE_MATRICES, PADDLE_VIT, SIGLIP2, VIDEO_LLAMA_VIT
 
 GEMMA3_VISION = Modality(
     VISION,
@@ -220,3 +227,74 @@ LFM2_VISION = Modality(
     tower_types=("siglip2_vision_model",),
 )
 """LFM2-VL."""
+
+EXAONE_VISION = replace(
+    QWEN25_VISION,
+    tower=EXAONE_VIT,
+    prefix="model.visual.",
+    projector_prefix="model.visual.merger.",
+    placeholder_id=67,
+)
+"""EXAONE 4.5."""
+
+HYPERCLOVA_VISION = Modality(
+    VISION,
+    HYPERCLOVA_VIT,
+    MERGED_MATRIX,
+    prefix="model.vision_model.",
+    projector_prefix="model.vision_projector",
+    replaces=("vision_model", "vision_projector", "projector"),
+    placeholder_id=128060,
+)
+"""HyperCLOVA X SEED Think."""
+
+GLM_OCR_VISION = replace(GLM_VISION, tower=GLM_OCR_VIT, placeholder_id=59280)
+"""GLM-OCR."""
+
+GLM5_VISION = replace(GLM_VISION, tower=GLM5_VIT, placeholder_id=154854)
+"""GLM-5.3."""
+
+COSMOS3_VISION = replace(
+    QWEN3_VISION,
+    prefix="",
+    projector_prefix="merger.",
+    replaces=("visual", "blocks", "patch_embed", "deepstack_merger_list", "pos_embed", "merger"),
+    other_prefixes=("model.visual.",),
+)
+"""Cosmos 3."""
+
+COMPASS_VISION = replace(QWEN3_VISION, placeholder_id=255031)
+"""North Micro Vision."""
+
+PADDLE_VISION = Modality(
+    VISION,
+    PADDLE_VIT,
+    PADDLE_MATRICES,
+    prefix="visual.vision_model.",
+    projector_prefix="mlp_AR.",
+    replaces=("visual", "mlp_AR", "projector"),
+    placeholder_id=100295,
+    unused=("head.*", "embeddings.packing_position_embedding.*"),
+)
+"""PaddleOCR-VL."""
+
+VIDEO_LLAMA3_VISION = Modality(
+    VISION,
+    VIDEO_LLAMA_VIT,
+    READOUT,
+    prefix="model.vision_model.",
+    projector_prefix="model.projector.",
+    replaces=("vision_model", "projector"),
+    placeholder_id=151655,
+)
+"""VideoLLaMA 3."""
+
+MINICPM_VISION = Modality(
+    VISION,
+    MINICPM_VIT,
+    ROUNDS,
+    prefix="model.vision_tower.",
+    projector_prefix="model.merger.",
+    replaces=("vision_tower", "merger"),
+)
+"""MiniCPM-V 4.6 and MiniCPM-OCR."""

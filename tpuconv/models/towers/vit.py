@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -27,6 +28,7 @@ class Attention(nnx.Module):
         rotate: turns queries and keys [B, P, N, H] by angles.
         norm: creates the norms of queries and keys; None without.
         scale: of the scores; None is H^-0.5.
+        kv: the letter of the heads of keys and values, where several of N share one.
     """
 
     def __init__(
@@ -38,14 +40,16 @@ class Attention(nnx.Module):
         rotate: Callable[[jax.Array, Any], jax.Array] | None = None,
         norm: Callable[[], Any] | None = None,
         scale: float | None = None,
+        kv: str = "N",
         dtype: DTypeLike,
         keys: Keys,
     ):
         def product(name: str) -> Einsum:
-            has_bias = bias if isinstance(bias, bool) else name in bias
-            return Einsum("BPD,DNH->BPNH", config.axes, bias=has_bias, dtype=dtype, keys=keys)
+            has_bias, heads = bias if isinstance(bias, bool) else name in bias, "N" if name == "q" else kv
+            return Einsum(f"BPD,D{heads}H->BP{heads}H", config.axes, bias=has_bias, dtype=dtype, keys=keys)
 
         self.q, self.k, self.v = map(product, "qkv")
+        self.repeats = config.axes["N"] // config.axes[kv]
         self.o = Einsum("BPNH,NHD->BPD", config.axes, bias=out_bias, dtype=dtype, keys=keys)
         self.q_norm, self.k_norm = (None, None) if norm is None else (norm(), norm())
         self.rotate, self.scale = rotate, scale
@@ -58,11 +62,17 @@ class Attention(nnx.Module):
             q_BPNH, k_BPNH = self.q_norm(q_BPNH), self.k_norm(k_BPNH)
         if self.rotate is not None:
             q_BPNH, k_BPNH = self.rotate(q_BPNH, angles), self.rotate(k_BPNH, angles)
+        if self.repeats > 1:
+            k_BPNH, v_BPNH = (jnp.repeat(each, self.repeats, axis=2) for each in (k_BPNH, v_BPNH))
         return self.o(attend(q_BPNH, k_BPNH, v_BPNH, segment_BP, scale=self.scale, is_key_BP=is_key_BP))
 
 
 class MLP(nnx.Module):
-    """down(act(up x)), or gated down(act(gate x) up x) (arXiv:2002.05202), x [B, P, D] to [B, P, D]."""
+    """down(act(up x)), or gated down(act(gate x) up x) (arXiv:2002.05202), x [B, P, D] to [B, P, D].
+
+    Args:
+        limit: the largest value of gate x, and the largest size of up x.
+    """
 
     def __init__(
         self,
@@ -71,6 +81,7 @@ class MLP(nnx.Module):
         *,
         gated: bool = False,
         bias: bool = True,
+        limit: float | None = None,
         dtype: DTypeLike,
         keys: Keys,
     ):
@@ -79,11 +90,19 @@ class MLP(nnx.Module):
 
         self.up, self.down = product("BPD,DF->BPF"), product("BPF,FD->BPD")
         self.gate = product("BPD,DF->BPF") if gated else None
-        self.act = act
+        self.act, self.limit = act, limit
 
     def __call__(self, x_BPD: jax.Array) -> jax.Array:
         up_BPF = self.up(x_BPD)
-        return self.down(self.act(up_BPF) if self.gate is None else self.act(self.gate(x_BPD)) * up_BPF)
+        if self.gate is None:
+            return self.down(self.act(up_BPF))
+        gate_BPF, up_BPF = limited_factors(self.gate(x_BPD), up_BPF, self.limit)
+        return self.down(self.act(gate_BPF) * up_BPF)
+
+
+def limited_factors(gate: jax.Array, up: jax.Array, limit: float | None) -> tuple[jax.Array, jax.Array]:
+    """Returns the two factors of a gated MLP, with values as `MLP` limits them."""
+    return (gate, up) if limit is None else (jnp.minimum(gate, limit), jnp.clip(up, -limit, limit))
 
 
 class Block(nnx.Module):

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.common.beside import TEXT_ALONE, Projector, ProjectorConfig
-from tpuconv.models.towers.rows import layer_norm, rms_norm, without_bias
+from tpuconv.models.towers.rows import layer_norm, rms_norm, with_bias, without_bias
 from tpuconv.notation.table import Map
 
 LLAVA_MODULES = "tpuconv.models.towers.llava.modules"
@@ -206,6 +206,12 @@ ALIGNER = Projector(
     f"{LLAVA_MODULES}:LlavaMatrices",
 )
 """The same of DeepSeek-VL."""
+
+READOUT = replace(
+    ALIGNER,
+    rows=(*with_bias("readout.0", "up", "A M -> M A", "A"), *with_bias("readout.2", "down", "O A -> A O", "O")),
+)
+"""The same of VideoLLaMA 3."""
 
 VIP_LLAVA_MATRICES = Projector(
     VipLlavaConfig,

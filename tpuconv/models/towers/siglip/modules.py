@@ -1,6 +1,7 @@
 """SigLIP."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -27,7 +28,13 @@ class PoolingHead(nnx.Module):
 
 
 class Siglip(ImageEncoder):
-    """SigLIP."""
+    """SigLIP.
+
+    Attributes:
+        rotate: see `Attention`.
+    """
+
+    rotate: ClassVar[Callable[[jax.Array, Any], jax.Array] | None] = None
 
     def build(self, config: PartConfig, dtype: DTypeLike, keys: Keys) -> None:
         sizes, act = config.axes, ACTS_BY_NAME[config.hidden_act]
@@ -36,13 +43,14 @@ class Siglip(ImageEncoder):
             return LayerNorm("D", sizes, config.layer_norm_eps, dtype=dtype)
 
         self.patch = Einsum("BPC,CD->BPD", sizes, bias=True, dtype=dtype, keys=keys)
-        self.positions = nnx.Param(normal(keys(), (sizes["P"], sizes["D"]), dtype))
+        if config.positions:
+            self.positions = nnx.Param(normal(keys(), (sizes["P"], sizes["D"]), dtype))
         self.layers = nnx.List(
             [
                 Block(
                     config,
                     norm,
-                    Attention(config, dtype=dtype, keys=keys),
+                    Attention(config, rotate=type(self).rotate, dtype=dtype, keys=keys),
                     MLP(config, act, dtype=dtype, keys=keys),
                     dtype=dtype,
                 )
