@@ -65,7 +65,7 @@ class TowerConfig:
             raise ConfigError("config.json has negative sizes of an encoder", details=wrong)
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         """The size of each letter."""
         raise NotImplementedError
 
@@ -96,7 +96,7 @@ class ProjectorConfig:
 
     def check(self, tower: Any) -> None:
         """Raises ConfigError or UnsupportedConfig if the tower has not what the projector reads."""
-        states = tower.axes["L"] + 1
+        states = tower.sizes["L"] + 1
         if wrong := [number for number in self.feature_layers if not -states <= number < states]:
             raise ConfigError(f"config.json: the encoder has no hidden states {short(wrong)}, it has {states}")
 
@@ -116,7 +116,7 @@ class ProjectorConfig:
         """The number of patches that it joins along each side."""
         return 1
 
-    def axes(self, tower: Any) -> dict[str, Any]:
+    def sizes(self, tower: Any) -> dict[str, Any]:
         """The size of each letter that the tower does not have."""
         return {"O": self.out}
 
@@ -279,9 +279,9 @@ class PartConfig:
         return self.modality.part
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         """The size of each letter."""
-        return {**self.tower.axes, **self.projector.axes(self.tower)}
+        return {**self.tower.sizes, **self.projector.sizes(self.tower)}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("tower", "projector"):  # while a copy is made there are none

@@ -23,8 +23,8 @@ class Pooled(nnx.Module):
     def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
         self.tokens = config.mm_tokens_per_image
         self.side, self.out_side = config.side, int(self.tokens**0.5)
-        self.norm = CenteredRMSNorm("D", config.axes, config.layer_norm_eps, dtype=dtype)
-        self.matrix = Einsum("BPD,DO->BPO", config.axes, dtype=dtype, keys=keys)
+        self.norm = CenteredRMSNorm("D", config.sizes, config.layer_norm_eps, dtype=dtype)
+        self.matrix = Einsum("BPD,DO->BPO", config.sizes, dtype=dtype, keys=keys)
 
     def arranged(self, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Arranged]:
         """Returns the images as the tower takes them, and how their features follow each other."""

@@ -46,11 +46,11 @@ class Attention(nnx.Module):
     ):
         def product(name: str) -> Einsum:
             has_bias, heads = bias if isinstance(bias, bool) else name in bias, "N" if name == "q" else kv
-            return Einsum(f"BPD,D{heads}H->BP{heads}H", config.axes, bias=has_bias, dtype=dtype, keys=keys)
+            return Einsum(f"BPD,D{heads}H->BP{heads}H", config.sizes, bias=has_bias, dtype=dtype, keys=keys)
 
         self.q, self.k, self.v = map(product, "qkv")
-        self.repeats = config.axes["N"] // config.axes[kv]
-        self.o = Einsum("BPNH,NHD->BPD", config.axes, bias=out_bias, dtype=dtype, keys=keys)
+        self.repeats = config.sizes["N"] // config.sizes[kv]
+        self.o = Einsum("BPNH,NHD->BPD", config.sizes, bias=out_bias, dtype=dtype, keys=keys)
         self.q_norm, self.k_norm = (None, None) if norm is None else (norm(), norm())
         self.rotate, self.scale = rotate, scale
 
@@ -86,7 +86,7 @@ class MLP(nnx.Module):
         keys: Keys,
     ):
         def product(equation: str) -> Einsum:
-            return Einsum(equation, config.axes, bias=bias, dtype=dtype, keys=keys)
+            return Einsum(equation, config.sizes, bias=bias, dtype=dtype, keys=keys)
 
         self.up, self.down = product("BPD,DF->BPF"), product("BPF,FD->BPD")
         self.gate = product("BPD,DF->BPF") if gated else None
@@ -120,7 +120,7 @@ class Block(nnx.Module):
         self.attn_norm, self.mlp_norm, self.attn, self.mlp = norm(), norm(), attn, mlp
         ones = nnx.initializers.ones_init()
         self.attn_scale, self.mlp_scale = (
-            nnx.Param(ones(jax.random.key(0), (config.axes["D"],), dtype)) if scaled else None for _ in range(2)
+            nnx.Param(ones(jax.random.key(0), (config.sizes["D"],), dtype)) if scaled else None for _ in range(2)
         )
 
     def __call__(

@@ -24,7 +24,7 @@ class Clip(ImageEncoder):
     """CLIP: a class token before the patches, and a norm before the first layer."""
 
     def build(self, config: PartConfig, dtype: DTypeLike, keys: Keys) -> None:
-        sizes, act = config.axes, ACTS_BY_NAME[config.hidden_act]
+        sizes, act = config.sizes, ACTS_BY_NAME[config.hidden_act]
         norm = partial(LayerNorm, "D", sizes, config.layer_norm_eps, dtype=dtype)
         self.class_token = nnx.Param(normal(keys(), (sizes["D"],), dtype))
         self.patch = Einsum("BPC,CD->BPD", sizes, dtype=dtype, keys=keys)

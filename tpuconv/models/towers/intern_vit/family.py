@@ -85,8 +85,8 @@ class ShuffledConfig(ProjectorConfig):
     def merge(self) -> int:
         return int(1 / self.downsample_ratio)
 
-    def axes(self, tower: Any) -> dict[str, Any]:
-        return {"O": self.out, "A": self.out, "M": tower.axes["D"] * self.merge**2}
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        return {"O": self.out, "A": self.out, "M": tower.sizes["D"] * self.merge**2}
 
 
 HEADS_BIAS = "(N H) -> N H"

@@ -22,7 +22,7 @@ class Shuffled(nnx.Module):
     takes: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = config.sizes
         self.side, self.merge = int((config.positions - config.drops_first) ** 0.5), config.merge
         self.norm = LayerNorm("M", sizes, 1e-5, dtype=dtype)
         self.up = Einsum("BPM,MA->BPA", sizes, bias=True, dtype=dtype, keys=keys)
@@ -43,7 +43,7 @@ class InternVit(ImageEncoder):
     """InternViT: a class token, and outputs of attention and MLP times a factor."""
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
-        sizes, act = config.axes, ACTS_BY_NAME[config.hidden_act]
+        sizes, act = config.sizes, ACTS_BY_NAME[config.hidden_act]
         layer_norm = partial(LayerNorm, "D", sizes, config.layer_norm_eps, dtype=dtype)
         rms_norm = partial(RMSNorm, "D", sizes, config.layer_norm_eps, dtype=dtype)
         norm: Callable[[], Any] = layer_norm if config.norm_type == "layer_norm" else rms_norm

@@ -34,8 +34,8 @@ class LlavaConfig(ProjectorConfig):
     def drops_first(self) -> bool:
         return self.vision_feature_select_strategy == "default"
 
-    def axes(self, tower: Any) -> dict[str, Any]:
-        return {"O": self.out, "A": self.out, "M": tower.axes["D"] * len(self.feature_layers)}
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        return {"O": self.out, "A": self.out, "M": tower.sizes["D"] * len(self.feature_layers)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +138,8 @@ class MergingConfig(LlavaConfig):
     def merge(self) -> int:
         return self.spatial_merge_size
 
-    def axes(self, tower: Any) -> dict[str, Any]:
-        width = tower.axes["D"]
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        width = tower.sizes["D"]
         return {"O": self.out, "A": self.out, "E": width, "M": width * self.spatial_merge_size**2}
 
 
@@ -168,8 +168,8 @@ class AlignerConfig(LlavaConfig):
     def drops_first(self) -> bool:
         return False
 
-    def axes(self, tower: Any) -> dict[str, Any]:
-        return {"O": self.out, "A": self.out, "M": tower.axes["D"]}
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        return {"O": self.out, "A": self.out, "M": tower.sizes["D"]}
 
 
 def _merging_rows(norm: str, up: str, down: str) -> tuple[Map, ...]:

@@ -31,7 +31,7 @@ class LlavaMatrices(nnx.Module):
     takes: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        self.config, sizes, bias = config, config.axes, config.multimodal_projector_bias
+        self.config, sizes, bias = config, config.sizes, config.multimodal_projector_bias
         self.up = Einsum("BPM,MA->BPA", sizes, bias=bias, dtype=dtype, keys=keys)
         self.down = Einsum("BPA,AO->BPO", sizes, bias=bias, dtype=dtype, keys=keys)
         self.act = ACTS_BY_NAME[config.projector_hidden_act]
@@ -50,7 +50,7 @@ class VipLlavaMatrices(LlavaMatrices):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
-        self.norm = LayerNorm("M", config.axes, config.projector_layernorm_eps, dtype=dtype)
+        self.norm = LayerNorm("M", config.sizes, config.projector_layernorm_eps, dtype=dtype)
 
     def __call__(self, x_BPM: jax.Array) -> jax.Array:
         return super().__call__(self.norm(x_BPM))
@@ -63,7 +63,7 @@ class TiledMatrices(LlavaMatrices):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
-        self.newline = nnx.Param(normal(keys(), (config.axes["O"],), dtype))
+        self.newline = nnx.Param(normal(keys(), (config.sizes["O"],), dtype))
 
     def is_cut(self, features: Mapping[str, np.ndarray], images: int) -> list[bool]:
         """Returns whether each image is cut into tiles."""
@@ -105,7 +105,7 @@ class MergingMatrices(nnx.Module):
     follow each other."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        sizes, bias = config.axes, config.multimodal_projector_bias
+        sizes, bias = config.sizes, config.multimodal_projector_bias
         self.block = config.merge**2
         self.norm = RMSNorm("D", sizes, config.text_eps, dtype=dtype)
         self.merging = Einsum("BPM,ME->BPE", sizes, dtype=dtype, keys=keys)

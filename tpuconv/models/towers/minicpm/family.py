@@ -28,8 +28,8 @@ class MiniCpmVitConfig(ImageConfig):
             raise UnsupportedConfig(f"window_kernel_size={self.window_kernel_size} is not implemented", hint=TEXT_ALONE)
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "M": self.hidden_size * JOINED_SIDE**2, "R": self.intermediate_size * JOINED_SIDE**2}
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes, "M": self.hidden_size * JOINED_SIDE**2, "R": self.intermediate_size * JOINED_SIDE**2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,9 @@ class RoundsConfig(ProjectorConfig):
         """True if patches are joined inside the tower."""
         return self.downsample_mode != "4x" and self.insert_layer_id >= 0
 
-    def axes(self, tower: Any) -> dict[str, Any]:
+    def sizes(self, tower: Any) -> dict[str, Any]:
         last = self.merger_times - 1
-        return {"O": self.out, "A": tower.axes["M"], "I": range(last), "J": (last,)}
+        return {"O": self.out, "A": tower.sizes["M"], "I": range(last), "J": (last,)}
 
 
 MINICPM_VIT = Tower(

@@ -24,7 +24,7 @@ class Round(nnx.Module):
     """Joins four patches, [B, P, D] to [B, P / 4, O]: a norm and two matrices follow."""
 
     def __init__(self, config: Any, out: str, *, dtype: DTypeLike, keys: Keys):
-        sizes, self.joined = config.axes, config.axes["M"]
+        sizes, self.joined = config.sizes, config.sizes["M"]
         self.norm = LayerNorm("M", sizes, 1e-6, dtype=dtype)
         self.up = Einsum("BPM,MA->BPA", sizes, bias=True, dtype=dtype, keys=keys)
         self.down = Einsum(f"BPA,A{out}->BP{out}", sizes, bias=True, dtype=dtype, keys=keys)
@@ -50,7 +50,7 @@ class Inside(nnx.Module):
     """Four patches attend to each other and are joined, [B, P, D] to [B, P / 4, D]."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        sizes, norm = config.axes, partial(LayerNorm, sizes=config.axes, eps=config.layer_norm_eps, dtype=dtype)
+        sizes, norm = config.sizes, partial(LayerNorm, sizes=config.sizes, eps=config.layer_norm_eps, dtype=dtype)
         self.attn_norm, self.norm = norm("D"), norm("M")
         self.attn = Attention(config, dtype=dtype, keys=keys)
         self.up = Einsum("BPM,MR->BPR", sizes, bias=True, dtype=dtype, keys=keys)

@@ -64,8 +64,8 @@ class JoinedConfig(ProjectorConfig):
     def merge(self) -> int:
         return self.scale_factor
 
-    def axes(self, tower: Any) -> dict[str, Any]:
-        return {"O": self.out, "M": tower.axes["D"] * self.scale_factor**2}
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        return {"O": self.out, "M": tower.sizes["D"] * self.scale_factor**2}
 
 
 JOINED_MATRIX = Projector(
@@ -110,7 +110,7 @@ class PerceiverConfig(ProjectorConfig):
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
 
-    def axes(self, tower: Any) -> dict[str, Any]:
+    def sizes(self, tower: Any) -> dict[str, Any]:
         return {
             "O": self.out,
             "W": self.text_width,
@@ -177,8 +177,8 @@ class QueriesConfig(ProjectorConfig):
     def feature_layers(self) -> tuple[int, ...]:
         return (self.vision_feature_layer,)
 
-    def axes(self, tower: Any) -> dict[str, Any]:
-        return {"O": self.out, "W": self.out, "Q": max(number for _, number in self.queries), "A": tower.axes["D"]}
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        return {"O": self.out, "W": self.out, "Q": max(number for _, number in self.queries), "A": tower.sizes["D"]}
 
 
 _SQUARE = "A D -> D A"

@@ -81,7 +81,7 @@ class JoinedMatrix(nnx.Module):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         self.merge = config.merge
-        self.matrix = Einsum("BPM,MO->BPO", config.axes, dtype=dtype, keys=keys)
+        self.matrix = Einsum("BPM,MO->BPO", config.sizes, dtype=dtype, keys=keys)
 
     def tokens(self, h: int, w: int) -> int:
         """Returns the number of features of an image.
@@ -102,7 +102,7 @@ class GatedMatrices(nnx.Module):
     """down(act(gate x) up x)."""
 
     def __init__(self, width: str, config: Any, act: str, *, dtype: DTypeLike, keys: Keys):
-        product = partial(Einsum, sizes=config.axes, dtype=dtype, keys=keys)
+        product = partial(Einsum, sizes=config.sizes, dtype=dtype, keys=keys)
         to_width, (_, middle, out) = f"BP{width[0]},{width[:2]}->BP{width[1]}", width
         self.gate, self.up = product(to_width), product(to_width)
         self.down = product(f"BP{middle},{middle}{out}->BP{out}")
@@ -116,8 +116,8 @@ class PerceiverLayer(nnx.Module):
     """Latent vectors [B, Q, O] attend to a context [B, P, O] and to themselves."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        product = partial(Einsum, sizes=config.axes, dtype=dtype, keys=keys)
-        norm = partial(RMSNorm, "O", config.axes, config.projector.rms_norm_eps, dtype=dtype)
+        product = partial(Einsum, sizes=config.sizes, dtype=dtype, keys=keys)
+        norm = partial(RMSNorm, "O", config.sizes, config.projector.rms_norm_eps, dtype=dtype)
         self.latents_norm, self.context_norm, self.mlp_norm = norm(), norm(), norm()
         self.q, self.k, self.v = product("BQO,OGE->BQGE"), product("BPO,OKE->BPKE"), product("BPO,OKE->BPKE")
         self.o = product("BQGE,GEO->BQO")
@@ -148,7 +148,7 @@ class Perceiver(nnx.Module):
     drops_parts: ClassVar[bool] = True
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = config.sizes
         self.count = sizes["Q"]
         self.mlp = GatedMatrices("DWO", config, "silu", dtype=dtype, keys=keys)
         self.latents = nnx.Param(normal(keys(), (sizes["Q"], sizes["O"]), dtype))
@@ -173,7 +173,7 @@ class Heads(nnx.Module):
     """Queries, keys, values and the output of attention, or of the products before (`is_joined`)."""
 
     def __init__(self, config: Any, *, is_joined: bool, dtype: DTypeLike, keys: Keys):
-        product = partial(Einsum, sizes=config.axes, bias=is_joined, dtype=dtype, keys=keys)
+        product = partial(Einsum, sizes=config.sizes, bias=is_joined, dtype=dtype, keys=keys)
         self.q, self.k, self.v = (product("BPD,DNH->BPNH" if is_joined else "BPD,DA->BPA") for _ in range(3))
         self.o = product("BPNH,NHD->BPD") if is_joined else None
 
@@ -186,7 +186,7 @@ class Queries(nnx.Module):
     drops_parts: ClassVar[bool] = False
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = config.sizes
         norm = partial(LayerNorm, "D", sizes, 1e-5, dtype=dtype)
         self.numbers = dict(config.queries)
         self.query = nnx.Param(normal(keys(), (sizes["Q"], sizes["D"]), dtype))

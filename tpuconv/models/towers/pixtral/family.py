@@ -30,7 +30,7 @@ class PixtralConfig(TowerConfig):
         return super().from_hf({**raw, **rope} if isinstance(rope, Mapping) else raw)
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         return {
             "D": self.hidden_size,
             "N": self.num_attention_heads,

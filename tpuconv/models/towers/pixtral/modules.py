@@ -27,8 +27,8 @@ class Pixtral(FeatureEncoder):
     rotate = staticmethod(apply_rope)
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
-        norm = partial(RMSNorm, "D", config.axes, 1e-5, dtype=dtype)
-        self.patch = Einsum("BPC,CD->BPD", config.axes, dtype=dtype, keys=keys)
+        norm = partial(RMSNorm, "D", config.sizes, 1e-5, dtype=dtype)
+        self.patch = Einsum("BPC,CD->BPD", config.sizes, dtype=dtype, keys=keys)
         self.pre_norm = norm()
         self.layers = nnx.List(
             [
@@ -70,7 +70,7 @@ class Pixtral(FeatureEncoder):
         self, patches_PC: jax.Array, at_P2: jax.Array, image_P: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         x_BPD = self.pre_norm(self.patch(patches_PC[None].astype(self.patch.kernel.dtype)))
-        turns = cos_sin(alternating(at_P2[None], self.config.axes["H"], self.config.rope_theta), x_BPD.dtype)
+        turns = cos_sin(alternating(at_P2[None], self.config.sizes["H"], self.config.rope_theta), x_BPD.dtype)
         wanted = self.config.feature_layers
         return self.projector(states_of(self.layers, x_BPD, image_P[None], turns, wanted=wanted)), ()
 

@@ -48,7 +48,7 @@ class QwenVitConfig(TowerConfig):
         return int(self.positions**0.5)
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         merged = self.hidden_size * self.spatial_merge_size**2
         return {
             "D": self.hidden_size,
@@ -128,8 +128,8 @@ class Qwen2VitConfig(QwenVitConfig):
     intermediate_size: int = 0
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "F": int(self.hidden_size * self.mlp_ratio)}
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes, "F": int(self.hidden_size * self.mlp_ratio)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +152,8 @@ class GlmVitConfig(QwenVitConfig):
         return (self.image_size // self.patch_size) ** 2
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "F": self.out_hidden_size, "W": self.intermediate_size, "A": self.out_hidden_size}
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes, "F": self.out_hidden_size, "W": self.intermediate_size, "A": self.out_hidden_size}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +163,8 @@ class ExaoneVitConfig(Qwen25VitConfig):
     num_key_value_heads: int = 8
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "K": self.num_key_value_heads}
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes, "K": self.num_key_value_heads}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,9 +183,9 @@ class GlmOcrVitConfig(QwenVitConfig):
     swiglu_limit: float | None = None
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         out = self.out_hidden_size
-        return {**super().axes, "A": out, "W": out * self.in_channels}
+        return {**super().sizes, "A": out, "W": out * self.in_channels}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +196,8 @@ class Glm5VitConfig(GlmOcrVitConfig):
     swiglu_limit: float | None = 10.0
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "W": self.projection_intermediate_size}
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes, "W": self.projection_intermediate_size}
 
 
 def _blocks(*rows: Map) -> tuple[Map, ...]:
@@ -369,7 +369,7 @@ GLM_MERGER = Projector(
 class MatrixConfig(ProjectorConfig):
     """A matrix behind a merger, whose width E is the tower's `out_hidden_size`."""
 
-    def axes(self, tower: Any) -> dict[str, Any]:
+    def sizes(self, tower: Any) -> dict[str, Any]:
         return {"O": self.out, "E": tower.out_hidden_size}
 
 

@@ -27,7 +27,7 @@ class Merger(nnx.Module):
     norm_type: ClassVar[Callable[..., Any]] = partial(LayerNorm, eps=1e-6)
 
     def __init__(self, config: PartConfig, norm_axis: str = "D", *, out: str = "O", dtype: DTypeLike, keys: Keys):
-        sizes, self.is_late = config.axes, norm_axis == "M"
+        sizes, self.is_late = config.sizes, norm_axis == "M"
         self.merged = sizes["M"]
         self.norm = self.norm_type(norm_axis, sizes, dtype=dtype)
         self.up = Einsum("BPM,MW->BPW", sizes, bias=True, dtype=dtype, keys=keys)
@@ -49,7 +49,7 @@ class MergedMatrix(nnx.Module):
     """A matrix of merged patches, [B, P, E] to [B, P, O]."""
 
     def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
-        self.matrix = Einsum("BPE,EO->BPO", config.axes, bias=True, dtype=dtype, keys=keys)
+        self.matrix = Einsum("BPE,EO->BPO", config.sizes, bias=True, dtype=dtype, keys=keys)
 
     def __call__(self, x_BPE: jax.Array) -> jax.Array:
         return self.matrix(x_BPE)
@@ -59,7 +59,7 @@ class GlmMerger(nnx.Module):
     """The merger of GLM-4V, [B, P, O] to [B, P, O]: a matrix, a norm with GELU, and a gated MLP."""
 
     def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
-        sizes, product = config.axes, partial(Einsum, dtype=dtype, keys=keys)
+        sizes, product = config.sizes, partial(Einsum, dtype=dtype, keys=keys)
         self.matrix = product("BPO,OA->BPA", {**sizes, "A": sizes["O"]})
         self.norm = LayerNorm("O", sizes, 1e-5, dtype=dtype)
         self.gate, self.up = product("BPO,OW->BPW", sizes), product("BPO,OW->BPW", sizes)
@@ -79,9 +79,9 @@ class QwenVit(FeatureEncoder):
     config: Any
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
-        self.patch = Einsum("BPC,CD->BPD", config.axes, bias=self.has_patch_bias, dtype=dtype, keys=keys)
+        self.patch = Einsum("BPC,CD->BPD", config.sizes, bias=self.has_patch_bias, dtype=dtype, keys=keys)
         if config.positions:
-            self.positions = nnx.Param(normal(keys(), (config.axes["P"], config.axes["D"]), dtype))
+            self.positions = nnx.Param(normal(keys(), (config.sizes["P"], config.sizes["D"]), dtype))
         self.layers = nnx.List([self.block(config, dtype, keys) for _ in range(config.depth)])
 
     has_patch_bias: ClassVar[bool] = False
@@ -155,7 +155,7 @@ class QwenVit(FeatureEncoder):
         windows_P: jax.Array,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         x_BPD = self.embedded(patches_PC, index_PA, weight_PA)
-        turns = cos_sin(rows_then_columns(at_P2[None], self.config.axes["H"]))
+        turns = cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"]))
         deep = []
         for i, layer in enumerate(self.layers):
             x_BPD = layer(x_BPD, self.segments_of(i, frames_P[None], windows_P[None]), turns)
@@ -180,7 +180,7 @@ class Qwen3Vit(QwenVit):
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
         return Block(
             config,
-            partial(LayerNorm, "D", config.axes, 1e-6, dtype=dtype),
+            partial(LayerNorm, "D", config.sizes, 1e-6, dtype=dtype),
             Attention(config, rotate=apply_rope, dtype=dtype, keys=keys),
             MLP(config, ACTS_BY_NAME[config.hidden_act], dtype=dtype, keys=keys),
             dtype=dtype,
@@ -203,7 +203,7 @@ class Qwen25Vit(QwenVit):
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
         return Block(
             config,
-            partial(RMSNorm, "D", config.axes, 1e-6, dtype=dtype),
+            partial(RMSNorm, "D", config.sizes, 1e-6, dtype=dtype),
             Attention(config, rotate=apply_rope, dtype=dtype, keys=keys),
             MLP(config, ACTS_BY_NAME[config.hidden_act], gated=True, dtype=dtype, keys=keys),
             dtype=dtype,
@@ -224,7 +224,7 @@ class ExaoneVit(Qwen25Vit):
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
         return Block(
             config,
-            partial(RMSNorm, "D", config.axes, 1e-6, dtype=dtype),
+            partial(RMSNorm, "D", config.sizes, 1e-6, dtype=dtype),
             Attention(config, rotate=apply_rope, kv="K", dtype=dtype, keys=keys),
             MLP(config, ACTS_BY_NAME[config.hidden_act], gated=True, dtype=dtype, keys=keys),
             dtype=dtype,
@@ -249,14 +249,14 @@ class GlmVit(QwenVit):
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
         super().build(config, dtype, keys)
-        norm = partial(RMSNorm, "D", config.axes, config.rms_norm_eps, dtype=dtype)
+        norm = partial(RMSNorm, "D", config.sizes, config.rms_norm_eps, dtype=dtype)
         self.patch_norm, self.norm = norm() if config.positions else None, norm()
-        self.downsample = Einsum("BPM,MO->BPO", config.axes, bias=True, dtype=dtype, keys=keys)
+        self.downsample = Einsum("BPM,MO->BPO", config.sizes, bias=True, dtype=dtype, keys=keys)
 
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
         return Block(
             config,
-            partial(RMSNorm, "D", config.axes, config.rms_norm_eps, dtype=dtype),
+            partial(RMSNorm, "D", config.sizes, config.rms_norm_eps, dtype=dtype),
             Attention(config, bias=False, out_bias=False, rotate=apply_rope, dtype=dtype, keys=keys),
             MLP(config, ACTS_BY_NAME[config.hidden_act], gated=True, bias=False, dtype=dtype, keys=keys),
             dtype=dtype,
@@ -284,10 +284,10 @@ class GlmOcrVit(GlmVit):
 
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
         bias, act = config.attention_bias, ACTS_BY_NAME[config.hidden_act]
-        qk_norm = partial(RMSNorm, "H", config.axes, config.rms_norm_eps, dtype=dtype)
+        qk_norm = partial(RMSNorm, "H", config.sizes, config.rms_norm_eps, dtype=dtype)
         return Block(
             config,
-            partial(RMSNorm, "D", config.axes, config.rms_norm_eps, dtype=dtype),
+            partial(RMSNorm, "D", config.sizes, config.rms_norm_eps, dtype=dtype),
             Attention(config, bias=bias, out_bias=bias, rotate=apply_rope, norm=qk_norm, dtype=dtype, keys=keys),
             MLP(config, act, gated=True, bias=bias, limit=config.swiglu_limit, dtype=dtype, keys=keys),
             dtype=dtype,

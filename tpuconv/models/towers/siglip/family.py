@@ -41,7 +41,7 @@ class ImageConfig(TowerConfig):
         return False
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         heads = self.num_attention_heads
         return {
             "D": self.hidden_size,

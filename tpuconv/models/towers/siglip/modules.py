@@ -18,7 +18,7 @@ class PoolingHead(nnx.Module):
     """The head that pools all patches to one vector. It is kept, and nothing reads it."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.axes
+        sizes = config.sizes
         self.probe = nnx.Param(normal(keys(), (sizes["D"],), dtype))
         self.q, self.k, self.v = (Einsum("BPD,DNH->BPNH", sizes, bias=True, dtype=dtype, keys=keys) for _ in range(3))
         self.o = Einsum("BPNH,NHD->BPD", sizes, bias=True, dtype=dtype, keys=keys)
@@ -37,7 +37,7 @@ class Siglip(ImageEncoder):
     rotate: ClassVar[Callable[[jax.Array, Any], jax.Array] | None] = None
 
     def build(self, config: PartConfig, dtype: DTypeLike, keys: Keys) -> None:
-        sizes, act = config.axes, ACTS_BY_NAME[config.hidden_act]
+        sizes, act = config.sizes, ACTS_BY_NAME[config.hidden_act]
 
         def norm() -> LayerNorm:
             return LayerNorm("D", sizes, config.layer_norm_eps, dtype=dtype)

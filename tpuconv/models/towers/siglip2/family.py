@@ -51,8 +51,8 @@ class BlocksConfig(ProjectorConfig):
     def merge(self) -> int:
         return self.downsample_factor
 
-    def axes(self, tower: Any) -> dict[str, Any]:
-        return {"O": self.out, "W": self.projector_hidden_size, "M": tower.axes["D"] * self.downsample_factor**2}
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        return {"O": self.out, "W": self.projector_hidden_size, "M": tower.sizes["D"] * self.downsample_factor**2}
 
 
 BLOCK_MATRICES = Projector(
@@ -85,8 +85,8 @@ class PaddleVitConfig(ImageConfig):
     spatial_merge_size: int = 2
 
     @property
-    def axes(self) -> dict[str, Any]:
-        return {**super().axes, "M": self.hidden_size * self.spatial_merge_size**2}
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes, "M": self.hidden_size * self.spatial_merge_size**2}
 
 
 PADDLE_VIT = Tower(
@@ -107,8 +107,8 @@ PADDLE_VIT = Tower(
 class PaddleBlocksConfig(ProjectorConfig):
     """The projector of PaddleOCR-VL, whose sizes are the tower's. W is the width between its matrices."""
 
-    def axes(self, tower: Any) -> dict[str, Any]:
-        return {"O": self.out, "W": tower.axes["M"]}
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        return {"O": self.out, "W": tower.sizes["M"]}
 
 
 PADDLE_MATRICES = Projector(

@@ -31,7 +31,7 @@ class BlockMatrices(nnx.Module):
     other."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        sizes, self.joined = config.axes, config.axes["M"]
+        sizes, self.joined = config.sizes, config.sizes["M"]
         self.norm = LayerNorm("M", sizes, 1e-5, dtype=dtype) if config.projector_use_layernorm else None
         self.up = Einsum("BPM,MW->BPW", sizes, bias=config.projector_bias, dtype=dtype, keys=keys)
         self.down = Einsum("BPW,WO->BPO", sizes, bias=config.projector_bias, dtype=dtype, keys=keys)
@@ -46,7 +46,7 @@ class PaddleMatrices(nnx.Module):
     """A norm of each patch, then s x s patches are joined, [B, P, D] to [B, P / s^2, O], and two matrices follow."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        sizes, self.joined = config.axes, config.axes["M"]
+        sizes, self.joined = config.sizes, config.sizes["M"]
         self.norm = LayerNorm("D", sizes, 1e-5, dtype=dtype)
         self.up = Einsum("BPM,MW->BPW", sizes, bias=True, dtype=dtype, keys=keys)
         self.down = Einsum("BPW,WO->BPO", sizes, bias=True, dtype=dtype, keys=keys)
@@ -157,7 +157,7 @@ class PaddleVit(Siglip2):
         return merge
 
     def turns(self, at_P2: jax.Array) -> Any:
-        return cos_sin(rows_then_columns(at_P2[None], self.config.axes["H"]))
+        return cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"]))
 
 
 class VideoLlamaVit(Siglip):
@@ -203,7 +203,7 @@ class VideoLlamaVit(Siglip):
         weight_XA: jax.Array,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         x_BPD = self.patch(patches_PC[None].astype(self.patch.kernel.dtype))
-        turns = cos_sin(rows_then_columns(at_P2[None], self.config.axes["H"]))
+        turns = cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"]))
         x_BPD = states_of(self.layers, x_BPD, image_P[None], turns, wanted=(), norm=self.norm)
         x_XD = (x_BPD[0][index_XA].astype(jnp.float32) * weight_XA[..., None]).sum(axis=1).astype(x_BPD.dtype)
         return self.projector(x_XD[None]), ()
