@@ -5,6 +5,7 @@ A module of this folder whose name begins with `sights_` adds cases: each is a f
 decorator `sight`.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -12,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
+
+from helpers.checkpoints import read_tensors
+from helpers.families import CASES, SIZES
 
 IMAGE, SOUND, START, END = 96, 95, 93, 94
 """Ids of the placeholders, and of what stands around them. The vocabulary has 97 tokens."""
@@ -44,7 +49,8 @@ class Sight:
         later: ids of further tokens of each text, for the cache.
         parts: of the checkpoint.
         tolerance: of logits, by their largest value.
-        derived: parts of the names of tensors that follow from config.json, which an export leaves out.
+        derived: pattern of tensors that follow from config.json and do not come back.
+        released: patterns in the names that transformers writes, and what releases have in their place.
         masks_of_generate: whether the reference's masks are those of its `generate`, where its call has others.
     """
 
@@ -55,7 +61,8 @@ class Sight:
     later: Sequence[Sequence[int]] = ((4, 8), (9, 11))
     parts: Sequence[str] = ("vision",)
     tolerance: float = 1e-5
-    derived: Sequence[str] = ()
+    derived: str = "nothing"
+    released: Mapping[str, str] = field(default_factory=dict)
     masks_of_generate: bool = False
 
     @property
@@ -67,6 +74,15 @@ class Sight:
     def mask_BT(self) -> np.ndarray:
         longest = max(map(len, self.rows))
         return np.array([[False] * (longest - len(row)) + [True] * len(row) for row in self.rows])
+
+    def save(self, folder: Path) -> None:
+        """Writes the model with the names of releases."""
+        self.model.save_pretrained(folder)
+        if self.released:
+            tensors = read_tensors(folder)
+            for pattern, name in self.released.items():
+                tensors = {re.sub(pattern, name, old): tensor for old, tensor in tensors.items()}
+            save_file(tensors, folder / "model.safetensors")
 
     def reference(self, ids_BT: np.ndarray, mask_BT: np.ndarray, features: Mapping[str, np.ndarray]) -> np.ndarray:
         """The logits [B, T, V] of transformers."""
@@ -267,6 +283,11 @@ def glm4v_moe() -> Sight:
     text = wide(2, 1, 1, **experts)
     config = Glm4vMoeConfig(text_config=text, vision_config={**QWEN_VISION, "image_size": 24}, **QWEN_TOKENS)
     return qwen(Glm4vMoeForConditionalGeneration, config)
+
+
+def text_of(family: str) -> dict[str, Any]:
+    """The keys of the text model in the first case of a family."""
+    return {**SIZES, **next(case.config for case in CASES if case.family == family)}
 
 
 LINEAR = {

@@ -348,7 +348,7 @@ def qwen4_exp() -> Sight:
     }
     text = wide(**LINEAR, **partial(2, 1, 1), **experts, **indexer, **ngrams, full_attention_interval=2)
     config = AutoConfig.for_model("qwen4_exp", text_config=text, vision_config=vision, **QWEN_TOKENS)
-    derived = ("ngram_heads_vocab_sizes", "ngram_heads_offsets", "layer_multipliers")
+    derived = "ngram_heads_vocab_sizes|ngram_heads_offsets|layer_multipliers"
     return qwen(AutoModelForMultimodalLM, config, tolerance=2e-5, derived=derived)
 
 

@@ -8,11 +8,12 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
 from typing import Any
 
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import Modality
+from tpuconv.models.common.beside import Modality, PartConfig, modality_of
 from tpuconv.models.common.config import ConfigReport, DecoderConfig, report_ignored
 from tpuconv.models.common.config_keys import given_keys, without_keys
 from tpuconv.models.common.forms import ALL_FORMS
@@ -32,6 +33,9 @@ BUILD = "tpuconv.models.build:model_class"
 
 GROUP = "tpuconv.families"
 """The group of entry points for families."""
+
+NO_PARTS: Mapping[str, PartConfig] = MappingProxyType({})
+"""The parts of a text model alone."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class Family:
         text_types: of a multimodal model the model_types of its text model, where families differ by it.
         text: of a multimodal model the family of its text model, if that has the same names of parameters and stands
             for it in the tables of targets.
-        modalities: of a multimodal model how it sees and hears.
+        modalities: of a multimodal model how it sees and hears. Where several are of one part, the config of its tower
+            says which one a model has.
     """
 
     name: str
@@ -83,26 +88,21 @@ class Family:
 
     def parts_among(self, tensors: Collection[str]) -> tuple[str, ...]:
         """Returns the parts beside the text model of which there are tensors."""
-        return tuple(each.part for each in self.modalities if each.has_some(tensors))
+        return tuple(dict.fromkeys(each.part for each in self.modalities if each.has_some(tensors)))
 
-    def table_without_release(self, returns: str = LOGITS, parts: Collection[str] = ()) -> MappingTable:
+    def table_without_release(self, returns: str = LOGITS, parts: Mapping[str, PartConfig] = NO_PARTS) -> MappingTable:
         """Returns the table of models that return this, with the names of most releases; with these `parts` beside the
         text model."""
-        return self._joined(headed(self.table, returns), parts)
+        return _joined(headed(self.table, returns), parts)
 
-    def release_reader(self, returns: str = LOGITS, parts: Collection[str] = ()) -> ReleaseReader:
+    def release_reader(self, returns: str = LOGITS, parts: Mapping[str, PartConfig] = NO_PARTS) -> ReleaseReader:
         """Returns what reads releases of models that return this; with these `parts` beside the text model."""
         table = headed(self.table, returns)
-        table = self._joined(replace(table, ignore={**table.ignore, **saved_outside(self.name)}), parts)
+        table = _joined(replace(table, ignore={**table.ignore, **saved_outside(self.name)}), parts)
         names = {**saved_names(self.name), **self.aliases}
-        for each in self.modalities:
-            names |= each.aliases if each.part in parts else {}
+        for each in parts.values():
+            names |= each.modality.aliases
         return ReleaseReader(table, (*self.forms, *ALL_FORMS), names, saved_places(self.name, table))
-
-    def _joined(self, table: MappingTable, parts: Collection[str]) -> MappingTable:
-        for each in self.modalities:
-            table = each.joined(table) if each.part in parts else table
-        return table
 
     def table_for(self, names: Collection[str], config: DecoderConfig, returns: str = LOGITS) -> MappingTable:
         """Returns the table of the release that has tensors with these names."""
@@ -139,7 +139,7 @@ class Family:
         raw = without_keys(raw, allow)
         config = self.config.from_hf(self.config.settled(raw, tensors) if tensors else raw)
         outer: Any = self.config.around_text(raw) if parts else raw
-        towers = tuple(each.read(outer, config) for each in self.modalities if each.part in parts)
+        towers = tuple(modality_of(self.modalities, part, outer).read(outer, config) for part in parts)
         return replace(config, head=Head.from_hf(returns, raw), towers=towers)
 
     def check_config(
@@ -165,6 +165,12 @@ class Family:
         """
         given_keys(raw, allow)
         return report_ignored(self.read_config(raw, allow, tensors, returns, parts), raw, allow, tensors)
+
+
+def _joined(table: MappingTable, parts: Mapping[str, PartConfig]) -> MappingTable:
+    for each in parts.values():
+        table = each.modality.joined(table)
+    return table
 
 
 def family(

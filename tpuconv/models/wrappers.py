@@ -1,5 +1,6 @@
-"""Multimodal models around the text model of a family, which alone is converted: the table of these wrappers. The
-family of a text model of the type `qwen2` in the wrapper `llava` is named `llava.qwen2`.
+"""Multimodal models around the text model of a family: the table of these wrappers. The family of a text model of the
+type `qwen2` in the wrapper `llava` is named `llava.qwen2`. Rows without modalities convert the text model alone.
+One file because it is one table.
 
 A text model that exists in one multimodal model alone, or is changed by it, is a family of its own, declared by
 `wrapper` (`models/lineages/gemma.py`).
@@ -19,13 +20,30 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.wrapper import BRINGS, HEARS, LLAVA, SEES, WrapperConfig, inside
 from tpuconv.models.registry import Family, family_of_type
 from tpuconv.models.towers.modalities import (
+    COMPASS_VISION,
+    DEEPSEEK_VL_VISION,
+    EXAONE_VISION,
     FLAMINGO_AUDIO,
     FUN_AUDIO,
     GLM_AUDIO,
+    HYPERCLOVA_VISION,
+    IDEFICS2_VISION,
+    IDEFICS3_VISION,
+    INTERNVL_VISION,
+    LFM2_VISION,
+    LIGHTON_VISION,
+    LLAVA_NEXT_VIDEO_VISION,
+    LLAVA_NEXT_VISION,
+    LLAVA_VISION,
+    MINICPM_VISION,
     MOSS_AUDIO,
     MUSIC_AUDIO,
+    ONEVISION_VISION,
+    QIANFAN_VISION,
     QWEN2_AUDIO,
     QWEN3_ASR_AUDIO,
+    VIDEO_LLAMA3_VISION,
+    VIP_LLAVA_VISION,
     VOXTRAL_AUDIO,
 )
 
@@ -85,8 +103,8 @@ class Wrapper:
     released_as: tuple[str, str] | None = None
     keys: tuple[str, ...] = ()
     tied: bool = False
-    end: str = "ForConditionalGeneration"
     modalities: tuple[Modality, ...] = ()
+    end: str = "ForConditionalGeneration"
 
     @property
     def architecture(self) -> str:
@@ -112,6 +130,7 @@ WRAPPER_ROWS = (
         ("llama", "mistral", "qwen2"),
         LLAVA,
         prefix=IN_CAUSAL_MODEL,
+        modalities=LLAVA_VISION,
     ),
     Wrapper(
         "llava_next",
@@ -121,6 +140,7 @@ WRAPPER_ROWS = (
         LLAVA,
         tensors={"image_newline": BRINGS},
         prefix=IN_CAUSAL_MODEL,
+        modalities=LLAVA_NEXT_VISION,
     ),
     Wrapper(
         "llava_next_video",
@@ -131,6 +151,7 @@ WRAPPER_ROWS = (
         tensors={"image_newline": BRINGS},
         prefix=IN_CAUSAL_MODEL,
         keys=("spatial_pool_mode", "spatial_pool_stride"),
+        modalities=LLAVA_NEXT_VIDEO_VISION,
     ),
     Wrapper(
         "llava_onevision",
@@ -140,6 +161,7 @@ WRAPPER_ROWS = (
         LLAVA,
         tensors={"image_newline": BRINGS},
         prefix=IN_CAUSAL_MODEL,
+        modalities=ONEVISION_VISION,
     ),
     Wrapper(
         "video_llava",
@@ -149,7 +171,9 @@ WRAPPER_ROWS = (
         {"image_tower": SEES, "video_tower": SEES, "multi_modal_projector": BRINGS},
         prefix=IN_CAUSAL_MODEL,
     ),
-    Wrapper("vipllava", "VipLlava", "ViP-LLaVA", ("llama",), LLAVA, prefix=IN_CAUSAL_MODEL),
+    Wrapper(
+        "vipllava", "VipLlava", "ViP-LLaVA", ("llama",), LLAVA, prefix=IN_CAUSAL_MODEL, modalities=VIP_LLAVA_VISION
+    ),
     Wrapper(
         "internvl",
         "InternVL",
@@ -159,6 +183,7 @@ WRAPPER_ROWS = (
         prefix=IN_CAUSAL_MODEL,
         keys=("downsample_ratio",),
         tied=True,
+        modalities=(INTERNVL_VISION,),
     ),
     Wrapper(
         "qianfan_ocr",
@@ -168,9 +193,19 @@ WRAPPER_ROWS = (
         INTERNVL_HUB,
         prefix=IN_CAUSAL_MODEL,
         keys=("downsample_ratio",),
+        modalities=(QIANFAN_VISION,),
     ),
     Wrapper("got_ocr2", "GotOcr2", "GOT-OCR 2.0", ("qwen2",), LLAVA, prefix=IN_CAUSAL_MODEL, tied=True),
-    Wrapper("lfm2_vl", "Lfm2Vl", "LFM2-VL", ("lfm2", "lfm2_moe"), LLAVA, keys=LFM2_VL_KEYS, tied=True),
+    Wrapper(
+        "lfm2_vl",
+        "Lfm2Vl",
+        "LFM2-VL",
+        ("lfm2", "lfm2_moe"),
+        LLAVA,
+        keys=LFM2_VL_KEYS,
+        tied=True,
+        modalities=(LFM2_VISION,),
+    ),
     Wrapper("lfm3_vl", "Lfm3Vl", "LFM3-VL", ("lfm3",), LLAVA, tied=True),
     Wrapper(
         "perception_lm",
@@ -199,6 +234,7 @@ WRAPPER_ROWS = (
         prefix=IN_IDEFICS,
         head="lm_head.",
         keys=("perceiver_config",),
+        modalities=(IDEFICS2_VISION,),
     ),
     Wrapper(
         "idefics3",
@@ -209,6 +245,7 @@ WRAPPER_ROWS = (
         prefix=IN_IDEFICS,
         head="lm_head.",
         keys=("scale_factor",),
+        modalities=(IDEFICS3_VISION,),
     ),
     Wrapper(
         "smolvlm",
@@ -219,8 +256,11 @@ WRAPPER_ROWS = (
         prefix=IN_IDEFICS,
         head="lm_head.",
         keys=("scale_factor",),
+        modalities=(IDEFICS3_VISION,),
     ),
-    Wrapper("deepseek_vl", "DeepseekVL", "DeepSeek-VL", ("llama",), DEEPSEEK_VL, tied=True),
+    Wrapper(
+        "deepseek_vl", "DeepseekVL", "DeepSeek-VL", ("llama",), DEEPSEEK_VL, tied=True, modalities=(DEEPSEEK_VL_VISION,)
+    ),
     Wrapper(
         "deepseek_vl_hybrid",
         "DeepseekVLHybrid",
@@ -246,7 +286,14 @@ WRAPPER_ROWS = (
         keys=("vq_config",),
         tied=True,
     ),
-    Wrapper("exaone4_5", "Exaone4_5_", "EXAONE 4.5", ("exaone4",), {"visual": SEES, "mtp": "predicts further tokens"}),
+    Wrapper(
+        "exaone4_5",
+        "Exaone4_5_",
+        "EXAONE 4.5",
+        ("exaone4",),
+        {"visual": SEES, "mtp": "predicts further tokens"},
+        modalities=(EXAONE_VISION,),
+    ),
     Wrapper(
         "lighton_ocr",
         "LightOnOcr",
@@ -254,10 +301,35 @@ WRAPPER_ROWS = (
         ("qwen3",),
         {"vision_encoder": SEES, "vision_projection": BRINGS},
         tied=True,
+        modalities=(LIGHTON_VISION,),
     ),
-    Wrapper("video_llama_3", "VideoLlama3", "VideoLLaMA 3", ("qwen2",), {"vision_model": SEES, "projector": BRINGS}),
-    Wrapper("minicpm_ocr", "MiniCPMOcr", "MiniCPM-OCR", ("qwen3_5_text",), MINICPM_V, keys=MINICPM_V_KEYS, tied=True),
-    Wrapper("minicpmv4_6", "MiniCPMV4_6", "MiniCPM-V 4.6", ("qwen3_5_text",), MINICPM_V, keys=MINICPM_V_KEYS),
+    Wrapper(
+        "video_llama_3",
+        "VideoLlama3",
+        "VideoLLaMA 3",
+        ("qwen2",),
+        {"vision_model": SEES, "projector": BRINGS},
+        modalities=(VIDEO_LLAMA3_VISION,),
+    ),
+    Wrapper(
+        "minicpm_ocr",
+        "MiniCPMOcr",
+        "MiniCPM-OCR",
+        ("qwen3_5_text",),
+        MINICPM_V,
+        keys=MINICPM_V_KEYS,
+        tied=True,
+        modalities=(MINICPM_VISION,),
+    ),
+    Wrapper(
+        "minicpmv4_6",
+        "MiniCPMV4_6",
+        "MiniCPM-V 4.6",
+        ("qwen3_5_text",),
+        MINICPM_V,
+        keys=MINICPM_V_KEYS,
+        modalities=(MINICPM_VISION,),
+    ),
     Wrapper(
         "minicpmv4_7",
         "MiniCPMV4_7",
@@ -275,8 +347,16 @@ WRAPPER_ROWS = (
         head="model.language_model.lm_head.",
         released_as=("vlm", "HCXVisionV2ForCausalLM"),
         tied=True,
+        modalities=(HYPERCLOVA_VISION,),
     ),
-    Wrapper("cohere_compass", "CohereCompass", "North Micro Vision", ("cohere_compass_text",), {"visual": SEES}),
+    Wrapper(
+        "cohere_compass",
+        "CohereCompass",
+        "North Micro Vision",
+        ("cohere_compass_text",),
+        {"visual": SEES},
+        modalities=(COMPASS_VISION,),
+    ),
     Wrapper(
         "nemotron_h_omni",
         "NemotronH_Omni_Reasoning_V3",

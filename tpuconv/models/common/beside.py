@@ -20,6 +20,17 @@ from tpuconv.notation.table import Map, MappingTable
 
 VISION, AUDIO = "vision", "audio"
 """The parts."""
+TEXT_ALONE = "convert the text model alone: `text_only=True`"
+"""A hint."""
+ENCODER_ACTS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "silu", "relu")
+"""The activations of towers and projectors, as config.json names them."""
+
+
+def check_acts(raw: Mapping[str, Any]) -> None:
+    """Raises UnsupportedConfig if an object of config.json names an activation that no tower has."""
+    for key, value in raw.items():
+        if key.endswith("hidden_act") and value not in ENCODER_ACTS:
+            raise UnsupportedConfig(f"{key}={short(value)} of an encoder is not implemented", hint=TEXT_ALONE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +56,10 @@ class TowerConfig:
         raw = {cls.aliases.get(key, key): value for key, value in raw.items()}
         if isinstance(rope := raw.get("rope_parameters"), Mapping):
             raw |= {key: value for key, value in rope.items() if key in hints_of(cls)}
+        check_acts(raw)
         for key, values in cls.only.items():
             if key in raw and raw[key] not in values:
-                raise UnsupportedConfig(
-                    f"{key}={short(raw[key])} of an encoder is not implemented",
-                    hint="convert the text model alone: `text_only=True`",
-                )
+                raise UnsupportedConfig(f"{key}={short(raw[key])} of an encoder is not implemented", hint=TEXT_ALONE)
         return cls(**checked_values(raw, hints_of(cls)))
 
     def __post_init__(self) -> None:
@@ -78,9 +87,43 @@ class ProjectorConfig:
 
     @classmethod
     def from_hf(cls, outer: Mapping[str, Any], tower: Any, text: Any) -> Self:
-        """Returns the config of a projector from a tower to a text model; `outer` has `vision_config`."""
-        known = {key: value for key, value in outer.items() if key in hints_of(cls)}
-        return cls(out=text.hidden_size, **checked_values(known, hints_of(cls)))
+        """Returns the config of a projector from a tower to a text model; `outer` has `vision_config`.
+
+        Raises:
+            UnsupportedConfig: a value is not implemented.
+            ConfigError: a value has a wrong type, or does not fit the tower.
+        """
+        check_acts(outer)
+        config = cls(**{**checked_values(outer, hints_of(cls)), **cls.of_text(text)})
+        config.check(tower)
+        return config
+
+    @classmethod
+    def of_text(cls, text: Any) -> dict[str, Any]:
+        """Returns the fields that the config of the text model says."""
+        return {"out": text.hidden_size}
+
+    def check(self, tower: Any) -> None:
+        """Raises ConfigError or UnsupportedConfig if the tower has not what the projector reads."""
+        states = tower.sizes["L"] + 1
+        if wrong := [number for number in self.feature_layers if not -states <= number < states]:
+            raise ConfigError(f"config.json: the encoder has no hidden states {short(wrong)}, it has {states}")
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The numbers of the hidden states of the tower that it reads, side by side: 0 is the input of the first layer,
+        -1 the output of the last. Empty for that output behind the tower's last norm."""
+        return ()
+
+    @property
+    def drops_first(self) -> bool:
+        """True if it does not read the first of the tower's patches, which is a class token."""
+        return False
+
+    @property
+    def merge(self) -> int:
+        """The number of patches that it joins along each side."""
+        return 1
 
     def sizes(self, tower: Any) -> dict[str, Any]:
         """The size of each letter that the tower does not have."""
@@ -135,6 +178,9 @@ class Modality:
         config_key: the key of config.json that has the tower's config.
         other_prefixes: what other releases have in place of `prefix`.
         defaults: keys of the tower's config that have other defaults in this family.
+        tower_types: the values of `model_type` in the tower's config that mean this tower, in a family that has a
+            choice of towers.
+        unused: patterns of tensors in releases below `prefix` that the reference does not read either.
     """
 
     part: str
@@ -148,6 +194,8 @@ class Modality:
     config_key: str = "vision_config"
     other_prefixes: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    tower_types: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def read(self, outer: Mapping[str, Any], text: Any) -> "PartConfig":
         """Returns the config of this part.
@@ -182,11 +230,11 @@ class Modality:
     @property
     def aliases(self) -> dict[str, str]:
         """Templates of names in other releases, and of names in `rows`."""
+        names = [name for row in self.rows for name in row.hf_names if name.startswith(self.prefix)]
         return {
-            template(other + name): template(self.prefix + name)
+            template(other + name.removeprefix(self.prefix)): template(name)
             for other in self.other_prefixes
-            for row in self.tower.rows
-            for name in row.hf_names
+            for name in names
         }
 
     def has_some(self, tensors: Collection[str]) -> bool:
@@ -202,7 +250,27 @@ class Modality:
             for pattern, why in table.ignore.items()
             if not any(pattern == front or pattern.startswith(f"{front}.") for front in fronts)
         }
-        return replace(table, rows=(*table.rows, *self.rows), ignore=kept)
+        unused = {f"{self.prefix}{pattern}": "the reference does not read it either" for pattern in self.unused}
+        return replace(table, rows=(*table.rows, *self.rows), ignore={**kept, **unused})
+
+
+def modality_of(modalities: Sequence[Modality], part: str, outer: Mapping[str, Any]) -> Modality:
+    """Returns the modality of a part that a model has, among the ones of its family. `outer` is as in `Modality.read`.
+
+    Raises:
+        UnsupportedConfig: the model has another tower.
+    """
+    known = [each for each in modalities if each.part == part]
+    own = outer.get(known[0].config_key)
+    kind = own.get("model_type") if isinstance(own, Mapping) else None
+    found = [each for each in known if kind is None or not each.tower_types or kind in each.tower_types]
+    if found:
+        return found[0]
+    raise UnsupportedConfig(
+        f"an encoder of the type {short(kind)} is not implemented in this family",
+        details=[f"known are {', '.join(name for each in known for name in each.tower_types)}"],
+        hint=TEXT_ALONE,
+    )
 
 
 @dataclass(frozen=True)

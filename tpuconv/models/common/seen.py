@@ -40,8 +40,11 @@ class Seen:
     deep: tuple[jax.Array, ...] = ()
 
     def merged(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the first layer's input [B, T, D], with features in place of placeholders."""
-        return jnp.where(self.slot_BT[..., None] < 0, x_BTD, self.features_XD[self.slot_BT].astype(x_BTD.dtype))
+        """Returns the first layer's input [B, T, D], with features in place of placeholders; each residual stream of D
+        begins with them."""
+        streams = x_BTD.shape[-1] // self.features_XD.shape[-1]
+        features_BTD = jnp.tile(self.features_XD[self.slot_BT].astype(x_BTD.dtype), streams)
+        return jnp.where(self.slot_BT[..., None] < 0, x_BTD, features_BTD)
 
     def deepened(self, x_BTD: jax.Array, layer: jax.Array | int) -> jax.Array:
         """Returns the output [B, T, D] of a layer with the features of this layer added; `layer` may be traced."""
@@ -65,7 +68,8 @@ class Prepared:
         arrays: the arguments of the encoder.
         rows: of each placeholder, in order, the number of its feature in what the encoder returns.
         counts: how many placeholders each image or sound has.
-        grids: of each image the rows and columns of its placeholders, by time, for rotary positions.
+        grids: of each image the rows and columns of its placeholders, by time, for rotary positions; none where
+            placeholders have positions as text has.
     """
 
     arrays: tuple[np.ndarray, ...]
@@ -147,7 +151,7 @@ def _rotary_places(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns the rotary positions by time, row and column [3, B, T], and what is added to later ones [B, 1]; None and
     None of models whose rotary positions count tokens."""
-    if config.mrope is None or VISION not in encoders:
+    if config.mrope is None or VISION not in encoders or (VISION in prepared and not prepared[VISION].grids):
         return None, None
     at_3BT, delta_B1 = np.zeros((3, *ids_BT.shape), np.int32), np.zeros((len(ids_BT), 1), np.int32)
     grids = list(prepared[VISION].grids) if VISION in prepared else []

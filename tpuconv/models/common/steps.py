@@ -104,7 +104,10 @@ class Steps:
         images = None if seen is None else _image_blocks(seen, pos_BS, slot, config.sees_images)
         steps = []
         for rope, dim in kinds:
-            cos_sin = rope_cos_sin(rope, dim, at, slots) if at.ndim == 2 else mrope_cos_sin(rope, dim, at, config.mrope)
+            if at.ndim == 2 or rope is None:
+                cos_sin = rope_cos_sin(rope, dim, pos_BT if rope is None else at, slots)
+            else:
+                cos_sin = mrope_cos_sin(rope, dim, at, config.mrope)
             steps.append(Step(pos_BT, pos_BS, slot, cos_sin, images=images, at=at))
         return cls(steps, [kinds.index(rotation) for rotation in rotations], inputs, seen)
 

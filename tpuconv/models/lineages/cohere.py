@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from tpuconv.errors import ConfigError
+from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.jsonfile import short
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.mrope import without_mrope
+from tpuconv.models.common.mrope import Mrope, mrope_sections, without_mrope
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, check_rope_keys, rope_of_layers
 from tpuconv.models.common.rows import BIASED_ATTENTION, when
 from tpuconv.models.common.windows import ROPES_BY_KIND, ROPES_OF_WINDOWS, WINDOW_KINDS, PatternConfig
@@ -109,11 +110,17 @@ class CompassConfig(PatternConfig):
         by_kind = {kind: given[kind] for kind in WINDOW_KINDS if kind in given}
         if unsaid := sorted({*(raw.get("layer_types") or WINDOW_KINDS[:1])} - by_kind.keys()):
             raise ConfigError(f"config.json: rope_parameters has nothing for layers of the type {', '.join(unsaid)}")
-        ropes = {}
+        ropes: dict[str, Any] = {}
+        found = {
+            mrope_sections({"rope_parameters": own}) or (24, 20, 20) for own in by_kind.values() if own is not None
+        }
+        if len(found) > 1:
+            raise UnsupportedConfig(f"mrope_section differs between types of layers: {short(sorted(found))}")
         for kind, field in ROPES_BY_KIND.items():
             own = without_mrope(rope_of_layers({"rope_parameters": by_kind}, kind, PLAIN_ROPE.theta))
             ropes[field] = Rope.from_hf(own, cls.model_type, context)
-        return {**ropes, "rotated": tuple(kind for kind, own in by_kind.items() if own is not None)}
+        rotated = tuple(kind for kind, own in by_kind.items() if own is not None)
+        return {**ropes, "rotated": rotated, "mrope": Mrope(*found, interleaved=True) if found else None}
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:

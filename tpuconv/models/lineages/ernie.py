@@ -9,6 +9,7 @@ from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, SHARED,
 from tpuconv.models.common.wrapper import BRINGS, SEES
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Mlp, Mtp, Norms
+from tpuconv.models.towers.modalities import PADDLE_VISION
 from tpuconv.notation.table import Map, under
 
 ERNIE4_5 = decoder(
@@ -32,6 +33,7 @@ PADDLEOCR_VL = wrapper(
     outside={"visual": SEES, "mlp_AR": BRINGS, "projector": BRINGS},
     flat=True,
     tied=True,
+    modalities=(PADDLE_VISION,),
     only={"sliding_window": (None,)},
 )
 

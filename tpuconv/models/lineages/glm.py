@@ -10,7 +10,7 @@ from tpuconv.models.common.wrapper import SEES, inside
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.deepseek_v3.family import EXPERT_ROWS
 from tpuconv.models.parts import Attn, Experts, Mlp, Mtp, Norms
-from tpuconv.models.towers.modalities import GLM_VISION
+from tpuconv.models.towers.modalities import GLM_OCR_VISION, GLM_VISION
 
 GLM = decoder(
     "glm",
@@ -80,6 +80,7 @@ GLM_OCR = wrapper(
         "num_nextn_predict_layers": 1,
     },
     default_sections=(8, 12, 12),
+    modalities=(GLM_OCR_VISION,),
 )
 
 GLM4_MOE = decoder(

@@ -27,6 +27,7 @@ from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.common.wrapper import BRINGS, LLAVA, SEES, WrapperConfig, inside
 from tpuconv.models.declare import config_class, decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
+from tpuconv.models.towers.modalities import ARIA_VISION
 from tpuconv.notation.table import Map, MappingTable, under
 
 
@@ -370,6 +371,7 @@ ARIA = decoder(
     only={"mlp_bias": (False,)},
     hf_names={"num_experts_per_tok": "moe_topk"},
     outside_keys=frozenset({"max_value_projector_patch_to_query_dict"}),
+    modalities=(ARIA_VISION,),
     table=inside(
         decoder_table(
             *PRE_NORMS,

@@ -9,6 +9,7 @@ from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.common.wrapper import LLAVA, WrapperConfig
 from tpuconv.models.declare import config_class, decoder, wrapper
 from tpuconv.models.parts import Attn, Mlp, Norms
+from tpuconv.models.towers.modalities import MISTRAL3_VISION
 
 MINISTRAL3 = decoder(
     "ministral3",
@@ -74,5 +75,6 @@ MISTRAL3 = wrapper(
     prefix="language_model.model.",
     outside=LLAVA,
     text_types=("mistral", "ministral3"),
+    modalities=(MISTRAL3_VISION,),
     tied=True,
 )

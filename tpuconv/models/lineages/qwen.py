@@ -26,6 +26,7 @@ from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.lineages.llama import ARCEE
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
 from tpuconv.models.towers.modalities import (
+    COSMOS3_VISION,
     QWEN2_VISION,
     QWEN3_OMNI_AUDIO,
     QWEN3_OMNI_VISION,
@@ -362,6 +363,7 @@ COSMOS3_OMNI = wrapper(
     modules=aliases(QWEN3.table, cosmos_name),
     interleaved=True,
     default_sections=(24, 20, 20),
+    modalities=(COSMOS3_VISION,),
 )
 
 COSMOS3_EDGE = wrapper(

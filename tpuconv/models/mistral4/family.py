@@ -11,6 +11,7 @@ from tpuconv.models.common.rows import SHARED_EXPERT_ROWS, STACKED_EXPERTS, deco
 from tpuconv.models.common.wrapper import LLAVA, WrapperConfig, inside
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import family
+from tpuconv.models.towers.modalities import MISTRAL3_VISION
 from tpuconv.notation.table import Map
 
 
@@ -93,4 +94,5 @@ FAMILY = family(
     "Mistral Small 4, text",
     types={"Mistral3ForConditionalGeneration": "mistral3"},
     text_types=("mistral4",),
+    modalities=(MISTRAL3_VISION,),
 )

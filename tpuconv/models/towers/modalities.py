@@ -4,10 +4,26 @@ disk."""
 from dataclasses import replace
 
 from tpuconv.models.common.beside import AUDIO, VISION, Modality
+from tpuconv.models.towers.clip.family import CLIP
 from tpuconv.models.towers.gemma4.family import FRAMES, GEMMA4_VIT, NORMED_MATRIX, PATCHES, USM
+from tpuconv.models.towers.intern_vit.family import INTERN_VIT, RELEASED_INTERN_VIT, RELEASED_SHUFFLED, SHUFFLED
 from tpuconv.models.towers.llama4.family import LLAMA4_MATRIX, LLAMA4_VIT
+from tpuconv.models.towers.llava.family import (
+    ALIGNER,
+    LIGHTON_MATRICES,
+    LLAVA_MATRICES,
+    MERGING_MATRICES,
+    ONEVISION_MATRICES,
+    READOUT,
+    RELEASED_MERGING_MATRICES,
+    TILED_MATRICES,
+    VIP_LLAVA_MATRICES,
+)
+from tpuconv.models.towers.minicpm.family import MINICPM_VIT, ROUNDS
 from tpuconv.models.towers.moonvit.family import MOON_MERGER, MOONVIT, MUSE_ADAPTER, MUSE_SPARK_VIT, MUSE_VIT
 from tpuconv.models.towers.muse_audio.family import MUSE_AUDIO_ENCODER, NORMED_SOUND
+from tpuconv.models.towers.navit.family import JOINED_MATRIX, LEARNED_QUERIES, NAVIT, OLDER_NAVIT, PERCEIVER
+from tpuconv.models.towers.pixtral.family import PIXTRAL, RELEASED_PIXTRAL
 from tpuconv.models.towers.projectors import POOLED
 from tpuconv.models.towers.qwen_audio.family import (
     QWEN3_ASR,
@@ -18,8 +34,13 @@ from tpuconv.models.towers.qwen_audio.family import (
     SOUND_END,
 )
 from tpuconv.models.towers.qwen_vit.family import (
+    EXAONE_VIT,
+    GLM5_VIT,
     GLM_MERGER,
+    GLM_OCR_VIT,
     GLM_VIT,
+    HYPERCLOVA_VIT,
+    MERGED_MATRIX,
     MERGER,
     OLDER_MERGER,
     QWEN2_VIT,
@@ -31,6 +52,7 @@ from tpuconv.models.towers.qwen_vit.family import (
 )
 from tpuconv.models.towers.sanm.family import SANM, SANM_ADAPTOR
 from tpuconv.models.towers.siglip.family import SIGLIP
+from tpuconv.models.towers.siglip2.family import BLOCK_MATRICES, PADDLE_MATRICES, PADDLE_VIT, SIGLIP2, VIDEO_LLAMA_VIT
 from tpuconv.models.towers.whisper.family import (
     FLAMINGO_MLP,
     FLAMINGO_WHISPER,
@@ -225,3 +247,222 @@ FUN_AUDIO = replace(
     projector_prefix="model.multi_modal_projector.",
     placeholder_id=151646,
 )
+
+_LLAVA_CLIP = Modality(
+    VISION,
+    CLIP,
+    LLAVA_MATRICES,
+    prefix="vision_tower.vision_model.",
+    projector_prefix="multi_modal_projector.",
+    replaces=("vision_tower", "multi_modal_projector"),
+    placeholder_id=32000,
+    other_prefixes=("vision_tower.",),
+    tower_types=("clip_vision_model",),
+)
+_LLAVA_SIGLIP = replace(_LLAVA_CLIP, tower=SIGLIP, tower_types=("siglip_vision_model",))
+
+LLAVA_VISION = (
+    _LLAVA_CLIP,
+    _LLAVA_SIGLIP,
+    replace(_LLAVA_CLIP, tower=PIXTRAL, tower_types=("pixtral",), prefix="vision_tower.", other_prefixes=()),
+)
+"""LLaVA, whose releases have one of several towers."""
+
+VIP_LLAVA_VISION = (replace(_LLAVA_CLIP, projector=VIP_LLAVA_MATRICES),)
+"""ViP-LLaVA."""
+
+_WITH_NEWLINE = {"projector_prefix": "", "replaces": (*_LLAVA_CLIP.replaces, "image_newline")}
+
+LLAVA_NEXT_VISION = tuple(
+    replace(each, projector=TILED_MATRICES, **_WITH_NEWLINE) for each in (_LLAVA_CLIP, _LLAVA_SIGLIP)
+)
+"""LLaVA-NeXT."""
+
+LLAVA_NEXT_VIDEO_VISION = tuple(replace(each, placeholder_id=32001) for each in LLAVA_NEXT_VISION)
+"""The images of LLaVA-NeXT-Video."""
+
+ONEVISION_VISION = tuple(
+    replace(each, projector=ONEVISION_MATRICES, placeholder_id=151646, **_WITH_NEWLINE)
+    for each in (_LLAVA_SIGLIP, _LLAVA_CLIP)
+)
+"""LLaVA-OneVision."""
+
+MISTRAL3_VISION = Modality(
+    VISION,
+    PIXTRAL,
+    MERGING_MATRICES,
+    prefix="vision_tower.",
+    projector_prefix="multi_modal_projector.",
+    replaces=("vision_tower", "multi_modal_projector"),
+    placeholder_id=10,
+    tower_types=("pixtral",),
+)
+"""Mistral Small 3.1 and later."""
+
+MISTRAL_LARGE4_VISION = replace(
+    MISTRAL3_VISION,
+    tower=RELEASED_PIXTRAL,
+    projector=RELEASED_MERGING_MATRICES,
+    prefix="vision_encoder.",
+    projector_prefix="",
+    replaces=("vision_encoder", "pre_mm_projector_norm", "patch_merger", "vision_language_adapter"),
+)
+"""Mistral Large 4."""
+
+LIGHTON_VISION = replace(
+    MISTRAL3_VISION,
+    projector=LIGHTON_MATRICES,
+    prefix="model.vision_encoder.",
+    projector_prefix="model.vision_projection.",
+    replaces=("vision_encoder", "vision_projection"),
+    placeholder_id=151655,
+)
+"""LightOnOCR."""
+
+INTERNVL_VISION = Modality(
+    VISION,
+    INTERN_VIT,
+    SHUFFLED,
+    prefix="vision_tower.",
+    projector_prefix="multi_modal_projector.",
+    replaces=("vision_tower", "multi_modal_projector"),
+    placeholder_id=151667,
+    tower_types=("internvl_vision",),
+)
+"""InternVL in the form of transformers."""
+
+QIANFAN_VISION = replace(
+    INTERNVL_VISION,
+    tower=RELEASED_INTERN_VIT,
+    projector=RELEASED_SHUFFLED,
+    prefix="vision_model.",
+    projector_prefix="mlp1.",
+    replaces=("vision_model", "mlp1"),
+    defaults={"attention_bias": True},
+    tower_types=("qianfan_ocr_vision",),
+)
+"""Qianfan-OCR."""
+
+IDEFICS3_VISION = Modality(
+    VISION,
+    NAVIT,
+    JOINED_MATRIX,
+    prefix="model.vision_model.",
+    projector_prefix="model.connector.",
+    replaces=("vision_model", "connector"),
+    placeholder_id=128257,
+)
+"""Idefics 3 and SmolVLM."""
+
+IDEFICS2_VISION = replace(IDEFICS3_VISION, tower=OLDER_NAVIT, projector=PERCEIVER, placeholder_id=32001)
+"""Idefics 2."""
+
+ARIA_VISION = Modality(
+    VISION,
+    NAVIT,
+    LEARNED_QUERIES,
+    prefix="vision_tower.",
+    projector_prefix="multi_modal_projector.",
+    replaces=("vision_tower", "multi_modal_projector"),
+    placeholder_id=9,
+    other_prefixes=("vision_tower.vision_model.",),
+    tower_types=("idefics3_vision", "idefics3_vision_model", "aria_vision_model"),
+)
+"""Aria."""
+
+DEEPSEEK_VL_VISION = Modality(
+    VISION,
+    SIGLIP,
+    ALIGNER,
+    prefix="model.vision_model.",
+    projector_prefix="model.aligner.",
+    replaces=("vision_model", "aligner"),
+    placeholder_id=100015,
+    other_prefixes=("model.vision_model.vision_model.",),
+    tower_types=("siglip_vision_model",),
+)
+"""DeepSeek-VL."""
+
+LFM2_VISION = Modality(
+    VISION,
+    SIGLIP2,
+    BLOCK_MATRICES,
+    prefix="model.vision_tower.vision_model.",
+    projector_prefix="model.multi_modal_projector.",
+    replaces=("vision_tower", "multi_modal_projector"),
+    placeholder_id=396,
+    other_prefixes=("model.vision_tower.",),
+    tower_types=("siglip2_vision_model",),
+)
+"""LFM2-VL."""
+
+EXAONE_VISION = replace(
+    QWEN25_VISION,
+    tower=EXAONE_VIT,
+    prefix="model.visual.",
+    projector_prefix="model.visual.merger.",
+    placeholder_id=67,
+)
+"""EXAONE 4.5."""
+
+HYPERCLOVA_VISION = Modality(
+    VISION,
+    HYPERCLOVA_VIT,
+    MERGED_MATRIX,
+    prefix="model.vision_model.",
+    projector_prefix="model.vision_projector",
+    replaces=("vision_model", "vision_projector", "projector"),
+    placeholder_id=128060,
+)
+"""HyperCLOVA X SEED Think."""
+
+GLM_OCR_VISION = replace(GLM_VISION, tower=GLM_OCR_VIT, placeholder_id=59280)
+"""GLM-OCR."""
+
+GLM5_VISION = replace(GLM_VISION, tower=GLM5_VIT, placeholder_id=154854)
+"""GLM-5.3."""
+
+COSMOS3_VISION = replace(
+    QWEN3_VISION,
+    prefix="",
+    projector_prefix="merger.",
+    replaces=("visual", "blocks", "patch_embed", "deepstack_merger_list", "pos_embed", "merger"),
+    other_prefixes=("model.visual.",),
+)
+"""Cosmos 3."""
+
+COMPASS_VISION = replace(QWEN3_VISION, placeholder_id=255031)
+"""North Micro Vision."""
+
+PADDLE_VISION = Modality(
+    VISION,
+    PADDLE_VIT,
+    PADDLE_MATRICES,
+    prefix="visual.vision_model.",
+    projector_prefix="mlp_AR.",
+    replaces=("visual", "mlp_AR", "projector"),
+    placeholder_id=100295,
+    unused=("head.*", "embeddings.packing_position_embedding.*"),
+)
+"""PaddleOCR-VL."""
+
+VIDEO_LLAMA3_VISION = Modality(
+    VISION,
+    VIDEO_LLAMA_VIT,
+    READOUT,
+    prefix="model.vision_model.",
+    projector_prefix="model.projector.",
+    replaces=("vision_model", "projector"),
+    placeholder_id=151655,
+)
+"""VideoLLaMA 3."""
+
+MINICPM_VISION = Modality(
+    VISION,
+    MINICPM_VIT,
+    ROUNDS,
+    prefix="model.vision_tower.",
+    projector_prefix="model.merger.",
+    replaces=("vision_tower", "merger"),
+)
+"""MiniCPM-V 4.6 and MiniCPM-OCR."""

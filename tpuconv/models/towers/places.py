@@ -4,8 +4,9 @@ a table of learned positions they read.
 Letters: P patches of an image, A rows of the table that a patch reads. Sizes h and w are numbers of
 patches in a column and in a row. `raster`, `block_order` and the taps are of one image; taps are in raster order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,10 +47,27 @@ def block_order(h: int, w: int, merge: int) -> IntArray:
     Raises:
         UsageError: the image has no whole number of blocks.
     """
-    if h % merge or w % merge:
-        raise UsageError(f"an image of {h} x {w} patches has no whole number of blocks of {merge} x {merge}")
-    place_P = np.arange(h * w, dtype=np.int32)
-    return place_P.reshape(h // merge, merge, w // merge, merge).transpose(0, 2, 1, 3).reshape(-1)
+    return nested_order(h, w, [merge])
+
+
+def nested_order(h: int, w: int, sides: Sequence[int]) -> IntArray:
+    """Returns which patch of the raster is at each place [P], if patches come block by block, in blocks of blocks.
+
+    Args:
+        h, w: the rows and columns of patches.
+        sides: the numbers of patches, or of blocks, along a side of the blocks, the innermost first.
+
+    Raises:
+        UsageError: the image has no whole number of the outermost blocks.
+    """
+    if h % (whole := prod(sides)) or w % whole:
+        raise UsageError(f"an image of {h} x {w} patches has no whole number of blocks of {whole} x {whole}")
+    row, column = raster(h, w).T
+    keys: list[IntArray] = []
+    for side in sides:
+        keys += [column % side, row % side]
+        row, column = row // side, column // side
+    return np.lexsort([*keys, column, row]).astype(np.int32)
 
 
 def bilinear_taps(h: int, w: int, table_height: int, table_width: int) -> Taps:
@@ -59,6 +77,17 @@ def bilinear_taps(h: int, w: int, table_height: int, table_width: int) -> Taps:
     def axis(size: int, rows: int) -> AxisTaps:
         place = np.arange(size, dtype=np.float32) * np.float32(rows - 1) / np.float32(max(size - 1, 1))
         tap, distance = _neighbours(place, rows, 0, 2)
+        return tap, np.maximum(1 - distance, np.float32(0))
+
+    return _product(axis, h, w, table_height, table_width)
+
+
+def bilinear_taps_of_centers(h: int, w: int, table_height: int, table_width: int) -> Taps:
+    """Returns four taps of bilinear interpolation: place i of n is at (i + 1/2) G / n - 1/2 of G rows, and rows outside
+    are the ones at the border (LLaVA-OneVision)."""
+
+    def axis(size: int, rows: int) -> AxisTaps:
+        tap, distance = _neighbours(np.maximum(_centers(size, rows), np.float32(0)), rows, 0, 2)
         return tap, np.maximum(1 - distance, np.float32(0))
 
     return _product(axis, h, w, table_height, table_width)

@@ -29,8 +29,8 @@ IN_HEADS, OUT_OF_HEADS = "(N H) D -> D N H", "D (N H) -> N H D"
 UP, DOWN = "F D -> D F", "D F -> F D"
 """The matrices of an MLP."""
 
-PATCH_LAYOUT = "D X p q -> (X p q) D"
-"""The convolution of patches, whose stride is its size, as a matrix."""
+PATCH_MATRIX = "D X p q -> (X p q) D"
+"""The kernel of a convolution whose stride is its size: a matrix of the patches."""
 
 CLIP_LAYERS = under(
     "encoder.layers.{L}",
@@ -43,3 +43,15 @@ CLIP_LAYERS = under(
     *with_bias("mlp.fc2", "mlp.down", DOWN, "D"),
 )
 """The layers of CLIP and SigLIP."""
+
+
+def joined_heads(name: str, front: str) -> tuple[Map, ...]:
+    """Returns the rows of PyTorch's MultiheadAttention, which has queries, keys and values in one matrix; `front` is
+    what stands before their parameters."""
+    joined = "((N H) + (N H) + (N H))"
+    kernels, biases = (tuple(f"{front}{x}.{kind}" for x in "qkv") for kind in ("kernel", "bias"))
+    return (
+        Map(f"{name}.in_proj_weight", kernels, f"{joined} D -> D N H, D N H, D N H"),
+        Map(f"{name}.in_proj_bias", biases, f"{joined} -> N H, N H, N H"),
+        *with_bias(f"{name}.out_proj", f"{front}o", OUT_OF_HEADS, "D"),
+    )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -42,28 +43,38 @@ class Attention(nnx.Module):
         dtype: DTypeLike,
         keys: Keys,
     ):
+        kv = "K" if "K" in config.sizes else "N"
+
         def product(name: str) -> Einsum:
-            has_bias = bias if isinstance(bias, bool) else name in bias
-            N = "K" if name in "kv" and "K" in config.sizes else "N"
-            return Einsum(f"BPD,D{N}H->BP{N}H", config.sizes, bias=has_bias, dtype=dtype, keys=keys)
+            has_bias, heads = bias if isinstance(bias, bool) else name in bias, "N" if name == "q" else kv
+            return Einsum(f"BPD,D{heads}H->BP{heads}H", config.sizes, bias=has_bias, dtype=dtype, keys=keys)
 
         self.q, self.k, self.v = map(product, "qkv")
+        self.repeats = config.sizes["N"] // config.sizes[kv]
         self.o = Einsum("BPNH,NHD->BPD", config.sizes, bias=out_bias, dtype=dtype, keys=keys)
         self.q_norm: Any = None if norm is None else norm()
         self.k_norm: Any = None if norm is None else norm()
         self.rotate, self.scale = rotate, scale
 
-    def __call__(self, x_BPD: jax.Array, segment_BP: jax.Array, angles: Any = None) -> jax.Array:
+    def __call__(
+        self, x_BPD: jax.Array, segment_BP: jax.Array, angles: Any = None, is_key_BP: jax.Array | None = None
+    ) -> jax.Array:
         q_BPNH, k_BPNH, v_BPNH = self.q(x_BPD), self.k(x_BPD), self.v(x_BPD)
         if self.q_norm is not None:
             q_BPNH, k_BPNH = self.q_norm(q_BPNH), self.k_norm(k_BPNH)
         if self.rotate is not None:
             q_BPNH, k_BPNH = self.rotate(q_BPNH, angles), self.rotate(k_BPNH, angles)
-        return self.o(attend(q_BPNH, k_BPNH, v_BPNH, segment_BP, scale=self.scale))
+        if self.repeats > 1:
+            k_BPNH, v_BPNH = (jnp.repeat(each, self.repeats, axis=2) for each in (k_BPNH, v_BPNH))
+        return self.o(attend(q_BPNH, k_BPNH, v_BPNH, segment_BP, scale=self.scale, is_key_BP=is_key_BP))
 
 
 class MLP(nnx.Module):
-    """down(act(up x)), or gated down(act(gate x) up x) (arXiv:2002.05202), x [B, P, D] to [B, P, D]."""
+    """down(act(up x)), or gated down(act(gate x) up x) (arXiv:2002.05202), x [B, P, D] to [B, P, D].
+
+    Args:
+        limit: the largest value of gate x, and the largest size of up x.
+    """
 
     def __init__(
         self,
@@ -72,6 +83,7 @@ class MLP(nnx.Module):
         *,
         gated: bool = False,
         bias: bool = True,
+        limit: float | None = None,
         dtype: DTypeLike,
         keys: Keys,
     ):
@@ -80,11 +92,19 @@ class MLP(nnx.Module):
 
         self.up, self.down = product("BPD,DF->BPF"), product("BPF,FD->BPD")
         self.gate = product("BPD,DF->BPF") if gated else None
-        self.act = act
+        self.act, self.limit = act, limit
 
     def __call__(self, x_BPD: jax.Array) -> jax.Array:
         up_BPF = self.up(x_BPD)
-        return self.down(self.act(up_BPF) if self.gate is None else self.act(self.gate(x_BPD)) * up_BPF)
+        if self.gate is None:
+            return self.down(self.act(up_BPF))
+        gate_BPF, up_BPF = limited_factors(self.gate(x_BPD), up_BPF, self.limit)
+        return self.down(self.act(gate_BPF) * up_BPF)
+
+
+def limited_factors(gate: jax.Array, up: jax.Array, limit: float | None) -> tuple[jax.Array, jax.Array]:
+    """Returns the two factors of a gated MLP, with values as `MLP` limits them."""
+    return (gate, up) if limit is None else (jnp.minimum(gate, limit), jnp.clip(up, -limit, limit))
 
 
 class Block(nnx.Module):
@@ -105,8 +125,10 @@ class Block(nnx.Module):
             nnx.Param(ones(jax.random.key(0), (config.sizes["D"],), dtype)) if scaled else None for _ in range(2)
         )
 
-    def __call__(self, x_BPD: jax.Array, segment_BP: jax.Array, angles: Any = None) -> jax.Array:
-        y_BPD = self.attn(self.attn_norm(x_BPD), segment_BP, angles)
+    def __call__(
+        self, x_BPD: jax.Array, segment_BP: jax.Array, angles: Any = None, is_key_BP: jax.Array | None = None
+    ) -> jax.Array:
+        y_BPD = self.attn(self.attn_norm(x_BPD), segment_BP, angles, is_key_BP)
         x_BPD = x_BPD + (y_BPD if self.attn_scale is None else y_BPD * self.attn_scale[...])
         y_BPD = self.mlp(self.mlp_norm(x_BPD))
         return x_BPD + (y_BPD if self.mlp_scale is None else y_BPD * self.mlp_scale[...])

@@ -151,6 +151,7 @@ class GlmVitConfig(QwenVitConfig):
     out_hidden_size: int = 4096
     intermediate_size: int = 13696
     rms_norm_eps: float = 1e-5
+    swiglu_limit: ClassVar[float | None] = None
 
     @property
     def positions(self) -> int:
@@ -158,8 +159,51 @@ class GlmVitConfig(QwenVitConfig):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        sizes = {"F": self.out_hidden_size, "W": self.intermediate_size}
-        return {**super().sizes, **sizes, "A": self.out_hidden_size}
+        return {**super().sizes, "F": self.out_hidden_size, "W": self.intermediate_size, "A": self.out_hidden_size}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExaoneVitConfig(Qwen25VitConfig):
+    """The tower of EXAONE 4.5, where several heads share K heads of keys and values."""
+
+    num_key_value_heads: int = 8
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes, "K": self.num_key_value_heads}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlmOcrVitConfig(QwenVitConfig):
+    """The tower of GLM-OCR."""
+
+    depth: int = 24
+    hidden_size: int = 1024
+    num_heads: int = 16
+    hidden_act: str = "silu"
+    attention_bias: bool = True
+    patch_size: int = 14
+    out_hidden_size: int = 1536
+    intermediate_size: int = 4096
+    rms_norm_eps: float = 1e-5
+    swiglu_limit: float | None = None
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        out = self.out_hidden_size
+        return {**super().sizes, "A": out, "W": out * self.in_channels}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm5VitConfig(GlmOcrVitConfig):
+    """The tower of GLM-5.3."""
+
+    projection_intermediate_size: int = 10240
+    swiglu_limit: float | None = 10.0
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes, "W": self.projection_intermediate_size}
 
 
 def _blocks(*rows: Map) -> tuple[Map, ...]:
@@ -192,23 +236,40 @@ def _qwen3_vit(name: str, models: str, mergers: str, norm: str, up: str, down: s
 QWEN3_VIT = _qwen3_vit("qwen3_vit", "Qwen3-VL, Qwen3.5", "deepstack_merger_list", "norm", "linear_fc1", "linear_fc2")
 QWEN3_OMNI_VIT = _qwen3_vit("qwen3_omni_vit", "Qwen3-Omni", "merger_list", "ln_q", "mlp.0", "mlp.2")
 
+_GATED_BLOCK = (
+    *rms_norm("norm1", "attn_norm"),
+    *rms_norm("norm2", "mlp_norm"),
+    *with_bias("attn.proj", "attn.o", OUT_OF_HEADS, "D"),
+    *with_bias("mlp.gate_proj", "mlp.gate", UP, "F"),
+    *with_bias("mlp.up_proj", "mlp.up", UP, "F"),
+    *with_bias("mlp.down_proj", "mlp.down", DOWN, "D"),
+)
+
 QWEN25_VIT = Tower(
     "qwen25_vit",
     "Qwen2.5-VL",
     Qwen25VitConfig,
+    (*without_bias("patch_embed.proj", "patch", PATCH), *_blocks(JOINED_QKV_BIAS, *_GATED_BLOCK)),
+    f"{QWEN_VIT_MODULES}:Qwen25Vit",
+)
+
+_SHARED_KEYS = "((N H) + (K H) + (K H))"
+
+EXAONE_VIT = Tower(
+    "exaone_vit",
+    "EXAONE 4.5",
+    ExaoneVitConfig,
     (
         *without_bias("patch_embed.proj", "patch", PATCH),
-        *_blocks(
-            JOINED_QKV_BIAS,
-            *rms_norm("norm1", "attn_norm"),
-            *rms_norm("norm2", "mlp_norm"),
-            *with_bias("attn.proj", "attn.o", OUT_OF_HEADS, "D"),
-            *with_bias("mlp.gate_proj", "mlp.gate", UP, "F"),
-            *with_bias("mlp.up_proj", "mlp.up", UP, "F"),
-            *with_bias("mlp.down_proj", "mlp.down", DOWN, "D"),
+        *under(
+            "blocks.{L}",
+            "layers.{L}",
+            replace(JOINED_QKV, layout=f"{_SHARED_KEYS} D -> D N H, D K H, D K H"),
+            replace(JOINED_QKV_BIAS, layout=f"{_SHARED_KEYS} -> N H, K H, K H"),
+            *_GATED_BLOCK,
         ),
     ),
-    f"{QWEN_VIT_MODULES}:Qwen25Vit",
+    f"{QWEN_VIT_MODULES}:ExaoneVit",
 )
 
 QWEN25_OMNI_VIT = replace(
@@ -239,6 +300,12 @@ QWEN2_VIT = Tower(
     f"{QWEN_VIT_MODULES}:Qwen2Vit",
 )
 
+_GLM_ENDS = (
+    *rms_norm("post_layernorm", "norm"),
+    Map("downsample.weight", "downsample.kernel", "O D s r -> (D s r) O"),
+    Map("downsample.bias", "downsample.bias", "O"),
+)
+
 GLM_VIT = Tower(
     "glm_vit",
     "GLM-4.1V, GLM-4.5V",
@@ -255,16 +322,28 @@ GLM_VIT = Tower(
             *without_bias("mlp.up_proj", "mlp.up", UP),
             *without_bias("mlp.down_proj", "mlp.down", DOWN),
         ),
-        *rms_norm("post_layernorm", "norm"),
-        Map(
-            "downsample.weight",
-            "downsample.kernel",
-            "O D s r -> (D s r) O",
-        ),
-        Map("downsample.bias", "downsample.bias", "O"),
+        *_GLM_ENDS,
     ),
     f"{QWEN_VIT_MODULES}:GlmVit",
 )
+
+
+def _if_biased(*rows: Map) -> tuple[Map, ...]:
+    return tuple(replace(row, when="attention_bias") if row.jax_names[0].endswith("bias") else row for row in rows)
+
+
+_GLM_OCR_ROWS = (
+    *with_bias("patch_embed.proj", "patch", PATCH, "D"),
+    *_blocks(
+        *_if_biased(JOINED_QKV_BIAS, *_GATED_BLOCK),
+        *rms_norm("attn.q_norm", "attn.q_norm", "H"),
+        *rms_norm("attn.k_norm", "attn.k_norm", "H"),
+    ),
+    *_GLM_ENDS,
+)
+
+GLM_OCR_VIT = Tower("glm_ocr_vit", "GLM-OCR", GlmOcrVitConfig, _GLM_OCR_ROWS, f"{QWEN_VIT_MODULES}:GlmOcrVit")
+GLM5_VIT = Tower("glm5_vit", "GLM-5.3", Glm5VitConfig, _GLM_OCR_ROWS, f"{QWEN_VIT_MODULES}:GlmOcrVit")
 
 MERGER = Projector(
     ProjectorConfig,
@@ -300,3 +379,37 @@ GLM_MERGER = Projector(
     f"{QWEN_VIT_MODULES}:GlmMerger",
 )
 """A matrix, a norm and a gated MLP."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixConfig(ProjectorConfig):
+    """A matrix behind a merger, whose width E is the tower's `out_hidden_size`."""
+
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        return {"O": self.out, "E": tower.out_hidden_size}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HyperClovaVitConfig(Qwen25VitConfig):
+    """The tower of HyperCLOVA X SEED Think."""
+
+    out_hidden_size: int = 3584
+
+
+HYPERCLOVA_VIT = replace(
+    QWEN25_VIT,
+    name="hyperclova_vit",
+    summary="HyperCLOVA X SEED Think",
+    config=HyperClovaVitConfig,
+    rows=(
+        *QWEN25_VIT.rows,
+        *rms_norm("merger.ln_q", "merger.norm"),
+        *with_bias("merger.mlp.0", "merger.up", "W M -> M W", "W"),
+        *with_bias("merger.mlp.2", "merger.down", "E W -> W E", "E"),
+    ),
+    encoder=f"{QWEN_VIT_MODULES}:HyperClovaVit",
+)
+"""The tower of Qwen2.5-VL with its merger."""
+
+MERGED_MATRIX = Projector(MatrixConfig, with_bias("", "matrix", "O E -> E O", "O"), f"{QWEN_VIT_MODULES}:MergedMatrix")
+"""A matrix behind the merger."""

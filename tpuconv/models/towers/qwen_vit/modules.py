@@ -17,7 +17,7 @@ from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.angles import cos_sin, rows_then_columns
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise, padded
 from tpuconv.models.towers.places import Taps, bicubic_taps, bilinear_taps, block_order, bucket, raster
-from tpuconv.models.towers.vit import MLP, Attention, Block
+from tpuconv.models.towers.vit import MLP, Attention, Block, limited_factors
 
 
 class Merger(nnx.Module):
@@ -26,12 +26,12 @@ class Merger(nnx.Module):
 
     norm_type: ClassVar[Callable[..., Any]] = partial(LayerNorm, eps=1e-6)
 
-    def __init__(self, config: PartConfig, norm_axis: str = "D", *, dtype: DTypeLike, keys: Keys):
+    def __init__(self, config: PartConfig, norm_axis: str = "D", *, out: str = "O", dtype: DTypeLike, keys: Keys):
         sizes, self.is_late = config.sizes, norm_axis == "M"
         self.merged = sizes["M"]
         self.norm = self.norm_type(norm_axis, sizes, dtype=dtype)
         self.up = Einsum("BPM,MW->BPW", sizes, bias=True, dtype=dtype, keys=keys)
-        self.down = Einsum("BPW,WO->BPO", sizes, bias=True, dtype=dtype, keys=keys)
+        self.down = Einsum(f"BPW,W{out}->BP{out}", sizes, bias=True, dtype=dtype, keys=keys)
 
     def __call__(self, x_BPD: jax.Array) -> jax.Array:
         x_BPD = x_BPD if self.is_late else self.norm(x_BPD)
@@ -45,6 +45,16 @@ class RmsMerger(Merger):
     norm_type = partial(RMSNorm, eps=1e-6)
 
 
+class MergedMatrix(nnx.Module):
+    """A matrix of merged patches, [B, P, E] to [B, P, O]."""
+
+    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
+        self.matrix = Einsum("BPE,EO->BPO", config.sizes, bias=True, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BPE: jax.Array) -> jax.Array:
+        return self.matrix(x_BPE)
+
+
 class GlmMerger(nnx.Module):
     """The merger of GLM-4V, [B, P, O] to [B, P, O]: a matrix, a norm with GELU, and a gated MLP."""
 
@@ -54,10 +64,12 @@ class GlmMerger(nnx.Module):
         self.norm = LayerNorm("O", sizes, 1e-5, dtype=dtype)
         self.gate, self.up = product("BPO,OW->BPW", sizes), product("BPO,OW->BPW", sizes)
         self.down, self.act = product("BPW,WO->BPO", sizes), ACTS_BY_NAME[config.hidden_act]
+        self.limit = config.swiglu_limit
 
     def __call__(self, x_BPO: jax.Array) -> jax.Array:
         x_BPO = gelu(self.norm(self.matrix(x_BPO)))
-        return self.down(self.act(self.gate(x_BPO)) * self.up(x_BPO))
+        gate_BPW, up_BPW = limited_factors(self.gate(x_BPO), self.up(x_BPO), self.limit)
+        return self.down(self.act(gate_BPW) * up_BPW)
 
 
 class QwenVit(FeatureEncoder):
@@ -219,6 +231,30 @@ class Qwen25Vit(QwenVit):
         return frames_BP if layer in self.config.fullatt_block_indexes else windows_BP
 
 
+class ExaoneVit(Qwen25Vit):
+    """The tower of EXAONE 4.5."""
+
+    def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
+        return Block(
+            config,
+            partial(RMSNorm, "D", config.sizes, 1e-6, dtype=dtype),
+            Attention(config, rotate=apply_rope, dtype=dtype, keys=keys),
+            MLP(config, ACTS_BY_NAME[config.hidden_act], gated=True, dtype=dtype, keys=keys),
+            dtype=dtype,
+        )
+
+
+class HyperClovaVit(Qwen25Vit):
+    """The tower of Qwen2.5-VL, behind whose merger is a matrix."""
+
+    def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
+        super().build(config, dtype, keys)
+        self.merger = RmsMerger(config, out="E", dtype=dtype, keys=keys)
+
+    def ended(self, x_BPD: jax.Array) -> jax.Array:
+        return self.projector(self.merger(x_BPD))
+
+
 class GlmVit(QwenVit):
     """The tower of GLM-4V: a norm of the patches before learned positions, and a matrix that joins s x s patches."""
 
@@ -227,7 +263,7 @@ class GlmVit(QwenVit):
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
         super().build(config, dtype, keys)
         norm = partial(RMSNorm, "D", config.sizes, config.rms_norm_eps, dtype=dtype)
-        self.patch_norm, self.norm = norm(), norm()
+        self.patch_norm, self.norm = norm() if config.positions else None, norm()
         self.downsample = Einsum("BPM,MO->BPO", config.sizes, bias=True, dtype=dtype, keys=keys)
 
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
@@ -243,7 +279,10 @@ class GlmVit(QwenVit):
         return bicubic_taps(h, w, self.config.table_side, self.config.table_side)
 
     def embedded(self, patches_PC: jax.Array, index_PA: jax.Array, weight_PA: jax.Array) -> jax.Array:
-        x_BPD = self.patch_norm(self.patch(patches_PC[None].astype(self.patch.kernel.dtype)))
+        x_BPD = self.patch(patches_PC[None].astype(self.patch.kernel.dtype))
+        if self.patch_norm is None:
+            return x_BPD
+        x_BPD = self.patch_norm(x_BPD)
         return x_BPD + self.learned(index_PA, weight_PA, x_BPD.dtype)
 
     def ended(self, x_BPD: jax.Array) -> Any:
@@ -251,3 +290,21 @@ class GlmVit(QwenVit):
         s2 = self.config.spatial_merge_size**2
         blocks = jnp.swapaxes(self.norm(x_BPD).reshape(B, P // s2, s2, D), 2, 3)  # (channel, row, column)
         return self.projector(self.downsample(blocks.reshape(B, P // s2, D * s2)))
+
+
+class GlmOcrVit(GlmVit):
+    """The tower of GLM-OCR: no learned positions, norms of queries and keys, and perhaps biases."""
+
+    def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
+        bias, act = config.attention_bias, ACTS_BY_NAME[config.hidden_act]
+        qk_norm = partial(RMSNorm, "H", config.sizes, config.rms_norm_eps, dtype=dtype)
+        return Block(
+            config,
+            partial(RMSNorm, "D", config.sizes, config.rms_norm_eps, dtype=dtype),
+            Attention(config, bias=bias, out_bias=bias, rotate=apply_rope, norm=qk_norm, dtype=dtype, keys=keys),
+            MLP(config, act, gated=True, bias=bias, limit=config.swiglu_limit, dtype=dtype, keys=keys),
+            dtype=dtype,
+        )
+
+    def taps(self, h: int, w: int) -> Taps:
+        return QwenVit.taps(self, h, w)

@@ -1,17 +1,17 @@
-"""SigLIP and CLIP: configs and tables."""
+"""SigLIP: config and table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tpuconv.models.common.beside import Tower, TowerConfig
-from tpuconv.models.towers.rows import CLIP_LAYERS, PATCH_LAYOUT, layer_norm, with_bias
+from tpuconv.models.towers.rows import CLIP_LAYERS, PATCH_MATRIX, joined_heads, layer_norm, with_bias
 from tpuconv.notation.table import Map, under
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiglipConfig(TowerConfig):
-    """The keys of `vision_config`."""
+class ImageConfig(TowerConfig):
+    """The keys of `vision_config` of towers that take images of one size."""
 
     aliases: ClassVar[Mapping[str, str]] = {"hidden_activation": "hidden_act"}
 
@@ -24,7 +24,6 @@ class SiglipConfig(TowerConfig):
     patch_size: int = 16
     layer_norm_eps: float = 1e-6
     hidden_act: str = "gelu_pytorch_tanh"
-    vision_use_head: bool = True
 
     @property
     def side(self) -> int:
@@ -33,8 +32,13 @@ class SiglipConfig(TowerConfig):
 
     @property
     def positions(self) -> int:
-        """The number of learned positions."""
-        return self.side**2
+        """The number of learned positions; a class token has the first."""
+        return self.side**2 + self.has_class_token
+
+    @property
+    def has_class_token(self) -> bool:
+        """True if a learned token stands before the patches."""
+        return False
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -53,21 +57,23 @@ class SiglipConfig(TowerConfig):
         }
 
 
-POOLING_HEAD = under(
+@dataclass(frozen=True, kw_only=True)
+class SiglipConfig(ImageConfig):
+    """The keys of SigLIP."""
+
+    vision_use_head: bool = True
+
+
+_POOLING_HEAD = under(
     "head",
     "head",
     Map("probe", "probe", "1 1 D -> D"),
-    Map(
-        "attention.in_proj_weight",
-        ("q.kernel", "k.kernel", "v.kernel"),
-        "((N H) + (N H) + (N H)) D -> " + ", ".join(["D N H"] * 3),
-    ),
-    Map("attention.in_proj_bias", ("q.bias", "k.bias", "v.bias"), "((N H) + (N H) + (N H)) -> N H, N H, N H"),
-    *with_bias("attention.out_proj", "o", "D (N H) -> N H D", "D"),
+    *joined_heads("attention", ""),
     *layer_norm("layernorm", "norm"),
     *with_bias("mlp.fc1", "up", "F D -> D F", "F"),
     *with_bias("mlp.fc2", "down", "D F -> F D", "D"),
 )
+POOLING_HEAD = tuple(replace(row, when="vision_use_head") for row in _POOLING_HEAD)
 """The head that pools all patches to one vector. Nothing reads it in a multimodal model."""
 
 SIGLIP = Tower(
@@ -75,16 +81,11 @@ SIGLIP = Tower(
     "SigLIP",
     SiglipConfig,
     (
-        *with_bias(
-            "embeddings.patch_embedding",
-            "patch",
-            PATCH_LAYOUT,
-            "D",
-        ),
+        *with_bias("embeddings.patch_embedding", "patch", PATCH_MATRIX, "D"),
         Map("embeddings.position_embedding.weight", "positions", "P D"),
         *CLIP_LAYERS,
         *layer_norm("post_layernorm", "norm"),
-        *(Map(row.hf, row.jax, row.layout, when="vision_use_head") for row in POOLING_HEAD),
+        *POOLING_HEAD,
     ),
     "tpuconv.models.towers.siglip.modules:Siglip",
 )

@@ -1,19 +1,16 @@
-"""SigLIP and CLIP."""
+"""SigLIP."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.errors import UsageError
 from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, normal
-from tpuconv.models.common.seen import Prepared
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise, padded, patches_of
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, patches_of
+from tpuconv.models.towers.image_encoder import ImageEncoder
 from tpuconv.models.towers.vit import MLP, Attention, Block
 
 
@@ -30,8 +27,14 @@ class PoolingHead(nnx.Module):
         self.down = Einsum("BPF,FD->BPD", sizes, bias=True, dtype=dtype, keys=keys)
 
 
-class Siglip(FeatureEncoder):
-    """Images [B, 3, Y, X] of one size to features [B, tokens, O]."""
+class Siglip(ImageEncoder):
+    """SigLIP.
+
+    Attributes:
+        rotate: see `Attention`.
+    """
+
+    rotate: ClassVar[Callable[[jax.Array, Any], jax.Array] | None] = None
 
     def build(self, config: PartConfig, dtype: DTypeLike, keys: Keys) -> None:
         sizes, act = config.sizes, ACTS_BY_NAME[config.hidden_act]
@@ -40,13 +43,14 @@ class Siglip(FeatureEncoder):
             return LayerNorm("D", sizes, config.layer_norm_eps, dtype=dtype)
 
         self.patch = Einsum("BPC,CD->BPD", sizes, bias=True, dtype=dtype, keys=keys)
-        self.positions = nnx.Param(normal(keys(), (sizes["P"], sizes["D"]), dtype))
+        if config.positions:
+            self.positions = nnx.Param(normal(keys(), (sizes["P"], sizes["D"]), dtype))
         self.layers = nnx.List(
             [
                 Block(
                     config,
                     norm,
-                    Attention(config, dtype=dtype, keys=keys),
+                    Attention(config, rotate=type(self).rotate, dtype=dtype, keys=keys),
                     MLP(config, act, dtype=dtype, keys=keys),
                     dtype=dtype,
                 )
@@ -57,26 +61,6 @@ class Siglip(FeatureEncoder):
         if config.vision_use_head:
             self.head = PoolingHead(config, dtype=dtype, keys=keys)
 
-    def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
-        pixels_BCYX, side = given(features, "pixel_values", 4), self.config.tower.image_size
-        if pixels_BCYX.shape[2:] != (side, side):
-            raise UsageError(f"pixel_values has images of {pixels_BCYX.shape[2:]}, the model {side} x {side}")
-        images, tokens = len(pixels_BCYX), self.projector.tokens
-        bucket = 1 << (images - 1).bit_length()
-        return Prepared((padded(pixels_BCYX, bucket),), np.arange(images * tokens), [tokens] * images)
-
-    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        side = self.config.tower.image_size
-        return {"pixel_values": noise(rng, 2, self.config.tower.num_channels, side, side)}
-
-    def hidden(self, pixels_BCYX: jax.Array) -> jax.Array:
-        """Returns the hidden states [B, P, D] after the last norm."""
-        x_BPD = self.patch(patches_of(pixels_BCYX.astype(self.positions[...].dtype), self.config.patch_size))
-        x_BPD = x_BPD + self.positions[...]
-        segment_BP = jnp.zeros(x_BPD.shape[:2], jnp.int32)
-        for layer in self.layers:
-            x_BPD = layer(x_BPD, segment_BP)
-        return self.norm(x_BPD)
-
-    def __call__(self, pixels_BCYX: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        return self.projector(self.hidden(pixels_BCYX)), ()
+    def embedded(self, pixels_BCYX: jax.Array) -> jax.Array:
+        x_BPD = self.patch(patches_of(pixels_BCYX.astype(self.patch.kernel.dtype), self.config.patch_size))
+        return x_BPD + self.positions[...]

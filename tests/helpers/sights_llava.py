@@ -1,0 +1,154 @@
+"""LLaVA and its kin."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from helpers.sights import END, IMAGE, START, TEXT, Sight, noise, sight, tiny
+
+CLIP_VISION = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "image_size": 12,
+    "patch_size": 4,
+}
+SIGLIP_VISION = {**CLIP_VISION, "model_type": "siglip_vision_model", "vision_use_head": False}
+OLDER_TOWER = {r"^vision_tower\.": "vision_tower.vision_model."}
+NEWER = {
+    r"^language_model\.lm_head": "lm_head",
+    r"^language_model\.model": "model.language_model",
+    r"^(vision_tower|multi_modal_projector|image_newline)": r"model.\1",
+}
+"""Names as transformers 4.52 and later wrote them."""
+LLAMA = {**TEXT, "model_type": "llama"}
+
+
+def with_images(*counts: int) -> list[int]:
+    """Images of so many placeholders, with something around each."""
+    return [token for count in counts for token in (START, *[IMAGE] * count, END)]
+
+
+@sight
+def llava() -> Sight:
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    config = LlavaConfig(text_config=LLAMA, vision_config=CLIP_VISION, image_token_index=IMAGE)
+    rows = [[5, *with_images(9, 9), 7], [8, 4, *with_images(9), 6]]
+    features = {"pixel_values": noise(3, 3, 12, 12)}
+    return Sight(tiny(LlavaForConditionalGeneration, config), rows, features, released=OLDER_TOWER)
+
+
+@sight
+def llava_of_several_layers() -> Sight:
+    """Two hidden states side by side, the class token is seen, other activations, no biases."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    config = LlavaConfig(
+        text_config=LLAMA,
+        vision_config=CLIP_VISION,
+        image_token_index=IMAGE,
+        vision_feature_layer=[-2, 1],
+        vision_feature_select_strategy="full",
+        projector_hidden_act="silu",
+        multimodal_projector_bias=False,
+    )
+    rows = [[5, *with_images(10, 10), 7], [8, 4, *with_images(10), 6]]
+    return Sight(tiny(LlavaForConditionalGeneration, config), rows, {"pixel_values": noise(3, 3, 12, 12)})
+
+
+PIXTRAL_VISION = {**CLIP_VISION, "model_type": "pixtral", "image_size": 24, "head_dim": 8, "hidden_act": "silu"}
+
+
+@sight
+def llava_pixtral() -> Sight:
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    config = LlavaConfig(
+        text_config={**TEXT, "model_type": "mistral"},
+        vision_config=PIXTRAL_VISION,
+        image_token_index=IMAGE,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    rows = [[5, *with_images(10, 6), 7], [8, 4, *with_images(12), 6]]
+    features = {"pixel_values": noise(3, 3, 24, 24), "image_sizes": np.array([[8, 20], [24, 4], [16, 12]])}
+    return Sight(tiny(LlavaForConditionalGeneration, config), rows, features)
+
+
+@sight
+def vipllava() -> Sight:
+    from transformers import VipLlavaConfig, VipLlavaForConditionalGeneration
+
+    config = VipLlavaConfig(
+        text_config=LLAMA, vision_config=CLIP_VISION, image_token_index=IMAGE, vision_feature_layers=[-2, 3, 1]
+    )
+    rows = [[5, *with_images(9, 9), 7], [8, 4, *with_images(9), 6]]
+    features = {"pixel_values": noise(3, 3, 12, 12)}
+    return Sight(tiny(VipLlavaForConditionalGeneration, config), rows, features, released=NEWER)
+
+
+def tiled(
+    cls: Any, config: Any, image_sizes: Any, tiles: int, rows: Any, *, released: Any = OLDER_TOWER, **changes: Any
+) -> Sight:
+    sizes = np.array(image_sizes)
+    features = {"pixel_values": noise(len(sizes), tiles, 3, 12, 12), "image_sizes": sizes}
+    return Sight(tiny(cls, config), rows, features, released=released, **changes)
+
+
+GRID = [[12, 24], [24, 12], [24, 24], [36, 12]]
+
+
+@sight
+def llava_next() -> Sight:
+    from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration
+
+    config = LlavaNextConfig(
+        text_config={**TEXT, "model_type": "mistral"},
+        vision_config=CLIP_VISION,
+        image_token_index=IMAGE,
+        image_grid_pinpoints=GRID,
+    )
+    # whole 9; 3 x 6 with 3 ends; 9 x 1 with 9 ends; 4 x 6 with 4 ends
+    rows = [[5, *with_images(9 + 21, 9 + 18), 7], [8, 4, *with_images(9 + 28), 6]]
+    return tiled(
+        LlavaNextForConditionalGeneration, config, [(50, 100), (90, 10), (70, 100)], 5, rows, {**OLDER_TOWER, **NEWER}
+    )
+
+
+@sight
+def llava_next_video() -> Sight:
+    from transformers import LlavaNextVideoConfig, LlavaNextVideoForConditionalGeneration
+
+    config = LlavaNextVideoConfig(
+        text_config=LLAMA,
+        vision_config=CLIP_VISION,
+        image_token_index=IMAGE,
+        video_token_index=92,
+        image_grid_pinpoints=GRID,
+    )
+    rows = [[5, *with_images(9 + 21), 7], [8, 4, *with_images(9 + 28), 6]]
+    return tiled(LlavaNextVideoForConditionalGeneration, config, [(50, 100), (70, 100)], 5, rows)
+
+
+@sight
+def llava_onevision() -> Sight:
+    """The second image has more features than three tiles, and the third is not cut."""
+    from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
+
+    config = LlavaOnevisionConfig(
+        text_config={**TEXT, "model_type": "qwen2", "num_hidden_layers": 2},
+        vision_config=SIGLIP_VISION,
+        image_token_index=IMAGE,
+        video_token_index=92,
+        image_grid_pinpoints=[*GRID, [24, 36]],
+        vision_aspect_ratio="anyres_max_3",
+    )
+    # whole 9; 9 x 3 with 9 ends; 6 x 9, made 4 x 6, with 4 ends
+    rows = [[5, *with_images(9 + 36), 7], [8, 4, *with_images(9 + 28), 6], [9, *with_images(9 + 1, 9 + 1)]]
+    sizes = [(100, 30), (50, 75), (30, 40), (9, 9)]
+    case = tiled(LlavaOnevisionForConditionalGeneration, config, sizes, 7, rows, later=((4, 8), (9, 11), (3, 1)))
+    return replace(case, features={**case.features, "batch_num_images": np.array([1, 1, 2])})

@@ -1,0 +1,126 @@
+"""SigLIP and SigLIP 2 with other projectors."""
+
+from typing import Any
+
+import numpy as np
+
+from helpers.sights import IMAGE, LINEAR, TEXT, Sight, noise, sight, tiny, wide
+from helpers.sights_llava import LLAMA, SIGLIP_VISION, with_images
+
+
+@sight
+def deepseek_vl() -> Sight:
+    """The tower has a head that nothing reads."""
+    from transformers import DeepseekVLConfig, DeepseekVLForConditionalGeneration
+
+    vision = {**SIGLIP_VISION, "vision_use_head": True}
+    config = DeepseekVLConfig(text_config=LLAMA, vision_config=vision, image_token_id=IMAGE)
+    rows = [[5, *with_images(9, 9), 7], [8, 4, *with_images(9), 6]]
+    return Sight(tiny(DeepseekVLForConditionalGeneration, config), rows, {"pixel_values": noise(3, 3, 12, 12)})
+
+
+def of_shapes(most: int, *shapes: tuple[int, int]) -> dict[str, np.ndarray]:
+    """Patches of images, their numbers of rows and columns, and which patches are no padding."""
+    mask = np.array([np.arange(most) < h * w for h, w in shapes])
+    patches = noise(len(shapes), most, 48) * mask[..., None]
+    return {"pixel_values": patches, "spatial_shapes": np.array(shapes), "pixel_attention_mask": mask}
+
+
+@sight
+def lfm2_vl() -> Sight:
+    from transformers import Lfm2VlConfig, Lfm2VlForConditionalGeneration
+
+    vision = {**SIGLIP_VISION, "model_type": "siglip2_vision_model", "num_patches": 36}
+    text = {**TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 48}
+    config = Lfm2VlConfig(
+        text_config=text, vision_config=vision, image_token_id=IMAGE, projector_hidden_size=40, downsample_factor=2
+    )
+    rows = [[5, *with_images(10, 3), 7], [8, 4, *with_images(12), 6]]
+    features = of_shapes(48, (4, 10), (6, 2), (8, 6))
+    older = {r"^model\.vision_tower\.": "model.vision_tower.vision_model."}
+    return Sight(tiny(Lfm2VlForConditionalGeneration, config), rows, features, released=older)
+
+
+@sight
+def lfm2_vl_without_norm() -> Sight:
+    from transformers import Lfm2VlConfig, Lfm2VlForConditionalGeneration
+
+    vision = {**SIGLIP_VISION, "model_type": "siglip2_vision_model", "num_patches": 9, "vision_use_head": True}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1}
+    text = {**TEXT, "model_type": "lfm2_moe", "layer_types": ["conv", "full_attention", "conv"], **experts}
+    config = Lfm2VlConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE,
+        projector_hidden_size=24,
+        projector_use_layernorm=False,
+        projector_bias=False,
+        projector_hidden_act="silu",
+        downsample_factor=1,
+    )
+    rows = [[5, *with_images(10, 3), 7], [8, 4, *with_images(12), 6]]
+    return Sight(tiny(Lfm2VlForConditionalGeneration, config), rows, of_shapes(12, (2, 5), (3, 1), (3, 4)))
+
+
+GRIDS = np.array([(1, 4, 10), (1, 6, 2), (1, 8, 6)])
+
+
+@sight
+def paddleocr_vl() -> Sight:
+    from transformers import AutoConfig, AutoModelForMultimodalLM
+
+    vision = {key: value for key, value in SIGLIP_VISION.items() if key not in ("model_type", "vision_use_head")}
+    vision |= {"hidden_size": 24, "num_attention_heads": 2, "image_size": 20}
+    tokens = {"image_token_id": IMAGE, "video_token_id": 92, "vision_start_token_id": 93, "vision_end_token_id": 94}
+    config = AutoConfig.for_model("paddleocr_vl", text_config=wide(2, 3, 3), vision_config=vision, **tokens)
+    rows = [[5, *with_images(10, 3), 7], [8, 4, *with_images(12), 6]]
+    features = {"pixel_values": noise(100, 3, 4, 4), "image_grid_thw": GRIDS}
+    return Sight(tiny(AutoModelForMultimodalLM, config), rows, features, {"mm_token_type_ids": {IMAGE: 1}})
+
+
+@sight
+def video_llama_3() -> Sight:
+    """Images of which one is averaged over 2 x 2 patches."""
+    from transformers import VideoLlama3Config, VideoLlama3ForConditionalGeneration
+
+    vision = {key: value for key, value in SIGLIP_VISION.items() if key not in ("model_type", "vision_use_head")}
+    vision |= {"num_attention_heads": 2}
+    config = VideoLlama3Config(
+        text_config={**TEXT, "model_type": "qwen2"}, vision_config=vision, image_token_id=IMAGE, video_token_id=92
+    )
+    rows = [[5, *with_images(10, 12), 7], [8, 4, *with_images(12), 6]]
+    features = {"pixel_values": noise(100, 48), "image_grid_thw": GRIDS, "image_merge_sizes": np.array([2, 1, 2])}
+    return Sight(tiny(VideoLlama3ForConditionalGeneration, config), rows, features)
+
+
+def minicpm(name: str, side: int, **changes: Any) -> Sight:
+    """Three images, of which blocks of `side` x `side` patches become one feature."""
+    from transformers import AutoConfig, AutoModelForMultimodalLM
+
+    vision = {key: value for key, value in SIGLIP_VISION.items() if key not in ("model_type", "vision_use_head")}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    text = {**TEXT, "model_type": "qwen3_5_text", "hidden_size": 64, "head_dim": 16, "rope_parameters": rope, **LINEAR}
+    config = AutoConfig.for_model(
+        name,
+        text_config=text,
+        vision_config={**vision, "image_size": 20},
+        image_token_id=IMAGE,
+        video_token_id=92,
+        insert_layer_id=1,
+        **changes,
+    )
+    sizes = np.array([(1, 3), (2, 1), (2, 2)]) * side
+    count = int(sizes.prod(axis=1).sum())
+    rows = [[5, *with_images(3, 2), 7], [8, 4, *with_images(4), 6]]
+    features = {"pixel_values": noise(1, 3, 4, 4 * count), "target_sizes": sizes}
+    return Sight(tiny(AutoModelForMultimodalLM, config), rows, features, tolerance=2e-5)
+
+
+@sight
+def minicpmv4_6() -> Sight:
+    return minicpm("minicpmv4_6", 8, merger_times=2)
+
+
+@sight
+def minicpm_ocr() -> Sight:
+    return minicpm("minicpm_ocr", 2, downsample_mode="4x")

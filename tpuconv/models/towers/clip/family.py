@@ -1,0 +1,37 @@
+"""CLIP: config and table."""
+
+from dataclasses import dataclass
+
+from tpuconv.models.common.beside import Tower
+from tpuconv.models.towers.rows import CLIP_LAYERS, PATCH_MATRIX, layer_norm, without_bias
+from tpuconv.models.towers.siglip.family import ImageConfig
+from tpuconv.notation.table import Map
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipConfig(ImageConfig):
+    """The keys of CLIP."""
+
+    patch_size: int = 32
+    layer_norm_eps: float = 1e-5
+    hidden_act: str = "quick_gelu"
+
+    @property
+    def has_class_token(self) -> bool:
+        return True
+
+
+CLIP = Tower(
+    "clip",
+    "CLIP",
+    ClipConfig,
+    (
+        Map("embeddings.class_embedding", "class_token", "D"),
+        *without_bias("embeddings.patch_embedding", "patch", PATCH_MATRIX),
+        Map("embeddings.position_embedding.weight", "positions", "P D"),
+        *layer_norm("pre_layrnorm", "pre_norm"),
+        *CLIP_LAYERS,
+        *layer_norm("post_layernorm", "norm"),
+    ),
+    "tpuconv.models.towers.clip.modules:Clip",
+)

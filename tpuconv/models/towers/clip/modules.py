@@ -1,0 +1,49 @@
+"""CLIP."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common.beside import PartConfig
+from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, normal
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, patches_of
+from tpuconv.models.towers.image_encoder import ImageEncoder
+from tpuconv.models.towers.vit import MLP, Attention, Block
+
+
+def with_class_token(token_D: jax.Array, x_BPD: jax.Array) -> jax.Array:
+    """Returns patches [B, P + 1, D] with the class token before them."""
+    token_BPD = jnp.broadcast_to(token_D.astype(x_BPD.dtype), (len(x_BPD), 1, x_BPD.shape[-1]))
+    return jnp.concatenate([token_BPD, x_BPD], axis=1)
+
+
+class Clip(ImageEncoder):
+    """CLIP: a class token before the patches, and a norm before the first layer."""
+
+    def build(self, config: PartConfig, dtype: DTypeLike, keys: Keys) -> None:
+        sizes, act = config.sizes, ACTS_BY_NAME[config.hidden_act]
+        norm = partial(LayerNorm, "D", sizes, config.layer_norm_eps, dtype=dtype)
+        self.class_token = nnx.Param(normal(keys(), (sizes["D"],), dtype))
+        self.patch = Einsum("BPC,CD->BPD", sizes, dtype=dtype, keys=keys)
+        self.positions = nnx.Param(normal(keys(), (sizes["P"], sizes["D"]), dtype))
+        self.pre_norm = norm()
+        self.layers = nnx.List(
+            [
+                Block(
+                    config,
+                    norm,
+                    Attention(config, dtype=dtype, keys=keys),
+                    MLP(config, act, dtype=dtype, keys=keys),
+                    dtype=dtype,
+                )
+                for _ in range(sizes["L"])
+            ]
+        )
+        self.norm = norm()
+
+    def embedded(self, pixels_BCYX: jax.Array) -> jax.Array:
+        x_BPD = self.patch(patches_of(pixels_BCYX.astype(self.patch.kernel.dtype), self.config.patch_size))
+        return self.pre_norm(with_class_token(self.class_token[...], x_BPD) + self.positions[...])

@@ -1,0 +1,190 @@
+"""InternViT and the projector of InternVL: configs and tables."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from tpuconv.errors import UnsupportedConfig
+from tpuconv.jsonfile import short
+from tpuconv.models.common.beside import TEXT_ALONE, Projector, ProjectorConfig, Tower
+from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, PATCH_MATRIX, UP, layer_norm, with_bias
+from tpuconv.models.towers.siglip.family import ImageConfig
+from tpuconv.notation.table import Map, under
+
+
+@dataclass(frozen=True, kw_only=True)
+class InternVitConfig(ImageConfig):
+    """The keys of `vision_config`. Sizes may be those of two sides."""
+
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"norm_type": ("layer_norm", "rms_norm")}
+
+    hidden_size: int = 1024
+    intermediate_size: int = 4096
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+    hidden_act: str = "gelu"
+    norm_type: str = "layer_norm"
+    image_size: int = 448
+    patch_size: int = 14
+    use_mask_token: bool = False
+    use_absolute_position_embeddings: bool = True
+    use_mean_pooling: bool = True
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        sides = {key: raw[key] for key in ("image_size", "patch_size") if isinstance(raw.get(key), list | tuple)}
+        for key, values in sides.items():
+            if len(set(values)) != 1:
+                raise UnsupportedConfig(f"{key}={short(values)} of an encoder is not implemented", hint=TEXT_ALONE)
+        return super().from_hf({**raw, **{key: values[0] for key, values in sides.items()}})
+
+    @property
+    def has_class_token(self) -> bool:
+        return True
+
+    @property
+    def has_bias_norms(self) -> bool:
+        """True if the norms of layers have biases."""
+        return self.norm_type == "layer_norm"
+
+    @property
+    def has_last_norm(self) -> bool:
+        """True if a norm is behind the last layer."""
+        return not self.use_mean_pooling
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffledConfig(ProjectorConfig):
+    """The keys of the projector of InternVL, which joins patches. M is the width of joined patches."""
+
+    downsample_ratio: float = 0.5
+    projector_hidden_act: str = "gelu"
+    vision_feature_layer: int = -1
+    vision_feature_select_strategy: str = "default"
+
+    def check(self, tower: Any) -> None:
+        super().check(tower)
+        patches = tower.positions - self.drops_first
+        side = int(patches**0.5)
+        if not 0 < self.downsample_ratio <= 1 or side**2 != patches or side % self.merge:
+            raise UnsupportedConfig(
+                f"downsample_ratio={self.downsample_ratio} of {patches} patches is not implemented", hint=TEXT_ALONE
+            )
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return () if self.vision_feature_layer == -1 else (self.vision_feature_layer,)
+
+    @property
+    def drops_first(self) -> bool:
+        return self.vision_feature_select_strategy == "default"
+
+    @property
+    def merge(self) -> int:
+        return int(1 / self.downsample_ratio)
+
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        return {"O": self.out, "A": self.out, "M": tower.sizes["D"] * self.merge**2}
+
+
+HEADS_BIAS = "(N H) -> N H"
+_JOINED = "((N H) + (N H) + (N H))"
+
+
+def _norm(name: str, param: str) -> tuple[Map, Map]:
+    return Map(f"{name}.weight", f"{param}.scale", "D"), Map(f"{name}.bias", f"{param}.bias", "D", "has_bias_norms")
+
+
+_MLP = (*with_bias("mlp.fc1", "mlp.up", UP, "F"), *with_bias("mlp.fc2", "mlp.down", DOWN, "D"))
+
+
+def _qk_norms(attention: str) -> tuple[Map, ...]:
+    return tuple(Map(f"{attention}.{x}_norm.weight", f"attn.{x}_norm.scale", HEADS_BIAS, "use_qk_norm") for x in "qk")
+
+
+def _tower(embeddings: tuple[str, str, str], layers: tuple[Map, ...], end: str) -> tuple[Map, ...]:
+    class_token, positions, patch = embeddings
+    return (
+        Map(f"embeddings.{class_token}", "class_token", "1 1 D -> D"),
+        Map("embeddings.mask_token", "mask_token", "1 1 D -> D", "use_mask_token"),
+        Map(f"embeddings.{positions}", "positions", "1 P D -> P D", "use_absolute_position_embeddings"),
+        *with_bias(f"embeddings.{patch}", "patch", PATCH_MATRIX, "D"),
+        *layers,
+        *(replace(row, when="has_last_norm") for row in layer_norm(end, "norm")),
+    )
+
+
+INTERN_VIT = Tower(
+    "intern_vit",
+    "InternVL, with the names of transformers",
+    InternVitConfig,
+    _tower(
+        ("cls_token", "position_embeddings", "patch_embeddings.projection"),
+        under(
+            "encoder.layer.{L}",
+            "layers.{L}",
+            *_norm("layernorm_before", "attn_norm"),
+            *_norm("layernorm_after", "mlp_norm"),
+            Map("lambda_1", "attn_scale", "D"),
+            Map("lambda_2", "mlp_scale", "D"),
+            *(Map(f"attention.{x}_proj.weight", f"attn.{x}.kernel", IN_HEADS) for x in "qkv"),
+            *(Map(f"attention.{x}_proj.bias", f"attn.{x}.bias", HEADS_BIAS, "attention_bias") for x in "qkv"),
+            *_qk_norms("attention"),
+            *with_bias("attention.projection_layer", "attn.o", OUT_OF_HEADS, "D"),
+            *_MLP,
+        ),
+        "layernorm",
+    ),
+    "tpuconv.models.towers.intern_vit.modules:InternVit",
+)
+
+RELEASED_INTERN_VIT = Tower(
+    "released_intern_vit",
+    "InternVL and Qianfan-OCR, with the names of the authors",
+    InternVitConfig,
+    _tower(
+        ("class_embedding", "position_embedding", "patch_embedding"),
+        under(
+            "encoder.layers.{L}",
+            "layers.{L}",
+            *_norm("norm1", "attn_norm"),
+            *_norm("norm2", "mlp_norm"),
+            Map("ls1", "attn_scale", "D"),
+            Map("ls2", "mlp_scale", "D"),
+            Map(
+                "attn.qkv.weight",
+                ("attn.q.kernel", "attn.k.kernel", "attn.v.kernel"),
+                f"{_JOINED} D -> D N H, D N H, D N H",
+            ),
+            Map(
+                "attn.qkv.bias",
+                ("attn.q.bias", "attn.k.bias", "attn.v.bias"),
+                f"{_JOINED} -> N H, N H, N H",
+                "attention_bias",
+            ),
+            *_qk_norms("attn"),
+            *with_bias("attn.proj", "attn.o", OUT_OF_HEADS, "D"),
+            *_MLP,
+        ),
+        "layernorm",
+    ),
+    "tpuconv.models.towers.intern_vit.modules:InternVit",
+)
+
+
+def _shuffled(norm: str, up: str, down: str) -> Projector:
+    rows = (
+        *layer_norm(norm, "norm", "M"),
+        *with_bias(up, "up", "A M -> M A", "A"),
+        *with_bias(down, "down", "O A -> A O", "O"),
+    )
+    return Projector(ShuffledConfig, rows, "tpuconv.models.towers.intern_vit.modules:Shuffled")
+
+
+SHUFFLED = _shuffled("layer_norm", "linear_1", "linear_2")
+"""Patches are joined, and a norm and two matrices follow."""
+
+RELEASED_SHUFFLED = _shuffled("0", "1", "3")
+"""The same with the names of the authors."""

@@ -1,0 +1,74 @@
+"""InternViT and the projector of InternVL."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, normal
+from tpuconv.models.towers.clip.modules import with_class_token
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, given, patches_of
+from tpuconv.models.towers.image_encoder import Arranged, ImageEncoder, joined_squares
+from tpuconv.models.towers.vit import MLP, Attention, Block
+
+
+class Shuffled(nnx.Module):
+    """Joins s x s patches of square images, [B, P, D] to [B, P / s^2, O]: a norm and two matrices follow."""
+
+    takes: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        sizes = config.sizes
+        self.side, self.merge = int((config.positions - config.drops_first) ** 0.5), config.merge
+        self.norm = LayerNorm("M", sizes, 1e-5, dtype=dtype)
+        self.up = Einsum("BPM,MA->BPA", sizes, bias=True, dtype=dtype, keys=keys)
+        self.down = Einsum("BPA,AO->BPO", sizes, bias=True, dtype=dtype, keys=keys)
+        self.act = ACTS_BY_NAME[config.projector_hidden_act]
+
+    def arranged(self, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Arranged]:
+        """Returns the images as the tower takes them, and how their features follow each other."""
+        pixels_BCYX = given(features, "pixel_values", 4)
+        return pixels_BCYX, Arranged([(self.side // self.merge) ** 2] * len(pixels_BCYX))
+
+    def __call__(self, x_BPD: jax.Array) -> jax.Array:
+        x_BPM = joined_squares(x_BPD, self.side, self.side, self.merge)
+        return self.down(self.act(self.up(self.norm(x_BPM))))
+
+
+class InternVit(ImageEncoder):
+    """InternViT: a class token, and outputs of attention and MLP times a factor."""
+
+    def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
+        sizes, act = config.sizes, ACTS_BY_NAME[config.hidden_act]
+        layer_norm = partial(LayerNorm, "D", sizes, config.layer_norm_eps, dtype=dtype)
+        rms_norm = partial(RMSNorm, "D", sizes, config.layer_norm_eps, dtype=dtype)
+        norm: Callable[[], Any] = layer_norm if config.norm_type == "layer_norm" else rms_norm
+        qk_norm = partial(RMSNorm, "NH", sizes, 1e-6, dtype=dtype) if config.use_qk_norm else None
+        self.class_token = nnx.Param(normal(keys(), (sizes["D"],), dtype))
+        self.mask_token = nnx.Param(normal(keys(), (sizes["D"],), dtype)) if config.use_mask_token else None
+        self.patch = Einsum("BPC,CD->BPD", sizes, bias=True, dtype=dtype, keys=keys)
+        has_positions = config.use_absolute_position_embeddings
+        self.positions = nnx.Param(normal(keys(), (sizes["P"], sizes["D"]), dtype)) if has_positions else None
+        self.layers = nnx.List(
+            [
+                Block(
+                    config,
+                    norm,
+                    Attention(config, bias=config.attention_bias, norm=qk_norm, dtype=dtype, keys=keys),
+                    MLP(config, act, dtype=dtype, keys=keys),
+                    scaled=True,
+                    dtype=dtype,
+                )
+                for _ in range(sizes["L"])
+            ]
+        )
+        self.norm = layer_norm() if config.has_last_norm else None
+
+    def embedded(self, pixels_BCYX: jax.Array) -> jax.Array:
+        x_BPD = self.patch(patches_of(pixels_BCYX.astype(self.patch.kernel.dtype), self.config.patch_size))
+        x_BPD = with_class_token(self.class_token[...], x_BPD)
+        return x_BPD if self.positions is None else x_BPD + self.positions[...]

@@ -1,0 +1,111 @@
+"""The tower of MiniCPM-V 4.6. The patches of all images are one sequence, in an order in which patches that are joined
+stand side by side."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.errors import UsageError
+from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, gelu, gelu_tanh
+from tpuconv.models.common.seen import Prepared
+from tpuconv.models.towers.encoder import given, padded
+from tpuconv.models.towers.places import bucket, nearest_taps, nested_order
+from tpuconv.models.towers.siglip.modules import Siglip
+from tpuconv.models.towers.vit import Attention
+
+
+class Round(nnx.Module):
+    """Joins four patches, [B, P, D] to [B, P / 4, O]: a norm and two matrices follow."""
+
+    def __init__(self, config: Any, out: str, *, dtype: DTypeLike, keys: Keys):
+        sizes, self.joined = config.sizes, config.sizes["M"]
+        self.norm = LayerNorm("M", sizes, 1e-6, dtype=dtype)
+        self.up = Einsum("BPM,MA->BPA", sizes, bias=True, dtype=dtype, keys=keys)
+        self.down = Einsum(f"BPA,A{out}->BP{out}", sizes, bias=True, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BPD: jax.Array) -> jax.Array:
+        return self.down(gelu(self.up(self.norm(x_BPD.reshape(len(x_BPD), -1, self.joined)))))
+
+
+class Rounds(nnx.Module):
+    """Rounds of joining, [B, P, D] to [B, P / 4^rounds, O]. The last brings patches to the width of the text."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        outs = ["D"] * (config.merger_times - 1) + ["O"]
+        self.rounds = nnx.List([Round(config, out, dtype=dtype, keys=keys) for out in outs])
+
+    def __call__(self, x_BPD: jax.Array) -> jax.Array:
+        for each in self.rounds:
+            x_BPD = each(x_BPD)
+        return x_BPD
+
+
+class Inside(nnx.Module):
+    """Four patches attend to each other and are joined, [B, P, D] to [B, P / 4, D]."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        sizes, norm = config.sizes, partial(LayerNorm, sizes=config.sizes, eps=config.layer_norm_eps, dtype=dtype)
+        self.attn_norm, self.norm = norm("D"), norm("M")
+        self.attn = Attention(config, dtype=dtype, keys=keys)
+        self.up = Einsum("BPM,MR->BPR", sizes, bias=True, dtype=dtype, keys=keys)
+        self.down = Einsum("BPR,RD->BPD", sizes, bias=True, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BPD: jax.Array) -> jax.Array:
+        B, _, D = x_BPD.shape
+        windows = x_BPD.reshape(-1, 4, D)
+        windows = windows + self.attn(self.attn_norm(windows), jnp.zeros(windows.shape[:2], jnp.int32))
+        y_BPD = self.down(gelu_tanh(self.up(self.norm(windows.reshape(B, -1, 4 * D)))))
+        return y_BPD + windows.mean(axis=1).reshape(y_BPD.shape)
+
+
+class MiniCpmVit(Siglip):
+    """Patches of images of any size, side by side [1, X, Y, P Y], to features."""
+
+    @property
+    def takes(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The names of the features."""
+        return ("pixel_values", "target_sizes")
+
+    def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
+        super().build(config, dtype, keys)
+        self.inside = Inside(config, dtype=dtype, keys=keys)
+
+    def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
+        pixels, sizes = given(features, "pixel_values", 4)[0], given(features, "target_sizes", 2).tolist()
+        config, p, side = self.config, self.config.patch_size, self.config.side
+        count = sum(h * w for h, w in sizes)
+        if pixels.shape[1:] != (p, p * count):
+            raise UsageError(f"pixel_values has patches of {pixels.shape[1:]}, target_sizes {count} of {p} x {p}")
+        rounds = config.merger_times + config.joins_inside
+        patches = pixels.reshape(-1, p, count, p).transpose(2, 0, 1, 3).reshape(count, -1)
+        places, order, first = [], [], 0
+        for h, w in sizes:
+            own = nested_order(h, w, [2] * rounds)
+            places.append(nearest_taps(h, w, side, side, divides=True).index_PA[own, 0])
+            order.append(first + own)
+            first += h * w
+        size = bucket(count, multiple=4**rounds)
+        images = np.repeat(np.arange(len(sizes), dtype=np.int32), [h * w for h, w in sizes])
+        arrays = (
+            padded(patches[np.concatenate(order)], size),
+            padded(np.concatenate(places), size),
+            padded(images, size, -1),
+        )
+        counts = [h * w // 4**rounds for h, w in sizes]
+        return Prepared(arrays, np.arange(sum(counts)), counts)
+
+    def __call__(  # type: ignore[override]
+        self, patches_PC: jax.Array, places_P: jax.Array, image_P: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        x_BPD = self.patch(patches_PC[None].astype(self.patch.kernel.dtype)) + self.positions[...][places_P]
+        for i, layer in enumerate(self.layers):
+            x_BPD = layer(x_BPD, image_P[None])
+            if self.config.joins_inside and i == self.config.insert_layer_id:
+                x_BPD, image_P = self.inside(x_BPD), image_P[::4]
+        return self.projector(self.norm(x_BPD)), ()

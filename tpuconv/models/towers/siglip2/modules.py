@@ -1,0 +1,209 @@
+"""SigLIP 2 and its kin. The patches of all images are one sequence; patches of one image see each other."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.errors import UsageError
+from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, apply_rope, gelu
+from tpuconv.models.common.seen import Prepared
+from tpuconv.models.towers.angles import cos_sin, rows_then_columns
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, given, padded
+from tpuconv.models.towers.image_encoder import states_of
+from tpuconv.models.towers.places import (
+    Taps,
+    antialiased_taps,
+    bilinear_taps_of_centers,
+    block_order,
+    bucket,
+    raster,
+)
+from tpuconv.models.towers.siglip.modules import Siglip
+
+
+class BlockMatrices(nnx.Module):
+    """Joins s x s patches, [B, P, D] to [B, P / s^2, O]: a norm and two matrices follow. Blocks of patches follow each
+    other."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        sizes, self.joined = config.sizes, config.sizes["M"]
+        self.norm = LayerNorm("M", sizes, 1e-5, dtype=dtype) if config.projector_use_layernorm else None
+        self.up = Einsum("BPM,MW->BPW", sizes, bias=config.projector_bias, dtype=dtype, keys=keys)
+        self.down = Einsum("BPW,WO->BPO", sizes, bias=config.projector_bias, dtype=dtype, keys=keys)
+        self.act = ACTS_BY_NAME[config.projector_hidden_act]
+
+    def __call__(self, x_BPD: jax.Array) -> jax.Array:
+        x_BPM = x_BPD.reshape(len(x_BPD), -1, self.joined)
+        return self.down(self.act(self.up(x_BPM if self.norm is None else self.norm(x_BPM))))
+
+
+class PaddleMatrices(nnx.Module):
+    """A norm of each patch, then s x s patches are joined, [B, P, D] to [B, P / s^2, O], and two matrices follow."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        sizes, self.joined = config.sizes, config.sizes["M"]
+        self.norm = LayerNorm("D", sizes, 1e-5, dtype=dtype)
+        self.up = Einsum("BPM,MW->BPW", sizes, bias=True, dtype=dtype, keys=keys)
+        self.down = Einsum("BPW,WO->BPO", sizes, bias=True, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BPD: jax.Array) -> jax.Array:
+        return self.down(gelu(self.up(self.norm(x_BPD).reshape(len(x_BPD), -1, self.joined))))
+
+
+class Siglip2(Siglip):
+    """SigLIP 2: patches [I, P, C] of images, padded to the one with most, to features."""
+
+    @property
+    def takes(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The names of the features. `pixel_attention_mask` says what `spatial_shapes` does."""
+        return ("pixel_values", "spatial_shapes", "pixel_attention_mask")
+
+    def images(self, features: Mapping[str, np.ndarray]) -> tuple[list[np.ndarray], list[tuple[int, int]]]:
+        """Returns the patches of each image in raster order, and its rows and columns."""
+        patches_IPC, shapes = given(features, "pixel_values", 3), given(features, "spatial_shapes", 2)
+        grids = [(int(h), int(w)) for h, w in shapes]
+        if len(patches_IPC) != len(grids) or max(h * w for h, w in grids) > patches_IPC.shape[1]:
+            raise UsageError(f"spatial_shapes do not fit the {len(patches_IPC)} images of pixel_values")
+        return [each[: h * w] for each, (h, w) in zip(patches_IPC, grids, strict=True)], grids
+
+    def taps(self, h: int, w: int) -> Taps:
+        """Returns which learned positions the patches of an image of h x w read, in raster order."""
+        return antialiased_taps(h, w, self.config.side, self.config.side)
+
+    def merge(self) -> int:
+        """Returns the number of patches that the projector joins along each side."""
+        merge: int = self.config.merge
+        return merge
+
+    def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
+        patches, grids = self.images(features)
+        s, taps = self.merge(), [self.taps(h, w) for h, w in grids]
+        orders = [block_order(h, w, s) for h, w in grids]
+        most = max(each.index_PA.shape[1] for each in taps)
+        size = bucket(sum(map(len, orders)), multiple=s * s)
+
+        def joined(arrays: list[Any], value: float = 0) -> np.ndarray:
+            """Returns arrays of images one after the other, in the order of the tower."""
+            return padded(np.concatenate([x[order] for x, order in zip(arrays, orders, strict=True)]), size, value)
+
+        arrays = (
+            joined(patches),
+            joined([np.pad(each.index_PA, ((0, 0), (0, most - each.index_PA.shape[1]))) for each in taps]),
+            joined([np.pad(each.weight_PA, ((0, 0), (0, most - each.weight_PA.shape[1]))) for each in taps]),
+            joined([raster(h, w) for h, w in grids]),
+            joined([np.full(h * w, i, np.int32) for i, (h, w) in enumerate(grids)], -1),
+        )
+        counts = [h * w // s**2 for h, w in grids]
+        return Prepared(arrays, np.arange(sum(counts)), counts, [(1, h // s, w // s) for h, w in grids])
+
+    def turns(self, at_P2: jax.Array) -> Any:
+        """Returns the angles by which queries and keys turn."""
+        return None
+
+    def __call__(  # type: ignore[override]
+        self,
+        patches_PC: jax.Array,
+        index_PA: jax.Array,
+        weight_PA: jax.Array,
+        at_P2: jax.Array,
+        image_P: jax.Array,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        x_BPD = self.patch(patches_PC[None].astype(self.patch.kernel.dtype))
+        rows_PAD = self.positions[...][index_PA].astype(jnp.float32)
+        x_BPD = x_BPD + (rows_PAD * weight_PA[..., None]).sum(axis=1).astype(x_BPD.dtype)
+        wanted, turns = self.config.feature_layers, self.turns(at_P2)
+        return self.projector(states_of(self.layers, x_BPD, image_P[None], turns, wanted=wanted, norm=self.norm)), ()
+
+
+def patches_by_grid(features: Mapping[str, np.ndarray]) -> tuple[list[np.ndarray], list[tuple[int, int, int]]]:
+    """Returns the patches [P, C] of each frame, and the grid (frames, rows, columns) of each image.
+
+    Raises:
+        UsageError: the grids do not fit the patches.
+    """
+    patches, grids = given(features, "pixel_values", 2, 4), given(features, "image_grid_thw", 2)
+    if (count := int(grids.prod(axis=1).sum())) != len(patches):
+        raise UsageError(f"pixel_values has {len(patches)} patches, image_grid_thw {count}")
+    sizes = [h * w for t, h, w in grids.tolist() for _ in range(t)]
+    flat = patches.reshape(len(patches), -1)
+    return np.split(flat, np.cumsum(sizes)[:-1]), [(t, h, w) for t, h, w in grids.tolist()]
+
+
+class PaddleVit(Siglip2):
+    """The tower of PaddleOCR-VL: patches [P, X, Y, X] of images of any size, row by row, with learned and with rotary
+    positions."""
+
+    rotate = staticmethod(apply_rope)
+
+    @property
+    def takes(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The names of the features."""
+        return ("pixel_values", "image_grid_thw")
+
+    def images(self, features: Mapping[str, np.ndarray]) -> tuple[list[np.ndarray], list[tuple[int, int]]]:
+        frames, grids = patches_by_grid(features)
+        return frames, [(h, w) for t, h, w in grids for _ in range(t)]
+
+    def taps(self, h: int, w: int) -> Taps:
+        return bilinear_taps_of_centers(h, w, self.config.side, self.config.side)
+
+    def merge(self) -> int:
+        merge: int = self.config.spatial_merge_size
+        return merge
+
+    def turns(self, at_P2: jax.Array) -> Any:
+        return cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"]))
+
+
+class VideoLlamaVit(Siglip):
+    """The tower of VideoLLaMA 3: patches [P, C] of images of any size in blocks of as many as are averaged."""
+
+    rotate = staticmethod(apply_rope)
+
+    @property
+    def takes(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The names of the features."""
+        return ("pixel_values", "image_grid_thw", "image_merge_sizes")
+
+    def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
+        frames, grids = patches_by_grid(features)
+        merges = given(features, "image_merge_sizes", 1).tolist()
+        places, numbers, index, weight, counts, first = [], [], [], [], [], 0
+        for (t, h, w), s in zip(grids, merges, strict=True):
+            order, taps = block_order(h, w, s), bilinear_taps_of_centers(h // s, w // s, h, w)
+            place_of = np.argsort(order).astype(np.int32)  # where each patch of the raster is
+            for _ in range(t):
+                places.append(raster(h, w)[order])
+                numbers.append(np.full(h * w, len(numbers), np.int32))
+                index.append(first + place_of[taps.index_PA])
+                weight.append(taps.weight_PA)
+                first += h * w
+            counts.append(t * len(taps.index_PA))
+        size, features_size = bucket(first), bucket(sum(counts))
+        arrays = (
+            padded(np.concatenate(frames), size),
+            padded(np.concatenate(places), size),
+            padded(np.concatenate(numbers), size, -1),
+            padded(np.concatenate(index), features_size),
+            padded(np.concatenate(weight), features_size),
+        )
+        return Prepared(arrays, np.arange(sum(counts)), counts)
+
+    def __call__(  # type: ignore[override]
+        self,
+        patches_PC: jax.Array,
+        at_P2: jax.Array,
+        image_P: jax.Array,
+        index_XA: jax.Array,
+        weight_XA: jax.Array,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        x_BPD = self.patch(patches_PC[None].astype(self.patch.kernel.dtype))
+        turns = cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"]))
+        x_BPD = states_of(self.layers, x_BPD, image_P[None], turns, wanted=(), norm=self.norm)
+        x_XD = (x_BPD[0][index_XA].astype(jnp.float32) * weight_XA[..., None]).sum(axis=1).astype(x_BPD.dtype)
+        return self.projector(x_XD[None]), ()
