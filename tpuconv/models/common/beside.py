@@ -105,7 +105,7 @@ class ProjectorConfig:
 
     def check(self, tower: Any) -> None:
         """Raises ConfigError or UnsupportedConfig if the tower has not what the projector reads."""
-        states = tower.sizes["L"] + 1
+        states = tower.sizes.get("L", 0) + 1
         if wrong := [number for number in self.feature_layers if not -states <= number < states]:
             raise ConfigError(f"config.json: the encoder has no hidden states {short(wrong)}, it has {states}")
 

@@ -19,8 +19,7 @@ CosSin = tuple[jax.Array, jax.Array]
 
 
 class Attention(nnx.Module):
-    """Attention of the patches of one image among each other, x [B, P, D] to [B, P, D]. Keys and values have K heads if
-    the tower has this letter.
+    """Attention of the patches of one image among each other, x [B, P, D] to [B, P, D].
 
     Args:
         config: has the sizes.
@@ -29,6 +28,7 @@ class Attention(nnx.Module):
         rotate: turns queries and keys [B, P, N, H] by angles.
         norm: creates the norms of queries and keys; None without.
         scale: of the scores; None is H^-0.5.
+        kv: the letter of the heads of keys and values, where several of N share one.
     """
 
     def __init__(
@@ -40,11 +40,10 @@ class Attention(nnx.Module):
         rotate: Callable[[jax.Array, Any], jax.Array] | None = None,
         norm: Callable[[], Any] | None = None,
         scale: float | None = None,
+        kv: str = "N",
         dtype: DTypeLike,
         keys: Keys,
     ):
-        kv = "K" if "K" in config.sizes else "N"
-
         def product(name: str) -> Einsum:
             has_bias, heads = bias if isinstance(bias, bool) else name in bias, "N" if name == "q" else kv
             return Einsum(f"BPD,D{heads}H->BP{heads}H", config.sizes, bias=has_bias, dtype=dtype, keys=keys)

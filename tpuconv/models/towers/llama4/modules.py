@@ -73,12 +73,12 @@ class Llama4Vit(FeatureEncoder):
         pixels_BCYX, side = given(features, "pixel_values", 4), self.config.image_size
         if pixels_BCYX.shape[2:] != (side, side):
             raise UsageError(f"pixel_values has tiles of {pixels_BCYX.shape[2:]}, the model {side} x {side}")
-        tiles, tokens = len(pixels_BCYX), (self.config.side // self.config.merge) ** 2
+        tiles, tokens = len(pixels_BCYX), (self.config.side // self.config.tower.merge) ** 2
         count = 1 << (tiles - 1).bit_length()
         return Prepared((padded(pixels_BCYX, count),), np.arange(tiles * tokens), [tokens] * tiles)
 
     def __call__(self, pixels_BCYX: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        side, s, dtype = self.config.side, self.config.merge, self.positions[...].dtype
+        side, s, dtype = self.config.side, self.config.tower.merge, self.positions[...].dtype
         x_BPD = self.patch(patches_of(pixels_BCYX.astype(dtype), self.config.patch_size))
         B, _, D = x_BPD.shape
         class_B1D = jnp.broadcast_to(self.class_token[...], (B, 1, D))

@@ -79,7 +79,7 @@ class PackedVit(FeatureEncoder):
         patches_PC = patches.reshape(len(patches), -1)
         if (total := int(grids.prod(axis=1).sum())) != len(patches_PC):
             raise UsageError(f"pixel_values has {len(patches_PC)} patches, image_grid_thw {total}")
-        s, places, clip, window, first = self.config.merge, [], 0, 0, 0
+        s, places, clip, window, first = self.config.tower.merge, [], 0, 0, 0
         counts = []
         for frames, h, w in grids.tolist():
             at, taps, in_blocks = raster(h, w), self.taps(h, w), np.argsort(block_order(h, w, s))
@@ -214,7 +214,7 @@ class MuseAdapter(nnx.Module):
     each, a third, and an RMS norm without a scale."""
 
     def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
-        sizes, self.s2, self.eps = config.sizes, config.merge**2, config.eps
+        sizes, self.s2, self.eps = config.sizes, config.tower.merge**2, config.eps
         self.up = Einsum("BPM,MX->BPX", sizes, dtype=dtype, keys=keys)
         self.down = Einsum("BPX,XA->BPA", sizes, dtype=dtype, keys=keys)
         self.matrix = Einsum("BPA,AO->BPO", sizes, dtype=dtype, keys=keys)

@@ -212,11 +212,13 @@ class Qwen2Vit(QwenVit):
 class Qwen25Vit(QwenVit):
     """The tower of Qwen2.5-VL: most layers see windows of `window_size` / p x `window_size` / p patches."""
 
+    kv: ClassVar[str] = "N"
+
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
         return Block(
             config,
             partial(RMSNorm, "D", config.sizes, 1e-6, dtype=dtype),
-            Attention(config, rotate=apply_rope, dtype=dtype, keys=keys),
+            Attention(config, rotate=apply_rope, kv=self.kv, dtype=dtype, keys=keys),
             MLP(config, ACTS_BY_NAME[config.hidden_act], gated=True, dtype=dtype, keys=keys),
             dtype=dtype,
         )
@@ -232,16 +234,9 @@ class Qwen25Vit(QwenVit):
 
 
 class ExaoneVit(Qwen25Vit):
-    """The tower of EXAONE 4.5."""
+    """The tower of EXAONE 4.5, where several heads share keys and values."""
 
-    def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
-        return Block(
-            config,
-            partial(RMSNorm, "D", config.sizes, 1e-6, dtype=dtype),
-            Attention(config, rotate=apply_rope, dtype=dtype, keys=keys),
-            MLP(config, ACTS_BY_NAME[config.hidden_act], gated=True, dtype=dtype, keys=keys),
-            dtype=dtype,
-        )
+    kv = "K"
 
 
 class HyperClovaVit(Qwen25Vit):

@@ -66,12 +66,13 @@ class Whisper(FeatureEncoder):
         return Block(
             config,
             lambda: LayerNorm("D", config.sizes, 1e-5, dtype=dtype),
-            Attention(config, bias="qv", rotate=self.rotate, dtype=dtype, keys=keys),
+            Attention(config, bias="qv", rotate=self.rotate, kv=self.kv, dtype=dtype, keys=keys),
             MLP(config, ACTS_BY_NAME[config.hidden_act], dtype=dtype, keys=keys),
             dtype=dtype,
         )
 
     rotate: ClassVar[Any] = None
+    kv: ClassVar[str] = "N"
 
     def check_length(self, frames: int) -> None:
         """Raises UsageError if spectrograms have another number of frames than the model."""
@@ -147,6 +148,7 @@ class GlmWhisper(Whisper):
     """The same of GLM-ASR, of spectrograms of any length, with rotary positions."""
 
     mask_name = "input_features_mask"
+    kv = "K"
     takes = ("input_features", "input_features_mask")
     rotate = staticmethod(apply_rope)
 
