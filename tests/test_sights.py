@@ -17,8 +17,16 @@ from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.sights import IMAGE, SIGHTS, Sight
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.errors import GateError, UnsupportedConfig, UsageError
+from tpuconv.errors import ConfigError, GateError, UnsupportedConfig, UsageError
 from tpuconv.models.stored import model_config
+from tpuconv.models.towers.gemma4.family import GEMMA4_VIT, USM
+from tpuconv.models.towers.llama4.family import LLAMA4_VIT
+from tpuconv.models.towers.moonvit.family import MOONVIT, MUSE_VIT
+from tpuconv.models.towers.muse_audio.family import MUSE_AUDIO_ENCODER
+from tpuconv.models.towers.qwen_audio.family import QWEN3_AUDIO
+from tpuconv.models.towers.qwen_vit.family import QWEN3_VIT
+from tpuconv.models.towers.sanm.family import SANM
+from tpuconv.models.towers.whisper.family import VOXTRAL_WHISPER
 
 FAST = ("gemma3", "qwen3_vl")
 EACH = pytest.mark.parametrize(
@@ -225,3 +233,30 @@ def test_a_trained_model_is_saved_whole(whole, tmp_path):
     api.save(model, tmp_path / "saved", out)
     again: Any = tpuconv.load(tmp_path / "saved")
     assert (again.vision.patch.bias[...] == model.vision.patch.bias[...]).all()
+
+
+@pytest.mark.parametrize(
+    ("tower", "keys", "fault"),
+    [
+        (QWEN3_VIT, {"num_heads": 0}, "num_heads=0"),
+        (GEMMA4_VIT, {"num_attention_heads": 12, "num_key_value_heads": 5}, "no multiple of 5"),
+        (GEMMA4_VIT, {"hidden_size": -1}, "hidden_size=-1 is negative"),
+        (USM, {"attention_chunk_size": 10}, "attention_chunk_size=10"),
+        (VOXTRAL_WHISPER, {"intermediate_size": 5000}, "intermediate_size=5000"),
+        (QWEN3_AUDIO, {"n_window": 40}, "n_window=40"),
+        (LLAMA4_VIT, {"hidden_size": 1408, "patch_size": 0}, "patch_size=0"),
+        (MOONVIT, {"merge_kernel_size": [2, 3]}, "merge_kernel_size"),
+        (MUSE_VIT, {"layer_types": ["full_attention"]}, "layer_types"),
+        (MUSE_AUDIO_ENCODER, {"depths": [1, 0, 2, 2]}, "depths"),
+        (SANM, {"num_attention_heads": 0}, "num_attention_heads=0"),
+    ],
+)
+def test_configs_of_encoders_that_contradict_themselves(tower, keys, fault):
+    with pytest.raises(ConfigError) as caught:
+        tower.config.from_hf(keys)
+    assert any(fault in detail for detail in caught.value.details)
+
+
+def test_values_of_encoders_that_are_not_implemented():
+    with pytest.raises(UnsupportedConfig, match="attention_context_right=2"):
+        USM.config.from_hf({"attention_context_right": 2})

@@ -63,10 +63,15 @@ class TowerConfig:
         return cls(**checked_values(raw, hints_of(cls)))
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{name}={value} is negative" for name, value in vars(self).items() if type(value) is int and value < 0
-        ]
-        if wrong := wrong or list(self.contradictions()):
+        sizes = {name: value for name, value in vars(self).items() if type(value) is int}
+        wrong = [f"{name}={value} is negative" for name, value in sizes.items() if value < 0]
+        if not wrong:
+            try:
+                wrong = list(self.contradictions())
+                _ = wrong or self.axes  # which divides by sizes
+            except ZeroDivisionError:
+                wrong = [f"{name}=0" for name, value in sizes.items() if not value]
+        if wrong:
             raise ConfigError("config.json contradicts itself about an encoder", details=wrong)
 
     def contradictions(self) -> Iterable[str]:
