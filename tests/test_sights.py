@@ -5,6 +5,7 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from helpers.sights import IMAGE, SIGHTS, Sight
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import ConfigError, GateError, UnsupportedConfig, UsageError
+from tpuconv.models.common.beside import modality_of
+from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
 from tpuconv.models.towers.gemma4.family import GEMMA4_VIT, USM
 from tpuconv.models.towers.llama4.family import LLAMA4_VIT
@@ -260,3 +263,16 @@ def test_configs_of_encoders_that_contradict_themselves(tower, keys, fault):
 def test_values_of_encoders_that_are_not_implemented():
     with pytest.raises(UnsupportedConfig, match="attention_context_right=2"):
         USM.config.from_hf({"attention_context_right": 2})
+
+
+def test_another_tower_is_refused():
+    """With the way to convert the text model alone."""
+    modalities = get_family("llava.llama").modalities
+    with pytest.raises(UnsupportedConfig, match="encoder of the type 'hiera'") as caught:
+        modality_of(modalities, "vision", {"vision_config": {"model_type": "hiera"}})
+    assert "text_only" in str(caught.value.hint)
+    outer = {"vision_config": {"num_hidden_layers": 3}, "vision_feature_layer": [-9, 1]}
+    with pytest.raises(ConfigError, match=r"no hidden states \[-9\], it has 4"):
+        modalities[0].read(outer, SimpleNamespace(hidden_size=8))
+    with pytest.raises(UnsupportedConfig, match="projector_hidden_act='mish'"):
+        modalities[0].read({"projector_hidden_act": "mish"}, SimpleNamespace(hidden_size=8))

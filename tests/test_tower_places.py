@@ -23,9 +23,11 @@ from tpuconv.models.towers.places import (
     antialiased_taps,
     bicubic_taps,
     bilinear_taps,
+    bilinear_taps_of_centers,
     block_order,
     bucket,
     nearest_taps,
+    nested_order,
     raster,
 )
 
@@ -48,6 +50,7 @@ def of_torch(table_HWD: np.ndarray, h: int, w: int, **how) -> np.ndarray:
     ("taps", "how"),
     [
         (bilinear_taps, {"mode": "bilinear", "align_corners": True}),
+        (bilinear_taps_of_centers, {"mode": "bilinear", "align_corners": False}),
         (bicubic_taps, {"mode": "bicubic", "align_corners": False}),
         (antialiased_taps, {"mode": "bilinear", "align_corners": False, "antialias": True}),
     ],
@@ -99,6 +102,16 @@ def test_blocks_are_in_the_reference_order(rows, columns, merge):
     h, w = rows * merge, columns * merge
     want = get_vision_position_ids(torch.tensor([[1, h, w]]), merge)
     np.testing.assert_array_equal(raster(h, w)[block_order(h, w, merge)], want)
+
+
+def test_blocks_of_blocks():
+    """Each four patches are a block, each 16 a block of four such blocks, row by row."""
+    at = raster(8, 12)[nested_order(8, 12, [2, 2])]
+    for size, side in ((4, 2), (16, 4)):
+        corners = at.reshape(-1, size, 2) // side
+        assert (corners == corners[:, :1]).all()
+    np.testing.assert_array_equal(at[:16:4], [[0, 0], [0, 2], [2, 0], [2, 2]])
+    np.testing.assert_array_equal(at[::16], [[0, 0], [0, 4], [0, 8], [4, 0], [4, 4], [4, 8]])
 
 
 def test_blocks_must_be_whole():

@@ -89,3 +89,35 @@ def aria() -> Sight:
     images = padded_images((16, 20), (24, 24), (8, 24))
     features = {"pixel_values": images["pixel_values"], "pixel_mask": images["pixel_attention_mask"]}
     return Sight(tiny(AriaForConditionalGeneration, config), rows, features)
+
+
+def docling(side: int, tokens: int, features: dict[str, np.ndarray], **changes: Any) -> Sight:
+    """Two texts with two tiles and with one."""
+    from transformers import AutoConfig, AutoModelForMultimodalLM
+
+    factors = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
+    text = {**TEXT, **factors, "logits_scaling": 2.0, "num_hidden_layers": 4}
+    vision = {**NAVIT_VISION, "num_hidden_layers": 3, "image_size": 4 * side, "out_hidden_size": 32, **changes}
+    config = AutoConfig.for_model(
+        "granite_docling",
+        text_config=text,
+        vision_config={**vision, "deepstack_visual_indexes": [0, 1]},
+        image_token_id=IMAGE,
+        density_router_hidden_size=7 if vision.get("use_fine_route", True) else None,
+    )
+    rows = [[5, *with_images(tokens, tokens), 7], [8, 4, *with_images(tokens), 6]]
+    tiles = {
+        "pixel_values": noise(2, 2, 3, 4 * side, 4 * side),
+        "pixel_attention_mask": np.array([[True, True], [True, False]]),
+    }
+    return Sight(tiny(AutoModelForMultimodalLM, config), rows, {**tiles, **features})
+
+
+@sight
+def granite_docling() -> Sight:
+    return docling(9, 9, {}, use_fine_route=False, scale_factor=3)
+
+
+@sight
+def granite_docling_fine() -> Sight:
+    return docling(8, 16, {"tile_fine_mask": np.ones((2, 2), bool)})

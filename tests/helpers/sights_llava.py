@@ -152,3 +152,17 @@ def llava_onevision() -> Sight:
     sizes = [(100, 30), (50, 75), (30, 40), (9, 9)]
     case = tiled(LlavaOnevisionForConditionalGeneration, config, sizes, 7, rows, later=((4, 8), (9, 11), (3, 1)))
     return replace(case, features={**case.features, "batch_num_images": np.array([1, 1, 2])})
+
+
+@sight
+def video_llava() -> Sight:
+    """The tower for videos comes along."""
+    from transformers import VideoLlavaConfig, VideoLlavaForConditionalGeneration
+
+    config = VideoLlavaConfig(
+        text_config=LLAMA, vision_config=CLIP_VISION, image_token_index=IMAGE, video_token_index=92
+    )
+    rows = [[5, *with_images(9, 9), 7], [8, 4, *with_images(9), 6]]
+    older = {r"^(image|video)_tower\.": r"\1_tower.vision_model."}
+    case = Sight(tiny(VideoLlavaForConditionalGeneration, config), rows, {"pixel_values": noise(3, 3, 12, 12)})
+    return replace(case, parts=("video", "vision"), released=older)

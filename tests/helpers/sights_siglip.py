@@ -124,3 +124,30 @@ def minicpmv4_6() -> Sight:
 @sight
 def minicpm_ocr() -> Sight:
     return minicpm("minicpm_ocr", 2, downsample_mode="4x")
+
+
+def ovis(tokens: int, **changes: Any) -> Sight:
+    """Images between tokens that the table of visual words has too."""
+    from transformers import Ovis2Config, Ovis2ForConditionalGeneration
+
+    vision = {key: value for key, value in SIGLIP_VISION.items() if key not in ("model_type", "vision_use_head")}
+    config = Ovis2Config(
+        text_config={**TEXT, "model_type": "qwen2"},
+        vision_config={**vision, "image_size": 24, "vocab_size": 29, "num_visual_indicator_tokens": 3, **changes},
+        image_token_id=IMAGE,
+        visual_indicator_token_ids=[93, 94, 92],
+        hidden_size=32,
+        vocab_size=97,
+    )
+    rows = [[5, *with_images(tokens, tokens), 7, 92], [8, 4, *with_images(tokens), 6]]
+    return Sight(tiny(Ovis2ForConditionalGeneration, config), rows, {"pixel_values": noise(3, 3, 24, 24)})
+
+
+@sight
+def ovis2() -> Sight:
+    return ovis(9, hidden_stride=2, qkv_bias=True)
+
+
+@sight
+def ovis2_of_single_patches() -> Sight:
+    return ovis(36, mlp_bias=True)

@@ -61,7 +61,7 @@ CHECKPOINT_SCHEMA = {
         }
     ),
     "returns": Optional(OneOf("scores", "hidden states")),
-    "parts": Optional([OneOf("vision", "audio")]),
+    "parts": Optional([OneOf("vision", "video", "audio")]),
     "options": {
         "dtype": str,
         "scan_layers": bool,

@@ -39,10 +39,12 @@ from tpuconv.models.towers.modalities import (
     MOSS_AUDIO,
     MUSIC_AUDIO,
     ONEVISION_VISION,
+    OVIS_VISION,
     QIANFAN_VISION,
     QWEN2_AUDIO,
     QWEN3_ASR_AUDIO,
     VIDEO_LLAMA3_VISION,
+    VIDEO_LLAVA_VISION,
     VIP_LLAVA_VISION,
     VOXTRAL_AUDIO,
 )
@@ -170,6 +172,7 @@ WRAPPER_ROWS = (
         ("llama",),
         {"image_tower": SEES, "video_tower": SEES, "multi_modal_projector": BRINGS},
         prefix=IN_CAUSAL_MODEL,
+        modalities=VIDEO_LLAVA_VISION,
     ),
     Wrapper(
         "vipllava", "VipLlava", "ViP-LLaVA", ("llama",), LLAVA, prefix=IN_CAUSAL_MODEL, modalities=VIP_LLAVA_VISION
@@ -224,6 +227,7 @@ WRAPPER_ROWS = (
         {"vision_tower": SEES, "visual_embeddings_table": BRINGS},
         keys=("visual_indicator_token_ids",),
         tied=True,
+        modalities=(OVIS_VISION,),
     ),
     Wrapper(
         "idefics2",

@@ -18,8 +18,8 @@ from tpuconv.models.common.key_types import checked_values, hints_of
 from tpuconv.notation.spelling import template, without_front
 from tpuconv.notation.table import Map, MappingTable
 
-VISION, AUDIO = "vision", "audio"
-"""The parts."""
+VISION, VIDEO, AUDIO = "vision", "video", "audio"
+"""The parts. Most models see videos with the part for images."""
 TEXT_ALONE = "convert the text model alone: `text_only=True`"
 """A hint."""
 ENCODER_ACTS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "silu", "relu")
@@ -68,7 +68,7 @@ class TowerConfig:
         if not wrong:
             try:
                 wrong = list(self.contradictions())
-                _ = wrong or self.axes  # which divides by sizes
+                _ = wrong or self.sizes  # which divides by sizes
             except ZeroDivisionError:
                 wrong = [f"{name}=0" for name, value in sizes.items() if not value]
         if wrong:
@@ -174,7 +174,7 @@ class Modality:
     """A way in which a multimodal family sees or hears.
 
     Attributes:
-        part: `VISION` or `AUDIO`.
+        part: `VISION`, `VIDEO` or `AUDIO`.
         tower, projector: what encodes, and what brings the features to the text.
         prefix, projector_prefix: what stands before their names on disk in releases.
         replaces: the modules beside the text model that the two are, as the family's table skips them.

@@ -1,7 +1,7 @@
 """Images and sounds as a text model takes them: the features of encoders, and where they are in the text."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -70,12 +70,14 @@ class Prepared:
         counts: how many placeholders each image or sound has.
         grids: of each image the rows and columns of its placeholders, by time, for rotary positions; none where
             placeholders have positions as text has.
+        others: by the id of further tokens that have a feature in place of their embedding its number.
     """
 
     arrays: tuple[np.ndarray, ...]
     rows: np.ndarray
     counts: Sequence[int]
     grids: Sequence[tuple[int, int, int]] = ()
+    others: Mapping[int, int] = field(default_factory=dict)
 
 
 @nnx.jit
@@ -124,6 +126,8 @@ def see(
                 hint="expand each image or sound to as many placeholders as it has features",
             )
         slot_BT[is_placeholder] = found.rows + first
+        for token, number in found.others.items():
+            slot_BT[(ids_BT == token) & mask_BT] = number + first
         if part == VISION:
             block_BT[is_placeholder] = np.cumsum(starts).reshape(starts.shape)[is_placeholder] - 1
         encoded.append(_encode(encoder, found.arrays))

@@ -120,7 +120,7 @@ class CompassConfig(PatternConfig):
             own = without_mrope(rope_of_layers({"rope_parameters": by_kind}, kind, PLAIN_ROPE.theta))
             ropes[field] = Rope.from_hf(own, cls.model_type, context)
         rotated = tuple(kind for kind, own in by_kind.items() if own is not None)
-        return {**ropes, "rotated": rotated, "mrope": Mrope(*found, interleaved=True) if found else None}
+        return {**ropes, "rotated": rotated, "mrope": Mrope(next(iter(found)), interleaved=True) if found else None}
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:

@@ -27,7 +27,7 @@ from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.common.wrapper import BRINGS, LLAVA, SEES, WrapperConfig, inside
 from tpuconv.models.declare import config_class, decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
-from tpuconv.models.towers.modalities import ARIA_VISION
+from tpuconv.models.towers.modalities import ARIA_VISION, DOCLING_VISION
 from tpuconv.notation.table import Map, MappingTable, under
 
 
@@ -64,6 +64,7 @@ GRANITE_DOCLING = wrapper(
     outside_keys=frozenset({"density_router_hidden_size", "density_router_threshold", "density_router_loss_weight"}),
     tied=True,
     defaults={"tie_word_embeddings": False},
+    modalities=(DOCLING_VISION,),
 )
 
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from tpuconv.errors import UsageError
 from tpuconv.models.common.seen import Prepared
@@ -35,7 +34,7 @@ def states_of(
     for layer in layers:
         states.append(layer(states[-1], segment_BP, angles, is_key_BP))
     if not wanted:
-        return states[-1] if norm is None else norm(states[-1])  # type: ignore[no-any-return]
+        return states[-1] if norm is None else norm(states[-1])
     return jnp.concatenate([states[number] for number in wanted], axis=-1)
 
 
@@ -61,7 +60,7 @@ class ImageEncoder(FeatureEncoder):
     """Images [B, X, Y, X] of one size to features [B, tokens, O]."""
 
     config: Any
-    layers: nnx.List
+    layers: Any
     norm: Any
 
     @property

@@ -3,9 +3,10 @@ disk."""
 
 from dataclasses import replace
 
-from tpuconv.models.common.beside import AUDIO, VISION, Modality
-from tpuconv.models.towers.clip.family import CLIP
+from tpuconv.models.common.beside import AUDIO, VIDEO, VISION, Modality
+from tpuconv.models.towers.clip.family import CLIP, CLIP_OF_VIDEOS, NO_PROJECTOR
 from tpuconv.models.towers.gemma4.family import FRAMES, GEMMA4_VIT, NORMED_MATRIX, PATCHES, USM
+from tpuconv.models.towers.granite_docling.family import CONNECTOR, DOCLING_VIT
 from tpuconv.models.towers.intern_vit.family import INTERN_VIT, RELEASED_INTERN_VIT, RELEASED_SHUFFLED, SHUFFLED
 from tpuconv.models.towers.llama4.family import LLAMA4_MATRIX, LLAMA4_VIT
 from tpuconv.models.towers.llava.family import (
@@ -23,6 +24,7 @@ from tpuconv.models.towers.minicpm.family import MINICPM_VIT, ROUNDS
 from tpuconv.models.towers.moonvit.family import MOON_MERGER, MOONVIT, MUSE_ADAPTER, MUSE_SPARK_VIT, MUSE_VIT
 from tpuconv.models.towers.muse_audio.family import MUSE_AUDIO_ENCODER, NORMED_SOUND
 from tpuconv.models.towers.navit.family import JOINED_MATRIX, LEARNED_QUERIES, NAVIT, OLDER_NAVIT, PERCEIVER
+from tpuconv.models.towers.ovis.family import OVIS_VIT, VISUAL_WORDS
 from tpuconv.models.towers.pixtral.family import PIXTRAL, RELEASED_PIXTRAL
 from tpuconv.models.towers.projectors import POOLED
 from tpuconv.models.towers.qwen_audio.family import (
@@ -271,10 +273,32 @@ LLAVA_VISION = (
 VIP_LLAVA_VISION = (replace(_LLAVA_CLIP, projector=VIP_LLAVA_MATRICES),)
 """ViP-LLaVA."""
 
-_WITH_NEWLINE = {"projector_prefix": "", "replaces": (*_LLAVA_CLIP.replaces, "image_newline")}
+VIDEO_LLAVA_VISION = (
+    replace(
+        _LLAVA_CLIP,
+        prefix="image_tower.vision_model.",
+        replaces=("image_tower", "multi_modal_projector"),
+        other_prefixes=("image_tower.",),
+    ),
+    replace(
+        _LLAVA_CLIP,
+        part=VIDEO,
+        tower=CLIP_OF_VIDEOS,
+        projector=NO_PROJECTOR,
+        prefix="video_tower.vision_model.",
+        replaces=("video_tower",),
+        placeholder=("video_token_id", "video_token_index"),
+        placeholder_id=32001,
+        other_prefixes=("video_tower.",),
+    ),
+)
+"""Video-LLaVA, which has a tower for images and one for videos."""
+
+_WITH_NEWLINE = (*_LLAVA_CLIP.replaces, "image_newline")
 
 LLAVA_NEXT_VISION = tuple(
-    replace(each, projector=TILED_MATRICES, **_WITH_NEWLINE) for each in (_LLAVA_CLIP, _LLAVA_SIGLIP)
+    replace(each, projector=TILED_MATRICES, projector_prefix="", replaces=_WITH_NEWLINE)
+    for each in (_LLAVA_CLIP, _LLAVA_SIGLIP)
 )
 """LLaVA-NeXT."""
 
@@ -282,7 +306,13 @@ LLAVA_NEXT_VIDEO_VISION = tuple(replace(each, placeholder_id=32001) for each in 
 """The images of LLaVA-NeXT-Video."""
 
 ONEVISION_VISION = tuple(
-    replace(each, projector=ONEVISION_MATRICES, placeholder_id=151646, **_WITH_NEWLINE)
+    replace(
+        each,
+        projector=ONEVISION_MATRICES,
+        projector_prefix="",
+        replaces=_WITH_NEWLINE,
+        placeholder_id=151646,
+    )
     for each in (_LLAVA_SIGLIP, _LLAVA_CLIP)
 )
 """LLaVA-OneVision."""
@@ -466,3 +496,25 @@ MINICPM_VISION = Modality(
     replaces=("vision_tower", "merger"),
 )
 """MiniCPM-V 4.6 and MiniCPM-OCR."""
+
+DOCLING_VISION = Modality(
+    VISION,
+    DOCLING_VIT,
+    CONNECTOR,
+    prefix="model.vision_model.",
+    projector_prefix="model.",
+    replaces=("vision_model", "density_router"),
+    placeholder_id=100337,
+)
+"""Granite for Docling."""
+
+OVIS_VISION = Modality(
+    VISION,
+    OVIS_VIT,
+    VISUAL_WORDS,
+    prefix="model.vision_tower.",
+    projector_prefix="model.visual_embeddings_table",
+    replaces=("vision_tower", "visual_embeddings_table"),
+    placeholder_id=151665,
+)
+"""Ovis 2."""

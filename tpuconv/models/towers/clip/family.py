@@ -1,8 +1,8 @@
 """CLIP: config and table."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tpuconv.models.common.beside import Tower
+from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower
 from tpuconv.models.towers.rows import CLIP_LAYERS, PATCH_MATRIX, layer_norm, without_bias
 from tpuconv.models.towers.siglip.family import ImageConfig
 from tpuconv.notation.table import Map
@@ -35,3 +35,9 @@ CLIP = Tower(
     ),
     "tpuconv.models.towers.clip.modules:Clip",
 )
+
+CLIP_OF_VIDEOS = replace(CLIP, name="clip_of_videos", encoder="tpuconv.models.towers.clip.modules:ClipOfVideos")
+"""CLIP for the frames of videos, which nothing computes."""
+
+NO_PROJECTOR = Projector(ProjectorConfig, (), "tpuconv.models.towers.clip.modules:NoProjector")
+"""Nothing: the projector is another part's."""

@@ -1,14 +1,18 @@
 """CLIP."""
 
+from collections.abc import Mapping
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from tpuconv.errors import UsageError
 from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, normal
+from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, patches_of
 from tpuconv.models.towers.image_encoder import ImageEncoder
 from tpuconv.models.towers.vit import MLP, Attention, Block
@@ -47,3 +51,22 @@ class Clip(ImageEncoder):
     def embedded(self, pixels_BCYX: jax.Array) -> jax.Array:
         x_BPD = self.patch(patches_of(pixels_BCYX.astype(self.patch.kernel.dtype), self.config.patch_size))
         return self.pre_norm(with_class_token(self.class_token[...], x_BPD) + self.positions[...])
+
+
+class NoProjector(nnx.Module):
+    """No projector of its own. It has the arguments of one."""
+
+    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
+        pass
+
+
+class ClipOfVideos(Clip):
+    """CLIP for the frames of videos. It is kept, and nothing reads it."""
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """No features."""
+        return ()
+
+    def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
+        raise UsageError("videos are not implemented for this model", hint="give single frames as images")

@@ -59,7 +59,7 @@ class VipLlavaMatrices(LlavaMatrices):
 class TiledMatrices(LlavaMatrices):
     """Two matrices of each patch of tiles [B, P, M], and their features as images have them [X, O]."""
 
-    takes = ("image_sizes",)
+    takes: ClassVar[tuple[str, ...]] = ("image_sizes",)
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)

@@ -87,14 +87,18 @@ def arrangement(
             row, column = (np.asarray(each, np.int32) for each in inside_padding(h, w, height, width))
             tile = row[:, None] // tokens * (w // tokens) + column // tokens
             grid_YX = first + (1 + tile) * tokens**2 + row[:, None] % tokens * tokens + column % tokens
-            rows = _with_ends(grid_YX, _smaller(*grid_YX.shape, tokens, most_tiles))
+            rows = _with_ends(grid_YX, _smaller(len(row), len(column.reshape(-1)), tokens, most_tiles))
         index += [np.pad(whole, ((0, 0), (0, rows.index_PA.shape[1] - 1))), rows.index_PA]
         weight += [np.eye(1, rows.index_PA.shape[1], dtype=np.float32).repeat(len(whole), 0), rows.weight_PA]
         counts.append(len(whole) + len(rows.index_PA))
         first += number * tokens**2
     taps = max(each.shape[1] for each in index)
-    index, weight = ([np.pad(x, ((0, 0), (0, taps - x.shape[1]))) for x in each] for each in (index, weight))
-    return Arrangement(np.concatenate(index), np.concatenate(weight), counts)
+    fill = [((0, 0), (0, taps - each.shape[1])) for each in index]
+    return Arrangement(
+        np.concatenate([np.pad(x, pad) for x, pad in zip(index, fill, strict=True)]),
+        np.concatenate([np.pad(x, pad) for x, pad in zip(weight, fill, strict=True)]),
+        counts,
+    )
 
 
 def _smaller(h: int, w: int, tokens: int, most_tiles: int | None) -> tuple[int, int]:

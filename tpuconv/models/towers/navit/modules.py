@@ -46,7 +46,8 @@ class Navit(Siglip):
             pixels, is_real = pixels[is_image], is_real[is_image]
         h, w = pixels.shape[2] // p, pixels.shape[3] // p
         blocks = is_real[:, : h * p, : w * p].reshape(-1, h, p, w, p)
-        is_patch_BYX = blocks.all(axis=(2, 4)) if self.projector.drops_parts else blocks.any(axis=(2, 4))
+        joined = np.logical_and if self.projector.drops_parts else np.logical_or
+        is_patch_BYX = joined.reduce(blocks, axis=(2, 4)).astype(bool)
         places_BYX, side = np.zeros(is_patch_BYX.shape, np.int32), self.config.side
         for place, is_patch in zip(places_BYX, is_patch_BYX, strict=True):
             rows, columns = int(is_patch[:, 0].sum()), int(is_patch[0].sum())
@@ -80,7 +81,7 @@ class JoinedMatrix(nnx.Module):
     drops_parts: ClassVar[bool] = False
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        self.merge = config.merge
+        self.merge: int = config.merge
         self.matrix = Einsum("BPM,MO->BPO", config.sizes, dtype=dtype, keys=keys)
 
     def tokens(self, h: int, w: int) -> int:
@@ -103,7 +104,7 @@ class GatedMatrices(nnx.Module):
 
     def __init__(self, width: str, config: Any, act: str, *, dtype: DTypeLike, keys: Keys):
         product = partial(Einsum, sizes=config.sizes, dtype=dtype, keys=keys)
-        to_width, (_, middle, out) = f"BP{width[0]},{width[:2]}->BP{width[1]}", width
+        to_width, middle, out = f"BP{width[0]},{width[:2]}->BP{width[1]}", width[1], width[2]
         self.gate, self.up = product(to_width), product(to_width)
         self.down = product(f"BP{middle},{middle}{out}->BP{out}")
         self.act = ACTS_BY_NAME[act]
@@ -149,7 +150,7 @@ class Perceiver(nnx.Module):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         sizes = config.sizes
-        self.count = sizes["Q"]
+        self.count: int = sizes["Q"]
         self.mlp = GatedMatrices("DWO", config, "silu", dtype=dtype, keys=keys)
         self.latents = nnx.Param(normal(keys(), (sizes["Q"], sizes["O"]), dtype))
         self.layers = nnx.List([PerceiverLayer(config, dtype=dtype, keys=keys) for _ in range(sizes["J"])])
@@ -188,7 +189,7 @@ class Queries(nnx.Module):
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         sizes = config.sizes
         norm = partial(LayerNorm, "D", sizes, 1e-5, dtype=dtype)
-        self.numbers = dict(config.queries)
+        self.numbers: dict[int, int] = dict(config.queries)
         self.query = nnx.Param(normal(keys(), (sizes["Q"], sizes["D"]), dtype))
         self.query_norm, self.key_norm, self.norm = norm(), norm(), norm()
         self.before = Heads(config, is_joined=False, dtype=dtype, keys=keys)

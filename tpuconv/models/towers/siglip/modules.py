@@ -1,6 +1,5 @@
 """SigLIP."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -34,7 +33,7 @@ class Siglip(ImageEncoder):
         rotate: see `Attention`.
     """
 
-    rotate: ClassVar[Callable[[jax.Array, Any], jax.Array] | None] = None
+    rotate: ClassVar[Any] = None
 
     def build(self, config: PartConfig, dtype: DTypeLike, keys: Keys) -> None:
         sizes, act = config.sizes, ACTS_BY_NAME[config.hidden_act]

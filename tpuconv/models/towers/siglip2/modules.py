@@ -173,7 +173,9 @@ class VideoLlamaVit(Siglip):
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         frames, grids = patches_by_grid(features)
         merges = given(features, "image_merge_sizes", 1).tolist()
-        places, numbers, index, weight, counts, first = [], [], [], [], [], 0
+        places: list[np.ndarray] = []
+        numbers: list[np.ndarray] = []
+        index, weight, counts, first = [], [], [], 0
         for (t, h, w), s in zip(grids, merges, strict=True):
             order, taps = block_order(h, w, s), bilinear_taps_of_centers(h // s, w // s, h, w)
             place_of = np.argsort(order).astype(np.int32)  # where each patch of the raster is
