@@ -165,4 +165,4 @@ def video_llava() -> Sight:
     rows = [[5, *with_images(9, 9), 7], [8, 4, *with_images(9), 6]]
     older = {r"^(image|video)_tower\.": r"\1_tower.vision_model."}
     case = Sight(tiny(VideoLlavaForConditionalGeneration, config), rows, {"pixel_values": noise(3, 3, 12, 12)})
-    return replace(case, parts=("video", "vision"), released=older)
+    return replace(case, parts=("vision", "video"), released=older)

@@ -64,7 +64,7 @@ class ClipOfVideos(Clip):
     """CLIP for the frames of videos. It is kept, and nothing reads it."""
 
     @property
-    def takes(self) -> tuple[str, ...]:
+    def takes(self) -> tuple[str, ...]:  # type: ignore[override]
         """No features."""
         return ()
 

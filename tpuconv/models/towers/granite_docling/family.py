@@ -35,8 +35,9 @@ class DoclingVitConfig(ImageConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectorConfig(ProjectorConfig):
-    """The keys beside it. M is the width of patches that are joined coarsely, R finely; I are those of deepstack. G is
-    the width of a router that chooses between the two before the model runs, and that nothing here reads."""
+    """The keys beside it. M is the width of patches that are joined coarsely, R finely; I counts the layers for
+    deepstack. G is the width of a router that chooses between the two before the model runs, and that nothing here
+    reads."""
 
     density_router_hidden_size: int | None = None
     factor: float

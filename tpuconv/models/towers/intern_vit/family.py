@@ -14,7 +14,7 @@ from tpuconv.notation.table import Map, under
 
 @dataclass(frozen=True, kw_only=True)
 class InternVitConfig(ImageConfig):
-    """The keys of `vision_config`. Sizes may be those of two sides."""
+    """The keys of `vision_config`. Sizes may have two sides."""
 
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"norm_type": ("layer_norm", "rms_norm")}
 

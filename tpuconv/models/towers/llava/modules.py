@@ -1,7 +1,7 @@
 """The projectors of LLaVA and its kin.
 
-Letters: X features of all images, A those of the tower that one is made of; M width of what is read, A in products the
-width between the matrices.
+Letters: X features of all images, A features of the tower that one is made of; M width of what is read, A in products
+the width between the matrices.
 """
 
 from collections.abc import Mapping

@@ -19,7 +19,7 @@ from tpuconv.models.towers.vit import MLP, Attention, Block
 
 
 class VisualWords(nnx.Module):
-    """The table of visual words: shares [B, P, G] to features, those of the indicators first, [X, O]."""
+    """The table of visual words: shares [B, P, G] to features, the indicators first, [X, O]."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         self.words = config.sizes["G"]
