@@ -1,14 +1,14 @@
 """Composes a family's table and a target's tree to the table from released tensors to the target's parameters."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tpuconv.errors import LayoutError, UnsupportedConfig
 from tpuconv.names import OWN_TARGET, collapse
 from tpuconv.notation.layout import Axes, Axis, Layout, format_axes
-from tpuconv.notation.sizes import HasSizes, WithSizes, sets_of_layers
+from tpuconv.notation.sizes import HasSizes, WithSizes, configs_by_part, sets_of_layers
 from tpuconv.notation.table import (
     LAYERS,
     PERIODS,
@@ -68,14 +68,19 @@ def target_table(
     tree = find_tree(target, family, model_type, config)
     if scan_layers and not all(layers.stacked for layers in tree.layers):
         raise UnsupportedConfig(f"{target.name} has no stacked layers of this model", hint="leave out `scan_layers=`")
+    configs = configs_by_part(config)
     if scan_layers:
         table.check_layers_alike()
+        for part in configs.keys() & tree.parts.keys():
+            if not tree.parts[part].is_scannable(configs[part]):
+                raise UnsupportedConfig(
+                    f"{target.name} has no stacked layers beside the {part} of this model",
+                    hint="leave out `scan_layers=`, or convert the text model alone: `text_only=True`",
+                )
     config = _of_tree(config, table, tree, scan_layers)
     composer = _Composer(target, tree, config, scan_layers)
     rows: list[Map] = []
-    own = [
-        row for row in table if (row.when is None or getattr(config, row.when)) and _is_looped(row, config, include_mtp)
-    ]
+    own = [row for row in table if _is_looped(row, configs_by_part(config), include_mtp)]
     for row in _merged(own, tree):
         placed = list(composer.rows(row))
         if not placed:
@@ -140,21 +145,52 @@ def _sources(binding: Binding) -> tuple[str, ...]:
     return tuple(name for stack in binding.src for name in stack.names)
 
 
+def placed_parts(
+    target: Target, family: str, model_type: str, parts: Collection[str], read: Callable[[Collection[str]], Any]
+) -> tuple[str, ...]:
+    """Returns the parts beside the text model that a target has.
+
+    Args:
+        target: what the output is for.
+        family, model_type: as of `target_table`.
+        parts: of the model.
+        read: returns the config of the model with some of its parts.
+
+    Raises:
+        UnsupportedConfig: see `find_tree` and `read`.
+    """
+    if target.trees is None:
+        return () if target.is_safetensors else tuple(parts)
+    some = [part for part in parts if any(part in tree.parts for tree in _trees(target, family, model_type))]
+    if not some:
+        return ()
+    config = read(some)
+    have = find_tree(target, family, model_type, config).parts
+    return tuple(part for part in some if part in have and have[part].when(config.parts[part]))
+
+
 def find_tree(target: Target, family: str, model_type: str, config: Any) -> Tree:
     """Returns the tree of a model.
 
     Raises:
         UnsupportedConfig: the target does not have the family, or not with this config.
     """
-    assert target.trees is not None
-    trees = target.trees.get(model_type, target.trees.get(family))
-    for tree in trees if isinstance(trees, tuple) else (trees,):
-        if tree is not None and tree.when(config):
+    trees = _trees(target, family, model_type)
+    for tree in trees:
+        if tree.when(config):
             return tree
+    assert target.trees is not None
     raise UnsupportedConfig(
         f"the target {target.name} has no table for {family}" + (" with this config.json" if trees else ""),
         hint=f"it has {', '.join(target.trees)}; `tpuconv families --target {target.name}` lists them",
     )
+
+
+def _trees(target: Target, family: str, model_type: str) -> tuple[Tree, ...]:
+    """Returns the trees of a model, of which each belongs to some configs."""
+    assert target.trees is not None
+    trees = target.trees.get(model_type, target.trees.get(family, ()))
+    return trees if isinstance(trees, tuple) else (trees,)
 
 
 def _of_tree(config: HasSizes, table: MappingTable, tree: Tree, scan: bool) -> HasSizes:
@@ -202,11 +238,14 @@ def _by_place(tree: Tree) -> bool:
     return any(layers.letter.startswith(PERIODS) for layers in tree.layers)
 
 
-def _is_looped(row: Map, config: HasSizes, include_mtp: bool) -> bool:
-    letters = row_indices(row)[0]
-    if is_of_mtp(row) and not include_mtp:
+def _is_looped(row: Map, configs: Mapping[str, HasSizes], include_mtp: bool) -> bool:
+    """True if a model has some parameters of a row."""
+    config = configs.get(row.part)
+    if config is None or (is_of_mtp(row) and not include_mtp):
         return False
-    return all(config.layer_sets.get(letter) or config.sizes.get(letter) for letter in letters)
+    if row.when is not None and not getattr(config, row.when):
+        return False
+    return all(config.layer_sets.get(letter) or config.sizes.get(letter) for letter in row_indices(row)[0])
 
 
 def _renamed(table: MappingTable, target: Target) -> MappingTable:
@@ -218,7 +257,7 @@ def _renamed(table: MappingTable, target: Target) -> MappingTable:
 def _merged(rows: Sequence[Map], tree: Tree) -> list[Map]:
     """Returns the rows, those merged into one whose parameters a place joins."""
     out = list(rows)
-    for letter, places in (("", tree.places), *((layers.letter, layers.places) for layers in tree.layers)):
+    for letter, places in (("", _outside_layers(tree)), *((layers.letter, layers.places) for layers in tree.layers)):
         for joined in places:
             if isinstance(joined, str):
                 continue
@@ -236,6 +275,16 @@ def _merged(rows: Sequence[Map], tree: Tree) -> list[Map]:
                 )
                 out = [merged if row is parts[0] else row for row in out if row not in parts[1:]]
     return out
+
+
+def _outside_layers(tree: Tree) -> Places:
+    """Returns the places outside of the layers of the text model, of all parts."""
+    beside = {
+        tuple(f"{part}.{name}" for name in ((ours,) if isinstance(ours, str) else ours)): place
+        for part, own in tree.parts.items()
+        for ours, place in own.places.items()
+    }
+    return {**tree.places, **beside}
 
 
 def _is_named(parameter: str, name: str, letter: str) -> bool:
@@ -257,13 +306,13 @@ class _Composer:
     def __init__(self, target: Target, tree: Tree, config: HasSizes, scan: bool):
         self.target, self.tree, self.scan = target, tree, scan
         self.layer_sets = config.layer_sets
-        self.stacks = _stacks(tree)
+        self.places, self.stacks = _outside_layers(tree), _stacks(tree)
 
     def rows(self, row: Map) -> Iterator[Map]:
         """Yields the rows that a row of the family's table becomes; none if the tree has no place for it."""
         layer = _LAYER.match(row.jax_names[0])
         if layer is None:
-            if (placed := _find(self.tree.places, row.jax_names)) is not None:
+            if (placed := _find(self.places, row.jax_names)) is not None:
                 yield self._row(row, placed)
             return
         own = layer[1]
