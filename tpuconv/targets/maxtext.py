@@ -7,9 +7,15 @@ The value changes come from its `checkpoint_conversion/utils/param_mapping.py`: 
 from dataclasses import replace
 from typing import Any
 
+from tpuconv.models.common.beside import AUDIO, VISION
 from tpuconv.notation.arithmetic import Plus, Times
-from tpuconv.models.common.beside import VISION
-from tpuconv.targets.maxtext_encoders import GEMMA3_IMAGES, qwen3_images
+from tpuconv.targets.maxtext_encoders import (
+    GEMMA3_IMAGES,
+    GEMMA4_IMAGES,
+    LLAMA4_IMAGES,
+    OMNI_SOUNDS,
+    qwen3_images,
+)
 from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
 
 SCALED_QUERY = Times("H", -0.5)
@@ -243,11 +249,13 @@ GEMMA4 = (
         },
         LOCAL_AND_GLOBAL,
         when=lambda config: config.enable_moe_block,
+        parts={VISION: GEMMA4_IMAGES},
     ),
     _gemma4(
         MLP_PLACES,
         LOCAL_AND_GLOBAL,
         when=lambda config: not config.has_layer_inputs and not config.num_kv_shared_layers,
+        parts={VISION: GEMMA4_IMAGES},
     ),
     _gemma4(
         {
@@ -365,10 +373,11 @@ MAXTEXT = Target(
         "qwen3_moe": QWEN_MOE,
         "qwen3_vl": replace(QWEN, parts={VISION: qwen3_images("Qwen3VL")}),
         "qwen3_vl_moe": replace(QWEN_MOE, parts={VISION: qwen3_images("Qwen3VL")}),
+        "qwen3_omni_moe": replace(QWEN_MOE, parts={VISION: qwen3_images("Qwen3OmniMoe"), AUDIO: OMNI_SOUNDS}),
         "mixtral": _alike({**SCALED, **_experts("MoeBlock_0")}),
         "gpt_oss": GPT_OSS_TREE,
         "llama4_text": LLAMA4,
-        "llama4": LLAMA4,
+        "llama4": replace(LLAMA4, parts={VISION: LLAMA4_IMAGES}),
         "olmo3": OLMO3,
         "gemma2": GEMMA2,
         "gemma3_text": GEMMA3,
