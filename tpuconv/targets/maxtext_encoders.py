@@ -1,5 +1,5 @@
-"""MaxText's encoders of images and sounds with their projectors (`use_multimodal=true`): names and shapes of its own
-modules. Their layers are never stacked."""
+"""MaxText's encoders of images and sounds with their projectors: names and shapes of its own modules. Their layers are
+never stacked."""
 
 from tpuconv.notation.arithmetic import Plus
 from tpuconv.targets.target import PartPlaces, Place, Places

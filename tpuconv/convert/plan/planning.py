@@ -25,9 +25,10 @@ from tpuconv.notation.table import MappingTable
 from tpuconv.progress import Listener, Progress
 from tpuconv.sources.hub import resolve
 from tpuconv.sources.source import Source, fetched_meanwhile, open_source
-from tpuconv.targets.compose import check_quantized, find_tree, placed_parts, same_parameters, target_table
+from tpuconv.targets.compose import same_parameters, target_table
 from tpuconv.targets.registry import get_target
 from tpuconv.targets.target import OWN, Target
+from tpuconv.targets.trees import check_quantized, find_tree, placed_parts
 
 
 class Quantizer(Protocol):
