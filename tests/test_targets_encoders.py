@@ -25,7 +25,7 @@ from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.registry import find_family
 from tpuconv.names import expand
-from tpuconv.notation.configs import configs_by_part
+from tpuconv.notation.sizes import configs_by_part
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target
 from tpuconv.targets.trees import placed_parts
@@ -46,7 +46,8 @@ def test_names_and_shapes_of_whole_models_are_those_of_maxtext(model):
         return family.read_config(raw, parts=parts)
 
     parts = placed_parts(target, *own, [each.part for each in family.modalities], read)
-    table, config = target_table(target, *own, family.table_without_release(parts=parts), read(parts))
+    whole = read(parts)
+    table, config = target_table(target, *own, family.table_without_release(parts=whole.parts), whole)
     shapes = {name: shape for binding in table.bind(config) for name, shape in binding.dst_shapes().items()}
     expected = {
         "params.params." + name.partition("-")[2].replace("-", "."): tuple(shape)

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tpuconv.errors import LayoutError, UnsupportedConfig
 from tpuconv.names import OWN_TARGET
