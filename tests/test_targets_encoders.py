@@ -18,7 +18,7 @@ from helpers.conversions import flatten, same_bits
 from helpers.families import Case
 from helpers.maxtext_settings import settings
 from helpers.oracles import ask
-from helpers.sights import SIGHTS, TEXT, noise, tiny
+from helpers.sights import SIGHTS, TEXT, Sight, noise, tiny
 from helpers.trainers import save_standard, trained_tree
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -160,10 +160,10 @@ def sized(
     return {**own, **common, "attention_for_vit": "dot_product", **vision}
 
 
-def gemma3() -> Seer:
+def gemma3(sliding_window: int = 6) -> Seer:
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-    text = {**TEXT, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6}
+    text = {**TEXT, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": sliding_window}
     vision = {
         "hidden_size": 24,
         "intermediate_size": 40,
@@ -320,6 +320,37 @@ def test_maxtext_computes_our_features(name, encoded):
     assert theirs.keys() == ours.keys()
     for part, values in ours.items():
         assert np.abs(theirs[part] - values).max() / np.abs(values).max() < tolerance, part
+
+
+@pytest.mark.slow
+@pytest.mark.oracles
+def test_maxtext_computes_the_logits_of_texts_with_images(tmp_path):
+    """Of Gemma 3, whose window is longer than an image: MaxText's masks of images do not have the window."""
+    import torch
+
+    seer = gemma3(sliding_window=400)
+    placeholder = seer.model.config.image_token_id
+    rows = [[5, 9, 3, *[placeholder] * 256, 11, 7], [8, *[placeholder] * 256, 4, 6, 2, 9]]
+    ids_BT = np.array(rows)
+    seer.model.save_pretrained(tmp_path / "hf")
+    api.convert(tmp_path / "hf", tmp_path / "out", target="maxtext")
+    np.save(tmp_path / "ids.npy", ids_BT)
+    np.save(tmp_path / "images.npy", seer.given["vision"])
+    files = {"items": "out/0/items", "ids": "ids.npy", "images": "images.npy", "out": "logits.npy"}
+    own = seer.settings | {"max_target_length": ids_BT.shape[1], "sliding_window_size": 400}
+    ask(
+        "maxtext",
+        "maxtext_models.py",
+        [{key: str(tmp_path / path) for key, path in files.items()} | {"settings": own}],
+    )
+    error = tmp_path / "logits.error"
+    assert not error.exists(), error.read_text()
+    factor = seer.model.config.text_config.hidden_size**0.5
+    head = (seer.model.lm_head.weight * factor).bfloat16().float() / factor  # as MaxText computes tied logits
+    seer.model.lm_head.weight = torch.nn.Parameter(head)
+    case = Sight(seer.model, rows, seer.features, {"token_type_ids": {placeholder: 1}})
+    want = case.reference(ids_BT, case.mask_BT, seer.features)
+    assert np.abs(np.load(tmp_path / "logits.npy") - want).max() / np.abs(want).max() < 5e-5
 
 
 @pytest.mark.slow

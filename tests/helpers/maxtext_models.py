@@ -1,7 +1,7 @@
 """Run by MaxText's own Python: what its models compute from checkpoints in its layout. It takes a JSON list of requests
 from its input, with the keys items (a folder), out (a file), settings, and one of
 
-- ids (npy): the logits of these tokens, as npy;
+- ids (npy), for some models also images (npy): the logits of these tokens, as npy;
 - features (npz): what its encoders make of `vision` and `audio`, as npz.
 """
 
@@ -46,6 +46,7 @@ def built(request: dict) -> tuple:
 def logits(request: dict) -> np.ndarray:
     """The logits [B, T, V]."""
     ids = np.load(request["ids"])
+    images = {"encoder_images": jnp.asarray(np.load(request["images"]))} if "images" in request else {}
     model, mesh = built(request)
     with mesh:
         out = model(
@@ -53,6 +54,7 @@ def logits(request: dict) -> np.ndarray:
             decoder_positions=jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape),
             decoder_segment_ids=jnp.ones(ids.shape, int),
             enable_dropout=False,
+            **images,
         )
     return np.asarray(out[0] if isinstance(out, tuple) else out, np.float32)
 
