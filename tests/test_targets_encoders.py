@@ -27,9 +27,11 @@ from tpuconv.models.registry import find_family
 from tpuconv.names import expand
 from tpuconv.notation.sizes import configs_by_part
 from tpuconv.targets.compose import target_table
+from tpuconv.targets.listing import supported
 from tpuconv.targets.registry import get_target
 from tpuconv.targets.trees import placed_parts
 
+WITH_TREES = ("maxtext", "tunix", "jax-llm-examples")
 LISTED = json.loads((Path(__file__).parent / "helpers" / "maxtext_whole.json").read_text())
 
 
@@ -57,6 +59,14 @@ def test_names_and_shapes_of_whole_models_are_those_of_maxtext(model):
     if model.startswith("gemma3"):  # MaxText cuts the vocabulary
         expected["params.params.token_embedder.embedding"] = (config.vocab_size, config.hidden_size)
     assert shapes == expected
+
+
+def test_targets_list_their_encoders():
+    found = {name: supported(get_target(name)) for name in WITH_TREES}
+    listed = {name: {each.name: each.parts for each in families if each.parts} for name, families in found.items()}
+    images = ("gemma3", "gemma4", "llama4", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_moe")
+    maxtext = {**dict.fromkeys(images, ("vision",)), "qwen3_omni_moe": ("vision", "audio")}
+    assert listed == {"maxtext": maxtext, "tunix": {"gemma3": ("vision",)}, "jax-llm-examples": {}}
 
 
 # -- the way back -----------------------------------------------------------------------------------------------------

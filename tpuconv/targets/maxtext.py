@@ -249,13 +249,11 @@ GEMMA4 = (
         },
         LOCAL_AND_GLOBAL,
         when=lambda config: config.enable_moe_block,
-        parts={VISION: GEMMA4_IMAGES},
     ),
     _gemma4(
         MLP_PLACES,
         LOCAL_AND_GLOBAL,
         when=lambda config: not config.has_layer_inputs and not config.num_kv_shared_layers,
-        parts={VISION: GEMMA4_IMAGES},
     ),
     _gemma4(
         {
@@ -383,7 +381,7 @@ MAXTEXT = Target(
         "gemma3_text": GEMMA3,
         "gemma3": replace(GEMMA3, parts={VISION: GEMMA3_IMAGES}),
         "gemma4_text": GEMMA4,
-        "gemma4": GEMMA4,
+        "gemma4": tuple(replace(tree, parts={VISION: GEMMA4_IMAGES}) for tree in GEMMA4),
         "qwen3_next": QWEN3_NEXT,
         "qwen3_5_moe_text": QWEN3_5,
         "qwen3_5_moe": replace(QWEN3_5, parts={VISION: qwen3_images("Qwen3_5Moe")}),
