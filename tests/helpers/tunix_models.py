@@ -1,5 +1,6 @@
-"""Run by Tunix's own Python: what its CheckpointManager restores into its models, and their logits. It takes a JSON
-list of requests from its input, with the keys root (a folder), ids (npy), out (npz), module, model and settings."""
+"""Run by Tunix's own Python: what its CheckpointManager restores into its models, and their logits, or features of
+images. It takes a JSON list of requests from its input, with the keys root (a folder), ids or images (npy), out (npz),
+module, model and settings."""
 
 import importlib
 import json
@@ -15,25 +16,34 @@ from tunix.sft.checkpoint_manager import CheckpointManager
 
 
 def restored(request: dict) -> dict[str, np.ndarray]:
-    """The arrays of the model by name, and its logits as `logits`."""
+    """The arrays of the model by name, and its logits as `logits`, or its features as `features`."""
     module = importlib.import_module(request["module"])
     settings = dict(request["settings"])
     if "attention_types" in settings:
         settings["attention_types"] = [module.AttentionType[name] for name in settings["attention_types"]]
     if "param_dtype" in settings:
         settings["param_dtype"] = jnp.dtype(settings["param_dtype"])
+    if "vision_config" in settings:
+        settings["vision_config"] = module.vision.SigLIPConfig(**settings["vision_config"])
     model = getattr(module, request["model"])(module.ModelConfig(**settings), rngs=nnx.Rngs(0))
     CheckpointManager(request["root"]).maybe_restore(model)
-    ids = np.load(request["ids"])
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((ids.shape[1],) * 2, bool)), (len(ids), *(ids.shape[1],) * 2))
-    logits, _ = model(jnp.asarray(ids), positions, None, mask)
+    if "images" in request:
+        found = {"features": model._encode_vision(jnp.asarray(np.load(request["images"])))}
+    else:
+        found = {"logits": logits(model, np.load(request["ids"]))}
     state = nnx.to_pure_dict(nnx.state(model))
     names = {
         ".".join(str(getattr(key, "key", key)) for key in path): np.asarray(value)
         for path, value in jax.tree_util.tree_leaves_with_path(state)
     }
-    return names | {"logits": np.asarray(logits, np.float32)}
+    return names | {name: np.asarray(values, np.float32) for name, values in found.items()}
+
+
+def logits(model, ids: np.ndarray) -> jax.Array:
+    """The logits of tokens."""
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((ids.shape[1],) * 2, bool)), (len(ids), *(ids.shape[1],) * 2))
+    return model(jnp.asarray(ids), positions, None, mask)[0]
 
 
 jax.config.update("jax_default_matmul_precision", "highest")

@@ -343,7 +343,7 @@ def _trained(
     from tpuconv.checkpoint.orbax_tree import TrainedTree, locate_tree
     from tpuconv.convert.export.exporting import Exporting
     from tpuconv.convert.export.orbax_arrays import OrbaxArrays
-    from tpuconv.convert.export.way_back import explain_tree, parameters_of
+    from tpuconv.convert.export.way_back import explain_tree, parameters_of, readings
     from tpuconv.models.registry import find_family
     from tpuconv.sources.config import without_encoding
     from tpuconv.storage.places import is_there
@@ -359,12 +359,10 @@ def _trained(
     raw = without_encoding(source.config)
     family = find_family(raw)
     returns = family.returns(raw, source.tensors)
-    model_config = family.read_config(raw, tensors=source.tensors, returns=returns)
-    our_table = family.table_for(source.tensors, model_config, returns)
-    explained = explain_tree(tree, family, raw["model_type"], our_table, model_config, target)
+    explained = explain_tree(tree, family, raw["model_type"], readings(family, raw, source.tensors, returns), target)
     parameters, padded = parameters_of(tree, explained)
     arrays = OrbaxArrays(tree, explained, parameters, source, family.name)
-    skipped = (*explained.skipped, *padded, *_outside(source, our_table, model_config))
+    skipped = (*explained.skipped, *padded, *_outside(source, explained.table, explained.config))
     return arrays, Exporting(explained.table, explained.config, family.name), skipped
 
 

@@ -163,11 +163,11 @@ def _show_target(name: str, family: str | None, as_json: bool) -> None:
         return
     table = Table(
         f"{target.name}: {target.summary}",
-        ("name", "converts", "scanned layers", "notes"),
+        ("name", "converts", "scanned layers", "encoders", "notes"),
         optional=("notes", "converts") if not any(each.notes for each in found) else ("converts",),
     )
     for each in found:
-        table.add_row(each.name, each.models, "yes" if each.scanned else "no", lines(each.notes))
+        table.add_row(each.name, each.models, "yes" if each.scanned else "no", " ".join(each.parts), lines(each.notes))
     console().print(table)
     of_release = f"FP8 weights of a release in blocks of {target.fp8_block}, with --encoding keep"
     show("  quantized parameters: " + ((of_release if target.fp8_block else "yes") if quantized else "no"))

@@ -1,14 +1,13 @@
 """Composes a family's table and a target's tree to the table from released tensors to the target's parameters."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tpuconv.errors import LayoutError, UnsupportedConfig
-from tpuconv.names import OWN_TARGET, collapse
+from tpuconv.names import OWN_TARGET
 from tpuconv.notation.layout import Axes, Axis, Layout, format_axes
-from tpuconv.notation.sizes import HasSizes, WithSizes, sets_of_layers
+from tpuconv.notation.sizes import HasSizes, WithSizes, configs_by_part, sets_of_layers
 from tpuconv.notation.table import (
     LAYERS,
     PERIODS,
@@ -21,9 +20,9 @@ from tpuconv.notation.table import (
     row_indices,
 )
 from tpuconv.targets.target import HALF_HEAD, LayerPlaces, Place, Places, Target, Tree
+from tpuconv.targets.trees import find_tree
 
 _LAYER = re.compile(r"layers\.\{(\w+)\}\.")
-_NUMBERED_LAYER = re.compile(r"layers\.\d+\.")
 
 
 def target_table(
@@ -68,14 +67,19 @@ def target_table(
     tree = find_tree(target, family, model_type, config)
     if scan_layers and not all(layers.stacked for layers in tree.layers):
         raise UnsupportedConfig(f"{target.name} has no stacked layers of this model", hint="leave out `scan_layers=`")
+    configs = configs_by_part(config)
     if scan_layers:
         table.check_layers_alike()
+        for part in configs.keys() & tree.parts.keys():
+            if not tree.parts[part].is_scannable(configs[part]):
+                raise UnsupportedConfig(
+                    f"{target.name} has no stacked layers beside the {part} of this model",
+                    hint="leave out `scan_layers=`, or convert the text model alone: `text_only=True`",
+                )
     config = _of_tree(config, table, tree, scan_layers)
     composer = _Composer(target, tree, config, scan_layers)
     rows: list[Map] = []
-    own = [
-        row for row in table if (row.when is None or getattr(config, row.when)) and _is_looped(row, config, include_mtp)
-    ]
+    own = [row for row in table if _is_looped(row, configs_by_part(config), include_mtp)]
     for row in _merged(own, tree):
         placed = list(composer.rows(row))
         if not placed:
@@ -101,60 +105,8 @@ def same_parameters(
     return out
 
 
-def check_quantized(target: Target, tree: Tree, parameters: Iterable[str], quantized: Collection[str]) -> None:
-    """Checks that a program reads parameters as the rules of a quantization leave them.
-
-    Args:
-        target: of the program.
-        tree: of the model.
-        parameters: our names of all parameters.
-        quantized: those that are quantized.
-
-    Raises:
-        UnsupportedConfig: the program reads one only as it is, or only quantized together with one that is not.
-    """
-    if tree.quantized is None:
-        return
-    known: dict[str, list[str]] = {}
-    for name in parameters:
-        known.setdefault(_NUMBERED_LAYER.sub("", name, count=1), []).append(name)
-    together = [[name for part in parts for name in known.get(part, ())] for parts in tree.quantized]
-    chosen = set(quantized)
-    read_so = {name for names in together for name in names}
-    if never := [name for name in quantized if name not in read_so]:
-        raise UnsupportedConfig(
-            f"the program of {target.name} does not read {', '.join(collapse(never))} quantized",
-            hint="leave them out of the rules",
-        )
-    for names in together:
-        left = [name for name in names if name not in chosen]
-        if 0 < len(left) < len(names):
-            raise UnsupportedConfig(
-                f"the rules quantize only some of what {target.name} reads quantized all together or not at all",
-                details=[f"not quantized: {pattern}" for pattern in collapse(left)],
-                hint="add these to the rules, or leave the others out",
-            )
-
-
 def _sources(binding: Binding) -> tuple[str, ...]:
     return tuple(name for stack in binding.src for name in stack.names)
-
-
-def find_tree(target: Target, family: str, model_type: str, config: Any) -> Tree:
-    """Returns the tree of a model.
-
-    Raises:
-        UnsupportedConfig: the target does not have the family, or not with this config.
-    """
-    assert target.trees is not None
-    trees = target.trees.get(model_type, target.trees.get(family))
-    for tree in trees if isinstance(trees, tuple) else (trees,):
-        if tree is not None and tree.when(config):
-            return tree
-    raise UnsupportedConfig(
-        f"the target {target.name} has no table for {family}" + (" with this config.json" if trees else ""),
-        hint=f"it has {', '.join(target.trees)}; `tpuconv families --target {target.name}` lists them",
-    )
 
 
 def _of_tree(config: HasSizes, table: MappingTable, tree: Tree, scan: bool) -> HasSizes:
@@ -202,11 +154,14 @@ def _by_place(tree: Tree) -> bool:
     return any(layers.letter.startswith(PERIODS) for layers in tree.layers)
 
 
-def _is_looped(row: Map, config: HasSizes, include_mtp: bool) -> bool:
-    letters = row_indices(row)[0]
-    if is_of_mtp(row) and not include_mtp:
+def _is_looped(row: Map, configs: Mapping[str, HasSizes], include_mtp: bool) -> bool:
+    """True if a model has some parameters of a row."""
+    config = configs.get(row.part)
+    if config is None or (is_of_mtp(row) and not include_mtp):
         return False
-    return all(config.layer_sets.get(letter) or config.sizes.get(letter) for letter in letters)
+    if row.when is not None and not getattr(config, row.when):
+        return False
+    return all(config.layer_sets.get(letter) or config.sizes.get(letter) for letter in row_indices(row)[0])
 
 
 def _renamed(table: MappingTable, target: Target) -> MappingTable:
@@ -218,7 +173,7 @@ def _renamed(table: MappingTable, target: Target) -> MappingTable:
 def _merged(rows: Sequence[Map], tree: Tree) -> list[Map]:
     """Returns the rows, those merged into one whose parameters a place joins."""
     out = list(rows)
-    for letter, places in (("", tree.places), *((layers.letter, layers.places) for layers in tree.layers)):
+    for letter, places in (("", _outside_layers(tree)), *((layers.letter, layers.places) for layers in tree.layers)):
         for joined in places:
             if isinstance(joined, str):
                 continue
@@ -236,6 +191,16 @@ def _merged(rows: Sequence[Map], tree: Tree) -> list[Map]:
                 )
                 out = [merged if row is parts[0] else row for row in out if row not in parts[1:]]
     return out
+
+
+def _outside_layers(tree: Tree) -> Places:
+    """Returns the places outside of the layers of the text model, of all parts."""
+    beside: Places = {
+        tuple(f"{part}.{name}" for name in ((ours,) if isinstance(ours, str) else ours)): place
+        for part, own in tree.parts.items()
+        for ours, place in own.places.items()
+    }
+    return {**tree.places, **beside}
 
 
 def _is_named(parameter: str, name: str, letter: str) -> bool:
@@ -257,13 +222,13 @@ class _Composer:
     def __init__(self, target: Target, tree: Tree, config: HasSizes, scan: bool):
         self.target, self.tree, self.scan = target, tree, scan
         self.layer_sets = config.layer_sets
-        self.stacks = _stacks(tree)
+        self.places, self.stacks = _outside_layers(tree), _stacks(tree)
 
     def rows(self, row: Map) -> Iterator[Map]:
         """Yields the rows that a row of the family's table becomes; none if the tree has no place for it."""
         layer = _LAYER.match(row.jax_names[0])
         if layer is None:
-            if (placed := _find(self.tree.places, row.jax_names)) is not None:
+            if (placed := _find(self.places, row.jax_names)) is not None:
                 yield self._row(row, placed)
             return
         own = layer[1]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpuconv.errors import UsageError
-from tpuconv.models.registry import all_families, family_names, get_family, named_family
+from tpuconv.models.registry import Family, all_families, family_names, get_family, named_family
 from tpuconv.targets.target import Target
 
 
@@ -16,17 +16,25 @@ class Support:
         name: of the family, or the model_type.
         models: the models that it has.
         scanned: whether the target has its layers scanned.
+        parts: the encoders, with their projectors, that the target has of some of the models.
         notes: what a user must know to load it.
     """
 
     name: str
     models: str
     scanned: bool
+    parts: tuple[str, ...]
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the keys that docs/json.md lists."""
-        return {"name": self.name, "models": self.models, "scanned": self.scanned, "notes": list(self.notes)}
+        return {
+            "name": self.name,
+            "models": self.models,
+            "scanned": self.scanned,
+            "parts": list(self.parts),
+            "notes": list(self.notes),
+        }
 
 
 def supported(target: Target, family: str | None = None) -> list[Support]:
@@ -37,7 +45,7 @@ def supported(target: Target, family: str | None = None) -> list[Support]:
     """
     if target.trees is None:
         names = [named_family(family).name] if family else family_names()
-        return [Support(name, get_family(name).summary, target.layer_axis is not None, ()) for name in names]
+        return [_as_ours(target, get_family(name)) for name in names]
     types = named_family(family).architectures.values() if family else ()
     found = []
     for name, trees in target.trees.items():
@@ -46,12 +54,20 @@ def supported(target: Target, family: str | None = None) -> list[Support]:
             scanned = target.layer_axis is not None and any(
                 layers.stacked for tree in several for layers in tree.layers
             )
-            found.append(Support(name, _models(name), scanned, tuple(tree.note for tree in several if tree.note)))
+            parts = tuple(dict.fromkeys(part for tree in several for part in tree.parts))
+            notes = tuple(tree.note for tree in several if tree.note)
+            found.append(Support(name, _models(name), scanned, parts, notes))
     if not found:
         raise UsageError(
             f"the target {target.name} has no table for {family}", hint=f"it has {', '.join(target.trees)}"
         )
     return found
+
+
+def _as_ours(target: Target, family: Family) -> Support:
+    """Returns what a target has of a family if it has our own tree, or the tensors of the release."""
+    parts = tuple(each.part for each in family.modalities)
+    return Support(family.name, family.summary, target.layer_axis is not None, parts, ())
 
 
 def _models(name: str) -> str:

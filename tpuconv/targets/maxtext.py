@@ -7,7 +7,15 @@ The value changes come from its `checkpoint_conversion/utils/param_mapping.py`: 
 from dataclasses import replace
 from typing import Any
 
+from tpuconv.models.common.beside import AUDIO, VISION
 from tpuconv.notation.arithmetic import Plus, Times
+from tpuconv.targets.maxtext_encoders import (
+    GEMMA3_IMAGES,
+    GEMMA4_IMAGES,
+    LLAMA4_IMAGES,
+    OMNI_SOUNDS,
+    qwen3_images,
+)
 from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
 
 SCALED_QUERY = Times("H", -0.5)
@@ -74,6 +82,7 @@ def _periodic(period: int, places: Places, rest: str = "") -> Tree:
 
 
 QWEN = _alike({**NORM_PLACES, **_attention(), **MLP_PLACES})
+QWEN_MOE = _alike({**NORM_PLACES, **_attention(), **_experts("moe_block")})
 
 SCALED: Places = {
     **NORM_PLACES,
@@ -359,20 +368,23 @@ MAXTEXT = Target(
         "mistral": _alike(SCALED),
         "qwen2": QWEN,
         "qwen3": QWEN,
-        "qwen3_moe": _alike({**NORM_PLACES, **_attention(), **_experts("moe_block")}),
+        "qwen3_moe": QWEN_MOE,
+        "qwen3_vl": replace(QWEN, parts={VISION: qwen3_images("Qwen3VL")}),
+        "qwen3_vl_moe": replace(QWEN_MOE, parts={VISION: qwen3_images("Qwen3VL")}),
+        "qwen3_omni_moe": replace(QWEN_MOE, parts={VISION: qwen3_images("Qwen3OmniMoe"), AUDIO: OMNI_SOUNDS}),
         "mixtral": _alike({**SCALED, **_experts("MoeBlock_0")}),
         "gpt_oss": GPT_OSS_TREE,
         "llama4_text": LLAMA4,
-        "llama4": LLAMA4,
+        "llama4": replace(LLAMA4, parts={VISION: LLAMA4_IMAGES}),
         "olmo3": OLMO3,
         "gemma2": GEMMA2,
         "gemma3_text": GEMMA3,
-        "gemma3": GEMMA3,
+        "gemma3": replace(GEMMA3, parts={VISION: GEMMA3_IMAGES}),
         "gemma4_text": GEMMA4,
-        "gemma4": GEMMA4,
+        "gemma4": tuple(replace(tree, parts={VISION: GEMMA4_IMAGES}) for tree in GEMMA4),
         "qwen3_next": QWEN3_NEXT,
         "qwen3_5_moe_text": QWEN3_5,
-        "qwen3_5_moe": QWEN3_5,
+        "qwen3_5_moe": replace(QWEN3_5, parts={VISION: qwen3_images("Qwen3_5Moe")}),
         "deepseek_v2": DEEPSEEK,
         "deepseek_v3": DEEPSEEK,
         "deepseek_v32": DEEPSEEK,

@@ -68,6 +68,21 @@ class LayerPlaces:
 
 
 @dataclass(frozen=True)
+class PartPlaces:
+    """A part of a multimodal model beside its text model: an encoder and its projector. Its layers are never stacked.
+
+    Attributes:
+        places: by our names after the name of the part, with their indices.
+        when: whether the target has the part as a config of it (`tpuconv.models.common.beside.PartConfig`) says.
+        is_scannable: whether the layers of the text may be stacked beside the part.
+    """
+
+    places: Places
+    when: Callable[[Any], bool] = lambda config: True
+    is_scannable: Callable[[Any], bool] = lambda config: True
+
+
+@dataclass(frozen=True)
 class Tree:
     """A family's parameters in a target.
 
@@ -77,6 +92,8 @@ class Tree:
         period: how many layers repeat; scanned layers are stacked for each place of a period.
         when: whether the tree belongs to a config. The first match counts.
         note: what a user must know to load it.
+        parts: the parts beside the text model that the target has, by name. Without the others the text model is
+            converted.
         quantized: sets of parameters of layers, by our names after `layers.{L}.`, of which the program reads all
             quantized or none; others it reads as they are. None if it reads each as it finds it.
     """
@@ -86,6 +103,7 @@ class Tree:
     period: int = 1
     when: Callable[[Any], bool] = lambda config: True
     note: str = ""
+    parts: Mapping[str, PartPlaces] = field(default_factory=dict)
     quantized: tuple[frozenset[str], ...] | None = None
 
 
@@ -131,11 +149,6 @@ class Target:
     empty: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
     has_lists: bool = False
     is_safetensors: bool = False
-
-    @property
-    def takes_parts(self) -> bool:
-        """True if the output has all parts of a multimodal model as parameters, under our names."""
-        return self.trees is None and not self.is_safetensors
 
     def part(self, parameter: str, suffix: str) -> str:
         """Returns the name of an array that holds a part of a quantized parameter, such as its scales.

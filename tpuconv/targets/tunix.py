@@ -1,8 +1,10 @@
 """Tunix (github.com/google/tunix), version 0.1.7: the trees of its models, as their `params.py` name them."""
 
+from dataclasses import replace
 from typing import Any
 
-from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
+from tpuconv.models.common.beside import VISION
+from tpuconv.targets.target import LayerPlaces, PartPlaces, Place, Places, Target, Tree
 
 MODEL_PLACES: Places = {
     "embed.embedding": "embedder.input_embedding",
@@ -74,6 +76,41 @@ TUNIX_GEMMA3 = _gemma(
     note=GEMMA_NOTE,
 )
 
+TUNIX_SIGLIP, SIGLIP_LAYER = "vision_encoder.siglip_encoder", "vision_encoder.siglip_encoder.transformer.blocks.{L}"
+ATTENTION_INPUTS = {"q": "query", "k": "key", "v": "value"}
+IMAGES = PartPlaces(
+    {
+        "patch.kernel": Place(f"{TUNIX_SIGLIP}.embedding.kernel", "(X p q) D -> p q X D"),
+        "patch.bias": f"{TUNIX_SIGLIP}.embedding.bias",
+        "positions": Place(f"{TUNIX_SIGLIP}.pos_embedding", "P D -> 1 P D"),
+        **{
+            f"layers.{{L}}.{ours}.{x}": f"{SIGLIP_LAYER}.{theirs}.{x}"
+            for ours, theirs in (("attn_norm", "ln1"), ("mlp_norm", "ln2"))
+            for x in ("scale", "bias")
+        },
+        **{
+            f"layers.{{L}}.attn.{x}.kernel": Place(f"{SIGLIP_LAYER}.attn.{name}_proj.kernel", "D N H -> D (N H)")
+            for x, name in ATTENTION_INPUTS.items()
+        },
+        **{
+            f"layers.{{L}}.attn.{x}.bias": Place(f"{SIGLIP_LAYER}.attn.{name}_proj.bias", "N H -> (N H)")
+            for x, name in ATTENTION_INPUTS.items()
+        },
+        "layers.{L}.attn.o.kernel": Place(f"{SIGLIP_LAYER}.attn.out_proj.kernel", "N H D -> (N H) D"),
+        "layers.{L}.attn.o.bias": f"{SIGLIP_LAYER}.attn.out_proj.bias",
+        **{
+            f"layers.{{L}}.mlp.{ours}.{x}": f"{SIGLIP_LAYER}.mlp.{theirs}.{x}"
+            for ours, theirs in (("up", "fc1"), ("down", "fc2"))
+            for x in ("kernel", "bias")
+        },
+        "norm.scale": f"{TUNIX_SIGLIP}.transformer.encoder_norm.scale",
+        "norm.bias": f"{TUNIX_SIGLIP}.transformer.encoder_norm.bias",
+        "projector.matrix.kernel": "embedder.mm_input_projection.w",
+        "projector.norm.scale": "embedder.mm_soft_embedding_norm.scale",
+    },
+    when=lambda config: not config.vision_use_head,
+)
+
 OTHER_ROPE = "Tunix 0.1.7 computes with rope_theta 1,000,000 and without rope scaling, whatever its settings say"
 
 
@@ -89,7 +126,7 @@ TUNIX = Target(
         "gemma": GEMMA12,
         "gemma2": GEMMA12,
         "gemma3_text": TUNIX_GEMMA3,
-        "gemma3": TUNIX_GEMMA3,
+        "gemma3": replace(TUNIX_GEMMA3, parts={VISION: IMAGES}),
     },
     folder="0/model_params",
     leaf=".value",

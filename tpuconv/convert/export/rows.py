@@ -82,7 +82,8 @@ def export_pieces(
     target = get_target(manifest.target)
     known = {scheme.title: scheme for scheme in schemes(encoding_of(arrays.config))}
     quantized = manifest.quantization["parameters"] if manifest.quantization and scheme else {}
-    layer_table = table.stack_layers(config) if manifest.scan_layers else table
+    is_stacked = manifest.scan_layers and target.trees is None  # tables of trees have their stacks already
+    layer_table = table.stack_layers(config) if is_stacked else table
     for whole in layer_table.bind(config, manifest.include_mtp):
         is_quantized = any(stack.names[0] in quantized for stack in whole.dst)
         if not is_quantized:

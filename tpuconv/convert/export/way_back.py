@@ -5,13 +5,15 @@ NNX, and the state of an optimizer beside them. Everything else must be a parame
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, combinations, product
+from typing import Any
 
 from tpuconv.checkpoint.orbax_tree import TrainedTree, TreeArray
 from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES
 from tpuconv.convert.plan.types import Skip
-from tpuconv.errors import MappingError, UnsupportedConfig, UsageError, shorten
+from tpuconv.errors import ConfigError, MappingError, UnsupportedConfig, UsageError, shorten
 from tpuconv.models.registry import Family
 from tpuconv.names import OWN_TARGET, collapse
 from tpuconv.notation.layout import Axis, Shape, parse_axes
@@ -78,16 +80,45 @@ class Parameter:
     stored: TreeArray
 
 
+Reading = tuple[MappingTable, HasSizes]
+"""A table of a family, with the names of a release, and the family's reading of config.json."""
+
+
+def readings(family: Family, raw: Mapping[str, Any], tensors: Collection[str], returns: str) -> list[Reading]:
+    """Returns the readings of a model: the text model alone, then with each choice of the parts beside it that
+    config.json describes.
+
+    Args:
+        family: of the model.
+        raw: the parsed config.json.
+        tensors: names of the tensors of the release.
+        returns: what the model returns.
+
+    Raises:
+        UnsupportedConfig, ConfigError: the text model is not read. A part that is not read is left out.
+    """
+    parts = [each.part for each in family.modalities]
+    found: list[Reading] = []
+    for some in chain.from_iterable(combinations(parts, count) for count in range(len(parts) + 1)):
+        try:
+            config = family.read_config(raw, tensors=tensors, returns=returns, parts=some)
+        except (UnsupportedConfig, ConfigError):
+            if not some:
+                raise
+            continue
+        found.append((family.table_for(tensors, config, returns), config))
+    return found
+
+
 def explain_tree(
-    tree: TrainedTree, family: Family, model_type: str, table: MappingTable, config: HasSizes, target: str | None
+    tree: TrainedTree, family: Family, model_type: str, readings: Sequence[Reading], target: str | None
 ) -> Explained:
     """Returns how a target's table explains a tree.
 
     Args:
         tree: what was saved.
         family, model_type: of config.json.
-        table: of the family, with the names of the release.
-        config: the family's reading of config.json.
+        readings: of the model.
         target: whose tree it is; None: of each target in turn.
 
     Raises:
@@ -98,7 +129,7 @@ def explain_tree(
     found: list[Explained] = []
     for each in _targets(tree, target):
         try:
-            found += _forms(tree, each, family, model_type, table, config)
+            found += _forms(tree, each, family, model_type, readings)
         except UnsupportedConfig:
             if target is not None:
                 raise
@@ -171,21 +202,21 @@ def _targets(tree: TrainedTree, name: str | None) -> list[Target]:
 
 
 def _forms(
-    tree: TrainedTree, target: Target, family: Family, model_type: str, table: MappingTable, config: HasSizes
+    tree: TrainedTree, target: Target, family: Family, model_type: str, readings: Sequence[Reading]
 ) -> Iterator[Explained]:
     has_mtp = any(MTP_PARAMETERS in name for name in tree.names)
+    scans = (False, True) if target.layer_axis is not None else (False,)
+    name, kind = family.in_targets(model_type)
     refused: UnsupportedConfig | None = None
     count = 0
-    for scan in (False, True) if target.layer_axis is not None else (False,):
-        for mtp in (False, True) if has_mtp else (False,):
-            try:
-                name, kind = family.in_targets(model_type)
-                own = target_table(target, name, kind, table, config, scan_layers=scan, include_mtp=mtp)
-            except UnsupportedConfig as error:
-                refused = error
-                continue
-            count += 1
-            yield _explained(tree, target, scan, mtp, *own)
+    for (table, config), scan, mtp in product(readings, scans, (False, True) if has_mtp else (False,)):
+        try:
+            own = target_table(target, name, kind, table, config, scan_layers=scan, include_mtp=mtp)
+        except UnsupportedConfig as error:
+            refused = refused or error
+            continue
+        count += 1
+        yield _explained(tree, target, scan, mtp, *own)
     if refused and not count:
         raise refused
 

@@ -6,6 +6,7 @@ rules choose encoders, by which arrays are divided in the second one.
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -24,9 +25,10 @@ from tpuconv.notation.table import MappingTable
 from tpuconv.progress import Listener, Progress
 from tpuconv.sources.hub import resolve
 from tpuconv.sources.source import Source, fetched_meanwhile, open_source
-from tpuconv.targets.compose import check_quantized, find_tree, same_parameters, target_table
+from tpuconv.targets.compose import same_parameters, target_table
 from tpuconv.targets.registry import get_target
 from tpuconv.targets.target import OWN, Target
+from tpuconv.targets.trees import check_quantized, find_tree, placed_parts
 
 
 class Quantizer(Protocol):
@@ -83,8 +85,7 @@ def planned_conversion(
         if streams:
             source = fetched_meanwhile(source, resolved.remote, workspace)
         family = find_family(source.config)
-        takes_parts = get_target(options.target).takes_parts and not options.text_only
-        parts = family.parts_among(source.tensors) if takes_parts else ()
+        parts = () if options.text_only else family.parts_among(source.tensors)
         yield plan_source(source, family, None, options, quantizer, ahead, parts)
 
 
@@ -117,14 +118,17 @@ def plan_source(
     parts: Collection[str],
 ) -> Plan:
     """Returns the plan for a table, the table of a checkpoint. If it is None, for the table of the family and the
-    target. `parts` are converted with the text model of a multimodal one."""
+    target. `parts` are converted with the text model of a multimodal one, if the target has them."""
     target = get_target(options.target)
     _check_target(target, options, is_quantized=quantizer is not None)
     returns = family.returns(source.config, source.tensors) if table is None else table.returns
+    name, model_type = family.in_targets(source.config["model_type"])
+    if table is None:
+        read = partial(family.read_config, source.config, options.allow_config, source.tensors, returns)
+        parts = placed_parts(target, name, model_type, parts, read)
     report = family.check_config(source.config, options.allow_config, source.tensors, returns, parts)
     model_config = report.config
     released = family.table_for(source.tensors, model_config, returns)
-    name, model_type = family.in_targets(source.config["model_type"])
 
     def table_for(target: Target) -> tuple[MappingTable, HasSizes]:
         scan, mtp = options.scan_layers, options.include_mtp
