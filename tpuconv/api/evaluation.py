@@ -43,6 +43,7 @@ class Comparison:
         horizons: the lengths up to which a text does not show the whole computation, such as sliding windows, and
             whether a longer one was compared.
         sights: the same with images and with sounds, of a multimodal checkpoint.
+        unseen: the parts of it that are not compared, with the reasons.
     """
 
     checkpoint: Location
@@ -55,6 +56,7 @@ class Comparison:
     layers: Sequence["LayerError"]
     horizons: Sequence["Horizon"] = ()
     sights: Sequence["SightStatistics"] = ()
+    unseen: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def first_diverging(self) -> str | None:
@@ -101,6 +103,8 @@ class Comparison:
         facts["horizons"] = [horizon.to_json() for horizon in self.horizons]
         if self.sights:
             facts["sights"] = [sight.to_json() for sight in self.sights]
+        if self.unseen:
+            facts["unseen"] = dict(self.unseen)
         return facts | {"passed": self.passed, "failures": self.failures}
 
 
@@ -176,6 +180,7 @@ def compare(asked: CompareRequest) -> Comparison:
         check_sizes(manifest, own)
         layerwise = asked.layerwise or needs_decoded(manifest, own, asked.mesh)
         with_sights: Sequence[SightWindow] = []
+        unseen: Mapping[str, str] = dict.fromkeys(manifest.parts, "each layer is compared by itself")
         asked.progress(Progress("comparing the source with the source of the conversion"))
         changed = changed_shards(own, origin["shards"], known_stamps(manifest.sealed, own))
         asked.on_source(changed)
@@ -197,7 +202,8 @@ def compare(asked: CompareRequest) -> Comparison:
         else:
             asked.progress(Progress("running transformers"))
             adapted = bool(manifest.raw["options"].get("adapters"))
-            with_sights = [] if manifest.returns else sight_windows(manifest, config, ids)
+            if not manifest.returns:
+                with_sights, unseen = sight_windows(manifest, config, ids)
             theirs = reference(source_folder, windows, compute, manifest.returns, adapted=adapted, sights=with_sights)
     scored = [window.scored for window in windows]
     rounding_kl, gates = theirs.rounding_kl, logits.rounding_gates(compute, theirs.rounding_kl)
@@ -246,4 +252,5 @@ def compare(asked: CompareRequest) -> Comparison:
         layers=layers,
         horizons=horizons,
         sights=sights,
+        unseen=unseen,
     )

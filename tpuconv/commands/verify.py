@@ -161,6 +161,8 @@ def _show_verdict(found: api.Comparison) -> None:
             f"  with {sight.items} {of}: error of the features {sight.features:.2g} (gate {sight.gate:g}), "
             f"mean KL {sight.logits.mean_kl:.3g}, same most likely token {100 * sight.logits.top1:.2f}%"
         )
+    for part, why in found.unseen.items():
+        show(f"  {part}: ", ("not compared", "yellow"), f"; {why}")
     for horizon in found.horizons:
         where = f"  beyond {horizon.tokens:,} tokens, the length of a window, chunk or indexer: "
         show(where, *([("not compared", "yellow"), f"; {horizon.why_not}"] if horizon.why_not else ["compared"]))

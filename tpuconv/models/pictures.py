@@ -25,7 +25,7 @@ T = TypeVar("T")
 SoundArray = NDArray[np.float32]
 Features = dict[str, NDArray[Any]]
 FILES = ("preprocessor_config.json", "processor_config.json")
-"""The files that have the settings of an image processor or feature extractor; the second has those of all together."""
+"""The files that have the settings of an image processor or feature extractor; the second has the settings of both."""
 
 COUNTS = ("num_crops", "num_patches", "num_soft_tokens_per_image", "rows", "cols", "aspect_ratios", PIECES)
 """Features that image processors return for the prompt alone, and no model takes."""

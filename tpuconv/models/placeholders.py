@@ -63,7 +63,7 @@ class Placeholder:
         renamed: features that the model takes under another name.
         frames: the features of a sound are cut into pieces of so many frames; None where they are not.
         windows: sounds are cut before into pieces as long as the feature extractor takes.
-        spare: features that no model takes, beside those of all rows.
+        spare: features that no model takes, beside the ones in `COUNTS`.
         nested: the image processor is given the images of a prompt as one of several lists.
         frame: what chat templates write before and after the marker; a prompt without markers gets it too.
     """

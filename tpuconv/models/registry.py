@@ -83,8 +83,12 @@ class Family:
 
     @property
     def whole_table(self) -> MappingTable:
-        """The table with all parts beside the text model, with the names of most releases."""
-        return self.table_without_release(parts=[each.part for each in self.modalities])
+        """The table with all parts beside the text model, with the names of most releases; of several towers for one
+        part it has the first."""
+        table = headed(self.table, LOGITS)
+        for each in {each.part: each for each in reversed(self.modalities)}.values():
+            table = each.joined(table)
+        return table
 
     def parts_among(self, tensors: Collection[str]) -> tuple[str, ...]:
         """Returns the parts beside the text model of which there are tensors."""

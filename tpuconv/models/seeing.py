@@ -18,7 +18,7 @@ class SeeingGenerator(Generator):
     encoders pad to few."""
 
     features: Mapping[str, np.ndarray]
-    """Of the prompts that are read."""
+    """Images and sounds of the prompts that are read."""
 
     def __call__(  # type: ignore[override]
         self,

@@ -24,7 +24,7 @@ WORDS_AROUND = 16
 
 @dataclass(frozen=True)
 class SightStatistics:
-    """What a model makes of images or sounds, compared with transformers.
+    """A model's reading of images or sounds, compared with transformers.
 
     Attributes:
         part: "vision" or "audio".
@@ -67,30 +67,39 @@ class SightWindow(Window):
     placeholder: int = -1
 
 
-def sight_windows(manifest: Manifest, config: DecoderConfig, prompts: Sequence[Sequence[int]]) -> list[SightWindow]:
-    """Returns a prompt with two images or sounds for each part of a checkpoint beside its text model.
+NO_EXAMPLE = "its features depend on more than config.json"
+
+
+def sight_windows(
+    manifest: Manifest, config: DecoderConfig, prompts: Sequence[Sequence[int]]
+) -> tuple[list[SightWindow], dict[str, str]]:
+    """Returns a prompt with two images or sounds for each part of a checkpoint beside its text model, and the parts
+    without one, with the reasons.
 
     Args:
         manifest, config: of the checkpoint.
         prompts: token ids, of which the text comes.
     """
     if not config.parts:
-        return []
+        return [], {}
     from flax import nnx
 
     model = nnx.eval_shape(lambda: get_family(manifest.family).model_class(config))  # no weights are needed
     placeholders = {own.placeholder for own in config.parts.values()}
     words = [token for prompt in prompts for token in prompt if token not in placeholders]
-    rng, out = np.random.default_rng(0), []
+    rng, out, without = np.random.default_rng(0), [], {}
     for part, own in config.parts.items():
         encoder = getattr(model, part)
         features = encoder.example(rng)
+        if features is None:
+            without[part] = NO_EXAMPLE
+            continue
         counts = encoder.prepare(features).counts
         ids: list[int] = []
         for number, count in enumerate((*counts, 0)):
             ids += [*words[number * WORDS_AROUND : (number + 1) * WORDS_AROUND], *[own.placeholder] * count]
         out.append(SightWindow(ids, features=features, part=part, items=len(counts), placeholder=own.placeholder))
-    return out
+    return out, without
 
 
 def feature_error(ours: np.ndarray, theirs: np.ndarray) -> float:

@@ -13,7 +13,8 @@ from tpuconv.models.declare import decoder, like, wrapper
 from tpuconv.models.gemma3n_text.family import FAMILY as GEMMA3N_TEXT
 from tpuconv.models.gemma4_text.family import FAMILY as GEMMA4_TEXT
 from tpuconv.models.parts import Attn, Factors, Mlp, Norms
-from tpuconv.models.towers.modalities import GEMMA3_VISION, GEMMA4_AUDIO, GEMMA4_FRAMES, GEMMA4_PATCHES, GEMMA4_VISION
+from tpuconv.models.towers.modalities import GEMMA3_VISION, GEMMA4_PATCHES, GEMMA4_VISION
+from tpuconv.models.towers.sound_modalities import GEMMA4_AUDIO, GEMMA4_FRAMES
 
 
 class RootOfWidth(DecoderConfig):

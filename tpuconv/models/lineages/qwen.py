@@ -28,13 +28,12 @@ from tpuconv.models.parts import Attn, Experts, Mlp, Norms
 from tpuconv.models.towers.modalities import (
     COSMOS3_VISION,
     QWEN2_VISION,
-    QWEN3_OMNI_AUDIO,
     QWEN3_OMNI_VISION,
     QWEN3_VISION,
-    QWEN25_OMNI_AUDIO,
     QWEN25_OMNI_VISION,
     QWEN25_VISION,
 )
+from tpuconv.models.towers.sound_modalities import QWEN3_OMNI_AUDIO, QWEN25_OMNI_AUDIO
 from tpuconv.notation.spelling import aliases
 from tpuconv.notation.table import Map, MappingTable, under
 

@@ -56,9 +56,10 @@ class FeatureEncoder(nnx.Module):
         """
         raise NotImplementedError
 
-    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """Returns random features of two small images or sounds, to compare with another program."""
-        raise NotImplementedError
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
+        """Returns random features of two small images or sounds, to compare with another program; None where the
+        features depend on more than the config, such as on the sizes that a processor cuts tiles of."""
+        return None
 
     def placed(self, prepared: Prepared, runs: Sequence[int]) -> Prepared:
         """Returns the features with what depends on the text: `runs` are the numbers of placeholders without another

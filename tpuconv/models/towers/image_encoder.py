@@ -9,7 +9,7 @@ import numpy as np
 
 from tpuconv.errors import UsageError
 from tpuconv.models.common.seen import Prepared
-from tpuconv.models.towers.encoder import FeatureEncoder, padded
+from tpuconv.models.towers.encoder import FeatureEncoder, noise, padded
 
 
 def states_of(
@@ -76,6 +76,10 @@ class ImageEncoder(FeatureEncoder):
         bucket = 1 << (len(pixels_BCYX) - 1).bit_length()
         rows = np.arange(sum(arranged.counts))
         return Prepared((padded(pixels_BCYX, bucket), *arranged.arrays), rows, arranged.counts)
+
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
+        side = self.config.tower.image_size
+        return None if self.projector.takes else {"pixel_values": noise(rng, 2, 3, side, side)}
 
     def embedded(self, pixels_BCYX: jax.Array) -> jax.Array:
         """Returns the first layer's input [B, P, D]."""

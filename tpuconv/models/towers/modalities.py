@@ -1,11 +1,10 @@
-"""The ways in which multimodal families see and hear: a tower, a projector, and what stands before their names on
-disk."""
+"""The ways in which multimodal families see: a tower, a projector, and what stands before their names on disk."""
 
 from dataclasses import replace
 
-from tpuconv.models.common.beside import AUDIO, VIDEO, VISION, Modality
+from tpuconv.models.common.beside import VIDEO, VISION, Modality
 from tpuconv.models.towers.clip.family import CLIP, CLIP_OF_VIDEOS, NO_PROJECTOR
-from tpuconv.models.towers.gemma4.family import FRAMES, GEMMA4_VIT, NORMED_MATRIX, PATCHES, USM
+from tpuconv.models.towers.gemma4.family import GEMMA4_VIT, NORMED_MATRIX, PATCHES
 from tpuconv.models.towers.granite_docling.family import CONNECTOR, DOCLING_VIT
 from tpuconv.models.towers.intern_vit.family import INTERN_VIT, RELEASED_INTERN_VIT, RELEASED_SHUFFLED, SHUFFLED
 from tpuconv.models.towers.llama4.family import LLAMA4_MATRIX, LLAMA4_VIT
@@ -22,19 +21,10 @@ from tpuconv.models.towers.llava.family import (
 )
 from tpuconv.models.towers.minicpm.family import MINICPM_VIT, ROUNDS
 from tpuconv.models.towers.moonvit.family import MOON_MERGER, MOONVIT, MUSE_ADAPTER, MUSE_SPARK_VIT, MUSE_VIT
-from tpuconv.models.towers.muse_audio.family import MUSE_AUDIO_ENCODER, NORMED_SOUND
 from tpuconv.models.towers.navit.family import JOINED_MATRIX, LEARNED_QUERIES, NAVIT, OLDER_NAVIT, PERCEIVER
 from tpuconv.models.towers.ovis.family import OVIS_VIT, VISUAL_WORDS
 from tpuconv.models.towers.pixtral.family import PIXTRAL, RELEASED_PIXTRAL
 from tpuconv.models.towers.projectors import POOLED
-from tpuconv.models.towers.qwen_audio.family import (
-    QWEN3_ASR,
-    QWEN3_ASR_ENDS,
-    QWEN3_AUDIO,
-    QWEN3_SOUND_ENDS,
-    QWEN25_AUDIO,
-    SOUND_END,
-)
 from tpuconv.models.towers.qwen_vit.family import (
     EXAONE_VIT,
     GLM5_VIT,
@@ -52,23 +42,8 @@ from tpuconv.models.towers.qwen_vit.family import (
     QWEN25_VIT,
     RMS_MERGER,
 )
-from tpuconv.models.towers.sanm.family import SANM, SANM_ADAPTOR
 from tpuconv.models.towers.siglip.family import SIGLIP
 from tpuconv.models.towers.siglip2.family import BLOCK_MATRICES, PADDLE_MATRICES, PADDLE_VIT, SIGLIP2, VIDEO_LLAMA_VIT
-from tpuconv.models.towers.whisper.family import (
-    FLAMINGO_MLP,
-    FLAMINGO_WHISPER,
-    GLM_MLP,
-    GLM_WHISPER,
-    MOSS_MLP,
-    MOSS_WHISPER,
-    MUSIC_MLP,
-    MUSIC_WHISPER,
-    QWEN2_AUDIO_WHISPER,
-    SOUND_MATRIX,
-    VOXTRAL_MLP,
-    VOXTRAL_WHISPER,
-)
 
 GEMMA3_VISION = Modality(
     VISION,
@@ -92,24 +67,9 @@ GEMMA4_VISION = Modality(
     placeholder_id=258880,
 )
 
-GEMMA4_AUDIO = Modality(
-    AUDIO,
-    USM,
-    NORMED_MATRIX,
-    prefix="model.audio_tower.",
-    projector_prefix="model.embed_audio.",
-    replaces=("audio_tower", "embed_audio"),
-    placeholder=("audio_token_id",),
-    placeholder_id=258881,
-    config_key="audio_config",
-)
-
 GEMMA4_PATCHES = replace(
     GEMMA4_VISION, tower=PATCHES, prefix="model.vision_embedder.", replaces=("vision_embedder", "embed_vision")
 )
-"""Gemma 4 without encoders."""
-
-GEMMA4_FRAMES = replace(GEMMA4_AUDIO, tower=FRAMES, replaces=("embed_audio",))
 """Gemma 4 without encoders."""
 
 QWEN3_VISION = Modality(
@@ -175,40 +135,6 @@ MUSE_VISION = Modality(
 
 MUSE_SPARK_VISION = replace(MUSE_VISION, tower=MUSE_SPARK_VIT)
 
-MUSE_AUDIO = Modality(
-    AUDIO,
-    MUSE_AUDIO_ENCODER,
-    NORMED_SOUND,
-    prefix="model.audio_tower.",
-    projector_prefix="model.audio_tower.",
-    replaces=("audio_tower",),
-    placeholder=("audio_token_id",),
-    placeholder_id=200038,
-    config_key="audio_config",
-)
-
-VOXTRAL_AUDIO = Modality(
-    AUDIO,
-    VOXTRAL_WHISPER,
-    VOXTRAL_MLP,
-    prefix="audio_tower.",
-    projector_prefix="multi_modal_projector.",
-    replaces=("audio_tower", "multi_modal_projector"),
-    placeholder=("audio_token_id", "audio_token_index"),
-    placeholder_id=24,
-    config_key="audio_config",
-)
-
-QWEN2_AUDIO = replace(VOXTRAL_AUDIO, tower=QWEN2_AUDIO_WHISPER, projector=SOUND_MATRIX, placeholder_id=151646)
-
-FLAMINGO_AUDIO = replace(VOXTRAL_AUDIO, tower=FLAMINGO_WHISPER, projector=FLAMINGO_MLP, placeholder_id=151669)
-
-MUSIC_AUDIO = replace(FLAMINGO_AUDIO, tower=MUSIC_WHISPER, projector=MUSIC_MLP)
-
-GLM_AUDIO = replace(VOXTRAL_AUDIO, tower=GLM_WHISPER, projector=GLM_MLP, placeholder_id=59260)
-
-MOSS_AUDIO = replace(VOXTRAL_AUDIO, tower=MOSS_WHISPER, projector=MOSS_MLP, placeholder_id=151671)
-
 QWEN3_OMNI_VISION = replace(
     QWEN3_VISION,
     tower=QWEN3_OMNI_VIT,
@@ -218,37 +144,7 @@ QWEN3_OMNI_VISION = replace(
     replaces=("thinker.visual",),
 )
 
-QWEN3_OMNI_AUDIO = replace(
-    VOXTRAL_AUDIO,
-    tower=QWEN3_AUDIO,
-    projector=QWEN3_SOUND_ENDS,
-    prefix="thinker.audio_tower.",
-    projector_prefix="thinker.audio_tower.",
-    replaces=("thinker.audio_tower",),
-    placeholder_id=151646,
-)
-
 QWEN25_OMNI_VISION = replace(QWEN3_OMNI_VISION, tower=QWEN25_OMNI_VIT, projector=RMS_MERGER)
-
-QWEN25_OMNI_AUDIO = replace(QWEN3_OMNI_AUDIO, tower=QWEN25_AUDIO, projector=SOUND_END)
-
-QWEN3_ASR_AUDIO = replace(
-    VOXTRAL_AUDIO,
-    tower=QWEN3_ASR,
-    projector=QWEN3_ASR_ENDS,
-    prefix="model.audio_tower.",
-    projector_prefix="model.multi_modal_projector.",
-    placeholder_id=151676,
-)
-
-FUN_AUDIO = replace(
-    VOXTRAL_AUDIO,
-    tower=SANM,
-    projector=SANM_ADAPTOR,
-    prefix="model.audio_tower.",
-    projector_prefix="model.multi_modal_projector.",
-    placeholder_id=151646,
-)
 
 _LLAVA_CLIP = Modality(
     VISION,
@@ -261,6 +157,7 @@ _LLAVA_CLIP = Modality(
     other_prefixes=("vision_tower.",),
     tower_types=("clip_vision_model",),
 )
+
 _LLAVA_SIGLIP = replace(_LLAVA_CLIP, tower=SIGLIP, tower_types=("siglip_vision_model",))
 
 LLAVA_VISION = (

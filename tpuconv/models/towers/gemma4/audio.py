@@ -23,7 +23,7 @@ from tpuconv.models.common.layers import (
 )
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.convolutions import StridedConvolution
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise
 from tpuconv.models.towers.gemma4.limits import LimitedEinsum
 from tpuconv.models.towers.places import bucket
 
@@ -156,6 +156,11 @@ class Usm(FeatureEncoder):
         self.entry = Einsum("BTM,MD->BTD", sizes, dtype=dtype, keys=keys)
         self.layers = nnx.List([ConformerLayer(config, dtype=dtype, keys=keys) for _ in range(sizes["L"])])
         self.out = Einsum("BTD,DW->BTW", sizes, bias=True, dtype=dtype, keys=keys)
+
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
+        mask = np.arange(64) < np.array([[64], [39]])
+        channels = 4 * self.config.sizes["M"] // self.config.sizes["E"]
+        return {"input_features": noise(rng, 2, 64, channels), "input_features_mask": mask}
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         frames_BTM, is_sound_BT, counts = frames_of(features, 4)

@@ -16,6 +16,7 @@ from tpuconv.models.towers.angles import apply_rope_by_halves, columns_then_rows
 from tpuconv.models.towers.attention import attend
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, padded
 from tpuconv.models.towers.gemma4.limits import LimitedEinsum
+from tpuconv.models.towers.places import raster
 from tpuconv.models.towers.vit import CosSin
 
 
@@ -91,6 +92,15 @@ class Gemma4Vit(PlacedPatches):
         self.layers = nnx.List([Block(config, dtype=dtype, keys=keys) for _ in range(sizes["L"])])
         if config.standardize:
             self.std_bias, self.std_scale = (nnx.Param(make(sizes["D"], jnp.float32)) for make in (jnp.zeros, jnp.ones))
+
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
+        k, grids = self.config.pooling_kernel_size, ((2, 3), (3, 1))
+        most = max(h * w for h, w in grids) * k * k
+        at = np.full((2, most, 2), -1)
+        for place, (h, w) in zip(at, grids, strict=True):
+            place[: h * w * k * k] = raster(h * k, w * k)[:, ::-1]
+        pixels = rng.random((2, most, self.config.sizes["C"])).astype(np.float32)
+        return {"pixel_values": pixels, "image_position_ids": at}
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         patches_BPC, at_BP2 = self.places(features)

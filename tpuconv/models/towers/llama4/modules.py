@@ -14,7 +14,7 @@ from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, apply_rope_to_neighbours, gelu, normal
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.angles import cos_sin, from_one
-from tpuconv.models.towers.encoder import FeatureEncoder, given, padded, patches_of
+from tpuconv.models.towers.encoder import FeatureEncoder, given, noise, padded, patches_of
 from tpuconv.models.towers.places import raster
 from tpuconv.models.towers.vit import MLP, Attention, Block
 
@@ -68,6 +68,9 @@ class Llama4Vit(FeatureEncoder):
             ]
         )
         self.adapter = ShuffleAdapter(config, dtype=dtype, keys=keys)
+
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
+        return {"pixel_values": noise(rng, 2, 3, self.config.image_size, self.config.image_size)}
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         pixels_BCYX, side = given(features, "pixel_values", 4), self.config.image_size

@@ -109,7 +109,7 @@ class OnevisionConfig(TiledConfig):
         return int(self.vision_aspect_ratio.removeprefix("anyres_max_"))
 
 
-_MATRICES = (
+_LLAVA_ROWS = (
     Map("linear_1.weight", "up.kernel", "A M -> M A"),
     Map("linear_1.bias", "up.bias", "A", when="multimodal_projector_bias"),
     Map("linear_2.weight", "down.kernel", "O A -> A O"),
@@ -197,12 +197,12 @@ RELEASED_MERGING_MATRICES = replace(
 )
 """The same with the names of Mistral Large 4."""
 
-LLAVA_MATRICES = Projector(LlavaConfig, _MATRICES, f"{LLAVA_MODULES}:LlavaMatrices")
+LLAVA_MATRICES = Projector(LlavaConfig, _LLAVA_ROWS, f"{LLAVA_MODULES}:LlavaMatrices")
 """Two matrices of each patch."""
 
 ALIGNER = Projector(
     AlignerConfig,
-    tuple(replace(row, hf=row.hf_names[0].replace("_", "")) for row in _MATRICES),
+    tuple(replace(row, hf=row.hf_names[0].replace("_", "")) for row in _LLAVA_ROWS),
     f"{LLAVA_MODULES}:LlavaMatrices",
 )
 """The same of DeepSeek-VL."""
@@ -215,14 +215,14 @@ READOUT = replace(
 
 VIP_LLAVA_MATRICES = Projector(
     VipLlavaConfig,
-    (*layer_norm("projector_layernorm", "norm", "M"), *_MATRICES),
+    (*layer_norm("projector_layernorm", "norm", "M"), *_LLAVA_ROWS),
     f"{LLAVA_MODULES}:VipLlavaMatrices",
 )
 """The same behind a norm."""
 
 
 _TILED_ROWS = (
-    *(replace(row, hf=f"multi_modal_projector.{row.hf}") for row in _MATRICES),
+    *(replace(row, hf=f"multi_modal_projector.{row.hf}") for row in _LLAVA_ROWS),
     Map("image_newline", "newline", "O"),
 )
 

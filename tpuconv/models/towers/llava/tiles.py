@@ -14,7 +14,7 @@ from tpuconv.models.towers.places import Floats, IntArray, Taps, bilinear_taps_o
 
 
 class Arrangement(NamedTuple):
-    """What the features of some images are made of.
+    """The tiles that the features of some images are made of.
 
     Attributes:
         index_XA: numbers of features: 0 is the vector at the ends of rows, 1 the first feature of the tower.

@@ -23,7 +23,7 @@ from tpuconv.models.common.layers import (
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.angles import cos_sin, from_one, interleaved
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, padded
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise, padded
 from tpuconv.models.towers.places import Taps, bicubic_taps, block_order, bucket, raster, zero_padded_taps
 from tpuconv.models.towers.qwen_vit.modules import Merger
 from tpuconv.models.towers.vit import MLP, Attention, Block, CosSin
@@ -73,6 +73,13 @@ class PackedVit(FeatureEncoder):
     def windows(self, at_P2: np.ndarray) -> np.ndarray:
         """Returns the number of the window of each patch of an image, by its row and column."""
         return np.zeros(len(at_P2), np.int32)
+
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
+        side = self.config.tower.merge
+        grids = np.array([(1, 3 * side, 5 * side), (1, 4 * side, 2 * side)])
+        p, C = self.config.patch_size, self.config.sizes["C"]
+        count = int(grids.prod(axis=1).sum())
+        return {"pixel_values": noise(rng, count, C // p**2, p, p), "image_grid_thw": grids}
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         patches, grids = given(features, "pixel_values", 2, 4), given(features, "image_grid_thw", 2)

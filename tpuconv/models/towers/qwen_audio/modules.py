@@ -17,7 +17,7 @@ from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, gelu, normal, sinusoids
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.convolutions import StridedConvolution
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, padded
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise, padded
 from tpuconv.models.towers.places import bucket
 from tpuconv.models.towers.qwen_audio.family import halved
 from tpuconv.models.towers.vit import MLP, Attention, Block
@@ -72,6 +72,11 @@ class ChunkedSounds(FeatureEncoder):
     def windows(self, lengths: list[list[int]]) -> int:
         """Returns how many steps of a sound see each other, by the numbers of frames of the chunks of each sound."""
         raise NotImplementedError
+
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
+        frames = 3 * self.frames
+        mask = (np.arange(frames) < np.array([[frames], [self.frames + 30]])).astype(np.int32)
+        return {"input_features": noise(rng, 2, self.config.num_mel_bins, frames), self.mask_name: mask}
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         mel_BMT, mask_BT = given(features, "input_features", 3), given(features, self.mask_name, 2).astype(bool)

@@ -246,7 +246,7 @@ class HyperClovaVit(Qwen25Vit):
         super().build(config, dtype, keys)
         self.merger = RmsMerger(config, out="E", dtype=dtype, keys=keys)
 
-    def ended(self, x_BPD: jax.Array) -> jax.Array:
+    def ended(self, x_BPD: jax.Array) -> Any:
         return self.projector(self.merger(x_BPD))
 
 

@@ -16,7 +16,7 @@ from tpuconv.models.towers.attention import attend
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder
 from tpuconv.models.towers.gemma4.audio import frames_of
 from tpuconv.models.towers.vit import MLP, Attention, Block
-from tpuconv.notation.configs import WithAxes
+from tpuconv.notation.sizes import WithSizes
 
 
 class MemoryAttention(nnx.Module):
@@ -91,7 +91,7 @@ class SanmAdaptor(nnx.Module):
         self.down = Einsum("BPX,XO->BPO", sizes, bias=True, dtype=dtype, keys=keys)
         self.act = ACTS_BY_NAME[config.projector_act]
         letters = dict(zip("DNHF", "OGkM", strict=True))
-        inside = WithAxes(config, {ours: sizes[letter] for ours, letter in letters.items()})
+        inside = WithSizes(config, {ours: sizes[letter] for ours, letter in letters.items()}, {})
         self.layers = nnx.List(
             [
                 Block(

@@ -255,7 +255,7 @@ SOUND_MATRIX = Projector(
 )
 """One matrix (Qwen2-Audio)."""
 
-_MATRICES = (
+_SOUND_MATRICES = (
     Map("linear_1.weight", "up.kernel", "X W -> W X"),
     Map("linear_1.bias", "up.bias", "X", when="has_bias"),
     Map("linear_2.weight", "down.kernel", "O X -> X O"),
@@ -265,7 +265,7 @@ _MATRICES = (
 
 
 def _mlp(config: type[SoundMlpConfig]) -> Projector:
-    return Projector(config, _MATRICES, f"{WHISPER_MODULES}:SoundMlp")
+    return Projector(config, _SOUND_MATRICES, f"{WHISPER_MODULES}:SoundMlp")
 
 
 VOXTRAL_MLP, FLAMINGO_MLP, MUSIC_MLP = _mlp(SoundMlpConfig), _mlp(FlamingoMlpConfig), _mlp(MusicMlpConfig)

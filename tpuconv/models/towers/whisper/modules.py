@@ -26,7 +26,7 @@ from tpuconv.models.common.layers import (
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.convolutions import StridedConvolution
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, padded
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise, padded
 from tpuconv.models.towers.vit import MLP, Attention, Block
 
 
@@ -81,6 +81,13 @@ class Whisper(FeatureEncoder):
                 f"input_features has {frames} frames, the model {2 * self.config.max_source_positions}",
                 hint="give all that the release's processor returns, with its padding",
             )
+
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
+        frames = 2 * self.config.max_source_positions
+        features = {"input_features": noise(rng, 2, self.config.num_mel_bins, frames)}
+        if self.mask_name:
+            features[self.mask_name] = (np.arange(frames) < np.array([[frames], [frames // 2]])).astype(np.int32)
+        return features
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         mel_BMT = given(features, "input_features", 3)
