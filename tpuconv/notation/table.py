@@ -39,9 +39,8 @@ APART = "apart_"
 MTP_PARAMETERS = "mtp."
 """How the names of the parameters of layers for further tokens begin. Their rows exist only on request."""
 
-MTP_PATTERN = "mtp"
-"""Part of the patterns of tensors that are ignored unless these rows are requested. Other patterns of such tensors have
-the letter."""
+MTP_PATTERNS = ("mtp", f"{{{MTP}}}")
+"""Parts of the patterns of tensors that are ignored unless these rows are requested."""
 
 MAX_MODEL_TENSORS = 500_000
 """The largest models have 100,000. Listing one takes half a kilobyte and some microseconds."""
@@ -172,7 +171,7 @@ class MappingTable:
 
     Attributes:
         ignore: source tensors that are not converted, with the reasons. `{X}` stands for a number (one of those in the
-            config, if it lists them) and `*` for anything.
+            config, if it lists them), `{X..Y}` for one from size X to below size Y, and `*` for anything.
         copies: source tensors that may be on disk as copies of another one. They are skipped once the two are found
             equal.
         release: of the table of a release, how that differs from the family's.
@@ -345,11 +344,11 @@ class MappingTable:
 
     def ignored(self, config: HasSizes, include_mtp: bool = False) -> Callable[[str], str | None]:
         """A function that returns why a source tensor is not converted, or None if the table does not ignore it."""
-        left_out: dict[str, Sequence[int]] = {MTP: ()} if include_mtp else {}
-        ignored = {p: why for p, why in self.ignore.items() if not (include_mtp and MTP_PATTERN in p)}
+        further = MTP_PATTERNS if include_mtp else ()
+        ignored = {text: why for text, why in self.ignore.items() if not any(x in text for x in further)}
         # Any number of a layer is ignored, beyond the model's too.
-        sets = {x: layers for x, layers in {**config.layer_sets, **left_out}.items() if x != LAYERS}
-        patterns = [(_compile_pattern(text, sets), why) for text, why in ignored.items()]
+        sets = {x: layers for x, layers in config.layer_sets.items() if x != LAYERS}
+        patterns = [(_compile_pattern(text, sets, config.sizes), why) for text, why in ignored.items()]
         return lambda name: next((why for pattern, why in patterns if pattern.fullmatch(name)), None)
 
     def copies_of(self, config: HasSizes, include_mtp: bool = False) -> dict[str, str]:
@@ -442,8 +441,10 @@ def _steps(letters: Sequence[str], values: Mapping[str, Sequence[int]]) -> Itera
     return (dict(zip(letters, index, strict=True)) for index in product(*(values[x] for x in letters)))
 
 
-def _compile_pattern(text: str, sets: Mapping[str, Sequence[int]]) -> re.Pattern[str]:
+def _compile_pattern(text: str, sets: Mapping[str, Sequence[int]], sizes: Mapping[str, int]) -> re.Pattern[str]:
     def numbers(index: re.Match[str]) -> str:
-        return f"(?:{'|'.join(map(str, sets[index[1]])) or '(?!)'})" if index[1] in sets else r"\d+"
+        first, end = index.groups()
+        listed = range(sizes[first], sizes[end]) if end else sets.get(first)
+        return r"\d+" if listed is None else f"(?:{'|'.join(map(str, listed)) or '(?!)'})"
 
-    return re.compile(re.sub(r"\\\{(\w+)\\\}", numbers, re.escape(text)).replace(r"\*", ".*"))
+    return re.compile(re.sub(r"\\\{(\w+)(?:\\\.\\\.(\w+))?\\\}", numbers, re.escape(text)).replace(r"\*", ".*"))

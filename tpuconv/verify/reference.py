@@ -84,12 +84,13 @@ def reference_config(source: Path) -> Any:
     return AutoConfig.for_model(other, **{k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})
 
 
-def reference_class(config: Any, returns: str = LOGITS) -> Any:
+def reference_class(config: Any, returns: str = LOGITS, *, sees: bool = False) -> Any:
     """Returns transformers' class of automatic models that has a model for a config that returns this
-    (`tpuconv.models.common.heads`). For logits it is the class of causal models; of multimodal models, of which the
-    text is computed, it is mostly another one."""
+    (`tpuconv.models.common.heads`). For logits it is the class of causal models; of multimodal models it is mostly
+    another one, and always if the model `sees`."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
         AutoModel,
         AutoModelForCausalLM,
         AutoModelForMultimodalLM,
@@ -98,6 +99,8 @@ def reference_class(config: Any, returns: str = LOGITS) -> Any:
 
     if returns:
         return {SCORES: AutoModelForSequenceClassification, HIDDEN: AutoModel}[returns]
+    if sees and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return AutoModelForMultimodalLM
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in READ_WHOLE
     return AutoModelForCausalLM if is_causal else AutoModelForMultimodalLM
 
@@ -174,7 +177,7 @@ def reference(
     config = reference_config(source)
     try:
         with empty_weights(), without_adapter(source, adapted) as folder:
-            model, loaded = reference_class(config, returns).from_pretrained(
+            model, loaded = reference_class(config, returns, sees=bool(sights)).from_pretrained(
                 folder,
                 config=config,
                 dtype=getattr(torch, dtype),
@@ -213,7 +216,9 @@ def _seen(model: Any, windows: Sequence[SightWindow], dtype: str) -> Reference:
     moved, features = False, []
 
     def on_embeddings(module: Any, inputs: Any, named: dict[str, Any]) -> Any:
-        embedded = named["inputs_embeds"]
+        embedded = named.get("inputs_embeds")
+        if embedded is None:
+            return None
         if moved:
             return inputs, {**named, "inputs_embeds": _rounded_otherwise(module, inputs, embedded)}
         features.append(embedded[0].float().numpy())
@@ -226,7 +231,7 @@ def _seen(model: Any, windows: Sequence[SightWindow], dtype: str) -> Reference:
                 out.append(model(**_inputs(model, window)).logits[0].float().numpy())
         return out
 
-    hook = model.get_decoder().register_forward_pre_hook(on_embeddings, with_kwargs=True)
+    hook = _text_model(model).register_forward_pre_hook(on_embeddings, with_kwargs=True)
     logits, rounding_kl = run(), None
     places = [np.array(window.ids) == window.placeholder for window in windows]
     found = [each[place] for each, place in zip(features, places, strict=True)]
@@ -235,6 +240,12 @@ def _seen(model: Any, windows: Sequence[SightWindow], dtype: str) -> Reference:
         rounding_kl = compare_logits([window.ids for window in windows], logits, run(), dtype, {}).mean_kl
     hook.remove()
     return Reference(logits, rounding_kl, features=found)
+
+
+def _text_model(model: Any) -> Any:
+    """Returns the module within transformers' multimodal model that has the layers of the text."""
+    found = getattr(model.base_model, "language_model", None) or model.get_decoder()
+    return getattr(found, "model", found)
 
 
 KINDS_OF_TOKENS = {"token_type_ids": {"vision": 1}, "mm_token_type_ids": {"vision": 1, "audio": 3}}

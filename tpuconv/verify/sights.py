@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.checkpoint.reader import read_checkpoint_config
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.logits import Window
 from tpuconv.models.registry import get_family
@@ -87,6 +88,7 @@ def sight_windows(
     model = nnx.eval_shape(lambda: get_family(manifest.family).model_class(config))  # no weights are needed
     placeholders = {own.placeholder for own in config.parts.values()}
     words = [token for prompt in prompts for token in prompt if token not in placeholders]
+    around = get_family(manifest.family).config.around_text(read_checkpoint_config(manifest))
     rng, out, without = np.random.default_rng(0), [], {}
     for part, own in config.parts.items():
         encoder = getattr(model, part)
@@ -95,9 +97,12 @@ def sight_windows(
             without[part] = NO_EXAMPLE
             continue
         counts = encoder.prepare(features).counts
-        ids: list[int] = []
-        for number, count in enumerate((*counts, 0)):
-            ids += [*words[number * WORDS_AROUND : (number + 1) * WORDS_AROUND], *[own.placeholder] * count]
+        ends = (around.get(f"{part}_{place}_token_id") for place in ("start", "end"))
+        begin, end = ([token] if type(token) is int else [] for token in ends)
+        ids = words[:WORDS_AROUND]
+        for number, count in enumerate(counts, 1):
+            text = words[number * WORDS_AROUND : (number + 1) * WORDS_AROUND]
+            ids = [*ids, *begin, *[own.placeholder] * count, *end, *text]
         out.append(SightWindow(ids, features=features, part=part, items=len(counts), placeholder=own.placeholder))
     return out, without
 

@@ -104,7 +104,10 @@ TABLE = decoder_table(
     ),
     ignore={
         "model.mtp.*": FURTHER_TOKENS,
-        **{f"model.layers.{{L}}.mlp.experts.{{E}}.{name}.weight": NO_WEIGHTS for name in ("gate_proj", "up_proj")},
+        **{
+            f"model.layers.{{L}}.mlp.experts.{{E..router_outputs}}.{name}.weight": NO_WEIGHTS
+            for name in ("gate_proj", "up_proj")
+        },
     },
 )
 

@@ -78,8 +78,10 @@ class ImageEncoder(FeatureEncoder):
         return Prepared((padded(pixels_BCYX, bucket), *arranged.arrays), rows, arranged.counts)
 
     def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
+        if type(self).prepare is not ImageEncoder.prepare or self.projector.takes:
+            return None
         side = self.config.tower.image_size
-        return None if self.projector.takes else {"pixel_values": noise(rng, 2, 3, side, side)}
+        return {"pixel_values": noise(rng, 2, 3, side, side)}
 
     def embedded(self, pixels_BCYX: jax.Array) -> jax.Array:
         """Returns the first layer's input [B, P, D]."""

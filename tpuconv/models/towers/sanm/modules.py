@@ -50,7 +50,7 @@ class MemoryLayer(nnx.Module):
         self.attn = MemoryAttention(config, read, dtype=dtype, keys=keys)
         self.mlp_norm = LayerNorm("D", sizes, eps, dtype=dtype)
         self.mlp = MLP(config, ACTS_BY_NAME[config.hidden_act], dtype=dtype, keys=keys)
-        self.norm = LayerNorm("D", sizes, eps, dtype=dtype) if layer in sizes["J"] else None
+        self.norm = LayerNorm("D", sizes, eps, dtype=dtype) if layer in config.layer_sets["J"] else None
 
     def __call__(self, x_BPE: jax.Array, segment_BP: jax.Array) -> jax.Array:
         y_BPD = self.attn(self.attn_norm(x_BPE), segment_BP)
