@@ -114,9 +114,8 @@ def llava_next() -> Sight:
     )
     # whole 9; 3 x 6 with 3 ends; 9 x 1 with 9 ends; 4 x 6 with 4 ends
     rows = [[5, *with_images(9 + 21, 9 + 18), 7], [8, 4, *with_images(9 + 28), 6]]
-    return tiled(
-        LlavaNextForConditionalGeneration, config, [(50, 100), (90, 10), (70, 100)], 5, rows, {**OLDER_TOWER, **NEWER}
-    )
+    sizes = [(50, 100), (90, 10), (70, 100)]
+    return tiled(LlavaNextForConditionalGeneration, config, sizes, 5, rows, released={**OLDER_TOWER, **NEWER})
 
 
 @sight

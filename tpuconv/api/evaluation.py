@@ -153,7 +153,14 @@ def compare(asked: CompareRequest) -> Comparison:
     from tpuconv.verify.layerwise import compare_layers
     from tpuconv.verify.preparation import find_source_folder, free_beside_reference, needs_decoded, tokenized
     from tpuconv.verify.reference import Reference, check_sizes, reference
-    from tpuconv.verify.sights import FEATURE_GATES, SightStatistics, SightWindow, feature_error, sight_windows
+    from tpuconv.verify.sights import (
+        FEATURE_GATES,
+        SightStatistics,
+        SightWindow,
+        feature_error,
+        sight_windows,
+        without_placeholders,
+    )
     from tpuconv.verify.vectors import VECTOR_GATES, compare_vectors
 
     if asked.layerwise and asked.mesh:
@@ -192,7 +199,7 @@ def compare(asked: CompareRequest) -> Comparison:
             horizons = seen_horizons(config, ids)
         else:
             further, horizons = long_prompts(config, ids, own, room)
-            windows += further
+            windows = without_placeholders(manifest, [*windows, *further])
         if layerwise:
             asked.progress(Progress("comparing layers"))
             layers, expected, ours = compare_layers(

@@ -1,8 +1,9 @@
 """Prompts with images and sounds, to compare with transformers. Both models get the same random features: how a
 processor makes them of files is not compared."""
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,6 +67,18 @@ class SightWindow(Window):
     part: str = ""
     items: int = 0
     placeholder: int = -1
+
+
+PLACEHOLDER = re.compile(r"(image|video|audio)\w*_token_(id|index)")
+"""The keys of config.json with the ids of placeholders."""
+
+
+def without_placeholders(manifest: Manifest, windows: Sequence[Window]) -> list[Window]:
+    """Returns texts with the token 0 in place of placeholders, of which pseudo-random ids have some: without an image
+    the reference computes with other embeddings there."""
+    raw = read_checkpoint_config(manifest)
+    placeholders = {token for key, token in raw.items() if PLACEHOLDER.fullmatch(key)}
+    return [replace(each, ids=[0 if token in placeholders else token for token in each.ids]) for each in windows]
 
 
 NO_EXAMPLE = "its features depend on more than config.json"

@@ -185,4 +185,4 @@ TABLE = inside(
     {"visual": SEES},
 )
 
-FAMILY = family(Config, TABLE, "GLM-5.3-Flash, text", "Glm5NextForConditionalGeneration", modalities=(GLM5_VISION,))
+FAMILY = family(Config, TABLE, "GLM-5.3-Flash", "Glm5NextForConditionalGeneration", modalities=(GLM5_VISION,))

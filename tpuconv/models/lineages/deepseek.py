@@ -36,7 +36,7 @@ KIMI_K2 = like(
 
 KIMI_K25 = wrapper(
     "kimi_k25",
-    "Kimi K2.5, text",
+    "Kimi K2.5",
     "KimiK25ForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration",
     text=KIMI_K2,

@@ -24,7 +24,7 @@ ERNIE4_5 = decoder(
 
 PADDLEOCR_VL = wrapper(
     "paddleocr_vl",
-    "PaddleOCR-VL, text",
+    "PaddleOCR-VL",
     "PaddleOCRVLForConditionalGeneration",
     Attn("use_bias"),
     text=ERNIE4_5,

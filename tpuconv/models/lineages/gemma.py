@@ -124,7 +124,7 @@ GEMMA3_TEXT = GEMMA2.but(
 
 GEMMA3 = wrapper(
     "gemma3",
-    "Gemma 3 with its vision tower, text",
+    "Gemma 3 4B, 12B, 27B",
     "Gemma3ForConditionalGeneration",
     text=GEMMA3_TEXT,
     prefix="language_model.model.",
@@ -142,7 +142,7 @@ GEMMA3N = wrapper(
 
 GEMMA4 = wrapper(
     "gemma4",
-    "Gemma 4, text",
+    "Gemma 4",
     "Gemma4ForConditionalGeneration",
     text=GEMMA4_TEXT,
     outside=TOWERS,
@@ -158,7 +158,7 @@ WITHOUT_TOWERS = {
 
 GEMMA4_UNIFIED = wrapper(
     "gemma4_unified",
-    "Gemma 4 without towers, text",
+    "Gemma 4 12B, without towers",
     "Gemma4UnifiedForConditionalGeneration",
     text=GEMMA4_TEXT,
     outside={"vision_embedder": SEES, "embed_vision": BRINGS, "embed_audio": HEARS},

@@ -35,7 +35,7 @@ GLM4 = GLM.but(
 
 GLM4V = wrapper(
     "glm4v",
-    "GLM-4.1V-9B, text",
+    "GLM-4.1V-9B",
     "Glm4vForConditionalGeneration",
     text=GLM4,
     mixins=(MropeConfig,),
@@ -48,7 +48,7 @@ GLM4V = wrapper(
 
 GLM46V = wrapper(
     "glm46v",
-    "GLM-4.6V-Flash, text",
+    "GLM-4.6V-Flash",
     "Glm46VForConditionalGeneration",
     text=GLM4,
     mixins=(MropeConfig,),
@@ -65,7 +65,7 @@ GLM46V = wrapper(
 
 GLM_OCR = wrapper(
     "glm_ocr",
-    "GLM-OCR, text",
+    "GLM-OCR",
     "GlmOcrForConditionalGeneration",
     text=GLM4,
     mixins=(FurtherLayers, MropeConfig),
@@ -101,7 +101,7 @@ GLM4_MOE = decoder(
 
 GLM4V_MOE = wrapper(
     "glm4v_moe",
-    "GLM-4.5V, GLM-4.6V, text",
+    "GLM-4.5V, GLM-4.6V",
     "Glm4vMoeForConditionalGeneration",
     text=GLM4_MOE,
     mixins=(MropeConfig,),

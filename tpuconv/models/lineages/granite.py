@@ -55,7 +55,7 @@ GRANITE = decoder(
 
 GRANITE_DOCLING = wrapper(
     "granite_docling",
-    "Granite for Docling 500M, text",
+    "Granite for Docling 500M",
     "GraniteDoclingForConditionalGeneration",
     text=GRANITE,
     prefix="model.text_model.",
@@ -363,7 +363,7 @@ class AriaConfig(WrapperConfig, ChosenExperts, DecoderConfig):
 
 ARIA = decoder(
     "aria",
-    "Aria, text",
+    "Aria",
     "AriaForConditionalGeneration",
     Norms(),
     Attn("attention_bias"),

@@ -68,7 +68,7 @@ class ByTextType(WrapperConfig):
 
 MISTRAL3 = wrapper(
     "mistral3",
-    "Mistral Small 3.1 and later, Ministral 3, text",
+    "Mistral Small 3.1 and later, Ministral 3",
     "Mistral3ForConditionalGeneration",
     text=MINISTRAL3,
     reads=ByTextType,

@@ -16,7 +16,7 @@ from tpuconv.models.towers.modalities import LLAMA4_VISION, QWEN35_VISION
 
 LLAMA4 = wrapper(
     "llama4",
-    "Llama 4 Scout and Maverick, text",
+    "Llama 4 Scout and Maverick",
     "Llama4ForConditionalGeneration",
     text=LLAMA4_TEXT,
     prefix="language_model.model.",
@@ -26,7 +26,7 @@ LLAMA4 = wrapper(
 
 QWEN3_5 = wrapper(
     "qwen3_5",
-    "Qwen3.5, dense, text",
+    "Qwen3.5, dense",
     "Qwen3_5ForConditionalGeneration",
     text=QWEN3_5_TEXT,
     outside=OUTSIDE,
@@ -35,7 +35,7 @@ QWEN3_5 = wrapper(
 
 QWEN3_5_MOE = wrapper(
     "qwen3_5_moe",
-    "Qwen3.5 with experts, text",
+    "Qwen3.5 with experts",
     "Qwen3_5MoeForConditionalGeneration",
     text=QWEN3_5_MOE_TEXT,
     outside=OUTSIDE,
@@ -44,7 +44,7 @@ QWEN3_5_MOE = wrapper(
 
 QWEN4_EXP = wrapper(
     "qwen4_exp",
-    "Qwen4-Exp, such as Qwen3.8-Flash-Next, text",
+    "Qwen4-Exp, such as Qwen3.8-Flash-Next",
     "Qwen4ExpForConditionalGeneration",
     text=QWEN4_EXP_TEXT,
     outside=OUTSIDE,

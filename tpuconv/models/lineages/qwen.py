@@ -179,7 +179,7 @@ class TiedInside(WrapperConfig):
 
 QWEN2_5_VL = wrapper(
     "qwen2_5_vl",
-    "Qwen2.5-VL, text",
+    "Qwen2.5-VL",
     "Qwen2_5_VLForConditionalGeneration",
     text=QWEN2,
     reads=TiedInside,
@@ -192,7 +192,7 @@ QWEN2_5_VL = wrapper(
 
 QWEN2_VL = wrapper(
     "qwen2_vl",
-    "Qwen2-VL, QVQ, text",
+    "Qwen2-VL, QVQ",
     "Qwen2VLForConditionalGeneration",
     text=QWEN2,
     reads=TiedInside,
@@ -221,7 +221,7 @@ WITHOUT_WINDOW = {"use_sliding_window": (False, None)}
 
 QWEN3_VL = wrapper(
     "qwen3_vl",
-    "Qwen3-VL, dense, text",
+    "Qwen3-VL, dense",
     "Qwen3VLForConditionalGeneration",
     text=QWEN3,
     mixins=(MropeConfig,),
@@ -293,7 +293,7 @@ STACKED_IN_QWEN3_VL = (
 
 QWEN3_VL_MOE = wrapper(
     "qwen3_vl_moe",
-    "Qwen3-VL with experts, text",
+    "Qwen3-VL with experts",
     "Qwen3VLMoeForConditionalGeneration",
     text=QWEN3_MOE,
     reads=StackedBy,
@@ -345,7 +345,7 @@ def cosmos_table(text: MappingTable, outside: Mapping[str, str]) -> MappingTable
 
 COSMOS3_OMNI = wrapper(
     "cosmos3_omni",
-    "Cosmos 3, text",
+    "Cosmos 3",
     "Cosmos3OmniForConditionalGeneration",
     text=QWEN3,
     mixins=(MropeConfig,),

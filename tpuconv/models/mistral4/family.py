@@ -91,7 +91,7 @@ TABLE = inside(TEXT_TABLE, "language_model.model.", LLAVA)
 FAMILY = family(
     Config,
     TABLE,
-    "Mistral Small 4, text",
+    "Mistral Small 4",
     types={"Mistral3ForConditionalGeneration": "mistral3"},
     text_types=("mistral4",),
     modalities=(MISTRAL3_VISION,),

@@ -203,5 +203,5 @@ TABLE = MappingTable(
 )
 
 FAMILY = family(
-    Config, TABLE, "Mistral Large 4, text", "MistralLarge4ForConditionalGeneration", modalities=(MISTRAL_LARGE4_VISION,)
+    Config, TABLE, "Mistral Large 4", "MistralLarge4ForConditionalGeneration", modalities=(MISTRAL_LARGE4_VISION,)
 )

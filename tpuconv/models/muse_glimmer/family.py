@@ -88,4 +88,4 @@ TABLE = inside(
     {"vision_tower": SEES, **dict.fromkeys(("vision_adapter", "vision_projection", "perception_emb_norm"), BRINGS)},
 )
 
-FAMILY = family(Config, TABLE, "Muse Glimmer, text", "MuseGlimmerForConditionalGeneration", modalities=(MUSE_VISION,))
+FAMILY = family(Config, TABLE, "Muse Glimmer", "MuseGlimmerForConditionalGeneration", modalities=(MUSE_VISION,))

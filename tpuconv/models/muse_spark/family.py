@@ -85,5 +85,5 @@ TABLE = inside(
 )
 
 FAMILY = family(
-    Config, TABLE, "Muse Spark, text", "MuseSparkForConditionalGeneration", modalities=(MUSE_SPARK_VISION, MUSE_AUDIO)
+    Config, TABLE, "Muse Spark", "MuseSparkForConditionalGeneration", modalities=(MUSE_SPARK_VISION, MUSE_AUDIO)
 )

@@ -74,7 +74,7 @@ class PackedVit(FeatureEncoder):
         """Returns the number of the window of each patch of an image, by its row and column."""
         return np.zeros(len(at_P2), np.int32)
 
-    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         side = self.config.tower.merge
         grids = np.array([(1, 3 * side, 5 * side), (1, 4 * side, 2 * side)])
         p, C = self.config.patch_size, self.config.sizes["C"]
@@ -188,6 +188,10 @@ class MuseVit(PackedVit):
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
         super().build(config, dtype, keys)
         self.norm_before = self.last_norm(config, dtype)
+
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        found = super().example(rng)
+        return {**found, "pixel_values": found["pixel_values"].reshape(len(found["pixel_values"]), -1)}
 
     def last_norm(self, config: Any, dtype: DTypeLike) -> LayerNorm:
         return LayerNorm("D", config.sizes, config.layer_norm_eps, dtype=dtype)
