@@ -125,7 +125,7 @@ LOGITS_AT_ONCE = 1 << 24
 
 def padded_width(tokens: int) -> int:
     """Returns the number of tokens that a text of so many is padded to."""
-    return max(LEAST_WIDTH, 1 << (tokens - 1).bit_length())
+    return max(LEAST_WIDTH, padded_rows(tokens))
 
 
 def texts_at_once(tokens: int) -> int:
@@ -135,9 +135,10 @@ def texts_at_once(tokens: int) -> int:
     return max(1, min(TEXTS_AT_ONCE, PREFILL_TOKENS // tokens))
 
 
-def padded_rows(texts: int) -> int:
-    """Returns the number of rows of a batch of so many texts: a power of two, so that few shapes are compiled."""
-    return 1 << (texts - 1).bit_length()
+def padded_rows(count: int) -> int:
+    """Returns the number of rows of a batch of so many texts, images or sounds: a power of two, so that few shapes are
+    compiled."""
+    return 1 << (count - 1).bit_length()
 
 
 class TokenScorer:

@@ -84,6 +84,29 @@ def given(features: Mapping[str, np.ndarray], name: str, *dims: int) -> np.ndarr
     return array
 
 
+def check_squares(pixels_BCYX: np.ndarray, side: int, kind: str = "images") -> None:
+    """Checks the sides of images or tiles.
+
+    Raises:
+        UsageError: they are not `side`.
+    """
+    if pixels_BCYX.shape[2:] != (side, side):
+        raise UsageError(f"pixel_values has {kind} of {pixels_BCYX.shape[2:]}, the model {side} x {side}")
+
+
+def patches_by_grid(features: Mapping[str, np.ndarray], *dims: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns patches [P, C], one image after the other, and the grid of each (frames, rows, columns). `dims` are the
+    numbers of axes that patches may have.
+
+    Raises:
+        UsageError: a feature is missing, or the grids do not fit the patches.
+    """
+    patches, grids = given(features, "pixel_values", *dims), given(features, "image_grid_thw", 2)
+    if (count := int(grids.prod(axis=1).sum())) != len(patches):
+        raise UsageError(f"pixel_values has {len(patches)} patches, image_grid_thw {count}")
+    return patches.reshape(len(patches), -1), grids
+
+
 def noise(rng: np.random.Generator, *shape: int) -> np.ndarray:
     """Returns random values in float32, as normalized pixels are distributed."""
     return rng.standard_normal(shape).astype(np.float32)
@@ -92,6 +115,11 @@ def noise(rng: np.random.Generator, *shape: int) -> np.ndarray:
 def padded(array: np.ndarray, length: int, value: float = 0) -> np.ndarray:
     """Returns an array with its first axis padded to a length."""
     return np.pad(array, [(0, length - len(array))] + [(0, 0)] * (array.ndim - 1), constant_values=value)
+
+
+def read_taps(table_RD: jax.Array, index_PA: jax.Array, weight_PA: jax.Array) -> jax.Array:
+    """Returns rows [P, D] interpolated between those of a table, in float32 (`places.Taps`)."""
+    return (table_RD[index_PA].astype(jnp.float32) * weight_PA[..., None]).sum(axis=1)
 
 
 def patches_of(pixels_BCYX: jax.Array, patch: int) -> jax.Array:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpuconv.errors import UsageError
 from tpuconv.models.common.seen import Prepared
-from tpuconv.models.towers.encoder import FeatureEncoder, noise, padded
+from tpuconv.models.logits import padded_rows
+from tpuconv.models.towers.encoder import FeatureEncoder, check_squares, noise, padded
 
 
 def states_of(
@@ -70,12 +70,9 @@ class ImageEncoder(FeatureEncoder):
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         pixels_BCYX, arranged = self.projector.arranged(features)
-        side = self.config.tower.image_size
-        if pixels_BCYX.shape[2:] != (side, side):
-            raise UsageError(f"pixel_values has images of {pixels_BCYX.shape[2:]}, the model {side} x {side}")
-        bucket = 1 << (len(pixels_BCYX) - 1).bit_length()
+        check_squares(pixels_BCYX, self.config.tower.image_size)
         rows = np.arange(sum(arranged.counts))
-        return Prepared((padded(pixels_BCYX, bucket), *arranged.arrays), rows, arranged.counts)
+        return Prepared((padded(pixels_BCYX, padded_rows(len(pixels_BCYX))), *arranged.arrays), rows, arranged.counts)
 
     def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
         if type(self).prepare is not ImageEncoder.prepare or self.projector.takes:

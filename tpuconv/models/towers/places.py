@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpuconv.errors import UsageError
+from tpuconv.models.logits import padded_rows
 
 IntArray = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -184,5 +185,5 @@ def _product(axis: Callable[[int, int], AxisTaps], h: int, w: int, table_height:
 def bucket(count: int, least: int = 256, multiple: int = 1) -> int:
     """Returns the number of patches that an array for `count` patches is padded to, so that few shapes are compiled: a
     power of two of at least `least`, rounded up to a multiple."""
-    size = max(least, 1 << (count - 1).bit_length())
+    size = max(least, padded_rows(count))
     return -(-size // multiple) * multiple

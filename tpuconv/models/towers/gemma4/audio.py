@@ -22,6 +22,7 @@ from tpuconv.models.common.layers import (
     soft_capped,
 )
 from tpuconv.models.common.seen import Prepared
+from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.convolutions import StridedConvolution
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise
 from tpuconv.models.towers.gemma4.limits import LimitedEinsum
@@ -132,7 +133,7 @@ def frames_of(features: Mapping[str, np.ndarray], stride: int) -> tuple[np.ndarr
     if frames_BTM.shape[:2] != is_sound_BT.shape:
         raise UsageError(f"input_features has {frames_BTM.shape[:2]} frames, its mask {is_sound_BT.shape}")
     B, T = is_sound_BT.shape
-    fill = [(0, (1 << (B - 1).bit_length()) - B), (0, bucket(T) - T)]
+    fill = [(0, padded_rows(B) - B), (0, bucket(T) - T)]
     is_sound_BT = np.pad(is_sound_BT.astype(bool), fill)
     return np.pad(frames_BTM, [*fill, (0, 0)]), is_sound_BT, is_sound_BT[:B, ::stride].sum(axis=1).tolist()
 

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from tpuconv.errors import UsageError
 from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm, normal, normalize
 from tpuconv.models.common.seen import Prepared
+from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.angles import apply_rope_by_halves, columns_then_rows, cos_sin
 from tpuconv.models.towers.attention import attend
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, padded
@@ -78,7 +79,7 @@ class PlacedPatches(FeatureEncoder):
         patches_BPC, at_BP2 = given(features, "pixel_values", 3), given(features, "image_position_ids", 3)
         if patches_BPC.shape[:2] != at_BP2.shape[:2]:
             raise UsageError(f"pixel_values has {patches_BPC.shape[:2]} patches, image_position_ids {at_BP2.shape[:2]}")
-        count = 1 << (len(patches_BPC) - 1).bit_length()
+        count = padded_rows(len(patches_BPC))
         return padded(patches_BPC, count), padded(at_BP2[..., ::-1].astype(np.int32), count, -1)
 
 

@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 from tpuconv.errors import UsageError
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, gelu, normal, times
 from tpuconv.models.common.seen import Prepared
-from tpuconv.models.towers.encoder import given, padded
+from tpuconv.models.logits import padded_rows
+from tpuconv.models.towers.encoder import check_squares, given, padded
 from tpuconv.models.towers.image_encoder import joined_squares
 from tpuconv.models.towers.siglip.modules import Siglip
 
@@ -106,15 +107,13 @@ class DoclingVit(Siglip):
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         config, is_tile = self.config, given(features, "pixel_attention_mask", 2).astype(bool)
         tiles = given(features, "pixel_values", 5)[is_tile]
-        if tiles.shape[2:] != (config.image_size, config.image_size):
-            raise UsageError(f"pixel_values has tiles of {tiles.shape[2:]}, the model of {config.image_size}")
+        check_squares(tiles, config.image_size, "tiles")
         is_fine = "tile_fine_mask" in features
         if is_fine and not config.use_fine_route:
             raise UsageError("this model joins patches coarsely alone", hint="leave out tile_fine_mask")
         tokens = (config.side // (config.scale_factor // (2 if is_fine else 1))) ** 2
-        bucket = 1 << (len(tiles) - 1).bit_length()
         # the shape of the second array says how patches are joined, since programs are compiled by shapes
-        arrays = (padded(tiles, bucket), np.zeros(int(is_fine), np.int32))
+        arrays = (padded(tiles, padded_rows(len(tiles))), np.zeros(int(is_fine), np.int32))
         return Prepared(arrays, np.arange(len(tiles) * tokens), [tokens] * len(tiles))
 
     def __call__(  # type: ignore[override]

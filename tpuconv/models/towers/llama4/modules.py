@@ -9,12 +9,13 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.errors import UsageError
 from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, apply_rope_to_neighbours, gelu, normal
 from tpuconv.models.common.seen import Prepared
+from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.angles import cos_sin, from_one
-from tpuconv.models.towers.encoder import FeatureEncoder, given, noise, padded, patches_of
+from tpuconv.models.towers.encoder import FeatureEncoder, check_squares, given, noise, padded, patches_of
+from tpuconv.models.towers.image_encoder import joined_squares
 from tpuconv.models.towers.places import raster
 from tpuconv.models.towers.vit import MLP, Attention, Block
 
@@ -73,12 +74,10 @@ class Llama4Vit(FeatureEncoder):
         return {"pixel_values": noise(rng, 2, 3, self.config.image_size, self.config.image_size)}
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
-        pixels_BCYX, side = given(features, "pixel_values", 4), self.config.image_size
-        if pixels_BCYX.shape[2:] != (side, side):
-            raise UsageError(f"pixel_values has tiles of {pixels_BCYX.shape[2:]}, the model {side} x {side}")
+        pixels_BCYX = given(features, "pixel_values", 4)
+        check_squares(pixels_BCYX, self.config.image_size, "tiles")
         tiles, tokens = len(pixels_BCYX), (self.config.side // self.config.tower.merge) ** 2
-        count = 1 << (tiles - 1).bit_length()
-        return Prepared((padded(pixels_BCYX, count),), np.arange(tiles * tokens), [tokens] * tiles)
+        return Prepared((padded(pixels_BCYX, padded_rows(tiles)),), np.arange(tiles * tokens), [tokens] * tiles)
 
     def __call__(self, pixels_BCYX: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         side, s, dtype = self.config.side, self.config.tower.merge, self.positions[...].dtype
@@ -92,5 +91,4 @@ class Llama4Vit(FeatureEncoder):
         for layer in self.layers:
             x_BPD = layer(x_BPD, segment_BP, turns)
         x_BPD = self.norm(x_BPD)[:, :-1]
-        blocks = x_BPD.reshape(B, side // s, s, side // s, s, D).swapaxes(2, 3).reshape(B, -1, s * s * D)
-        return self.projector(self.adapter(blocks)), ()
+        return self.projector(self.adapter(joined_squares(x_BPD, side, side, s))), ()

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.errors import UsageError
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, normal
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, given, padded
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, given, padded, read_taps
 from tpuconv.models.towers.image_encoder import Arranged
 from tpuconv.models.towers.llava.tiles import arrangement, tile_counts
 from tpuconv.models.towers.places import bucket
@@ -86,7 +86,7 @@ class TiledMatrices(LlavaMatrices):
     def __call__(self, x_BPM: jax.Array, index_XA: jax.Array, weight_XA: jax.Array) -> jax.Array:  # type: ignore[override]
         x_BPO = super().__call__(x_BPM)
         x_XO = jnp.concatenate([self.newline[...].astype(x_BPO.dtype)[None], x_BPO.reshape(-1, x_BPO.shape[-1])])
-        return (x_XO[index_XA].astype(jnp.float32) * weight_XA[..., None]).sum(axis=1).astype(x_BPO.dtype)
+        return read_taps(x_XO, index_XA, weight_XA).astype(x_BPO.dtype)
 
 
 class OnevisionMatrices(TiledMatrices):

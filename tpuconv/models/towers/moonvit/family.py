@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
-from tpuconv.models.towers.qwen_vit.family import JOINED
+from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
 from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, UP, layer_norm, with_bias, without_bias
 from tpuconv.notation.table import Map, under
 
@@ -98,9 +98,6 @@ class MoonVitConfig(PackedVitConfig):
         return self.merge_kernel_size[0]
 
 
-PACKED_QKV_BIAS = f"{JOINED} -> N H, N H, N H"
-PACKED_QKV = f"{JOINED} D -> D N H, D N H, D N H"
-
 MOONVIT = Tower(
     "moonvit",
     "Kimi K2.5",
@@ -113,8 +110,8 @@ MOONVIT = Tower(
             "layers.{L}",
             *layer_norm("norm0", "attn_norm"),
             *layer_norm("norm1", "mlp_norm"),
-            Map("wqkv.weight", ("attn.q.kernel", "attn.k.kernel", "attn.v.kernel"), PACKED_QKV),
-            Map("wqkv.bias", ("attn.q.bias", "attn.k.bias", "attn.v.bias"), PACKED_QKV_BIAS),
+            replace(JOINED_QKV, hf="wqkv.weight"),
+            replace(JOINED_QKV_BIAS, hf="wqkv.bias"),
             *with_bias("wo", "attn.o", OUT_OF_HEADS, "D"),
             *with_bias("mlp.fc0", "mlp.up", UP, "F"),
             *with_bias("mlp.fc1", "mlp.down", DOWN, "D"),

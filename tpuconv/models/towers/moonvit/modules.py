@@ -9,7 +9,6 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.errors import UsageError
 from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import (
     Einsum,
@@ -23,7 +22,7 @@ from tpuconv.models.common.layers import (
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.angles import cos_sin, from_one, interleaved
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise, padded
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, noise, padded, patches_by_grid, read_taps
 from tpuconv.models.towers.places import Taps, bicubic_taps, block_order, bucket, raster, zero_padded_taps
 from tpuconv.models.towers.qwen_vit.modules import Merger
 from tpuconv.models.towers.vit import MLP, Attention, Block, CosSin
@@ -82,10 +81,7 @@ class PackedVit(FeatureEncoder):
         return {"pixel_values": noise(rng, count, C // p**2, p, p), "image_grid_thw": grids}
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
-        patches, grids = given(features, "pixel_values", 2, 4), given(features, "image_grid_thw", 2)
-        patches_PC = patches.reshape(len(patches), -1)
-        if (total := int(grids.prod(axis=1).sum())) != len(patches_PC):
-            raise UsageError(f"pixel_values has {len(patches_PC)} patches, image_grid_thw {total}")
+        patches_PC, grids = patches_by_grid(features, 2, 4)
         s, places, clip, window, first = self.config.tower.merge, [], 0, 0, 0
         counts = []
         for frames, h, w in grids.tolist():
@@ -114,8 +110,7 @@ class PackedVit(FeatureEncoder):
     def embedded(self, patches_PC: jax.Array, index_PA: jax.Array, weight_PA: jax.Array) -> jax.Array:
         """Returns the patches [1, P, D] with learned positions, which are interpolated in float32."""
         x_BPD = self.patch(patches_PC[None].astype(self.patch.kernel.dtype))
-        rows_PAD = self.positions[...][index_PA].astype(jnp.float32)
-        return x_BPD + (rows_PAD * weight_PA[..., None]).sum(axis=1).astype(x_BPD.dtype)
+        return x_BPD + read_taps(self.positions[...], index_PA, weight_PA).astype(x_BPD.dtype)
 
     def entered(self, x_BPD: jax.Array, frame_P: jax.Array) -> jax.Array:
         """Returns the first layer's input [1, P, D]; `frame_P` numbers the frames of a clip from 1, 0 for an image."""

@@ -16,6 +16,7 @@ from tpuconv.errors import UsageError
 from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm, normal, normalize
 from tpuconv.models.common.seen import Prepared
+from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given
 from tpuconv.models.towers.muse_audio.family import STAGE_BLOCKS, STAGE_MLPS, STAGE_PATCHES, STAGE_WIDTHS
 from tpuconv.models.towers.places import bucket
@@ -84,7 +85,7 @@ class MuseAudio(FeatureEncoder):
         mask_BT = given(features, "input_values_mask", 2) if "input_values_mask" in features else np.ones((B, T))
         counts = np.ceil(mask_BT.sum(axis=1) / each).astype(int)
         width = bucket(T // each, 64)
-        fill = [(0, (1 << (B - 1).bit_length()) - B), (0, width * each - T)]
+        fill = [(0, padded_rows(B) - B), (0, width * each - T)]
         rows = [row * width + np.arange(count) for row, count in enumerate(counts)]
         return Prepared((np.pad(values_BT, fill),), np.concatenate(rows), counts.tolist())
 

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from tpuconv.errors import UsageError
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, LayerNorm, RMSNorm, gelu_tanh, normal
 from tpuconv.models.common.seen import Prepared
+from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, given, padded, patches_of
 from tpuconv.models.towers.image_encoder import joined_squares, states_of
 from tpuconv.models.towers.places import nearest_taps
@@ -53,10 +54,10 @@ class Navit(Siglip):
             rows, columns = int(is_patch[:, 0].sum()), int(is_patch[0].sum())
             place[:rows, :columns] = nearest_taps(rows, columns, side, side).index_PA.reshape(rows, columns)
             place[~is_patch] = 0
-        bucket = 1 << (len(pixels) - 1).bit_length()
+        rows = padded_rows(len(pixels))
         flat = (places_BYX.reshape(len(pixels), -1), is_patch_BYX.reshape(len(pixels), -1))
         tokens = self.projector.tokens(h, w)
-        arrays = (padded(pixels, bucket), *(padded(each, bucket) for each in flat))
+        arrays = (padded(pixels, rows), *(padded(each, rows) for each in flat))
         return Prepared(arrays, np.arange(len(pixels) * tokens), [tokens] * len(pixels))
 
     def __call__(  # type: ignore[override]

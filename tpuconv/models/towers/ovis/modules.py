@@ -10,10 +10,10 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.errors import UsageError
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, normal
 from tpuconv.models.common.seen import Prepared
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, padded, patches_of
+from tpuconv.models.logits import padded_rows
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, check_squares, given, padded, patches_of
 from tpuconv.models.towers.image_encoder import joined_squares, states_of
 from tpuconv.models.towers.vit import MLP, Attention, Block
 
@@ -59,15 +59,13 @@ class OvisVit(FeatureEncoder):
         self.words_norm = LayerNorm("G", sizes, 1e-5, dtype=dtype)
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
-        pixels_BCYX, side = given(features, "pixel_values", 4), self.config.image_size
-        if pixels_BCYX.shape[2:] != (side, side):
-            raise UsageError(f"pixel_values has images of {pixels_BCYX.shape[2:]}, the model {side} x {side}")
+        pixels_BCYX = given(features, "pixel_values", 4)
+        check_squares(pixels_BCYX, self.config.image_size)
         images, tokens = len(pixels_BCYX), self.config.joined_side**2
         first, ids = self.config.num_visual_indicator_tokens, self.config.visual_indicator_token_ids
-        bucket = 1 << (images - 1).bit_length()
         rows = first + np.arange(images * tokens)
         others = {token: number for number, token in enumerate(ids)}
-        return Prepared((padded(pixels_BCYX, bucket),), rows, [tokens] * images, others=others)
+        return Prepared((padded(pixels_BCYX, padded_rows(images)),), rows, [tokens] * images, others=others)
 
     def __call__(self, pixels_BCYX: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         config = self.config

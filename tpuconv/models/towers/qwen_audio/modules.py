@@ -16,6 +16,7 @@ from tpuconv.errors import UsageError
 from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, gelu, normal, sinusoids
 from tpuconv.models.common.seen import Prepared
+from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.convolutions import StridedConvolution
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise, padded
 from tpuconv.models.towers.places import bucket
@@ -101,8 +102,8 @@ class ChunkedSounds(FeatureEncoder):
         size = bucket(len(index_P))
         longest = max(length for each in lengths for length in each)
         arrays = (
-            padded(np.stack([padded(chunk.T, self.frames) for chunk in chunks]), bucket(len(chunks), 1)),
-            padded(self.lengths_of([length for each in lengths for length in each], longest), bucket(len(chunks), 1)),
+            padded(np.stack([padded(chunk.T, self.frames) for chunk in chunks]), padded_rows(len(chunks))),
+            padded(self.lengths_of([length for each in lengths for length in each], longest), padded_rows(len(chunks))),
             padded(index_P, size),
             padded(segment_P, size, -1),
         )

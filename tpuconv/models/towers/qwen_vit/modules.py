@@ -10,12 +10,11 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.errors import UsageError
 from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, apply_rope, gelu, normal
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.angles import cos_sin, rows_then_columns
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise, padded
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, noise, padded, patches_by_grid, read_taps
 from tpuconv.models.towers.places import Taps, bicubic_taps, bilinear_taps, block_order, bucket, raster
 from tpuconv.models.towers.vit import MLP, Attention, Block, limited_factors
 
@@ -104,9 +103,7 @@ class QwenVit(FeatureEncoder):
         return frames_BP
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
-        patches, grids = given(features, "pixel_values", 2), given(features, "image_grid_thw", 2)
-        if (count := int(grids.prod(axis=1).sum())) != len(patches):
-            raise UsageError(f"pixel_values has {len(patches)} patches, image_grid_thw {count}")
+        patches, grids = patches_by_grid(features, 2)
         s, places, frame, window = self.config.spatial_merge_size, [], 0, 0
         for t, h, w in grids.tolist():
             order = block_order(h, w, s)
@@ -134,7 +131,7 @@ class QwenVit(FeatureEncoder):
             padded(windows, size, -1),
         )
         merged = [(t, h // s, w // s) for t, h, w in grids.tolist()]
-        return Prepared(arrays, np.arange(count // s**2), [t * h * w for t, h, w in merged], merged)
+        return Prepared(arrays, np.arange(len(patches) // s**2), [t * h * w for t, h, w in merged], merged)
 
     def example(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         side = self.config.spatial_merge_size
@@ -149,8 +146,7 @@ class QwenVit(FeatureEncoder):
 
     def learned(self, index_PA: jax.Array, weight_PA: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Returns the learned positions [P, D] of patches, interpolated in float32."""
-        rows_PAD = self.positions[...][index_PA].astype(jnp.float32)
-        return (rows_PAD * weight_PA[..., None]).sum(axis=1).astype(dtype)
+        return read_taps(self.positions[...], index_PA, weight_PA).astype(dtype)
 
     def __call__(
         self,

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
@@ -13,7 +12,7 @@ from tpuconv.errors import UsageError
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, apply_rope, gelu
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.angles import cos_sin, rows_then_columns
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, given, padded
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, given, padded, patches_by_grid, read_taps
 from tpuconv.models.towers.image_encoder import states_of
 from tpuconv.models.towers.places import (
     Taps,
@@ -114,24 +113,20 @@ class Siglip2(Siglip):
         image_P: jax.Array,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         x_BPD = self.patch(patches_PC[None].astype(self.patch.kernel.dtype))
-        rows_PAD = self.positions[...][index_PA].astype(jnp.float32)
-        x_BPD = x_BPD + (rows_PAD * weight_PA[..., None]).sum(axis=1).astype(x_BPD.dtype)
+        x_BPD = x_BPD + read_taps(self.positions[...], index_PA, weight_PA).astype(x_BPD.dtype)
         wanted, turns = self.config.feature_layers, self.turns(at_P2)
         return self.projector(states_of(self.layers, x_BPD, image_P[None], turns, wanted=wanted, norm=self.norm)), ()
 
 
-def patches_by_grid(features: Mapping[str, np.ndarray]) -> tuple[list[np.ndarray], list[tuple[int, int, int]]]:
+def frames_by_grid(features: Mapping[str, np.ndarray]) -> tuple[list[np.ndarray], list[tuple[int, int, int]]]:
     """Returns the patches [P, C] of each frame, and the grid (frames, rows, columns) of each image.
 
     Raises:
         UsageError: the grids do not fit the patches.
     """
-    patches, grids = given(features, "pixel_values", 2, 4), given(features, "image_grid_thw", 2)
-    if (count := int(grids.prod(axis=1).sum())) != len(patches):
-        raise UsageError(f"pixel_values has {len(patches)} patches, image_grid_thw {count}")
+    patches_PC, grids = patches_by_grid(features, 2, 4)
     sizes = [h * w for t, h, w in grids.tolist() for _ in range(t)]
-    flat = patches.reshape(len(patches), -1)
-    return np.split(flat, np.cumsum(sizes)[:-1]), [(t, h, w) for t, h, w in grids.tolist()]
+    return np.split(patches_PC, np.cumsum(sizes)[:-1]), [(t, h, w) for t, h, w in grids.tolist()]
 
 
 class PaddleVit(Siglip2):
@@ -146,7 +141,7 @@ class PaddleVit(Siglip2):
         return ("pixel_values", "image_grid_thw")
 
     def images(self, features: Mapping[str, np.ndarray]) -> tuple[list[np.ndarray], list[tuple[int, int]]]:
-        frames, grids = patches_by_grid(features)
+        frames, grids = frames_by_grid(features)
         return frames, [(h, w) for t, h, w in grids for _ in range(t)]
 
     def taps(self, h: int, w: int) -> Taps:
@@ -171,7 +166,7 @@ class VideoLlamaVit(Siglip):
         return ("pixel_values", "image_grid_thw", "image_merge_sizes")
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
-        frames, grids = patches_by_grid(features)
+        frames, grids = frames_by_grid(features)
         merges = given(features, "image_merge_sizes", 1).tolist()
         places: list[np.ndarray] = []
         numbers: list[np.ndarray] = []
@@ -207,5 +202,5 @@ class VideoLlamaVit(Siglip):
         x_BPD = self.patch(patches_PC[None].astype(self.patch.kernel.dtype))
         turns = cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"]))
         x_BPD = states_of(self.layers, x_BPD, image_P[None], turns, wanted=(), norm=self.norm)
-        x_XD = (x_BPD[0][index_XA].astype(jnp.float32) * weight_XA[..., None]).sum(axis=1).astype(x_BPD.dtype)
+        x_XD = read_taps(x_BPD[0], index_XA, weight_XA).astype(x_BPD.dtype)
         return self.projector(x_XD[None]), ()

@@ -25,6 +25,7 @@ from tpuconv.models.common.layers import (
 )
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.seen import Prepared
+from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.convolutions import StridedConvolution
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise, padded
 from tpuconv.models.towers.vit import MLP, Attention, Block
@@ -99,7 +100,7 @@ class Whisper(FeatureEncoder):
             raise UsageError(f"input_features has {B} sounds, {self.mask_name} {len(lengths)}")
         in_steps = (lengths - 1) // 2 + 1
         counts = self.counts(in_steps)
-        count = 1 << (B - 1).bit_length()
+        count = padded_rows(B)
         is_sound_BP = (np.arange(steps) < in_steps[:, None]) | self.sees_silence
         segment_BP = padded(np.where(is_sound_BP, 0, -1).astype(np.int32), count, -1)
         width = steps // self.per_feature
