@@ -384,7 +384,7 @@ def kimi_k25() -> Sight:
         "pos_emb_width": 5,
     }
     config = CONFIG_MAPPING["kimi_k25"](
-        text_config=text, vision_config=vision, projection_hidden_size=24, image_token_id=IMAGE, video_token_id=92
+        text_config=text, vision_config=vision, projection_hidden_size=24, **QWEN_TOKENS
     )
     case = qwen(Kimi_K25ForConditionalGeneration, config)
     patches = noise(int(GRIDS.prod(axis=1).sum()), 3, 4, 4)
