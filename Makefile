@@ -30,11 +30,10 @@ demo: $(INSTALLED)  ## Convert, quantize and verify the example, in a folder of 
 # stay together and both end at once.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-test: style  ## Before every commit: lint, types and the fast tests on two processors; durations, coverage of the package.
-	@$(MAKE) --no-print-directory --jobs=2 types fast
+test: style types fast  ## Before every commit: lint, types and the fast tests on two processors; durations, coverage of the package.
 
-# At the same time as the types: mypy would leave a processor idle. From Python 3.12 on coverage costs nothing. A test
-# that hangs fails after five minutes and prints the stack of each thread.
+# From Python 3.12 on coverage costs nothing. A test that hangs fails after five minutes and prints the stack of each
+# thread.
 fast: $(INSTALLED)
 	$(if $(filter 3.11,$(VERSION)),,COVERAGE_CORE=sysmon) $(PYTEST) --timeout 300 --durations=15 --cov=tpuconv
 

@@ -1,6 +1,7 @@
 """Several processes make one output, each a part: it is equal to that of one process, to the byte."""
 
 import json
+import os
 import runpy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from tpuconv.errors import OutputError, SourceError, UsageError
 from tpuconv.hosts import ProcessPart, divided, find_part
 from tpuconv.location import Location, to_location
 from tpuconv.sources.reader import SafetensorsReader
+from tpuconv.storage import disk
 from tpuconv.storage.bucket_journal import BucketJournal
 from tpuconv.storage.shared_journal import SharedJournal
 
@@ -93,6 +95,20 @@ def test_three_at_once_equal_one(source, alone, out):
     assert "published" in ends
     assert found(out) == alone
     assert not leftovers(out)
+
+
+def test_a_folder_that_another_process_removes_is_no_fault(tmp_path, monkeypatch):
+    """The process that publishes removes folders while another one lists them."""
+    listdir = os.listdir
+
+    def late(path: Path) -> list[str]:
+        if Path(path).name == "tried":
+            os.rmdir(path)
+        return listdir(path)
+
+    (tmp_path / "tried").mkdir()
+    monkeypatch.setattr(os, "listdir", late)
+    assert disk.is_leftover(tmp_path / "tried")
 
 
 def test_work_is_even_and_little_is_read_twice(source, tmp_path, monkeypatch):

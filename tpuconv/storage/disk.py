@@ -288,7 +288,9 @@ def is_leftover(path: Path) -> bool:
     """Returns whether a path is a removed file that is still open, or a folder that holds only such files."""
     if not path.is_dir() or path.is_symlink():
         return path.name.startswith(LEFTOVERS)
-    return all(is_leftover(path / name) for name in entries(path))
+    with writing(path), suppress(FileNotFoundError):  # another process of the same conversion removed it
+        return all(is_leftover(path / name) for name in os.listdir(path))
+    return True
 
 
 @_translated

@@ -142,9 +142,9 @@ class Journal(RunJournal):
         with disk.writing(self.folder):
             try:
                 mode = os.lstat(self.folder).st_mode
+                names = _names_in(self.folder) if stat.S_ISDIR(mode) else None
             except FileNotFoundError:
                 return
-            names = _names_in(self.folder) if stat.S_ISDIR(mode) else None
         if names and WORK not in names:
             raise self._not_ours(f"it holds {', '.join(sorted(names)[:5])}")
         if names is None:
