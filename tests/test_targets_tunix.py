@@ -8,6 +8,7 @@ from helpers.checkpoints import read_tensors
 from helpers.conversions import assert_same, flatten, same_bits
 from helpers.families import BY_ID, Case, hf_model, save
 from helpers.oracles import ask
+from helpers.peft_models import peft_logits
 from tpuconv import api
 
 pytestmark = [pytest.mark.slow, pytest.mark.oracles]
@@ -161,3 +162,52 @@ def test_every_tensor_comes_back(case, tmp_path):
     api.convert(tmp_path / "hf", tmp_path / "out", target="tunix")
     api.export(tmp_path / "out", tmp_path / "back")
     assert_same(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "hf"))
+
+
+RULE = {
+    "module_path": ".*(q_proj|k_proj|v_proj|o_proj|q_einsum|kv_einsum|attn_vec_einsum|gate_proj|up_proj|down_proj)",
+    "rank": 4,
+    "alpha": 8.0,
+}
+DENSE = [case for case in COMPARED if case.family != "qwen3_moe"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """For each dense case the logits of Tunix's model with LoRA, of which it saved the pairs alone."""
+    base = tmp_path_factory.mktemp("lora")
+    ids = np.random.default_rng(0).integers(3, 100, (2, 12))
+    np.save(base / "ids.npy", ids)
+    requests = []
+    for case in DENSE:
+        folder = base / case.id
+        save(case, folder / "hf")
+        api.convert(folder / "hf", folder / "out", target="tunix")
+        module, name = MODELS[case.family]
+        requests.append(
+            {
+                "root": str(folder / "out"),
+                "lora": str(folder / "run"),
+                "rule": RULE,
+                "ids": str(base / "ids.npy"),
+                "out": str(folder / "restored.npz"),
+                "module": module,
+                "model": name,
+                "settings": settings(case, hf_model(case).config),
+            }
+        )
+    ask("tunix", "tunix_models.py", requests)
+    return base, ids
+
+
+@pytest.mark.parametrize("case", DENSE, ids=str)
+def test_peft_computes_the_logits_of_lora_that_tunix_trained(case, trained):
+    base, ids = trained
+    folder = base / case.id
+    error = folder / "restored.error"
+    assert not error.exists(), error.read_text()
+    logits = np.load(folder / "restored.npz")["logits"]
+    done = api.export(folder / "run", folder / "lora", config=folder / "hf", adapter=True, lora_alpha=RULE["alpha"])
+    assert done.target == "tunix"
+    found = peft_logits(case, folder / "hf", folder / "lora", ids)
+    assert np.abs(logits - found).max() / np.abs(found).max() < 2e-5

@@ -11,34 +11,53 @@ import numpy as np
 import xxhash
 from flax import nnx
 
+from tpuconv.checkpoint.orbax_tree import TreeArray
 from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES, Checkpoint, CheckpointReader, open_checkpoint
+from tpuconv.convert.export.contents import ExportContents
+from tpuconv.convert.export.lora.work import trained_adapter
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.options import Options
 from tpuconv.convert.run.conversion import run
-from tpuconv.convert.run.engine import RunProgress
+from tpuconv.convert.run.engine import RunProgress, make
 from tpuconv.convert.run.sizing import Limits
 from tpuconv.errors import UsageError, shorten
 from tpuconv.location import Location
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import stored_table
+from tpuconv.names import OWN_TARGET
+from tpuconv.sources.config import without_encoding
 from tpuconv.sources.headers import TensorInfo
 from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import CHANGED
+from tpuconv.storage.hashes import hash_bytes
 
 PART_BYTES = 64 << 20
 """The bytes that are copied from the device at a time for hashing."""
 
 
 def save(
-    model: nnx.Module, out: Location, like: Location, limits: Limits, *, overwrite: bool = False
+    model: nnx.Module,
+    out: Location,
+    like: Location,
+    limits: Limits,
+    *,
+    lora_alpha: float | None = None,
+    overwrite: bool = False,
 ) -> Iterator[RunProgress]:
-    """Writes the parameters of a model as a checkpoint, and yields progress. See `tpuconv.api.save`.
+    """Writes the parameters of a model as a checkpoint, or its LoRA as an adapter, and yields progress. See
+    `tpuconv.api.save`.
 
     Raises:
-        UsageError: the model does not match the checkpoint `like`, or one of them is quantized.
+        UsageError: the model does not match the checkpoint `like`, or one of them is quantized; or the alpha of LoRA is
+            not given.
         OutputError: `out` exists, is locked or belongs to another plan.
         ResourceError: there is too little disk space or memory.
     """
+    if pairs := _arrays(model, nnx.LoRAParam):
+        yield from make(_adapter(pairs, open_checkpoint(like), lora_alpha).work(limits), out, overwrite=overwrite)
+        return
+    if lora_alpha is not None:
+        raise UsageError("`lora_alpha=` is for a model with LoRA", hint="leave it out")
     source = _source(model, open_checkpoint(like))
     manifest = source.manifest
     options, family = Options.of_checkpoint(manifest), get_family(manifest.family)
@@ -80,7 +99,7 @@ class _Reader(CheckpointReader):
 
 
 def _source(model: nnx.Module, like: Checkpoint) -> _Model:
-    arrays = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    arrays = _arrays(model, nnx.Param)
     _check(arrays, like)
     tensors, shards = dict(like.tensors), []
     for shard in like.shards:
@@ -100,6 +119,55 @@ def _source(model: nnx.Module, like: Checkpoint) -> _Model:
         manifest=like.manifest,
         arrays=arrays,
     )
+
+
+def _arrays(model: nnx.Module, kind: Any) -> dict[str, jax.Array]:
+    return {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, kind))}
+
+
+def _adapter(pairs: Mapping[str, jax.Array], like: Checkpoint, alpha: float | None) -> ExportContents:
+    """The adapter of a model's pairs."""
+    if alpha is None:
+        raise UsageError(
+            "the model has LoRA, whose alpha is not in it: changes are scaled by alpha / rank",
+            hint="give `lora_alpha=`, such as 32 of Qwix's `LoraProvider(rank=16, alpha=32.0)`",
+        )
+    manifest, raw = like.manifest, without_encoding(like.config)
+    family = get_family(manifest.family)
+    config = family.read_config(raw, manifest.allow_config, like.tensors, manifest.returns, manifest.parts)
+    known = [(stored_table(like), config)]
+    base = str(manifest.raw["source"].get("repo") or manifest.folder)
+    return trained_adapter(_Pairs(manifest.folder, pairs), family, raw, known, OWN_TARGET, base, alpha)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """The pairs of a model as a tree; see `tpuconv.convert.export.lora.tree.Tree`."""
+
+    folder: Location
+    arrays: Mapping[str, jax.Array]
+    stamps: dict[str, str] = field(default_factory=dict)
+    stamps_for_hosts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> Collection[str]:
+        return self.arrays.keys()
+
+    @property
+    def identity(self) -> str:
+        return str(
+            hash_bytes(repr([(name, _digest(array)) for name, array in self.arrays.items()]).encode())["xxh3_128"]
+        )
+
+    def open(self, names: Collection[str]) -> Mapping[str, TreeArray]:
+        found = {name: self.arrays[name] for name in names}
+        return {name: TreeArray(name, tuple(array.shape), array.dtype.name) for name, array in found.items()}
+
+    def read(self, name: str, box: Sequence[slice]) -> np.ndarray:
+        return np.asarray(self.arrays[name][tuple(box)])
+
+    def check_unchanged(self) -> None:
+        """Nothing: arrays of jax do not change."""
 
 
 def _digest(array: jax.Array) -> str:

@@ -74,6 +74,11 @@ INTERFACES: Mapping[str, Interface] = {
         "qwix",
         "PtqProvider._get_current_rule_and_op_id",
     ),
+    "interception": Interface(
+        "Finds the provider of LoRA, and computes the products of experts as they are; `interception_manager` with "
+        "`_interceptors` and `_intercepted_threads`.",
+        "qwix._src.interception",
+    ),
     # --- transformers: `--layerwise` loads one module at a time, from_pretrained the complete model
     "get_model_conversion_mapping": Interface(
         "How transformers renames and stacks the tensors of a checkpoint.",

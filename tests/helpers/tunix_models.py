@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import qwix
 from flax import nnx
 from tunix.sft.checkpoint_manager import CheckpointManager
 
@@ -27,6 +28,8 @@ def restored(request: dict) -> dict[str, np.ndarray]:
         settings["vision_config"] = module.vision.SigLIPConfig(**settings["vision_config"])
     model = getattr(module, request["model"])(module.ModelConfig(**settings), rngs=nnx.Rngs(0))
     CheckpointManager(request["root"]).maybe_restore(model)
+    if "lora" in request:
+        model = with_lora(model, request)
     if "images" in request:
         found = {"features": model._encode_vision(jnp.asarray(np.load(request["images"])))}
     else:
@@ -37,6 +40,22 @@ def restored(request: dict) -> dict[str, np.ndarray]:
         for path, value in jax.tree_util.tree_leaves_with_path(state)
     }
     return names | {name: np.asarray(values, np.float32) for name, values in found.items()}
+
+
+def with_lora(model, request: dict):
+    """The model with LoRA as Tunix's examples apply it, of random values, which its CheckpointManager saves alone."""
+    ids = jnp.asarray(np.load(request["ids"]))
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((ids.shape[1],) * 2, bool)), (len(ids), *(ids.shape[1],) * 2))
+    provider = qwix.LoraProvider(**request["rule"])
+    model = qwix.apply_lora_to_model(model, provider, ids, positions, None, mask, rngs=nnx.Rngs(0))
+    keys = iter(jax.random.split(jax.random.key(1), 1000))
+    state = nnx.state(model, nnx.LoRAParam)
+    nnx.update(model, jax.tree.map(lambda x: 0.1 * jax.random.normal(next(keys), x.shape, x.dtype), state))
+    manager = CheckpointManager(request["lora"])
+    manager.save(1, model, save_only_lora_params=True, force=True)
+    manager.close()
+    return model
 
 
 def logits(model, ids: np.ndarray) -> jax.Array:

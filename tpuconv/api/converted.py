@@ -10,7 +10,7 @@ from tpuconv.options import Budget
 
 if TYPE_CHECKING:
     from tpuconv.api.calibration import CalibrationText
-    from tpuconv.convert.export.tensor import ExportTensor
+    from tpuconv.convert.export.files import FileTensor
     from tpuconv.convert.plan.types import Plan, Skip
     from tpuconv.models.common.config import IgnoredKey
     from tpuconv.quantize.config import QuantConfig
@@ -126,7 +126,7 @@ class ConversionPlan:
     workspace_bytes: int
     disk_bytes: int
     rules: "QuantConfig | None"
-    files: "Sequence[Sequence[ExportTensor]]" = ()
+    files: "Sequence[Sequence[FileTensor]]" = ()
     calibration: "CalibrationText | None" = None
 
     @classmethod
@@ -187,7 +187,7 @@ class ConversionPlan:
         facts |= {"calibration": self.calibration.to_json()} if self.calibration else {}
         if not self.files:
             return facts
-        from tpuconv.convert.export.tensor import tensors_to_json
+        from tpuconv.convert.export.files import tensors_to_json
 
         written = {"output_bytes": self.output_bytes, "files": len(self.files)}
         return facts | written | {"tensors": tensors_to_json(self.files)}

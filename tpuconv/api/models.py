@@ -167,13 +167,18 @@ class SaveRequest(Budget):
         )
     )
     _: KW_ONLY
+    lora_alpha: float | None = field(
+        default=None,
+        metadata=argument("Of a model with LoRA: the alpha of its training. Changes are scaled by alpha / rank."),
+    )
     overwrite: bool = field(default=False, metadata=OVERWRITE_OPTION)
     progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
 @takes(SaveRequest)
 def save(asked: SaveRequest) -> Location:
-    """Writes a trained or changed model as a checkpoint that every command takes. It appears complete or not at all.
+    """Writes a trained or changed model as a checkpoint that every command takes. Of a model with LoRA
+    (`qwix.apply_lora_to_model`) it writes the adapter alone, as PEFT does. The output appears complete or not at all.
 
     Returns:
         The folder.
@@ -185,6 +190,9 @@ def save(asked: SaveRequest) -> Location:
     from tpuconv.convert.run.sizing import Limits
 
     folder, limits = to_location(asked.out), Limits.of_this_machine(asked.jobs, asked.max_memory)
-    for step in persist.save(asked.model, folder, to_location(asked.like), limits, overwrite=asked.overwrite):
+    steps = persist.save(
+        *(asked.model, folder, to_location(asked.like), limits), lora_alpha=asked.lora_alpha, overwrite=asked.overwrite
+    )
+    for step in steps:
         asked.progress(step.shown_as("saving"))
     return folder

@@ -20,7 +20,7 @@ from tpuconv.text import format_count, format_size, plain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tpuconv.convert.export.tensor import ExportTensor
+    from tpuconv.convert.export.files import FileTensor
     from tpuconv.convert.plan.types import Skip
     from tpuconv.models.common.config import IgnoredKey
     from tpuconv.quantize.report import Report
@@ -202,7 +202,7 @@ def _arrays_of(title: str, plan: api.ConversionPlan) -> Table:
     return table
 
 
-def tensor_table(title: str, files: "Sequence[Sequence[ExportTensor]]") -> Table:
+def tensor_table(title: str, files: "Sequence[Sequence[FileTensor]]") -> Table:
     """Returns a table of the tensors that would be written."""
     from tpuconv.names import collapse
 
@@ -215,7 +215,7 @@ def tensor_table(title: str, files: "Sequence[Sequence[ExportTensor]]") -> Table
     return table
 
 
-def in_files(files: "Sequence[Sequence[ExportTensor]]") -> str:
+def in_files(files: "Sequence[Sequence[FileTensor]]") -> str:
     """Returns the number of tensors and of files, as text."""
     return f"{format_count(sum(map(len, files)), 'tensor')} in {format_count(len(files), 'file')}"
 

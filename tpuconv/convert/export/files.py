@@ -3,13 +3,14 @@
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from tpuconv.convert.export.array_source import ArraySource, exported_config
 from tpuconv.convert.export.tensor import ExportTensor
 from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.models.common.rope_keys import with_older_rope_keys
-from tpuconv.names import MANIFEST
+from tpuconv.names import MANIFEST, collapse
+from tpuconv.notation.layout import Shape
 from tpuconv.sources.companions import CARD, SOURCE_CARD
 from tpuconv.sources.config import without_encoding
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES, INDEX_FILE, SINGLE_FILE
@@ -45,7 +46,33 @@ def divide_tensors(tensors: list[ExportTensor]) -> list[list[ExportTensor]]:
     return shards
 
 
-def safetensors_header(shard: list[ExportTensor]) -> bytes:
+class FileTensor(Protocol):
+    """A tensor of a file. `dtype` is safetensors' name."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+def tensors_to_json(files: Sequence[Sequence[FileTensor]]) -> dict[str, Any]:
+    """Returns the description of the tensors of files that docs/json.md lists. Tensors whose names differ only in
+    numbers are one entry."""
+    tensors = {tensor.name: tensor for file in files for tensor in file}
+    return {
+        pattern: {"count": len(names), "shape": tensors[names[0]].shape, "dtype": tensors[names[0]].dtype}
+        for pattern, names in collapse(tensors).items()
+    }
+
+
+def safetensors_header(shard: Sequence[FileTensor]) -> bytes:
     """Returns what a file begins with: the names, dtypes, shapes and offsets of its tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
     offset = 0

@@ -31,10 +31,17 @@ class OrbaxArrays(IdentifiedArrays):
         parameters: the arrays of its table.
         source: what was trained: config.json, the tokenizer, and headers if there are any.
         family: of the model.
+        identity: of what is exported, if not of the arrays as they are.
     """
 
     def __init__(
-        self, tree: TrainedTree, explained: Explained, parameters: Sequence[Parameter], source: Source, family: str
+        self,
+        tree: TrainedTree,
+        explained: Explained,
+        parameters: Sequence[Parameter],
+        source: Source,
+        family: str,
+        identity: str = "",
     ):
         self.tree, self.source = tree, source
         self.companions = source.companions
@@ -42,16 +49,16 @@ class OrbaxArrays(IdentifiedArrays):
         self._names = explained.names
         raw = {
             "family": family,
-            "release": explained.table.release.to_json(),
-            "returns": explained.table.returns,
+            "release": explained.form.table.release.to_json(),
+            "returns": explained.form.table.returns,
             "source": source.origin(dict.fromkeys(shard.name for shard in source.shards))
             | {"verified": CHANGED, "changed": True},
             "options": {
                 "dtype": "auto",
                 "layers": None,
-                "scan_layers": explained.scan_layers,
-                "include_mtp": explained.include_mtp,
-                "target": explained.target.name,
+                "scan_layers": explained.form.scan_layers,
+                "include_mtp": explained.form.include_mtp,
+                "target": explained.form.target.name,
             },
         }
         arrays = {
@@ -69,7 +76,7 @@ class OrbaxArrays(IdentifiedArrays):
             )
             for each in parameters
         }
-        self.manifest = Manifest(tree.folder, Sealed(raw, tree.identity, None), arrays)
+        self.manifest = Manifest(tree.folder, Sealed(raw, identity or tree.identity, None), arrays)
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -114,9 +121,14 @@ class OrbaxArrays(IdentifiedArrays):
 
     def check_made(self, out: Location, made: Sealed) -> Iterator[RunProgress]:
         """See `ArraySource`. Raises OutputError if that is not known: nobody hashes what a trainer saved."""
-        yield from ()
-        if known_stamps(made, self.tree.folder) != self.stamps:
-            raise OutputError(
-                f"{out} exists already, and {self.tree.folder} may have changed since it was made",
-                hint="choose another OUT, or give `overwrite=True` to replace it",
-            )
+        yield from check_made_from(self.tree.folder, self.stamps, out, made)
+
+
+def check_made_from(folder: Location, stamps: Mapping[str, str], out: Location, made: Sealed) -> Iterator[RunProgress]:
+    """Checks that an output was made of a trainer's files as they are now; see `Work.check_made`."""
+    yield from ()
+    if known_stamps(made, folder) != stamps:
+        raise OutputError(
+            f"{out} exists already, and {folder} may have changed since it was made",
+            hint="choose another OUT, or give `overwrite=True` to replace it",
+        )

@@ -3,11 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 import numpy as np
 
-from tpuconv.names import collapse
 from tpuconv.notation.layout import Axes, Shape
 from tpuconv.notation.table import Binding
 from tpuconv.sources.headers import DTYPES
@@ -35,16 +33,6 @@ class ExportTensor:
     def nbytes(self) -> int:
         """The number of bytes."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-def tensors_to_json(files: Sequence[Sequence[ExportTensor]]) -> dict[str, Any]:
-    """Returns the description of the tensors of files that docs/json.md lists. Tensors whose names differ only in
-    numbers are one entry."""
-    tensors = {tensor.name: tensor for file in files for tensor in file}
-    return {
-        pattern: {"count": len(names), "shape": tensors[names[0]].shape, "dtype": tensors[names[0]].dtype}
-        for pattern, names in collapse(tensors).items()
-    }
 
 
 @dataclass(frozen=True)

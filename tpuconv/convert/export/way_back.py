@@ -14,6 +14,7 @@ from tpuconv.checkpoint.orbax_tree import TrainedTree, TreeArray
 from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES
 from tpuconv.convert.plan.types import Skip
 from tpuconv.errors import ConfigError, MappingError, UnsupportedConfig, UsageError, shorten
+from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.registry import Family
 from tpuconv.names import OWN_TARGET, collapse
 from tpuconv.notation.layout import Axis, Shape, parse_axes
@@ -27,6 +28,9 @@ LEAF = ".value"
 """The suffix that Flax NNX appends to the name of a variable. A program's trees have it or not, by how they were
 saved."""
 
+PAIR = ("_lora_a", "_lora_b")
+"""The ends of the names of the two arrays of LoRA, after the name of the parameter that they change."""
+
 TRAINING_STATES = {
     **dict.fromkeys(("opt_state", "opt_states", "optimizer", "optimizer_state"), "arrays of an optimizer's state"),
     **dict.fromkeys(("step", "steps"), "arrays with the number of a step"),
@@ -38,18 +42,14 @@ VOCABULARY = Axis("V")
 
 
 @dataclass(frozen=True)
-class Explained:
-    """The arrays of a tree as parameters of a target.
+class TreeForm:
+    """A form that the tree of a model may have.
 
     Attributes:
-        target: whose table explains them.
+        target: whose tree it is.
         scan_layers, include_mtp: the form of the table.
         table: from released tensors to the arrays.
         config: the family's, with the letters of the table.
-        names: the name in the tree of each parameter of the table.
-        missing: parameters that the tree lacks.
-        unknown: arrays that are neither parameters nor states.
-        skipped: what is not exported.
     """
 
     target: Target
@@ -57,15 +57,36 @@ class Explained:
     include_mtp: bool
     table: MappingTable
     config: HasSizes
+
+    def __str__(self) -> str:
+        return self.target.name + (" with scanned layers" if self.scan_layers else "")
+
+    def parameters(self) -> dict[str, str]:
+        """The parameters of the table, by their names without the root and the leaf of the target."""
+        return {
+            name.removeprefix(self.target.root).removesuffix(self.target.leaf): name
+            for binding in self.table.bind(self.config, self.include_mtp)
+            for name in binding.dst_shapes()
+        }
+
+
+@dataclass(frozen=True)
+class Explained:
+    """The arrays of a tree as parameters of a target.
+
+    Attributes:
+        form: that explains them.
+        names: the name in the tree of each parameter of the table.
+        missing: parameters that the tree lacks.
+        unknown: arrays that are neither parameters nor states.
+        skipped: what is not exported.
+    """
+
+    form: TreeForm
     names: Mapping[str, str]
     missing: Sequence[str]
     unknown: Sequence[str]
     skipped: tuple[Skip, ...]
-
-    @property
-    def form(self) -> str:
-        """The target and the form of its tree, for messages."""
-        return self.target.name + (" with scanned layers" if self.scan_layers else "")
 
 
 @dataclass(frozen=True)
@@ -80,7 +101,7 @@ class Parameter:
     stored: TreeArray
 
 
-Reading = tuple[MappingTable, HasSizes]
+Reading = tuple[MappingTable, DecoderConfig]
 """A table of a family, with the names of a release, and the family's reading of config.json."""
 
 
@@ -111,7 +132,13 @@ def readings(family: Family, raw: Mapping[str, Any], tensors: Collection[str], r
 
 
 def explain_tree(
-    tree: TrainedTree, family: Family, model_type: str, readings: Sequence[Reading], target: str | None
+    tree: TrainedTree,
+    family: Family,
+    model_type: str,
+    readings: Sequence[Reading],
+    target: str | None,
+    *,
+    merged: bool = False,
 ) -> Explained:
     """Returns how a target's table explains a tree.
 
@@ -120,19 +147,16 @@ def explain_tree(
         family, model_type: of config.json.
         readings: of the model.
         target: whose tree it is; None: of each target in turn.
+        merged: whether arrays of LoRA are added to the parameters.
 
     Raises:
         UnsupportedConfig: the target does not have the model.
         MappingError: a parameter is missing, or an array is not explained. They are named.
         UsageError: there is no such target, or it has no arrays.
     """
-    found: list[Explained] = []
-    for each in _targets(tree, target):
-        try:
-            found += _forms(tree, each, family, model_type, readings)
-        except UnsupportedConfig:
-            if target is not None:
-                raise
+    forms = tree_forms(tree.names, family, model_type, readings, target)
+    pairs = {name for name in tree.names if is_of_pair(name)}
+    found = [_explained(tree.names - pairs if merged else tree.names, form) for form in forms]
     # By patterns: of a config with another number of layers most arrays are missing, and yet only that is wrong.
     best = min(found, key=lambda form: (len(collapse(form.missing)) + len(collapse(form.unknown)), len(form.missing)))
     if not best.names:
@@ -140,7 +164,9 @@ def explain_tree(
             f"no array of {tree.folder} has the name of a parameter of {family.name}"
             + (f" as {target} has it" if target else ", as any target has it"),
             details=shorten(list(collapse(sorted(tree.names)))),
-            hint="give the config of the model that was trained" + (", or leave out `target=`" if target else ""),
+            hint=_no_model(merged)
+            if pairs
+            else "give the config of the model that was trained" + (", or leave out `target=`" if target else ""),
         )
     if best.missing or best.unknown:
         lines = [f"{name}: missing" for name in collapse(best.missing)]
@@ -149,10 +175,26 @@ def explain_tree(
             f"{tree.folder} is not a checkpoint of this {family.name}: as {best.form} has it, "
             f"{len(best.missing)} arrays are missing and {len(best.unknown)} are not explained",
             details=shorten(lines),
-            hint="give the config of the model that was trained; arrays that do not belong to the model must not be "
+            hint=_no_model(merged)
+            if pairs and (best.missing or pairs.issuperset(best.unknown))
+            else "give the config of the model that was trained; arrays that do not belong to the model must not be "
             "in the tree",
         )
     return best
+
+
+def is_of_pair(name: str) -> bool:
+    """Returns True if an array is one of the two of LoRA."""
+    return name.removesuffix(LEAF).endswith(PAIR)
+
+
+def _no_model(merged: bool) -> str:
+    if merged:
+        return (
+            "the tree has LoRA without the model, or the model is quantized: write the adapter with `adapter=True`, "
+            "and merge it into the release: `tpuconv convert SRC OUT --target huggingface --adapter ADAPTER`"
+        )
+    return "the tree has LoRA: `adapter=True` writes it as an adapter, `merge=True` adds it to the model"
 
 
 def parameters_of(tree: TrainedTree, explained: Explained) -> tuple[list[Parameter], tuple[Skip, ...]]:
@@ -165,7 +207,8 @@ def parameters_of(tree: TrainedTree, explained: Explained) -> tuple[list[Paramet
     stored = tree.open(explained.names.values())
     found: list[Parameter] = []
     faults, padded = [], []
-    for binding in explained.table.bind(explained.config, explained.include_mtp):
+    form = explained.form
+    for binding in form.table.bind(form.config, form.include_mtp):
         axes, shapes = binding.dst_axes(), binding.dst_shapes()
         sources = tuple(name for stack in binding.src for name in stack.names)
         dtypes = {stored[explained.names[name]].dtype for name in shapes}
@@ -189,22 +232,34 @@ def parameters_of(tree: TrainedTree, explained: Explained) -> tuple[list[Paramet
     return found, tuple(padded)
 
 
-def _targets(tree: TrainedTree, name: str | None) -> list[Target]:
+def _targets(names: Collection[str], name: str | None) -> list[Target]:
     """Returns the targets to try: first those whose names end as most of the tree's do."""
     if name is not None:
         target = get_target(name)
         if target.is_safetensors:
             raise UsageError(f"the target {name} has no arrays of Orbax", hint="leave out `target=`")
         return [target]
-    leaf = LEAF if 2 * sum(array.endswith(LEAF) for array in tree.names) > len(tree.names) else ""
+    leaf = LEAF if 2 * sum(array.endswith(LEAF) for array in names) > len(names) else ""
     targets = [target for target in map(get_target, target_names()) if not target.is_safetensors]
     return sorted(targets, key=lambda target: (target.leaf != leaf, target.name != OWN_TARGET))
 
 
+def tree_forms(
+    names: Collection[str], family: Family, model_type: str, readings: Sequence[Reading], target: str | None
+) -> Iterator[TreeForm]:
+    """Yields the forms that the tree of a model with arrays of these names may have; see `explain_tree`."""
+    for each in _targets(names, target):
+        try:
+            yield from _forms(names, each, family, model_type, readings)
+        except UnsupportedConfig:
+            if target is not None:
+                raise
+
+
 def _forms(
-    tree: TrainedTree, target: Target, family: Family, model_type: str, readings: Sequence[Reading]
-) -> Iterator[Explained]:
-    has_mtp = any(MTP_PARAMETERS in name for name in tree.names)
+    names: Collection[str], target: Target, family: Family, model_type: str, readings: Sequence[Reading]
+) -> Iterator[TreeForm]:
+    has_mtp = any(MTP_PARAMETERS in name for name in names)
     scans = (False, True) if target.layer_axis is not None else (False,)
     name, kind = family.in_targets(model_type)
     refused: UnsupportedConfig | None = None
@@ -216,40 +271,39 @@ def _forms(
             refused = refused or error
             continue
         count += 1
-        yield _explained(tree, target, scan, mtp, *own)
+        yield TreeForm(target, scan, mtp, *own)
     if refused and not count:
         raise refused
 
 
-def _explained(
-    tree: TrainedTree, target: Target, scan: bool, mtp: bool, table: MappingTable, config: HasSizes
-) -> Explained:
-    wanted = {
-        name.removeprefix(target.root).removesuffix(target.leaf): name
-        for binding in table.bind(config, mtp)
-        for name in binding.dst_shapes()
-    }
-    found = {name.removesuffix(LEAF): name for name in tree.names}
-    front = _front(found, wanted)
+def _explained(arrays: Collection[str], form: TreeForm) -> Explained:
+    wanted = form.parameters()
+    found = {name.removesuffix(LEAF): name for name in arrays}
+    front = front_of(found, wanted)
     names = {name: found[front + key] for key, name in wanted.items() if front + key in found}
-    used = set(names.values())
+    unknown, skipped = without_states(set(arrays) - set(names.values()))
+    missing = [name for name in wanted.values() if name not in names]
+    return Explained(form, names, missing, unknown, skipped)
+
+
+def without_states(names: Collection[str]) -> tuple[list[str], tuple[Skip, ...]]:
+    """Returns the arrays that are no states of a trainer, sorted, and the states."""
     states: dict[str, list[str]] = {}
-    unknown = []
-    for name in sorted(tree.names - used):
+    others = []
+    for name in sorted(names):
         if reason := _state(name):
             states.setdefault(reason, []).append(name)
         else:
-            unknown.append(name)
+            others.append(name)
     skipped = tuple(
         Skip(pattern, len(members), reason)
         for reason, own in states.items()
         for pattern, members in collapse(own).items()
     )
-    missing = [name for name in wanted.values() if name not in names]
-    return Explained(target, scan, mtp, table, config, names, missing, unknown, skipped)
+    return others, skipped
 
 
-def _front(found: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+def front_of(found: Collection[str], wanted: Collection[str]) -> str:
     """Returns the prefix of the names of parameters in a tree: the prefix of most names, without states."""
     counts: Counter[str] = Counter()
     for name in found:

@@ -9,11 +9,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from tpuconv.models.common import lora
 from tpuconv.models.common.blocks import GatedMLP
 from tpuconv.models.common.layers import Keys, normal
 from tpuconv.models.common.observe import observed
 from tpuconv.models.common.placement import automatic_mesh
 from tpuconv.models.kernels.grouped import grouped_matmul
+from tpuconv.notation.pairs import RANK
 from tpuconv.notation.sharding import ACTIVATIONS, MESH_AXES, AxisSharding, Rules, partition
 
 GATHER_LIMIT = 0.5
@@ -71,13 +73,29 @@ class Expert(nnx.Module):
         E, D, M = tuple(self.letters)
         observed(self, f"R{D},{E}{D}{M}->R{M}", x, rows.counts_E)
         kernel_EDM = self.kernel[...]
-        # On a mesh there are rows of other chips' experts. Only the grouped product skips them.
-        gathers = jax.default_backend() != "tpu" and jax.sharding.get_abstract_mesh().empty
-        if gathers and len(x) <= GATHER_LIMIT * self.kernel.shape[0]:
-            y = jnp.einsum("RD,RDM->RM", x, kernel_EDM[rows.expert])
-        else:
-            y = grouped_matmul(x, kernel_EDM, rows.counts_E, groups=rows.experts).astype(x.dtype)
+        provider = lora.find_provider()
+        y = _product(x, kernel_EDM, rows) if provider is None else self._with_lora(provider, x, kernel_EDM, rows)
         return y if self.bias is None else y + self.bias[...][rows.expert]
+
+    def make_lora(self) -> None:
+        """Lets Qwix make the pair of LoRA of the kernel, if it has none and a rule is for it."""
+        lora.make_pair(self, self.kernel[...])
+
+    def _with_lora(self, provider: Any, x: jax.Array, kernel_EDM: jax.Array, rows: Rows) -> jax.Array:
+        self.make_lora()
+        with lora.without_interception():
+            y = _product(x, kernel_EDM, rows)
+            change = lora.change_of(self, x, provider, lambda x, matrices: _product(x, matrices, rows))
+        return y if change is None else y + change
+
+
+def _product(x: jax.Array, kernel_EDM: jax.Array, rows: Rows) -> jax.Array:
+    """Each row of `x` [R, D] times the matrix of its expert: [R, M]."""
+    # On a mesh there are rows of other chips' experts. Only the grouped product skips them.
+    gathers = jax.default_backend() != "tpu" and jax.sharding.get_abstract_mesh().empty
+    if gathers and len(x) <= GATHER_LIMIT * kernel_EDM.shape[0]:
+        return jnp.einsum("RD,RDM->RM", x, kernel_EDM[rows.expert])
+    return grouped_matmul(x, kernel_EDM, rows.counts_E, groups=rows.experts).astype(x.dtype)
 
 
 class GatedExperts(nnx.Module):
@@ -162,6 +180,9 @@ def routed(
         y = feed(*experts, rows)
         return rows.summed(y if norm is None else norm(y), weights_BTX)
 
+    if lora.find_provider() is not None:
+        for expert in experts:  # in the `shard_map` no parameter can be made
+            expert.make_lora()
     sizes = dict(mesh.shape)
     graphs, states = zip(*map(nnx.split, experts), strict=True)
     kernel_EDM = _shape("EDM", experts)
@@ -198,22 +219,28 @@ def _shape(letters: str, experts: Sequence[Expert]) -> tuple[int, ...]:
     return next(tuple(expert.kernel.shape) for expert in experts if expert.letters == letters)
 
 
-def _letters(expert: Expert, x: jax.Array) -> str:
-    """Returns the axes of an array of an expert's state. Quantized values and scales have the axes of the kernel."""
-    return expert.letters if x.ndim == 3 else expert.letters[0] + expert.letters[2]
+def _letters(expert: Expert, path: Any, x: jax.Array) -> Sequence[str]:
+    """Returns the axes of an array of an expert's state. Quantized values and scales have the axes of the kernel, and
+    random numbers, which Qwix adds, have none."""
+    if not x.ndim:
+        return ()
+    E, D, M = tuple(expert.letters)
+    pairs = {lora.A: (E, D, RANK), lora.B: (E, RANK, M)}
+    return pairs.get(path[0].key, (E, D, M) if x.ndim == 3 else (E, M))
 
 
 def _widths(expert: Expert, state: Any) -> list[int]:
     """How long the axis M is in each array that has it. A scale of complete columns has it with one element."""
-    found = (dict(zip(_letters(expert, x), x.shape, strict=True)).get("M", 1) for x in jax.tree.leaves(state))
+    arrays = jax.tree_util.tree_leaves_with_path(state)
+    found = (dict(zip(_letters(expert, path, x), x.shape, strict=True)).get("M", 1) for path, x in arrays)
     return [n for n in found if n > 1]
 
 
 def _spec(expert: Expert, state: Any, sizes: Mapping[str, int], width: AxisSharding) -> Any:
     """Returns the sharding of each array of an expert's state, over `width` where it has the axis M."""
 
-    def spec(x: jax.Array) -> PartitionSpec:
-        letters = _letters(expert, x)
+    def spec(path: Any, x: jax.Array) -> PartitionSpec:
+        letters = _letters(expert, path, x)
         parts = partition(" ".join(letters), x.shape, sizes, EXPERT_RULES)
         own = (
             (width if n > 1 else None) if letter == "M" else part
@@ -221,7 +248,7 @@ def _spec(expert: Expert, state: Any, sizes: Mapping[str, int], width: AxisShard
         )
         return PartitionSpec(*own)  # type: ignore[no-untyped-call]
 
-    return jax.tree.map(spec, state)
+    return jax.tree_util.tree_map_with_path(spec, state)
 
 
 def _names(part: AxisSharding) -> tuple[str, ...]:

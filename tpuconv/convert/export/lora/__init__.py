@@ -1,0 +1,1 @@
+"""LoRA adapters that were trained in JAX, as PEFT reads them."""

@@ -1,0 +1,78 @@
+"""The options of an export."""
+
+from dataclasses import dataclass, field
+
+from tpuconv.errors import UsageError
+from tpuconv.location import Location
+from tpuconv.options import FORM_CHOICES, SCHEME_OPTION, option
+
+WITHOUT_CONFIG = {
+    "form": ("is for checkpoints of tpuconv, and `config=` names tensors as SRC does", "leave one of them out"),
+    "scheme": (
+        "is for quantized checkpoints of tpuconv, and `config=` is for a trainer's checkpoint",
+        "leave it out",
+    ),
+    "with_skipped": (
+        "needs the manifest of a conversion, and `config=` is for checkpoints without one",
+        "give one of them",
+    ),
+}
+"""Options for checkpoints of tpuconv alone: why, and what to do."""
+
+WITH_CONFIG = {
+    "target": ("is only for a trainer's checkpoint, which needs `config=`", "leave it out, or give `config=SRC`"),
+    "adapter": ("needs `config=`, the model that was trained", "give `config=SRC`"),
+    "merge": ("needs `config=`, the model that was trained", "give `config=SRC`"),
+}
+"""Options for a trainer's checkpoint alone."""
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class ExportOptions:
+    """The options of `export` and `plan_export`."""
+
+    config: str | Location | None = option(
+        None,
+        "CKPT is a trainer's Orbax checkpoint of the model SRC: a path or Hub id with config.json and tokenizer.",
+        python="The model that was trained, if the checkpoint is a trainer's: a folder or a Hub id with config.json "
+        "and tokenizer. If it has safetensors, the output has their names.",
+    )
+    target: str | None = option(
+        None, "The program that trained CKPT: maxtext, tunix, nnx, ...  [default: each is tried]"
+    )
+    with_skipped: str | Location | None = option(
+        None,
+        "Add the tensors that the conversion skipped (towers, MTP layers) from its source, a path or Hub id.",
+    )
+    adapter: bool = option(
+        False, "Write the LoRA that was trained on SRC as an adapter that PEFT and servers load, and nothing else."
+    )
+    merge: bool = option(False, "Add the LoRA that was trained to the model, and write that.")
+    lora_alpha: float | None = option(
+        None, "The alpha that LoRA was trained with, which no tree has: changes are scaled by alpha / rank."
+    )
+    scheme: str | None = field(default=None, metadata=SCHEME_OPTION)
+    form: str | None = option(
+        None,
+        "Name and group the tensors as the family's releases do, or as the modules of transformers do.  "
+        "[default: as the source did]",
+        choices=FORM_CHOICES,
+    )
+
+    def check_together(self) -> None:
+        """Raises UsageError for options that do not go together."""
+        for name, (why, hint) in (WITH_CONFIG if self.config is None else WITHOUT_CONFIG).items():
+            if getattr(self, name):
+                raise UsageError(f"`{name}=` {why}", hint=hint)
+        if self.adapter and self.merge:
+            raise UsageError(
+                "`adapter=` writes an adapter, and `merge=` a whole model", hint="give one of them, or run twice"
+            )
+        named = "adapter" if self.adapter else "merge"
+        if (self.adapter or self.merge) and self.lora_alpha is None:
+            raise UsageError(
+                f"`{named}=` needs `lora_alpha=`, which no tree has: changes are scaled by alpha / rank",
+                hint="give the alpha of the training, such as 32 of Qwix's `LoraProvider(rank=16, alpha=32.0)`",
+            )
+        if self.lora_alpha is not None and not (self.adapter or self.merge):
+            raise UsageError("`lora_alpha=` is for `adapter=` and `merge=`", hint="give one of them, or leave it out")
