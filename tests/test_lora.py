@@ -23,7 +23,7 @@ import tpuconv
 from helpers.checkpoints import read_tensors
 from helpers.conversions import assert_same
 from helpers.families import FIRST, Case, hf_model, one_fast_of_each
-from helpers.peft_models import peft_logits
+from helpers.peft_models import adapter_of_peft, peft_logits
 from helpers.trainers import changed_leaf, save_standard, trained_tree
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -71,7 +71,7 @@ def test_an_adapter_of_qwix(case: Case, hf, tmp_path: Path) -> None:
     done = api.export(tmp_path / "run", tmp_path / "lora", config=hf(case), adapter=True, lora_alpha=ALPHA)
     api.verify(tmp_path / "lora").check()
     assert done.target == "tpuconv"
-    assert_close(model(IDS_BT), peft_logits(case, hf(case), tmp_path / "lora", IDS_BT))
+    assert_close(model(IDS_BT), peft_logits(case, tmp_path / "lora", IDS_BT))
 
 
 def test_a_model_with_lora_is_saved_as_an_adapter(hf, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_model_with_lora_is_saved_as_an_adapter(hf, tmp_path: Path) -> None:
     with pytest.raises(OutputError):
         tpuconv.save(model, tmp_path / "lora", tmp_path / "base", lora_alpha=2 * ALPHA)
     api.verify(tmp_path / "lora").check()
-    assert_close(model(IDS_BT), peft_logits(case, hf(case), tmp_path / "lora", IDS_BT))
+    assert_close(model(IDS_BT), peft_logits(case, tmp_path / "lora", IDS_BT))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
@@ -236,3 +236,51 @@ def stacked_as_parameter(values: np.ndarray, row: PairRow, name: str) -> np.ndar
 def merged_trees(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     both = {key: merged_trees(one[key], other[key]) for key in one.keys() & other.keys()}
     return {**one, **other, **both}
+
+
+KEPT = {
+    "qwen3": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]},
+    "gemma2": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]},
+    "deepseek_v3": {"target_modules": ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
+    "qwen3_moe": {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+}
+
+
+@pytest.mark.parametrize(("case", "target", "scan"), [each for each in forms() if each.values[0].family in KEPT])
+def test_an_adapter_that_is_kept_comes_back(case: Case, target: str, scan: bool, hf, tmp_path: Path) -> None:
+    """Bit for bit, from the tree that a trainer would save."""
+    src, options = hf(case), {"target": target, "scan_layers": scan, "adapter": [str(tmp_path / "lora")]}
+    adapter_of_peft(case, tmp_path / "lora", r=RANK, lora_alpha=ALPHA, **KEPT[case.family])
+    try:
+        api.convert(src, tmp_path / "tree", keep_adapter=True, **options)
+    except UnsupportedConfig as error:
+        pytest.skip(f"{target} has no such model: {error.message}")
+    api.verify(tmp_path / "tree").check()
+    save_standard(tmp_path / "run", trained_tree(tmp_path / "tree"))
+    api.export(tmp_path / "run", tmp_path / "back", config=src, adapter=True, lora_alpha=ALPHA)
+    before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("lora", "back"))
+    if target == "maxtext" and case.family in ("gemma2", "deepseek_v3"):  # which multiplies queries
+        assert before.keys() == after.keys()
+        for name, values in before.items():
+            np.testing.assert_allclose(after[name], values, rtol=1e-6)
+    else:
+        assert_same(after, before)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_kept_adapter_is_trained_further(family: str, hf, tmp_path: Path) -> None:
+    case = FIRST[family]
+    adapter_of_peft(case, tmp_path / "lora", r=RANK, lora_alpha=ALPHA, **KEPT[family])
+    api.convert(hf(case), tmp_path / "tree", adapter=[str(tmp_path / "lora")], keep_adapter=True)
+    model = trained(
+        case, hf(case), tmp_path, path=".*(attn/q|moe/(gate|up|down))" if "moe" in family else ".*(attn|mlp)/.*"
+    )
+    tree, flat = trained_tree(tmp_path / "tree"), dict(nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)))
+    assert len(jax.tree.leaves(tree)) == len(flat)
+    for path, parameter in flat.items():
+        parameter[...] = jnp.array(reduce(getitem, map(str, path), tree))
+    nnx.update(model, nnx.from_flat_state(flat))
+    assert_close(model(IDS_BT), peft_logits(case, tmp_path / "lora", IDS_BT))

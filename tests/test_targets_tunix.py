@@ -1,6 +1,8 @@
 """Tunix's own models, with what `--target tunix` writes, restored by its CheckpointManager: every array, and the logits
 of transformers. Slow: it makes an environment of Python 3.11 with Tunix."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from helpers.checkpoints import read_tensors
 from helpers.conversions import assert_same, flatten, same_bits
 from helpers.families import BY_ID, Case, hf_model, save
 from helpers.oracles import ask
-from helpers.peft_models import peft_logits
+from helpers.peft_models import adapter_of_peft, peft_logits
 from tpuconv import api
 
 pytestmark = [pytest.mark.slow, pytest.mark.oracles]
@@ -172,42 +174,80 @@ RULE = {
 DENSE = [case for case in COMPARED if case.family != "qwen3_moe"]
 
 
+def request_of(case: Case, folder: Path, ids: Path, **lora: object) -> dict[str, object]:
+    """The request for Tunix's logits of a case, whose model is in `folder`, with LoRA."""
+    api.convert(folder / "hf", folder / "out", target="tunix")
+    module, name = MODELS[case.family]
+    return {
+        **lora,
+        "root": str(folder / "out"),
+        "ids": str(ids),
+        "out": str(folder / "restored.npz"),
+        "module": module,
+        "model": name,
+        "settings": settings(case, hf_model(case).config),
+    }
+
+
+def logits_of(folder: Path) -> np.ndarray:
+    error = folder / "restored.error"
+    assert not error.exists(), error.read_text()
+    return np.load(folder / "restored.npz")["logits"]
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def lora_ids(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("ids") / "ids.npy"
+    np.save(path, np.random.default_rng(0).integers(3, 100, (2, 12)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, lora_ids) -> Path:
     """For each dense case the logits of Tunix's model with LoRA, of which it saved the pairs alone."""
     base = tmp_path_factory.mktemp("lora")
-    ids = np.random.default_rng(0).integers(3, 100, (2, 12))
-    np.save(base / "ids.npy", ids)
+    requests = []
+    for case in DENSE:
+        save(case, base / case.id / "hf")
+        folder = base / case.id
+        requests.append(request_of(case, folder, lora_ids, lora=str(folder / "run"), rule=RULE))
+    ask("tunix", "tunix_models.py", requests)
+    return base
+
+
+@pytest.mark.parametrize("case", DENSE, ids=str)
+def test_peft_computes_the_logits_of_lora_that_tunix_trained(case, trained, lora_ids):
+    folder = trained / case.id
+    logits = logits_of(folder)
+    done = api.export(folder / "run", folder / "lora", config=folder / "hf", adapter=True, lora_alpha=RULE["alpha"])
+    assert done.target == "tunix"
+    found = peft_logits(case, folder / "lora", np.load(lora_ids))
+    assert np.abs(logits - found).max() / np.abs(found).max() < 2e-5
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory, lora_ids) -> Path:
+    """For each dense case the logits of Tunix's model with an adapter of peft that it restored."""
+    base = tmp_path_factory.mktemp("kept")
     requests = []
     for case in DENSE:
         folder = base / case.id
         save(case, folder / "hf")
-        api.convert(folder / "hf", folder / "out", target="tunix")
-        module, name = MODELS[case.family]
+        names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        adapter_of_peft(case, folder / "lora", target_modules=names, r=RULE["rank"], lora_alpha=RULE["alpha"])
+        adapter = [str(folder / "lora")]
+        api.convert(folder / "hf", folder / "kept", target="tunix", adapter=adapter, keep_adapter=True)
+        joined = {"module_path": ".*kv_einsum", "rank": 2 * RULE["rank"], "alpha": RULE["alpha"]}
         requests.append(
-            {
-                "root": str(folder / "out"),
-                "lora": str(folder / "run"),
-                "rule": RULE,
-                "ids": str(base / "ids.npy"),
-                "out": str(folder / "restored.npz"),
-                "module": module,
-                "model": name,
-                "settings": settings(case, hf_model(case).config),
-            }
+            request_of(case, folder, lora_ids, lora="", rule={"rules": [joined, RULE]}, kept=str(folder / "kept"))
         )
     ask("tunix", "tunix_models.py", requests)
-    return base, ids
+    return base
 
 
 @pytest.mark.parametrize("case", DENSE, ids=str)
-def test_peft_computes_the_logits_of_lora_that_tunix_trained(case, trained):
-    base, ids = trained
-    folder = base / case.id
-    error = folder / "restored.error"
-    assert not error.exists(), error.read_text()
-    logits = np.load(folder / "restored.npz")["logits"]
-    done = api.export(folder / "run", folder / "lora", config=folder / "hf", adapter=True, lora_alpha=RULE["alpha"])
-    assert done.target == "tunix"
-    found = peft_logits(case, folder / "hf", folder / "lora", ids)
+def test_tunix_restores_an_adapter_of_peft(case, kept, lora_ids):
+    folder = kept / case.id
+    logits = logits_of(folder)
+    found = peft_logits(case, folder / "lora", np.load(lora_ids))
     assert np.abs(logits - found).max() / np.abs(found).max() < 2e-5

@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +15,8 @@ EXPECTED = (
 )
 
 
-def peft_logits(case: Case, src: Path, adapter: Path, ids: np.ndarray) -> np.ndarray:
-    """The logits of a model with an adapter. Any warning of missing or unexpected tensors is an error."""
+def peft_logits(case: Case, adapter: Path, ids: np.ndarray) -> np.ndarray:
+    """The logits of a case's model with an adapter. Any warning of missing or unexpected tensors is an error."""
     import torch
     from peft import PeftModel
 
@@ -24,5 +25,20 @@ def peft_logits(case: Case, src: Path, adapter: Path, ids: np.ndarray) -> np.nda
         warnings.simplefilter("error", RuntimeWarning)
         for message in EXPECTED:
             warnings.filterwarnings("ignore", message)
-        base = type(hf_model(case)).from_pretrained(src, dtype=torch.float32)
-        return PeftModel.from_pretrained(base, adapter)(torch.from_numpy(np.array(ids))).logits.numpy()
+        return PeftModel.from_pretrained(hf_model(case), adapter)(torch.from_numpy(np.array(ids))).logits.numpy()
+
+
+def adapter_of_peft(case: Case, out: Path, **options: Any) -> Path:
+    """An adapter of random values, as peft saves it; `options` as `LoraConfig` has them."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(hf_model(case), LoraConfig(**options))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.1)
+        model.save_pretrained(out)
+    return out

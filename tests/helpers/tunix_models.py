@@ -43,12 +43,17 @@ def restored(request: dict) -> dict[str, np.ndarray]:
 
 
 def with_lora(model, request: dict):
-    """The model with LoRA as Tunix's examples apply it, of random values, which its CheckpointManager saves alone."""
+    """The model with LoRA as Tunix's examples apply it: of random values, which its CheckpointManager saves alone, or
+    restored by it."""
     ids = jnp.asarray(np.load(request["ids"]))
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((ids.shape[1],) * 2, bool)), (len(ids), *(ids.shape[1],) * 2))
-    provider = qwix.LoraProvider(**request["rule"])
+    rules = request["rule"].get("rules", [request["rule"]])
+    provider = qwix.LoraProvider([qwix.LoraRule(**rule) for rule in rules])
     model = qwix.apply_lora_to_model(model, provider, ids, positions, None, mask, rngs=nnx.Rngs(0))
+    if "kept" in request:
+        CheckpointManager(request["kept"]).maybe_restore(model, restore_only_lora_params=True)
+        return model
     keys = iter(jax.random.split(jax.random.key(1), 1000))
     state = nnx.state(model, nnx.LoRAParam)
     nnx.update(model, jax.tree.map(lambda x: 0.1 * jax.random.normal(next(keys), x.shape, x.dtype), state))

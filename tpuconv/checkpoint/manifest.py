@@ -214,13 +214,12 @@ class Manifest:
         """Checks that the tree is ours.
 
         Raises:
-            UsageError: the checkpoint is for another program.
+            UsageError: the checkpoint is for another program, or holds LoRA alone.
         """
+        self._check_model()
         if self.target != OWN_TARGET:
-            raise UsageError(
-                f"{self.folder} is a checkpoint for {self.target}, with the names of that program",
-                hint="convert the source without `target=`, or `tpuconv export` this and convert that",
-            )
+            message = f"{self.folder} is a checkpoint for {self.target}, with the names of that program"
+            raise UsageError(message, hint="convert without `target=`, or `tpuconv export` this and convert that")
 
     @property
     def family(self) -> str:
@@ -300,12 +299,20 @@ class Manifest:
         """Checks that the complete model was converted.
 
         Raises:
-            UsageError: only a part of its layers was.
+            UsageError: only a part of its layers was, or LoRA alone.
         """
+        self._check_model()
         if self.layers is not None:
             raise UsageError(
                 f"{self.folder} holds only layers {self.layers[0]} to {self.layers[1]}: a trial, not a complete model",
                 hint="convert without `layers=`",
+            )
+
+    def _check_model(self) -> None:
+        if self.raw["options"].get("keep_adapter"):
+            raise UsageError(
+                f"{self.folder} holds LoRA alone, as a trainer loads it beside the model",
+                hint="convert without `keep_adapter=`, which merges the adapter into the model",
             )
 
     @property

@@ -86,6 +86,7 @@ CLICK: Mapping[str, Mapping[str, Any]] = {
         "callback": lambda ctx, param, value: _parsed_gates(value),
     },
     "layers": {"type": Layers()},
+    "lora_alpha": {"type": Number(min=0, min_open=True)},
     "max_memory": {"type": ByteSize()},
     "mesh": {"callback": lambda ctx, param, value: _parsed_mesh(value)},
     "prompts": {"type": FILE},
@@ -102,7 +103,7 @@ CLICK: Mapping[str, Mapping[str, Any]] = {
     "with_skipped": {"type": Name(), "metavar": "SRC"},
     "workspace": {"type": Name(), "metavar": "DIR"},
 }
-"""Settings of click besides the description of an option: how a value is written and parsed."""
+"""Settings of click besides the description of an option with a value: how it is written and parsed."""
 
 
 def of(function: Callable[..., Any], *names: str, **spelled: Mapping[str, Any]) -> Callable[[Callback], Callback]:
@@ -136,7 +137,8 @@ def _option(
         settings["type"] = click.Choice(known.choices)
     elif known.least is not None:
         settings["type"] = click.IntRange(known.least, known.most)
-    settings |= {**CLICK.get(each.name, {}), **spelled.get(each.name, {})}
+    written = {} if settings.get("is_flag") else CLICK.get(each.name, {})
+    settings |= {**written, **spelled.get(each.name, {})}
     return click.option(flag_of(each.name), each.name, **settings)
 
 

@@ -25,6 +25,8 @@ from tpuconv.notation.layout import Axes, Axis, Layout, Shape
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import EXPERTS, Binding
 
+PAIR_ENDS = ("_lora_a", "_lora_b")
+"""The ends of the names of the two arrays of a pair, after the name of the parameter that they change."""
 RANK = "rank"
 declare(**{RANK: Word("rank of a pair of low-rank matrices")})
 _RANK = Axis(RANK)
@@ -42,6 +44,14 @@ class Pair:
     a: np.ndarray
     b: np.ndarray
     scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class StoredMatrix:
+    """A matrix of a pair, in the axes in which a trainer stores it."""
+
+    values: np.ndarray
+    axes: Axes
 
 
 @dataclass(frozen=True)
@@ -174,6 +184,36 @@ class PairRow:
                     return array.transpose(order).reshape(*(sizes[x] for x in self.shared), *cores[0])
         raise LayoutError(f"{list(array.shape)} is not the shape of a pair, which is {list(cores[0])} without stacks")
 
+    def stored(self, name: str, pair: Pair, alpha: float, *, flat: bool) -> tuple[StoredMatrix, StoredMatrix]:
+        """The arrays of a parameter's pair as a trainer has them that scales by alpha / r: with S where the parameter
+        has it, and all axes of inputs, or of outputs, as one if they are `flat`. What differs in scale is multiplied
+        into b."""
+        rank = pair.a.shape[-1]
+        b = _times(pair.b, pair.scale * rank / alpha)
+        word = f"{RANK}_{rank}"
+        declare(**{word: Word(f"{rank} ranks of a pair of low-rank matrices")})
+
+        def arranged(array: np.ndarray, axes: Axes) -> StoredMatrix:
+            letters = [axis.letter if not axis.op else "" for axis in self.parameters[name]]
+            places = {x: min(i, len(axes)) for i, x in enumerate(letters) if x in self.shared}
+            stacked = list(axes)
+            for letter, i in places.items():
+                stacked.insert(i, Axis(letter))
+            order = [self.shared.index(x.letter) if x.letter in places else None for x in stacked]
+            rest = iter(range(len(self.shared), len(self.shared) + len(axes)))
+            values = array.reshape(
+                *array.shape[: len(self.shared)], *(x.size(self._sizes(rank) | {word: rank}) for x in axes)
+            )
+            return StoredMatrix(values.transpose([next(rest) if i is None else i for i in order]), tuple(stacked))
+
+        def joined(axes: Axes) -> Axes:
+            return (Axis(op="*", parts=axes),) if flat and len(axes) > 1 else axes
+
+        return (
+            arranged(pair.a, (*joined(self.of_inputs(name)), Axis(word))),
+            arranged(b, (Axis(word), *joined(self.of_outputs(name)))),
+        )
+
     def change(self, name: str, pair: Pair, box: Sequence[slice]) -> np.ndarray:
         """A box of the change of a parameter, in float32."""
         axes, own = self.parameters[name], dict(zip(self.parameters[name], box, strict=True))
@@ -203,13 +243,53 @@ class PairRow:
         out: dict[str, Pair] = {}
         for i, parts in found.items():
             stack = self.binding.src[i]
-            joined = _joined(parts)
+            joined = _joined(parts, -2, -1)
             matrices = prod(self.binding.sizes[x] for x in self.shared[: stack.depth])
             a, b = (x.reshape(matrices, *x.shape[stack.depth :]) for x in (joined.a, joined.b))
             for k, name in enumerate(stack.names):
                 matrix = Pair(a[k], b[k], joined.scale) if stack.depth else joined
                 out[name] = _without_zeros(matrix) if len(self.layout.src) > 1 else matrix
         return out
+
+    def of_parameters(self, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
+        """The pairs of parameters, by name, from the pairs of released matrices, some of which may have none."""
+        found: dict[str, list[Pair]] = {}
+        for i, stack in enumerate(self.binding.src):
+            own = [pairs.get(name) for name in stack.names]
+            if not any(own):
+                continue
+            pair = self._stacked(own, stack.depth)
+            sizes = self._sizes(pair.b.shape[-1])
+            shapes = self._b_layout.dst_shapes(sizes)
+            inverse = self._b_layout.inverse
+            marks = inverse([np.full(shape, n == i) for n, shape in enumerate(shapes)], sizes)
+            b_of = inverse(
+                [pair.b if n == i else np.zeros(shape, pair.b.dtype) for n, shape in enumerate(shapes)], sizes
+            )
+            for name, mark, b in zip(self.parameters, marks, b_of, strict=True):
+                if mark.any():
+                    (a,) = self._a_layout(name).inverse([pair.a], sizes)
+                    found.setdefault(name, []).append(Pair(a, b, pair.scale))
+        out = {name: _joined(parts, -1, len(self.shared)) for name, parts in found.items()}
+        for name, change in self.binding.arithmetic.items():
+            if name in out and isinstance(change, Times):
+                out[name] = replace(out[name], b=change.apply(out[name].b, self.binding.sizes))
+        return out
+
+    def _stacked(self, pairs: Sequence[Pair | None], depth: int) -> Pair:
+        """One pair [S, ...] of the pairs of single matrices. All get the largest rank, and the first one's scale."""
+        first = next(pair for pair in pairs if pair is not None)
+        if not depth:
+            return first
+        rank = max(pair.b.shape[-1] for pair in pairs if pair is not None)
+        a = np.zeros((len(pairs), *first.a.shape[:-2], rank, first.a.shape[-1]), first.a.dtype)
+        b = np.zeros((len(pairs), *first.b.shape[:-1], rank), first.b.dtype)
+        for i, pair in enumerate(pairs):
+            if pair is not None:
+                a[i, ..., : pair.a.shape[-2], :] = pair.a
+                b[i, ..., : pair.b.shape[-1]] = _times(pair.b, pair.scale / first.scale)
+        stack = tuple(self.binding.sizes[x] for x in self.shared[:depth])
+        return Pair(a.reshape(*stack, *a.shape[1:]), b.reshape(*stack, *b.shape[1:]), first.scale)
 
     def _spread(self, name: str, b: np.ndarray) -> list[tuple[int, np.ndarray]]:
         """The number and the B of each released matrix that the b of one parameter changes."""
@@ -227,8 +307,8 @@ class PairRow:
         return [(i, own) for i, own in enumerate(rearranged(b, rank)) if marks[i].any()]
 
 
-def _joined(parts: Sequence[Pair]) -> Pair:
-    """The sum of changes of one matrix. Changes of one scale keep it; others are brought to the first one's."""
+def _joined(parts: Sequence[Pair], a_axis: int, b_axis: int) -> Pair:
+    """The sum of changes of one matrix, whose ranks are on these axes of a and b. All get the first one's scale."""
     first, *others = parts
     if not others:
         return first
@@ -236,13 +316,13 @@ def _joined(parts: Sequence[Pair]) -> Pair:
     scaled = [first.b, *(_times(part.b, part.scale / first.scale) for part in others)]
     if same:  # each changes rows of its own
         return replace(first, b=sum(scaled[1:], start=scaled[0]))
-    return Pair(np.concatenate([part.a for part in parts], axis=-2), np.concatenate(scaled, axis=-1), first.scale)
+    return Pair(np.concatenate([part.a for part in parts], a_axis), np.concatenate(scaled, b_axis), first.scale)
 
 
 def _without_zeros(pair: Pair) -> Pair:
-    """The pair without the ranks whose column of B is zero, as a part of joined matrices has for ranks of the others. Its
-    scale is divided by as much as the rank is, and B multiplied, if that is exact: so what was joined comes back
-    as it was."""
+    """The pair without the ranks whose column of B is zero: a part of joined matrices has such ones for the others. The
+    scale is divided by as much as the rank is, and B multiplied, if that is exact: so what was joined comes back as it
+    was."""
     own = np.any(pair.b, axis=tuple(range(pair.b.ndim - 1)))
     kept, rank = int(np.count_nonzero(own)), pair.b.shape[-1]
     if kept in (0, rank):

@@ -21,11 +21,11 @@ from tpuconv.patterns import check_patterns
 from tpuconv.sources.adapter_changes import AdapterFile, Change, LowRank, Replacement
 from tpuconv.sources.adapter_config import check_adapter_config
 from tpuconv.sources.adapter_experts import NESTED, ExpertChange, parameters_by_wrapper
+from tpuconv.sources.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tpuconv.sources.headers import TensorInfo, read_header
 from tpuconv.storage.hashes import blocks, hash_bytes, hash_file
 from tpuconv.storage.places import is_there
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 MAX_ADAPTER_CONFIG_BYTES = 1 << 20
 _PART = re.compile(r"(.*)\.lora_(?:(embedding_)?([AB])|(magnitude_vector))(?:\.weight)?")

@@ -47,6 +47,10 @@ class ExpertChange:
             left, right = right.transpose(0, 2, 1), left.transpose(0, 2, 1)
         return LowRank(left, right, self._scaling(experts), self.file, rounded=True)
 
+    def alone(self) -> LowRank:
+        """Returns the change of a parameter that is one matrix."""
+        return self.of_expert(0, 1, slice(None))
+
     def of_expert(self, expert: int, experts: int, outputs: slice) -> LowRank:
         """Returns the change of some outputs of one expert: [out, in]."""
         whole = self.stacked(experts, input_first=False)

@@ -7,5 +7,8 @@ of them instead of config.json's key."""
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The files of an adapter of PEFT."""
+
 MAX_HEADER_BYTES = 32 << 20  # the largest real ones have 2 MiB; a parser bomb has 100 MiB
 MAX_INDEX_BYTES = 64 << 20

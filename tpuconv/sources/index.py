@@ -9,7 +9,7 @@ from tpuconv.errors import SourceError, UsageError, shorten
 from tpuconv.location import Location
 from tpuconv.names import MANIFEST, collapse
 from tpuconv.sources.config import read_json
-from tpuconv.sources.files import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
+from tpuconv.sources.files import ADAPTER_CONFIG, INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 from tpuconv.storage.places import is_there, names_in
 from tpuconv.text import format_count
 
@@ -33,7 +33,7 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
         return [SINGLE_FILE], None
     if weight_map is None:
         shards = sorted(name for name in names if name.endswith(".safetensors") and not name.startswith("adapter_"))
-        if not shards and MANIFEST in names:
+        if not shards and MANIFEST in names and ADAPTER_CONFIG not in names:
             raise UsageError(
                 f"{folder} is converted already",
                 hint="`tpuconv quantize` makes a smaller one of it, `tpuconv export` safetensors",
@@ -72,7 +72,7 @@ NOT_BY_THEMSELVES = (
 """Patterns of the names of safetensors that transformers does not load by themselves, and what to do."""
 
 OTHER_KINDS = (
-    ("adapter_config.json", "an adapter (LoRA), not a model",
+    (ADAPTER_CONFIG, "an adapter (LoRA), not a model",
      "convert its base model with it: `tpuconv convert BASE --adapter FOLDER`"),
     ("zero_to_fp32.py|global_step*", "shards of DeepSpeed ZeRO",
      "join them: `python zero_to_fp32.py FOLDER OUT --safe_serialization`, and convert OUT with the config.json and "

@@ -363,6 +363,7 @@ MAXTEXT = Target(
     name="maxtext",
     summary="MaxText: pre-training, fine-tuning and RL; scanned layers or not",
     loading="load_parameters_path=OUT/0/items",
+    has_flat_pairs=True,
     trees={
         "llama": LLAMA_TREE,
         "mistral": _alike(SCALED),

@@ -129,6 +129,8 @@ class Target:
             every form is possible.
         squeezes_scales: whether scales lack the axes that are contracted.
         empty: names that must be in the tree without an array, if the config has the property.
+        has_flat_pairs: whether the pairs of LoRA have all axes of inputs, or of outputs, as one: Qwix makes them so at
+            products by `dot_general`, and with all axes at products by einsum.
         has_lists: whether numbers in names are places in lists; else they are keys of dicts.
         is_safetensors: whether the output has the tensors of the release again, and no arrays.
     """
@@ -147,6 +149,7 @@ class Target:
     fp8_block: int = 0
     squeezes_scales: bool = False
     empty: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
+    has_flat_pairs: bool = False
     has_lists: bool = False
     is_safetensors: bool = False
 

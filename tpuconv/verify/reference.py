@@ -21,9 +21,8 @@ from tpuconv.models.stored import model_config
 from tpuconv.names import collapse
 from tpuconv.notation.letters import meaning
 from tpuconv.notation.table import LAYERS
-from tpuconv.sources.adapter import ADAPTER_CONFIG
 from tpuconv.sources.config import read_config, read_json
-from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES, INDEX_FILE
+from tpuconv.sources.files import ADAPTER_CONFIG, CONFIG_FILE, ENCODING_FILES, INDEX_FILE
 from tpuconv.sources.source import open_source
 from tpuconv.text import format_count
 from tpuconv.verify.logits import compare_logits

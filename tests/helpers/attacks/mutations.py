@@ -595,7 +595,8 @@ def run_plan_there(plan: Any, out: Any, overwrite: bool) -> None:
 def adapter(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     """adapter_config.json, and the header of an adapter's weights."""
     from tpuconv.api import plan
-    from tpuconv.sources.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter
+    from tpuconv.sources.adapter import read_adapter
+    from tpuconv.sources.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
     folder = scratch(base, "adapter", "an-adapter")
     config, weights = (folder / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))

@@ -18,6 +18,7 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.registry import Family
 from tpuconv.names import OWN_TARGET, collapse
 from tpuconv.notation.layout import Axis, Shape, parse_axes
+from tpuconv.notation.pairs import PAIR_ENDS
 from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import MTP_PARAMETERS, MappingTable
 from tpuconv.targets.compose import target_table
@@ -27,9 +28,6 @@ from tpuconv.targets.target import Target
 LEAF = ".value"
 """The suffix that Flax NNX appends to the name of a variable. A program's trees have it or not, by how they were
 saved."""
-
-PAIR = ("_lora_a", "_lora_b")
-"""The ends of the names of the two arrays of LoRA, after the name of the parameter that they change."""
 
 TRAINING_STATES = {
     **dict.fromkeys(("opt_state", "opt_states", "optimizer", "optimizer_state"), "arrays of an optimizer's state"),
@@ -185,7 +183,7 @@ def explain_tree(
 
 def is_of_pair(name: str) -> bool:
     """Returns True if an array is one of the two of LoRA."""
-    return name.removesuffix(LEAF).endswith(PAIR)
+    return name.removesuffix(LEAF).endswith(PAIR_ENDS)
 
 
 def _no_model(merged: bool) -> str:

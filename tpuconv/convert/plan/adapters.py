@@ -101,7 +101,7 @@ def _of_experts(
     row = next((row for row in reader.rows if template(name) in map(template, row.hf_names)), None)
     if (stacked := tensors.get(reader.on_disk(name, release) or name)) is not None:
         if len(stacked.shape) == 2:  # a matrix that is named as a parameter
-            yield stacked.name, change.of_expert(0, 1, slice(None))
+            yield stacked.name, change.alone()
         elif len(stacked.shape) == 3:
             count, input_first = stacked.shape[0], stacked.scheme is None and row is not None and _is_input_first(row)
             yield stacked.name, change.stacked(count, input_first=input_first)

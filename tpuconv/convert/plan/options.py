@@ -62,6 +62,12 @@ class Options:
         "`my-lora:0.5`.",
         manifest=Key("adapters", to_json=lambda adapters: [adapter.to_json() for adapter in adapters]),
     )
+    keep_adapter: bool = option(
+        False,
+        "Write the adapter as the target's LoRA tree, to train it further, instead of merging it.",
+        python="Write the adapter as the target's LoRA tree, to train it further, and nothing else; do not merge it.",
+        manifest=Key(),
+    )
     revision: str | None = option(None, "Branch, tag or commit of a Hub repository.")
     allow_nonfinite: bool = option(False, "Accept NaN and infinite values, and scales of 0.", manifest=Key())
     allow_config: Sequence[str] = option(

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.kept_adapter import plan_kept_adapter
 from tpuconv.convert.plan.options import Fetching, Options
 from tpuconv.convert.plan.quantization import Quantization
 from tpuconv.convert.plan.types import Plan
@@ -70,8 +71,8 @@ def planned_conversion(
     with resolve(
         src,
         revision=options.revision,
-        weights=runs and not streams,
-        streams=runs and streams,
+        weights=runs and not streams and not options.keep_adapter,
+        streams=runs and streams and not options.keep_adapter,
         progress=lambda n, of: progress(Progress("downloading", n, of)),
     ) as resolved:
         source = open_source(
@@ -82,6 +83,9 @@ def planned_conversion(
             unproved=resolved.unproved,
             listed=resolved.listed,
         )
+        if options.keep_adapter:
+            yield plan_kept_adapter(source, find_family(source.config), options)
+            return
         if streams:
             source = fetched_meanwhile(source, resolved.remote, workspace)
         family = find_family(source.config)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tpuconv.errors import UsageError
 from tpuconv.notation.forms import FormPlace
-from tpuconv.notation.release import Release
+from tpuconv.notation.release import AS_TABLED, Release
 from tpuconv.notation.spelling import module_of
 from tpuconv.notation.table import Map, MappingTable
 
@@ -47,6 +47,12 @@ def saved_release(family: str) -> Release:
             hint="leave out `form=`: transformers reads the names of releases too",
         )
     return Release(**_saved()[family].get("release", {}))
+
+
+def release_of_modules(family: str) -> Release:
+    """Returns the names and groups of transformers' modules; of the family's table where transformers has no such
+    model."""
+    return saved_release(family) if family in _saved() else AS_TABLED
 
 
 BESIDE_TEXT = "of a part beside the text model, which alone is converted"

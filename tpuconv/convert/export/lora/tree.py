@@ -12,13 +12,13 @@ import numpy as np
 
 from tpuconv.checkpoint.orbax_tree import TreeArray
 from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES
-from tpuconv.convert.export.way_back import LEAF, PAIR, Reading, TreeForm, front_of, tree_forms, without_states
+from tpuconv.convert.export.way_back import LEAF, Reading, TreeForm, front_of, tree_forms, without_states
 from tpuconv.convert.plan.types import Skip
 from tpuconv.errors import LayoutError, MappingError, shorten
 from tpuconv.location import Location
 from tpuconv.models.registry import Family
 from tpuconv.names import collapse
-from tpuconv.notation.pairs import Pair, PairRow
+from tpuconv.notation.pairs import PAIR_ENDS, Pair, PairRow
 from tpuconv.notation.table import Binding
 
 
@@ -88,11 +88,11 @@ def explain_pairs(
     """
     halves = [
         {bare.removesuffix(end): name for name in tree.names if (bare := name.removesuffix(LEAF)).endswith(end)}
-        for end in PAIR
+        for end in PAIR_ENDS
     ]
     if not halves[0]:
         raise MappingError(
-            f"{tree.folder} has no pairs of low-rank matrices: no array's name ends with {PAIR[0]}",
+            f"{tree.folder} has no pairs of low-rank matrices: no array's name ends with {PAIR_ENDS[0]}",
             details=shorten(list(collapse(sorted(tree.names)))),
             hint="leave out `adapter=` or `merge=`, or give the checkpoint with the parameters of LoRA",
         )

@@ -15,14 +15,12 @@ from tpuconv.convert.export.orbax_arrays import check_made_from
 from tpuconv.convert.export.way_back import Reading
 from tpuconv.convert.run.engine import WORKING, RunProgress, Work
 from tpuconv.convert.run.stamps import Stale
-from tpuconv.errors import UsageError
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location
-from tpuconv.models.common.saved import saved_release
+from tpuconv.models.common.saved import release_of_modules
 from tpuconv.models.registry import Family
 from tpuconv.names import MANIFEST
-from tpuconv.notation.release import AS_TABLED, Release
-from tpuconv.sources.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tpuconv.sources.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tpuconv.storage.entries import RunJournal
 from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.places import size_faults
@@ -51,7 +49,9 @@ def trained_adapter(
         base: the model that was trained, as the adapter names it.
         alpha: of the training.
     """
-    by_modules = [(family.table_of(_of_modules(family), config, table.returns), config) for table, config in known]
+    by_modules = [
+        (family.table_of(release_of_modules(family.name), config, table.returns), config) for table, config in known
+    ]
     pairs = explain_pairs(tree, family, raw["model_type"], by_modules, target)
     form = pairs.form
     names = [name for binding in form.table.bind(form.config) for stack in binding.src for name in stack.names]
@@ -70,15 +70,6 @@ def trained_adapter(
         work=lambda _: AdapterWork(tree, adapter, facts),
         **facts,
     )
-
-
-def _of_modules(family: Family) -> Release:
-    """The names and groups of transformers' modules, which PEFT changes; of the table where transformers has no such
-    model."""
-    try:
-        return saved_release(family.name)
-    except UsageError:
-        return AS_TABLED
 
 
 class AdapterWork(Work):
