@@ -203,6 +203,24 @@ SCHEME_OPTION = described_as(
     choices=SCHEME_CHOICES,
     manifest=Key(),
 )
+SCAN_LAYERS_OPTION = described_as("Stack the layers into one array each, for jax.lax.scan.", manifest=Key(always=True))
+TEXT_ONLY_OPTION = described_as(
+    "Convert the text model of a multimodal model alone, without what sees images or hears.",
+    python="Take the text model of a multimodal model alone, without what sees images or hears.",
+)
+ADAPTER_OPTION = described_as(
+    "Merge this LoRA adapter of PEFT into the weights; may be repeated.",
+    python="Merge these LoRA adapters of PEFT into the weights: folders or Hub ids, each perhaps with a weight: "
+    "`my-lora:0.5`.",
+    manifest=Key("adapters", to_json=lambda adapters: [adapter.to_json() for adapter in adapters]),
+)
+REVISION_OPTION = described_as("Branch, tag or commit of a Hub repository.")
+NONFINITE_OPTION = described_as("Accept NaN and infinite values, and scales of 0.", manifest=Key())
+ALLOW_CONFIG_OPTION = described_as(
+    "Ignore this key of config.json, which is not supported; may be repeated.",
+    python="Ignore these keys of config.json, which are not supported.",
+    manifest=Key(to_json=lambda keys: sorted(set(keys))),
+)
 MESH_OPTION = described_as(
     "Sizes of the mesh axes, such as tensor=8,expert=2.", python='Sizes of the mesh axes, such as {"tensor": 8}.'
 )
