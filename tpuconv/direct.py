@@ -163,7 +163,7 @@ class ReleaseArrays:
             yield partial(check_hashes, [name])
 
 
-class _BindingShards:
+class BindingShards:
     """The shards in this process of the arrays that a binding makes. They are allocated when the first slab is read,
     and placed when the last one is.
 
@@ -228,7 +228,7 @@ def _ranges(box: tuple[slice, ...]) -> Box:
     return tuple((s.start, s.stop) for s in box)
 
 
-def _shards_by_binding(plan: Plan, placing: Placing, arrays: dict[str, jax.Array]) -> Iterator[_BindingShards]:
+def _shards_by_binding(plan: Plan, placing: Placing, arrays: dict[str, jax.Array]) -> Iterator[BindingShards]:
     """Yields the shards of each binding that makes arrays of the model, in the order in which the source is read."""
     gap = BUCKET_GAP_BYTES if isinstance(plan.source.folder, BucketPath) else GAP_BYTES
     by_binding: dict[int, list[Slab]] = {}
@@ -246,7 +246,7 @@ def _shards_by_binding(plan: Plan, placing: Placing, arrays: dict[str, jax.Array
             continue
         needed = needed_ranges(plan, binding, boxes)
         pieces = [piece for slab in slabs for piece in narrowed(plan, slab, needed, gap)]
-        yield _BindingShards(plan, placing, boxes, pieces, arrays)
+        yield BindingShards(plan, placing, boxes, pieces, arrays)
 
 
 def local_boxes(target: jax.ShapeDtypeStruct) -> list[Box]:

@@ -55,7 +55,8 @@ class LoadRequest:
     dtype: "DTypeLike | None" = field(
         default=None,
         metadata=argument(
-            "Of parameters and activations; None for the dtype of the checkpoint or release. Quantized values keep their dtypes."
+            "Of parameters and activations; None for the dtype of the checkpoint or release. Quantized values are not "
+            "cast."
         ),
     )
     mesh: "Mesh | None" = field(

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.api.quantization import find_rules, quantizer_by
@@ -86,5 +85,5 @@ def is_checkpoint(src: str | Location) -> bool:
     place = to_location(src)
     if is_there(place / MANIFEST):
         return kind_of(place) != SAFETENSORS
-    is_folder = isinstance(place, BucketPath) or place.is_dir() or isinstance(src, Path)
+    is_folder = isinstance(place, BucketPath) or place.is_dir()  # else it may be a Hub id
     return is_folder and not is_there(place / CONFIG_FILE)

@@ -82,8 +82,8 @@ def describe(
 
 @dataclass(frozen=True)
 class PlannedManifest(Manifest):
-    """The manifest of a checkpoint that is not written: its model is loaded from the `source`. It has the folder and the
-    files of the source; checksums are 0."""
+    """The manifest of a checkpoint that is not written: its model is loaded from the `source`. Folder and files are of
+    the source; checksums are 0."""
 
     source: Source
 
