@@ -310,11 +310,11 @@ def loaded_for(device: int, plan: Any, mesh: dict[str, int], gap: int) -> dict[s
     return found
 
 
-@pytest.mark.parametrize("mesh", [{"tensor": 2, "data": 2}, {"tensor": 2, "expert": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"tensor": 2, "data": 2}, {"tensor": 2, "expert": 2}], ids=["data", "expert"])
 @pytest.mark.parametrize(
     ("case", "encoding"),
     [("qwen3_moe-few-experts", None), ("deepseek_v3-groups", fp8), ("llama-plain", gptq), ("gpt_oss", mxfp4)],
-    ids=str,
+    ids=["plain", "fp8", "gptq", "mxfp4"],
 )
 def test_a_device_gets_its_shards_alone(case, encoding, mesh, hf, tmp_path, small_cuts):
     """With every gap skipped, and with all read over."""

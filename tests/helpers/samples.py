@@ -22,9 +22,7 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
         *("deepseek_v3-groups-fp8-dequantize", "llama-plain-gptq-dequantize", "mixtral-plain-awq-dequantize"),
         *("gpt_oss-plain-wide-mxfp4-dequantize", "qwen3-tied-fp8_channel-keep", "mixtral-plain-awq-keep"),
     ),
-    "test_a_device_gets_its_shards_alone": (
-        *("{'tensor': 2, 'data': 2}-deepseek_v3-groups-fp8", "{'tensor': 2, 'expert': 2}-qwen3_moe-few-experts-None"),
-    ),
+    "test_a_device_gets_its_shards_alone": ("plain-expert", "fp8-data", "gptq-data"),
     "test_real_models_are_planned_whole": (
         *("Qwen/Qwen3-0.6B", "mistralai/Mixtral-8x7B-v0.1", "openai/gpt-oss-20b", "meta-llama/Llama-3.3-70B-Instruct"),
     ),
