@@ -35,12 +35,16 @@ from helpers.families import BY_ID, CASES, FIRST
 from helpers.joined import joined
 from helpers.sights import SIGHTS
 from tpuconv import api, direct
+from tpuconv.api.quantization import quantizer_by
 from tpuconv.convert.plan import sizes
+from tpuconv.convert.plan.options import Options
+from tpuconv.convert.plan.planning import planned_loading
 from tpuconv.convert.run.sizing import buffers
 from tpuconv.convert.run.slab_arrays import SlabArrays
 from tpuconv.errors import SourceError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.location import to_location
 from tpuconv.notation.sharding import partition
+from tpuconv.quantize.config import parse_config
 from tpuconv.sources.reader import SafetensorsReader
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -322,11 +326,25 @@ def loaded_for(device: int, plan: Any, mesh: dict[str, int], gap: int) -> dict[s
     ids=["plain", "fp8", "gptq", "mxfp4"],
 )
 def test_a_device_gets_its_shards_alone(case, encoding, mesh, hf, tmp_path, small_cuts):
-    """With every gap skipped, and with all read over."""
     source = hf(BY_ID[case], "bfloat16") if encoding is None else tmp_path / "hf"
     if encoding is not None:
         write_encoded(BY_ID.get(case, GPT_OSS[0]), encoding, lambda case: hf(case, "bfloat16"), source)
-    plan = plan_for(source)
+    assert_shards_alone(plan_for(source), mesh)
+
+
+@pytest.mark.parametrize("tile", ["", ", tile_size: 32"], ids=["channels", "groups"])
+def test_what_is_quantized_together_stays_together(tile, tmp_path, small_cuts):
+    config = qwen3_config(hidden_size=64, intermediate_size=256, num_hidden_layers=1)
+    source = random_checkpoint(tmp_path / "hf", config, "bfloat16")
+    text = f"qwix: {{rules: [{{module_path: 'layers/.*/mlp/.*', weight_qtype: int8{tile}}}]}}"
+    quantizer = quantizer_by(parse_config(text.encode(), "rules", "rules.yaml"))
+    with planned_loading(str(source), Options(), quantizer) as plan:
+        for mesh in ({"tensor": 4}, {"data": 4}, {"tensor": 2, "data": 2}):
+            assert_shards_alone(plan, mesh)
+
+
+def assert_shards_alone(plan: Any, mesh: dict[str, int]) -> None:
+    """With every gap skipped, and with all read over."""
     whole = loaded_for(0, plan, {"data": 1}, 0)
     for device, gap in product(range(4), (0, direct.GAP_BYTES)):
         found = loaded_for(device, plan, mesh, gap)
@@ -475,6 +493,19 @@ def test_values_are_checked(tmp_path, small_cuts):
     tensors = read_tensors(random_checkpoint(tmp_path / "tied", qwen3_config()))
     write_checkpoint(tmp_path / "tied", qwen3_config(tie_word_embeddings=True), tensors)
     assert "should be a copy" in str(both_refuse(tmp_path / "tied", tmp_path / "untied"))
+
+
+def test_a_source_that_changes_is_an_error(tmp_path, monkeypatch):
+    source = random_checkpoint(tmp_path / "hf", qwen3_config())
+    boxes = SlabArrays.boxes
+
+    def changed(*args):
+        os.utime(source / "model.safetensors", (1, 1))
+        return boxes(*args)
+
+    monkeypatch.setattr(SlabArrays, "boxes", changed)
+    with pytest.raises(SourceError, match="changed while it was converted"):
+        tpuconv.load(source)
 
 
 def test_a_family_that_is_not_known(tmp_path):
