@@ -364,6 +364,19 @@ def test_alone_a_device_reads_little_more_than_its_shards(tmp_path, bytes_read, 
         assert sum(bytes_read.values()) <= most * sum(values.nbytes for _, values in found.values())
 
 
+def test_small_gaps_are_read_over(tmp_path):
+    """Of the matrix after attention a device needs a part of each row, 64 of 128 bytes."""
+    plan = plan_for(random_checkpoint(tmp_path / "hf", qwen3_config()))
+    slabs = [slab for unit in plan.units for slab in unit.slabs]
+    slab = next(slab for slab in slabs if slab.binding.src[0].names[0].endswith("0.self_attn.o_proj.weight"))
+    (piece,) = direct.narrowed(plan, slab, {"N": [(0, 2)]}, gap=63)
+    assert [count for parts in piece.reads() for _, _, count in parts] == [32] * 32
+    assert direct.narrowed(plan, slab, {"N": [(0, 2)]}, gap=64) == [slab]
+    assert direct.narrowed(plan, slab, {"N": [(4, 4)]}, gap=0) == []
+    (rows,) = direct.narrowed(plan, slab, {"D": [(3, 5)]}, gap=1 << 20)
+    assert [parts for parts in rows.reads()] == [[(slab.binding.src[0].names[0], 3 * 64, 2 * 64)]]
+
+
 JOINED = """
 import json, sys
 import jax, numpy as np
@@ -500,8 +513,8 @@ def test_a_source_that_changes_is_an_error(tmp_path, monkeypatch):
     boxes = SlabArrays.boxes
 
     def changed(*args):
-        os.utime(source / "model.safetensors", (1, 1))
-        return boxes(*args)
+        yield from boxes(*args)
+        os.utime(source / "model.safetensors", (1, 1))  # which was opened before
 
     monkeypatch.setattr(SlabArrays, "boxes", changed)
     with pytest.raises(SourceError, match="changed while it was converted"):

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
-from math import lcm
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -257,25 +256,20 @@ def local_boxes(target: jax.ShapeDtypeStruct) -> list[Box]:
 
 
 def needed_ranges(plan: Plan, binding: Binding, boxes: Mapping[str, Sequence[Box]]) -> dict[str, Intervals]:
-    """Returns the ranges of each sliceable letter of a binding that lie in boxes of its arrays. Values
-    that are encoded together stay together."""
+    """Returns the ranges of each sliceable letter of a binding that lie in boxes of its arrays. They hold complete
+    blocks of values that are encoded together, since a box of scales does."""
     layout, sizes = binding.layout, binding.sizes
     found: dict[str, set[tuple[int, int]]] = {}
     for stack, axes, shape in zip(binding.dst, layout.dst, layout.dst_shapes(sizes), strict=True):
         name = stack.names[0]
-        ones = (1,) * len(shape)
         encoder = plan.encoders.get(name)
-        whole, parts = (encoder.blocks, [part.blocks for part in encoder.parts]) if encoder else (ones, [ones])
-        for stored, blocks in zip(plan.stored_names(name), parts, strict=True):
-            for axis, n, unit, block, ranges in zip(
-                *(axes, shape, whole, blocks, zip(*boxes.get(stored, ()), strict=True)), strict=False
-            ):
-                letter = lead(axis)
-                if n and sliceable(layout, letter):
-                    step = lcm(unit, n // sizes[letter])
-                    for start, stop in ranges:
-                        first, last = start * block // step * step, min(n, -(-stop * block // step) * step)
-                        found.setdefault(letter, set()).add((first * sizes[letter] // n, last * sizes[letter] // n))
+        blocks = [part.blocks for part in encoder.parts] if encoder else [(1,) * len(shape)]
+        for stored, block in zip(plan.stored_names(name), blocks, strict=True):
+            for box, (axis, letter) in product(boxes.get(stored, ()), enumerate(map(lead, axes))):
+                if shape[axis] and sliceable(layout, letter):
+                    inner = shape[axis] // sizes[letter]
+                    start, stop = (end * block[axis] for end in box[axis])
+                    found.setdefault(letter, set()).add((start // inner, -(-stop // inner)))
     return {letter: _joined(sorted(ranges)) for letter, ranges in found.items()}
 
 
