@@ -23,7 +23,7 @@ from tpuconv.convert.run.slab_arrays import SlabArrays
 from tpuconv.convert.run.slabs import check_copy, check_promise
 from tpuconv.convert.run.strided import copy_strided
 from tpuconv.convert.run.workers import Cancelled
-from tpuconv.errors import SourceError, UsageError
+from tpuconv.errors import SourceError
 from tpuconv.location import BucketPath
 from tpuconv.notation.layout import lead, runs, sliceable
 from tpuconv.notation.table import Binding
@@ -50,23 +50,12 @@ class ReleaseArrays:
     """Reads the arrays of a planned release: an `ArrayReader` of `tpuconv.restore`.
 
     Args:
-        plan: of the release, without faults.
+        plan: of the release; see `tpuconv.convert.plan.planning.planned_loading`.
         limits: threads and memory.
-
-    Raises:
-        UsageError: the plan has a calibration, which runs the model.
     """
 
     plan: Plan
     limits: Limits
-
-    def __post_init__(self) -> None:
-        if self.plan.quantization and self.plan.quantization.calibration:
-            raise UsageError(
-                f"{self.plan.quantization.config['name']} has a calibration, which runs the model before it is "
-                "quantized",
-                hint="`tpuconv convert` the release, `tpuconv quantize` the checkpoint, and load that",
-            )
 
     def __call__(self, placing: Placing) -> dict[str, jax.Array]:
         """Reads and places the arrays of a model. The files are read forward, a few arrays at a time.

@@ -88,6 +88,7 @@ def planned_loading(src: str, options: Options, quantizer: Quantizer | None) -> 
     arguments are as of `planned_conversion`.
 
     Raises:
+        UsageError: the quantization has a calibration.
         TpuconvError: see `tpuconv.api.plan`.
     """
     options = options.with_adapters()
@@ -96,6 +97,12 @@ def planned_loading(src: str, options: Options, quantizer: Quantizer | None) -> 
         with resolve(src, revision=revision, weights=weights) as resolved:
             plan = _plan_release(_opened(resolved), options, quantizer, None)
             plan.check()
+            if plan.quantization and plan.quantization.calibration:
+                raise UsageError(
+                    f"{plan.quantization.config['name']} has a calibration, which runs the model before it is "
+                    "quantized",
+                    hint="`tpuconv convert` the release, `tpuconv quantize` the checkpoint, and load that",
+                )
             if weights or not resolved.headers_only:
                 yield plan
                 return
