@@ -197,7 +197,10 @@ COMPRESS_OPTION = described_as(
     "Compress all arrays with zstd: smaller, slower. Quantized values of less than 8 bits are always compressed.",
     manifest=Key(),
 )
-QUANTIZE_OPTION = described_as("Quantize during the conversion, by this config of `tpuconv quantize`.")
+QUANTIZE_OPTION = described_as(
+    "Quantize during the conversion, by this config of `tpuconv quantize`.",
+    python="Quantize on the way, by this config of `tpuconv quantize`.",
+)
 SCHEME_OPTION = described_as(
     "The format of quantized weights: quant_method of config.json.  [default: chosen by the types of the weights]",
     choices=SCHEME_CHOICES,
@@ -234,7 +237,7 @@ GATES_OPTION = described_as(
     '{"mean_kl": 0.01}.',
 )
 SPECULATE_OPTION = described_as(
-    "Draft tokens with the model's MTP module. The checkpoint must be converted with `include_mtp=True`."
+    "Draft tokens with the model's MTP module. A checkpoint must be converted with `include_mtp=True`."
 )
 WORKSPACE_OPTION = described_as(
     "Folder for large temporary files, such as /dev/shm: shards of a streamed source, and the results of a "

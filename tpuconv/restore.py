@@ -1,4 +1,5 @@
-"""Loads a checkpoint as a Flax NNX model."""
+"""Loads a checkpoint as a Flax NNX model. `load_from` assembles the model of any manifest, from arrays that a reader
+places: of a checkpoint here, of a release in `tpuconv.direct`."""
 
 import warnings
 from collections.abc import Callable, Collection, Mapping

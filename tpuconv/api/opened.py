@@ -1,5 +1,6 @@
 """A model that is loaded: a checkpoint of ours, or a release."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -54,12 +55,9 @@ def opened_model(src: str | Location, options: Options) -> Iterator[OpenedModel]
         UsageError: there is neither, or options are given for a checkpoint.
         TpuconvError: see `tpuconv.api.plan`.
     """
-    if is_checkpoint(src):
-        from tpuconv.checkpoint.manifest import read_manifest
-
+    if (manifest := _checkpoint_at(src)) is not None:
         plain = Options(include_mtp=options.include_mtp)
         given = [each.name for each in fields(Options) if getattr(options, each.name) != getattr(plain, each.name)]
-        manifest = read_manifest(to_location(src))
         if given:
             raise UsageError(
                 f"{src} is a checkpoint of tpuconv, which has the form that it was converted to",
@@ -75,15 +73,17 @@ def opened_model(src: str | Location, options: Options) -> Iterator[OpenedModel]
         yield OpenedModel(planned_manifest(plan), plan)
 
 
-def is_checkpoint(src: str | Location) -> bool:
-    """Returns True if `src` is to be read as a checkpoint of ours: a folder with a manifest, which is not of
-    safetensors, or one that is no release either."""
+def _checkpoint_at(src: str | Location) -> "Manifest | None":
+    """Returns the manifest of a checkpoint of ours; None if `src` is a folder of safetensors or may be a Hub id. Raises
+    as `read_manifest` does."""
+    from tpuconv.checkpoint.manifest import manifest_of, read_manifest
     from tpuconv.sources.files import CONFIG_FILE
     from tpuconv.storage.places import is_there
-    from tpuconv.storage.sealed import SAFETENSORS, kind_of
+    from tpuconv.storage.sealed import SAFETENSORS, read_sealed
 
     place = to_location(src)
     if is_there(place / MANIFEST):
-        return kind_of(place) != SAFETENSORS
-    is_folder = isinstance(place, BucketPath) or place.is_dir()  # else it may be a Hub id
-    return is_folder and not is_there(place / CONFIG_FILE)
+        sealed = read_sealed(place)
+        return None if sealed.raw.get("kind") == SAFETENSORS else manifest_of(place, sealed)
+    is_folder = isinstance(place, BucketPath) or os.path.isdir(place)  # else a Hub id, or nothing
+    return read_manifest(place) if is_folder and not is_there(place / CONFIG_FILE) else None
