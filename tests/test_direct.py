@@ -30,6 +30,7 @@ from helpers.checkpoints import (
 from helpers.commands import EXAMPLE
 from helpers.commands import tpuconv as command
 from helpers.conversions import plan_for, same_bits
+from helpers.drafts import WITH_MODULE, save_with_drafts
 from helpers.encoded import ENCODINGS, GPT_OSS, fp8, fp8_channel, gptq, int4_asymmetric, mxfp4, write_encoded
 from helpers.families import BY_ID, CASES, FIRST, VISION
 from helpers.joined import joined
@@ -196,6 +197,13 @@ def test_the_module_for_further_tokens(with_mtp, tmp_path):
     random_checkpoint(tmp_path / "hf", qwen3_config())
     with pytest.raises(UsageError, match="no layers that predict further tokens"):
         tpuconv.load(tmp_path / "hf", mtp=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", dict.fromkeys(WITH_MODULE))
+def test_modules_of_every_family(name, tmp_path, small_cuts):
+    source, scan = save_with_drafts(BY_ID[name], tmp_path / "hf"), not BY_ID[name].no_scan
+    assert_as_converted(source, tmp_path / "out", mtp=True, text_only=True, scan_layers=scan)
 
 
 @pytest.mark.parametrize("name", [*(["gemma3"]), *(pytest.param(n, marks=pytest.mark.slow) for n in list(SIGHTS)[1:])])
