@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise, product
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -25,7 +25,7 @@ from tpuconv.convert.run.strided import copy_strided
 from tpuconv.convert.run.workers import Cancelled
 from tpuconv.errors import SourceError
 from tpuconv.location import BucketPath
-from tpuconv.notation.layout import lead, runs, sliceable
+from tpuconv.notation.layout import Axes, lead, runs, sliceable
 from tpuconv.notation.table import Binding
 from tpuconv.restore import Placing, box_of
 from tpuconv.sources.reader import Reader
@@ -295,14 +295,27 @@ def narrowed(plan: Plan, slab: Slab, needed: Mapping[str, Intervals], gap: int) 
 def _least_gap(plan: Plan, slab: Slab, letter: str, intervals: Intervals) -> float:
     """Returns the fewest bytes that lie between two runs of a source tensor if a letter of a slab is cut to these
     intervals; infinity if one run remains."""
-    least = float("inf")
+    least, sizes = float("inf"), slab.binding.sizes
     for stack, axes in zip(slab.binding.src, slab.binding.layout.src, strict=True):
-        inner, sizes = axes[stack.depth :], slab.binding.sizes
-        if not any(letter in axis.letters() for axis in inner):
-            continue
-        ranges = [{**slab.ranges, letter: interval} for interval in intervals]
-        found = sorted(run for each in ranges for run in runs(inner, sizes, each))
-        skipped = min((b[0] - a[1] for a, b in pairwise(found)), default=None)
-        if skipped is not None:
-            least = min(least, plan.tensors[stack.names[0]].stored_bytes(skipped))
+        inner = axes[stack.depth :]
+        letters = [x for axis in inner for x in axis.letters() if x in sizes]
+        if letter in letters:
+            ranges = tuple((x, slab.ranges[x]) for x in letters if x in slab.ranges and x != letter)
+            lengths = tuple((x, sizes[x]) for x in letters)
+            skipped = _fewest_skipped(inner, lengths, ranges, letter, tuple(intervals))
+            least = min(least, skipped * plan.tensors[stack.names[0]].stored_bytes(1 << 20) / (1 << 20))
     return least
+
+
+@lru_cache(1 << 14)  # layers and experts are alike
+def _fewest_skipped(
+    axes: Axes,
+    sizes: tuple[tuple[str, int], ...],
+    ranges: tuple[tuple[str, tuple[int, int]], ...],
+    letter: str,
+    intervals: tuple[tuple[int, int], ...],
+) -> float:
+    """Returns the fewest elements of a tensor that lie between two of its runs in these ranges; infinity if there is
+    one run."""
+    found = sorted(run for each in intervals for run in runs(axes, dict(sizes), {**dict(ranges), letter: each}))
+    return min((b[0] - a[1] for a, b in pairwise(found)), default=float("inf"))
