@@ -348,6 +348,20 @@ def test_strided_copies_are_copies(shape, order, reverse, parts, itemsize):
     assert not any(buffer[end - 4 : end].any() for end in ends), "nothing else is touched"
 
 
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+@pytest.mark.parametrize(("order", "aligned"), [((1, 0, 2), True), ((2, 0, 1), True), ((2, 1, 0), False)])
+def test_strided_copies_into_a_part_of_an_array(order, aligned, itemsize):
+    """A shard of a device has more rows and columns than a slab."""
+    x = np.arange(24 * 64 * 96).astype(f"u{itemsize}").reshape(24, 64, 96).transpose(order)
+    whole = np.zeros([n + 24 for n in x.shape], x.dtype)
+    first = 8 if aligned else 3
+    part = tuple(slice(first, first + n) for n in x.shape)
+    copy_strided([(whole[part], x)])
+    np.testing.assert_array_equal(whole[part], x)
+    whole[part] = 0
+    assert not whole.any(), "nothing else is touched"
+
+
 @pytest.mark.parametrize("dtype", [*FLOATS, "float64"])
 @given(data=st.data())
 def test_what_is_not_finite_is_found_wherever_it_is(dtype, data):

@@ -25,7 +25,7 @@ ORDER = (
     *("errors", "extras", "text", "memory", "names", "options", "location", "progress"),
     *("credentials", "object_requests", "buckets", "jsonfile", "hosts"),
     *("patterns", "private", "libtpu", "notation", "storage", "sources", "encodings", "checkpoint", "models"),
-    *("targets", "convert", "quantize", "restore", "persist", "verify", "doctor", "api", "commands"),
+    *("targets", "convert", "quantize", "restore", "direct", "persist", "verify", "doctor", "api", "commands"),
     *("cli", "__main__"),
 )
 HEAVY = {"jax", "flax", "orbax", "torch", "transformers"}
@@ -154,7 +154,7 @@ def test_one_name_has_one_meaning():
 
 
 PLAIN = ("tpuconv.quantize.config", "tpuconv.quantize.matches")
-WITH_JAX = ("tpuconv.models.", "tpuconv.quantize.", "tpuconv.restore", "tpuconv.persist")
+WITH_JAX = ("tpuconv.models.", "tpuconv.quantize.", "tpuconv.restore", "tpuconv.direct", "tpuconv.persist")
 
 
 def test_what_converts_needs_no_jax():
@@ -225,7 +225,7 @@ import sys
 import numpy as np
 from tpuconv.convert.run.transpose import transpose
 words, at = np.arange(64, dtype=np.uint64), np.zeros(1, np.int64)
-transpose(words, at, 8, np.zeros(512, np.uint8), at, 8, 8, 1)
+transpose(words, at, 8, np.zeros(512, np.uint8), at, 8, 8, 8, 1)
 assert "scipy.linalg" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)

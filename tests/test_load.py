@@ -262,7 +262,7 @@ def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(UsageError, match="only layers 1 to 1"):
         tpuconv.load(tmp_path / "part")
     with pytest.raises(UsageError, match="not a checkpoint made by tpuconv"):
-        tpuconv.load(folder)
+        tpuconv.load(tmp_path)
     convert(folder, tmp_path / "out")
     for dtype in ("float64", "float8_e4m3fn", "int8", jnp.complex64, "bfloat"):
         with pytest.raises(UsageError, match="cannot have the dtype"):

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import tpuconv
 from helpers.commands import EXAMPLE
 from helpers.conversions import convert
-from helpers.drafts import NOISE, save_with_drafts
+from helpers.drafts import NOISE, WITH_MODULE, save_with_drafts
 from helpers.families import BY_ID, PROMPTS
 from tpuconv import cli
 from tpuconv.convert.plan.types import Options
@@ -24,20 +24,6 @@ from tpuconv.models.speculate import Speculator
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 NEW = 10
-WITH_MODULE = (
-    *(
-        "deepseek_v3-groups",
-        "deepseek_v32-plain",
-        "glm_moe_dsa-plain",
-        "glm_moe_dsa-shared",
-        "glm4_moe-air",
-        "bailing_moe-plain",
-    ),
-    *("glm4_moe_lite-plain", "qwen3_next-plain", "qwen3_5_text-plain", "qwen3_5-plain", "qwen3_5_moe_text-plain"),
-    *("qwen3_5_moe-plain", "ernie4_5_moe-plain", "mimo_v2_flash-plain", "deepseek_v4-plain", "exaone_moe-plain"),
-    *("hy_v3-plain", "bailing_hybrid-plain", "bailing_moe-plain", "longcat_flash-plain", "nemotron_h-latent"),
-)
-
 NEVER_RIGHT = {"nemotron_h-latent"}
 """Cases whose random module drafts no right token: it has other parts than the model's last layers. What the module
 computes is measured in tests/test_mtp_modules.py."""

@@ -197,11 +197,32 @@ COMPRESS_OPTION = described_as(
     "Compress all arrays with zstd: smaller, slower. Quantized values of less than 8 bits are always compressed.",
     manifest=Key(),
 )
-QUANTIZE_OPTION = described_as("Quantize during the conversion, by this config of `tpuconv quantize`.")
+QUANTIZE_OPTION = described_as(
+    "Quantize during the conversion, by this config of `tpuconv quantize`.",
+    python="Quantize on the way, by this config of `tpuconv quantize`.",
+)
 SCHEME_OPTION = described_as(
     "The format of quantized weights: quant_method of config.json.  [default: chosen by the types of the weights]",
     choices=SCHEME_CHOICES,
     manifest=Key(),
+)
+SCAN_LAYERS_OPTION = described_as("Stack the layers into one array each, for jax.lax.scan.", manifest=Key(always=True))
+TEXT_ONLY_OPTION = described_as(
+    "Convert the text model of a multimodal model alone, without what sees images or hears.",
+    python="Take the text model of a multimodal model alone, without what sees images or hears.",
+)
+ADAPTER_OPTION = described_as(
+    "Merge this LoRA adapter of PEFT into the weights; may be repeated.",
+    python="Merge these LoRA adapters of PEFT into the weights: folders or Hub ids, each perhaps with a weight: "
+    "`my-lora:0.5`.",
+    manifest=Key("adapters", to_json=lambda adapters: [adapter.to_json() for adapter in adapters]),
+)
+REVISION_OPTION = described_as("Branch, tag or commit of a Hub repository.")
+NONFINITE_OPTION = described_as("Accept NaN and infinite values, and scales of 0.", manifest=Key())
+ALLOW_CONFIG_OPTION = described_as(
+    "Ignore this key of config.json, which is not supported; may be repeated.",
+    python="Ignore these keys of config.json, which are not supported.",
+    manifest=Key(to_json=lambda keys: sorted(set(keys))),
 )
 MESH_OPTION = described_as(
     "Sizes of the mesh axes, such as tensor=8,expert=2.", python='Sizes of the mesh axes, such as {"tensor": 8}.'
@@ -216,7 +237,7 @@ GATES_OPTION = described_as(
     '{"mean_kl": 0.01}.',
 )
 SPECULATE_OPTION = described_as(
-    "Draft tokens with the model's MTP module. The checkpoint must be converted with `include_mtp=True`."
+    "Draft tokens with the model's MTP module. A checkpoint must be converted with `include_mtp=True`."
 )
 WORKSPACE_OPTION = described_as(
     "Folder for large temporary files, such as /dev/shm: shards of a streamed source, and the results of a "

@@ -1,7 +1,8 @@
-"""Loads a checkpoint as a Flax NNX model."""
+"""Loads a checkpoint as a Flax NNX model. `load_from` assembles the model of any manifest, from arrays that a reader
+places: of a checkpoint here, of a release in `tpuconv.direct`."""
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tpuconv.models.common.placement import sharding
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
 from tpuconv.names import LAYOUTS, QVALUE, SCALE, ZERO_POINT, collapse
+from tpuconv.notation.layout import Shape
 from tpuconv.notation.sharding import AXES, MESH_AXES, decoding_mesh
 from tpuconv.notation.table import MTP_PARAMETERS
 from tpuconv.storage.disk import aligned_array
@@ -73,6 +75,29 @@ def load(
     """
     manifest = read_manifest(to_location(ckpt))
     manifest.check_complete()
+    if not manifest.sealed.is_sealed:
+        warnings.warn(
+            f"{ckpt} was made by an older tpuconv: its arrays are not checked against the manifest "
+            f"(`tpuconv verify {ckpt}` checks them)",
+            stacklevel=2,
+        )
+    return load_from(manifest, _stored_reader(manifest), dtype, mesh, mtp=mtp)
+
+
+ArrayReader = Callable[["Placing"], dict[str, jax.Array]]
+"""Reads the arrays of a model, and places them on devices."""
+
+
+def load_from(
+    manifest: Manifest,
+    read: ArrayReader,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    *,
+    mtp: bool = False,
+) -> nnx.Module:
+    """Returns the model that a manifest describes, with arrays that `read` gives; the others are arguments of `load`,
+    which says what is raised."""
     if dtype is not None and getattr(dtype, "__name__", str(dtype)) not in MODEL_DTYPES:
         raise UsageError(
             f"a model cannot have the dtype {dtype}", hint=f"give one of {', '.join(MODEL_DTYPES)}, or None"
@@ -100,15 +125,8 @@ def load(
     # With the module, the further layers after its first one are expected to be left.
     if unused := {n for n in manifest.arrays.keys() - flat.keys() if not (mtp and n.startswith(MTP_PARAMETERS))}:
         patterns = ", ".join(collapse(sorted(unused)))
-        warnings.warn(f"{ckpt}: not loaded, since the model does not use them: {patterns}", stacklevel=2)
-    if not manifest.sealed.is_sealed:
-        warnings.warn(
-            f"{ckpt} was made by an older tpuconv: its arrays are not checked against the manifest "
-            f"(`tpuconv verify {ckpt}` checks them)",
-            stacklevel=2,
-        )
-    check_contents(manifest, flat.keys())
-    arrays = _read(manifest, targets) if manifest.sealed.is_sealed else _restored(manifest, targets)
+        warnings.warn(f"{manifest.folder}: not loaded, since the model does not use them: {patterns}", stacklevel=3)
+    arrays = read(Placing(manifest, targets))
     manifest.check_current()
     for name, value in flat.items():
         if arrays[name].dtype != value.dtype:
@@ -116,6 +134,70 @@ def load(
     leaves = [(path, value.replace(arrays[_name(path)])) for path, value in nnx.to_flat_state(state)]
     model: nnx.Module = nnx.merge(graphdef, nnx.from_flat_state(leaves))
     return model
+
+
+class Placing:
+    """Places arrays on devices, shard by shard, in the dtypes of a model. A CPU takes aligned values as they are,
+    without a copy.
+
+    Args:
+        manifest: of the arrays.
+        targets: shape, dtype and format of each array of the model.
+    """
+
+    def __init__(self, manifest: Manifest, targets: Mapping[str, jax.ShapeDtypeStruct]):
+        self.manifest, self.targets = manifest, targets
+        self._overflown: list[str] = []
+
+    def place(self, name: str, values_of: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+        """Returns an array on its devices. `values_of` gives the stored values of a box, for each shard of this
+        process. Several threads may call this."""
+        target = self.targets[name]
+        sharding_of: Any = target.sharding
+        layout = target.format.layout
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            out, is_too_large = cast(values_of(box_of(index, target.shape)), np.dtype(target.dtype))
+            if is_too_large:
+                self._overflown.append(name)
+            return out
+
+        array = jax.make_array_from_callback(target.shape, sharding_of, part)
+        return array if layout is None else jax.device_put(array, Format(layout, sharding_of), donate=True)
+
+    def check(self) -> None:
+        """Raises UsageError if finite values of placed arrays became infinite."""
+        _check_casts(self.manifest, self.targets, self._overflown)
+
+
+def box_of(index: tuple[slice, ...] | None, shape: Shape) -> tuple[slice, ...]:
+    """Returns the box of a shard, given its index as a sharding has it."""
+    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index or (), shape, strict=True))
+
+
+def _stored_reader(manifest: Manifest) -> ArrayReader:
+    """Returns what reads the arrays of a checkpoint: our own reader, which takes two thirds of the processor time of
+    Orbax, and reads from every bucket; Orbax, if the manifest does not say how arrays are divided."""
+
+    def read(placing: Placing) -> dict[str, jax.Array]:
+        check_contents(manifest, placing.targets.keys())
+        if not manifest.sealed.is_sealed:
+            return _restored(manifest, placing.targets)
+
+        def placed(name: str) -> jax.Array:
+            def values_of(box: tuple[slice, ...]) -> np.ndarray:
+                values = aligned_array([s.stop - s.start for s in box], np.dtype(manifest.arrays[name].dtype))
+                read_box(manifest, name, box, values)
+                return values
+
+            return placing.place(name, values_of)
+
+        with ThreadPoolExecutor(READERS) as pool:
+            arrays = dict(zip(placing.targets, pool.map(placed, placing.targets), strict=True))
+        placing.check()
+        return arrays
+
+    return read
 
 
 def _restored(manifest: Manifest, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -141,35 +223,6 @@ def _restored(manifest: Manifest, targets: Mapping[str, jax.ShapeDtypeStruct]) -
 
 READERS = 4
 """Arrays that are read at a time; of each in a bucket, several shards."""
-
-
-def _read(manifest: Manifest, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays, read by our own reader, which takes two thirds of the processor time of Orbax, and reads from every
-    bucket. Each device reads its own part. A CPU takes aligned values as they are, without a copy."""
-
-    overflown: list[str] = []
-
-    def read(name: str) -> jax.Array:
-        target, stored = targets[name], np.dtype(manifest.arrays[name].dtype)
-        place: Any = target.sharding
-        layout = target.format.layout
-
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            box = [slice(*s.indices(n)[:2]) for s, n in zip(index or (), target.shape, strict=True)]
-            values = aligned_array([s.stop - s.start for s in box], stored)
-            read_box(manifest, name, box, values)
-            out, is_too_large = cast(values, np.dtype(target.dtype))
-            if is_too_large:
-                overflown.append(name)
-            return out
-
-        array = jax.make_array_from_callback(target.shape, place, part)
-        return array if layout is None else jax.device_put(array, Format(layout, place), donate=True)
-
-    with ThreadPoolExecutor(READERS) as pool:
-        arrays = dict(zip(targets, pool.map(read, targets), strict=True))
-    _check_casts(manifest, targets, overflown)
-    return arrays
 
 
 def _check_casts(manifest: Manifest, targets: Mapping[str, jax.ShapeDtypeStruct], overflown: Collection[str]) -> None:
@@ -227,10 +280,15 @@ def default_mesh(ckpt: str | Location) -> Mesh | None:
     Raises:
         UsageError: the folder has no checkpoint of tpuconv.
     """
+    return default_mesh_of(read_manifest(to_location(ckpt)))
+
+
+def default_mesh_of(manifest: Manifest) -> Mesh | None:
+    """Returns the mesh of `default_mesh` for the model of a manifest."""
     devices = jax.devices()
     if len(devices) == 1:
         return None
-    sizes = decoding_mesh(_model_config(read_manifest(to_location(ckpt))).sizes, len(devices))
+    sizes = decoding_mesh(_model_config(manifest).sizes, len(devices))
     return Mesh(mesh_utils.create_device_mesh(tuple(sizes.values()), devices), tuple(sizes))
 
 

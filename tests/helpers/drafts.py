@@ -28,6 +28,22 @@ NOISE = (0.3, 0.1, 0.03)
 """Of what hands the embedding on. Each makes drafts of another part of the tokens right."""
 
 
+WITH_MODULE = (
+    *(
+        "deepseek_v3-groups",
+        "deepseek_v32-plain",
+        "glm_moe_dsa-plain",
+        "glm_moe_dsa-shared",
+        "glm4_moe-air",
+        "bailing_moe-plain",
+    ),
+    *("glm4_moe_lite-plain", "qwen3_next-plain", "qwen3_5_text-plain", "qwen3_5-plain", "qwen3_5_moe_text-plain"),
+    *("qwen3_5_moe-plain", "ernie4_5_moe-plain", "mimo_v2_flash-plain", "deepseek_v4-plain", "exaone_moe-plain"),
+    *("hy_v3-plain", "bailing_hybrid-plain", "bailing_moe-plain", "longcat_flash-plain", "nemotron_h-latent"),
+)
+"""A case of each family with such a module."""
+
+
 def save_with_drafts(case: Case, folder: Path, noise: float = NOISE[0]) -> Path:
     """Writes the model of a case in float32 with a module for multi-token prediction beside, and returns the folder.
 

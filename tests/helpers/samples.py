@@ -14,6 +14,15 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
         *("qwen3_moe-few-experts", "gpt_oss-plain", "deepseek_v3-groups", "kimi_k2-one-group"),
     ),
     "test_every_family_is_kept_in_every_encoding": ("llama-plain-fp8", "qwen3-tied-awq"),
+    "test_every_family_is_loaded_as_it_is_converted": (
+        *("llama-plain-layers", "llama-plain-scan", "qwen3-tied-layers", "qwen3_moe-few-experts-scan"),
+        *("gpt_oss-plain-layers", "deepseek_v3-groups-layers", "llama4-scout-layers"),
+    ),
+    "test_encoded_weights_are_loaded_as_they_are_converted": (
+        *("deepseek_v3-groups-fp8-dequantize", "llama-plain-gptq-dequantize", "mixtral-plain-awq-dequantize"),
+        *("gpt_oss-plain-wide-mxfp4-dequantize", "qwen3-tied-fp8_channel-keep", "mixtral-plain-awq-keep"),
+    ),
+    "test_a_device_gets_its_shards_alone": ("plain-expert", "fp8-data", "gptq-data"),
     "test_real_models_are_planned_whole": (
         *("Qwen/Qwen3-0.6B", "mistralai/Mixtral-8x7B-v0.1", "openai/gpt-oss-20b", "meta-llama/Llama-3.3-70B-Instruct"),
     ),

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from tpuconv.api.converted import Conversion, ConversionPlan
 from tpuconv.api.quantization import find_rules, quantizer_by
-from tpuconv.api.running import run_plan
+from tpuconv.api.running import downloading_again, run_plan
 from tpuconv.convert.plan.options import Fetching, Options
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
 from tpuconv.names import OWN_TARGET
 from tpuconv.options import PART_ARGUMENT, PROGRESS_ARGUMENT, Budget, Replacing, argument, takes
-from tpuconv.progress import Listener, Progress, ignore
+from tpuconv.progress import Listener, ignore
 
 SRC = argument("A Hub id, or a folder with safetensors, on a disk or in a bucket (`gs://`, `s3://`, `az://`).")
 
@@ -54,31 +54,25 @@ def convert(asked: ConvertRequest) -> Conversion:
     from tpuconv.convert.plan.planning import planned_conversion
     from tpuconv.convert.run.conversion import read_ahead
     from tpuconv.convert.run.sizing import Limits
-    from tpuconv.sources.damaged import DamagedDownload
 
     place, progress = to_location(asked.out) if asked.out else None, asked.progress
     rules = find_rules(asked.quantize, asked.encoding)
     kinds = ["orbax" if asked.target == OWN_TARGET else asked.target, *([rules.name] if rules else [])]
     limits = Limits.of_this_machine(asked.jobs, asked.max_memory)
-    fetched_again: set[tuple[Path, ...]] = set()
-    while True:
-        try:
-            with planned_conversion(
-                str(asked.src),
-                asked,
-                asked,
-                quantizer_by(rules) if rules else None,
-                ahead=read_ahead,
-                progress=progress,
-            ) as planned:
-                out = place or Path("-".join([planned.source.name, *kinds]))
-                return run_plan(planned, out, limits, asked, "converting", progress, asked.part)
-        except DamagedDownload as error:
-            if tuple(error.files) in fetched_again:
-                raise
-            error.remove()
-            fetched_again.add(tuple(error.files))
-            progress(Progress("downloading", message=f"{error.message}: it is downloaded again."))
+
+    def converted() -> Conversion:
+        with planned_conversion(
+            str(asked.src),
+            asked,
+            asked,
+            quantizer_by(rules) if rules else None,
+            ahead=read_ahead,
+            progress=progress,
+        ) as planned:
+            out = place or Path("-".join([planned.source.name, *kinds]))
+            return run_plan(planned, out, limits, asked, "converting", progress, asked.part)
+
+    return downloading_again(converted, progress)
 
 
 @takes(PlanRequest)

@@ -1,21 +1,32 @@
 """Load and save models."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tpuconv.api.opened import OpenedModel, opened_model
+from tpuconv.api.running import downloading_again
+from tpuconv.convert.plan.options import Options
 from tpuconv.errors import UsageError
 from tpuconv.hosts import ProcessPart, find_part
-from tpuconv.location import Location, plain_path, to_location
-from tpuconv.memory import check_address_space_for_jax
+from tpuconv.location import Location, to_location
 from tpuconv.options import (
+    ADAPTER_OPTION,
+    ALLOW_CONFIG_OPTION,
     CACHE_DTYPE_OPTION,
+    ENCODING_OPTION,
+    NONFINITE_OPTION,
     OVERWRITE_OPTION,
     PROGRESS_ARGUMENT,
+    QUANTIZE_OPTION,
+    REVISION_OPTION,
+    SCAN_LAYERS_OPTION,
     SPECULATE_OPTION,
+    TEXT_ONLY_OPTION,
     Budget,
     argument,
     option,
@@ -29,16 +40,74 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
     from tpuconv.models.text_generator import PromptEncoder, TextGenerator
+    from tpuconv.sources.adapter import Adapter
 
 
-def load(
-    ckpt: str | Location, dtype: "DTypeLike | None" = None, mesh: "Mesh | None" = None, *, mtp: bool = False
-) -> "nnx.Module":
-    """Returns the model of a checkpoint, with its weights; see `tpuconv.restore.load`."""
-    from tpuconv import restore
+@dataclass(eq=False, repr=False)
+class LoadRequest:
+    """The arguments of `load`."""
 
-    with plain_path(to_location(ckpt)) as folder:
-        return restore.load(folder, dtype, mesh, mtp=mtp)
+    src: str | Location = field(
+        metadata=argument(
+            "A checkpoint of tpuconv, or a release: a folder with safetensors, on a disk or in a bucket, or a Hub id."
+        )
+    )
+    dtype: "DTypeLike | None" = field(
+        default=None,
+        metadata=argument(
+            "Of parameters and activations; None for the dtype of the checkpoint or release. Quantized values are not "
+            "cast."
+        ),
+    )
+    mesh: "Mesh | None" = field(
+        default=None,
+        metadata=argument(
+            "Devices to shard the parameters over, with axes of the names in `tpuconv.notation.sharding.AXES`; each "
+            "device has its own shards only. None for one device of this process."
+        ),
+    )
+    _: KW_ONLY
+    mtp: bool = field(
+        default=False,
+        metadata=argument("With the module for multi-token prediction, `model.mtp`: of several layers the first."),
+    )
+    scan_layers: bool = field(default=False, metadata=SCAN_LAYERS_OPTION)
+    text_only: bool = field(default=False, metadata=TEXT_ONLY_OPTION)
+    encoding: str = field(default="dequantize", metadata=ENCODING_OPTION)
+    quantize: "str | Path | None" = field(default=None, metadata=QUANTIZE_OPTION)
+    adapter: "Sequence[str | Adapter]" = field(default=(), metadata=ADAPTER_OPTION)
+    revision: str | None = field(default=None, metadata=REVISION_OPTION)
+    allow_nonfinite: bool = field(default=False, metadata=NONFINITE_OPTION)
+    allow_config: Sequence[str] = field(default=(), metadata=ALLOW_CONFIG_OPTION)
+
+
+@takes(LoadRequest)
+def load(asked: LoadRequest) -> "nnx.Module":
+    """Returns the model of a checkpoint or of a release, with its weights.
+
+    A release is read as `convert` reads it. The model has the bits that the converted checkpoint has; nothing is
+    written but the Hub's cache. Each process reads the byte ranges of its own shards. A file of the Hub is compared
+    with the hash that the Hub promises where one process reads all of it. The options after `mtp` are for releases.
+
+    The model takes `model(ids_BT)` and returns logits [B, T, V] in float32; of a classifier scores [B, O] of each text,
+    of a model without a head hidden states [B, T, D]. Parameters that are quantized are QArrays of Qwix.
+
+    Raises:
+        UsageError: there is no checkpoint and no release; an option is not for it; `dtype` cannot hold its values; or
+            `mtp` is asked for and there are no such layers.
+        TpuconvError: a release cannot be converted, or is damaged: faults that headers show are raised before a weight
+            byte is read, as by `convert`. Of a checkpoint see `tpuconv.restore.load`.
+    """
+
+    names = {each.name for each in fields(Options)} & {each.name for each in fields(asked)} - {"dtype"}
+    options = Options(include_mtp=asked.mtp, **{name: getattr(asked, name) for name in names})
+
+    def loaded() -> "nnx.Module":
+        with opened_model(asked.src, options) as opened:
+            model: nnx.Module = opened.load(asked.dtype, asked.mesh, mtp=asked.mtp)
+            return model
+
+    return downloading_again(loaded, ignore)
 
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
@@ -79,23 +148,11 @@ def leave_processes() -> None:
     jax.distributed.shutdown()  # type: ignore[no-untyped-call]
 
 
-def load_on_all_devices(folder: Location, dtype: Any = None, *, mtp: bool = False) -> Any:
-    """Returns the model of a checkpoint, sharded over all devices (with `jax.distributed`, of all processes); with
-    `mtp` and its module for multi-token prediction."""
-    from tpuconv.checkpoint.manifest import read_manifest
-
-    check_address_space_for_jax(int(read_manifest(folder).raw["bytes"]))
-    from tpuconv import restore
-
-    with plain_path(folder) as path:
-        return restore.load(path, dtype, restore.default_mesh(path), mtp=mtp)
-
-
 @dataclass(eq=False, repr=False)
 class GeneratorRequest:
     """The arguments of `generator`."""
 
-    ckpt: str | Location = field(metadata=argument("A checkpoint with a tokenizer."))
+    ckpt: str | Location = field(metadata=argument("A checkpoint or a release, with a tokenizer."))
     _: KW_ONLY
     temperature: float = option(0.0, "0 takes the most likely token.")
     top_p: float = option(1.0, "Sample from the smallest set of tokens with this total probability.")
@@ -118,11 +175,15 @@ def generator(asked: GeneratorRequest) -> "TextGenerator":
             or `speculate` is asked for with a temperature, or of a checkpoint without a module for multi-token
             prediction.
     """
+    with opened_model(asked.ckpt, Options(include_mtp=asked.speculate)) as opened:
+        return _generator(asked, opened)
+
+
+def _generator(asked: GeneratorRequest, opened: OpenedModel) -> "TextGenerator":
     from tpuconv.checkpoint.companions import tokenizer_folder
-    from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import check_logits, check_mtp
 
-    manifest = read_manifest(to_location(asked.ckpt))
+    manifest = opened.manifest
     check_logits(manifest)
     if asked.speculate:
         check_mtp(manifest)
@@ -145,7 +206,7 @@ def generator(asked: GeneratorRequest) -> "TextGenerator":
     processors = cache(lambda: kept.enter_context(tokenizer_folder(manifest))) if manifest.parts else None
     if asked.before_reading is not None:
         asked.before_reading(PromptEncoder(tokenizer, context_of(model_config(manifest)), processors))
-    model = load_on_all_devices(manifest.folder, mtp=asked.speculate)
+    model = opened.load_on_all_devices(mtp=asked.speculate)
     manifest.check_current()  # the tokenizer was read from the same checkpoint
     return TextGenerator(
         model, tokenizer, ends, sampling, asked.cache_dtype, speculate=asked.speculate, folder=processors

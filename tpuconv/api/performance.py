@@ -5,11 +5,12 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpuconv.api.opened import OpenedModel, opened_model
+from tpuconv.convert.plan.options import Options
 from tpuconv.errors import GateError, UsageError
 from tpuconv.location import Location, to_location
 from tpuconv.options import (
     CACHE_DTYPE_OPTION,
-    CKPT_ARGUMENT,
     DTYPE_OPTION,
     ENCODING_OPTION,
     MESH_OPTION,
@@ -26,7 +27,7 @@ from tpuconv.options import (
 from tpuconv.progress import Listener, Progress, ignore
 
 if TYPE_CHECKING:
-    from tpuconv.verify.benchmark import Machine, Timing
+    from tpuconv.verify.benchmark import Machine, Timing, Workload
     from tpuconv.verify.topology.request import CompileRequest, FitReport
 
 
@@ -73,7 +74,7 @@ class Benchmark:
 class BenchmarkRequest:
     """The arguments of `benchmark`."""
 
-    ckpt: str | Location = field(metadata=CKPT_ARGUMENT)
+    ckpt: str | Location = field(metadata=argument("A checkpoint of tpuconv, or a release."))
     _: KW_ONLY
     batch: Sequence[int] = option(
         (1,),
@@ -104,16 +105,21 @@ def benchmark(asked: BenchmarkRequest) -> Benchmark:
         TpuconvError: the checkpoint cannot be loaded, or a combination needs more memory or more positions than there
             are.
     """
-    from tpuconv.api.models import load_on_all_devices
+    from tpuconv.verify import benchmark as measuring
+
+    shapes = measuring.workloads(asked.batch, asked.prompt_length, asked.new_tokens)
+    with opened_model(asked.ckpt, Options(include_mtp=asked.speculate)) as opened:
+        return _timed(asked, opened, shapes)
+
+
+def _timed(asked: BenchmarkRequest, opened: OpenedModel, shapes: "Sequence[Workload]") -> Benchmark:
     from tpuconv.checkpoint.companions import tokenizer_folder
-    from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import check_logits, check_mtp
     from tpuconv.models.stored import check_cache_dtype, check_positions
     from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
     from tpuconv.verify import benchmark as measuring
 
-    shapes = measuring.workloads(asked.batch, asked.prompt_length, asked.new_tokens)
-    manifest = read_manifest(to_location(asked.ckpt))
+    manifest = opened.manifest
     check_logits(manifest)
     if asked.speculate:
         check_mtp(manifest)
@@ -126,7 +132,7 @@ def benchmark(asked: BenchmarkRequest) -> Benchmark:
     prompt_ids = tokenizer(measuring.PROMPT)["input_ids"] if tokenizer else []
     machine = measuring.machine()
     asked.progress(Progress("loading"))
-    model = load_on_all_devices(manifest.folder, compute, mtp=asked.speculate)
+    model = opened.load_on_all_devices(compute, mtp=asked.speculate)
     asked.progress(Progress(""))  # nothing is drawn while times are taken
     timings = list(
         measuring.measure(

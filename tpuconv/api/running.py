@@ -1,9 +1,10 @@
 """Runs a plan."""
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tpuconv.api.converted import Conversion
 from tpuconv.hosts import ProcessPart
@@ -15,6 +16,25 @@ from tpuconv.progress import Listener, Progress
 if TYPE_CHECKING:
     from tpuconv.convert.plan.types import Plan
     from tpuconv.convert.run.sizing import Limits
+
+Outcome = TypeVar("Outcome")
+
+
+def downloading_again(work: Callable[[], Outcome], progress: Listener) -> Outcome:
+    """Returns the result of work on a source. If a file in the Hub's cache turns out to be damaged, it is downloaded
+    once again."""
+    from tpuconv.sources.damaged import DamagedDownload
+
+    removed: set[tuple[Path, ...]] = set()
+    while True:
+        try:
+            return work()
+        except DamagedDownload as error:
+            if tuple(error.files) in removed:
+                raise
+            error.remove()
+            removed.add(tuple(error.files))
+            progress(Progress("downloading", message=f"{error.message}: it is downloaded again."))
 
 
 def run_plan(

@@ -11,7 +11,6 @@ from tpuconv.commands.console import Table, console, print_json, say, show
 from tpuconv.commands.inputs import chosen_checkpoint
 from tpuconv.commands.process import all_processes
 from tpuconv.commands.progress import shown
-from tpuconv.location import Location
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.text import format_rate, format_size
 
@@ -39,19 +38,19 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
     "tpuconv benchmark Qwen3-8B-orbax --batch 1,8 --prompt-length 128 --new-tokens 64",
     "tpuconv benchmark Qwen3-8B-orbax --cache-dtype int8 --markdown",
 )
-@options.ckpt
+@options.src_or_ckpt
 @options.of(api.benchmark)
 @click.option("--markdown", is_flag=True, help="Print a Markdown table.")
 @options.on_all_processes
 @options.as_json
-def benchmark(ckpt: Location | None, markdown: bool, distributed: bool, as_json: bool, **sizes: Any) -> None:
-    """Time prefill and decoding of CKPT on the devices of this machine; with --distributed, on the devices of all
-    processes.
+def benchmark(src: str | None, markdown: bool, distributed: bool, as_json: bool, **sizes: Any) -> None:
+    """Time prefill and decoding of a release or a checkpoint on the devices of this machine; with --distributed, on the
+    devices of all processes.
 
-    CKPT defaults to the newest checkpoint in the current folder.
+    The default is the newest checkpoint in the current folder.
     """
     with all_processes(distributed):
-        chosen = chosen_checkpoint(ckpt, "Benchmarking", quiet=as_json or markdown, own=True)
+        chosen = src or chosen_checkpoint(None, "Benchmarking", quiet=as_json or markdown, own=True)
         check_address_space_for_jax()
         with shown(as_json or markdown) as progress:
             found = api.benchmark(chosen, progress=progress, **sizes)

@@ -3,13 +3,10 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, lines, print_json, show
 from tpuconv.commands.inputs import chosen_checkpoint
-from tpuconv.commands.params import Name
 from tpuconv.commands.progress import shown
 from tpuconv.errors import GateError
 from tpuconv.memory import check_address_space_for_jax
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
     "tpuconv fit deepseek-ai/DeepSeek-R1 --topology v6e:8x8 --encoding keep",
     "tpuconv fit Qwen3-8B-orbax --topology v5e:2x2 --write-layouts",
 )
-@click.argument("src", required=False, type=Name(), metavar="[SRC_OR_CKPT]")
+@options.src_or_ckpt
 @options.of(api.fit)
 @options.as_json
 def fit(src: str | None, topologies: tuple[str, ...], as_json: bool, **request: Any) -> None:

@@ -15,7 +15,6 @@ from tpuconv.commands.inputs import chosen_checkpoint, read_prompts
 from tpuconv.commands.params import File, Prompt
 from tpuconv.commands.process import all_processes
 from tpuconv.errors import UsageError
-from tpuconv.location import Location
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.options import MOST_TOKENS
 from tpuconv.text import plain
@@ -29,10 +28,11 @@ if TYPE_CHECKING:
     "Generate text.",
     'tpuconv generate --prompt "Once upon a time"',
     'tpuconv generate Qwen3-8B-orbax --chat --system "Be brief." --prompt "What is a TPU?"',
+    'tpuconv generate Qwen/Qwen3-0.6B --prompt "Once upon a time"',
     'tpuconv generate gemma-3-4b-it-orbax --chat --image cat.png --prompt "What is this?"',
     'tpuconv generate Qwen3-8B-orbax --prompt "def fibonacci(n):" --temperature 0.7 --top-p 0.9 --seed 1',
 )
-@options.ckpt
+@options.src_or_ckpt
 @click.option(
     "--prompt",
     "prompts",
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
 @options.of(api.generator)
 @options.as_json
 def generate(
-    ckpt: Location | None,
+    src: str | None,
     prompts: tuple[str, ...],
     prompt_file: Path | None,
     images: tuple[Path, ...],
@@ -98,7 +98,10 @@ def generate(
     as_json: bool,
     **sampling: Any,
 ) -> None:
-    """Continue prompts with the model of CKPT, the newest checkpoint in the current folder by default."""
+    """Continue prompts with the model of a release or of a checkpoint, the newest one in the current folder by default.
+
+    A release, safetensors in a folder or on the Hub, is loaded without a conversion.
+    """
     if distributed and "-" in prompts:
         raise UsageError("--prompt - reads the input of each process", hint="give --prompt TEXT or --prompt-file")
     options.require_mode("--chat", chat, "system")
@@ -109,7 +112,7 @@ def generate(
     if (images or sounds) and speculate:
         raise UsageError("--speculate drafts for text alone", hint="leave it out with --image and --sound")
     with all_processes(distributed):
-        folder = chosen_checkpoint(ckpt, "Generating with", quiet=as_json, own=True)
+        folder = src or chosen_checkpoint(None, "Generating with", quiet=as_json, own=True)
         check_address_space_for_jax()
 
         def check_prompts(encoder: "PromptEncoder") -> None:

@@ -146,6 +146,8 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON o
 
 ckpt = click.argument("ckpt", required=False, type=LocationParam())
 
+src_or_ckpt = click.argument("src", required=False, type=Name(), metavar="[SRC_OR_CKPT]")
+
 processes = stacked(
     click.option(
         "--distributed",

@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from tpuconv.names import OWN_TARGET
 from tpuconv.options import (
+    ADAPTER_OPTION,
+    ALLOW_CONFIG_OPTION,
     COMPRESS_OPTION,
     DTYPE_OPTION,
     ENCODING_OPTION,
+    NONFINITE_OPTION,
     QUANTIZE_OPTION,
+    REVISION_OPTION,
+    SCAN_LAYERS_OPTION,
     SCHEME_OPTION,
+    TEXT_ONLY_OPTION,
     WORKSPACE_OPTION,
     Key,
     manifest_keys,
@@ -32,9 +38,7 @@ class Options:
     encoding: str = field(default="dequantize", metadata=ENCODING_OPTION)
     compress: bool = field(default=False, metadata=COMPRESS_OPTION)
     quantize: str | Path | None = field(default=None, metadata=QUANTIZE_OPTION)
-    scan_layers: bool = option(
-        False, "Stack the layers into one array each, for jax.lax.scan.", manifest=Key(always=True)
-    )
+    scan_layers: bool = field(default=False, metadata=SCAN_LAYERS_OPTION)
     layers: range | None = option(
         None,
         "Convert only these layers as a trial: the first and the last, such as 0-1.",
@@ -46,36 +50,23 @@ class Options:
         "Convert the multi-token prediction layers (DeepSeek, GLM, Qwen3-Next and others) too.",
         manifest=Key(always=True),
     )
-    text_only: bool = option(
-        False, "Convert the text model of a multimodal model alone, without what sees images or hears."
-    )
+    text_only: bool = field(default=False, metadata=TEXT_ONLY_OPTION)
     target: str = option(
         OWN_TARGET,
         "The program that reads the output: tpuconv, huggingface, maxtext, tunix, nnx, jax-llm-examples, or a plugin.",
         manifest=Key(),
     )
     scheme: str | None = field(default=None, metadata=SCHEME_OPTION)
-    adapter: "Sequence[str | Adapter]" = option(
-        (),
-        "Merge this LoRA adapter of PEFT into the weights; may be repeated.",
-        python="Merge these LoRA adapters of PEFT into the weights: folders or Hub ids, each perhaps with a weight: "
-        "`my-lora:0.5`.",
-        manifest=Key("adapters", to_json=lambda adapters: [adapter.to_json() for adapter in adapters]),
-    )
+    adapter: "Sequence[str | Adapter]" = field(default=(), metadata=ADAPTER_OPTION)
     keep_adapter: bool = option(
         False,
         "Write the adapter as the target's LoRA tree, to train it further, instead of merging it.",
         python="Write the adapter as the target's LoRA tree, to train it further, and nothing else; do not merge it.",
         manifest=Key(),
     )
-    revision: str | None = option(None, "Branch, tag or commit of a Hub repository.")
-    allow_nonfinite: bool = option(False, "Accept NaN and infinite values, and scales of 0.", manifest=Key())
-    allow_config: Sequence[str] = option(
-        (),
-        "Ignore this key of config.json, which is not supported; may be repeated.",
-        python="Ignore these keys of config.json, which are not supported.",
-        manifest=Key(to_json=lambda keys: sorted(set(keys))),
-    )
+    revision: str | None = field(default=None, metadata=REVISION_OPTION)
+    allow_nonfinite: bool = field(default=False, metadata=NONFINITE_OPTION)
+    allow_config: Sequence[str] = field(default=(), metadata=ALLOW_CONFIG_OPTION)
 
     @classmethod
     def of_checkpoint(cls, manifest: "Manifest", *, compress: bool = False) -> "Options":

@@ -25,6 +25,7 @@ from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import MappingTable
 from tpuconv.progress import Listener, Progress
 from tpuconv.sources.hub import resolve
+from tpuconv.sources.repository import Resolved
 from tpuconv.sources.source import Source, fetched_meanwhile, open_source
 from tpuconv.targets.compose import same_parameters, target_table
 from tpuconv.targets.registry import get_target
@@ -75,22 +76,60 @@ def planned_conversion(
         streams=runs and streams and not options.keep_adapter,
         progress=lambda n, of: progress(Progress("downloading", n, of)),
     ) as resolved:
-        source = open_source(
-            resolved.folder,
-            repo=resolved.repo,
-            commit=resolved.commit,
-            sha256=resolved.sha256,
-            unproved=resolved.unproved,
-            listed=resolved.listed,
-        )
+        source = _opened(resolved)
         if options.keep_adapter:
             yield plan_kept_adapter(source, find_family(source.config), options)
             return
         if streams:
             source = fetched_meanwhile(source, resolved.remote, workspace)
-        family = find_family(source.config)
-        parts = () if options.text_only else family.parts_among(source.tensors)
-        yield plan_source(source, family, None, options, quantizer, ahead, parts)
+        yield _plan_release(source, options, quantizer, ahead)
+
+
+@contextmanager
+def planned_loading(src: str, options: Options, quantizer: Quantizer | None) -> Iterator[Plan]:
+    """Yields the plan of a release whose model is loaded without a checkpoint. Its weights are read where they are, in
+    a folder or in a bucket; from the Hub they are downloaded to its cache when the plan is known to have no faults. The
+    arguments are as of `planned_conversion`.
+
+    Raises:
+        UsageError: the quantization has a calibration.
+        TpuconvError: see `tpuconv.api.plan`.
+    """
+    options = options.with_adapters()
+    revision = options.revision
+    for weights in (False, True):
+        with resolve(src, revision=revision, weights=weights) as resolved:
+            plan = _plan_release(_opened(resolved), options, quantizer, None)
+            plan.check()
+            if plan.quantization and plan.quantization.calibration:
+                raise UsageError(
+                    f"{plan.quantization.config['name']} has a calibration, which runs the model before it is "
+                    "quantized",
+                    hint="`tpuconv convert` the release, `tpuconv quantize` the checkpoint, and load that",
+                )
+            if weights or not resolved.headers_only:
+                yield plan
+                return
+            revision = resolved.commit
+
+
+def _opened(resolved: Resolved) -> Source:
+    return open_source(
+        resolved.folder,
+        repo=resolved.repo,
+        commit=resolved.commit,
+        sha256=resolved.sha256,
+        unproved=resolved.unproved,
+        listed=resolved.listed,
+    )
+
+
+def _plan_release(
+    source: Source, options: Options, quantizer: Quantizer | None, ahead: Callable[[Plan], None] | None
+) -> Plan:
+    family = find_family(source.config)
+    parts = () if options.text_only else family.parts_among(source.tensors)
+    return plan_source(source, family, None, options, quantizer, ahead, parts)
 
 
 def planned_quantization(

@@ -1,16 +1,19 @@
 """The manifest that a run writes of its plan."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from math import prod
 from typing import Any
 
-from tpuconv.checkpoint.manifest import LIBRARIES, PARAMS, passthrough_facts
+from tpuconv.checkpoint.manifest import LIBRARIES, PARAMS, Manifest, passthrough_facts, stored_arrays
 from tpuconv.checkpoint.shards import ZSTD
 from tpuconv.convert.plan.types import OutputArray, Plan
 from tpuconv.convert.run.results import UnitResult
 from tpuconv.names import QVALUE
-from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT
+from tpuconv.sources.source import Source
+from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT, Sealed
 
 
 def describe(
@@ -75,6 +78,34 @@ def describe(
     elif plan.passthrough:
         manifest["quantization"] = passthrough_facts(plan.passthrough)
     return manifest
+
+
+@dataclass(frozen=True)
+class PlannedManifest(Manifest):
+    """The manifest of a checkpoint that is not written: its model is loaded from the `source`. Folder and files are of
+    the source; checksums are 0."""
+
+    source: Source
+
+    def check_current(self) -> None:
+        """Checks that the source is still what the plan was made from.
+
+        Raises:
+            SourceError: a file of weights is missing or changed.
+        """
+        reader = self.source.open(hashes=())
+        try:
+            reader.check_unchanged()
+        finally:
+            reader.close()
+
+
+def planned_manifest(plan: Plan) -> PlannedManifest:
+    """Returns the manifest that a run of the plan would write, as far as it is known before anything is read."""
+    sizes = {a.name: dict.fromkeys(a.shard_names(), 0) for a in plan.arrays.values() if a.compressed}
+    result = UnitResult(defaultdict(lambda: (0, 0)), defaultdict(dict), sizes)
+    raw = describe(plan, dict.fromkeys(plan.source.stamps), result, {}) | {"files": dict(plan.source.companions)}
+    return PlannedManifest(plan.source.folder, Sealed(raw, "", None), stored_arrays(raw), plan.source)
 
 
 def _stored_bytes(plan: Plan, sizes: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, int]]:

@@ -13,7 +13,7 @@ WORD = 8
 
 
 def copy_strided(copies: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Does `chunk[...] = view` for each pair (chunk, view).
+    """Does `chunk[...] = view` for each pair (chunk, view). A chunk may be a part of a larger array.
 
     If the views are transposed, a compiled loop copies them all at once, ten times as fast: a thread that releases the
     interpreter's lock for each chunk waits longer for it than the copy takes.
@@ -37,24 +37,24 @@ def _transpose(chunks: Sequence[np.ndarray], views: Sequence[np.ndarray]) -> boo
     rows, columns, pitch = view.shape[axis], view.shape[-1], view.strides[-1]
     per = WORD // view.itemsize
     if (
-        min(view.strides) <= 0
+        min(*view.strides, *chunk.strides) <= 0
         or (view.strides[axis], chunk.strides[-1]) != (view.itemsize, view.itemsize)
-        or chunk.strides[axis] != columns * view.itemsize
         or any(n % per for n in (rows, columns))
     ):
         return False
     (source, source_starts), (target, target_starts) = _matrices(views, axis), _matrices(chunks, axis)
-    if pitch % WORD or (source_starts % WORD).any():
+    if pitch % WORD or chunk.strides[axis] % WORD or (source_starts % WORD).any():
         return False
 
     from tpuconv.convert.run.transpose import transpose
 
     last = int(source_starts.max()) + (columns - 1) * pitch + rows * view.itemsize
     words = as_strided(source, (last // view.itemsize,), (view.itemsize,)).view(np.uint64)
-    room = int(target_starts.max()) + rows * columns * view.itemsize
+    room = int(target_starts.max()) + (rows - 1) * chunk.strides[axis] + columns * view.itemsize
     first = target[(0,) * (target.ndim - 1)][:1].view(np.uint8)  # by bytes: chunks are 4 apart, elements may have 8
     out = as_strided(first, (room,), (1,))
-    transpose(words, source_starts // WORD, pitch // WORD, out, target_starts, columns, rows, per)
+    out_pitch = chunk.strides[axis] // WORD
+    transpose(words, source_starts // WORD, pitch // WORD, out, target_starts, out_pitch, columns, rows, per)
     return True
 
 

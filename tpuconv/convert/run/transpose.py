@@ -26,6 +26,7 @@ def transpose(
     pitch: int,
     out: np.ndarray,
     out_starts: np.ndarray,
+    out_pitch: int,
     height: int,
     width: int,
     per: int,
@@ -37,8 +38,9 @@ def transpose(
             pitch`.
         starts: [matrices], where each begins.
         pitch: words from one row to the next.
-        out: bytes. The transposed rows of matrix k, one after the other, begin at byte `out_starts[k]`.
+        out: bytes. The transposed rows of matrix k begin at byte `out_starts[k]`.
         out_starts: [matrices].
+        out_pitch: words from one transposed row to the next.
         height, width: multiples of `per`.
         per: elements in a word.
 
@@ -49,7 +51,8 @@ def transpose(
     lows = (np.uint64(0x00000000FFFFFFFF), np.uint64(0x0000FFFF0000FFFF), np.uint64(0x00FF00FF00FF00FF))
     tile = np.empty((per, PANEL_ROWS // per, PANEL_WORDS + 1), np.uint64)
     for matrix in range(starts.size):
-        words = out[out_starts[matrix] : out_starts[matrix] + 8 * (height * width // per)].view(np.uint64)
+        length = 8 * ((width - 1) * out_pitch + height // per)
+        words = out[out_starts[matrix] : out_starts[matrix] + length].view(np.uint64)
         for i0 in range(0, width // per, PANEL_WORDS):
             wide = min(PANEL_WORDS, width // per - i0)
             for j0 in range(0, height, PANEL_ROWS):
@@ -69,7 +72,7 @@ def transpose(
                         half, stage = half // 2, stage + 1
                 for i in range(wide):
                     for x in range(per):
-                        first = ((per * (i0 + i) + x) * height + j0) // per
+                        first = (per * (i0 + i) + x) * out_pitch + j0 // per
                         target = words[first : first + squares]
                         for k in range(squares):
                             target[k] = tile[x, k, i]

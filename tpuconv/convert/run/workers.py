@@ -26,7 +26,7 @@ from tpuconv.sources.shard import SourceShard
 from tpuconv.storage.entries import RunJournal
 
 
-class _Cancelled(Exception):
+class Cancelled(Exception):
     """Another worker failed, or the user interrupted."""
 
 
@@ -202,7 +202,7 @@ class Workers:
 
     def _check_cancelled(self) -> None:
         if self.stop.is_set():
-            raise _Cancelled
+            raise Cancelled
 
 
 def _next_of(tasks: "queue.SimpleQueue[Task]") -> Task | None:

@@ -1,0 +1,89 @@
+"""A model that is loaded: a checkpoint of ours, or a release."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from tpuconv.api.quantization import find_rules, quantizer_by
+from tpuconv.convert.plan.options import Options
+from tpuconv.errors import UsageError
+from tpuconv.location import BucketPath, Location, plain_path, to_location
+from tpuconv.memory import check_address_space_for_jax
+from tpuconv.names import MANIFEST
+
+if TYPE_CHECKING:
+    from tpuconv.checkpoint.manifest import Manifest
+    from tpuconv.convert.plan.types import Plan
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model whose weights are not read yet. `plan` says how a release is read; it is None for a checkpoint."""
+
+    manifest: "Manifest"
+    plan: "Plan | None" = None
+
+    def load(self, dtype: Any = None, mesh: Any = None, *, mtp: bool = False) -> Any:
+        """Returns the model with its weights. See `tpuconv.api.load`."""
+        from tpuconv import restore
+
+        if self.plan is None:
+            with plain_path(self.manifest.folder) as folder:
+                return restore.load(folder, dtype, mesh, mtp=mtp)
+        from tpuconv.convert.run.sizing import Limits
+        from tpuconv.direct import ReleaseArrays
+
+        reader = ReleaseArrays(self.plan, Limits.of_this_machine())
+        return restore.load_from(self.manifest, reader, dtype, mesh, mtp=mtp)
+
+    def load_on_all_devices(self, dtype: Any = None, *, mtp: bool = False) -> Any:
+        """Returns the model, sharded over all devices (with `jax.distributed`, of all processes); with `mtp` and its
+        module for multi-token prediction."""
+        check_address_space_for_jax(int(self.manifest.raw["bytes"]))
+        from tpuconv.restore import default_mesh_of
+
+        return self.load(dtype, default_mesh_of(self.manifest), mtp=mtp)
+
+
+@contextmanager
+def opened_model(src: str | Location, options: Options) -> Iterator[OpenedModel]:
+    """Yields the model of a checkpoint of ours, or of a release, which is planned with the options.
+
+    Raises:
+        UsageError: there is neither, or options are given for a checkpoint.
+        TpuconvError: see `tpuconv.api.plan`.
+    """
+    if (manifest := _checkpoint_at(src)) is not None:
+        plain = Options(include_mtp=options.include_mtp)
+        given = [each.name for each in fields(Options) if getattr(options, each.name) != getattr(plain, each.name)]
+        if given:
+            raise UsageError(
+                f"{src} is a checkpoint of tpuconv, which has the form that it was converted to",
+                hint=f"leave out {', '.join(f'`{name}=`' for name in given)}, or give the release",
+            )
+        yield OpenedModel(manifest)
+        return
+    from tpuconv.convert.plan.planning import planned_loading
+    from tpuconv.convert.run.describe import planned_manifest
+
+    rules = find_rules(options.quantize, options.encoding)
+    with planned_loading(str(src), options, quantizer_by(rules) if rules else None) as plan:
+        yield OpenedModel(planned_manifest(plan), plan)
+
+
+def _checkpoint_at(src: str | Location) -> "Manifest | None":
+    """Returns the manifest of a checkpoint of ours; None if `src` is a folder of safetensors or may be a Hub id. Raises
+    as `read_manifest` does."""
+    from tpuconv.checkpoint.manifest import manifest_of, read_manifest
+    from tpuconv.sources.files import CONFIG_FILE
+    from tpuconv.storage.places import is_there
+    from tpuconv.storage.sealed import SAFETENSORS, read_sealed
+
+    place = to_location(src)
+    if is_there(place / MANIFEST):
+        sealed = read_sealed(place)
+        return None if sealed.raw.get("kind") == SAFETENSORS else manifest_of(place, sealed)
+    is_folder = isinstance(place, BucketPath) or os.path.isdir(place)  # else a Hub id, or nothing
+    return read_manifest(place) if is_folder and not is_there(place / CONFIG_FILE) else None
