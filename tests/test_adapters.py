@@ -117,8 +117,14 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("family", "targets"),
-    [("qwen3_moe", EXPERTS), ("mixtral", EXPERTS), ("gpt_oss", EXPERTS), ("qwen3_moe", EXPERTS[1:])],
-    ids=["qwen3_moe", "mixtral", "gpt_oss", "one of the two"],
+    [
+        ("qwen3_moe", EXPERTS),
+        ("mixtral", EXPERTS),
+        ("gpt_oss", EXPERTS),
+        ("llama4_text", ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]),
+        ("qwen3_moe", EXPERTS[1:]),
+    ],
+    ids=["qwen3_moe", "mixtral", "gpt_oss", "llama4_text", "one of the two"],
 )
 def test_parameters_of_all_experts(family: str, targets: list[str], dtype: str, hf, tmp_path: Path) -> None:
     source = hf(FIRST[family], dtype)

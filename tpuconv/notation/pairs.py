@@ -45,6 +45,11 @@ class Pair:
     b: np.ndarray
     scale: float
 
+    @property
+    def transposed(self) -> "Pair":
+        """The pair of the transposed matrix."""
+        return Pair(np.swapaxes(self.b, -1, -2), np.swapaxes(self.a, -1, -2), self.scale)
+
 
 @dataclass(frozen=True, eq=False)
 class StoredMatrix:
@@ -91,13 +96,17 @@ class PairRow:
         """The letters S, outermost first."""
         return tuple(axis.letter for axis in self.layout.src[0][:-2])
 
+    @property
+    def is_of_experts(self) -> bool:
+        """True if a released tensor has the matrices of all experts."""
+        return self.binding.src[0].depth < len(self.shared)
+
     @cached_property
     def has_inputs_first(self) -> bool:
         """True if the released matrices are [in, out], not [out, in]."""
         if self.binding.row.input_first:
             return True
-        of_experts = self.binding.src[0].depth < len(self.shared)
-        if not of_experts:
+        if not self.is_of_experts:
             return False
         # Matrices of experts in one tensor lie either way. A parameter has the inputs first.
         first = next(axis for axis in self.layout.dst[0] if axis.letter not in self.shared)

@@ -10,7 +10,7 @@ from tpuconv.sources.adapter_changes import AdapterFile, LowRank
 
 NESTED = ".base_layer"
 """The name that PEFT inserts into the name of a module for each parameter that is wrapped further out."""
-IN_ORDER = ("gate_up_proj", "down_proj")
+IN_ORDER = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 """Parameters of transformers' modules of experts, in their order."""
 
 

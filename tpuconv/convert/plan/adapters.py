@@ -17,7 +17,12 @@ from tpuconv.sources.adapter_experts import ExpertChange
 
 
 def changes_on_disk(
-    adapters: Sequence[Adapter], reader: ReleaseReader, release: Release, tensors: Mapping[str, Tensor]
+    adapters: Sequence[Adapter],
+    reader: ReleaseReader,
+    release: Release,
+    tensors: Mapping[str, Tensor],
+    *,
+    inputs_first: bool,
 ) -> list[Placed]:
     """Returns the changes of each adapter by the names on disk, in the order of the adapters.
 
@@ -26,6 +31,7 @@ def changes_on_disk(
         reader: of the model's family.
         release: how the model's tensors are named and grouped.
         tensors: the model's, by name on disk.
+        inputs_first: whether PEFT knows that experts [in, out] are so; else it takes them for [out, in].
     """
     out = []
     for adapter in adapters:
@@ -41,7 +47,7 @@ def changes_on_disk(
                 single.setdefault(found_in.tensor, found_in).changes[found_in.place] = change
         changes |= {tensor: each.joined(tensors[tensor].shape[0]) for tensor, each in single.items()}
         for experts in adapter.experts:
-            found = dict(_of_experts(experts, reader, release, tensors))
+            found = dict(_of_experts(experts, reader, release, tensors, inputs_first))
             changes |= found
             missing += [] if found else [experts.name]
         out.append(Placed(adapter.name, changes, tuple(missing)))
@@ -94,7 +100,7 @@ def _is_single(row: Map) -> bool:
 
 
 def _of_experts(
-    change: ExpertChange, reader: ReleaseReader, release: Release, tensors: Mapping[str, Tensor]
+    change: ExpertChange, reader: ReleaseReader, release: Release, tensors: Mapping[str, Tensor], inputs_first: bool
 ) -> Iterator[tuple[str, LowRank]]:
     """The changes of the tensors that hold a parameter of all experts: one tensor, or some of each expert."""
     name = reader.speller.spelled(change.name) or change.name
@@ -103,8 +109,8 @@ def _of_experts(
         if len(stacked.shape) == 2:  # a matrix that is named as a parameter
             yield stacked.name, change.alone()
         elif len(stacked.shape) == 3:
-            count, input_first = stacked.shape[0], stacked.scheme is None and row is not None and _is_input_first(row)
-            yield stacked.name, change.stacked(count, input_first=input_first)
+            input_first = inputs_first and stacked.scheme is None and row is not None and _is_input_first(row)
+            yield stacked.name, change.stacked(stacked.shape[0], input_first=input_first)
     elif row is not None:
         values = dict(zip(INDEX.findall(row.hf_names[0]), numbers(name), strict=True))
         for parts in _single(row, reader):

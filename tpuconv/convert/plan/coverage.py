@@ -28,6 +28,7 @@ from tpuconv.encodings.reshaped import recut, shaped
 from tpuconv.encodings.tensors import decode_names, unused_reason
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.models.common.config import IgnoredKey
+from tpuconv.models.common.saved import INPUTS_FIRST
 from tpuconv.models.registry import get_family
 from tpuconv.names import OWN_TARGET, collapse
 from tpuconv.notation.layout import Shape
@@ -86,7 +87,10 @@ def make_plan(
     input_first = {name for b in bindings if b.row.input_first for name in b.src_shapes()}
     tensors = recut(shaped(tensors, expected), expected, table.recut_groups(config, mtp))
     reader = get_family(family).release_reader(table.returns) if options.adapters else None
-    placed_changes = changes_on_disk(options.adapters, reader, table.release, tensors) if reader else ()
+    inputs_first = family in INPUTS_FIRST
+    placed_changes = (
+        changes_on_disk(options.adapters, reader, table.release, tensors, inputs_first=inputs_first) if reader else ()
+    )
     tensors, misfits = adapt(tensors, placed_changes, input_first)
     faults += misfits
     known_copies = table.copies_of(config, mtp)

@@ -19,7 +19,7 @@ from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.types import Plan
 from tpuconv.errors import LayoutError, MappingError, UsageError, shorten
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.saved import release_of_modules
+from tpuconv.models.common.saved import INPUTS_FIRST, release_of_modules
 from tpuconv.models.registry import Family
 from tpuconv.names import collapse
 from tpuconv.notation.layout import format_axes
@@ -72,6 +72,8 @@ def plan_kept_adapter(source: Source, family: Family, options: Options) -> Plan:
         found |= own.keys()
         try:
             row = PairRow(binding)
+            if row.is_of_experts and row.has_inputs_first and family.name not in INPUTS_FIRST:
+                own = {name: pair.transposed for name, pair in own.items()}
             for name, pair in row.of_parameters(own).items():
                 stored = row.stored(name, pair, alpha, flat=target.has_flat_pairs)
                 bare = name.removesuffix(target.leaf)

@@ -66,7 +66,14 @@ class PeftAdapter:
 
 
 def peft_adapter(
-    pairs: Mapping[str, Pair], tensors: Collection[str], base: str, alpha: float, *, whole: bool, input_first: bool
+    pairs: Mapping[str, Pair],
+    tensors: Collection[str],
+    base: str,
+    alpha: float,
+    *,
+    whole: bool,
+    input_first: bool,
+    has_experts: bool,
 ) -> PeftAdapter:
     """Returns the adapter of pairs.
 
@@ -77,13 +84,13 @@ def peft_adapter(
         alpha: of the training.
         whole: whether the model has no modules besides, such as towers.
         input_first: whether matrices are [in, out], as in Conv1D.
+        has_experts: whether the model has experts.
     """
     pairs = dict(sorted(pairs.items(), key=lambda each: _numbered(each[0])))
-    has_experts = any(EXPERTS_PART in name for name in tensors)
     changed = {}
     for name, pair in pairs.items():
         module = name.removesuffix(OF_LINEAR)
-        is_module = module != name and not (has_experts and _end(module) in NAMES_OF_EXPERTS)
+        is_module = module != name and pair.a.ndim == 2 and not (has_experts and _end(module) in NAMES_OF_EXPERTS)
         changed[module if is_module else name] = pair
     modules = [name for name in changed if name not in pairs]
     parameters = [name for name in changed if name in pairs]

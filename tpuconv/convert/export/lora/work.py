@@ -17,9 +17,11 @@ from tpuconv.convert.run.engine import WORKING, RunProgress, Work
 from tpuconv.convert.run.stamps import Stale
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location
-from tpuconv.models.common.saved import release_of_modules
+from tpuconv.models.common.saved import INPUTS_FIRST, release_of_modules
 from tpuconv.models.registry import Family
 from tpuconv.names import MANIFEST
+from tpuconv.notation.pairs import Pair
+from tpuconv.notation.table import EXPERTS
 from tpuconv.sources.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tpuconv.storage.entries import RunJournal
 from tpuconv.storage.hashes import hash_bytes
@@ -57,9 +59,20 @@ def trained_adapter(
     names = [name for binding in form.table.bind(form.config) for stack in binding.src for name in stack.names]
     is_whole = not any(isinstance(value, Mapping) and "model_type" in value for value in raw.values())
     rows = read_pairs(tree, pairs, alpha)
-    released = {name: pair for row, own in rows for name, pair in row.released(own).items()}
+    released: dict[str, Pair] = {}
+    for row, own in rows:
+        swaps = row.is_of_experts and row.has_inputs_first and family.name not in INPUTS_FIRST
+        released |= {name: pair.transposed if swaps else pair for name, pair in row.released(own).items()}
     input_first = any(row.binding.row.input_first for row, _ in rows)
-    adapter = peft_adapter(released, names, base, alpha, whole=is_whole, input_first=input_first)
+    adapter = peft_adapter(
+        released,
+        names,
+        base,
+        alpha,
+        whole=is_whole,
+        input_first=input_first,
+        has_experts=bool(form.config.sizes.get(EXPERTS)),
+    )
     facts = {"family": family.name, "target": form.target.name}
     return ExportContents(
         checkpoint=tree.folder,
