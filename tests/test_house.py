@@ -25,7 +25,7 @@ ORDER = (
     *("errors", "extras", "text", "memory", "names", "options", "location", "progress"),
     *("credentials", "object_requests", "buckets", "jsonfile", "hosts"),
     *("patterns", "private", "libtpu", "notation", "storage", "sources", "encodings", "checkpoint", "models"),
-    *("targets", "convert", "quantize", "restore", "persist", "verify", "doctor", "api", "commands"),
+    *("targets", "convert", "quantize", "weight_map", "restore", "persist", "verify", "doctor", "api", "commands"),
     *("cli", "__main__"),
 )
 HEAVY = {"jax", "flax", "orbax", "torch", "transformers"}
@@ -154,7 +154,10 @@ def test_one_name_has_one_meaning():
 
 
 PLAIN = ("tpuconv.quantize.config", "tpuconv.quantize.matches")
-WITH_JAX = ("tpuconv.models.", "tpuconv.quantize.", "tpuconv.restore", "tpuconv.persist")
+WITH_JAX = (
+    *("tpuconv.models.", "tpuconv.quantize.", "tpuconv.restore", "tpuconv.persist"),
+    "tpuconv.weight_map.on_devices",
+)
 
 
 def test_what_converts_needs_no_jax():

@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import UsageError, shorten
@@ -346,6 +345,7 @@ def _trained(
     from tpuconv.convert.export.way_back import explain_tree, parameters_of, readings
     from tpuconv.models.registry import find_family
     from tpuconv.sources.config import without_encoding
+    from tpuconv.sources.source import open_described
     from tpuconv.storage.places import is_there
 
     folder = locate_tree(ckpt)
@@ -355,7 +355,7 @@ def _trained(
             hint="leave out `config=`; if a trainer wrote other arrays into it, give the folder of its step",
         )
     tree = TrainedTree(folder)
-    source = _described(stack.enter_context(_resolved(config, None, progress, weights=False)))
+    source = open_described(stack.enter_context(_resolved(config, None, progress, weights=False)))
     raw = without_encoding(source.config)
     family = find_family(raw)
     returns = family.returns(raw, source.tensors)
@@ -395,18 +395,3 @@ def _resolved(src: str, revision: str | None, progress: Listener, *, weights: bo
         weights=weights,
         progress=lambda n, of: progress(Progress("downloading", n, of)),
     )
-
-
-def _described(resolved: "Resolved") -> "Source":
-    """The source in a folder; without tensors if the folder has no safetensors."""
-    from tpuconv.sources.companions import find_companions
-    from tpuconv.sources.config import read_config
-    from tpuconv.sources.files import CONFIG_FILE
-    from tpuconv.sources.source import Source, open_source
-    from tpuconv.storage.places import names_in
-
-    folder, repo = resolved.folder, resolved.repo
-    if (isinstance(folder, Path) and not folder.is_dir()) or any(n.endswith(".safetensors") for n in names_in(folder)):
-        return open_source(folder, repo=repo, commit=resolved.commit)
-    config = read_config(folder / CONFIG_FILE)
-    return Source(folder, config, {}, (), companions=find_companions(folder).copied)

@@ -1,4 +1,4 @@
-"""The functions on arrays that layouts and changes of values need. Layouts run on numpy's arrays, and on those of jax
+"""The functions on arrays that layouts and changes of values need. Layouts run on arrays of numpy, and on arrays of jax
 (`tpuconv.weight_map.on_devices`): one implementation of the notation serves both."""
 
 from collections.abc import Callable, Sequence

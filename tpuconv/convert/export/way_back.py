@@ -230,13 +230,13 @@ def _explained(
         for name in binding.dst_shapes()
     }
     found = {name.removesuffix(LEAF): name for name in tree.names}
-    front = _front(found, wanted)
+    front = front_of(found, wanted)
     names = {name: found[front + key] for key, name in wanted.items() if front + key in found}
     used = set(names.values())
     states: dict[str, list[str]] = {}
     unknown = []
     for name in sorted(tree.names - used):
-        if reason := _state(name):
+        if reason := state_of(name):
             states.setdefault(reason, []).append(name)
         else:
             unknown.append(name)
@@ -249,18 +249,18 @@ def _explained(
     return Explained(target, scan, mtp, table, config, names, missing, unknown, skipped)
 
 
-def _front(found: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+def front_of(found: Mapping[str, str], wanted: Mapping[str, str]) -> str:
     """Returns the prefix of the names of parameters in a tree: the prefix of most names, without states."""
     counts: Counter[str] = Counter()
     for name in found:
         parts = name.split(".")
-        for i in range(len(parts) if not _state(name) else 0):
+        for i in range(len(parts) if not state_of(name) else 0):
             if ".".join(parts[i:]) in wanted:
                 counts["".join(f"{part}." for part in parts[:i])] += 1
     return max(counts, key=lambda front: (counts[front], -len(front)), default="")
 
 
-def _state(name: str) -> str:
+def state_of(name: str) -> str:
     """Describes a trainer's array that is not a parameter, by its name; empty if it may be a parameter."""
     return next((TRAINING_STATES[part] for part in name.split(".") if part in TRAINING_STATES), "")
 
