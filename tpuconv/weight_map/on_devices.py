@@ -1,7 +1,7 @@
 """The arrays of jax for layouts and changes of values, and the compiled programs of a stream."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -32,6 +32,34 @@ def _rounded(values: jax.Array, dtype: Any) -> jax.Array:
 
 JAX = ArrayModule(jnp.concatenate, jnp.expand_dims, _divided, _rounded)
 """The functions of jax."""
+
+
+def all_steps(
+    steps: Sequence[NamedStep], arrays: Mapping[str, Any], shardings: Callable[[Any], Mapping[str, NamedSharding]]
+) -> dict[str, jax.Array]:
+    """Returns the arrays of the target that the steps of a map make.
+
+    Args:
+        steps: of the map.
+        arrays: of the source, by name.
+        shardings: returns the sharding of each array of the target on a mesh.
+    """
+    given = {name: jnp.asarray(x) for name, x in arrays.items()}
+
+    def made(given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        out: dict[str, jax.Array] = {}
+        for named in steps:
+            out |= zip(named.dst, named.step([given[name] for name in named.src], JAX), strict=True)
+        return out
+
+    mesh: Any = jax.typeof(next(iter(given.values()))).sharding.mesh
+    if not mesh.explicit_axes:
+        return made(given)
+    # On explicit axes each operation would have to say how its result is sharded, and some cannot.
+    placed = jax.sharding.auto_axes(made, axes=mesh.explicit_axes, out_sharding=dict(shardings(mesh)))
+    out: dict[str, jax.Array] = placed(given)
+    return out
+
 
 Described = jax.ShapeDtypeStruct
 """The shape, dtype and sharding of an array."""

@@ -23,7 +23,7 @@ from tpuconv.notation.letters import Word, declare, meaning
 from tpuconv.notation.table import EXPERTS, Binding, Map, Stack
 
 SHARDS = "shards"
-declare(**{SHARDS: Word("shards of tensor parallelism", as_="K")})  # K is sharded over `tensor` alone
+declare(**{SHARDS: Word("shards of tensor parallelism", as_="N")})
 
 QKV_PARTS, GATE_UP_PARTS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 QKV_MODULE, GATE_UP_MODULE = "qkv_proj", "gate_up_proj"
@@ -91,7 +91,7 @@ class _Joiner:
         if found := _EXPERT.fullmatch(name):
             front, _, module = found.groups()
             for modules, array in EXPERT_MODULES.items():
-                if module in modules and f"{front}0.{modules[-1]}.weight" in self.by_name:
+                if module in modules and all(f"{front}0.{part}.weight" in self.by_name for part in modules):
                     count = self.by_name[name].sizes[EXPERTS]
                     each = [[f"{front}{i}.{part}.weight" for i in range(count)] for part in modules]
                     return [n for names in each for n in names], self._joined(each, f"{front}{array}", EXPERTS)
@@ -103,8 +103,11 @@ class _Joiner:
         if (found := _MODULE.fullmatch(name)) is None:
             return [name], self.by_name[name]
         front, module, kind = found[1] or "", found[2], found[3]
-        if module in (QKV_MODULE, GATE_UP_MODULE):
-            return [name], self._joined([[name]], name)
+        for modules, array in JOINED_MODULES.items():
+            if module == array:
+                if len(list(_terms(self.by_name[name].layout.src[0][0]))) != len(modules):
+                    raise _unknown(name)
+                return [name], self._joined([[name]], name)
         for modules, array in JOINED_MODULES.items():
             names = [f"{front}{part}.{kind}" for part in modules]
             there = [each for each in names if each in self.by_name]
@@ -119,22 +122,30 @@ class _Joiner:
         which are stacked on an axis."""
         rows = [self.by_name[names[0]] for names in parts]
         sizes = {letter: size for row in rows for letter, size in row.sizes.items()}
-        src: list[Axes] = []
-        terms: list[Axis] = []
-        for row, names in zip(rows, parts, strict=True):
-            first, *inputs = row.layout.src[0]
-            each = [self._shard(term, sizes, names[0]) for term in _terms(first)]
-            src.append((*map(Axis, stack), _sum([whole for whole, _ in each]), *inputs))
-            terms += [of_shard for _, of_shard in each]
-        layout = Layout(tuple(src), ((*map(Axis, stack), self._of_shards(terms), *src[0][len(stack) + 1 :]),))
+        firsts, inputs = zip(*((axes[0], axes[1:]) for axes in (row.layout.src[0] for row in rows)), strict=True)
+        outputs, below = self._below(firsts, sizes, parts[0][0])
+        front = tuple(map(Axis, stack))
+        src = tuple((*front, axis, *others) for axis, others in zip(outputs, inputs, strict=True))
+        layout = Layout(src, ((*front, below, *inputs[0]),))
         stacks = tuple(Stack(tuple(names), len(stack)) for names in parts)
         return Binding(_map(rows[0], parts[0][0], array, layout), layout, sizes, stacks, (Stack((array,), 0),))
 
-    def _shard(self, term: Axis, sizes: dict[str, int], name: str) -> tuple[Axis, Axis]:
-        """Returns a term whose outermost letter is taken apart as (shards of_shard), and the term of one shard. Adds
-        the sizes of both letters."""
-        if self.shards == 1:
-            return term, term
+    def _below(self, axes: Sequence[Axis], sizes: dict[str, int], name: str) -> tuple[list[Axis], Axis]:
+        """Returns the axes of several tensors and the axis that has them one below the other; with shards, the rows of
+        each shard. Adds the sizes of the letters of shards."""
+        terms = [list(_terms(axis)) for axis in axes]
+        if self.shards == 1 or sum(map(len, terms)) == 1:  # what is not joined has its rows in order
+            return list(axes), _sum([term for each in terms for term in each])
+        whole = [
+            _sum([Axis(op="*", parts=(Axis(SHARDS), *self._of_shard(x, sizes, name))) for x in each]) for each in terms
+        ]
+        parts = [self._of_shard(term, sizes, name) for each in terms for term in each]
+        inner = _sum([Axis(op="*", parts=each) if len(each) > 1 else each[0] for each in parts])
+        return whole, Axis(op="*", parts=(Axis(SHARDS), inner))
+
+    def _of_shard(self, term: Axis, sizes: dict[str, int], name: str) -> Axes:
+        """Returns the parts of a term in one shard: a word in place of its outermost letter. Adds the sizes of the word
+        and of the shards."""
         letter, *inner = term.parts if term.op else (term,)
         size = sizes.get(letter.letter, 1)
         if letter.op or letter.letter == UNIT or size % self.shards:
@@ -145,12 +156,7 @@ class _Joiner:
         word = f"{letter.letter.lower()}_of_shard"
         declare(**{word: Word(f"{meaning(letter.letter)}: the part of one shard")})
         sizes |= {SHARDS: self.shards, word: size // self.shards}
-        whole = Axis(op="*", parts=(Axis(SHARDS), Axis(word), *inner))
-        return whole, Axis(op="*", parts=(Axis(word), *inner)) if inner else Axis(word)
-
-    def _of_shards(self, terms: Sequence[Axis]) -> Axis:
-        """Returns the axis of joined rows, given the terms of one shard."""
-        return _sum(terms) if self.shards == 1 else Axis(op="*", parts=(Axis(SHARDS), _sum(terms)))
+        return (Axis(word), *inner)
 
     def _stacked(self, name: str, array: str) -> Binding:
         """Returns the row of the experts of a layer that a release has in one tensor, perhaps as [in, out]."""
@@ -162,11 +168,8 @@ class _Joiner:
             raise _unknown(name)
         (at,) = outputs
         src, sizes = list(axes), dict(row.sizes)
-        rows, inputs = axes[at], axes[3 - at]
-        if is_joined:
-            each = [self._shard(term, sizes, name) for term in _terms(rows)]
-            src[at], rows = _sum([whole for whole, _ in each]), self._of_shards([of_shard for _, of_shard in each])
-        dst = (axes[0], rows, inputs)
+        (src[at],), rows = self._below([axes[at]], sizes, name)
+        dst = (axes[0], rows, axes[3 - at])
         layout = Layout((tuple(src),), (dst,))
         return replace(row, row=_map(row, name, array, layout), layout=layout, sizes=sizes, dst=(Stack((array,), 0),))
 

@@ -95,6 +95,7 @@ class WeightMap:
 
     def __call__(self, tree: Any) -> "dict[str, jax.Array]":
         """Returns the arrays of the target by their full names. It may be jitted, with the shardings of `shardings`.
+        Arrays on a mesh with explicit axes have these shardings in any case.
 
         Args:
             tree: the arrays of the source: a dict by full name, a nested dict or a state of Flax NNX, perhaps below
@@ -104,15 +105,9 @@ class WeightMap:
             MappingError: an array is missing, unknown, or has another shape.
             UsageError: arrays that belong together differ in their dtypes.
         """
-        import jax.numpy as jnp
+        from tpuconv.weight_map.on_devices import all_steps
 
-        from tpuconv.weight_map.on_devices import JAX
-
-        arrays = self._arrays(tree)
-        out: dict[str, jax.Array] = {}
-        for named in self.steps:
-            out |= zip(named.dst, named.step([jnp.asarray(arrays[name]) for name in named.src], JAX), strict=True)
-        return out
+        return all_steps(self.steps, self._arrays(tree), self.target.shardings)
 
     def shardings(self, side: SideName, mesh: "Mesh") -> "dict[str, NamedSharding]":
         """Returns the sharding of each array of a side ("source" or "target") on a mesh with axes of the names in
