@@ -49,9 +49,8 @@ def on_host(tree) -> dict[str, np.ndarray]:
 def forms() -> list:
     first = {case.family: case for case in reversed(CASES) if case.family in FAMILIES}
     fast = {
-        *("llama-plain-maxtext-scanned", "llama-plain-tunix", "qwen3_moe-few-experts-maxtext-scanned"),
-        *("qwen3_moe-few-experts-tunix", "qwen3-tied-jax-llm-examples", "deepseek_v3-groups-nnx"),
-        "gpt_oss-plain-tpuconv-scanned",
+        *("llama-plain-maxtext-scanned", "qwen3_moe-few-experts-tunix", "qwen3-tied-jax-llm-examples"),
+        "deepseek_v3-groups-nnx",
     }
     out = []
     for case in first.values():
@@ -337,6 +336,22 @@ MORE_ALIKE = [
 APART = [mapped("dense", "vllm", TENSOR), mapped("experts", "huggingface", EXPERT, explicit=True)]
 
 
+PEAK = {"facts": "peak", "mesh": "tensor=4,expert=2", "scan": True}
+FAST = [
+    *ALIKE,
+    {"facts": "two meshes"},
+    PEAK | {"source": "maxtext", "target": "tunix"},
+    PEAK | {"source": "maxtext", "target": "vllm", "shards": 4},
+    PEAK | {"source": "tunix", "target": "maxtext"},
+]
+
+
+@pytest.fixture(scope="module")
+def fast_facts() -> list[dict[str, Any]]:
+    """The facts of `FAST`, of one program."""
+    return on_eight_devices(*FAST)
+
+
 def assert_equal_to_one_device(facts: dict[str, Any]) -> None:
     """One program, one that may reuse its arguments, and a stream; and the stream back."""
     assert facts["different"] == [[], [], []]
@@ -344,16 +359,23 @@ def assert_equal_to_one_device(facts: dict[str, Any]) -> None:
     assert facts["shardings"] == []
     assert facts["left"] == []  # the stream freed all, or none if it was told so
     assert facts["gone"] == []
-    assert facts["divided"] > 10
+    assert facts["divided"] >= 10
 
 
-@pytest.mark.parametrize(
-    "cases", [pytest.param(ALIKE, id="some"), pytest.param(MORE_ALIKE, id="more", marks=pytest.mark.slow)]
-)
-def test_trees_that_are_sharded_alike_exchange_nothing(cases):
-    for case, facts in zip(cases, on_eight_devices(*cases), strict=True):
-        assert_equal_to_one_device(facts)
-        assert (case, facts["one program"], facts["stream"]) == (case, {}, {})
+def assert_nothing_is_exchanged(case: dict[str, Any], facts: dict[str, Any]) -> None:
+    assert_equal_to_one_device(facts)
+    assert (case, facts["one program"], facts["stream"]) == (case, {}, {})
+
+
+@pytest.mark.parametrize("number", range(len(ALIKE)))
+def test_trees_that_are_sharded_alike_exchange_nothing(number, fast_facts):
+    assert_nothing_is_exchanged(FAST[number], fast_facts[number])
+
+
+@pytest.mark.slow
+def test_more_trees_that_are_sharded_alike_exchange_nothing():
+    for case, facts in zip(MORE_ALIKE, on_eight_devices(*MORE_ALIKE), strict=True):
+        assert_nothing_is_exchanged(case, facts)
 
 
 @pytest.mark.slow
@@ -365,22 +387,31 @@ def test_trees_that_are_not_sharded_alike_are_equal_too():
         assert facts["stream"]
 
 
-def test_a_stream_delivers_to_other_devices():
-    (facts,) = on_eight_devices({"facts": "two meshes"})
-    assert facts == {"different": [], "elsewhere": [], "left": []}
+def test_a_stream_delivers_to_other_devices(fast_facts):
+    assert fast_facts[len(ALIKE)] == {"different": [], "elsewhere": [], "left": []}
 
 
-def test_a_stream_of_30b_takes_little_more_than_its_shards():
-    """Layers of stacked arrays are sent off one by one. An array into which layers are stacked is complete before the
+def test_a_stream_of_30b_takes_little_more_than_its_shards(fast_facts):
+    """Layers of stacked arrays are sent off one by one. An array into which layers are stacked is there before the
     last of them is free: a third of this model."""
-    mesh = {"facts": "peak", "mesh": "tensor=4,expert=2", "scan": True}
-    apart, joined, stacked = on_eight_devices(
-        mesh | {"source": "maxtext", "target": "tunix"},
-        mesh | {"source": "maxtext", "target": "vllm", "shards": 4},
-        mesh | {"source": "tunix", "target": "maxtext"},
-    )
+    apart, joined, stacked = fast_facts[-3:]
     assert max(apart["sent"], joined["sent"]) < 1.05
-    assert apart["kept"] < stacked["sent"] + 0.1 < 1.45
-    assert all(facts["temporary"] < 0.05 * facts["bytes"] for facts in (apart, joined, stacked))
-    assert all(facts["programs"] < 15 for facts in (apart, joined, stacked))
+    assert max(apart["kept"], stacked["sent"], stacked["kept"]) < 1.35
+    for facts in (apart, joined, stacked):
+        assert facts["temporary"] < 0.05 * facts["bytes"]
+        assert facts["programs"] < 15
     assert apart["collectives"] == stacked["collectives"] == {}
+
+
+@pytest.mark.slow
+def test_the_example_updates_a_sampler_each_step(converted):
+    """On two devices of a trainer and two of a sampler; on one device that both have."""
+    script = PROGRAM.parents[2] / "examples" / "sync_weights.py"
+    for count in (4, 1):
+        env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
+        words = [sys.executable, "-W", "error", str(script), str(converted / "tiny-qwen3-orbax")]
+        done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        *steps, last = done.stdout.splitlines()
+        assert [line.partition(": loss ")[0] for line in steps] == ["step 1", "step 2", "step 3"]
+        assert last == f"the sampler has the weights of the trainer, on {max(1, count // 2)} devices"

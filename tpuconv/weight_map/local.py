@@ -13,8 +13,14 @@ from tpuconv.notation.sharding import AxisSharding
 from tpuconv.weight_map.picks import Box
 from tpuconv.weight_map.steps import MapStep, RowSide
 
-Spec = Sequence[AxisSharding]
-"""The mesh axes that each axis of an array is sharded over; axes at the end may be left out."""
+Spec = tuple[tuple[str, ...], ...]
+"""The mesh axes of more than one device that each axis of an array is sharded over; axes at the end may be left out."""
+
+
+def spec_of(given: Sequence[AxisSharding], mesh: Mapping[str, int]) -> Spec:
+    """Returns the entries of a `PartitionSpec` on a mesh of these sizes, without mesh axes of one device."""
+    entries = ((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in given)
+    return tuple(tuple(name for name in names if mesh[name] > 1) for names in entries)
 
 
 def letters_divided(step: MapStep, specs: Sequence[Spec], mesh: Mapping[str, int]) -> dict[str, int] | None:
@@ -67,9 +73,7 @@ def _shardings_of_letters(
     for (side, axes), spec in zip(arrays, specs, strict=True):
         sizes = dict(side.sizes)
         for i, axis in enumerate(axes):
-            given = spec[i] if i < len(spec) else None
-            names = (given,) if isinstance(given, str) else tuple(given or ())
-            names, letter = names if _count(names, mesh) > 1 else (), lead(axis)
+            names, letter = spec[i] if i < len(spec) else (), lead(axis)
             if names and (letter not in sizes or sizes[letter] % _count(names, mesh)):
                 return None
             for inner in axis.letters():

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from tpuconv.notation.arrays import ArrayModule
 from tpuconv.weight_map.layers import LayerStep, layers_of
-from tpuconv.weight_map.local import letters_divided
+from tpuconv.weight_map.local import letters_divided, spec_of
 from tpuconv.weight_map.steps import MapStep, NamedStep
 
 
@@ -213,13 +213,16 @@ def _placed(step: MapStep, src: tuple[_ArrayKey, ...], dst: tuple[_ArrayKey, ...
     shardings = [key[2] for key in (*src, *dst)]
     named = [each for each in map(_automatic, shardings) if isinstance(each, NamedSharding)]
     if len(named) == len(shardings) and all(each.mesh == named[0].mesh for each in named):
-        mesh, specs = named[0].mesh, [tuple(each.spec) for each in named]
-        parts = letters_divided(step, specs, dict(mesh.shape))
+        mesh = named[0].mesh
+        sizes = dict(mesh.shape)
+        specs = [spec_of(tuple(each.spec), sizes) for each in named]
+        parts = letters_divided(step, specs, sizes)
         if parts is not None:
+            placed = [PartitionSpec(*(names or None for names in spec)) for spec in specs]  # type: ignore[no-untyped-call]
             return jax.shard_map(
                 lambda arrays: step(arrays, JAX, parts),
                 mesh=mesh,
-                in_specs=([PartitionSpec(*spec) for spec in specs[: len(src)]],),  # type: ignore[no-untyped-call]
-                out_specs=[PartitionSpec(*spec) for spec in specs[len(src) :]],  # type: ignore[no-untyped-call]
+                in_specs=(placed[: len(src)],),
+                out_specs=placed[len(src) :],
             )
     return lambda arrays: step(arrays, JAX)
