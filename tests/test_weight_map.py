@@ -22,6 +22,7 @@ from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.models.common.wrapper import is_outside
 from tpuconv.models.registry import FAMILIES
 from tpuconv.targets.registry import get_target, target_names
+from tpuconv.weight_map.local import letters_divided, spec_of
 
 PROGRAM = Path(__file__).parent / "helpers" / "mapped_on_devices.py"
 TREES = [name for name in target_names() if not get_target(name).is_safetensors]
@@ -125,6 +126,7 @@ def test_vllm_has_joined_rows(case, shards, hf):
         numbers = range(len({name for name in tensors if name.startswith(front) and name.endswith(f"{down}.weight")}))
         each = [joined_by_hand(tensors, f"{front}.{i}", [f"{gate}.weight", f"{up}.weight"], shards) for i in numbers]
         assert same_bits(made[f"{front}.w13_weight"], np.stack(each))
+        assert there.target.axes[f"{front}.w2_weight"] == "E D M"
         assert same_bits(made[f"{front}.w2_weight"], np.stack([tensors[f"{front}.{i}.{down}.weight"] for i in numbers]))
     assert_same(on_host(there.inverse(made)), tensors)
 
@@ -237,10 +239,11 @@ def test_no_result_is_the_buffer_of_an_argument(qwen3):
     there = api.weight_map(qwen3, "tunix", "huggingface")
     tensors = read_tensors(qwen3)
     given = there.inverse(tensors)
-    made, streamed = jax.jit(there)(given), there.stream(given, free=False)
+    made, jitted, streamed = there(given), jax.jit(there)(given), there.stream(given, free=False)
     for x in given.values():
         x.delete()
     assert_same(on_host(made), tensors)
+    assert_same(on_host(jitted), tensors)
     assert_same(on_host(streamed), tensors)
 
 
@@ -287,6 +290,57 @@ def test_the_command_shows_a_map(tmp_path):
     assert "SRC:DST" in command("families", "--map", "maxtext:vllm", code=2).stderr
     assert "does not name two trees" in command("families", "qwen3", "--map", "vllm", code=2).stderr
     assert "--scan-layers goes with --map" in command("families", "qwen3", "--scan-layers", code=2).stderr
+
+
+# -- parts of devices -------------------------------------------------------------------------------------------------
+
+MESH = {"tensor": 4, "data": 2, "expert": 2, "group": 1}
+
+
+@pytest.mark.parametrize(
+    ("tree", "specs", "parts"),
+    [
+        ("tpuconv", [(None, None, "tensor", None), (None, None, "tensor", None)], {"N": 4}),
+        ("tpuconv", [("data", None, "tensor"), (None, "data", ("tensor", "group"))], {"N": 4, "D": 2}),
+        ("tpuconv", [(), ()], {}),
+        # sharded in one tree alone, or in another way
+        ("tpuconv", [(None, None, "tensor"), ()], None),
+        ("tpuconv", [(None, None, "tensor"), (None, None, ("tensor", "expert"))], None),
+        # within a head; the 6 heads of a tree are not divided by 4
+        ("huggingface", [(None, None, None, "tensor"), *[("tensor",)] * 3], None),
+        ("tpuconv", [(None, None, ("tensor", "expert")), (None, None, ("tensor", "expert"))], None),
+        # layers of a device, of which the other tree needs one by one
+        ("tpuconv", [(None, "data", None), ("data", None, None)], {"L": 2}),
+        ("huggingface", [(None, "data", None), *[()] * 4], None),
+    ],
+)
+def test_each_device_has_what_it_needs(tree, specs, parts):
+    """Queries [D, L, N, H] of MaxText with 4 layers and 4 heads become [L, D, N, H] or matrices of [N H, D]."""
+    raw = qwen3_config(num_hidden_layers=4)
+    there = api.weight_map(raw, "maxtext", tree, scan_layers=True)
+    step = next(named.step for named in there.steps if "query.kernel" in named.src[0])
+    specs += [()] * (len(step.src) + sum(len(side.layout.dst) for side in step.dst) - len(specs))
+    assert letters_divided(step, [spec_of(spec, MESH) for spec in specs], MESH) == parts
+
+
+def test_released_tensors_must_be_divided_alike_too():
+    """vLLM names a part of F in another way: where F is sharded its shards must be."""
+    there = api.weight_map(qwen3_config(), "maxtext", "vllm", tensor_parallel=2)
+    step = next(named.step for named in there.steps if "wi_0" in named.src[0])
+    mesh = {"tensor": 2}
+    sharded, whole = ((), ("tensor",)), ()
+    assert letters_divided(step, [sharded, sharded, (("tensor",), ())], mesh) == {"F": 2, "shards": 2}
+    assert letters_divided(step, [sharded, sharded, whole], mesh) is None
+    assert letters_divided(step, [whole, whole, (("tensor",), ())], mesh) is None
+
+
+def test_experts_of_a_device_are_no_single_ones():
+    raw = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    for tree, parts in (("tunix", {"E": 2}), ("huggingface", None)):
+        there = api.weight_map(raw, "maxtext", tree)
+        step = next(named.step for named in there.steps if "wi_0" in named.src[0])
+        specs = [(("expert",),)] + [(("expert",),) if tree == "tunix" else ()] * (len(step.picks))
+        assert letters_divided(step, specs, {"expert": 2}) == parts
 
 
 # -- on eight devices -------------------------------------------------------------------------------------------------

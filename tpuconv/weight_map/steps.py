@@ -92,7 +92,7 @@ class MapStep:
                     for x, change in zip(made, side.changes, strict=True)
                 ]
             out += made
-        # A jitted function returns an argument that it does not change as the same buffer: it would be deleted with it.
+        # An argument that does not change would be its own result, and gone when the argument is deleted or donated.
         return [x.copy() if any(x is y for y in tensors) else x for x in out]
 
     @property
