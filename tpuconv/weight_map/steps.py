@@ -66,7 +66,7 @@ class MapStep:
     picks: tuple[Pick, ...]
 
     def __call__(self, tensors: Sequence[Any], arrays: ArrayModule, parts: Mapping[str, int] = WHOLE) -> list[Any]:
-        """Returns the arrays of the target, none of which is an array of the source.
+        """Returns the arrays of the target.
 
         Args:
             tensors: the arrays of the source.
@@ -92,8 +92,7 @@ class MapStep:
                     for x, change in zip(made, side.changes, strict=True)
                 ]
             out += made
-        # An argument that does not change would be its own result, and gone when the argument is deleted or donated.
-        return [x.copy() if any(x is y for y in tensors) else x for x in out]
+        return out
 
     @property
     def keeps_values(self) -> bool:

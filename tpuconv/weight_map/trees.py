@@ -1,7 +1,7 @@
 """The trees of a weight map: for each tree the rows from released tensors to its arrays."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -71,6 +71,12 @@ def form_of(name: str, *, scan_layers: bool, tensor_parallel: int) -> TreeForm:
     target = TreeForm(name).target
     scans = scan_layers and target is not None and target.layer_axis is not None
     return TreeForm(name, scans, tensor_parallel if name == VLLM else 1)
+
+
+def form_in(model: MappedModel, form: TreeForm) -> TreeForm:
+    """Returns the form that a tree has of a model: layers that do not repeat with a period stay apart in ours."""
+    is_ours = form.target is not None and form.target.trees is None
+    return replace(form, scan_layers=False) if is_ours and model.config.unscannable else form
 
 
 def parts_in(model: MappedModel, form: TreeForm) -> tuple[str, ...]:

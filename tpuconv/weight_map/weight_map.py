@@ -15,7 +15,7 @@ from tpuconv.notation.table import Binding
 from tpuconv.weight_map.model import MappedModel
 from tpuconv.weight_map.rows import MapRow, rows_of
 from tpuconv.weight_map.steps import NamedStep, compose_steps
-from tpuconv.weight_map.trees import TreeForm, parts_in, tree_rows
+from tpuconv.weight_map.trees import TreeForm, form_in, parts_in, tree_rows
 
 if TYPE_CHECKING:
     import jax
@@ -241,7 +241,8 @@ def make_map(model: MappedModel, source: TreeForm, target: TreeForm) -> WeightMa
     """
     for form in (source, target):
         model = model.with_parts(parts_in(model, form))
-    return WeightMap(*(MappedTree(form, tree_rows(model, form)) for form in (source, target)))
+    forms = (form_in(model, form) for form in (source, target))
+    return WeightMap(*(MappedTree(form, tree_rows(model, form)) for form in forms))
 
 
 def _flattened(tree: Any) -> Iterator[tuple[str, Any]]:
