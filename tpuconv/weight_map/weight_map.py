@@ -10,7 +10,8 @@ import numpy as np
 from tpuconv.convert.export.way_back import LEAF, front_of, state_of
 from tpuconv.errors import MappingError, UsageError, shorten
 from tpuconv.names import collapse
-from tpuconv.notation.layout import Shape, format_axes, lead
+from tpuconv.notation.layout import Shape, format_axes
+from tpuconv.notation.sharding import MESH_AXES, letter_sizes
 from tpuconv.notation.table import Binding
 from tpuconv.weight_map.model import MappedModel
 from tpuconv.weight_map.rows import MapRow, rows_of
@@ -50,16 +51,16 @@ class MappedTree:
 
     def shardings(self, mesh: "Mesh") -> "dict[str, NamedSharding]":
         """Returns the sharding of each array by its letters (`tpuconv.notation.sharding`). A letter is divided between
-        its elements, never within one: a head stays whole, and so do the rows of a concatenation."""
-        from tpuconv.models.common.placement import sharding
-        from tpuconv.notation.sharding import MESH_AXES
+        its elements, never within one: a head stays whole, and so do the rows of a concatenation. On a mesh with other
+        axes UsageError is raised."""
+        from tpuconv.models.common.placement import check_axes, sharding
 
-        found = {}
-        for row in self.rows:
-            for axes, stack in zip(row.layout.dst, row.dst, strict=True):
-                leads = tuple(row.sizes.get(lead(axis), 1) for axis in axes)
-                found[stack.names[0]] = sharding(format_axes(axes), leads, mesh, MESH_AXES)
-        return found
+        check_axes(mesh)
+        return {
+            stack.names[0]: sharding(format_axes(axes), letter_sizes(axes, row.sizes), mesh, MESH_AXES)
+            for row in self.rows
+            for axes, stack in zip(row.layout.dst, row.dst, strict=True)
+        }
 
 
 class WeightMap:
@@ -110,8 +111,15 @@ class WeightMap:
         return all_steps(self.steps, self._arrays(tree), self.target.shardings)
 
     def shardings(self, side: SideName, mesh: "Mesh") -> "dict[str, NamedSharding]":
-        """Returns the sharding of each array of a side ("source" or "target") on a mesh with axes of the names in
-        `tpuconv.notation.sharding.AXES`."""
+        """Returns the sharding of each array of a side ("source" or "target") by its letters.
+
+        Args:
+            side: of the map.
+            mesh: with axes of the names in `tpuconv.notation.sharding.AXES`.
+
+        Raises:
+            UsageError: the mesh has other axes, over which nothing would be sharded.
+        """
         return (self.source if side == "source" else self.target).shardings(mesh)
 
     def stream(
