@@ -52,8 +52,9 @@ def all_steps(
             out |= zip(named.dst, named.step([given[name] for name in named.src], JAX), strict=True)
         return out
 
-    mesh: Any = jax.typeof(next(iter(given.values()))).sharding.mesh
-    if not mesh.explicit_axes:
+    meshes: Iterator[Any] = (jax.typeof(x).sharding.mesh for x in given.values())
+    mesh = next((each for each in meshes if each.explicit_axes), None)
+    if mesh is None:
         return made(given)
     # On explicit axes each operation would have to say how its result is sharded, and some cannot.
     placed = jax.sharding.auto_axes(made, axes=mesh.explicit_axes, out_sharding=dict(shardings(mesh)))
@@ -70,13 +71,14 @@ class Call:
     """A run of one program.
 
     Attributes:
-        program: the compiled program. Its arguments are the arrays of the source, the arrays of the target that are
-            stacked already, which it updates in place, and the number of the layer; it returns arrays of the target.
+        program: the compiled program. Its arguments are the arrays of the source, the arrays of the target if it
+            updates them in place, and the number of the layer; it returns the arrays of the target.
         src, dst: the names of these arrays.
         layer: the number of the layer; 0 if the program has all.
         begins: the arrays of the target that are zeros before this call.
         frees: the arrays of the source that no later call needs.
         done: the arrays of the target that are complete.
+        updates: whether the arrays of the target are arguments, which the program updates.
     """
 
     program: Any
