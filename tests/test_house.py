@@ -25,7 +25,8 @@ ORDER = (
     *("errors", "extras", "text", "memory", "names", "options", "location", "progress"),
     *("credentials", "object_requests", "buckets", "jsonfile", "hosts"),
     *("patterns", "private", "libtpu", "notation", "storage", "sources", "encodings", "checkpoint", "models"),
-    *("targets", "convert", "quantize", "restore", "direct", "persist", "verify", "doctor", "api", "commands"),
+    *("targets", "convert", "quantize", "weight_map", "restore", "direct", "persist", "verify", "doctor"),
+    *("api", "commands"),
     *("cli", "__main__"),
 )
 HEAVY = {"jax", "flax", "orbax", "torch", "transformers"}
@@ -154,7 +155,10 @@ def test_one_name_has_one_meaning():
 
 
 PLAIN = ("tpuconv.quantize.config", "tpuconv.quantize.matches")
-WITH_JAX = ("tpuconv.models.", "tpuconv.quantize.", "tpuconv.restore", "tpuconv.direct", "tpuconv.persist")
+WITH_JAX = (
+    *("tpuconv.models.", "tpuconv.quantize.", "tpuconv.restore", "tpuconv.direct", "tpuconv.persist"),
+    "tpuconv.weight_map.on_devices",
+)
 
 
 def test_what_converts_needs_no_jax():

@@ -1,5 +1,6 @@
 """LoRA that was trained in JAX comes back as an adapter of PEFT: peft itself loads it, and computes the same logits."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -29,7 +30,7 @@ from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.export.array_source import CheckpointArrays
 from tpuconv.convert.export.exporting import describe_exporting
-from tpuconv.errors import OutputError, UnsupportedConfig, UsageError
+from tpuconv.errors import MappingError, OutputError, UnsupportedConfig, UsageError
 from tpuconv.notation.pairs import PairRow
 from tpuconv.targets.registry import get_target, target_names
 
@@ -284,3 +285,26 @@ def test_a_kept_adapter_is_trained_further(family: str, hf, tmp_path: Path) -> N
         parameter[...] = jnp.array(reduce(getitem, map(str, path), tree))
     nnx.update(model, nnx.from_flat_state(flat))
     assert_close(model(IDS_BT), peft_logits(case, tmp_path / "lora", IDS_BT))
+
+
+@pytest.mark.parametrize("case", [FIRST[name] for name in ("qwen3", "gemma2", "qwen3_moe")], ids=str)
+def test_pairs_ride_along_with_a_weight_map(case: Case, hf, tmp_path: Path) -> None:
+    """From PEFT's through the trees of trainers and back: bit for bit."""
+    adapter_of_peft(case, tmp_path / "lora", r=RANK, lora_alpha=ALPHA, **KEPT[case.family])
+    tensors = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    found = {name[: -len(".lora_A.weight")]: name for name in tensors if name.endswith("lora_A.weight")}
+    pairs = {
+        f"{module.removeprefix('base_model.model.')}.weight": (tensors[name], tensors[name.replace("lora_A", "lora_B")])
+        for module, name in found.items()
+        if "experts" not in module
+    }
+    others = [] if case.family == "gemma2" else ["maxtext"]  # which multiplies queries of Gemma
+    now, names = pairs, ["huggingface", "tunix", *others, "tpuconv", "huggingface"]
+    for before, after in itertools.pairwise(names):
+        now = api.weight_map(hf(case), before, after).lora(now, ALPHA)
+    assert now.keys() == pairs.keys()
+    for name, (a, b) in pairs.items():
+        np.testing.assert_array_equal(now[name][0], a)
+        np.testing.assert_array_equal(now[name][1], b)
+    with pytest.raises(MappingError, match="1 pairs have no place"):
+        api.weight_map(hf(case), "huggingface", "tunix").lora({"model.norm.weight": pairs[next(iter(pairs))]}, ALPHA)

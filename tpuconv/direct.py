@@ -38,7 +38,7 @@ bytes."""
 BUCKET_JOBS = 16
 """Slabs of a source in a bucket that are read at a time, at least: requests wait most of their time."""
 
-Box = tuple[tuple[int, int], ...]
+LetterBox = tuple[tuple[int, int], ...]
 """The range of each axis of a shard."""
 Intervals = Sequence[tuple[int, int]]
 """Ranges of a letter, sorted and apart."""
@@ -167,13 +167,13 @@ class BindingShards:
         self,
         plan: Plan,
         placing: Placing,
-        boxes: Mapping[str, Sequence[Box]],
+        boxes: Mapping[str, Sequence[LetterBox]],
         slabs: Sequence[Slab],
         arrays: dict[str, jax.Array],
     ):
         self.plan, self.placing, self.boxes, self.slabs, self._arrays = plan, placing, boxes, slabs, arrays
         self._left, self._lock = len(slabs), threading.Lock()
-        self._memory: dict[str, dict[Box, np.ndarray]] = {}
+        self._memory: dict[str, dict[LetterBox, np.ndarray]] = {}
 
     def fill(self, slab: Slab, slab_arrays: SlabArrays) -> None:
         """Reads a slab and copies its boxes into the shards. Raises as `ReleaseArrays` does."""
@@ -208,11 +208,11 @@ class BindingShards:
                 yield memory.view(values.dtype)[inside], values[place]
 
 
-def _shard_of(shards: Mapping[Box, np.ndarray], box: tuple[slice, ...]) -> np.ndarray:
+def _shard_of(shards: Mapping[LetterBox, np.ndarray], box: tuple[slice, ...]) -> np.ndarray:
     return shards[_ranges(box)]
 
 
-def _ranges(box: tuple[slice, ...]) -> Box:
+def _ranges(box: tuple[slice, ...]) -> LetterBox:
     return tuple((s.start, s.stop) for s in box)
 
 
@@ -237,14 +237,14 @@ def _shards_by_binding(plan: Plan, placing: Placing, arrays: dict[str, jax.Array
         yield BindingShards(plan, placing, boxes, pieces, arrays)
 
 
-def local_boxes(target: jax.ShapeDtypeStruct) -> list[Box]:
+def local_boxes(target: jax.ShapeDtypeStruct) -> list[LetterBox]:
     """Returns the boxes of an array that devices of this process hold, each once."""
     place: Any = target.sharding
     indices = place.addressable_devices_indices_map(target.shape).values()
     return list(dict.fromkeys(_ranges(box_of(index, target.shape)) for index in indices))
 
 
-def needed_ranges(plan: Plan, binding: Binding, boxes: Mapping[str, Sequence[Box]]) -> dict[str, Intervals]:
+def needed_ranges(plan: Plan, binding: Binding, boxes: Mapping[str, Sequence[LetterBox]]) -> dict[str, Intervals]:
     """Returns the ranges of each sliceable letter of a binding that lie in boxes of its arrays. They hold complete
     blocks of values that are encoded together, since a box of scales does."""
     layout, sizes = binding.layout, binding.sizes

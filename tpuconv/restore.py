@@ -25,12 +25,12 @@ from tpuconv.encodings.casts import cast, largest
 from tpuconv.errors import CorruptOutput, UsageError, root_cause, shorten
 from tpuconv.location import Location, to_location
 from tpuconv.models.common.periods import LayerStacks
-from tpuconv.models.common.placement import sharding
+from tpuconv.models.common.placement import check_axes, sharding
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
 from tpuconv.names import LAYOUTS, QVALUE, SCALE, ZERO_POINT, collapse
 from tpuconv.notation.layout import Shape
-from tpuconv.notation.sharding import AXES, MESH_AXES, decoding_mesh
+from tpuconv.notation.sharding import MESH_AXES, decoding_mesh
 from tpuconv.notation.table import MTP_PARAMETERS
 from tpuconv.storage.disk import aligned_array
 from tpuconv.storage.places import is_readable
@@ -103,12 +103,7 @@ def load_from(
             f"a model cannot have the dtype {dtype}", hint=f"give one of {', '.join(MODEL_DTYPES)}, or None"
         )
     if mesh is not None:
-        unknown = [name for name in mesh.axis_names if name not in AXES]
-        if len(unknown) == len(mesh.axis_names) or any(mesh.shape[name] > 1 for name in unknown):
-            raise UsageError(
-                f"nothing is sharded over the axes {', '.join(unknown)} of a mesh: each part would hold a copy",
-                hint=f"use one or more of the axes {', '.join(AXES)}",
-            )
+        check_axes(mesh)
     if mtp:
         check_mtp(manifest)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # shapes without a mesh

@@ -22,6 +22,7 @@ from tpuconv.api.quantization import plan_quantization, quantize
 from tpuconv.api.ray_tasks import on_ray
 from tpuconv.api.recipes import Sensitivity, sensitivity
 from tpuconv.api.verification import Verification, verify
+from tpuconv.api.weight_maps import weight_map
 from tpuconv.progress import Progress
 
 __all__ = [
@@ -57,4 +58,5 @@ __all__ = [
     "save",
     "sensitivity",
     "verify",
+    "weight_map",
 ]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     "tpuconv families llama --table",
     "tpuconv families --target maxtext",
     "tpuconv families --new org/a-new-model",
+    "tpuconv families Qwen/Qwen3-8B --map maxtext:vllm --scan-layers",
 )
 @click.argument("name", required=False)
 @click.option("--table", "as_table", is_flag=True, help="Show the mapping of every tensor.")
@@ -34,13 +35,40 @@ if TYPE_CHECKING:
     metavar="SRC",
     help="Draft a family.py for a model without a family; show the nearest family and the tensors that it explains.",
 )
+@click.option(
+    "--map",
+    "mapped",
+    type=Name(),
+    metavar="SRC:DST",
+    help="Show the map between the weights of two trees, such as maxtext:vllm.",
+)
+@options.of(api.weight_map)
 @options.as_json
-def families(name: str | None, as_table: bool, target: str | None, new: str | None, as_json: bool) -> None:
+def families(
+    name: str | None,
+    as_table: bool,
+    target: str | None,
+    new: str | None,
+    mapped: str | None,
+    as_json: bool,
+    **asked: Any,
+) -> None:
     """List the model families that can be converted. With NAME (a family or a model_type of config.json) list only this
     family; with --table show its mapping of every tensor.
 
     With --new, read the config.json and the headers of SRC, a Hub id or a folder with safetensors. No weights are read.
+
+    With --map, NAME may also be a model: a checkpoint, a folder, a Hub id or a config.json. A family or a model_type
+    has the sizes that transformers gives it by default.
     """
+    options.require_mode("--map", mapped is not None, *asked)
+    if mapped is not None:
+        if name is None or as_table or target or new:
+            raise UsageError(
+                "--map needs NAME, and goes with no other mode", hint="`tpuconv families NAME --map SRC:DST`"
+            )
+        _show_map(name, mapped, as_json, asked)
+        return
     if new is not None:
         if name or as_table or target:
             raise UsageError("--new goes with no other option than --json", hint="`tpuconv families NAME --table`")
@@ -176,6 +204,35 @@ def _show_target(name: str, family: str | None, as_json: bool) -> None:
         show("  names: the names of the release")
     elif target.trees is None:
         show("  names: our names; --scan-layers is refused if the kinds of layers do not repeat with a period")
+
+
+def _show_map(name: str, mapped: str, as_json: bool, asked: dict[str, Any]) -> None:
+    """Shows the rows of the map between two trees of a family or a model."""
+    from tpuconv.weight_map.model import config_of_family
+
+    source, colon, target = mapped.partition(":")
+    if not (source and colon and target):
+        raise UsageError(f"--map {mapped} does not name two trees", hint="write --map maxtext:vllm")
+    found = api.weight_map(config_of_family(name) or name, source, target, **asked)
+    if as_json:
+        print_json(found.to_json())
+        return
+    title = f"{name}: {found.source.form.title} to {found.target.form.title}"
+    columns = (source, "layouts", target, "target layouts", "changes")
+    if source == target:
+        columns = ("source", "layouts", "target", "target layouts", "changes")
+    table = Table(title, columns, optional=() if not all(row.exact for row in found.rows) else ("changes",))
+    for row in found.rows:
+        changes = [f"undo {each}" for each in row.source.changes] + list(row.target.changes)
+        table.add_row(
+            lines(row.source.names),
+            lines(row.source.layouts),
+            lines(row.target.names),
+            lines(row.target.layouts),
+            lines([*changes, *([] if row.exact else ["rounds"])]),
+        )
+    console().print(table)
+    show("  Layouts lead from the tensors of the release; layouts of the source are applied backwards.")
 
 
 def _show_table(family: "Family") -> None:

@@ -6,19 +6,25 @@ digit; the inverse of any other change is exact to one rounding.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from math import frexp
+from typing import Any, Protocol
 
 import numpy as np
 
+from tpuconv.notation.arrays import NUMPY, ArrayModule
+
 
 class Arithmetic(Protocol):
-    """A change of the values of a parameter."""
+    """A change of the values of a parameter. `arrays` is the module of the values."""
 
-    def apply(self, values: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+    def apply(self, values: Any, sizes: Mapping[str, int], arrays: ArrayModule = NUMPY) -> Any:
         """Returns the changed values in their dtype. `sizes` are the sizes of the letters."""
 
-    def undo(self, values: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+    def undo(self, values: Any, sizes: Mapping[str, int], arrays: ArrayModule = NUMPY) -> Any:
         """Returns the inverse of `apply`."""
+
+    def rounds(self, sizes: Mapping[str, int]) -> bool:
+        """Returns True if `undo` after `apply` may give other values than there were."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +35,26 @@ class Times:
     power: float
     in_their_dtype: bool = False
 
-    def apply(self, values: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+    def apply(self, values: Any, sizes: Mapping[str, int], arrays: ArrayModule = NUMPY) -> Any:
         """Multiplies."""
-        return (values.astype(np.float32) * self._factor(values, sizes)).astype(values.dtype)
+        return arrays.rounded(values.astype(np.float32) * self._factor(values, sizes), values.dtype)
 
-    def undo(self, values: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+    def undo(self, values: Any, sizes: Mapping[str, int], arrays: ArrayModule = NUMPY) -> Any:
         """Divides."""
-        return (values.astype(np.float32) / self._factor(values, sizes)).astype(values.dtype)
+        quotient = arrays.divided(values.astype(np.float32), self._factor(values, sizes))
+        return arrays.rounded(quotient, values.dtype)
 
-    def _factor(self, values: np.ndarray, sizes: Mapping[str, int]) -> np.float32:
+    def rounds(self, sizes: Mapping[str, int]) -> bool:
+        """Returns True unless the factor is a power of two."""
+        mantissa, _ = frexp(sizes[self.letter] ** self.power)
+        return mantissa != 0.5
+
+    def _factor(self, values: Any, sizes: Mapping[str, int]) -> np.float32:
         factor = sizes[self.letter] ** self.power
         return np.float32(values.dtype.type(factor) if self.in_their_dtype else factor)
+
+    def __str__(self) -> str:
+        return f"* {self.letter}^{self.power:g}"
 
 
 @dataclass(frozen=True)
@@ -48,10 +63,17 @@ class Plus:
 
     term: float
 
-    def apply(self, values: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+    def apply(self, values: Any, sizes: Mapping[str, int], arrays: ArrayModule = NUMPY) -> Any:
         """Adds."""
-        return (values.astype(np.float32) + np.float32(self.term)).astype(values.dtype)
+        return arrays.rounded(values.astype(np.float32) + np.float32(self.term), values.dtype)
 
-    def undo(self, values: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+    def undo(self, values: Any, sizes: Mapping[str, int], arrays: ArrayModule = NUMPY) -> Any:
         """Subtracts."""
-        return (values.astype(np.float32) - np.float32(self.term)).astype(values.dtype)
+        return arrays.rounded(values.astype(np.float32) - np.float32(self.term), values.dtype)
+
+    def rounds(self, sizes: Mapping[str, int]) -> bool:
+        """Returns True: small values lose digits."""
+        return True
+
+    def __str__(self) -> str:
+        return f"+ {self.term:g}"

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from math import gcd, prod
+from typing import Any
 
 import numpy as np
 
 from tpuconv.errors import LayoutError
+from tpuconv.notation.arrays import NUMPY, ArrayModule
 from tpuconv.notation.letters import is_name
 
 UNIT = "1"
@@ -125,8 +127,9 @@ class Layout:
         """Returns the shape of each target tensor."""
         return self.inverse.src_shapes(sizes)
 
-    def __call__(self, tensors: Sequence[np.ndarray], sizes: Sizes) -> list[np.ndarray]:
-        """Returns the target tensors, as views of the source tensors if numpy can express them so.
+    def __call__(self, tensors: Sequence[Any], sizes: Sizes, arrays: ArrayModule = NUMPY) -> list[Any]:
+        """Returns the target tensors, as views of the source tensors if numpy can express them so. `arrays` is the
+        module of the tensors.
 
         Raises:
             LayoutError: a source tensor has another shape.
@@ -137,7 +140,7 @@ class Layout:
                 raise LayoutError(f"a tensor has shape {array.shape}, '{format_axes(axes)}' needs {shape}")
             atoms += _split(array, axes, sizes)
         # Several atoms may have the same letters, as in (F + F). `_join` takes them in reading order.
-        return [_join(atoms, axes, sizes) for axes in self.dst]
+        return [_join(atoms, axes, arrays) for axes in self.dst]
 
     def __str__(self) -> str:
         src, dst = (", ".join(map(format_axes, side)) for side in (self.src, self.dst))
@@ -190,11 +193,11 @@ def _atom_letters(axes: Axes) -> list[tuple[str, ...]]:
     return [atom for part in axes[i].parts for atom in _atom_letters(axes[:i] + (part,) + axes[i + 1 :])]
 
 
-_Atom = tuple[tuple[str, ...], np.ndarray]
+_Atom = tuple[tuple[str, ...], Any]
 """A view of a tensor whose axes are letters, and these letters."""
 
 
-def _split(array: np.ndarray, axes: Axes, sizes: Sizes) -> list[_Atom]:
+def _split(array: Any, axes: Axes, sizes: Sizes) -> list[_Atom]:
     """Splits a tensor into atoms: views whose axes are letters, without products and concatenations. In reading order,
     each with its letters."""
     i = _first_composite(axes)
@@ -213,7 +216,7 @@ def _split(array: np.ndarray, axes: Axes, sizes: Sizes) -> list[_Atom]:
     return atoms
 
 
-def _join(atoms: list[_Atom], axes: Axes, sizes: Sizes) -> np.ndarray:
+def _join(atoms: list[_Atom], axes: Axes, arrays: ArrayModule) -> Any:
     """Returns the inverse of `_split`: removes the atoms that `axes` needs from the list, and returns the tensor."""
     i = _first_composite(axes)
     if i is None:
@@ -221,11 +224,11 @@ def _join(atoms: list[_Atom], axes: Axes, sizes: Sizes) -> np.ndarray:
         index = next(n for n, (atom, _) in enumerate(atoms) if sorted(atom) == sorted(letters))
         atom, array = atoms.pop(index)
         array = array.transpose([atom.index(letter) for letter in letters])
-        return np.expand_dims(array, tuple(n for n, axis in enumerate(axes) if axis.letter == UNIT))
+        return arrays.expand_dims(array, tuple(n for n, axis in enumerate(axes) if axis.letter == UNIT))
     if axes[i].op == "*":
-        array = _join(atoms, axes[:i] + axes[i].parts + axes[i + 1 :], sizes)
+        array = _join(atoms, axes[:i] + axes[i].parts + axes[i + 1 :], arrays)
         return array.reshape(array.shape[:i] + (-1,) + array.shape[i + len(axes[i].parts) :])
-    return np.concatenate([_join(atoms, axes[:i] + (p,) + axes[i + 1 :], sizes) for p in axes[i].parts], axis=i)
+    return arrays.concatenate([_join(atoms, axes[:i] + (p,) + axes[i + 1 :], arrays) for p in axes[i].parts], i)
 
 
 # -- slices: the source elements that a range of one letter is made of ------------------------------------------------

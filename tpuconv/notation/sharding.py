@@ -12,7 +12,7 @@ from math import prod
 
 from tpuconv.errors import UsageError
 from tpuconv.jsonfile import short
-from tpuconv.notation.layout import UNIT, Shape, lead, parse_axes
+from tpuconv.notation.layout import UNIT, Axes, Shape, Sizes, lead, parse_axes
 from tpuconv.notation.letters import sharded_as
 
 Rules = Mapping[str, tuple[str, ...]]
@@ -91,6 +91,16 @@ def _names(axes: str) -> list[str]:
     """Returns the name that each axis is sharded by: its outermost one. Query heads that lie in groups are query
     heads."""
     return ["N" if str(axis) == "(K G)" else lead(axis) for axis in parse_axes(axes)]
+
+
+def letter_sizes(tensor: Axes, sizes: Sizes) -> Shape:
+    """Returns, for each axis of an array, the number of elements of the letter that it is sharded by, for `partition`
+    to leave each of them whole: heads of matrices [N H, D]. 1 for a concatenation, which has no such letter."""
+    grouped = [str(axis) == "(K G)" for axis in tensor]  # query heads, as in `_names`
+    return tuple(
+        axis.size(sizes) if is_grouped else sizes.get(lead(axis), 1)
+        for axis, is_grouped in zip(tensor, grouped, strict=True)
+    )
 
 
 def partition(axes: str, shape: Shape, mesh: Mapping[str, int], rules: Rules = MESH_AXES) -> tuple[AxisSharding, ...]:

@@ -20,8 +20,10 @@ from tpuconv.sources.headers import TensorInfo, read_header
 from tpuconv.sources.index import read_index
 from tpuconv.sources.reader import Reader, SafetensorsReader
 from tpuconv.sources.remote import ObjectShard, RemoteFile
+from tpuconv.sources.repository import Resolved
 from tpuconv.sources.shard import SourceShard, read_digest
 from tpuconv.sources.stream import StreamReader
+from tpuconv.storage.places import names_in
 from tpuconv.storage.sealed import copy_file
 from tpuconv.storage.sinks import Sink
 from tpuconv.text import plain
@@ -223,3 +225,16 @@ def open_source(
     weights = {*shard_names, *([INDEX_FILE] if weight_map is not None else [])}
     beside = find_companions(folder, trusted=repo is not None, weights=weights, listed=listed)
     return Source(folder, config, tensors, tuple(shards), repo, commit, beside.copied, unproved, beside.left_out)
+
+
+def open_described(resolved: Resolved) -> Source:
+    """Returns the source in a folder; without tensors if the folder has config.json and no safetensors.
+
+    Raises:
+        TpuconvError: see `open_source`.
+    """
+    folder, repo = resolved.folder, resolved.repo
+    if (isinstance(folder, Path) and not folder.is_dir()) or any(n.endswith(".safetensors") for n in names_in(folder)):
+        return open_source(folder, repo=repo, commit=resolved.commit)
+    config = read_config(folder / CONFIG_FILE)
+    return Source(folder, config, {}, (), companions=find_companions(folder).copied)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from tpuconv.checkpoint.manifest import Manifest, read_manifest
 from tpuconv.checkpoint.orbax_tree import TrainedTree, holds_tree, locate_tree
@@ -27,13 +26,11 @@ from tpuconv.names import MANIFEST, collapse
 from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import MappingTable
 from tpuconv.progress import Listener, Progress
-from tpuconv.sources.companions import find_companions
-from tpuconv.sources.config import read_config, without_encoding
-from tpuconv.sources.files import CONFIG_FILE
+from tpuconv.sources.config import without_encoding
 from tpuconv.sources.hub import resolve
 from tpuconv.sources.repository import Resolved
-from tpuconv.sources.source import Source, open_source
-from tpuconv.storage.places import is_there, names_in
+from tpuconv.sources.source import Source, open_described, open_source
+from tpuconv.storage.places import is_there
 from tpuconv.text import format_count
 
 
@@ -118,7 +115,7 @@ def _trained(ckpt: Location, asked: ExportOptions, stack: ExitStack, progress: L
             hint="leave out `config=`; if a trainer wrote other arrays into it, give the folder of its step",
         )
     tree = TrainedTree(folder)
-    source = _described(stack.enter_context(_resolved(str(asked.config), None, progress, weights=False)))
+    source = open_described(stack.enter_context(_resolved(str(asked.config), None, progress, weights=False)))
     raw = without_encoding(source.config)
     family = find_family(raw)
     known = readings(family, raw, source.tensors, family.returns(raw, source.tensors))
@@ -163,13 +160,3 @@ def _resolved(src: str, revision: str | None, progress: Listener, *, weights: bo
         weights=weights,
         progress=lambda n, of: progress(Progress("downloading", n, of)),
     )
-
-
-def _described(resolved: Resolved) -> Source:
-    """The source in a folder; without tensors if the folder has no safetensors."""
-
-    folder, repo = resolved.folder, resolved.repo
-    if (isinstance(folder, Path) and not folder.is_dir()) or any(n.endswith(".safetensors") for n in names_in(folder)):
-        return open_source(folder, repo=repo, commit=resolved.commit)
-    config = read_config(folder / CONFIG_FILE)
-    return Source(folder, config, {}, (), companions=find_companions(folder).copied)

@@ -40,7 +40,7 @@ VOCABULARY = Axis("V")
 
 
 @dataclass(frozen=True)
-class TreeForm:
+class SavedForm:
     """A form that the tree of a model may have.
 
     Attributes:
@@ -80,7 +80,7 @@ class Explained:
         skipped: what is not exported.
     """
 
-    form: TreeForm
+    form: SavedForm
     names: Mapping[str, str]
     missing: Sequence[str]
     unknown: Sequence[str]
@@ -244,7 +244,7 @@ def _targets(names: Collection[str], name: str | None) -> list[Target]:
 
 def tree_forms(
     names: Collection[str], family: Family, model_type: str, readings: Sequence[Reading], target: str | None
-) -> Iterator[TreeForm]:
+) -> Iterator[SavedForm]:
     """Yields the forms that the tree of a model with arrays of these names may have; see `explain_tree`."""
     for each in _targets(names, target):
         try:
@@ -256,7 +256,7 @@ def tree_forms(
 
 def _forms(
     names: Collection[str], target: Target, family: Family, model_type: str, readings: Sequence[Reading]
-) -> Iterator[TreeForm]:
+) -> Iterator[SavedForm]:
     has_mtp = any(MTP_PARAMETERS in name for name in names)
     scans = (False, True) if target.layer_axis is not None else (False,)
     name, kind = family.in_targets(model_type)
@@ -269,12 +269,12 @@ def _forms(
             refused = refused or error
             continue
         count += 1
-        yield TreeForm(target, scan, mtp, *own)
+        yield SavedForm(target, scan, mtp, *own)
     if refused and not count:
         raise refused
 
 
-def _explained(arrays: Collection[str], form: TreeForm) -> Explained:
+def _explained(arrays: Collection[str], form: SavedForm) -> Explained:
     wanted = form.parameters()
     found = {name.removesuffix(LEAF): name for name in arrays}
     front = front_of(found, wanted)
@@ -289,7 +289,7 @@ def without_states(names: Collection[str]) -> tuple[list[str], tuple[Skip, ...]]
     states: dict[str, list[str]] = {}
     others = []
     for name in sorted(names):
-        if reason := _state(name):
+        if reason := state_of(name):
             states.setdefault(reason, []).append(name)
         else:
             others.append(name)
@@ -306,13 +306,13 @@ def front_of(found: Collection[str], wanted: Collection[str]) -> str:
     counts: Counter[str] = Counter()
     for name in found:
         parts = name.split(".")
-        for i in range(len(parts) if not _state(name) else 0):
+        for i in range(len(parts) if not state_of(name) else 0):
             if ".".join(parts[i:]) in wanted:
                 counts["".join(f"{part}." for part in parts[:i])] += 1
     return max(counts, key=lambda front: (counts[front], -len(front)), default="")
 
 
-def _state(name: str) -> str:
+def state_of(name: str) -> str:
     """Describes a trainer's array that is not a parameter, by its name; empty if it may be a parameter."""
     return next((TRAINING_STATES[part] for part in name.split(".") if part in TRAINING_STATES), "")
 

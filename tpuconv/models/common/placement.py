@@ -5,14 +5,25 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tpuconv.errors import UsageError
 from tpuconv.notation.layout import Shape
-from tpuconv.notation.sharding import ACTIVATIONS, BY_HEAD, Rules, attention_rules, partition
+from tpuconv.notation.sharding import ACTIVATIONS, AXES, BY_HEAD, Rules, attention_rules, partition
 
 
 def sharding(axes: str, shape: Shape, mesh: Mesh, rules: Rules) -> NamedSharding:
     """Returns the sharding of an array with these axes ("D N H") on a mesh, by `rules`."""
     spec = PartitionSpec(*partition(axes, shape, dict(mesh.shape), rules))  # type: ignore[no-untyped-call]
     return NamedSharding(mesh, spec)
+
+
+def check_axes(mesh: Mesh) -> None:
+    """Raises UsageError if nothing is sharded over an axis of a mesh."""
+    unknown = [name for name in mesh.axis_names if name not in AXES]
+    if len(unknown) == len(mesh.axis_names) or any(mesh.shape[name] > 1 for name in unknown):
+        raise UsageError(
+            f"nothing is sharded over the axes {', '.join(unknown)} of a mesh: each part would hold a copy",
+            hint=f"use one or more of the axes {', '.join(AXES)}",
+        )
 
 
 def automatic_mesh() -> Any | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from tpuconv.checkpoint.orbax_tree import TreeArray
 from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES
-from tpuconv.convert.export.way_back import LEAF, Reading, TreeForm, front_of, tree_forms, without_states
+from tpuconv.convert.export.way_back import LEAF, Reading, SavedForm, front_of, tree_forms, without_states
 from tpuconv.convert.plan.types import Skip
 from tpuconv.errors import LayoutError, MappingError, shorten
 from tpuconv.location import Location
@@ -65,7 +65,7 @@ class TrainedPairs:
         skipped: what is not exported.
     """
 
-    form: TreeForm
+    form: SavedForm
     names: Mapping[str, tuple[str, str]]
     skipped: tuple[Skip, ...]
 
@@ -102,7 +102,7 @@ def explain_pairs(
             details=shorten(list(collapse(alone))),
             hint="the checkpoint is not complete: take another step",
         )
-    best: tuple[TreeForm, dict[str, tuple[str, str]], list[str]] | None = None
+    best: tuple[SavedForm, dict[str, tuple[str, str]], list[str]] | None = None
     for form in tree_forms(tree.names, family, model_type, readings, target):
         wanted = form.parameters()
         front = front_of(halves[0], wanted)
