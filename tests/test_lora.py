@@ -39,11 +39,11 @@ LINEAR = r".*(attn|mlp|moe)(/.*)?|lm_head"
 IDS_BT = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
-def trained(case: Case, src: Path, folder: Path, path: str = LINEAR, **options: Any) -> nnx.Module:
+def trained(case: Case, src: Path, folder: Path, path: str = LINEAR, **rule_keys: Any) -> nnx.Module:
     """A model with LoRA by Qwix whose pairs are random, as after training."""
-    api.convert(src, folder / "base", text_only=True, **options)
+    api.convert(src, folder / "base", text_only=True)
     model = tpuconv.load(folder / "base", "float32")
-    rule = qwix.LoraProvider(module_path=path, rank=RANK, alpha=ALPHA)
+    rule = qwix.LoraProvider(module_path=path, rank=RANK, alpha=ALPHA, **rule_keys)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = qwix.apply_lora_to_model(model, rule, IDS_BT, rngs=nnx.Rngs(0))
@@ -87,6 +87,24 @@ def test_a_model_with_lora_is_saved_as_an_adapter(hf, tmp_path: Path) -> None:
         tpuconv.save(model, tmp_path / "lora", tmp_path / "base", lora_alpha=2 * ALPHA)
     api.verify(tmp_path / "lora").check()
     assert_close(model(IDS_BT), peft_logits(case, tmp_path / "lora", IDS_BT))
+
+
+@pytest.mark.parametrize("qtype", ["int8", "nf4"])
+def test_the_model_may_be_quantized(qtype: str, hf, tmp_path: Path) -> None:
+    """QLoRA: experts compute with what Qwix made of their kernels, and the tree has the adapter all the same."""
+    case, limit = FIRST["qwen3_moe"], {"int8": 0.05, "nf4": 0.5}[qtype]
+    model = trained(case, hf(case), tmp_path, weight_qtype=qtype, tile_size=4)
+    tpuconv.save(model, tmp_path / "lora", tmp_path / "base", lora_alpha=ALPHA)
+    wanted = peft_logits(case, tmp_path / "lora", IDS_BT)
+    assert np.abs(np.asarray(model(IDS_BT)) - wanted).max() < limit * np.abs(wanted).max()
+    if qtype == "int8":  # Orbax saves no 4 bits
+        save_standard(tmp_path / "run", nnx.to_pure_dict(nnx.state(model)))
+        done = api.export(tmp_path / "run", tmp_path / "again", config=hf(case), adapter=True, lora_alpha=ALPHA)
+        assert [skip.reason for skip in done.skipped] == ["arrays of the model that the adapter changes"]
+        assert_same(*(load_file(tmp_path / name / "adapter_model.safetensors") for name in ("lora", "again")))
+        with pytest.raises(MappingError) as info:
+            api.export(tmp_path / "run", tmp_path / "merged", config=hf(case), merge=True, lora_alpha=ALPHA)
+        assert "the model is quantized" in str(info.value.hint)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from tpuconv.errors import UnsupportedConfig
 
@@ -46,6 +47,17 @@ def change_of(module: nnx.Module, x: jax.Array, provider: Any, product: GroupedP
     a_EDr, b_ErM = (getattr(module, name)[...] for name in (A, B))
     change: jax.Array = product(product(x, a_EDr), b_ErM) * (rule.alpha / rule.rank)
     return change
+
+
+def dequantized(kernel: Any, dtype: DTypeLike) -> jax.Array:
+    """Returns the values [E, D, M] of a kernel, which Qwix may have quantized (QLoRA, arXiv:2305.14314)."""
+    from tpuconv.private import flax_util, ptq, qarray
+
+    if not isinstance(kernel, ptq.WithAux):
+        values: jax.Array = kernel[...]
+        return values
+    decoded: jax.Array = qarray.dequantize(flax_util.unbox(kernel.array))
+    return decoded.astype(dtype)
 
 
 @contextmanager

@@ -74,17 +74,17 @@ class Expert(nnx.Module):
         observed(self, f"R{D},{E}{D}{M}->R{M}", x, rows.counts_E)
         kernel_EDM = self.kernel[...]
         provider = lora.find_provider()
-        y = _product(x, kernel_EDM, rows) if provider is None else self._with_lora(provider, x, kernel_EDM, rows)
+        y = _product(x, kernel_EDM, rows) if provider is None else self._with_lora(provider, x, rows)
         return y if self.bias is None else y + self.bias[...][rows.expert]
 
     def make_lora(self) -> None:
         """Lets Qwix make the pair of LoRA of the kernel, if it has none and a rule is for it."""
         lora.make_pair(self, self.kernel[...])
 
-    def _with_lora(self, provider: Any, x: jax.Array, kernel_EDM: jax.Array, rows: Rows) -> jax.Array:
+    def _with_lora(self, provider: Any, x: jax.Array, rows: Rows) -> jax.Array:
         self.make_lora()
         with lora.without_interception():
-            y = _product(x, kernel_EDM, rows)
+            y = _product(x, lora.dequantized(self.kernel, x.dtype), rows)
             change = lora.change_of(self, x, provider, lambda x, matrices: _product(x, matrices, rows))
         return y if change is None else y + change
 
