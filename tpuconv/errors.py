@@ -84,6 +84,12 @@ class AccessRefused(BucketError):
     """A bucket refuses access to an object."""
 
 
+class ServerError(TpuconvError):
+    """A server of models cannot be reached, or does not answer as expected."""
+
+    exit_code = 7
+
+
 class ResourceError(TpuconvError):
     """The disk or the memory budget is too small."""
 

@@ -21,6 +21,7 @@ from tpuconv.api.pushing import Push, push
 from tpuconv.api.quantization import plan_quantization, quantize
 from tpuconv.api.ray_tasks import on_ray
 from tpuconv.api.recipes import Sensitivity, sensitivity
+from tpuconv.api.served import ServerComparison, compare_server
 from tpuconv.api.verification import Verification, verify
 from tpuconv.api.weight_maps import weight_map
 from tpuconv.progress import Progress
@@ -38,10 +39,12 @@ __all__ = [
     "Progress",
     "Push",
     "Sensitivity",
+    "ServerComparison",
     "Verification",
     "benchmark",
     "compare",
     "compare_checkpoints",
+    "compare_server",
     "convert",
     "export",
     "fit",

@@ -32,11 +32,14 @@ if TYPE_CHECKING:
     "tpuconv verify Qwen3-8B-orbax --compare-hf",
     "tpuconv verify Qwen3-8B-orbax --compare-hf --prompts prompts.txt",
     "tpuconv verify Llama-3.3-70B-orbax --compare-hf --layerwise",
+    "tpuconv verify Qwen3-8B-orbax --server http://localhost:8000",
     "tpuconv verify Qwen3-8B-orbax --benchmark",
 )
 @options.ckpt
 @click.option("--compare-hf", is_flag=True, help="Compare the outputs of the model with transformers on the source.")
 @options.of(api.compare)
+@click.option("--server", metavar="URL", help="Compare the log-probabilities of prompts by a running vLLM or SGLang.")
+@options.of(api.compare_server)
 @click.option("--benchmark", is_flag=True, help="After the checks, run `tpuconv benchmark` with its default sizes.")
 @options.of(api.verify)
 @options.on_all_processes
@@ -49,21 +52,32 @@ def verify(
     prompts: Path | None,
     dtype: str,
     mesh: dict[str, int] | None,
+    server: str | None,
+    served: str | None,
     benchmark: bool,
     update: bool,
     distributed: bool,
     as_json: bool,
 ) -> None:
-    """Check every array and file of CKPT against its checksum; with --compare-hf, compare its model with the original.
+    """Check every array and file of CKPT against its checksum; with --compare-hf, compare its model with the original;
+    with --server, compare a server with it.
 
     --compare-hf runs both models on eight short prompts, or on the prompts of --prompts. A model with sliding
     windows, chunks or an indexer also runs on one longer prompt for each of their lengths, of up to 8,256 tokens; the
     last 128 logits are compared.
 
+    --server asks a running server for the log-probabilities of the same prompts. Its --dtype is the one that the
+    server computes in, by default the checkpoint's; the model of CKPT computes in float32 too, which shows how much
+    rounding changes.
+
     CKPT defaults to the newest checkpoint in the current folder. Exit code 3: a gate of the comparison failed; 10: the
     checkpoint is damaged.
     """
-    options.require_mode("--compare-hf", compare_hf, "layerwise", "source", "prompts", "dtype", "mesh")
+    options.require_mode("--compare-hf", compare_hf, "layerwise", "source")
+    options.require_mode("--compare-hf or --server", compare_hf or server is not None, "prompts", "dtype", "mesh")
+    options.require_mode("--server", server is not None, "served")
+    if server is not None and (compare_hf or update or distributed):
+        raise UsageError("--server excludes --compare-hf, --update and --distributed", hint="run one after the other")
     if distributed and (layerwise or not (compare_hf or benchmark)):
         raise UsageError(
             "--distributed is for work on devices: --compare-hf and --benchmark, without --layerwise",
@@ -73,7 +87,9 @@ def verify(
         raise UsageError("--update and --compare-hf exclude each other", hint="run one after the other")
     with all_processes(distributed):
         chosen = chosen_checkpoint(ckpt, "Verifying", quiet=as_json)
-        if compare_hf:
+        if server is not None:
+            facts, failed = _compare_server(chosen, server, served, read_prompts(prompts), dtype, mesh, as_json)
+        elif compare_hf:
             facts, failed = _compare(chosen, source, read_prompts(prompts), dtype, mesh, layerwise, as_json)
         else:
             facts, failed = _check(chosen, update, as_json)
@@ -133,6 +149,49 @@ def _compare(
         found.check()
         _show_verdict(found)
     return found.to_json(), GateError.exit_code if found.failures else 0
+
+
+def _compare_server(
+    folder: Location,
+    url: str,
+    served: str | None,
+    prompts: Sequence[str],
+    dtype: str,
+    mesh: dict[str, int] | None,
+    as_json: bool,
+) -> tuple[dict[str, object], int]:
+    check_address_space_for_jax()
+    with shown(as_json) as progress:
+        found = api.compare_server(
+            folder, url, served=served, prompts=prompts, dtype=dtype, mesh=mesh, progress=progress
+        )
+    result = found.statistics
+    if not as_json:
+        table = Table(
+            f"{found.program} at {found.url} ({found.model}) against {found.checkpoint}, {result.prompts} prompts, "
+            f"{result.tokens} tokens",
+            ("statistic", "value", "gate"),
+            right=("value",),
+        )
+        holds = ("failed", "red") if result.failures else ("holds", "green")
+        table.add_row("mean KL divergence (nats)", f"{result.mean_kl:.3g}", styled(holds, f": {result.gate:.3g}"))
+        table.add_row(f"mean KL of rounding to {result.dtype}", f"{result.rounding_kl:.3g}", "")
+        table.add_row("99.9th percentile of KL", f"{result.p999_kl:.3g}", "")
+        table.add_row("largest difference of log-probabilities", f"{result.max_difference:.3g}", "")
+        table.add_row("same most likely token", f"{100 * result.top1:.2f}%", "")
+        table.add_row("the same, of tokens without a tie", f"{100 * result.top1_decided:.2f}%", "")
+        table.add_row("perplexity of these prompts, server", f"{result.perplexity_server:.5g}", "")
+        table.add_row("perplexity of these prompts, JAX", f"{result.perplexity:.5g}", "")
+        console().print(table)
+        for name, place in (("first that differs", result.first), ("largest KL", result.worst)):
+            if place is not None:
+                show(
+                    f"  {name}: prompt {place.prompt}, position {place.position}: token {place.token}, by the server "
+                    f"{place.server_token}; KL {place.kl:.3g}"
+                )
+        found.check()
+        show(("passed", "green"), f": {found.program} serves the model of {found.checkpoint}")
+    return found.to_json(), GateError.exit_code if result.failures else 0
 
 
 def _show_verdict(found: api.Comparison) -> None:

@@ -1,0 +1,116 @@
+"""Compare a running server with a checkpoint."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tpuconv.errors import GateError
+from tpuconv.location import Location, local_path, plain_path, to_location
+from tpuconv.options import (
+    CKPT_ARGUMENT,
+    DTYPE_CHOICES,
+    MESH_OPTION,
+    PROGRESS_ARGUMENT,
+    PROMPTS_OPTION,
+    argument,
+    option,
+    takes,
+)
+from tpuconv.progress import Listener, Progress, ignore
+
+if TYPE_CHECKING:
+    from tpuconv.verify.server import ServerStatistics
+
+MOST_LIKELY = 20
+"""The tokens that a server is asked for at each position: the most that vLLM gives by default."""
+
+
+@dataclass(frozen=True)
+class ServerComparison:
+    """A server's log-probabilities of prompts, compared with a checkpoint's.
+
+    Attributes:
+        checkpoint: the folder of the checkpoint.
+        url: of the server.
+        program: vLLM or SGLang.
+        model: its name there.
+        statistics: differences, divergences, the gate, and where the two differ.
+    """
+
+    checkpoint: Location
+    url: str
+    program: str
+    model: str
+    statistics: "ServerStatistics"
+
+    def check(self) -> None:
+        """Raises GateError if the gate failed."""
+        if self.statistics.failures:
+            raise GateError(
+                f"{self.program} at {self.url} computes other outputs than {self.checkpoint}",
+                details=self.statistics.failures,
+                hint="check that it serves an export of this checkpoint, and in which dtype it computes (`dtype=`)",
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the keys that docs/json.md lists."""
+        statistics = self.statistics
+        return {
+            "passed": not statistics.failures,
+            "checkpoint": str(self.checkpoint),
+            "server": {"url": self.url, "program": self.program, "model": self.model},
+            **statistics.to_json(),
+            "failures": statistics.failures,
+        }
+
+
+@dataclass(eq=False, repr=False)
+class CompareServerRequest:
+    """The arguments of `compare_server`."""
+
+    ckpt: str | Location = field(metadata=CKPT_ARGUMENT)
+    server: str = field(metadata=argument("The address of vLLM, vLLM TPU or SGLang: `http://localhost:8000`."))
+    _: KW_ONLY
+    served: str | None = option(None, "The name of the model on the server.  [default: the one that it has]")
+    prompts: Sequence[str] = field(default=(), metadata=PROMPTS_OPTION)
+    dtype: str = option(
+        "auto", "The dtype that the server computes in.  [default: the checkpoint's]", choices=DTYPE_CHOICES
+    )
+    mesh: Mapping[str, int] | None = field(default=None, metadata=MESH_OPTION)
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
+
+
+@takes(CompareServerRequest)
+def compare_server(asked: CompareServerRequest) -> ServerComparison:
+    """Compares a running server's log-probabilities of prompts with a checkpoint's.
+
+    The checkpoint's model computes in float32, and in the dtype of the server, which shows how much rounding changes.
+
+    Raises:
+        TpuconvError: the server cannot be reached or lacks the model, or the checkpoint is damaged or has no logits.
+    """
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.checkpoint.reader import check_logits
+    from tpuconv.verify import logits
+    from tpuconv.verify.preparation import tokenized
+    from tpuconv.verify.server import compare_log_probs, find_server
+
+    manifest = read_manifest(to_location(asked.ckpt))
+    manifest.check_own()
+    manifest.check_complete()
+    check_logits(manifest)
+    server = find_server(asked.server, asked.served)
+    ids = tokenized(manifest, local_path(manifest.folder, "transformers reads local files only"), asked.prompts)
+    found = []
+    for done, prompt in enumerate(ids):
+        asked.progress(Progress(f"asking {server.program}", done, len(ids)))
+        found.append(server.log_probs(prompt, MOST_LIKELY))
+    stored = manifest.dtype if manifest.dtype in logits.DTYPE_GATES else "bfloat16"
+    dtype = stored if asked.dtype == "auto" else asked.dtype
+    devices = logits.device_mesh(asked.mesh) if asked.mesh else None
+    asked.progress(Progress("running the model"))
+    with plain_path(manifest.folder) as folder:
+        exact = logits.model_logits(folder, ids, "float32", devices)
+        rounded = exact if dtype == "float32" else logits.model_logits(folder, ids, dtype, devices)
+    statistics = compare_log_probs(ids, found, exact, rounded, dtype)
+    return ServerComparison(manifest.folder, server.url, server.program, server.model, statistics)
