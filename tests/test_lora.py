@@ -65,10 +65,31 @@ def assert_close(got: Any, want: np.ndarray) -> None:
 FAST = ("qwen3", "qwen3_moe", "deepseek_v3", "phi3")
 
 
+NOT_BY_PEFT = {
+    **dict.fromkeys(
+        ("deepseek_ocr2", "exaone", "laguna", "mistral_large4"),
+        "peft renames the tensors of its own adapters of this model while it loads them, and does not find them",
+    ),
+    **dict.fromkeys(("step3p5", "step3p7"), "peft fails while it renames the tensors of an adapter of this model"),
+    "nemotron_h": "peft changes no out_proj of a model with Mamba layers",
+    "longcat_flash": "peft counts the experts that compute nothing",
+}
+NO_PAIRS = ("dbrx", "jetmoe", "deepseek_v4", "glm5_next")
+"""Families of which Qwix changes what is no matrix of PEFT: all experts or groups in one, or no linear layer."""
+
+
 @pytest.mark.parametrize("case", one_fast_of_each(FAST))
 def test_an_adapter_of_qwix(case: Case, hf, tmp_path: Path) -> None:
+    if case.family in NOT_BY_PEFT:
+        pytest.skip(NOT_BY_PEFT[case.family])
+    if case.traits.read_as or case.traits.thinker_of:
+        pytest.skip("transformers' model has modules of other names than the release's")
     model = trained(case, hf(case), tmp_path)
     save_standard(tmp_path / "run", pairs_of(model))
+    if case.family in NO_PAIRS:
+        with pytest.raises(MappingError, match="change no matrix of the model"):
+            api.export(tmp_path / "run", tmp_path / "lora", config=hf(case), adapter=True, lora_alpha=ALPHA)
+        return
     done = api.export(tmp_path / "run", tmp_path / "lora", config=hf(case), adapter=True, lora_alpha=ALPHA)
     api.verify(tmp_path / "lora").check()
     assert done.target == "tpuconv"

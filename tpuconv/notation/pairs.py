@@ -76,6 +76,8 @@ class PairRow:
         for axes, stack in zip(self.layout.src, self.binding.src, strict=True):
             if len(axes) - stack.depth < 2 or axes[stack.depth : -2] not in ((), (Axis(EXPERTS),)):
                 raise LayoutError(f"'{self.layout}' has a tensor that is no matrix")
+            if any(axis.op and EXPERTS in axis.letters() for axis in axes[-2:]):
+                raise LayoutError(f"'{self.layout}' has all experts in one matrix, whose change has more ranks than r")
         for name in self.parameters:
             _ = self._a_layout(name)
         _ = self._b_layout

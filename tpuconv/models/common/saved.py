@@ -55,7 +55,7 @@ def release_of_modules(family: str) -> Release:
     return saved_release(family) if family in _saved() else AS_TABLED
 
 
-INPUTS_FIRST = frozenset({"gpt_oss"})
+INPUTS_FIRST = frozenset({"gpt_oss", "aria", "aria_text"})
 """Families whose experts are [in, out] in transformers, and marked so (`is_transposed`). PEFT 0.21 takes all others for
 [out, in], and names the two matrices of a pair accordingly."""
 
