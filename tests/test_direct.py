@@ -289,7 +289,7 @@ def test_of_an_encoded_release_too(hf, tmp_path, bytes_read):
     assert sum(bytes_read.values()) <= 1.05 * total
 
 
-def box_on(device: int, axes: str, shape: tuple[int, ...], mesh: dict[str, int]) -> direct.Box:
+def box_on(device: int, axes: str, shape: tuple[int, ...], mesh: dict[str, int]) -> direct.LetterBox:
     """The box of an array that a device of a mesh holds."""
     place = dict(zip(mesh, np.unravel_index(device, tuple(mesh.values())), strict=True))
     box = []
@@ -301,9 +301,9 @@ def box_on(device: int, axes: str, shape: tuple[int, ...], mesh: dict[str, int])
     return tuple(box)
 
 
-def loaded_for(device: int, plan: Any, mesh: dict[str, int], gap: int) -> dict[str, tuple[direct.Box, np.ndarray]]:
+def loaded_for(device: int, plan: Any, mesh: dict[str, int], gap: int) -> dict[str, tuple[direct.LetterBox, np.ndarray]]:
     """The shards of one device of a mesh, read for it alone."""
-    found: dict[str, tuple[direct.Box, np.ndarray]] = {}
+    found: dict[str, tuple[direct.LetterBox, np.ndarray]] = {}
     need, reader = buffers(plan), plan.source.open(hashes=())
     slabs: dict[int, list[Any]] = {}
     for slab in (slab for unit in plan.units for slab in unit.slabs):
