@@ -301,7 +301,9 @@ def box_on(device: int, axes: str, shape: tuple[int, ...], mesh: dict[str, int])
     return tuple(box)
 
 
-def loaded_for(device: int, plan: Any, mesh: dict[str, int], gap: int) -> dict[str, tuple[direct.LetterBox, np.ndarray]]:
+def loaded_for(
+    device: int, plan: Any, mesh: dict[str, int], gap: int
+) -> dict[str, tuple[direct.LetterBox, np.ndarray]]:
     """The shards of one device of a mesh, read for it alone."""
     found: dict[str, tuple[direct.LetterBox, np.ndarray]] = {}
     need, reader = buffers(plan), plan.source.open(hashes=())

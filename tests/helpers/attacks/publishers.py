@@ -27,6 +27,7 @@ INT4_RULES = "qwix: {rules: [{module_path: 'layers/.*', weight_qtype: int4, tile
 PUBLISHERS = (
     *("convert", "quantize", "convert --quantize", "export", "save"),
     *("convert --target maxtext", "convert --target huggingface", "convert --scheme awq"),
+    *("convert --keep-adapter", "export --adapter"),
 )
 
 
@@ -60,6 +61,8 @@ def publishers(base: Path, new: Path, other: Path) -> Publishers:
     made.convert(new, ckpt)
     made.convert(other, other_ckpt)
     checkpoint = open_checkpoint(ckpt)
+    lora = str(made.adapter(base / "lora", new))
+    _kept(new, lora)(base / "trained", False)
     run = {
         "convert": _convert(new),
         "quantize": _quantized(checkpoint, family, checkpoint.table(), rules),
@@ -69,6 +72,8 @@ def publishers(base: Path, new: Path, other: Path) -> Publishers:
         "convert --target maxtext": _for_target(new, "maxtext"),
         "convert --target huggingface": _for_target(new, "huggingface"),
         "convert --scheme awq": _for_target(new, "huggingface", quantize=base / "int4.yaml", scheme="awq"),
+        "convert --keep-adapter": _kept(new, lora),
+        "export --adapter": _adapter(base / "trained" / "params", new),
     }
     old = {name: _export(other_ckpt) if name == "export" else _convert(other) for name in run}
     return Publishers(run, old, new, other)
@@ -80,6 +85,20 @@ def _convert(folder: Path) -> Command:
 
 def _export(ckpt: Path) -> Command:
     return lambda out, overwrite: made.export(ckpt, out, overwrite=overwrite)
+
+
+def _kept(folder: Path, lora: str) -> Command:
+    def command(out: Location, overwrite: bool) -> None:
+        api.convert(folder, out, adapter=[lora], keep_adapter=True, overwrite=overwrite, jobs=1)
+
+    return command
+
+
+def _adapter(tree: Path, config: Path) -> Command:
+    def command(out: Location, overwrite: bool) -> None:
+        api.export(tree, out, config=config, adapter=True, lora_alpha=4.0, overwrite=overwrite, jobs=1)
+
+    return command
 
 
 def _for_target(folder: Path, target: str, **options: Any) -> Command:
