@@ -8,7 +8,7 @@ import click
 from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, lines, print_json, say, show
-from tpuconv.commands.params import Name
+from tpuconv.commands.params import KnownName, Name, known_families, known_targets
 from tpuconv.errors import UsageError
 from tpuconv.text import plain
 
@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     "tpuconv families --target maxtext",
     "tpuconv families --new org/a-new-model",
 )
-@click.argument("name", required=False)
+@click.argument("name", required=False, type=KnownName(known_families), metavar="[NAME]")
 @click.option("--table", "as_table", is_flag=True, help="Show the mapping of every tensor.")
-@click.option("--target", type=Name(), metavar="NAME", help="List the families that this target supports.")
+@click.option(
+    "--target", type=KnownName(known_targets), metavar="NAME", help="List the families that this target supports."
+)
 @click.option(
     "--new",
     type=Name(),
