@@ -2,9 +2,9 @@
 
     python benchmarks/recipes.py [--bytes 16384]
 
-Prints the table of the README. The prompts are pieces of examples/sample.txt. Divergences are KL in nats per predicted
-token; the reference is the unquantized model in the same dtype. Two configs are searched with `--target-bits`, with its
-default prompts, which have nothing of this text. Fails if a config fails its gates.
+Prints the table of docs/quantization.md. The prompts are pieces of examples/sample.txt. Divergences are KL in nats per
+predicted token; the reference is the unquantized model in the same dtype. Two configs are searched with
+`--target-bits`, with its default prompts, which have nothing of this text. Fails if a config fails its gates.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Searches for the smallest slice of each kind of TPU that a model fits. Prints the table of docs/topology.md.
+"""Searches for the smallest slice of each kind of TPU that a model fits. Prints the second section of docs/topology.md.
 
-    python benchmarks/topology.py > docs/topology.md
+    python benchmarks/topology.py
     python benchmarks/topology.py qwen3.5-9b gemma4-31b    # the rows of these models alone
 
 Weights and cache are those of the complete model. Temporaries and code are the compiler's numbers for the model's first
@@ -94,7 +94,7 @@ def cell(name: str, kind: str) -> dict:
 
 
 def print_head() -> None:
-    print("# The smallest TPU slice that fits\n")
+    print("## The smallest slice that fits\n")
     print(
         f"Batch {BATCH}, context {CONTEXT}, `{QUANTIZATION}`. Each cell: the slice, and the GiB in use on each device,"
     )

@@ -6,6 +6,7 @@ the build.
 """
 
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         elif name := names.get(path) or (
             str(path.relative_to(ROOT / "docs")) if path.is_relative_to(ROOT / "docs") else ""
         ):
-            return f"{image}[{text}]({name}{anchor or ''})"
+            relative = os.path.relpath(name, Path(page.file.src_uri).parent)
+            return f"{image}[{text}]({relative}{anchor or ''})"
         return text
 
     return LINK.sub(relinked, markdown)

@@ -20,6 +20,9 @@ INTRODUCTION = """# Commands
 
 This page is generated from the commands by `python docs/make_cli.py`. `tpuconv COMMAND --help` shows the same.
 Every command takes `--json` ([keys](json.md)) and `-v`, and ends with one of the [exit codes](exit-codes.md).
+CKPT defaults to the newest checkpoint in the current folder.
+
+{commands}
 
 ## Shell completion
 
@@ -33,7 +36,11 @@ Every command takes `--json` ([keys](json.md)) and `-v`, and ends with one of th
 
 def page() -> str:
     """The text of docs/cli.md."""
-    return "\n".join([INTRODUCTION, *(_section(command) for command in tpuconv.commands.values())])
+    rows = [
+        f"| [`{name}`](#{name}) | {command.get_short_help_str(200)} |" for name, command in tpuconv.commands.items()
+    ]
+    introduction = INTRODUCTION.replace("{commands}", "\n".join(["| command | purpose |", "|---|---|", *rows]))
+    return "\n".join([introduction, *(_section(command) for command in tpuconv.commands.values())])
 
 
 def _section(command: click.Command) -> str:

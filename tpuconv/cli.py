@@ -15,6 +15,7 @@ from tpuconv.commands.inspect import inspect
 from tpuconv.commands.process import run
 from tpuconv.commands.push import push
 from tpuconv.commands.quantize import quantize
+from tpuconv.commands.recipe import recipe
 from tpuconv.commands.verify import verify
 from tpuconv.memory import check_address_space
 
@@ -27,7 +28,10 @@ def tpuconv(verbose: bool) -> None:
     check_address_space()
 
 
-for command in (convert, quantize, verify, compare, benchmark, fit, generate, export, push, inspect, families, doctor):
+for command in (
+    *(recipe, convert, quantize, verify, compare, benchmark, fit),
+    *(generate, export, push, inspect, families, doctor),
+):
     tpuconv.add_command(command)
 
 

@@ -15,11 +15,13 @@ from tpuconv.api.converted import Conversion, ConversionPlan
 from tpuconv.api.evaluation import Comparison, compare
 from tpuconv.api.exporting import Export, ExportPlan, export, plan_export
 from tpuconv.api.inspection import Inspection, inspect, propose
+from tpuconv.api.model_recipe import recipe
 from tpuconv.api.models import generator, load, save
 from tpuconv.api.performance import Benchmark, Fit, benchmark, fit
 from tpuconv.api.pushing import Push, push
 from tpuconv.api.quantization import plan_quantization, quantize
 from tpuconv.api.ray_tasks import on_ray
+from tpuconv.api.recipe_facts import ModelRecipe
 from tpuconv.api.recipes import Sensitivity, sensitivity
 from tpuconv.api.served import ServerComparison, compare_server
 from tpuconv.api.verification import Verification, verify
@@ -36,6 +38,7 @@ __all__ = [
     "ExportPlan",
     "Fit",
     "Inspection",
+    "ModelRecipe",
     "Progress",
     "Push",
     "Sensitivity",
@@ -58,6 +61,7 @@ __all__ = [
     "propose",
     "push",
     "quantize",
+    "recipe",
     "save",
     "sensitivity",
     "verify",

@@ -1,5 +1,6 @@
 """`tpuconv convert`, and the output of a conversion and of its plan."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from tpuconv.commands.console import Table, console, lines, print_json, show
 from tpuconv.commands.params import LocationParam, Name
 from tpuconv.commands.process import fail
 from tpuconv.commands.progress import resumable
-from tpuconv.errors import TpuconvError
+from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.location import BucketPath, Location
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.text import format_count, format_size, plain
@@ -61,6 +62,7 @@ def convert(
 
     With --distributed, or --process-index and --process-count, several processes convert one model together.
     """
+    _check_order(src, out)
     convert_model = options.on_processes(api.convert, given)
     if given["quantize"]:
         check_address_space_for_jax()
@@ -73,6 +75,21 @@ def convert(
         show_plan(plan, as_json, out)
     else:
         show_conversion(done, given["check"], as_json)
+
+
+def _check_order(src: str, out: Location | None) -> None:
+    """Raises UsageError if OUT holds a model and SRC is no folder: the arguments are swapped."""
+    if (
+        not isinstance(out, Path)
+        or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+|\w+://.*", src)
+        or Path(src).expanduser().is_dir()
+    ):
+        return
+    if (out / "config.json").is_file() and any(out.glob("*.safetensors")):
+        raise UsageError(
+            f"there is no folder {src}, and OUT, {out}, holds a model",
+            hint=f"SRC is the first argument: `tpuconv convert {out} {src}`",
+        )
 
 
 def show_conversion(done: api.Conversion, check: bool, as_json: bool) -> None:

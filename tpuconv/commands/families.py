@@ -1,5 +1,6 @@
 """`tpuconv families`."""
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -7,7 +8,7 @@ import click
 from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, lines, print_json, say, show
-from tpuconv.commands.params import Name
+from tpuconv.commands.params import KnownName, Name, known_families, known_targets
 from tpuconv.errors import UsageError
 from tpuconv.text import plain
 
@@ -21,14 +22,17 @@ if TYPE_CHECKING:
     "families",
     "List the model families that can be converted.",
     "tpuconv families",
+    "tpuconv families Qwen3ForCausalLM",
     "tpuconv families llama --table",
     "tpuconv families --target maxtext",
     "tpuconv families --new org/a-new-model",
     "tpuconv families Qwen/Qwen3-8B --map maxtext:vllm --scan-layers",
 )
-@click.argument("name", required=False)
+@click.argument("name", required=False, type=KnownName(known_families), metavar="[NAME]")
 @click.option("--table", "as_table", is_flag=True, help="Show the mapping of every tensor.")
-@click.option("--target", type=Name(), metavar="NAME", help="List the families that this target supports.")
+@click.option(
+    "--target", type=KnownName(known_targets), metavar="NAME", help="List the families that this target supports."
+)
 @click.option(
     "--new",
     type=Name(),
@@ -53,8 +57,9 @@ def families(
     as_json: bool,
     **asked: Any,
 ) -> None:
-    """List the model families that can be converted. With NAME (a family or a model_type of config.json) list only this
-    family; with --table show its mapping of every tensor.
+    """List the model families that can be converted. With NAME (a family, or a model_type or an architecture of
+    config.json) show this family, its targets and an example of a config.json; with --table show its mapping of every
+    tensor.
 
     With --new, read the config.json and the headers of SRC, a Hub id or a folder with safetensors. No weights are read.
 
@@ -86,10 +91,13 @@ def families(
             )
         _show_target(target, name, as_json)
         return
-    chosen, wrappers = _all() if name is None else _named(name)
+    from tpuconv.models.named import families_named
+
+    chosen, wrappers = _all() if name is None else families_named(name)
     if as_json:
         listed = {"wrappers": [wrapper.to_json() for wrapper in wrappers]} if wrappers else {}
-        print_json({"families": [_to_json(family) for family in chosen], **listed})
+        facts = [_to_json(family) | (_support_to_json(family, name) if name else {}) for family in chosen]
+        print_json({"families": facts, **listed})
     elif as_table:
         for family in chosen:
             _show_table(family)
@@ -108,6 +116,9 @@ def families(
                 row = (wrapper.model_type, wrapper.architecture, wrapper.models)
                 table.add_row(*row, lines(wrapper.families))
             console().print(table)
+        if name is not None:
+            for family in chosen:
+                _show_support(family, name)
 
 
 def _all() -> "tuple[list[Family], list[Wrapper]]":
@@ -125,18 +136,6 @@ def _all() -> "tuple[list[Family], list[Wrapper]]":
     return found, list(WRAPPERS.values())
 
 
-def _named(name: str) -> "tuple[list[Family], list[Wrapper]]":
-    """Returns the family of this name or model_type, or the multimodal model of this model_type.
-
-    Raises:
-        UsageError: there is none.
-    """
-    from tpuconv.models.registry import named_family
-    from tpuconv.models.wrappers import WRAPPERS
-
-    return ([], [WRAPPERS[name]]) if name in WRAPPERS else ([named_family(name)], [])
-
-
 def _to_json(family: "Family") -> dict[str, Any]:
     rows = [
         {"hf": list(row.hf_names), "jax": list(row.jax_names), "layout": row.layout, "when": row.when, "part": row.part}
@@ -145,6 +144,35 @@ def _to_json(family: "Family") -> dict[str, Any]:
     towers = {each.part: each.tower.name for each in family.modalities}
     facts = {"name": family.name, "architectures": list(family.architectures), "towers": towers}
     return {**facts, "rows": rows, "ignored": dict(family.whole_table.ignore)}
+
+
+def _support_to_json(family: "Family", name: str) -> dict[str, Any]:
+    from tpuconv.targets.listing import targets_of
+
+    return {"targets": [vars(each) for each in targets_of(family)], "example": _example(family, name)}
+
+
+def _example(family: "Family", name: str) -> dict[str, Any]:
+    """Returns an example of a config.json, of the model_type or architecture that the user named."""
+    from tpuconv.models.named import example_config
+
+    types = family.architectures.values()
+    return example_config(family, name if name in types else family.architectures.get(name, ""))
+
+
+def _show_support(family: "Family", name: str) -> None:
+    """Shows which targets have a family, and an example of a config.json."""
+    from tpuconv.targets.listing import targets_of
+
+    columns = ("target", "supported", "scanned layers", "quantized", "encoders", "notes")
+    table = Table(f"targets of {family.name}", columns, optional=("notes", "encoders"))
+    for each in targets_of(family):
+        words = ["yes" if value else "no" for value in (each.supported, each.scanned, each.quantized)]
+        table.add_row(each.target, *words, " ".join(each.parts), lines(each.notes))
+    console().print(table)
+    show("  an example of its config.json, with default sizes:")
+    click.echo("  " + json.dumps(_example(family, name)))
+    show("  measured parity: docs/status.md; to plan a model: `tpuconv convert SRC --dry-run`")
 
 
 def _show_proposal(proposed: "FamilyProposal") -> None:
@@ -179,11 +207,13 @@ def _show_proposal(proposed: "FamilyProposal") -> None:
 
 def _show_target(name: str, family: str | None, as_json: bool) -> None:
     """Shows the families that a target supports, and how its output is loaded."""
+    from tpuconv.models.named import families_named
     from tpuconv.targets.listing import supported
     from tpuconv.targets.registry import get_target
 
     target = get_target(name)
-    found = supported(target, family)
+    chosen = families_named(family)[0] if family else []
+    found = supported(target, chosen[0].name if chosen else family)
     quantized = target.quantized is not None
     if as_json:
         facts = {"target": target.name, "summary": target.summary, "loading": target.loading, "quantized": quantized}

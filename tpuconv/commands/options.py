@@ -10,7 +10,19 @@ import click
 
 from tpuconv.api.ray_tasks import Result, on_ray
 from tpuconv.commands.flags import flag_of, with_flags
-from tpuconv.commands.params import ByteSize, File, Layers, LocationParam, Name, Number, Numbers, RayAddress
+from tpuconv.commands.params import (
+    ByteSize,
+    File,
+    KnownName,
+    Layers,
+    LocationParam,
+    Name,
+    Number,
+    Numbers,
+    RayAddress,
+    known_configs,
+    known_targets,
+)
 from tpuconv.errors import UsageError
 from tpuconv.options import CACHE_DTYPES, MOST_TOKENS, Description, options_of
 
@@ -21,12 +33,17 @@ Callback = TypeVar("Callback", bound=Callable[..., Any])
 
 
 class Group(click.Group):
-    """Suggests the nearest command for one that does not exist."""
+    """Suggests the nearest command for one that does not exist. Takes `help` and `help COMMAND` as `--help`."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
+        if name == "help" and len(args) == 1:
+            click.echo(ctx.get_help())
+            ctx.exit()
+        if name == "help":
+            name, args = args[1], [args[1], "--help"]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             near = get_close_matches(name, self.list_commands(ctx), 1)
             ctx.fail(f"no such command '{name}'." + (f" Did you mean '{near[0]}'?" if near else ""))
@@ -80,6 +97,7 @@ CLICK: Mapping[str, Mapping[str, Any]] = {
         "callback": lambda ctx, param, value: None if value == "auto" else value,
     },
     "calibration": {"type": Name(), "metavar": "TEXT"},
+    "fit": {"multiple": True, "metavar": "SLICE"},
     "gates": {
         "multiple": True,
         "metavar": "NAME=BOUND",
@@ -90,10 +108,10 @@ CLICK: Mapping[str, Mapping[str, Any]] = {
     "max_memory": {"type": ByteSize()},
     "mesh": {"callback": lambda ctx, param, value: _parsed_mesh(value)},
     "prompts": {"type": FILE},
-    "quantize": {"type": Name(), "metavar": "CONFIG"},
+    "quantize": {"type": KnownName(known_configs, or_file=True), "metavar": "CONFIG"},
     "recipe": {"type": File()},
     "source": {"type": Name()},
-    "target": {"type": Name(), "metavar": "NAME"},
+    "target": {"type": KnownName(known_targets), "metavar": "NAME"},
     "target_bits": {"type": Number(min=0, min_open=True)},
     "task_folder": {"type": File(exists=True, file_okay=False)},
     "temperature": {"type": Number(min=0, max=1000)},

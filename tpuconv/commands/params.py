@@ -4,11 +4,12 @@ import errno
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from tpuconv.location import BucketPath, local_path, to_location
 from tpuconv.text import has_surrogates
@@ -106,14 +107,52 @@ class LocationParam(File):
 
 
 class Name(click.ParamType[str]):
-    """A path, a Hub id, or the name of a config or target."""
+    """A path, a Hub id or the address of its page, or the name of a config or target."""
 
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if problem := _path_problem(value):
             self.fail(problem, param, ctx)
-        return str(value)
+        return id_of_page(str(value))
+
+
+class KnownName(Name):
+    """A name that a shell completes: of a config, a target or a family. Configs may be files too.
+
+    Args:
+        names: returns the known names; called only to complete.
+        or_file: complete the names of files where no name begins so.
+    """
+
+    def __init__(self, names: Callable[[], Iterable[str]], *, or_file: bool = False):
+        self.names, self.or_file = names, or_file
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        found = [CompletionItem(name) for name in self.names() if name.startswith(incomplete)]
+        return found or ([CompletionItem(incomplete, type="file")] if self.or_file else [])
+
+
+def known_configs() -> Iterable[str]:
+    """Returns the names of the quantization configs of the package."""
+    from tpuconv.quantize.config import config_names
+
+    return config_names()
+
+
+def known_targets() -> Iterable[str]:
+    """Returns the names of all targets."""
+    from tpuconv.targets.registry import target_names
+
+    return target_names()
+
+
+def known_families() -> Iterable[str]:
+    """Returns the names of all families and of multimodal models."""
+    from tpuconv.models.registry import family_names
+    from tpuconv.models.wrappers import WRAPPERS
+
+    return [*family_names(), *WRAPPERS]
 
 
 class RayAddress(click.ParamType[str]):
@@ -141,6 +180,13 @@ class Prompt(click.ParamType[str]):
             return os.fsencode(value).decode() if has_surrogates(value) else str(value)
         except UnicodeError:
             self.fail(f"'{shortened(value)}' is not text in UTF-8", param, ctx)
+
+
+def id_of_page(text: str) -> str:
+    """Returns the id of a model whose page on the Hub is at this address; other texts as they are."""
+    hub = re.escape(os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/"))
+    found = re.fullmatch(rf"(?:{hub}|https://huggingface\.co)/([\w.-]+/[\w.-]+?)(?:/tree/main)?/?", text)
+    return found[1] if found else text
 
 
 def shortened(value: object) -> str:

@@ -11,7 +11,7 @@ from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, show
 from tpuconv.commands.convert import show_conversion, show_plan
 from tpuconv.commands.inputs import chosen_checkpoint, read_prompts
-from tpuconv.commands.params import LocationParam, Name
+from tpuconv.commands.params import KnownName, LocationParam, known_configs
 from tpuconv.commands.progress import resumable, shown
 from tpuconv.errors import UsageError
 from tpuconv.location import Location
@@ -28,7 +28,11 @@ QUANTIZING = (
     *(name for name in options.flags_of(api.quantize) if name not in BOTH),
 )
 """Options that only quantizing has."""
-CONFIG = {"type": Name(), "metavar": "NAME", "help": "A config of this package (see --list) or a YAML file."}
+CONFIG = {
+    "type": KnownName(known_configs, or_file=True),
+    "metavar": "NAME",
+    "help": "A config of this package (see --list) or a YAML file.",
+}
 
 
 @options.command(
@@ -47,7 +51,9 @@ CONFIG = {"type": Name(), "metavar": "NAME", "help": "A config of this package (
 @click.argument("out", required=False, type=LocationParam())
 @options.of(api.quantize, "config", config=CONFIG)
 @click.option("--list", "as_list", is_flag=True, help="List the configs of this package.")
-@click.option("--show", "shown_config", type=Name(), metavar="NAME", help="Print a config of this package.")
+@click.option(
+    "--show", "shown_config", type=KnownName(known_configs), metavar="NAME", help="Print a config of this package."
+)
 @click.option("--explain", is_flag=True, help="Show how each parameter would be quantized, and stop.")
 @click.option("--sensitivity", is_flag=True, help="Measure the cost of rounding each group of parameters, and stop.")
 @options.of(api.sensitivity, "target_bits", "gates", "recipe", "method", "prompts")

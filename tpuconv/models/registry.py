@@ -20,6 +20,7 @@ from tpuconv.models.common.forms import ALL_FORMS
 from tpuconv.models.common.heads import LOGITS, Head, headed, named_head, shown_head
 from tpuconv.models.common.saved import saved_names, saved_outside, saved_places
 from tpuconv.models.families import FAMILIES
+from tpuconv.models.left_out import MODELS_LEFT_OUT
 from tpuconv.notation.forms import Forms, ReleaseReader
 from tpuconv.notation.release import Release
 from tpuconv.notation.spelling import undressed
@@ -313,12 +314,14 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
                 + ", ".join(name[:100] for name in other[:10]),
                 hint=f"of this model_type it reads {', '.join(causal)}",
             )
-    text = hf_config.get("text_config")
+    text, compare = hf_config.get("text_config"), "`tpuconv families --new SRC` compares the model with each"
     around = f" with a text model {short(text.get('model_type'))}" if isinstance(text, Mapping) else ""
+    reason = MODELS_LEFT_OUT.get(model_type)
     raise UnsupportedConfig(
-        f"no family reads model_type {short(model_type)}{around} (architectures {short(architectures)})",
+        f"no family reads model_type {short(model_type)}{around} (architectures {short(architectures)})"
+        + (f": {reason}" if reason else ""),
         details=faults,
-        hint=_suggestion(model_type, known) + "; `tpuconv families --new SRC` compares the model with each",
+        hint=compare if reason else f"{_suggestion(model_type, known)}; {compare}",
     )
 
 

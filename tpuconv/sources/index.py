@@ -4,14 +4,16 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
+from pathlib import Path
+from shlex import quote
 
-from tpuconv.errors import SourceError, UsageError, shorten
+from tpuconv.errors import SourceError, TpuconvError, UsageError, shorten
 from tpuconv.location import Location
 from tpuconv.names import MANIFEST, collapse
 from tpuconv.sources.config import read_json
 from tpuconv.sources.files import ADAPTER_CONFIG, INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 from tpuconv.storage.places import is_there, names_in
-from tpuconv.text import format_count
+from tpuconv.text import format_count, plain
 
 MAX_NAMES_TO_COLLAPSE = 10_000
 _SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")
@@ -39,7 +41,8 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
                 hint="`tpuconv quantize` makes a smaller one of it, `tpuconv export` safetensors",
             )
         if not shards and (other := other_kind(names)):
-            raise UsageError(f"{folder} {other[0]}", hint=other[1])
+            what, todo = other
+            raise UsageError(f"{folder} {what}", hint=_with_base(folder, todo) if "adapter" in what else todo)
         if not shards:
             raise UsageError(
                 f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}",
@@ -98,6 +101,19 @@ OTHER_KINDS = (
 )  # fmt: skip
 """The possible contents of a folder without safetensors: patterns of names, a description, and a hint. The first match
 counts."""
+
+
+def _with_base(folder: Location, hint: str) -> str:
+    """Returns a hint with the folder of an adapter, and with the base model that its config names, if that is a Hub id
+    or an existing folder."""
+    try:
+        base = read_json(folder / ADAPTER_CONFIG, SourceError).get("base_model_name_or_path")
+    except TpuconvError:
+        return hint
+    hint = hint.replace("FOLDER", quote(plain(str(folder))))
+    if isinstance(base, str) and (re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) or Path(base).is_dir()):
+        return hint.replace("BASE", quote(plain(base)))
+    return hint
 
 
 def other_kind(names: Collection[str]) -> tuple[str, str] | None:

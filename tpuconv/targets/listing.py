@@ -5,6 +5,7 @@ from typing import Any
 
 from tpuconv.errors import UsageError
 from tpuconv.models.registry import Family, all_families, family_names, get_family, named_family
+from tpuconv.targets.registry import get_target, target_names
 from tpuconv.targets.target import Target
 
 
@@ -37,6 +38,50 @@ class Support:
         }
 
 
+@dataclass(frozen=True)
+class TargetSupport:
+    """A target, and what it has of one family.
+
+    Attributes:
+        target: its name.
+        summary: one line about it.
+        supported: whether the target has the family, or some models of it.
+        scanned: whether it has the layers scanned.
+        quantized: whether it has quantized parameters, of some form.
+        parts: the encoders, with their projectors, that it has of some of the models.
+        notes: what a user must know to load the output.
+    """
+
+    target: str
+    summary: str
+    supported: bool
+    scanned: bool = False
+    quantized: bool = False
+    parts: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def targets_of(family: Family) -> list[TargetSupport]:
+    """Returns all targets, and what each has of a family."""
+    return [_support_by(get_target(name), family) for name in target_names()]
+
+
+def _support_by(target: Target, family: Family) -> TargetSupport:
+    is_quantized = target.quantized is not None
+    if target.trees is None:
+        ours = _as_ours(target, family)
+        return TargetSupport(target.name, target.summary, True, ours.scanned, is_quantized, ours.parts)
+    found = []
+    for model_type in dict.fromkeys(family.architectures.values()):
+        name, text_type = family.in_targets(model_type)
+        trees = target.trees.get(text_type, target.trees.get(name, ()))
+        found += [tree for tree in (trees if isinstance(trees, tuple) else (trees,)) if tree not in found]
+    scanned = target.layer_axis is not None and any(layers.stacked for tree in found for layers in tree.layers)
+    parts = tuple(dict.fromkeys(part for tree in found for part in tree.parts))
+    notes = tuple(dict.fromkeys(tree.note for tree in found if tree.note))
+    return TargetSupport(target.name, target.summary, bool(found), scanned, is_quantized and bool(found), parts, notes)
+
+
 def supported(target: Target, family: str | None = None) -> list[Support]:
     """Returns what a target has, of one family if it is named.
 
@@ -66,7 +111,7 @@ def supported(target: Target, family: str | None = None) -> list[Support]:
 
 def _as_ours(target: Target, family: Family) -> Support:
     """Returns what a target has of a family if it has our own tree, or the tensors of the release."""
-    parts = tuple(each.part for each in family.modalities)
+    parts = tuple(dict.fromkeys(each.part for each in family.modalities))
     return Support(family.name, family.summary, target.layer_axis is not None, parts, ())
 
 

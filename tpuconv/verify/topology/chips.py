@@ -1,7 +1,9 @@
 """The kinds of TPUs, and the slices that are offered of each."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 GIB = 1 << 30
 
@@ -44,3 +46,18 @@ CHIPS: Mapping[str, Chip] = {
     "v6e": Chip("TPU v6 lite", int(31.25 * GIB), 1638e9, 918e12, 90e9, 1.75e9, slices=SLICES_2D),
     "tpu7x": Chip("TPU7x", int(94.75 * GIB), 3690e9, 1153.5e12, 90e9, 2.2e9, devices=2, dims=3, slices=SLICES_3D),
 }
+
+CORES_OF_CLOUD_NAMES: Mapping[str, int] = {"v4": 2, "v5litepod": 1, "v5e": 1, "v5p": 2, "v6e": 1}
+"""By the beginning of an accelerator type of Cloud TPU, how many its number counts for each chip: v5p-8 has 4 chips."""
+
+
+def slice_of_cloud(text: str) -> str:
+    """Returns the slice of an accelerator type of Cloud TPU: `v5e:2x4` for `v5e-8` or `v5litepod-8`. Other texts, and
+    numbers that no offered slice has, are returned as they are."""
+    found = re.fullmatch(r"(\w+)-([1-9]\d{0,5})", text)
+    if found is None or found[1] not in CORES_OF_CLOUD_NAMES:
+        return text
+    kind = "v5e" if found[1] == "v5litepod" else found[1]
+    chips = int(found[2]) / CORES_OF_CLOUD_NAMES[found[1]]
+    shapes = (shape for shape in CHIPS[kind].slices if prod(map(int, shape.split("x"))) == chips)
+    return next((f"{kind}:{shape}" for shape in shapes), text)

@@ -23,7 +23,7 @@ from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.extras import install_command
 from tpuconv.jsonfile import short
 from tpuconv.text import format_rate, format_size
-from tpuconv.verify.topology.chips import CHIPS, Chip
+from tpuconv.verify.topology.chips import CHIPS, Chip, slice_of_cloud
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -51,11 +51,11 @@ class Slice:
     @classmethod
     def parse(cls, text: str) -> "Slice":
         """Returns the slice that a text names. Raises UsageError for an unknown chip or a wrong number of sizes."""
-        chip, _, shape = text.strip().lower().partition(":")
+        chip, _, shape = slice_of_cloud(text.strip().lower()).partition(":")
         if chip not in CHIPS:
             raise UsageError(
                 f"{short(text)} is no topology: there is no chip {short(chip)}",
-                hint=f"chips are {', '.join(CHIPS)}; write v5e:4x4",
+                hint=f"chips are {', '.join(CHIPS)}; write v5e:4x4 or v5e-16",
             )
         dims = CHIPS[chip].dims
         if not re.fullmatch(r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*", shape) or shape.count("x") != dims - 1:

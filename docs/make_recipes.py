@@ -1,0 +1,144 @@
+"""Writes docs/recipes: a page for each released model whose config.json and tensor names are in
+tests/helpers/listings.json.
+
+python docs/make_recipes.py [MODEL ...]
+
+Without arguments it writes all pages; that takes some minutes. A test keeps them up to date. When commands or sizes
+change, set `CHECKED` to the date.
+"""
+
+import json
+import re
+import sys
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tpuconv.api.recipe_facts import ModelRecipe, RecipeStep
+from tpuconv.api.recipe_steps import recipe_of
+from tpuconv.commands.flags import with_flags
+from tpuconv.commands.recipe import SLICES_NOTE, form_cells, sizes, step_lines
+from tpuconv.sources.headers import DTYPES, TensorInfo
+from tpuconv.sources.shard import SourceShard
+from tpuconv.sources.source import Source
+from tpuconv.text import format_size
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "recipes"
+LISTINGS = ROOT / "tests" / "helpers" / "listings.json"
+CHECKED = "26 November 2026"
+SHARD = "model.safetensors"
+COPIES = ("meta-llama/Llama-4-Scout-17B-16E-Instruct-withvision",)
+"""Listings of copies that have other names than the release: they have no page."""
+
+HEAD = f"""# Recipes
+
+Made by `docs/make_recipes.py` from the config.json and the tensor names of released models, checked on {CHECKED}.
+`tpuconv recipe MODEL` prints the same for any model. Commands were planned on these headers; no weights were read.
+
+| model | parameters | release | unquantized | `int8_weight_only` | smallest v5e slice in int8 |
+|---|---|---|---|---|---|
+"""
+
+
+def names_of(pattern: str) -> list[str]:
+    """Returns the names of a pattern such as `layers.{0...3,7}.weight`."""
+    fixed, spans = re.split(r"\{[^}]*\}", pattern), re.findall(r"\{([^}]*)\}", pattern)
+    values = []
+    for span in spans:
+        ends = [(each.split("...")[0], each.split("...")[-1]) for each in span.split(",")]
+        values.append([str(i) for first, last in ends for i in range(int(first), int(last) + 1)])
+    return ["".join(a + b for a, b in zip(fixed, (*chosen, ""), strict=True)) for chosen in product(*values)]
+
+
+def listed_source(model: str, listing: dict[str, Any]) -> Source:
+    """Returns the source of a listing, without bytes."""
+    tensors, offset = {}, 0
+    for pattern, dtype, shape in listing["tensors"]:
+        for name in names_of(pattern):
+            nbytes = prod(shape) * DTYPES[dtype].itemsize
+            tensors[name] = TensorInfo(name, dtype, tuple(shape), SHARD, offset, nbytes)
+            offset += nbytes
+    return Source(Path(model.rpartition("/")[2]), listing["config"], tensors, (SourceShard(SHARD, offset),), model)
+
+
+def page_name(model: str) -> str:
+    """Returns the file of a model."""
+    return f"{model.rpartition('/')[2].lower()}.md"
+
+
+def recipe_page(found: ModelRecipe) -> str:
+    """Returns the text of a page."""
+    chips = list(found.forms[0].slices)
+    forms = [f"| form | bytes in device memory | {' | '.join(chips)} | |", f"|---|---|{'---|' * len(chips)}---|"]
+    for form in found.forms:
+        cells = form_cells(form)
+        cells += [""] * (len(chips) + 1 - len(cells))
+        said = with_flags(form.refusal or form.summary)
+        forms.append(f"| `{form.name}` | {' | '.join(cells)} | {said.partition(chr(10))[0]} |")
+    targets = ["| target | supported | scanned layers | |", "|---|---|---|---|"]
+    for each in found.targets:
+        words = ["yes" if value else "no" for value in (each.supported, each.scanned)]
+        targets.append(f"| `{each.target}` | {' | '.join(words)} | {with_flags(each.refusal)} |")
+    return "\n".join(
+        [
+            f"# {found.model}",
+            "",
+            f"Made by `docs/make_recipes.py`; checked on {CHECKED} against the names and shapes of the release.",
+            "",
+            f"{sizes(found)[0].upper()}{sizes(found)[1:]}.",
+            "",
+            *forms,
+            "",
+            SLICES_NOTE,
+            "",
+            *targets,
+            "",
+            *(line for step in found.steps for line in step_section(step)),
+        ]
+    )
+
+
+def step_section(step: RecipeStep) -> list[str]:
+    """Returns the lines of a step."""
+    return [
+        f"## {step.title}",
+        "",
+        f"```{step.language}",
+        *step_lines(step),
+        "```",
+        "",
+        *([step.note, ""] * bool(step.note)),
+    ]
+
+
+def index_row(found: ModelRecipe) -> str:
+    """Returns the row of a model."""
+    forms = {form.name: form for form in found.forms}
+    plain, int8 = forms["unquantized"], forms["int8_weight_only"]
+    released = format_size(found.source_bytes) + (f", {found.encoding}" if found.encoding else "")
+    slices = (int8.slices.get("v5e") or "none").partition(":")[2]
+    cells = (
+        f"{found.parameters:,}",
+        released,
+        format_size(plain.device_bytes or 0),
+        format_size(int8.device_bytes or 0),
+    )
+    return f"| [{found.model}]({page_name(found.model)}) | {' | '.join(cells)} | {slices} |"
+
+
+def main(chosen: list[str]) -> None:
+    """Writes the pages of the chosen models; the index only with all of them."""
+    FOLDER.mkdir(exist_ok=True)
+    rows, listings = [], json.loads(LISTINGS.read_text())
+    for model in chosen or sorted(listings.keys() - set(COPIES), key=str.lower):
+        found = recipe_of(listed_source(model, listings[model]), model, model, from_headers=True)
+        (FOLDER / page_name(model)).write_text(recipe_page(found), encoding="utf-8")
+        rows.append(index_row(found))
+    if not chosen:
+        (FOLDER / "index.md").write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,146 @@
+"""Recipes: the commands parse, the sizes are those of plans, and the pages of released models are up to date."""
+
+import json
+import runpy
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.commands import EXAMPLE, LISTINGS, tpuconv
+from helpers.pages import blocks_of, parse
+from tpuconv import api
+from tpuconv.api.recipe_facts import SPARE, CommandCall, ModelRecipe
+from tpuconv.api.recipe_steps import recipe_of, smallest_slices
+from tpuconv.commands.recipe import command_line
+from tpuconv.errors import TpuconvError, UnsupportedConfig
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
+COPIES = ("meta-llama/Llama-4-Scout-17B-16E-Instruct-withvision",)
+FAST = ("Qwen/Qwen3-8B", "openai/gpt-oss-20b", "google/gemma-3-27b-it")
+
+
+@pytest.fixture(scope="module")
+def maker() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "make_recipes.py")))
+
+
+@pytest.fixture(scope="module")
+def example() -> ModelRecipe:
+    return api.recipe(EXAMPLE)
+
+
+def commands_of(found: ModelRecipe) -> list[str]:
+    return [command_line(call) for step in found.steps for call in step.calls]
+
+
+def test_every_command_parses(example: ModelRecipe) -> None:
+    lines = commands_of(example)
+    assert len(lines) > 15
+    for line in lines:
+        parse(line)
+    for step in example.steps:
+        if step.language == "python":
+            compile("\n".join(step.elsewhere), step.title, "exec")
+
+
+def test_sizes_are_those_of_the_plans(example: ModelRecipe) -> None:
+    plan = api.plan(EXAMPLE).plan
+    assert (example.parameters, example.output_bytes) == (plan.parameters, plan.output_bytes)
+    assert example.family == "qwen3"
+    sizes = {form.name: form.device_bytes for form in example.forms}
+    assert sizes["unquantized"] == plan.output_bytes
+    int8 = api.plan(EXAMPLE, quantize="int8_weight_only").plan.output_bytes
+    assert sizes["int8_weight_only"] == pytest.approx(int8, rel=1e-3)
+    assert sizes["int4_weight_only"] < sizes["int8_weight_only"] < sizes["unquantized"]
+    assert all(each.supported for each in example.targets)
+
+
+def test_slices_hold_the_bytes_with_room_to_spare() -> None:
+    gib = 1 << 30
+    assert smallest_slices(1)["v5e"] == "v5e:1x1"
+    limit = int((1 - SPARE) * int(15.75 * gib))
+    assert smallest_slices(limit)["v5e"] == "v5e:1x1"
+    assert smallest_slices(limit + 2)["v5e"] == "v5e:2x2"
+    assert smallest_slices(1 << 60)["v5e"] is None
+
+
+def test_a_config_alone_gives_the_same_commands(example: ModelRecipe, tmp_path: Path) -> None:
+    folder = tmp_path / EXAMPLE.name
+    folder.mkdir()
+    shutil.copy(EXAMPLE / "config.json", folder)
+    found = api.recipe(folder / "config.json")
+    assert not found.from_headers
+    assert (found.parameters, found.tensors) == (example.parameters, example.tensors)
+    assert commands_of(found) == [line.replace(str(EXAMPLE), str(folder)) for line in commands_of(example)]
+
+
+def test_what_a_model_cannot_have_is_told(maker: SimpleNamespace) -> None:
+    """gpt-oss has no table for Tunix, and groups of 128 do not divide its axes."""
+    model = "openai/gpt-oss-20b"
+    found = recipe_of(maker.listed_source(model, LISTINGS[model]), model, model, from_headers=True)
+    refused = {each.target: each.refusal for each in found.targets if not each.supported}
+    assert "no table for gpt_oss" in refused["tunix"]
+    lines = commands_of(found)
+    assert not [line for line in lines if "tunix" in line]
+    assert f"tpuconv convert {model} gpt-oss-20b-orbax-kept --encoding keep" in lines
+    assert {form.name for form in found.forms} >= {"as released", "mxfp4_weight_only"}
+
+
+def test_options_are_written_as_flags() -> None:
+    call = CommandCall("fit", ("a b",), {"topologies": ["v5e", "v6e"], "encoding": "keep"})
+    assert command_line(call) == "tpuconv fit 'a b' --topology v5e --topology v6e --encoding keep"
+    assert command_line(CommandCall("convert", ("x",), {"dry_run": True})) == "tpuconv convert x --dry-run"
+
+
+def test_the_command(tmp_path: Path) -> None:
+    facts = json.loads(tpuconv("recipe", EXAMPLE, "--json").stdout)
+    assert facts["family"] == "qwen3"
+    assert facts["steps"][0]["commands"][0] == f"tpuconv convert {EXAMPLE} --dry-run"
+    said = tpuconv("recipe", EXAMPLE).stdout
+    assert "--target maxtext --scan-layers" in said
+    assert "int8_weight_only" in said
+    (tmp_path / "config.json").write_text('{"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"]}')
+    assert "models without attention" in tpuconv("recipe", "config.json", cwd=tmp_path, code=5).stderr
+
+
+def test_models_without_a_family_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "rwkv"}')
+    with pytest.raises(UnsupportedConfig, match="recurrent"):
+        api.recipe(tmp_path / "config.json")
+    with pytest.raises(TpuconvError):
+        api.recipe(tmp_path / "missing.json")
+
+
+def check_page(maker: SimpleNamespace, model: str) -> None:
+    found = recipe_of(maker.listed_source(model, LISTINGS[model]), model, model, from_headers=True)
+    page = ROOT / "docs" / "recipes" / maker.page_name(model)
+    assert page.read_text() == maker.recipe_page(found), "run `python docs/make_recipes.py`"
+    assert maker.index_row(found) in (ROOT / "docs" / "recipes" / "index.md").read_text()
+
+
+@pytest.mark.parametrize("model", FAST)
+def test_pages_are_up_to_date(maker: SimpleNamespace, model: str) -> None:
+    check_page(maker, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [model for model in LISTINGS if model not in (*FAST, *COPIES)])
+def test_other_pages_are_up_to_date(maker: SimpleNamespace, model: str) -> None:
+    check_page(maker, model)
+
+
+def test_every_listed_model_has_a_page_whose_commands_parse(maker: SimpleNamespace) -> None:
+    assert maker.COPIES == COPIES
+    assert {page.name for page in PAGES} == {"index.md", *map(maker.page_name, LISTINGS.keys() - set(COPIES))}
+    nav = (ROOT / "mkdocs.yml").read_text()
+    for page in PAGES:
+        assert f"recipes/{page.name}" in nav
+        for block in blocks_of(page):
+            if block.language == "python":
+                compile(block.text, str(page), "exec")
+            for line in block.commands():
+                if line.startswith("tpuconv "):
+                    parse(line)

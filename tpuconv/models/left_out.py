@@ -1,0 +1,66 @@
+"""Models that no family reads, with the reasons. docs/families.md has the same table."""
+
+from collections.abc import Mapping
+
+_MAMBA = "Mamba-1: a state for each channel, without a form by matrix products; prefill on a TPU would need a kernel"
+_SHARED = (
+    "attention blocks whose weights several layers share, each with an adapter of its own; a row of a table has one "
+    "parameter for one layer"
+)
+_FACTORS = (
+    "transformers 5.23 computes the logits of the whole without the factor that Cohere's and Granite's text models "
+    "have: it is unclear which result is right"
+)
+_RELATIVE = "learned relative positions, convolutions of keys, values and of the output of each part"
+_EARLY = "an early model of known parts, in a layout of its own: not written yet"
+_QUERIES = "OPT behind learned queries: not written yet"
+_CROSS = "decoders that attend to images or to sound, or that write sound"
+_DRAFTS = "drafts for another model, whose keys and values they read"
+_RECURRENT = "recurrent networks without attention"
+_DIFFERENCE = "the difference of two attentions; masks that are made of values"
+_ENCODERS = "encoders that may be run as decoders"
+_BEHIND_ENCODER = "decoders of models with an encoder"
+
+MODELS_LEFT_OUT: Mapping[str, str] = {
+    "mamba2": "models without attention, whose config has no heads and no MLP, which every family's config has here",
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), _MAMBA),
+    **dict.fromkeys(("zamba2", "zamba"), _SHARED),
+    "recurrent_gemma": "its recurrent unit is used by no later model",
+    "ctrl": _EARLY,
+    "cpmant": "attention biased by distance, with learned biases",
+    "ernie4_5_vl_moe": "experts for images beside those for text in each layer, so the text model alone is not the "
+    "released model",
+    **dict.fromkeys(("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"), _RELATIVE),
+    "zaya": "queries and keys that are compressed and convolved, routers that read the one before",
+    "hrm_text": "layers that run several times",
+    "blt": "bytes that are joined to patches by another model",
+    **dict.fromkeys(("diffllama", "doge"), _DIFFERENCE),
+    "gpt_neox_japanese": _EARLY,
+    **dict.fromkeys(
+        ("aya_vision", "cohere2_vision", "granite_speech", "granite_speech_plus", "granite4_vision"), _FACTORS
+    ),
+    "paligemma": "tokens of a prompt see those behind them",
+    **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), _QUERIES),
+    "voxtral_realtime": "the audio embedding is added to the embedding of each token; transformers refuses text "
+    "without sound",
+    "unlimited_ocr": "a sliding window beside which tokens see the whole prompt, so that the mask depends on where the "
+    "prompt ends",
+    **dict.fromkeys(("mllama", "moshi", "git", "musicgen", "musicgen_melody"), _CROSS),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFTS),
+    **dict.fromkeys(("rwkv", "xlstm"), _RECURRENT),
+    **dict.fromkeys(
+        (
+            *("bert", "big_bird", "camembert", "electra", "ernie", "reformer", "rembert", "roberta", "roc_bert"),
+            *("roformer", "xlm", "xlnet", "xmod"),
+        ),
+        _ENCODERS,
+    ),
+    **dict.fromkeys(
+        (
+            *("bart", "mbart", "marian", "pegasus", "blenderbot", "plbart", "mvp", "bigbird_pegasus", "prophetnet"),
+            *("trocr", "whisper"),
+        ),
+        _BEHIND_ENCODER,
+    ),
+}
+"""By model_type of config.json, why no family reads the model."""
