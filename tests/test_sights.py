@@ -3,19 +3,19 @@ left, then with a cache; the way back to safetensors."""
 
 import json
 import re
-from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 
 import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
-from helpers.sights import IMAGE, SIGHTS, Sight
+from helpers.sights import IMAGE
+from helpers.whole_sights import EACH, difference, logits, made
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import ConfigError, GateError, UnsupportedConfig, UsageError
@@ -31,12 +31,6 @@ from tpuconv.models.towers.qwen_vit.family import QWEN3_VIT
 from tpuconv.models.towers.sanm.family import SANM
 from tpuconv.models.towers.whisper.family import VOXTRAL_WHISPER
 
-FAST = ("gemma3", "qwen3_vl")
-EACH = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in SIGHTS]
-)
-
-
 WITHOUT_EXAMPLES = {
     **dict.fromkeys(
         ("aria", "granite_docling", "granite_docling_fine", "idefics2", "idefics3", "lfm2_vl", "lfm2_vl_without_norm")
@@ -51,30 +45,6 @@ WITHOUT_EXAMPLES = {
 }
 """The parts that `compare` names and does not compare: their features depend on how a processor cuts, pads or arranges
 an image or sound. Their logits are compared here."""
-
-
-@cache
-def made(name: str) -> Sight:
-    return SIGHTS[name]()
-
-
-@pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The folders of a case's source and checkpoint, by its name."""
-
-    @cache
-    def folders(name: str) -> tuple[Path, Path]:
-        folder = tmp_path_factory.mktemp(name)
-        made(name).save(folder / "src")
-        api.convert(folder / "src", folder / "out")
-        return folder / "src", folder / "out"
-
-    return folders
-
-
-def difference(have: Any, want: np.ndarray) -> float:
-    """The largest difference, by the largest value."""
-    return float(np.abs(np.asarray(have) - want).max() / max(1, np.abs(want).max()))
 
 
 @EACH
@@ -124,11 +94,7 @@ def test_stacked_layers_see_the_same(name, whole, tmp_path):
         return
     api.convert(whole(name)[0], folder, scan_layers=True)
     apart, stacked = tpuconv.load(whole(name)[1]), tpuconv.load(folder)
-    logits = [
-        np.asarray(model(case.ids_BT, case.mask_BT, seen=model.see(case.ids_BT, case.mask_BT, **case.features)))
-        for model in (apart, stacked)
-    ]
-    assert difference(logits[1][case.mask_BT], logits[0][case.mask_BT]) < case.tolerance
+    assert difference(logits(case, stacked), logits(case, apart)) < case.tolerance
 
 
 @pytest.mark.slow
@@ -177,20 +143,19 @@ def test_names_of_kimi_releases(whole, tmp_path):
 def test_text_alone_is_what_it_was(whole, tmp_path):
     """Bit for bit, and the same program is compiled."""
     import jax
-    from flax import nnx
 
     src, out = whole("qwen3_vl")
     api.convert(src, tmp_path / "text", text_only=True)
     assert not read_manifest(tmp_path / "text").parts
-    ids_BT, programs, logits = jnp.asarray([[5, 9, 3, 11]]), [], []
+    ids_BT, programs, found = jnp.asarray([[5, 9, 3, 11]]), [], []
     for folder in (out, tmp_path / "text"):
         model: Any = tpuconv.load(folder)
         for part in read_manifest(folder).parts:
             delattr(model, part)
-        logits.append(model(ids_BT))
+        found.append(model(ids_BT))
         graph, state = nnx.split(model)
         programs.append(jax.jit(lambda state, ids, graph=graph: nnx.merge(graph, state)(ids)).lower(state, ids_BT))
-    assert (logits[0] == logits[1]).all()
+    assert (found[0] == found[1]).all()
     assert programs[0].as_text() == programs[1].as_text()
 
 
@@ -242,9 +207,7 @@ def test_rules_for_all_layers_leave_towers_alone(name, whole, tmp_path):
     towers = {array: facts.xxh3 for array, facts in plain.items() if array.startswith(parts)}
     assert towers == {array: facts.xxh3 for array, facts in rounded.items() if array.startswith(parts)}
     assert plain.keys() != rounded.keys()
-    case, model = made(name), tpuconv.load(tmp_path / "int8")
-    seen: Any = model.see(case.ids_BT, case.mask_BT, **case.features)
-    assert np.isfinite(np.asarray(model(case.ids_BT, case.mask_BT, seen=seen))[case.mask_BT]).all()
+    assert np.isfinite(logits(made(name), tpuconv.load(tmp_path / "int8"))).all()
 
 
 def test_a_trained_model_is_saved_whole(whole, tmp_path):
