@@ -63,7 +63,7 @@ ALL_TOKENS = (0, 1)
 
 TILE_AXES = ("last", "all", "block")
 
-PARTS = (VISION, VIDEO, AUDIO)
+NAMED_ALONE = (VISION, VIDEO, AUDIO)
 """The parts beside the text model. A rule for all modules leaves them alone."""
 
 NO_MODULE = "(?!)"
@@ -107,7 +107,7 @@ class Rule:
     def matches(self, module: str) -> bool:
         """Returns True if the rule is for a module. A module of a part needs a rule that names the part."""
         part = module.partition("/")[0]
-        return (part not in PARTS or self.names_part(part)) and bool(re.fullmatch(self.module_path, module))
+        return (part not in NAMED_ALONE or self.names_part(part)) and bool(re.fullmatch(self.module_path, module))
 
     @property
     def group_size(self) -> int:

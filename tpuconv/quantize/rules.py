@@ -18,7 +18,7 @@ from tpuconv.models.common.periods import LayerStacks
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT, collapse
 from tpuconv.notation.layout import Shape
 from tpuconv.private import flax_util, ptq, qarray
-from tpuconv.quantize.config import PARTS, QuantConfig, Rule, config_names
+from tpuconv.quantize.config import NAMED_ALONE, QuantConfig, Rule, config_names
 from tpuconv.quantize.input_scale import InputScale, input_scales
 from tpuconv.quantize.matches import check_parts, check_rules, check_used
 from tpuconv.quantize.provider import Provider, quantized
@@ -69,7 +69,7 @@ def passthrough_rules(passthrough: Mapping[str, Mapping[str, Any]], stacks: Laye
                 break
         method = "minmax" if facts.get("zero_points") else "absmax"
         part = name.partition(".")[0]
-        modules.setdefault((facts["qtype"], method, part if part in PARTS else ""), []).append(path)
+        modules.setdefault((facts["qtype"], method, part if part in NAMED_ALONE else ""), []).append(path)
     rules = [
         Rule(0, module_path="|".join(paths), weight_qtype=qtype, weight_calibration_method=method)
         for (qtype, method, _), paths in modules.items()

@@ -46,7 +46,7 @@ def compile_for(request: CompileRequest, topology: Slice) -> dict[str, Any]:
     from tpuconv.models.registry import find_family
 
     family = find_family(request.config)
-    config = family.read_config(request.config, parts=parts_of(request))
+    config = family.read_config(request.config, parts=asked_parts(request))
     mesh = dict(request.mesh or decoding_mesh(config.sizes, topology.devices))
     if prod(mesh.values()) != topology.devices:
         raise UsageError(
@@ -225,7 +225,7 @@ class _Compilation:
             return jitted.lower(shapes[: len(weights)], *shapes[len(weights) :]).compile(generator.options)
 
 
-def parts_of(request: CompileRequest) -> tuple[str, ...]:
+def asked_parts(request: CompileRequest) -> tuple[str, ...]:
     """Returns the parts beside the text model: of a checkpoint the ones that it has, else the encoder of images if
     there are some."""
     if not request.checkpoint:
