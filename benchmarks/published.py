@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tpuconv.verify.topology.chips import Slice
 from tpuconv.verify.topology.hlo import Schedule
-from tpuconv.verify.topology.request import ENVIRONMENT, Slice
+from tpuconv.verify.topology.request import ENVIRONMENT
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpuconv.quantize.config import find_config
-from tpuconv.verify.topology.request import CompileRequest, FitReport, Slice, ask, source_passthrough
+from tpuconv.verify.topology.chips import Slice
+from tpuconv.verify.topology.request import CompileRequest, FitReport, ask, source_passthrough
 
 CONFIGS = Path(__file__).parent / "configs"
 

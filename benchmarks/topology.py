@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tpuconv.quantize.config import find_config
-from tpuconv.verify.topology.chips import CHIPS, GIB
-from tpuconv.verify.topology.request import ENVIRONMENT, CompileRequest, Slice
+from tpuconv.verify.topology.chips import CHIPS, GIB, Slice
+from tpuconv.verify.topology.request import ENVIRONMENT, CompileRequest
 
 CONFIGS = Path(__file__).parent / "configs"
 MODELS = (

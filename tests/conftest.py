@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -141,6 +142,23 @@ def users_compiler(quick_compiler: None) -> Iterator[None]:
     yield
     jax.config.update("jax_disable_most_optimizations", True)
     jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """The folders of a case's source and checkpoint, by its name."""
+
+    from helpers.whole_sights import made
+    from tpuconv import api
+
+    @cache
+    def folders(name: str) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp(name)
+        made(name).save(folder / "src")
+        api.convert(folder / "src", folder / "out")
+        return folder / "src", folder / "out"
+
+    return folders
 
 
 @pytest.fixture(scope="session")

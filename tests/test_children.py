@@ -12,7 +12,8 @@ from helpers.canaries import canaries
 from helpers.commands import EXAMPLE
 from helpers.tpu_compiler import compiler
 from tpuconv.errors import ConfigError
-from tpuconv.verify.topology.request import INSTALL_FOLDER, CompileRequest, Slice, ask
+from tpuconv.verify.topology.chips import Slice
+from tpuconv.verify.topology.request import INSTALL_FOLDER, CompileRequest, ask
 
 INSTALLED = "import sys; from tpuconv.cli import main; sys.exit(main())"
 """As the installed command begins, which other than `python -m tpuconv` does not see the current folder."""

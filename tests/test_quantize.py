@@ -52,8 +52,9 @@ from tpuconv.quantize.config import (
     find_config,
     parse_config,
 )
+from tpuconv.quantize.provider import Provider, quantized
 from tpuconv.quantize.report import report
-from tpuconv.quantize.rules import ParamQuant, Provider, abstract_quantized_model, quantized, resolve_rules
+from tpuconv.quantize.rules import ParamQuant, abstract_quantized_model, resolve_rules
 from tpuconv.sources.headers import DTYPES
 from tpuconv.sources.source import open_source
 from tpuconv.storage.sealed import seal

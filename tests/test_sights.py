@@ -3,22 +3,25 @@ left, then with a cache; the way back to safetensors."""
 
 import json
 import re
-from functools import cache
-from pathlib import Path
+from dataclasses import replace
+from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 
 import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
-from helpers.sights import IMAGE, SIGHTS, Sight
+from helpers.sights import IMAGE
+from helpers.whole_sights import EACH, difference, logits, made
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import ConfigError, GateError, UnsupportedConfig, UsageError
+from tpuconv.models import registry
 from tpuconv.models.common.beside import modality_of
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
@@ -31,50 +34,8 @@ from tpuconv.models.towers.qwen_vit.family import QWEN3_VIT
 from tpuconv.models.towers.sanm.family import SANM
 from tpuconv.models.towers.whisper.family import VOXTRAL_WHISPER
 
-FAST = ("gemma3", "qwen3_vl")
-EACH = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in SIGHTS]
-)
-
-
-WITHOUT_EXAMPLES = {
-    **dict.fromkeys(
-        ("aria", "granite_docling", "granite_docling_fine", "idefics2", "idefics3", "lfm2_vl", "lfm2_vl_without_norm")
-        + ("llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "ovis2")
-        + ("ovis2_of_single_patches", "paddleocr_vl", "smolvlm", "video_llama_3"),
-        ("vision",),
-    ),
-    "fun_asr_nano": ("audio",),
-    "gemma4_unified": ("vision", "audio"),
-    "muse_spark": ("audio",),
-    "video_llava": ("video",),
-}
-"""The parts that `compare` names and does not compare: their features depend on how a processor cuts, pads or arranges
-an image or sound. Their logits are compared here."""
-
-
-@cache
-def made(name: str) -> Sight:
-    return SIGHTS[name]()
-
-
-@pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The folders of a case's source and checkpoint, by its name."""
-
-    @cache
-    def folders(name: str) -> tuple[Path, Path]:
-        folder = tmp_path_factory.mktemp(name)
-        made(name).save(folder / "src")
-        api.convert(folder / "src", folder / "out")
-        return folder / "src", folder / "out"
-
-    return folders
-
-
-def difference(have: Any, want: np.ndarray) -> float:
-    """The largest difference, by the largest value."""
-    return float(np.abs(np.asarray(have) - want).max() / max(1, np.abs(want).max()))
+WITHOUT_EXAMPLES = {"video_llava": ("video",)}
+"""The parts that `compare` names and does not compare."""
 
 
 @EACH
@@ -124,11 +85,7 @@ def test_stacked_layers_see_the_same(name, whole, tmp_path):
         return
     api.convert(whole(name)[0], folder, scan_layers=True)
     apart, stacked = tpuconv.load(whole(name)[1]), tpuconv.load(folder)
-    logits = [
-        np.asarray(model(case.ids_BT, case.mask_BT, seen=model.see(case.ids_BT, case.mask_BT, **case.features)))
-        for model in (apart, stacked)
-    ]
-    assert difference(logits[1][case.mask_BT], logits[0][case.mask_BT]) < case.tolerance
+    assert difference(logits(case, stacked), logits(case, apart)) < case.tolerance
 
 
 @pytest.mark.slow
@@ -177,20 +134,19 @@ def test_names_of_kimi_releases(whole, tmp_path):
 def test_text_alone_is_what_it_was(whole, tmp_path):
     """Bit for bit, and the same program is compiled."""
     import jax
-    from flax import nnx
 
     src, out = whole("qwen3_vl")
     api.convert(src, tmp_path / "text", text_only=True)
     assert not read_manifest(tmp_path / "text").parts
-    ids_BT, programs, logits = jnp.asarray([[5, 9, 3, 11]]), [], []
+    ids_BT, programs, found = jnp.asarray([[5, 9, 3, 11]]), [], []
     for folder in (out, tmp_path / "text"):
         model: Any = tpuconv.load(folder)
         for part in read_manifest(folder).parts:
             delattr(model, part)
-        logits.append(model(ids_BT))
+        found.append(model(ids_BT))
         graph, state = nnx.split(model)
         programs.append(jax.jit(lambda state, ids, graph=graph: nnx.merge(graph, state)(ids)).lower(state, ids_BT))
-    assert (logits[0] == logits[1]).all()
+    assert (found[0] == found[1]).all()
     assert programs[0].as_text() == programs[1].as_text()
 
 
@@ -242,9 +198,7 @@ def test_rules_for_all_layers_leave_towers_alone(name, whole, tmp_path):
     towers = {array: facts.xxh3 for array, facts in plain.items() if array.startswith(parts)}
     assert towers == {array: facts.xxh3 for array, facts in rounded.items() if array.startswith(parts)}
     assert plain.keys() != rounded.keys()
-    case, model = made(name), tpuconv.load(tmp_path / "int8")
-    seen: Any = model.see(case.ids_BT, case.mask_BT, **case.features)
-    assert np.isfinite(np.asarray(model(case.ids_BT, case.mask_BT, seen=seen))[case.mask_BT]).all()
+    assert np.isfinite(logits(made(name), tpuconv.load(tmp_path / "int8"))).all()
 
 
 def test_a_trained_model_is_saved_whole(whole, tmp_path):
@@ -281,6 +235,36 @@ def test_configs_of_encoders_that_contradict_themselves(tower, keys, fault):
 def test_values_of_encoders_that_are_not_implemented():
     with pytest.raises(UnsupportedConfig, match="attention_context_right=2"):
         USM.config.from_hf({"attention_context_right": 2})
+
+
+HIERA = replace(get_family("llava.llama").modalities[0], tower_types=("hiera",))
+
+
+def test_other_packages_register_encoders(whole, tmp_path, monkeypatch):
+    """One of a type that the family does not know."""
+    src, out = whole("llava")
+    config = json.loads((src / "config.json").read_text())
+    config["vision_config"]["model_type"] = "hiera"
+    write_checkpoint(tmp_path / "src", config, read_tensors(src))
+    points = [EntryPoint("llava.llama", f"{__name__}:HIERA", registry.MODALITIES)]
+    points.append(EntryPoint("llava.qwen2", "math:pi", registry.MODALITIES))
+    points.append(EntryPoint("gemma3", "no_such_module:VISION", registry.MODALITIES))
+    with pytest.raises(UnsupportedConfig, match="type 'hiera' is not implemented"):
+        api.convert(tmp_path / "src", tmp_path / "out")
+    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == registry.MODALITIES else [])
+    registry._modality_points.cache_clear()
+    try:
+        with pytest.raises(UsageError, match=r"is not a tpuconv\.models\.common\.beside\.Modality"):
+            get_family("llava.qwen2")
+        with pytest.raises(UsageError, match="for the family 'gemma3' cannot be imported from no_such_module"):
+            get_family("gemma3")
+        api.convert(tmp_path / "src", tmp_path / "out")
+        have, want = (logits(made("llava"), tpuconv.load(folder)) for folder in (tmp_path / "out", out))
+        assert np.array_equal(have, want)
+        api.export(tmp_path / "out", tmp_path / "back")
+        assert read_tensors(tmp_path / "back").keys() == read_tensors(tmp_path / "src").keys()
+    finally:
+        registry._modality_points.cache_clear()
 
 
 def test_another_tower_is_refused():

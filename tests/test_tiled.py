@@ -59,7 +59,8 @@ ASK = """
 import json, sys
 from tpuconv.quantize.config import parse_config
 from tpuconv.verify.topology.compile import compile_for
-from tpuconv.verify.topology.request import CompileRequest, Slice
+from tpuconv.verify.topology.chips import Slice
+from tpuconv.verify.topology.request import CompileRequest
 
 for line in sys.stdin:
     config, tile = json.loads(line)

@@ -26,9 +26,8 @@ from tpuconv.notation.sharding import (
     shard_shape,
 )
 from tpuconv.verify.topology import request as tpu
-from tpuconv.verify.topology.chips import CHIPS
+from tpuconv.verify.topology.chips import CHIPS, Slice, parse_topologies
 from tpuconv.verify.topology.hlo import Schedule, values
-from tpuconv.verify.topology.request import Slice, parse_topologies
 
 MANY = """
 import json, re, sys
@@ -38,7 +37,8 @@ from tpuconv.models import generate
 from tpuconv.models.registry import find_family
 from tpuconv.notation.sharding import decoding_mesh
 from tpuconv.verify.topology.compile import _Compilation, compile_for
-from tpuconv.verify.topology.request import CompileRequest, Slice
+from tpuconv.verify.topology.chips import Slice
+from tpuconv.verify.topology.request import CompileRequest
 
 compiled, compile_it = [], Lowered.compile
 
@@ -215,6 +215,58 @@ def test_an_int8_cache_is_read_as_it_lies(tmp_path):
     less = wide["programs"]["decode"]["hbm_read"] - narrow["programs"]["decode"]["hbm_read"]
     assert 0.9 * saved < less < 1.1 * saved
     assert narrow["programs"]["decode"]["copies"] == []
+
+
+VL = {
+    "model_type": "qwen3_vl",
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "text_config": DENSE | {"model_type": "qwen3_vl_text", "rope_parameters": {"mrope_section": [24, 20, 20]}},
+    "vision_config": {
+        "depth": 2, "hidden_size": 128, "num_heads": 2, "intermediate_size": 256, "patch_size": 16,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3, "out_hidden_size": 256,
+        "num_position_embeddings": 2304, "deepstack_visual_indexes": [0],
+    },
+    "image_token_id": 96, "video_token_id": 97, "vision_start_token_id": 98, "vision_end_token_id": 99,
+}  # fmt: skip
+"""Its tower makes 32 x 32 features of an image of 1024 x 1024 pixels."""
+
+
+@compiler
+def test_images_are_read_before_the_prefill(tmp_path):
+    """Their encoder's weights, its program and its features are added; the other programs stay."""
+    args = ("--topology", "v5e:1x1", "--context", 4096, "--json")
+    (plain,) = json.loads(ask(tmp_path, VL, *args).stdout)["slices"]
+    facts = json.loads(ask(tmp_path, VL, *args, "--images", 2).stdout)
+    (one,) = facts["slices"]
+    see, prefill = one["programs"]["see"], one["programs"]["prefill"]
+    assert (facts["images"], see["tokens"]) == (2, 2 * 32 * 32)
+    assert prefill["temporaries"] == plain["programs"]["prefill"]["temporaries"]
+    assert one["memory"]["weights"] - plain["memory"]["weights"] > 2 * 2 * 12 * 128**2 / 2
+    most = max(program["temporaries"] for program in one["programs"].values())
+    assert (
+        one["memory"]["temporaries"] - most >= 2 * 2 * see["tokens"] * 256
+    )  # features for the text and its first layer
+    assert see["estimate"] > see["floor"] > 0
+    assert "The images take about" in one["verdict"]
+    assert "and 1 sequences of 1,024 tokens have no room for them" in (
+        ask(tmp_path, VL, "--topology", "v5e:1x1", "--context", 1024, "--images", 2, code=2).stderr
+    )
+
+
+@compiler
+def test_a_checkpoint_with_an_encoder_is_asked_about(whole):
+    from tpuconv import api
+
+    src, out = whole("qwen3_vl")
+    found = [api.fit(out, ["v5e:1x1"], context=64), api.fit(src, ["v5e:1x1"], context=64, dtype="float32")]
+    weights = [each.reports[0].memory.weights for each in found]
+    assert weights[0] > weights[1]
+    assert found[0].reports[0].layouts.keys() == found[1].reports[0].layouts.keys()
+
+
+def test_images_for_a_model_that_sees_none(tmp_path):
+    answer = ask(tmp_path, DENSE, "--topology", "v5e:1x1", "--images", 1, code=2).stderr
+    assert "has no encoder of images" in answer
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

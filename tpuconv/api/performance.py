@@ -206,6 +206,7 @@ class Fit:
             "source": self.source,
             "batch": request.batch,
             "context": request.context,
+            "images": request.images,
             "positions": self.positions,
             "dtype": request.dtype,
             "cache_dtype": request.cache_dtype or request.dtype,
@@ -236,6 +237,11 @@ class FitRequest:
     cache_dtype: str | None = field(default=None, metadata=CACHE_DTYPE_OPTION)
     quantize: str | Path | None = field(default=None, metadata=QUANTIZE_OPTION)
     encoding: str = field(default="dequantize", metadata=ENCODING_OPTION)
+    images: int = option(
+        0,
+        "Images of the batch, of the encoder's size or 1024 x 1024 pixels, which are read before the prefill.",
+        least=0,
+    )
     write_layouts: bool = option(False, "Save the compiler's preferred weight layouts in CKPT, for `load`.")
     on_report: Callable[["FitReport"], None] = field(
         default=lambda report: None, metadata=argument("Called with the report of each slice as soon as it is known.")
@@ -253,12 +259,20 @@ def fit(asked: FitRequest) -> Fit:
     from tpuconv.checkpoint import device_layouts
     from tpuconv.models.common.config import context_of
     from tpuconv.models.registry import find_family
-    from tpuconv.verify.topology.request import CompileRequest, ask, parse_topologies
+    from tpuconv.verify.topology.chips import parse_topologies
+    from tpuconv.verify.topology.request import CompileRequest, ask
 
     facts = _described(str(asked.src), asked.quantize, asked.encoding, asked.dtype, asked.write_layouts)
     request = CompileRequest(
-        **facts, batch=asked.batch, context=asked.context, mesh=asked.mesh, cache_dtype=asked.cache_dtype
+        **facts,
+        batch=asked.batch,
+        context=asked.context,
+        mesh=asked.mesh,
+        cache_dtype=asked.cache_dtype,
+        images=asked.images,
     )
+    if asked.images:
+        _check_sees(str(asked.src), request)
     positions = context_of(find_family(request.config).config.from_hf(request.config))
     groups, reports = parse_topologies(asked.topologies), []
     asked.progress(Progress("compiling"))
@@ -271,6 +285,20 @@ def fit(asked: FitRequest) -> Fit:
     for report in [report for report in reports if report.fits] if asked.write_layouts else ():
         layouts = device_layouts.write_layouts(to_location(asked.src), report.device, report.mesh, report.layouts)
     return Fit(str(asked.src), request, reports, layouts, positions)
+
+
+def _check_sees(src: str, request: "CompileRequest") -> None:
+    """Raises UsageError if a model has no encoder of images."""
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.models.common.beside import VISION
+    from tpuconv.models.registry import find_family
+
+    if all(each.part != VISION for each in find_family(request.config).modalities):
+        raise UsageError(f"{src} has no encoder of images, or none that is implemented", hint="leave `images=` out")
+    if request.checkpoint and VISION not in read_manifest(to_location(request.checkpoint)).parts:
+        raise UsageError(
+            f"{src} has the text model alone", hint="leave `images=` out, or convert the whole model again"
+        )
 
 
 def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str, write_layouts: bool) -> dict[str, Any]:

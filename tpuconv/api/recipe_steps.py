@@ -161,8 +161,7 @@ def _form(name: str, summary: str, device_bytes: int) -> ModelForm:
 def smallest_slices(device_bytes: int) -> dict[str, str | None]:
     """Returns by kind of chip the smallest slice whose memory holds this many bytes with `SPARE` to spare; None if no
     slice does."""
-    from tpuconv.verify.topology.chips import CHIPS
-    from tpuconv.verify.topology.request import Slice
+    from tpuconv.verify.topology.chips import CHIPS, Slice
 
     found: dict[str, str | None] = {}
     for kind, chip in CHIPS.items():

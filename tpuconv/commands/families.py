@@ -13,6 +13,8 @@ from tpuconv.errors import UsageError
 from tpuconv.text import plain
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tpuconv.convert.plan.proposal import FamilyProposal
     from tpuconv.models.registry import Family
     from tpuconv.models.wrappers import Wrapper
@@ -102,23 +104,27 @@ def families(
         for family in chosen:
             _show_table(family)
     else:
-        columns = ("name", "architectures", "converts", "sees and hears by")
-        table = Table("families", columns, optional=("architectures", "sees and hears by"))
-        for family in chosen:
-            towers = lines(each.tower.summary for each in family.modalities)
-            table.add_row(family.name, lines(family.architectures), family.summary, towers)
-        if chosen:
-            console().print(table)
-        if wrappers:
-            columns = ("model_type", "architecture", "models", "text models")
-            table = Table("text models inside multimodal models", columns, optional=("architecture",))
-            for wrapper in wrappers:
-                row = (wrapper.model_type, wrapper.architecture, wrapper.models)
-                table.add_row(*row, lines(wrapper.families))
-            console().print(table)
+        _show_families(chosen, wrappers)
         if name is not None:
             for family in chosen:
                 _show_support(family, name)
+
+
+def _show_families(chosen: "Sequence[Family]", wrappers: "Sequence[Wrapper]") -> None:
+    columns = ("name", "architectures", "converts", "sees and hears by")
+    table = Table("families", columns, optional=("architectures", "sees and hears by"))
+    for family in chosen:
+        towers = lines(each.tower.summary for each in family.modalities)
+        table.add_row(family.name, lines(family.architectures), family.summary, towers)
+    if chosen:
+        console().print(table)
+    if wrappers:
+        columns = ("model_type", "architecture", "models", "text models")
+        table = Table("text models inside multimodal models", columns, optional=("architecture",))
+        for wrapper in wrappers:
+            row = (wrapper.model_type, wrapper.architecture, wrapper.models)
+            table.add_row(*row, lines(wrapper.families))
+        console().print(table)
 
 
 def _all() -> "tuple[list[Family], list[Wrapper]]":

@@ -242,13 +242,14 @@ class Generator:
             compiler_options=self.options if self.by_jit else None,
         )
         key = jax.eval_shape(jax.random.key, 0)
-        with self._on_mesh():
+        with self.on_mesh():
             if self.by_jit:
-                return JittedProgram(jitted, jitted.lower(self.weights, *inputs, cache, key).compile(), self._on_mesh)
+                return JittedProgram(jitted, jitted.lower(self.weights, *inputs, cache, key).compile(), self.on_mesh)
             shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.weights]  # type: ignore[no-untyped-call]
             return jitted.lower(shapes, *inputs, cache, key).compile(self.options)
 
-    def _on_mesh(self) -> Any:
+    def on_mesh(self) -> Any:
+        """Returns the context of a call, which sets the mesh."""
         return nullcontext() if self.mesh is None else jax.sharding.set_mesh(self.mesh)
 
     def cache_shapes(self, batch: int, length: int) -> Cache:
@@ -273,7 +274,7 @@ class Generator:
     def _empty(self, batch: int, length: int) -> Any:
         formats = self.decode(batch, length).input_formats[0][2]
         make = jax.jit(lambda: self._new_cache(batch, length), out_shardings=formats)
-        with self._on_mesh():
+        with self.on_mesh():
             return make.lower().compile(self.options)
 
     def _check_memory(self, cache: Cache) -> None:

@@ -35,6 +35,9 @@ BUILD = "tpuconv.models.build:model_class"
 GROUP = "tpuconv.families"
 """The group of entry points for families."""
 
+MODALITIES = "tpuconv.modalities"
+"""The group of entry points for encoders of images and sounds. The name of one is the family that gets it."""
+
 NO_PARTS: Mapping[str, PartConfig] = MappingProxyType({})
 """The parts of a text model alone."""
 
@@ -218,6 +221,42 @@ def _plugins() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP) if point.name not in FAMILIES}
 
 
+@cache
+def _modality_points() -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=MODALITIES))
+
+
+def _loaded(point: EntryPoint, what: str) -> Any:
+    """Returns the object of an entry point.
+
+    Raises:
+        UsageError: its package cannot be imported.
+    """
+    try:
+        return point.load()
+    except Exception as error:
+        raise UsageError(f"the {what} '{point.name}' cannot be imported from {point.value}: {error!r}") from error
+
+
+def _with_modalities(family: Family) -> Family:
+    """Returns a family with the encoders that other packages register for it, after its own.
+
+    Raises:
+        UsageError: one cannot be imported, or is none.
+    """
+    points = [point for point in _modality_points() if point.name == family.name]
+    if not points:
+        return family
+    found = [_loaded(point, "encoder for the family") for point in points]
+    for point, each in zip(points, found, strict=True):
+        if not isinstance(each, Modality):
+            raise UsageError(
+                f"the encoder for the family '{family.name}', {point.value}, is not a "
+                "tpuconv.models.common.beside.Modality"
+            )
+    return replace(family, modalities=(*family.modalities, *found))
+
+
 def family_names() -> list[str]:
     """Returns the names of all families, those of this package first."""
     return [*FAMILIES, *_plugins()]
@@ -232,20 +271,17 @@ def get_family(name: str) -> Family:
     if name in FAMILIES:
         place = FAMILIES[name]
         own: Family = _resolve(f"tpuconv.models.{place}:{'FAMILY' if place.endswith('.family') else name.upper()}")
-        return own
+        return _with_modalities(own)
     wrapper, _, text_type = name.partition(".")
     if text_type and (found := _wrapped({"model_type": wrapper, "text_config": {"model_type": text_type}})) is not None:
         return found
     if name not in _plugins():
         raise UsageError(f"there is no family '{name}'", hint=_suggestion(name, family_names()))
     point = _plugins()[name]
-    try:
-        plugin = point.load()
-    except Exception as error:
-        raise UsageError(f"the family '{name}' cannot be imported from {point.value}: {error!r}") from error
+    plugin = _loaded(point, "family")
     if not isinstance(plugin, Family):
         raise UsageError(f"the family '{name}', {point.value}, is not a tpuconv.models.registry.Family")
-    return plugin
+    return _with_modalities(plugin)
 
 
 def named_family(name: str) -> Family:
@@ -283,7 +319,7 @@ def _imported(faults: list[str]) -> Iterator[Family]:
 def _wrapped(hf_config: Mapping[str, Any]) -> Family | None:
     """Returns the family of the text model in one of `tpuconv.models.wrappers`; None of another config.json."""
     family: Family | None = _resolve(WRAPPED)(hf_config)
-    return family
+    return None if family is None else _with_modalities(family)
 
 
 def find_family(hf_config: Mapping[str, Any]) -> Family:

@@ -17,7 +17,7 @@ They are read strictly: see `tpuconv.quantize.strict_yaml`.
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 from tpuconv.errors import ConfigError, CorruptOutput, UsageError
 from tpuconv.jsonfile import read_bytes
 from tpuconv.location import BucketPath, to_location
+from tpuconv.models.common.beside import AUDIO, VIDEO, VISION
 from tpuconv.names import MANIFEST
 from tpuconv.quantize.strict_yaml import MAX_CONFIG_BYTES, YamlValue, compose, node_text, yaml_node
 
@@ -62,6 +63,12 @@ ALL_TOKENS = (0, 1)
 
 TILE_AXES = ("last", "all", "block")
 
+NAMED_ALONE = (VISION, VIDEO, AUDIO)
+"""The parts beside the text model. A rule for all modules leaves them alone."""
+
+NO_MODULE = "(?!)"
+"""A pattern that nothing matches."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -92,6 +99,15 @@ class Rule:
         """Returns the fields that Qwix has. It has no blocks: of a rule with these it sees no tiles."""
         ours = ("tile_axes", "tile_size") if self.tile_axes == "block" else ("tile_axes",)
         return {name: value for name, value in self.to_json().items() if name not in ours}
+
+    def names_part(self, part: str) -> bool:
+        """Returns True if the pattern begins with the name of a part, such as `vision/.*`."""
+        return self.module_path.startswith(part)
+
+    def matches(self, module: str) -> bool:
+        """Returns True if the rule is for a module. A module of a part needs a rule that names the part."""
+        part = module.partition("/")[0]
+        return (part not in NAMED_ALONE or self.names_part(part)) and bool(re.fullmatch(self.module_path, module))
 
     @property
     def group_size(self) -> int:
@@ -149,7 +165,12 @@ class QuantConfig:
 
     def rule_of(self, module: str) -> int:
         """Returns the number of the first rule that matches a module."""
-        return next(i for i, rule in enumerate(self.rules) if re.fullmatch(rule.module_path, module))
+        return next(i for i, rule in enumerate(self.rules) if rule.matches(module))
+
+    def for_part(self, part: str) -> "QuantConfig":
+        """Returns the config with as many rules, of which the ones that do not name the part match no module."""
+        kept = (rule if rule.names_part(part) else replace(rule, module_path=NO_MODULE) for rule in self.rules)
+        return replace(self, rules=tuple(kept))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest's description of the config. `from_json` is the inverse."""

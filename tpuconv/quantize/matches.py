@@ -18,6 +18,21 @@ def check_rules(config: QuantConfig, modules: Iterable[str]) -> None:
     check_patterns(patterns, modules, ConfigError)
 
 
+def check_parts(config: QuantConfig, parts: Iterable[str]) -> None:
+    """Checks that rules that name a part beside the text model quantize its weights alone.
+
+    Raises:
+        ConfigError: a rule quantizes activations there.
+    """
+    for rule in config.rules:
+        if rule.act_qtype and (part := next(filter(rule.names_part, parts), None)):
+            raise ConfigError(
+                f"{config.name}, line {rule.line}: '{rule.module_path}' has act_qtype, and of {part} weights alone are "
+                "quantized",
+                hint="leave out act_qtype, or name other modules",
+            )
+
+
 def check_used(config: QuantConfig, modules: Sequence[str], unmatched: Collection[int], used: Collection[int]) -> None:
     """Checks that every rule matches something first, and quantizes something.
 
@@ -32,7 +47,7 @@ def check_used(config: QuantConfig, modules: Sequence[str], unmatched: Collectio
     """
     faults, shadowed = [], False
     for i, rule in enumerate(config.rules):
-        matched = [path for path in modules if re.fullmatch(rule.module_path, path)]
+        matched = [path for path in modules if rule.matches(path)]
         if i in unmatched and matched:
             earlier_line = config.rules[config.rule_of(matched[0])].line
             faults.append(f"line {rule.line}: '{rule.module_path}': line {earlier_line} already matches these modules")

@@ -3,13 +3,11 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import gcd, prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import qwix
 from flax import nnx
 
 from tpuconv.checkpoint.manifest import AS_RELEASED
@@ -17,106 +15,16 @@ from tpuconv.encodings.passthrough_rows import Stored
 from tpuconv.errors import ConfigError, CorruptOutput, UnsupportedConfig
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.periods import LayerStacks
-from tpuconv.models.kernels import grouped
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT, collapse
 from tpuconv.notation.layout import Shape
-from tpuconv.private import apply_interceptors, flax_util, ptq, qarray
-from tpuconv.private import qwix_einsum as einsum
-from tpuconv.private import qwix_ragged_dot as ragged_dot
-from tpuconv.quantize import tiled
-from tpuconv.quantize.config import QuantConfig, Rule, config_names
+from tpuconv.private import flax_util, ptq, qarray
+from tpuconv.quantize.config import NAMED_ALONE, QuantConfig, Rule, config_names
 from tpuconv.quantize.input_scale import InputScale, input_scales
-from tpuconv.quantize.matches import check_rules, check_used
-
-TOKENS = 1024
-"""The number of tokens in the call that shows Qwix every product: enough that no product takes a path for few
-tokens."""
-
-EMBEDDING = "embed"
-"""The module whose matrix is looked up, and in some models multiplied too. Qwix would quantize it for the product, and
-the look-up could not read it."""
+from tpuconv.quantize.matches import check_parts, check_rules, check_used
+from tpuconv.quantize.provider import Provider, quantized
 
 LAYER = re.compile(r"layers[./](\d+)[./](.*)")
 """The name of a layer's parameter or module: the number of the layer, and the name within it."""
-
-
-class Provider(qwix.PtqProvider):  # type: ignore[misc]
-    """Qwix's provider for quantized weights. It handles the experts' grouped products too, and records which modules
-    asked for a rule, which was the last one, and the number of the config's rule that quantizes the weights of each."""
-
-    def __init__(self, config: QuantConfig):
-        rules = [qwix.QuantizationRule(**rule.to_qwix()) for rule in config.rules]
-        super().__init__([qwix.QuantizationRule(module_path=EMBEDDING), *rules], _einsum_fn=_einsum)
-        self.seen_modules: dict[str, None] = {}
-        self.rule_numbers: dict[str, int] = {}
-        self.module = ""
-
-    def unused(self) -> set[int]:
-        """Returns the numbers of the config's rules that matched nothing."""
-        return {i for i, count in enumerate(self._rule_matches[1:]) if count == 0}
-
-    def _get_current_rule_and_op_id(self, op_name: str, **kwargs: Any) -> Any:
-        self.module = "/".join(map(str, flax_util.get_current_module_path()))
-        self.seen_modules[self.module] = None
-        rule, op_id = super()._get_current_rule_and_op_id(op_name, **kwargs)
-        if rule is not None and rule.weight_qtype is not None:  # the first rule is not the config's
-            self.rule_numbers[self.module] = next(i for i, own in enumerate(self._rules) if own is rule) - 1
-        return rule, op_id
-
-    def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
-        """Qwix's functions to intercept, with the grouped product."""
-        intercepted: dict[str, Callable[..., Any]] = super().get_intercept_map()
-        return intercepted | {"tpuconv.models.kernels.grouped.grouped_matmul": self.grouped_matmul}
-
-    def grouped_matmul(self, lhs: Any, rhs: Any, group_sizes: jax.Array, *, groups: int) -> Any:
-        """`lhs` [T, D], group by group, times `rhs` [E, D, M]: [T, M]. Scales are as for the einsum TD,EDM->TEM."""
-        rule, op_id = self._get_current_rule_and_op_id("ragged_dot")
-        if rule is None or rule.weight_qtype is None:
-            return grouped.grouped_matmul(lhs, rhs, group_sizes, groups=groups)
-        if isinstance(rhs, ptq.WithAux):
-            rhs = rhs.array
-        elif name := flax_util.find_param(rhs):
-            how = qarray.HowToQuantize(
-                qtype=rule.weight_qtype,
-                channelwise_axes=[0, 2],
-                tiled_axes={1: rule.tile_size} if rule.tile_size else {},
-                calibration_method=rule.weight_calibration_method,
-            )
-            rhs = ptq.create_quantized_param(name, rhs, how).array
-        if _is_plain_qarray(rhs) and rule.act_qtype is None:
-            return grouped.grouped_matmul(lhs, rhs.qvalue, group_sizes, groups=groups, scale=rhs.scale)
-        if rule.act_qtype is not None:
-            how = qarray.HowToQuantize(
-                qtype=rule.act_qtype,
-                channelwise_axes=[0],
-                tiled_axes={1: rule.tile_size} if rule.tile_size else {},
-                calibration_method=rule.act_calibration_method,
-            )
-            lhs = ptq.quantize_act(lhs, how, rule, f"{op_id}_lhs")
-        return ragged_dot(lhs, rhs, group_sizes)
-
-
-def _is_plain_qarray(x: Any) -> bool:
-    """True if the quantized values are numbers themselves, and there are scales but no zero points."""
-    return isinstance(x, qarray.QArray) and x.zero_point is None and x.qvalue.dtype.name in grouped.KINDS
-
-
-def _einsum(equation: str, lhs: Any, rhs: Any) -> jax.Array:
-    """Qwix's einsum; on a TPU the einsum of `tiled` if it is faster."""
-    if (
-        isinstance(lhs, qarray.QArray)
-        or not _is_plain_qarray(rhs)
-        or not tiled.is_for(equation, lhs, rhs.qvalue, rhs.scale)
-    ):
-        y: jax.Array = einsum(equation, lhs, rhs)
-        return y
-
-    def by_qwix(x: jax.Array, qvalues: jax.Array, scale: jax.Array) -> jax.Array:
-        y: jax.Array = einsum(equation, x, rhs.replace(qvalue=qvalues, scale=scale))
-        return y.astype(x.dtype)
-
-    operands, on_tpu = (lhs, rhs.qvalue, rhs.scale), partial(tiled.einsum, equation)
-    return jax.lax.platform_dependent(*operands, tpu=on_tpu, default=by_qwix)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -152,7 +60,7 @@ def passthrough_rules(passthrough: Mapping[str, Mapping[str, Any]], stacks: Laye
     for layer in range(stacks.layers if stacks else 0):
         assert stacks is not None
         layers.setdefault(stacks.find(layer)[0].replace(".", "/"), []).append(str(layer))
-    modules: dict[tuple[str, str], list[str]] = {}
+    modules: dict[tuple[str, str, str], list[str]] = {}
     for name, facts in passthrough.items():
         path = re.escape("/".join(name.split(".")[:-1]))
         for prefix, numbers in layers.items():
@@ -160,25 +68,13 @@ def passthrough_rules(passthrough: Mapping[str, Mapping[str, Any]], stacks: Laye
                 path = f"layers/({'|'.join(numbers)}){path.removeprefix(prefix)}"
                 break
         method = "minmax" if facts.get("zero_points") else "absmax"
-        modules.setdefault((facts["qtype"], method), []).append(path)
+        part = name.partition(".")[0]
+        modules.setdefault((facts["qtype"], method, part if part in NAMED_ALONE else ""), []).append(path)
     rules = [
         Rule(0, module_path="|".join(paths), weight_qtype=qtype, weight_calibration_method=method)
-        for (qtype, method), paths in modules.items()
+        for (qtype, method, _), paths in modules.items()
     ]
     return QuantConfig(AS_RELEASED, "", tuple(rules))
-
-
-ENTRIES = ("run_layers", "head")
-"""The methods of a decoder that are called from outside too, by drafts. Qwix quantizes `__call__` alone."""
-
-
-def quantized(model: nnx.Module, provider: Provider) -> Any:
-    """Returns the model as Qwix quantizes it. Within `nnx.eval_shape` it needs no weights."""
-    model = qwix.quantize_model(model, provider, jnp.zeros((1, TOKENS), jnp.int32))
-    for name in ENTRIES if isinstance(model, Decoder) else ():
-        method = apply_interceptors(getattr(type(model), name), provider, lambda output: output)
-        setattr(type(model), name, method)
-    return model
 
 
 def abstract_quantized_model(
@@ -241,8 +137,8 @@ def resolve_rules(
         By the name of the parameter.
 
     Raises:
-        ConfigError: a rule has no effect, takes too long, has a tile size that does not divide an axis, or a static
-            scale for other products than of each token with weights.
+        ConfigError: a rule has no effect, takes too long, has a tile size that does not divide an axis, a static
+            scale for other products than of each token with weights, or activations of an encoder.
         UnsupportedConfig: layers that are stacked are not quantized alike.
     """
     provider = Provider(config)
@@ -252,6 +148,7 @@ def resolve_rules(
         model = build()
         check_rules(config, _modules(model))
         if isinstance(model, Decoder):  # whose layers are known
+            check_parts(config, model.config.parts)
             _skip_repeated(model, config)
         model = quantized(model, provider)
         scales = input_scales(config, model, lambda: provider.module)
@@ -344,7 +241,7 @@ def _tile_error(build: Callable[[], Any], config: QuantConfig, shape: Shape, axi
     wrong: dict[str, Rule] = {}
     for path, leaf in state:
         module = "/".join(map(str, path[:-1]))
-        rule = next((rule for rule in config.rules if re.fullmatch(rule.module_path, module)), None)
+        rule = next((rule for rule in config.rules if rule.matches(module)), None)
         if tuple(leaf.shape) == shape and rule is not None and rule.tile_size is not None:
             wrong[".".join(map(str, path))] = rule
     lines = sorted({rule.line for rule in wrong.values()})

@@ -220,7 +220,8 @@ def _seen(model: Any, windows: Sequence[SightWindow], dtype: str) -> Reference:
             return None
         if moved:
             return inputs, {**named, "inputs_embeds": _rounded_otherwise(module, inputs, embedded)}
-        features.append(embedded[0].float().numpy())
+        # Granite multiplies embeddings and features behind this; our features have the factor
+        features.append(embedded[0].float().numpy() * getattr(module, "embedding_multiplier", 1.0))
         return None
 
     def run() -> list[np.ndarray]:
@@ -251,6 +252,10 @@ KINDS_OF_TOKENS = {"token_type_ids": {"vision": 1}, "mm_token_type_ids": {"visio
 """Arguments by which transformers' models tell placeholders from text, and the numbers that processors give them."""
 
 
+MASKS_OF_GENERATE = ("gemma4_unified",)
+"""Models whose tokens of an image see each other in `generate` alone: a call without masks is causal."""
+
+
 def _inputs(model: Any, window: SightWindow) -> dict[str, Any]:
     """Returns the arguments of transformers' model for a prompt with images or sounds."""
     import torch
@@ -263,6 +268,13 @@ def _inputs(model: Any, window: SightWindow) -> dict[str, Any]:
         if name in known
     }
     features = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in features.items()}
+    if model.config.model_type in MASKS_OF_GENERATE:
+        places, inputs = (
+            {"position_ids": None, "past_key_values": None},
+            torch.zeros((*ids.shape, 1), dtype=model.dtype),
+        )
+        ones = torch.ones_like(ids)
+        features["attention_mask"] = model.create_masks_for_generate(model.config, inputs, ones, **places, **kinds)
     return {"input_ids": ids, **kinds, **features}
 
 

@@ -109,14 +109,17 @@ def sight_windows(
         if features is None:
             without[part] = NO_EXAMPLE
             continue
-        counts = encoder.prepare(features).counts
+        prepared = encoder.prepare(features)
         ends = (around.get(f"{part}_{place}_token_id") for place in ("start", "end"))
         begin, end = ([token] if type(token) is int else [] for token in ends)
-        ids = words[:WORDS_AROUND]
-        for number, count in enumerate(counts, 1):
-            text = words[number * WORDS_AROUND : (number + 1) * WORDS_AROUND]
+        texts = [token for token in words if token not in prepared.others]
+        ids = texts[:WORDS_AROUND]
+        for number, count in enumerate(prepared.counts, 1):
+            text = texts[number * WORDS_AROUND : (number + 1) * WORDS_AROUND]
             ids = [*ids, *begin, *[own.placeholder] * count, *end, *text]
-        out.append(SightWindow(ids, features=features, part=part, items=len(counts), placeholder=own.placeholder))
+        out.append(
+            SightWindow(ids, features=features, part=part, items=len(prepared.counts), placeholder=own.placeholder)
+        )
     return out, without
 
 

@@ -30,6 +30,14 @@ ACTS_BY_NAME = {
 """Activations by `hidden_act` of config.json."""
 
 
+Grids = Sequence[tuple[int, int]]
+"""The rows and columns of the features of images."""
+
+EXAMPLE_GRIDS: Grids = ((3, 5), (4, 2))
+USUAL_SIDE = 1024
+"""The rows, and columns, of pixels of an image that encoders of any size are judged by."""
+
+
 class FeatureEncoder(nnx.Module):
     """An encoder with its projector. A tower's own class builds its layers in `build`.
 
@@ -58,8 +66,25 @@ class FeatureEncoder(nnx.Module):
 
     def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
         """Returns random features of two small images or sounds, to compare with another program; None where the
-        features depend on more than the config, such as on the sizes that a processor cuts tiles of."""
+        features depend on more than the config."""
+        return self.random_images(rng, EXAMPLE_GRIDS)
+
+    def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray] | None:
+        """Returns random features of images; None if this is no encoder of images, or they depend on more than the
+        config. `grids` are the rows and columns of the features of each; an encoder of images of one size reads their
+        number alone."""
         return None
+
+    @property
+    def pixels_per_feature(self) -> int:
+        """The pixels along a side of what one feature stands for; of encoders of images of one size `USUAL_SIDE`."""
+        return USUAL_SIDE
+
+    def usual_images(self, count: int) -> dict[str, np.ndarray] | None:
+        """Returns random features of images of the encoder's size, or of `USUAL_SIDE` pixels a side where it takes any;
+        None like `random_images`."""
+        side = max(1, USUAL_SIDE // self.pixels_per_feature)
+        return self.random_images(np.random.default_rng(0), [(side, side)] * count)
 
     def placed(self, prepared: Prepared, runs: Sequence[int]) -> Prepared:
         """Returns the features with what depends on the text: `runs` are the numbers of placeholders without another
@@ -92,6 +117,13 @@ def check_squares(pixels_BCYX: np.ndarray, side: int, kind: str = "images") -> N
     """
     if pixels_BCYX.shape[2:] != (side, side):
         raise UsageError(f"pixel_values has {kind} of {pixels_BCYX.shape[2:]}, the model {side} x {side}")
+
+
+def random_patches(rng: np.random.Generator, grids: Grids, side: int, *shape: int) -> dict[str, np.ndarray]:
+    """Returns random patches [P, ...] of this shape, and the grid of each image, of which side x side patches make a
+    feature."""
+    sizes = np.array([(1, h * side, w * side) for h, w in grids])
+    return {"pixel_values": noise(rng, int(sizes.prod(axis=1).sum()), *shape), "image_grid_thw": sizes}
 
 
 def patches_by_grid(features: Mapping[str, np.ndarray], *dims: int) -> tuple[np.ndarray, np.ndarray]:

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpuconv.models.common.beside import VISION
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
-from tpuconv.models.towers.encoder import FeatureEncoder, check_squares, noise, padded
+from tpuconv.models.towers.encoder import FeatureEncoder, Grids, check_squares, noise, padded
 
 
 def states_of(
@@ -74,11 +75,13 @@ class ImageEncoder(FeatureEncoder):
         rows = np.arange(sum(arranged.counts))
         return Prepared((padded(pixels_BCYX, padded_rows(len(pixels_BCYX))), *arranged.arrays), rows, arranged.counts)
 
-    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
-        if type(self).prepare is not ImageEncoder.prepare or self.projector.takes:
+    def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray] | None:
+        if self.config.part != VISION:
             return None
+        if self.projector.takes:
+            return dict(self.projector.random_tiles(rng, len(grids)))
         side = self.config.tower.image_size
-        return {"pixel_values": noise(rng, 2, 3, side, side)}
+        return {"pixel_values": noise(rng, len(grids), 3, side, side)}
 
     def embedded(self, pixels_BCYX: jax.Array) -> jax.Array:
         """Returns the first layer's input [B, P, D]."""

@@ -1,9 +1,12 @@
 """The kinds of TPUs, and the slices that are offered of each."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+
+from tpuconv.errors import UsageError
+from tpuconv.jsonfile import short
 
 GIB = 1 << 30
 
@@ -61,3 +64,82 @@ def slice_of_cloud(text: str) -> str:
     chips = int(found[2]) / CORES_OF_CLOUD_NAMES[found[1]]
     shapes = (shape for shape in CHIPS[kind].slices if prod(map(int, shape.split("x"))) == chips)
     return next((f"{kind}:{shape}" for shape in shapes), text)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A slice of TPUs, by its name in jax's notation, such as `v5e:4x4`."""
+
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Slice":
+        """Returns the slice that a text names. Raises UsageError for an unknown chip or a wrong number of sizes."""
+        chip, _, shape = slice_of_cloud(text.strip().lower()).partition(":")
+        if chip not in CHIPS:
+            raise UsageError(
+                f"{short(text)} is no topology: there is no chip {short(chip)}",
+                hint=f"chips are {', '.join(CHIPS)}; write v5e:4x4 or v5e-16",
+            )
+        dims = CHIPS[chip].dims
+        if not re.fullmatch(r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*", shape) or shape.count("x") != dims - 1:
+            example = f"{chip}:{CHIPS[chip].slices[2]}"
+            raise UsageError(
+                f"{short(text)} is no topology: a slice of {chip} has {dims} sizes", hint=f"write {example}"
+            )
+        return cls(f"{chip}:{shape}")
+
+    @property
+    def kind(self) -> str:
+        """The chip's key in `CHIPS`."""
+        return self.name.partition(":")[0]
+
+    @property
+    def chip(self) -> Chip:
+        """The kind of chip."""
+        return CHIPS[self.kind]
+
+    @property
+    def chips(self) -> int:
+        """The number of chips."""
+        return prod(map(int, self.name.partition(":")[2].split("x")))
+
+    @property
+    def devices(self) -> int:
+        """The number of jax devices."""
+        return self.chips * self.chip.devices
+
+    @property
+    def bounds(self) -> list[int] | None:
+        """Chips of a host along each dimension, if libtpu's default is wrong: for a single chip."""
+        return [1, 1, 1] if self.chips == 1 else None
+
+    @property
+    def next(self) -> "Slice | None":
+        """The next larger slice of the same chip; None for the largest."""
+        return next((other for other in self._offered if other.chips > self.chips), None)
+
+    @property
+    def previous(self) -> "Slice | None":
+        """The next smaller slice of the same chip; None for the smallest."""
+        return next((other for other in reversed(self._offered) if other.chips < self.chips), None)
+
+    @property
+    def _offered(self) -> "list[Slice]":
+        return [Slice(f"{self.kind}:{shape}") for shape in self.chip.slices]
+
+
+def parse_topologies(texts: Sequence[str]) -> list[list[Slice]]:
+    """Returns groups of slices: `v5e:4x4` is a group of one slice, `v5e` the group of all slices of that chip, smallest
+    first. A text may list several, separated by commas.
+
+    Raises:
+        UsageError: a slice does not exist, or none is named.
+    """
+    names = [name.strip().lower() for text in texts for name in text.split(",") if name.strip()]
+    if not names:
+        raise UsageError("`topologies=` names no slice", hint=f"chips are {', '.join(CHIPS)}; write v5e:4x4")
+    return [
+        [Slice(f"{name}:{shape}") for shape in CHIPS[name].slices] if name in CHIPS else [Slice.parse(name)]
+        for name in names
+    ]

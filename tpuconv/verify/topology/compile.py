@@ -8,13 +8,18 @@ import time
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpuconv.checkpoint.device_layouts import DeviceLayout
 from tpuconv.errors import TpuconvError, UsageError
+from tpuconv.models.common.beside import VISION
 from tpuconv.notation.sharding import MESH_AXES, decoding_mesh, format_mesh
+from tpuconv.verify.topology.chips import Slice
 from tpuconv.verify.topology.hlo import Schedule
-from tpuconv.verify.topology.request import CompileRequest, Memory, Program, Slice
+from tpuconv.verify.topology.request import CompileRequest, Memory, Program
+
+if TYPE_CHECKING:
+    from tpuconv.models.common.seen import Prepared
 
 
 def compile_in_child(asked: Path, answered: Path) -> None:
@@ -41,7 +46,7 @@ def compile_for(request: CompileRequest, topology: Slice) -> dict[str, Any]:
     from tpuconv.models.registry import find_family
 
     family = find_family(request.config)
-    config = family.config.from_hf(request.config)
+    config = family.read_config(request.config, parts=asked_parts(request))
     mesh = dict(request.mesh or decoding_mesh(config.sizes, topology.devices))
     if prod(mesh.values()) != topology.devices:
         raise UsageError(
@@ -65,7 +70,8 @@ class _Compilation:
         self.model = model_of(request, family, config)
         graph, state = nnx.split(self.model)
         self.mesh = _mesh(topology, mesh)
-        table = family.table.stack_layers(config) if self.model.scan_layers else family.table
+        table = family.table_without_release(parts=config.parts)
+        table = table.stack_layers(config) if self.model.scan_layers else table
         self.axes = {name: axes for binding in table.bind(config) for name, axes in binding.dst_axes().items()}
         self.params = nnx.from_flat_state(
             [(path, value.replace(self._param(path, value))) for path, value in nnx.to_flat_state(state)]
@@ -74,6 +80,8 @@ class _Compilation:
         self.generator = Generator(nnx.merge(graph, self.params), cache_dtype=request.cache_dtype, free_layouts=True)
         cache = self.generator.cache_shapes(request.batch, request.context)
         self.cache = jax.tree.map(_with_sharding, cache, cache_shardings(cache, self.mesh))
+        self.images = self._images() if request.images else ()
+        self.seen = 0  # bytes of the features, which are there while the prompt is read
 
     def _param(self, path: tuple[Any, ...], value: Any) -> Any:
         """Returns a parameter's shape with its sharding. Qwix's quantized values and scales have the parameter's
@@ -84,6 +92,29 @@ class _Compilation:
         prefixes = (".".join(names[:n]) for n in range(len(names), 0, -1))
         axes = next(self.axes[name] for name in prefixes if name in self.axes)
         return _with_sharding(value, sharding(axes, value.shape, self.mesh, MESH_AXES))
+
+    def _images(self) -> tuple[Any, ...]:
+        """Returns the arguments of the encoder for the images of the request. Sets `self.features`, the number of their
+        features.
+
+        Raises:
+            UsageError: the sizes of images depend on more than the config, or the batch has no room for their features.
+        """
+        encoder: Any = getattr(self.model, VISION)
+        request = self.request
+        if (features := encoder.usual_images(request.images)) is None:
+            raise UsageError(
+                f"images of {encoder.config.modality.tower.summary} have no usual size", hint="leave `images=` out"
+            )
+        prepared: Prepared = encoder.prepare(features)
+        self.features = len(prepared.rows)
+        if self.features > request.batch * request.context:
+            raise UsageError(
+                f"{request.images} images have {self.features:,} features, and {request.batch} sequences of "
+                f"{request.context:,} tokens have no room for them",
+                hint="make `context=` or `batch=` larger, or `images=` smaller",
+            )
+        return prepared.arrays
 
     def report(self) -> dict[str, Any]:
         """Compiles the programs of the request. Returns the facts of a `FitReport`."""
@@ -102,7 +133,8 @@ class _Compilation:
         if weights + cache > available:
             why = f"weights and cache alone need {_gib(weights + cache)} of {_gib(available)}"
         tokens = {"decode": 1, "prefill": prefill_chunk(request.batch, request.context)}
-        for name in request.programs:
+        tokens |= {"see": self.features} if request.images else {}
+        for name in (*request.programs, *(["see"] if request.images else [])):
             if not why:
                 try:
                     programs.append(self._compile(name, tokens[name]))
@@ -113,7 +145,7 @@ class _Compilation:
                             hint="this is a limit of the compiler or a bug in tpuconv: please report it",
                         ) from e
                     why = f"{name} does not fit: {_compiler_reason(str(e))}"
-        temporaries = max((program.temporaries for program in programs), default=0)
+        temporaries = max((program.temporaries for program in programs), default=0) + self.seen
         code = sum(program.code for program in programs)
         memory = Memory(available, weights, cache, temporaries, code)
         if not why and memory.headroom < 0:
@@ -132,6 +164,8 @@ class _Compilation:
         shapes, formats = (dict(nnx.to_flat_state(state)) for state in (self.params, chosen))
         for path, value in shapes.items():
             layout = formats[path].get_value().layout
+            if layout is None:  # no parameter of the step, but of an encoder
+                continue
             out[".".join(map(str, path))] = DeviceLayout(value.dtype.name, layout.major_to_minor, layout.tiling)
         return out
 
@@ -139,7 +173,10 @@ class _Compilation:
         batch, context = self.request.batch, self.request.context
         began = time.monotonic()
         if name == "decode":
-            compiled = self.generator.decode(batch, context)
+            compiled: Any = self.generator.decode(batch, context)
+        elif name == "see":
+            compiled = self._see()
+            self.seen = compiled.memory_analysis().output_size_in_bytes
         else:
             compiled = self.generator.prefill(batch, tokens, context)
         seconds = time.monotonic() - began
@@ -165,6 +202,38 @@ class _Compilation:
             custom_calls=schedule.custom_calls(),
             communication=schedule.communication(chip.ici),
         )
+
+    def _see(self) -> Any:
+        """Compiles the encoder, as `Decoder.see` calls it."""
+        import jax
+        from flax import nnx
+
+        generator = self.generator
+        graph, state = nnx.split(getattr(generator.model, VISION))
+        weights, form = jax.tree.flatten(state)
+
+        def see(weights: list[Any], *arrays: Any) -> Any:
+            return nnx.merge(graph, jax.tree.unflatten(form, weights))(*arrays)
+
+        jitted = jax.jit(
+            see,
+            in_shardings=([x.sharding for x in weights], *[generator.replicated] * len(self.images)),
+            out_shardings=generator.replicated,
+        )
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*weights, *self.images)]  # type: ignore[no-untyped-call]
+        with generator.on_mesh():
+            return jitted.lower(shapes[: len(weights)], *shapes[len(weights) :]).compile(generator.options)
+
+
+def asked_parts(request: CompileRequest) -> tuple[str, ...]:
+    """Returns the parts beside the text model: of a checkpoint the ones that it has, else the encoder of images if
+    there are some."""
+    if not request.checkpoint:
+        return (VISION,) if request.images else ()
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.location import to_location
+
+    return tuple(read_manifest(to_location(request.checkpoint)).parts)
 
 
 def model_of(request: CompileRequest, family: Any, config: Any) -> Any:

@@ -7,12 +7,10 @@ imported, and some of its failures abort the process. So the compilation runs in
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,9 +19,8 @@ from tpuconv import libtpu
 from tpuconv.checkpoint.device_layouts import DeviceLayout
 from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.extras import install_command
-from tpuconv.jsonfile import short
 from tpuconv.text import format_rate, format_size
-from tpuconv.verify.topology.chips import CHIPS, Chip, slice_of_cloud
+from tpuconv.verify.topology.chips import Slice
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -43,85 +40,6 @@ may overlap with it."""
 
 
 @dataclass(frozen=True)
-class Slice:
-    """A slice of TPUs, by its name in jax's notation, such as `v5e:4x4`."""
-
-    name: str
-
-    @classmethod
-    def parse(cls, text: str) -> "Slice":
-        """Returns the slice that a text names. Raises UsageError for an unknown chip or a wrong number of sizes."""
-        chip, _, shape = slice_of_cloud(text.strip().lower()).partition(":")
-        if chip not in CHIPS:
-            raise UsageError(
-                f"{short(text)} is no topology: there is no chip {short(chip)}",
-                hint=f"chips are {', '.join(CHIPS)}; write v5e:4x4 or v5e-16",
-            )
-        dims = CHIPS[chip].dims
-        if not re.fullmatch(r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*", shape) or shape.count("x") != dims - 1:
-            example = f"{chip}:{CHIPS[chip].slices[2]}"
-            raise UsageError(
-                f"{short(text)} is no topology: a slice of {chip} has {dims} sizes", hint=f"write {example}"
-            )
-        return cls(f"{chip}:{shape}")
-
-    @property
-    def kind(self) -> str:
-        """The chip's key in `CHIPS`."""
-        return self.name.partition(":")[0]
-
-    @property
-    def chip(self) -> Chip:
-        """The kind of chip."""
-        return CHIPS[self.kind]
-
-    @property
-    def chips(self) -> int:
-        """The number of chips."""
-        return prod(map(int, self.name.partition(":")[2].split("x")))
-
-    @property
-    def devices(self) -> int:
-        """The number of jax devices."""
-        return self.chips * self.chip.devices
-
-    @property
-    def bounds(self) -> list[int] | None:
-        """Chips of a host along each dimension, if libtpu's default is wrong: for a single chip."""
-        return [1, 1, 1] if self.chips == 1 else None
-
-    @property
-    def next(self) -> "Slice | None":
-        """The next larger slice of the same chip; None for the largest."""
-        return next((other for other in self._offered if other.chips > self.chips), None)
-
-    @property
-    def previous(self) -> "Slice | None":
-        """The next smaller slice of the same chip; None for the smallest."""
-        return next((other for other in reversed(self._offered) if other.chips < self.chips), None)
-
-    @property
-    def _offered(self) -> "list[Slice]":
-        return [Slice(f"{self.kind}:{shape}") for shape in self.chip.slices]
-
-
-def parse_topologies(texts: Sequence[str]) -> list[list[Slice]]:
-    """Returns groups of slices: `v5e:4x4` is a group of one slice, `v5e` the group of all slices of that chip, smallest
-    first. A text may list several, separated by commas.
-
-    Raises:
-        UsageError: a slice does not exist, or none is named.
-    """
-    names = [name.strip().lower() for text in texts for name in text.split(",") if name.strip()]
-    if not names:
-        raise UsageError("`topologies=` names no slice", hint=f"chips are {', '.join(CHIPS)}; write v5e:4x4")
-    return [
-        [Slice(f"{name}:{shape}") for shape in CHIPS[name].slices] if name in CHIPS else [Slice.parse(name)]
-        for name in names
-    ]
-
-
-@dataclass(frozen=True)
 class CompileRequest:
     """The request of a compilation.
 
@@ -136,6 +54,7 @@ class CompileRequest:
             from its manifest. None to make the model from `config`.
         cache_dtype: of keys and values; None for `dtype`.
         programs: the programs to compile.
+        images: images of the batch, which the encoder reads before the prefill.
     """
 
     config: Mapping[str, Any]
@@ -147,6 +66,7 @@ class CompileRequest:
     checkpoint: str | None = None
     cache_dtype: str | None = None
     programs: Sequence[str] = ("decode", "prefill")
+    images: int = 0
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.context < 1:
@@ -192,7 +112,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The bytes used by prefill and decode, which share weights, cache and space for temporaries."""
+        """The bytes used by all programs, which share weights, cache and space for temporaries."""
         return self.weights + self.cache + self.temporaries + self.code
 
     @property
@@ -206,8 +126,8 @@ class Program:
     """One compiled program. Bytes and seconds count one step on one device.
 
     Attributes:
-        name: "decode" or "prefill".
-        tokens: tokens of each sequence in one step.
+        name: "decode", "prefill" or "see".
+        tokens: tokens of each sequence in one step; of "see" the features of all images.
         compile_seconds: time of the compilation.
         temporaries, code: bytes of temporary arrays and of the program.
         peak: peak memory by XLA's count, without code.
@@ -305,7 +225,7 @@ class FitReport:
 
     def verdict(self) -> str:
         """Returns one or two sentences: whether the model fits, the memory that is left, a smaller slice that may do,
-        the estimated decoding speed and what limits it."""
+        the estimated decoding speed and what limits it, the time of the encoder."""
         if not self.fits:
             return f"{self.topology}: does not fit: {self.why}."
         left, available = format_size(self.memory.headroom), format_size(self.memory.available)
@@ -314,10 +234,13 @@ class FitReport:
             text += f" (the smaller {self.smaller.name} may do)"
         if (speed := self.tokens_per_second) is None:
             return text + "."
-        return (
-            f"{text}. Decoding makes about {format_rate(speed, 3)} tokens/s for each sequence, "
+        text += (
+            f". Decoding makes about {format_rate(speed, 3)} tokens/s for each sequence, "
             f"{format_rate(speed * self.batch, 3)} in all, limited by {self.limit}."
         )
+        if see := self.program("see"):
+            text += f" The images take about {1e3 * see.estimate:,.1f} ms before the prefill."
+        return text
 
     def to_json(self) -> dict[str, Any]:
         """Returns the keys that docs/json.md lists."""

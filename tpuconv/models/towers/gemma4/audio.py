@@ -126,6 +126,12 @@ class ConformerLayer(nnx.Module):
         return self.norm(limited(self.mlp_after(x_BTD)))
 
 
+def random_frames(rng: np.random.Generator, frames: int, channels: int) -> dict[str, np.ndarray]:
+    """Returns random frames [2, T, M] of two sounds, of which the second has three fifths."""
+    mask = np.arange(frames) < np.array([[frames], [3 * frames // 5]])
+    return {"input_features": noise(rng, 2, frames, channels), "input_features_mask": mask}
+
+
 def frames_of(features: Mapping[str, np.ndarray], stride: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Returns frames [B, T, M], which of them are sound [B, T], and how many features each sound has if every
     `stride`th frame has one. B is padded to a power of two, T to a bucket."""
@@ -159,9 +165,7 @@ class Usm(FeatureEncoder):
         self.out = Einsum("BTD,DW->BTW", sizes, bias=True, dtype=dtype, keys=keys)
 
     def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
-        mask = np.arange(64) < np.array([[64], [39]])
-        channels = 4 * self.config.sizes["M"] // self.config.sizes["E"]
-        return {"input_features": noise(rng, 2, 64, channels), "input_features_mask": mask}
+        return random_frames(rng, 64, 4 * self.config.sizes["M"] // self.config.sizes["E"])
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         frames_BTM, is_sound_BT, counts = frames_of(features, 4)

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, normal
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.encoder import FeatureEncoder
-from tpuconv.models.towers.gemma4.audio import frames_of
+from tpuconv.models.towers.gemma4.audio import frames_of, random_frames
 from tpuconv.models.towers.gemma4.vision import PlacedPatches
 
 
@@ -46,6 +46,9 @@ class Frames(FeatureEncoder):
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
         self.dtype = dtype
+
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        return random_frames(rng, 9, self.config.sizes["W"])
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         frames_BTW, is_sound_BT, counts = frames_of(features, 1)

@@ -15,7 +15,7 @@ from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.angles import apply_rope_by_halves, columns_then_rows, cos_sin
 from tpuconv.models.towers.attention import attend
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, padded
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, Grids, given, padded
 from tpuconv.models.towers.gemma4.limits import LimitedEinsum
 from tpuconv.models.towers.places import raster
 from tpuconv.models.towers.vit import CosSin
@@ -74,6 +74,23 @@ class PlacedPatches(FeatureEncoder):
     takes = ("pixel_values", "image_position_ids")
     config: Any
 
+    def joined(self) -> int:
+        """Returns the number of patches along a side that make a feature."""
+        return 1
+
+    def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray]:
+        k = self.joined()
+        most = max(h * w for h, w in grids) * k * k
+        at = np.full((len(grids), most, 2), -1)
+        for place, (h, w) in zip(at, grids, strict=True):
+            place[: h * w * k * k] = raster(h * k, w * k)[:, ::-1]
+        pixels = rng.random((len(grids), most, self.config.sizes["C"])).astype(np.float32)
+        return {"pixel_values": pixels, "image_position_ids": at}
+
+    @property
+    def pixels_per_feature(self) -> int:
+        return int((self.config.sizes["C"] / 3) ** 0.5) * self.joined()
+
     def places(self, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the patches [B, P, C], and their rows and columns [B, P, 2], with B padded to a power of two."""
         patches_BPC, at_BP2 = given(features, "pixel_values", 3), given(features, "image_position_ids", 3)
@@ -94,14 +111,8 @@ class Gemma4Vit(PlacedPatches):
         if config.standardize:
             self.std_bias, self.std_scale = (nnx.Param(make(sizes["D"], jnp.float32)) for make in (jnp.zeros, jnp.ones))
 
-    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
-        k, grids = self.config.pooling_kernel_size, ((2, 3), (3, 1))
-        most = max(h * w for h, w in grids) * k * k
-        at = np.full((2, most, 2), -1)
-        for place, (h, w) in zip(at, grids, strict=True):
-            place[: h * w * k * k] = raster(h * k, w * k)[:, ::-1]
-        pixels = rng.random((2, most, self.config.sizes["C"])).astype(np.float32)
-        return {"pixel_values": pixels, "image_position_ids": at}
+    def joined(self) -> int:
+        return int(self.config.pooling_kernel_size)
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         patches_BPC, at_BP2 = self.places(features)

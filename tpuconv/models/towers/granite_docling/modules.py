@@ -14,7 +14,7 @@ from tpuconv.errors import UsageError
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, gelu, normal, times
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
-from tpuconv.models.towers.encoder import check_squares, given, padded
+from tpuconv.models.towers.encoder import Grids, check_squares, given, noise, padded
 from tpuconv.models.towers.image_encoder import joined_squares
 from tpuconv.models.towers.siglip.modules import Siglip
 
@@ -103,6 +103,14 @@ class DoclingVit(Siglip):
     def takes(self) -> tuple[str, ...]:  # type: ignore[override]
         """The names of the features. With `tile_fine_mask` patches are joined finely."""
         return ("pixel_values", "pixel_attention_mask", "tile_fine_mask")
+
+    def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray]:
+        tiles, side = len(grids), self.config.image_size
+        features = {
+            "pixel_values": noise(rng, 1, tiles, 3, side, side),
+            "pixel_attention_mask": np.ones((1, tiles), bool),
+        }
+        return features | ({"tile_fine_mask": np.ones((1, tiles), bool)} if self.config.use_fine_route else {})
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         config, is_tile = self.config, given(features, "pixel_attention_mask", 2).astype(bool)

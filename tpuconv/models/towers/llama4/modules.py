@@ -14,7 +14,7 @@ from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, apply_rope_to_
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.angles import cos_sin, from_one
-from tpuconv.models.towers.encoder import FeatureEncoder, check_squares, given, noise, padded, patches_of
+from tpuconv.models.towers.encoder import FeatureEncoder, Grids, check_squares, given, noise, padded, patches_of
 from tpuconv.models.towers.image_encoder import joined_squares
 from tpuconv.models.towers.places import raster
 from tpuconv.models.towers.vit import MLP, Attention, Block
@@ -70,8 +70,8 @@ class Llama4Vit(FeatureEncoder):
         )
         self.adapter = ShuffleAdapter(config, dtype=dtype, keys=keys)
 
-    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
-        return {"pixel_values": noise(rng, 2, 3, self.config.image_size, self.config.image_size)}
+    def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray]:
+        return {"pixel_values": noise(rng, len(grids), 3, self.config.image_size, self.config.image_size)}
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         pixels_BCYX = given(features, "pixel_values", 4)

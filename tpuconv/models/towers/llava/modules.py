@@ -5,6 +5,7 @@ the width between the matrices.
 """
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any, ClassVar
 
 import jax
@@ -15,7 +16,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.errors import UsageError
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, normal
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, given, padded, read_taps
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, given, noise, padded, read_taps
 from tpuconv.models.towers.image_encoder import Arranged
 from tpuconv.models.towers.llava.tiles import arrangement, tile_counts
 from tpuconv.models.towers.places import bucket
@@ -82,6 +83,14 @@ class TiledMatrices(LlavaMatrices):
         found = arrangement(images, tiles, sizes, side, config.side, config.most_tiles)
         length = bucket(len(found.index_XA))
         return pixels, Arranged(found.counts, (padded(found.index_XA, length), padded(found.weight_XA, length)))
+
+    def random_tiles(self, rng: np.random.Generator, images: int) -> dict[str, np.ndarray]:
+        """Returns random features of images, of three quarters of the width of sizes that they are resized to, the
+        largest first."""
+        side, by_size = self.config.tower.image_size, sorted(self.config.image_grid_pinpoints, key=prod, reverse=True)
+        sizes = [(h, 3 * w // 4) for h, w in (by_size[i % len(by_size)] for i in range(images))]
+        tiles = max(tile_counts(sizes, self.config.image_grid_pinpoints, side))
+        return {"pixel_values": noise(rng, images, tiles, 3, side, side), "image_sizes": np.array(sizes)}
 
     def __call__(self, x_BPM: jax.Array, index_XA: jax.Array, weight_XA: jax.Array) -> jax.Array:  # type: ignore[override]
         x_BPO = super().__call__(x_BPM)

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from tpuconv.errors import UsageError
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, gelu, gelu_tanh
 from tpuconv.models.common.seen import Prepared
-from tpuconv.models.towers.encoder import given, padded
+from tpuconv.models.towers.encoder import Grids, given, noise, padded
 from tpuconv.models.towers.places import bucket, nearest_taps, nested_order
 from tpuconv.models.towers.siglip.modules import Siglip
 from tpuconv.models.towers.vit import Attention
@@ -76,13 +76,27 @@ class MiniCpmVit(Siglip):
         super().build(config, dtype, keys)
         self.inside = Inside(config, dtype=dtype, keys=keys)
 
+    @property
+    def rounds(self) -> int:
+        """How many times four patches are joined."""
+        return int(self.config.merger_times + self.config.joins_inside)
+
+    def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray]:
+        sizes, p = np.array(grids) * 2**self.rounds, self.config.patch_size
+        count = int(sizes.prod(axis=1).sum())
+        return {"pixel_values": noise(rng, 1, 3, p, p * count), "target_sizes": sizes}
+
+    @property
+    def pixels_per_feature(self) -> int:
+        return int(self.config.patch_size * 2**self.rounds)
+
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         pixels, sizes = given(features, "pixel_values", 4)[0], given(features, "target_sizes", 2).tolist()
-        config, p, side = self.config, self.config.patch_size, self.config.side
+        p, side = self.config.patch_size, self.config.side
         count = sum(h * w for h, w in sizes)
         if pixels.shape[1:] != (p, p * count):
             raise UsageError(f"pixel_values has patches of {pixels.shape[1:]}, target_sizes {count} of {p} x {p}")
-        rounds = config.merger_times + config.joins_inside
+        rounds = self.rounds
         patches = pixels.reshape(-1, p, count, p).transpose(2, 0, 1, 3).reshape(count, -1)
         places, order, first = [], [], 0
         for h, w in sizes:

@@ -22,7 +22,15 @@ from tpuconv.models.common.layers import (
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.angles import cos_sin, from_one, interleaved
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, noise, padded, patches_by_grid, read_taps
+from tpuconv.models.towers.encoder import (
+    ACTS_BY_NAME,
+    FeatureEncoder,
+    Grids,
+    padded,
+    patches_by_grid,
+    random_patches,
+    read_taps,
+)
 from tpuconv.models.towers.places import Taps, bicubic_taps, block_order, bucket, raster, zero_padded_taps
 from tpuconv.models.towers.qwen_vit.modules import Merger
 from tpuconv.models.towers.vit import MLP, Attention, Block, CosSin
@@ -73,12 +81,13 @@ class PackedVit(FeatureEncoder):
         """Returns the number of the window of each patch of an image, by its row and column."""
         return np.zeros(len(at_P2), np.int32)
 
-    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        side = self.config.tower.merge
-        grids = np.array([(1, 3 * side, 5 * side), (1, 4 * side, 2 * side)])
+    def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray]:
         p, C = self.config.patch_size, self.config.sizes["C"]
-        count = int(grids.prod(axis=1).sum())
-        return {"pixel_values": noise(rng, count, C // p**2, p, p), "image_grid_thw": grids}
+        return random_patches(rng, grids, self.config.tower.merge, C // p**2, p, p)
+
+    @property
+    def pixels_per_feature(self) -> int:
+        return int(self.config.patch_size * self.config.tower.merge)
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         patches_PC, grids = patches_by_grid(features, 2, 4)
@@ -184,9 +193,8 @@ class MuseVit(PackedVit):
         super().build(config, dtype, keys)
         self.norm_before = self.last_norm(config, dtype)
 
-    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        found = super().example(rng)
-        return {**found, "pixel_values": found["pixel_values"].reshape(len(found["pixel_values"]), -1)}
+    def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray]:
+        return random_patches(rng, grids, self.config.tower.merge, self.config.sizes["C"])
 
     def last_norm(self, config: Any, dtype: DTypeLike) -> LayerNorm:
         return LayerNorm("D", config.sizes, config.layer_norm_eps, dtype=dtype)

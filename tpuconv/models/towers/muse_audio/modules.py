@@ -17,7 +17,7 @@ from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm, normal, normalize
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise
 from tpuconv.models.towers.muse_audio.family import STAGE_BLOCKS, STAGE_MLPS, STAGE_PATCHES, STAGE_WIDTHS
 from tpuconv.models.towers.places import bucket
 
@@ -76,6 +76,11 @@ class MuseAudio(FeatureEncoder):
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
         self.stages = nnx.List([Stage(config, stage, dtype=dtype, keys=keys) for stage in range(4)])
         self.norm = ScaledRMSNorm("K", config.sizes, config.rms_norm_eps, dtype=dtype)
+
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        samples = 5 * self.config.samples
+        mask = np.arange(samples) < np.array([[samples], [samples // 2]])
+        return {"input_values": noise(rng, 2, samples), "input_values_mask": mask}
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         values_BT, each = given(features, "input_values", 2), self.config.samples

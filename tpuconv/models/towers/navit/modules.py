@@ -7,6 +7,7 @@ E the width of a head, K heads of keys and values.
 
 from collections.abc import Mapping
 from functools import partial
+from math import isqrt
 from typing import Any, ClassVar
 
 import jax
@@ -19,7 +20,7 @@ from tpuconv.errors import UsageError
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, LayerNorm, RMSNorm, gelu_tanh, normal
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, given, padded, patches_of
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, Grids, given, noise, padded, patches_of
 from tpuconv.models.towers.image_encoder import joined_squares, states_of
 from tpuconv.models.towers.places import nearest_taps
 from tpuconv.models.towers.siglip.modules import Siglip
@@ -33,6 +34,14 @@ class Navit(Siglip):
     def takes(self) -> tuple[str, ...]:  # type: ignore[override]
         """The names of the features."""
         return ("pixel_values", self.projector.mask_name)
+
+    def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray]:
+        p, patches = self.config.patch_size, self.projector.patches_of_side(self.config.side)
+        is_real = np.ones((len(grids), patches * p, patches * p), bool)
+        is_real[1::2, :, -p:] = False
+        pixels = noise(rng, len(grids), 3, patches * p, patches * p) * is_real[:, None]
+        pixels, is_real = (each[None] if self.projector.by_text else each for each in (pixels, is_real))
+        return {"pixel_values": pixels, self.projector.mask_name: is_real}
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         pixels, p, name = given(features, "pixel_values", 4, 5), self.config.patch_size, self.projector.mask_name
@@ -76,14 +85,20 @@ class JoinedMatrix(nnx.Module):
     Attributes:
         mask_name: the name of the feature that tells images from padding.
         drops_parts: True if patches that are partly padding are padding.
+        by_text: True if images have an axis of texts.
     """
 
     mask_name: ClassVar[str] = "pixel_attention_mask"
     drops_parts: ClassVar[bool] = False
+    by_text: ClassVar[bool] = True
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         self.merge: int = config.merge
         self.matrix = Einsum("BPM,MO->BPO", config.sizes, dtype=dtype, keys=keys)
+
+    def patches_of_side(self, side: int) -> int:
+        """Returns the number of patches along a side of square images, where the tower's own have `side`."""
+        return side // self.merge * self.merge
 
     def tokens(self, h: int, w: int) -> int:
         """Returns the number of features of an image.
@@ -148,6 +163,7 @@ class Perceiver(nnx.Module):
 
     mask_name: ClassVar[str] = "pixel_attention_mask"
     drops_parts: ClassVar[bool] = True
+    by_text: ClassVar[bool] = True
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         sizes = config.sizes
@@ -156,6 +172,10 @@ class Perceiver(nnx.Module):
         self.latents = nnx.Param(normal(keys(), (sizes["Q"], sizes["O"]), dtype))
         self.layers = nnx.List([PerceiverLayer(config, dtype=dtype, keys=keys) for _ in range(sizes["J"])])
         self.norm = RMSNorm("O", sizes, config.projector.rms_norm_eps, dtype=dtype)
+
+    def patches_of_side(self, side: int) -> int:
+        """Returns the number of patches along a side of square images, where the tower's own have `side`."""
+        return side
 
     def tokens(self, h: int, w: int) -> int:
         """Returns the number of features of an image."""
@@ -186,6 +206,7 @@ class Queries(nnx.Module):
 
     mask_name: ClassVar[str] = "pixel_mask"
     drops_parts: ClassVar[bool] = False
+    by_text: ClassVar[bool] = False
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         sizes = config.sizes
@@ -198,6 +219,10 @@ class Queries(nnx.Module):
         self.after = Einsum("BPD,DA->BPA", sizes, bias=True, dtype=dtype, keys=keys)
         self.up = Einsum("BPD,DW->BPW", sizes, dtype=dtype, keys=keys)
         self.down = Einsum("BPW,WO->BPO", sizes, dtype=dtype, keys=keys)
+
+    def patches_of_side(self, side: int) -> int:
+        """Returns the number of patches along a side of square images, where the tower's own have `side`."""
+        return isqrt(max(count for count in self.numbers if isqrt(count) ** 2 == count))
 
     def tokens(self, h: int, w: int) -> int:
         """Returns the number of features of an image.

@@ -13,7 +13,16 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, normal
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, check_squares, given, padded, patches_of
+from tpuconv.models.towers.encoder import (
+    ACTS_BY_NAME,
+    FeatureEncoder,
+    Grids,
+    check_squares,
+    given,
+    noise,
+    padded,
+    patches_of,
+)
 from tpuconv.models.towers.image_encoder import joined_squares, states_of
 from tpuconv.models.towers.vit import MLP, Attention, Block
 
@@ -57,6 +66,9 @@ class OvisVit(FeatureEncoder):
         )
         self.words = Einsum("BPM,MG->BPG", sizes, dtype=dtype, keys=keys)
         self.words_norm = LayerNorm("G", sizes, 1e-5, dtype=dtype)
+
+    def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray]:
+        return {"pixel_values": noise(rng, len(grids), 3, self.config.image_size, self.config.image_size)}
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         pixels_BCYX = given(features, "pixel_values", 4)

@@ -13,7 +13,7 @@ from tpuconv.errors import UsageError
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, apply_rope_to_neighbours
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.angles import alternating, cos_sin
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise, padded, patches_of
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, Grids, given, noise, padded, patches_of
 from tpuconv.models.towers.image_encoder import states_of
 from tpuconv.models.towers.places import block_order, bucket, raster
 from tpuconv.models.towers.vit import MLP, Attention, Block
@@ -43,10 +43,13 @@ class Pixtral(FeatureEncoder):
             ]
         )
 
-    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
-        step = self.config.patch_size * self.config.merge
-        sizes = np.array([(3 * step, 5 * step), (4 * step, 2 * step)])
-        return {"pixel_values": noise(rng, 2, 3, *sizes.max(axis=0).tolist()), "image_sizes": sizes}
+    def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray]:
+        sizes = np.array(grids) * self.pixels_per_feature
+        return {"pixel_values": noise(rng, len(grids), 3, *sizes.max(axis=0).tolist()), "image_sizes": sizes}
+
+    @property
+    def pixels_per_feature(self) -> int:
+        return int(self.config.patch_size * self.config.merge)
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         pixels_ICYX, p, s = given(features, "pixel_values", 4), self.config.patch_size, self.config.merge

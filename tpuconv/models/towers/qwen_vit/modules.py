@@ -14,7 +14,15 @@ from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, apply_rope, gelu, normal
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.angles import cos_sin, rows_then_columns
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, noise, padded, patches_by_grid, read_taps
+from tpuconv.models.towers.encoder import (
+    ACTS_BY_NAME,
+    FeatureEncoder,
+    Grids,
+    padded,
+    patches_by_grid,
+    random_patches,
+    read_taps,
+)
 from tpuconv.models.towers.places import Taps, bicubic_taps, bilinear_taps, block_order, bucket, raster
 from tpuconv.models.towers.vit import MLP, Attention, Block, limited_factors
 
@@ -133,11 +141,12 @@ class QwenVit(FeatureEncoder):
         merged = [(t, h // s, w // s) for t, h, w in grids.tolist()]
         return Prepared(arrays, np.arange(len(patches) // s**2), [t * h * w for t, h, w in merged], merged)
 
-    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        side = self.config.spatial_merge_size
-        grids = np.array([(1, 3 * side, 5 * side), (1, 4 * side, 2 * side)])
-        patches = noise(rng, int(grids.prod(axis=1).sum()), self.config.sizes["C"])
-        return {"pixel_values": patches, "image_grid_thw": grids}
+    def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray]:
+        return random_patches(rng, grids, self.config.spatial_merge_size, self.config.sizes["C"])
+
+    @property
+    def pixels_per_feature(self) -> int:
+        return int(self.config.patch_size * self.config.spatial_merge_size)
 
     def embedded(self, patches_PC: jax.Array, index_PA: jax.Array, weight_PA: jax.Array) -> jax.Array:
         """Returns the first layer's input [1, P, D]."""

@@ -14,7 +14,7 @@ from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, normal, sinuso
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.attention import attend
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder
-from tpuconv.models.towers.gemma4.audio import frames_of
+from tpuconv.models.towers.gemma4.audio import frames_of, random_frames
 from tpuconv.models.towers.vit import MLP, Attention, Block
 from tpuconv.notation.sizes import WithSizes
 
@@ -67,6 +67,9 @@ class Sanm(FeatureEncoder):
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
         self.layers = nnx.List([MemoryLayer(config, i, dtype=dtype, keys=keys) for i in range(config.sizes["L"])])
+
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        return random_frames(rng, 20, self.config.sizes["C"])
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         frames_BPC, is_sound_BP, counts = frames_of(features, 1)

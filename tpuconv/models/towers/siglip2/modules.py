@@ -12,7 +12,16 @@ from tpuconv.errors import UsageError
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, apply_rope, gelu
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.angles import cos_sin, rows_then_columns
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, given, padded, patches_by_grid, read_taps
+from tpuconv.models.towers.encoder import (
+    ACTS_BY_NAME,
+    Grids,
+    given,
+    noise,
+    padded,
+    patches_by_grid,
+    random_patches,
+    read_taps,
+)
 from tpuconv.models.towers.image_encoder import states_of
 from tpuconv.models.towers.places import (
     Taps,
@@ -69,6 +78,16 @@ class Siglip2(Siglip):
         if len(patches_IPC) != len(grids) or max(h * w for h, w in grids) > patches_IPC.shape[1]:
             raise UsageError(f"spatial_shapes do not fit the {len(patches_IPC)} images of pixel_values")
         return [each[: h * w] for each, (h, w) in zip(patches_IPC, grids, strict=True)], grids
+
+    def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray]:
+        shapes = np.array(grids) * self.merge()
+        mask = np.arange(shapes.prod(axis=1).max()) < shapes.prod(axis=1)[:, None]
+        patches = noise(rng, *mask.shape, self.config.sizes["C"]) * mask[..., None]
+        return {"pixel_values": patches, "spatial_shapes": shapes, "pixel_attention_mask": mask}
+
+    @property
+    def pixels_per_feature(self) -> int:
+        return int(self.config.patch_size * self.merge())
 
     def taps(self, h: int, w: int) -> Taps:
         """Returns which learned positions the patches of an image of h x w read, in raster order."""
@@ -140,6 +159,9 @@ class PaddleVit(Siglip2):
         """The names of the features."""
         return ("pixel_values", "image_grid_thw")
 
+    def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray]:
+        return random_patches(rng, grids, self.merge(), 3, self.config.patch_size, self.config.patch_size)
+
     def images(self, features: Mapping[str, np.ndarray]) -> tuple[list[np.ndarray], list[tuple[int, int]]]:
         frames, grids = frames_by_grid(features)
         return frames, [(h, w) for t, h, w in grids for _ in range(t)]
@@ -164,6 +186,15 @@ class VideoLlamaVit(Siglip):
     def takes(self) -> tuple[str, ...]:  # type: ignore[override]
         """The names of the features."""
         return ("pixel_values", "image_grid_thw", "image_merge_sizes")
+
+    def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray]:
+        merges = np.array([1 + i % 2 for i in range(len(grids))])
+        patches = [(h * s, w * s) for (h, w), s in zip(grids, merges.tolist(), strict=True)]
+        return {**random_patches(rng, patches, 1, self.config.sizes["C"]), "image_merge_sizes": merges}
+
+    @property
+    def pixels_per_feature(self) -> int:
+        return int(self.config.patch_size)
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         frames, grids = frames_by_grid(features)
