@@ -9,7 +9,7 @@ from helpers.commands import EXAMPLE, tpuconv
 from tpuconv.commands.params import id_of_page
 from tpuconv.errors import UsageError
 from tpuconv.verify.topology.chips import slice_of_cloud
-from tpuconv.verify.topology.request import Slice, parse_topologies
+from tpuconv.verify.topology.chips import Slice, parse_topologies
 
 
 @pytest.mark.parametrize(
