@@ -8,8 +8,7 @@ import pytest
 from helpers.commands import EXAMPLE, tpuconv
 from tpuconv.commands.params import id_of_page
 from tpuconv.errors import UsageError
-from tpuconv.verify.topology.chips import slice_of_cloud
-from tpuconv.verify.topology.chips import Slice, parse_topologies
+from tpuconv.verify.topology.chips import Slice, parse_topologies, slice_of_cloud
 
 
 @pytest.mark.parametrize(
