@@ -44,6 +44,7 @@ COMMANDS = (
     "generate",
     "inspect",
     "families",
+    "recipe",
     "doctor",
 )
 

@@ -181,6 +181,7 @@ def test_a_resumed_run_reads_what_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(sizes, "SLAB_BYTES", 2 << 20)
     monkeypatch.setattr(sizes, "UNIT_BYTES", 8 << 20)
     folder, options = release(tmp_path / "hf", DENSE, 4), Options(scan_layers=True)
+    read_from_disk(folder, tmp_path / "before", 2, options)  # and with it modules and compiled loops
     wide = {unit.uid: unit.nbytes for unit in plan_for(folder, options).units if unit.is_wide}
     record = Journal.record
 

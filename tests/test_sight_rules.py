@@ -103,6 +103,7 @@ def test_a_server_gets_a_quantized_tower(whole, tmp_path, text_and_tower):
     assert np.array_equal(have, want)
 
 
+@pytest.mark.slow
 def test_a_quantized_tower_beside_stacked_layers(whole, tmp_path, text_and_tower):
     case, (src, _) = made("qwen3_vl"), whole("qwen3_vl")
     for folder, stacked in (("apart", False), ("stacked", True)):
@@ -111,6 +112,7 @@ def test_a_quantized_tower_beside_stacked_layers(whole, tmp_path, text_and_tower
     assert difference(have, want) < case.tolerance
 
 
+@pytest.mark.slow
 def test_a_calibration_rounds_towers_to_nearest(whole, tmp_path, text_and_tower):
     out = whole("qwen3_vl")[1]
     calibrated = {**json.loads(text_and_tower.read_text()), "calibration": {"method": "gptq"}}

@@ -231,6 +231,7 @@ VL = {
 """Its tower makes 32 x 32 features of an image of 1024 x 1024 pixels."""
 
 
+@pytest.mark.slow
 @compiler
 def test_images_are_read_before_the_prefill(tmp_path):
     """Their encoder's weights, its program and its features are added; the other programs stay."""
