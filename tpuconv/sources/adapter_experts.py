@@ -61,6 +61,11 @@ class ExpertChange:
         return self.alpha / (sqrt(rank) if self.use_rslora else rank)
 
 
+def nesting_order(parameter: str) -> int:
+    """Returns a key that sorts the parameters of a module as PEFT wraps them, the innermost first."""
+    return IN_ORDER.index(parameter) if parameter in IN_ORDER else len(IN_ORDER)
+
+
 def parameters_by_wrapper(modules: Sequence[str], targets: Sequence[str]) -> Mapping[str, tuple[str, str]]:
     """By the name of a wrapper in the file, the module and the parameter that it changes.
 
@@ -70,7 +75,7 @@ def parameters_by_wrapper(modules: Sequence[str], targets: Sequence[str]) -> Map
     bare = dict.fromkeys(module.replace(NESTED, "") for module in modules)
     for module in bare:
         names = {name.rpartition(".")[2] for name in targets if f"{module}.".endswith(f"{name.rpartition('.')[0]}.")}
-        own = sorted(names, key=lambda name: IN_ORDER.index(name) if name in IN_ORDER else len(IN_ORDER))
+        own = sorted(names, key=nesting_order)
         wrappers = sorted((name for name in modules if name.replace(NESTED, "") == module), key=len, reverse=True)
         if len(own) == len(wrappers):
             out |= {wrapper: (module, parameter) for wrapper, parameter in zip(wrappers, own, strict=True)}

@@ -11,7 +11,7 @@ from tpuconv.convert.export.contents import ExportContents
 from tpuconv.convert.export.export import ExportWork, room_for_layout
 from tpuconv.convert.export.exporting import Exporting, describe_exporting, released_table
 from tpuconv.convert.export.layout import lay_out
-from tpuconv.convert.export.lora.merged import MergedArrays
+from tpuconv.convert.export.lora.merged import MergedPairs
 from tpuconv.convert.export.lora.tree import explain_pairs, read_pairs
 from tpuconv.convert.export.lora.work import trained_adapter
 from tpuconv.convert.export.options import ExportOptions
@@ -124,12 +124,13 @@ def _trained(ckpt: Location, asked: ExportOptions, stack: ExitStack, progress: L
         return trained_adapter(tree, family, raw, known, asked.target, str(asked.config), asked.lora_alpha)
     explained = explain_tree(tree, family, raw["model_type"], known, asked.target, merged=asked.merge)
     parameters, padded = parameters_of(tree, explained)
-    arrays = OrbaxArrays(tree, explained, parameters, source, family.name)
+    merged = None
     if asked.merge:
         assert asked.lora_alpha is not None
         pairs = explain_pairs(tree, family, raw["model_type"], known, explained.form.target.name)
         rows = read_pairs(tree, pairs, asked.lora_alpha)
-        arrays = MergedArrays(tree, explained, parameters, source, family.name, rows, asked.lora_alpha)
+        merged = MergedPairs(rows, asked.lora_alpha)
+    arrays = OrbaxArrays(tree, explained, parameters, source, family.name, merged)
     form = explained.form
     skipped = (*explained.skipped, *padded, *_outside(source, form.table, form.config))
     return _laid_out(arrays, Exporting(form.table, form.config, family.name), tree.folder, skipped)

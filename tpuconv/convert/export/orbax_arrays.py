@@ -8,6 +8,7 @@ import numpy as np
 from tpuconv.checkpoint.manifest import Manifest, StoredArray
 from tpuconv.checkpoint.orbax_tree import TrainedTree
 from tpuconv.convert.export.array_source import IdentifiedArrays, array_box
+from tpuconv.convert.export.lora.merged import MergedPairs
 from tpuconv.convert.export.way_back import Explained, Parameter
 from tpuconv.convert.plan.types import FLOAT_DTYPES
 from tpuconv.convert.run.engine import RunProgress
@@ -31,7 +32,7 @@ class OrbaxArrays(IdentifiedArrays):
         parameters: the arrays of its table.
         source: what was trained: config.json, the tokenizer, and headers if there are any.
         family: of the model.
-        identity: of what is exported, if not of the arrays as they are.
+        merged: LoRA that is added to the arrays.
     """
 
     def __init__(
@@ -41,9 +42,9 @@ class OrbaxArrays(IdentifiedArrays):
         parameters: Sequence[Parameter],
         source: Source,
         family: str,
-        identity: str = "",
+        merged: MergedPairs | None = None,
     ):
-        self.tree, self.source = tree, source
+        self.tree, self.source, self._merged = tree, source, merged
         self.companions = source.companions
         self.file_config: Mapping[str, Any] = read_json(source.folder / CONFIG_FILE, ConfigError)
         self._names = explained.names
@@ -76,7 +77,8 @@ class OrbaxArrays(IdentifiedArrays):
             )
             for each in parameters
         }
-        self.manifest = Manifest(tree.folder, Sealed(raw, identity or tree.identity, None), arrays)
+        identity = tree.identity if merged is None else merged.identity(tree.identity)
+        self.manifest = Manifest(tree.folder, Sealed(raw, identity, None), arrays)
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -97,7 +99,9 @@ class OrbaxArrays(IdentifiedArrays):
         self, name: str, axes: Axes, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]
     ) -> np.ndarray:
         """See `ArraySource`. Raises SourceError if it cannot be read."""
-        return self.tree.read(self._names[name], array_box(axes, self.manifest.arrays[name].shape, ranges))
+        box = array_box(axes, self.manifest.arrays[name].shape, ranges)
+        values = self.tree.read(self._names[name], box)
+        return values if self._merged is None else self._merged.added(name, box, values)
 
     def finish(self, hashes: Mapping[str, str]) -> dict[str, Any]:
         """See `ArraySource`. Raises SourceError if the tree was changed."""

@@ -19,14 +19,14 @@ from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.types import Plan
 from tpuconv.errors import LayoutError, MappingError, UsageError, shorten
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.saved import INPUTS_FIRST, release_of_modules
+from tpuconv.models.common.saved import is_transposed_by_peft, release_of_modules
 from tpuconv.models.registry import Family
 from tpuconv.names import collapse
 from tpuconv.notation.layout import format_axes
 from tpuconv.notation.pairs import PAIR_ENDS, Pair, PairRow, StoredMatrix
 from tpuconv.notation.release import AS_TABLED
 from tpuconv.notation.sizes import HasSizes, WithSizes
-from tpuconv.notation.table import Map, MappingTable
+from tpuconv.notation.table import EXPERTS, Map, MappingTable
 from tpuconv.sources.adapter import Adapter
 from tpuconv.sources.adapter_changes import LowRank
 from tpuconv.sources.headers import TensorInfo
@@ -72,7 +72,7 @@ def plan_kept_adapter(source: Source, family: Family, options: Options) -> Plan:
         found |= own.keys()
         try:
             row = PairRow(binding)
-            if row.is_of_experts and row.has_inputs_first and family.name not in INPUTS_FIRST:
+            if is_transposed_by_peft(family.name, row):
                 own = {name: pair.transposed for name, pair in own.items()}
             for name, pair in row.of_parameters(own).items():
                 stored = row.stored(name, pair, alpha, flat=target.has_flat_pairs)
@@ -150,7 +150,7 @@ def _changes(adapter: Adapter, config: DecoderConfig) -> dict[str, Pair]:
             details=shorten(list(collapse(others))),
             hint="leave out `keep_adapter=` to merge it",
         )
-    count = config.sizes.get("E", 0)
+    count = config.sizes.get(EXPERTS, 0)
     for experts in adapter.experts:
         found[experts.name] = (
             experts.stacked(count, input_first=False) if ".experts" in experts.name else experts.alone()

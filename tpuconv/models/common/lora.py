@@ -23,9 +23,9 @@ GroupedProduct = Callable[[jax.Array, jax.Array], jax.Array]
 """Maps rows [R, D] and matrices [E, D, M] to the rows [R, M], each by the matrix of its expert."""
 
 
-def make_pair(module: nnx.Module, kernel_EDM: jax.Array) -> None:
-    """Lets Qwix make the pair of a module's kernel, if a rule is for it, and it has none. `self` is a module in the
-    caller: so Qwix finds it."""
+def make_pair(kernel_EDM: jax.Array) -> None:
+    """Lets Qwix make the pair of a module's kernel, if a rule is for it, and it has none. Qwix takes the `self` of the
+    caller for the module."""
     no_rows = jnp.zeros((kernel_EDM.shape[0], 0, kernel_EDM.shape[1]), kernel_EDM.dtype)
     jax.lax.dot_general(no_rows, kernel_EDM, (((2,), (1,)), ((0,), (0,))))
 

@@ -79,7 +79,7 @@ class Expert(nnx.Module):
 
     def make_lora(self) -> None:
         """Lets Qwix make the pair of LoRA of the kernel, if it has none and a rule is for it."""
-        lora.make_pair(self, self.kernel[...])
+        lora.make_pair(self.kernel[...])
 
     def _with_lora(self, provider: Any, x: jax.Array, rows: Rows) -> jax.Array:
         self.make_lora()

@@ -11,6 +11,7 @@ from typing import Any
 
 from tpuconv.errors import UsageError
 from tpuconv.notation.forms import FormPlace
+from tpuconv.notation.pairs import PairRow
 from tpuconv.notation.release import AS_TABLED, Release
 from tpuconv.notation.spelling import module_of
 from tpuconv.notation.table import Map, MappingTable
@@ -58,6 +59,11 @@ def release_of_modules(family: str) -> Release:
 INPUTS_FIRST = frozenset({"gpt_oss", "aria", "aria_text"})
 """Families whose experts are [in, out] in transformers, and marked so (`is_transposed`). PEFT 0.21 takes all others for
 [out, in], and names the two matrices of a pair accordingly."""
+
+
+def is_transposed_by_peft(family: str, row: PairRow) -> bool:
+    """Returns True if PEFT takes the inputs of a row's matrices for outputs."""
+    return row.is_of_experts and row.has_inputs_first and family not in INPUTS_FIRST
 
 
 BESIDE_TEXT = "of a part beside the text model, which alone is converted"

@@ -1,6 +1,5 @@
 """The files of an adapter as PEFT 0.21 reads them: the names of its tensors, and adapter_config.json."""
 
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES
 from tpuconv.notation.layout import Shape
 from tpuconv.notation.pairs import Pair
 from tpuconv.sources.adapter import PEFT_PREFIX
-from tpuconv.sources.adapter_experts import IN_ORDER, NESTED
+from tpuconv.sources.adapter_experts import NESTED, nesting_order
 
 OF_LINEAR = ".weight"
 """The end of the name of a linear layer's matrix."""
@@ -127,9 +126,7 @@ def _wrappers(parameters: Collection[str]) -> dict[str, str]:
         by_module.setdefault(name.rpartition(".")[0], []).append(name)
     out: dict[str, str] = {}
     for module, names in by_module.items():
-        names.sort(
-            key=lambda name: IN_ORDER.index(own) if (own := name.rpartition(".")[2]) in IN_ORDER else len(IN_ORDER)
-        )
+        names.sort(key=lambda name: nesting_order(name.rpartition(".")[2]))
         out |= {name: module + NESTED * depth for depth, name in enumerate(reversed(names))}
     return out
 
@@ -172,4 +169,4 @@ def _number(value: float) -> float:
 
 def _numbered(name: str) -> list[tuple[bool, int, str]]:
     """A key that sorts names by their numbers, layer 2 before layer 10."""
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"[.]", name)]
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]

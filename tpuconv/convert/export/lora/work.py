@@ -17,7 +17,7 @@ from tpuconv.convert.run.engine import WORKING, RunProgress, Work
 from tpuconv.convert.run.stamps import Stale
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location
-from tpuconv.models.common.saved import INPUTS_FIRST, release_of_modules
+from tpuconv.models.common.saved import is_transposed_by_peft, release_of_modules
 from tpuconv.models.registry import Family
 from tpuconv.names import MANIFEST
 from tpuconv.notation.pairs import Pair
@@ -61,7 +61,7 @@ def trained_adapter(
     rows = read_pairs(tree, pairs, alpha)
     released: dict[str, Pair] = {}
     for row, own in rows:
-        swaps = row.is_of_experts and row.has_inputs_first and family.name not in INPUTS_FIRST
+        swaps = is_transposed_by_peft(family.name, row)
         released |= {name: pair.transposed if swaps else pair for name, pair in row.released(own).items()}
     input_first = any(row.binding.row.input_first for row, _ in rows)
     adapter = peft_adapter(
