@@ -119,8 +119,8 @@ def antialiased_taps(h: int, w: int, table_height: int, table_width: int) -> Tap
         distance = np.abs(np.arange(rows, dtype=np.float32) - _centers(size, rows)[:, None])
         weight = np.maximum(1 - distance / reach, np.float32(0))
         weight /= weight.sum(axis=1, keepdims=True)
-        first, most = (weight > 0).argmax(axis=1).astype(np.int32), (weight > 0).sum(axis=1).max()
-        tap = first[:, None] + np.arange(most, dtype=np.int32)
+        most = int((weight > 0).sum(axis=1).max())
+        tap = ((weight > 0).argmax(axis=1)[:, None] + np.arange(most)).astype(np.int32)
         padded = np.pad(weight, [(0, 0), (0, most)])
         return np.minimum(tap, rows - 1), np.take_along_axis(padded, tap, axis=1)
 
