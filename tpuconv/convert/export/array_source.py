@@ -91,8 +91,19 @@ class IdentifiedArrays:
     """The common part of arrays whose source has an identity: only the identity shows a change, no source file is
     hashed, and nothing is quantized during the export. See `ArraySource`."""
 
+    manifest: Manifest
     hashed: Sequence[str] = ()
     memory = 0
+
+    def read_box(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
+        """Returns a box of an array. May be called from several threads."""
+        raise NotImplementedError
+
+    def read(
+        self, name: str, axes: Axes, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]
+    ) -> np.ndarray:
+        """See `ArraySource`. Raises as `read_box` does."""
+        return self.read_box(name, array_box(axes, self.manifest.arrays[name].shape, ranges))
 
     def finish_part(self) -> dict[str, str]:
         """See `ArraySource`."""
@@ -134,13 +145,9 @@ class CheckpointArrays(IdentifiedArrays):
         """Raises CorruptOutput if files hold other chunks than the manifest says."""
         check_contents(self.manifest, self.manifest.arrays)
 
-    def read(
-        self, name: str, axes: Axes, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]
-    ) -> np.ndarray:
-        """See `ArraySource`. Raises CorruptOutput if it cannot be read."""
-        array = self.manifest.arrays[name]
-        box = array_box(axes, array.shape, ranges)
-        values = np.empty([part.stop - part.start for part in box], np.dtype(array.dtype))
+    def read_box(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
+        """See `IdentifiedArrays`. Raises CorruptOutput if it cannot be read."""
+        values = np.empty([part.stop - part.start for part in box], np.dtype(self.manifest.arrays[name].dtype))
         read_box(self.manifest, name, box, values)
         return values
 

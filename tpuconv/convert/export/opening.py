@@ -4,32 +4,24 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from tpuconv.checkpoint.manifest import Manifest, read_manifest
-from tpuconv.checkpoint.orbax_tree import TrainedTree, holds_tree, locate_tree
+from tpuconv.checkpoint.orbax_tree import holds_tree
 from tpuconv.convert.export.array_source import ArraySource, CheckpointArrays
 from tpuconv.convert.export.carried import carried
 from tpuconv.convert.export.contents import ExportContents
 from tpuconv.convert.export.export import ExportWork, room_for_layout
 from tpuconv.convert.export.exporting import Exporting, describe_exporting, released_table
 from tpuconv.convert.export.layout import lay_out
-from tpuconv.convert.export.lora.merged import MergedPairs
-from tpuconv.convert.export.lora.tree import explain_pairs, read_pairs
 from tpuconv.convert.export.lora.work import trained_adapter
 from tpuconv.convert.export.options import ExportOptions
-from tpuconv.convert.export.orbax_arrays import OrbaxArrays
-from tpuconv.convert.export.way_back import explain_tree, parameters_of, readings
+from tpuconv.convert.export.trained import open_trained, resolved_source, trained_arrays
 from tpuconv.convert.plan.types import Skip
 from tpuconv.errors import UsageError, shorten
 from tpuconv.location import Location
 from tpuconv.models.common.wrapper import is_outside
-from tpuconv.models.registry import find_family, get_family
-from tpuconv.names import MANIFEST, collapse
-from tpuconv.notation.sizes import HasSizes
-from tpuconv.notation.table import MappingTable
-from tpuconv.progress import Listener, Progress
-from tpuconv.sources.config import without_encoding
-from tpuconv.sources.hub import resolve
-from tpuconv.sources.repository import Resolved
-from tpuconv.sources.source import Source, open_described, open_source
+from tpuconv.models.registry import get_family
+from tpuconv.names import MANIFEST
+from tpuconv.progress import Listener
+from tpuconv.sources.source import open_source
 from tpuconv.storage.places import is_there
 from tpuconv.text import format_count
 
@@ -80,7 +72,7 @@ def _converted(
     else:
         origin = manifest.raw["source"]
         revision = origin["commit"] if str(with_skipped) == origin["repo"] else None
-        resolved = stack.enter_context(_resolved(str(with_skipped), revision, progress, weights=True))
+        resolved = stack.enter_context(resolved_source(str(with_skipped), revision, progress, weights=True))
         source = open_source(resolved.folder, repo=resolved.repo)
         model_config = family.read_config(
             source.config, manifest.allow_config, source.tensors, manifest.returns, manifest.parts
@@ -108,56 +100,11 @@ def _check_whole(manifest: Manifest) -> None:
 
 def _trained(ckpt: Location, asked: ExportOptions, stack: ExitStack, progress: Listener) -> ExportContents:
     """The arrays of a trainer's checkpoint, or the adapter in it."""
-    folder = locate_tree(ckpt)
-    if is_there(ckpt / MANIFEST):
-        raise UsageError(
-            f"{ckpt} has a manifest of tpuconv, so `config=` is not needed",
-            hint="leave out `config=`; if a trainer wrote other arrays into it, give the folder of its step",
-        )
-    tree = TrainedTree(folder)
-    source = open_described(stack.enter_context(_resolved(str(asked.config), None, progress, weights=False)))
-    raw = without_encoding(source.config)
-    family = find_family(raw)
-    known = readings(family, raw, source.tensors, family.returns(raw, source.tensors))
+    model = open_trained(ckpt, str(asked.config), stack, progress)
     if asked.adapter:
         assert asked.lora_alpha is not None
-        return trained_adapter(tree, family, raw, known, asked.target, str(asked.config), asked.lora_alpha)
-    explained = explain_tree(tree, family, raw["model_type"], known, asked.target, merged=asked.merge)
-    parameters, padded = parameters_of(tree, explained)
-    merged = None
-    if asked.merge:
-        assert asked.lora_alpha is not None
-        pairs = explain_pairs(tree, family, raw["model_type"], known, explained.form.target.name)
-        rows = read_pairs(tree, pairs, asked.lora_alpha)
-        merged = MergedPairs(rows, asked.lora_alpha)
-    arrays = OrbaxArrays(tree, explained, parameters, source, family.name, merged)
-    form = explained.form
-    skipped = (*explained.skipped, *padded, *_outside(source, form.table, form.config))
-    return _laid_out(arrays, Exporting(form.table, form.config, family.name), tree.folder, skipped)
-
-
-def _outside(source: Source, table: MappingTable, config: HasSizes) -> list[Skip]:
-    """The tensors of a multimodal model that is described by a source, which trained text models do not have."""
-
-    why = table.ignored(config)
-    lost: dict[str, list[str]] = {}
-    for name in source.tensors:
-        if (reason := why(name)) and is_outside(reason):
-            lost.setdefault(reason, []).append(name)
-    return [
-        Skip(
-            pattern, len(names), f"{reason}; config.json describes them, and transformers would fill in random numbers"
+        return trained_adapter(
+            model.tree, model.family, model.config, model.known, asked.target, str(asked.config), asked.lora_alpha
         )
-        for reason, each in lost.items()
-        for pattern, names in collapse(each).items()
-    ]
-
-
-def _resolved(src: str, revision: str | None, progress: Listener, *, weights: bool) -> Resolved:
-
-    return resolve(
-        src,
-        revision=revision,
-        weights=weights,
-        progress=lambda n, of: progress(Progress("downloading", n, of)),
-    )
+    arrays, form, skipped = trained_arrays(model, asked.target, asked.lora_alpha if asked.merge else None)
+    return _laid_out(arrays, Exporting(form.table, form.config, model.family.name), model.tree.folder, skipped)

@@ -7,14 +7,13 @@ import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest, StoredArray
 from tpuconv.checkpoint.orbax_tree import TrainedTree
-from tpuconv.convert.export.array_source import IdentifiedArrays, array_box
+from tpuconv.convert.export.array_source import IdentifiedArrays
 from tpuconv.convert.export.lora.merged import MergedPairs
 from tpuconv.convert.export.way_back import Explained, Parameter
 from tpuconv.convert.plan.types import FLOAT_DTYPES
 from tpuconv.convert.run.engine import RunProgress
 from tpuconv.errors import ConfigError, OutputError
 from tpuconv.location import Location
-from tpuconv.notation.layout import Axes, Ranges
 from tpuconv.sources.config import DTYPE_KEYS, parts_of, read_json, with_dtype, without_encoding
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.origins import known_stamps
@@ -95,11 +94,8 @@ class OrbaxArrays(IdentifiedArrays):
     def check(self) -> None:
         """Nothing: names and shapes are known, and there are no checksums."""
 
-    def read(
-        self, name: str, axes: Axes, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]
-    ) -> np.ndarray:
-        """See `ArraySource`. Raises SourceError if it cannot be read."""
-        box = array_box(axes, self.manifest.arrays[name].shape, ranges)
+    def read_box(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
+        """See `IdentifiedArrays`. Raises SourceError if it cannot be read."""
         values = self.tree.read(self._names[name], box)
         return values if self._merged is None else self._merged.added(name, box, values)
 

@@ -2,19 +2,16 @@
 
 from collections import deque
 from concurrent.futures import Executor, Future
-from typing import Any
 
 import numpy as np
 
-from tpuconv.checkpoint import manifest
-from tpuconv.checkpoint.shards import ShardBuilder, shard_name
 from tpuconv.convert.plan.types import OutputArray, Plan, Slab
+from tpuconv.convert.run.building import build_shard
 from tpuconv.convert.run.calibrated import CalibratedValues
-from tpuconv.convert.run.results import UnitResult, add_sums
+from tpuconv.convert.run.results import UnitResult
 from tpuconv.convert.run.sizing import Buffers
 from tpuconv.convert.run.slab_arrays import SlabArrays
 from tpuconv.convert.run.store import Store
-from tpuconv.convert.run.strided import copy_strided
 from tpuconv.sources.reader import Reader
 from tpuconv.storage.disk import page_buffer
 
@@ -64,27 +61,7 @@ class SlabConverter:
 
     def _write(self, array: OutputArray, box: tuple[slice, ...], values: np.ndarray, result: UnitResult) -> Future[str]:
         """Builds the shard of the `values`, unsigned integers that fill `box`, and begins to write it."""
-        index = tuple(s.start // n for s, n in zip(box, array.shards, strict=True))
-        shard = ShardBuilder(array, index, self._room_for_shard())
-        built, copies = [], []
-        for slot, start in shard.chunks():
-            ranges = zip(start, box, array.chunks, strict=True)
-            inside: tuple[Any, ...] = tuple(slice(a - s.start, a - s.start + c) for a, s, c in ranges)
-            view = values[(*inside, ...)]  # "...": never a scalar
-            chunk = shard.place(slot, values.dtype)
-            if view.shape != chunk.shape:  # the last one along an axis, which zarr fills up with zeros
-                chunk[...] = 0
-            built.append((slot, start, chunk))
-            filled: tuple[Any, ...] = tuple(map(slice, view.shape))
-            copies.append((chunk[(*filled, ...)], view))
-        copy_strided(copies)
-        for slot, start, chunk in built:
-            part = manifest.chunk_checksum(array.shape, array.chunks, start, chunk)
-            add_sums(result.checksums, array.name, (part, 0))
-            shard.close_chunk(slot)
-        add_sums(result.checksums, array.name, (0, manifest.crc_checksum(array.grid, index, shard.crcs())))
-        if array.compressed:
-            result.shard_bytes.setdefault(array.name, {})[shard_name(index)] = shard.nbytes
+        shard = build_shard(array, box, values, self._room_for_shard(), result)
         self._writes.append(self._writers.submit(self.store.write, array.name, shard))
         self._shards.rotate(-1)  # the next shard gets the other memory
         return self._writes[-1]

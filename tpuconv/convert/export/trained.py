@@ -1,0 +1,123 @@
+"""Opens the checkpoint of a trainer, which has no manifest, by the model that was trained."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from tpuconv.checkpoint.orbax_tree import TrainedTree, locate_tree
+from tpuconv.convert.export.lora.merged import MergedPairs
+from tpuconv.convert.export.lora.tree import explain_pairs, read_pairs
+from tpuconv.convert.export.orbax_arrays import OrbaxArrays
+from tpuconv.convert.export.way_back import Reading, SavedForm, explain_tree, parameters_of, readings
+from tpuconv.convert.plan.types import Skip
+from tpuconv.errors import UsageError
+from tpuconv.location import Location
+from tpuconv.models.common.wrapper import is_outside
+from tpuconv.models.registry import Family, find_family
+from tpuconv.names import MANIFEST, collapse
+from tpuconv.notation.sizes import HasSizes
+from tpuconv.notation.table import MappingTable
+from tpuconv.progress import Listener, Progress
+from tpuconv.sources.config import without_encoding
+from tpuconv.sources.hub import resolve
+from tpuconv.sources.repository import Resolved
+from tpuconv.sources.source import Source, open_described
+from tpuconv.storage.places import is_there
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The tree of a trainer, and the model that was trained.
+
+    Attributes:
+        tree: the arrays that were saved.
+        source: the folder of the model.
+        config: its parsed config.json, without an encoding.
+        family: of the model.
+        known: its readings.
+    """
+
+    tree: TrainedTree
+    source: Source
+    config: Mapping[str, Any]
+    family: Family
+    known: list[Reading]
+
+
+def open_trained(ckpt: Location, config: str, stack: ExitStack, progress: Listener) -> TrainedModel:
+    """Opens a trainer's checkpoint, its step or its run.
+
+    Args:
+        ckpt: of the trainer.
+        config: the model that was trained, a folder or a Hub id.
+        stack: keeps the model's folder until it is closed.
+        progress: called while config.json is downloaded.
+
+    Raises:
+        UsageError: `ckpt` has a manifest of tpuconv.
+        TpuconvError: it is no checkpoint of Orbax, or the model is not known.
+    """
+    folder = locate_tree(ckpt)
+    if is_there(ckpt / MANIFEST):
+        raise UsageError(
+            f"{ckpt} has a manifest of tpuconv, so `config=` is not needed",
+            hint="leave out `config=`; if a trainer wrote other arrays into it, give the folder of its step",
+        )
+    tree = TrainedTree(folder)
+    source = open_described(stack.enter_context(resolved_source(config, None, progress, weights=False)))
+    raw = without_encoding(source.config)
+    family = find_family(raw)
+    known = readings(family, raw, source.tensors, family.returns(raw, source.tensors))
+    return TrainedModel(tree, source, raw, family, known)
+
+
+def trained_arrays(
+    model: TrainedModel, target: str | None, merged_alpha: float | None = None
+) -> tuple[OrbaxArrays, SavedForm, tuple[Skip, ...]]:
+    """Returns the parameters of a trainer's tree, their form, and the arrays that are no parameters.
+
+    Args:
+        model: that was trained.
+        target: whose tree it is; None: of each target in turn.
+        merged_alpha: the alpha of LoRA that is added to the parameters; None if there is no LoRA.
+
+    Raises:
+        MappingError: no target explains the arrays.
+    """
+    tree, family, model_type = model.tree, model.family, model.config["model_type"]
+    explained = explain_tree(tree, family, model_type, model.known, target, merged=merged_alpha is not None)
+    parameters, padded = parameters_of(tree, explained)
+    merged = None
+    if merged_alpha is not None:
+        pairs = explain_pairs(tree, family, model_type, model.known, explained.form.target.name)
+        merged = MergedPairs(read_pairs(tree, pairs, merged_alpha), merged_alpha)
+    arrays = OrbaxArrays(tree, explained, parameters, model.source, family.name, merged)
+    form = explained.form
+    return arrays, form, (*explained.skipped, *padded, *_outside(model.source, form.table, form.config))
+
+
+def _outside(source: Source, table: MappingTable, config: HasSizes) -> list[Skip]:
+    """Returns the tensors of a multimodal model that a source describes and trained text models do not have."""
+    why = table.ignored(config)
+    lost: dict[str, list[str]] = {}
+    for name in source.tensors:
+        if (reason := why(name)) and is_outside(reason):
+            lost.setdefault(reason, []).append(name)
+    return [
+        Skip(
+            pattern, len(names), f"{reason}; config.json describes them, and transformers would fill in random numbers"
+        )
+        for reason, each in lost.items()
+        for pattern, names in collapse(each).items()
+    ]
+
+
+def resolved_source(src: str, revision: str | None, progress: Listener, *, weights: bool) -> Resolved:
+    """Returns the source at a place or on the Hub, with its weights or without."""
+    return resolve(
+        src,
+        revision=revision,
+        weights=weights,
+        progress=lambda n, of: progress(Progress("downloading", n, of)),
+    )
