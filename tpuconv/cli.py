@@ -16,6 +16,7 @@ from tpuconv.commands.process import run
 from tpuconv.commands.push import push
 from tpuconv.commands.quantize import quantize
 from tpuconv.commands.recipe import recipe
+from tpuconv.commands.reshard import reshard
 from tpuconv.commands.verify import verify
 from tpuconv.memory import check_address_space
 
@@ -30,7 +31,7 @@ def tpuconv(verbose: bool) -> None:
 
 for command in (
     *(recipe, convert, quantize, verify, compare, benchmark, fit),
-    *(generate, export, push, inspect, families, doctor),
+    *(generate, export, reshard, push, inspect, families, doctor),
 ):
     tpuconv.add_command(command)
 

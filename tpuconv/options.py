@@ -227,6 +227,14 @@ ALLOW_CONFIG_OPTION = described_as(
 MESH_OPTION = described_as(
     "Sizes of the mesh axes, such as tensor=8,expert=2.", python='Sizes of the mesh axes, such as {"tensor": 8}.'
 )
+TRAINED_CONFIG_OPTION = described_as(
+    "CKPT is a trainer's Orbax checkpoint of the model SRC: a path or Hub id with config.json and tokenizer.",
+    python="The model that was trained, if the checkpoint is a trainer's: a folder or a Hub id with config.json and "
+    "tokenizer. If it has safetensors, an output has their names.",
+)
+TRAINED_TARGET_OPTION = described_as(
+    "The program that trained CKPT: maxtext, tunix, nnx, ...  [default: each is tried]"
+)
 PROMPTS_OPTION = described_as(
     "A text file with one prompt per line.  [default: built-in prompts]", python="Texts.  [default: built-in prompts]"
 )

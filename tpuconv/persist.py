@@ -161,7 +161,8 @@ class _Pairs:
 
     def open(self, names: Collection[str]) -> Mapping[str, TreeArray]:
         found = {name: self.arrays[name] for name in names}
-        return {name: TreeArray(name, tuple(array.shape), array.dtype.name) for name, array in found.items()}
+        shapes = {name: tuple(array.shape) for name, array in found.items()}
+        return {name: TreeArray(name, shapes[name], array.dtype.name, shapes[name]) for name, array in found.items()}
 
     def read(self, name: str, box: Sequence[slice]) -> np.ndarray:
         return np.asarray(self.arrays[name][tuple(box)])

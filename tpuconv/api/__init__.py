@@ -23,6 +23,7 @@ from tpuconv.api.quantization import plan_quantization, quantize
 from tpuconv.api.ray_tasks import on_ray
 from tpuconv.api.recipe_facts import ModelRecipe
 from tpuconv.api.recipes import Sensitivity, sensitivity
+from tpuconv.api.resharding import Resharding, plan_reshard, reshard
 from tpuconv.api.served import ServerComparison, compare_server
 from tpuconv.api.verification import Verification, verify
 from tpuconv.api.weight_maps import weight_map
@@ -41,6 +42,7 @@ __all__ = [
     "ModelRecipe",
     "Progress",
     "Push",
+    "Resharding",
     "Sensitivity",
     "ServerComparison",
     "Verification",
@@ -58,10 +60,12 @@ __all__ = [
     "plan",
     "plan_export",
     "plan_quantization",
+    "plan_reshard",
     "propose",
     "push",
     "quantize",
     "recipe",
+    "reshard",
     "save",
     "sensitivity",
     "verify",

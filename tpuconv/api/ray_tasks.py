@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from tpuconv import libtpu
 from tpuconv.api.converted import Conversion
 from tpuconv.api.exporting import Export
+from tpuconv.api.resharding import Resharding
 from tpuconv.errors import ResourceError, TpuconvError, UsageError
 from tpuconv.extras import install_command
 from tpuconv.hosts import ProcessPart
@@ -27,7 +28,7 @@ LOCK_SECONDS = 180.0
 """The time that a repeated task waits for the lock of the process that it follows. NFS frees it after 90 s."""
 POLL_OF_TASKS_SECONDS = 0.5
 
-Result = TypeVar("Result", Conversion, Export)
+Result = TypeVar("Result", Conversion, Export, Resharding)
 
 
 def on_ray(

@@ -117,6 +117,7 @@ class TreeArray:
     name: str
     shape: Shape
     dtype: str
+    chunks: Shape
 
 
 class TrainedTree:
@@ -196,7 +197,7 @@ class TrainedTree:
             self._cache_bytes = 2 * largest
             stores = self._opened(names, self._cache_bytes)
         self._stores |= stores
-        return {n: TreeArray(n, tuple(s.shape), s.dtype.name) for n, s in stores.items()}
+        return {n: TreeArray(n, tuple(s.shape), s.dtype.name, _chunk(s)) for n, s in stores.items()}
 
     def _opened(self, names: Collection[str], cache_bytes: int) -> dict[str, Any]:
         import tensorstore as ts

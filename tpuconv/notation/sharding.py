@@ -24,6 +24,9 @@ AxisSharding = str | tuple[str, ...] | None
 WIDTH_AXES = ("tensor", "group", "expert")
 AXES = ("data", *WIDTH_AXES)
 """The names of mesh axes."""
+OTHER_NAMES = {"fsdp": "data"}
+"""The names of mesh axes in MaxText, and ours."""
+_MESH_HINT = f"axes are {', '.join((*AXES, *OTHER_NAMES))}; write tensor=8,expert=2"
 
 MESH_AXES: Rules = {
     "E": ("expert",),
@@ -73,13 +76,23 @@ def parse_mesh(text: str) -> dict[str, int]:
     mesh: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
-        if name not in AXES or name in mesh or not re.fullmatch(r"0*[1-9][0-9]{0,8}", size):
-            raise UsageError(
-                f"{short(part)} in the mesh {short(text)} is not an axis with a size",
-                hint=f"axes are {', '.join(AXES)}; write tensor=8,expert=2",
-            )
+        if name in mesh or not re.fullmatch(r"0*[1-9][0-9]{0,8}", size):
+            raise UsageError(f"{short(part)} in the mesh {short(text)} is not an axis with a size", hint=_MESH_HINT)
         mesh[name] = int(size)
-    return mesh
+    return named_mesh(mesh)
+
+
+def named_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
+    """Returns a mesh with our names of its axes: `fsdp`, as MaxText calls it, is `data`.
+
+    Raises:
+        UsageError: an axis has an unknown name, or two have the same one.
+    """
+    names = [OTHER_NAMES.get(name, name) for name in mesh]
+    for given, name in zip(mesh, names, strict=True):
+        if name not in AXES or names.count(name) > 1:
+            raise UsageError(f"{short(given)} is not the name of one axis of a mesh", hint=_MESH_HINT)
+    return dict(zip(names, mesh.values(), strict=True))
 
 
 def format_mesh(mesh: Mapping[str, int]) -> str:

@@ -27,7 +27,7 @@ INT4_RULES = "qwix: {rules: [{module_path: 'layers/.*', weight_qtype: int4, tile
 PUBLISHERS = (
     *("convert", "quantize", "convert --quantize", "export", "save"),
     *("convert --target maxtext", "convert --target huggingface", "convert --scheme awq"),
-    *("convert --keep-adapter", "export --adapter"),
+    *("convert --keep-adapter", "export --adapter", "reshard"),
 )
 
 
@@ -74,6 +74,7 @@ def publishers(base: Path, new: Path, other: Path) -> Publishers:
         "convert --scheme awq": _for_target(new, "huggingface", quantize=base / "int4.yaml", scheme="awq"),
         "convert --keep-adapter": _kept(new, lora),
         "export --adapter": _adapter(base / "trained" / "params", new),
+        "reshard": _resharded(ckpt),
     }
     old = {name: _export(other_ckpt) if name == "export" else _convert(other) for name in run}
     return Publishers(run, old, new, other)
@@ -97,6 +98,13 @@ def _kept(folder: Path, lora: str) -> Command:
 def _adapter(tree: Path, config: Path) -> Command:
     def command(out: Location, overwrite: bool) -> None:
         api.export(tree, out, config=config, adapter=True, lora_alpha=4.0, overwrite=overwrite, jobs=1)
+
+    return command
+
+
+def _resharded(ckpt: Path) -> Command:
+    def command(out: Location, overwrite: bool) -> None:
+        api.reshard(ckpt, out, mesh={"data": 2}, scan_layers=True, overwrite=overwrite, jobs=1)
 
     return command
 

@@ -87,6 +87,13 @@ class ArraySource(Protocol):
         is read completely."""
 
 
+class BoxSource(ArraySource, Protocol):
+    """The arrays of a checkpoint, which any box is read from."""
+
+    def read_box(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
+        """Returns a box of an array. May be called from several threads."""
+
+
 class IdentifiedArrays:
     """The common part of arrays whose source has an identity: only the identity shows a change, no source file is
     hashed, and nothing is quantized during the export. See `ArraySource`."""
@@ -96,7 +103,7 @@ class IdentifiedArrays:
     memory = 0
 
     def read_box(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
-        """Returns a box of an array. May be called from several threads."""
+        """See `BoxSource`."""
         raise NotImplementedError
 
     def read(
@@ -146,7 +153,7 @@ class CheckpointArrays(IdentifiedArrays):
         check_contents(self.manifest, self.manifest.arrays)
 
     def read_box(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
-        """See `IdentifiedArrays`. Raises CorruptOutput if it cannot be read."""
+        """See `BoxSource`. Raises CorruptOutput if it cannot be read."""
         values = np.empty([part.stop - part.start for part in box], np.dtype(self.manifest.arrays[name].dtype))
         read_box(self.manifest, name, box, values)
         return values

@@ -64,16 +64,36 @@ def describe_exporting(
         scheme = _scheme_of(manifest, family, raw)
     if scheme is not None:
         raw = _encoded(raw, scheme)
+    table, config = _form(manifest, family, raw, manifest.scan_layers, form)
+    return Exporting(table, config, family.name, beside, scheme)
+
+
+def target_form(arrays: ArraySource, *, scan_layers: bool) -> tuple[MappingTable, HasSizes]:
+    """Returns the table from released tensors to arrays, with stacked layers or without, and its config.
+
+    Args:
+        arrays: of a checkpoint or of a plan.
+        scan_layers: True for stacked layers.
+
+    Raises:
+        UnsupportedConfig: the target has no stacked layers of this model.
+    """
+    manifest = arrays.manifest
+    return _form(manifest, get_family(manifest.family), exported_config(arrays), scan_layers)
+
+
+def _form(
+    manifest: Manifest, family: Family, raw: Mapping[str, Any], scan_layers: bool, form: str | None = None
+) -> tuple[MappingTable, HasSizes]:
     model_config = _read(manifest, family, raw)
-    table, config = target_table(
+    return target_table(
         get_target(manifest.target),
         *family.in_targets(raw["model_type"]),
         released_table(manifest, family, model_config, form),
         model_config,
-        scan_layers=manifest.scan_layers,
+        scan_layers=scan_layers,
         include_mtp=manifest.include_mtp,
     )
-    return Exporting(table, config, family.name, beside, scheme)
 
 
 def released_table(manifest: Manifest, family: Family, config: Any, form: str | None = None) -> MappingTable:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from tpuconv.checkpoint.manifest import Manifest, read_manifest
-from tpuconv.checkpoint.orbax_tree import holds_tree
 from tpuconv.convert.export.array_source import ArraySource, CheckpointArrays
 from tpuconv.convert.export.carried import carried
 from tpuconv.convert.export.contents import ExportContents
@@ -13,16 +12,14 @@ from tpuconv.convert.export.exporting import Exporting, describe_exporting, rele
 from tpuconv.convert.export.layout import lay_out
 from tpuconv.convert.export.lora.work import trained_adapter
 from tpuconv.convert.export.options import ExportOptions
-from tpuconv.convert.export.trained import open_trained, resolved_source, trained_arrays
+from tpuconv.convert.export.trained import check_converted, open_trained, resolved_source, trained_arrays
 from tpuconv.convert.plan.types import Skip
 from tpuconv.errors import UsageError, shorten
 from tpuconv.location import Location
 from tpuconv.models.common.wrapper import is_outside
 from tpuconv.models.registry import get_family
-from tpuconv.names import MANIFEST
 from tpuconv.progress import Listener
 from tpuconv.sources.source import open_source
-from tpuconv.storage.places import is_there
 from tpuconv.text import format_count
 
 
@@ -58,12 +55,7 @@ def _converted(
     ckpt: Location, asked: ExportOptions, stack: ExitStack, progress: Listener
 ) -> tuple[ArraySource, Exporting]:
     """The arrays of a checkpoint of ours, and what is exported of them."""
-
-    if not is_there(ckpt / MANIFEST) and holds_tree(ckpt):
-        raise UsageError(
-            f"{ckpt} is a checkpoint of Orbax without {MANIFEST}",
-            hint="give `config=SRC`, the model that was trained: a folder or a Hub id",
-        )
+    check_converted(ckpt)
     manifest = read_manifest(ckpt)
     arrays, family = CheckpointArrays(manifest), get_family(manifest.family)
     beside, with_skipped = None, asked.with_skipped

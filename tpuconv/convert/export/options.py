@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from tpuconv.errors import UsageError
 from tpuconv.location import Location
-from tpuconv.options import FORM_CHOICES, SCHEME_OPTION, option
+from tpuconv.options import FORM_CHOICES, SCHEME_OPTION, TRAINED_CONFIG_OPTION, TRAINED_TARGET_OPTION, option
 
 WITHOUT_CONFIG = {
     "form": ("is for checkpoints of tpuconv, and `config=` names tensors as SRC does", "leave one of them out"),
@@ -31,15 +31,8 @@ WITH_CONFIG = {
 class ExportOptions:
     """The options of `export` and `plan_export`."""
 
-    config: str | Location | None = option(
-        None,
-        "CKPT is a trainer's Orbax checkpoint of the model SRC: a path or Hub id with config.json and tokenizer.",
-        python="The model that was trained, if the checkpoint is a trainer's: a folder or a Hub id with config.json "
-        "and tokenizer. If it has safetensors, the output has their names.",
-    )
-    target: str | None = option(
-        None, "The program that trained CKPT: maxtext, tunix, nnx, ...  [default: each is tried]"
-    )
+    config: str | Location | None = field(default=None, metadata=TRAINED_CONFIG_OPTION)
+    target: str | None = field(default=None, metadata=TRAINED_TARGET_OPTION)
     with_skipped: str | Location | None = option(
         None,
         "Add the tensors that the conversion skipped (towers, MTP layers) from its source, a path or Hub id.",

@@ -51,6 +51,7 @@ class OrbaxArrays(IdentifiedArrays):
             "family": family,
             "release": explained.form.table.release.to_json(),
             "returns": explained.form.table.returns,
+            "parts": list(getattr(explained.form.config, "parts", {})),
             "source": source.origin(dict.fromkeys(shard.name for shard in source.shards))
             | {"verified": CHANGED, "changed": True},
             "options": {
@@ -67,7 +68,7 @@ class OrbaxArrays(IdentifiedArrays):
                 shape=each.shape,
                 dtype=each.stored.dtype,
                 axes=each.axes,
-                chunks=each.shape,
+                chunks=each.stored.chunks,
                 sources=each.sources,
                 xxh3="",
                 buffer=each.buffer,
@@ -95,7 +96,7 @@ class OrbaxArrays(IdentifiedArrays):
         """Nothing: names and shapes are known, and there are no checksums."""
 
     def read_box(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
-        """See `IdentifiedArrays`. Raises SourceError if it cannot be read."""
+        """See `BoxSource`. Raises SourceError if it cannot be read."""
         values = self.tree.read(self._names[name], box)
         return values if self._merged is None else self._merged.added(name, box, values)
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from tpuconv.checkpoint.orbax_tree import TrainedTree, locate_tree
+from tpuconv.checkpoint.orbax_tree import TrainedTree, holds_tree, locate_tree
 from tpuconv.convert.export.lora.merged import MergedPairs
 from tpuconv.convert.export.lora.tree import explain_pairs, read_pairs
 from tpuconv.convert.export.orbax_arrays import OrbaxArrays
@@ -43,6 +43,15 @@ class TrainedModel:
     config: Mapping[str, Any]
     family: Family
     known: list[Reading]
+
+
+def check_converted(ckpt: Location) -> None:
+    """Raises UsageError if a folder has a checkpoint of Orbax without a manifest of tpuconv."""
+    if not is_there(ckpt / MANIFEST) and holds_tree(ckpt):
+        raise UsageError(
+            f"{ckpt} is a checkpoint of Orbax without {MANIFEST}",
+            hint="give `config=SRC`, the model that was trained: a folder or a Hub id",
+        )
 
 
 def open_trained(ckpt: Location, config: str, stack: ExitStack, progress: Listener) -> TrainedModel:

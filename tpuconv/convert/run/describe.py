@@ -1,7 +1,7 @@
 """The manifest that a run writes of its plan."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from math import prod
@@ -45,23 +45,12 @@ def describe(
         "versions": {library: version(library) for library in LIBRARIES},
         "parameters": plan.parameters,
         "bytes": plan.output_bytes,
-        **dict(_stored_bytes(plan, result.shard_bytes)),
         "skipped": [*plan.source.skipped_before, *(vars(skip) for skip in plan.skipped)],
-        "arrays": {
-            array.name: {
-                "shape": array.shape,
-                "dtype": array.dtype.name,
-                "axes": array.axes,
-                "chunks": array.chunks,
-                "sources": [info.name for name in array.sources for info in plan.tensors[name].stored],
-                "shards": array.shards,
-                "xxh3": f"{result.checksums[array.name][0]:016x}",
-                "crc32c": f"{result.checksums[array.name][1]:016x}",
-                **dict(_compression(array, result.shard_bytes)),
-                **({"buffer": True} if array.buffer else {}),
-            }
-            for array in plan.arrays.values()
-        },
+        **described_arrays(
+            plan.arrays,
+            result,
+            lambda array: [info.name for name in array.sources for info in plan.tensors[name].stored],
+        ),
     }
     if plan.quantization:
         parameters = {
@@ -78,6 +67,36 @@ def describe(
     elif plan.passthrough:
         manifest["quantization"] = passthrough_facts(plan.passthrough)
     return manifest
+
+
+def described_arrays(
+    arrays: Mapping[str, OutputArray], result: UnitResult, sources: Callable[[OutputArray], Sequence[str]]
+) -> dict[str, Any]:
+    """Returns the keys of the manifest about arrays.
+
+    Args:
+        arrays: of the output, by name.
+        result: what all units found.
+        sources: returns the names of the released tensors that an array is made of.
+    """
+    return {
+        **dict(_stored_bytes(arrays, result.shard_bytes)),
+        "arrays": {
+            array.name: {
+                "shape": array.shape,
+                "dtype": array.dtype.name,
+                "axes": array.axes,
+                "chunks": array.chunks,
+                "sources": list(sources(array)),
+                "shards": array.shards,
+                "xxh3": f"{result.checksums[array.name][0]:016x}",
+                "crc32c": f"{result.checksums[array.name][1]:016x}",
+                **dict(_compression(array, result.shard_bytes)),
+                **({"buffer": True} if array.buffer else {}),
+            }
+            for array in arrays.values()
+        },
+    }
 
 
 @dataclass(frozen=True)
@@ -108,9 +127,11 @@ def planned_manifest(plan: Plan) -> PlannedManifest:
     return PlannedManifest(plan.source.folder, Sealed(raw, "", None), stored_arrays(raw), plan.source)
 
 
-def _stored_bytes(plan: Plan, sizes: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, int]]:
+def _stored_bytes(
+    arrays: Mapping[str, OutputArray], sizes: Mapping[str, Mapping[str, int]]
+) -> Iterator[tuple[str, int]]:
     if sizes:
-        plain = sum(array.nbytes for array in plan.arrays.values() if not array.compressed)
+        plain = sum(array.nbytes for array in arrays.values() if not array.compressed)
         yield "stored_bytes", plain + sum(sum(files.values()) for files in sizes.values())
 
 

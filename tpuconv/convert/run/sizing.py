@@ -85,23 +85,43 @@ def jobs(plan: Plan, limits: Limits) -> int:
     Raises:
         ResourceError: the memory does not suffice for one job.
     """
-    job_bytes, base = buffers(plan).nbytes, _base_memory(plan)
-    fitting = (limits.max_memory - base) // max(1, job_bytes)
-    if fitting < 1:
-        raise ResourceError(
-            f"the conversion of {plan.source.name} needs at least {-(-(base + job_bytes) // 1_000_000)} MB of memory; "
-            f"`max_memory=` is {format_size(limits.max_memory)}",
-            hint=f"`max_memory=` must be at least {-(-(base + job_bytes) // 1_000_000)}MB",
-        )
+    fitting = fitting_jobs(f"the conversion of {plan.source.name}", limits, buffers(plan).nbytes, _base_memory(plan))
     calibration = plan.quantization.calibration if plan.quantization else None
     if calibration and calibration.memory > limits.max_memory:
-        raise ResourceError(
-            f"the calibration of {plan.source.name} needs at least {-(-calibration.memory // 1_000_000)} MB of memory; "
-            f"`max_memory=` is {format_size(limits.max_memory)}",
-            hint=f"`max_memory=` must be at least {-(-calibration.memory // 1_000_000)}MB; samples of "
-            "a smaller `length=` need less",
+        raise _too_little(
+            f"the calibration of {plan.source.name}",
+            calibration.memory,
+            limits,
+            "; samples of a smaller `length=` need less",
         )
-    return max(1, min(limits.jobs, fitting, sum(len(unit.slabs) for unit in plan.units)))
+    return max(1, min(fitting, sum(len(unit.slabs) for unit in plan.units)))
+
+
+def fitting_jobs(work: str, limits: Limits, job_bytes: int, base: int) -> int:
+    """Returns the number of jobs: the wanted number, as far as the memory suffices.
+
+    Args:
+        work: what the error calls it.
+        limits: jobs and memory.
+        job_bytes: the most that a job holds.
+        base: the memory that is needed without any job.
+
+    Raises:
+        ResourceError: the memory does not suffice for one job.
+    """
+    fitting = (limits.max_memory - base) // max(1, job_bytes)
+    if fitting < 1:
+        raise _too_little(work, base + job_bytes, limits)
+    return min(limits.jobs, fitting)
+
+
+def _too_little(work: str, needed: int, limits: Limits, advice: str = "") -> ResourceError:
+    """Returns the error of work that needs more bytes of memory than it may take."""
+    least = -(-needed // 1_000_000)
+    return ResourceError(
+        f"{work} needs at least {least} MB of memory; `max_memory=` is {format_size(limits.max_memory)}",
+        hint=f"`max_memory=` must be at least {least}MB{advice}",
+    )
 
 
 @dataclass(frozen=True)
@@ -128,11 +148,7 @@ def room_for_tensors(name: str, limits: Limits, job_bytes: int, total: int, more
     """
     left = limits.max_memory - BASE_MEMORY - more
     if left < job_bytes:
-        raise ResourceError(
-            f"writing {name} as safetensors needs at least {-(-(BASE_MEMORY + more + job_bytes) // 1_000_000)} MB of "
-            f"memory; `max_memory=` is {format_size(limits.max_memory)}",
-            hint=f"`max_memory=` must be at least {-(-(BASE_MEMORY + more + job_bytes) // 1_000_000)}MB",
-        )
+        raise _too_little(f"writing {name} as safetensors", BASE_MEMORY + more + job_bytes, limits)
     for jobs in range(
         limits.jobs, 0, -1
     ):  # one tensor more than jobs waits, and takes less than half of what a job does

@@ -1,0 +1,224 @@
+"""Reshard."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tpuconv.errors import UsageError
+from tpuconv.hosts import ProcessPart
+from tpuconv.location import Location, to_location
+from tpuconv.memory import peak_memory
+from tpuconv.options import (
+    MESH_OPTION,
+    PART_ARGUMENT,
+    PROGRESS_ARGUMENT,
+    TRAINED_CONFIG_OPTION,
+    TRAINED_TARGET_OPTION,
+    Budget,
+    Replacing,
+    argument,
+    option,
+    takes,
+)
+from tpuconv.progress import Listener, Progress, ignore
+
+if TYPE_CHECKING:
+    from tpuconv.convert.plan.types import Skip
+    from tpuconv.convert.reshard.plan import ReshardPlan
+
+
+@dataclass(frozen=True)
+class Resharding:
+    """The output of `reshard`, or its plan.
+
+    Attributes:
+        out: the checkpoint that was written; None for a plan.
+        target: the program that the checkpoint is for.
+        mesh: sizes of the mesh axes.
+        scan_layers: whether the layers of the output are stacked.
+        arrays: for each pattern of names the number of arrays, and the shape, chunks and files of the first one.
+        skipped: arrays of a trainer's checkpoint that are not written.
+        bytes: size of the arrays.
+        device_bytes: size of the chunks that one device reads.
+        already_there: whether OUT was complete before.
+        seconds: wall-clock time.
+        peak_memory_bytes: peak resident memory of this process.
+        part: the share of this process; None if there was only one process.
+        published: whether OUT is complete. If not, the last of the other processes publishes it.
+    """
+
+    out: Location | None
+    target: str
+    mesh: Mapping[str, int]
+    scan_layers: bool
+    arrays: Mapping[str, Mapping[str, Any]]
+    skipped: "tuple[Skip, ...]"
+    bytes: int
+    device_bytes: int
+    already_there: bool = False
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    part: ProcessPart | None = None
+    published: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
+        ran = {
+            "out": str(self.out),
+            "seconds": round(self.seconds, 3),
+            "peak_memory_bytes": self.peak_memory_bytes,
+            **({} if self.part is None else {"process": self.part.to_json(), "published": self.published}),
+        }
+        return {
+            **(ran if self.out is not None else {}),
+            "target": self.target,
+            "mesh": dict(self.mesh),
+            "scan_layers": self.scan_layers,
+            "bytes": self.bytes,
+            "device_bytes": self.device_bytes,
+            "skipped": [vars(skip) for skip in self.skipped],
+            "arrays": dict(self.arrays),
+        }
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class ReshardOptions:
+    """The options of `reshard` and `plan_reshard`."""
+
+    mesh: Mapping[str, int] | None = field(default=None, metadata=MESH_OPTION)
+    scan_layers: bool = option(False, "Stack the layers into one array each, for jax.lax.scan.")
+    unscan_layers: bool = option(False, "Give each layer arrays of its own.")
+    config: str | Location | None = field(default=None, metadata=TRAINED_CONFIG_OPTION)
+    target: str | None = field(default=None, metadata=TRAINED_TARGET_OPTION)
+
+    def check_together(self) -> None:
+        """Raises UsageError for options that do not go together."""
+        if self.scan_layers and self.unscan_layers:
+            raise UsageError("`scan_layers=` and `unscan_layers=` exclude each other", hint="give one of them")
+        if not (self.mesh or self.scan_layers or self.unscan_layers):
+            raise UsageError("nothing is to be changed", hint="give `mesh=`, `scan_layers=` or `unscan_layers=`")
+        if self.target is not None and self.config is None:
+            raise UsageError(
+                "`target=` is only for a trainer's checkpoint, which needs `config=`",
+                hint="leave it out, or give `config=SRC`",
+            )
+
+
+CKPT = argument(
+    "A checkpoint of tpuconv, for any target; with `config` a checkpoint that a trainer saved with Orbax, its step, or "
+    "its run, of which the latest step is taken."
+)
+
+
+@dataclass(eq=False, repr=False)
+class PlanReshardRequest(ReshardOptions):
+    """The arguments of `plan_reshard`."""
+
+    ckpt: str | Location = field(metadata=CKPT)
+    _: KW_ONLY
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
+
+
+@dataclass(eq=False, repr=False)
+class ReshardRequest(Budget, Replacing, ReshardOptions):
+    """The arguments of `reshard`."""
+
+    ckpt: str | Location = field(metadata=CKPT)
+    out: str | Location = field(metadata=argument("The folder to write; it appears complete or not at all."))
+    _: KW_ONLY
+    part: ProcessPart | None = field(default=None, metadata=PART_ARGUMENT)
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
+
+
+@takes(PlanReshardRequest)
+def plan_reshard(asked: PlanReshardRequest) -> Resharding:
+    """Plans `reshard` with the same arguments; no weights are read.
+
+    Raises:
+        TpuconvError: see `tpuconv.errors` for its children.
+    """
+    with _planned(to_location(asked.ckpt), asked, asked.progress) as (planned, skipped):
+        return Resharding(out=None, **_facts(planned, skipped))
+
+
+@takes(ReshardRequest)
+def reshard(asked: ReshardRequest) -> Resharding:
+    """Writes a checkpoint in the chunks that the devices of a mesh read, with its layers stacked or apart. Values stay
+    as they are, bit for bit. Of a trainer's checkpoint the parameters are written.
+
+    The output appears complete or not at all; interrupted, the same call continues.
+
+    Raises:
+        TpuconvError: see `tpuconv.errors` for its children.
+    """
+    from tpuconv.api.verification import verify
+    from tpuconv.convert.reshard.work import ReshardWork
+    from tpuconv.convert.run.engine import PART_DONE, make
+    from tpuconv.convert.run.sizing import Limits
+
+    part, progress, out = asked.part, asked.progress, to_location(asked.out)
+    began, was_there, is_published = time.monotonic(), False, True
+    with _planned(to_location(asked.ckpt), asked, progress) as (planned, skipped):
+        progress(Progress("resharding"))
+        work = ReshardWork(planned, skipped, Limits.of_this_machine(asked.jobs, asked.max_memory))
+        for step in make(work, out, overwrite=asked.overwrite, part=part):
+            progress(step.shown_as(f"resharding, {part}" if part else "resharding"))
+            is_published = step.stage != PART_DONE
+            was_there = is_published and step.resumed == step.total
+        facts = _facts(planned, skipped)
+    if asked.check and was_there:
+        verify(out, progress=progress).check()
+    return Resharding(
+        out=out,
+        already_there=was_there,
+        seconds=time.monotonic() - began,
+        peak_memory_bytes=peak_memory(),
+        part=part,
+        published=is_published,
+        **facts,
+    )
+
+
+@contextmanager
+def _planned(
+    ckpt: Location, asked: ReshardOptions, progress: Listener
+) -> "Iterator[tuple[ReshardPlan, tuple[Skip, ...]]]":
+    """Yields the plan of a resharding, and the arrays that are not written."""
+    from tpuconv.convert.reshard.opening import opened_arrays
+    from tpuconv.convert.reshard.plan import make_reshard_plan
+    from tpuconv.notation.sharding import named_mesh
+
+    asked.check_together()
+    mesh = named_mesh(asked.mesh or {})
+    config = None if asked.config is None else str(asked.config)
+    scan_layers = True if asked.scan_layers else False if asked.unscan_layers else None
+    with opened_arrays(ckpt, config, asked.target, progress) as (arrays, skipped):
+        yield make_reshard_plan(arrays, mesh, scan_layers), skipped
+
+
+def _facts(planned: "ReshardPlan", skipped: "tuple[Skip, ...]") -> dict[str, Any]:
+    """Returns the facts of a plan that its output has too."""
+    from tpuconv.names import collapse
+
+    arrays = {
+        pattern: {
+            "count": len(names),
+            "shape": (first := planned.arrays[names[0]]).shape,
+            "dtype": first.dtype.name,
+            "axes": first.axes,
+            "chunks": first.chunks,
+            "files": first.shards,
+        }
+        for pattern, names in collapse(planned.arrays).items()
+    }
+    return {
+        "target": planned.target.name,
+        "mesh": planned.mesh,
+        "scan_layers": planned.scan_layers,
+        "arrays": arrays,
+        "skipped": skipped,
+        "bytes": planned.nbytes,
+        "device_bytes": planned.device_bytes,
+    }

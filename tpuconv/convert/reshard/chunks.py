@@ -1,0 +1,67 @@
+"""The chunks and the files of an array for a mesh: each device reads complete chunks, and nothing else."""
+
+from collections.abc import Mapping
+from math import prod
+
+from tpuconv.convert.plan import sizes
+from tpuconv.notation.layout import Shape, lead, parse_axes
+from tpuconv.notation.sharding import partition, shard_shape
+from tpuconv.notation.table import EXPERTS, LAYERS, PERIODS, PLACES
+
+MOST_PIECES = 4
+"""An axis is left whole if its divisors would give more than this many times the pieces that are needed."""
+
+
+def device_chunks(axes: str, shape: Shape, itemsize: int, mesh: Mapping[str, int]) -> Shape:
+    """Returns the shape of the chunks of an array: the shard of a device, divided evenly until a chunk has about
+    CHUNK_BYTES. Stacked axes are divided first, then the others from the outermost one.
+
+    Args:
+        axes, shape: letters and shape of the array.
+        itemsize: bytes of a value.
+        mesh: size of each mesh axis.
+    """
+    chunk = list(shard_shape(shape, partition(axes, shape, mesh), mesh))
+    for axis in (*_stacked(axes), *_others(axes)):
+        pieces = -(-prod(chunk) * itemsize // sizes.CHUNK_BYTES)
+        if pieces > 1:
+            chunk[axis] //= _divisor(chunk[axis], pieces)
+    return tuple(chunk)
+
+
+def file_shape(axes: str, shape: Shape, chunks: Shape, itemsize: int, within: Shape | None = None) -> Shape:
+    """Returns the shape of the files of an array: as many chunks as fit in SLAB_BYTES. They are joined along the
+    innermost axes first, along stacked axes last.
+
+    Args:
+        axes, shape: letters and shape of the array.
+        chunks: of the array.
+        itemsize: bytes of a value.
+        within: a shape that a file does not exceed along any axis; None for no limit.
+    """
+    file = list(chunks)
+    for axis in (*reversed(_others(axes)), *_stacked(axes)):
+        most = max(1, sizes.SLAB_BYTES // (prod(file) * itemsize))
+        longest = shape[axis] if within is None else max(chunks[axis], within[axis])
+        count = min(-(-shape[axis] // chunks[axis]), longest // chunks[axis] or 1)
+        file[axis] = min(count, most) * chunks[axis]
+        if count > most:
+            break
+    return tuple(file)
+
+
+def _stacked(axes: str) -> list[int]:
+    return [i for i, axis in enumerate(parse_axes(axes)) if lead(axis) in (LAYERS, PERIODS, PLACES, EXPERTS)]
+
+
+def _others(axes: str) -> list[int]:
+    return [i for i in range(len(parse_axes(axes))) if i not in _stacked(axes)]
+
+
+def _divisor(size: int, wanted: int) -> int:
+    """Returns the smallest divisor from `wanted` on, unless it is much larger; `size` if that is at most `wanted`; 1 if
+    the axis is not divided."""
+    if size <= wanted:
+        return size
+    found = next(n for n in range(wanted, size + 1) if size % n == 0)
+    return found if found <= MOST_PIECES * wanted else 1

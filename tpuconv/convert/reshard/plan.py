@@ -1,0 +1,235 @@
+"""The plan of a resharding: the arrays of the output, and the arrays of the checkpoint that each is read from."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from tpuconv.checkpoint.manifest import Manifest, StoredArray
+from tpuconv.convert.export.array_source import BoxSource
+from tpuconv.convert.export.exporting import target_form
+from tpuconv.convert.plan import sizes
+from tpuconv.convert.plan.types import OutputArray
+from tpuconv.convert.reshard.chunks import device_chunks, file_shape
+from tpuconv.convert.reshard.places import LayerPlace, LayerStack, layer_places, layer_stacks
+from tpuconv.errors import UnsupportedConfig, UsageError
+from tpuconv.notation.layout import Shape
+from tpuconv.notation.sharding import partition, shard_shape
+from tpuconv.notation.sizes import HasSizes
+from tpuconv.notation.table import Binding, MappingTable
+from tpuconv.targets.registry import get_target
+from tpuconv.targets.target import Target
+
+ShardPlace = tuple[str, Shape]
+"""The name of an array, and the place of a shard in its grid."""
+
+
+@dataclass(frozen=True)
+class ReshardUnit:
+    """Shards that are recorded as done together; `nbytes` are the bytes of their values."""
+
+    uid: str
+    shards: tuple[ShardPlace, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """A resharding.
+
+    Attributes:
+        source: the arrays of the checkpoint.
+        mesh: size of each mesh axis.
+        scan_layers: True if the layers of the output are stacked.
+        target: the program that the checkpoint is for.
+        table, config: from released tensors to the arrays of the output, and the family's reading of config.json.
+        arrays: of the output, by name.
+        places: of layers that are stacked in the checkpoint alone, the place of each array in an array of it.
+        stacks: of layers that are stacked in the output alone, the arrays of the checkpoint in each array.
+    """
+
+    source: BoxSource
+    mesh: Mapping[str, int]
+    scan_layers: bool
+    target: Target
+    table: MappingTable
+    config: HasSizes
+    arrays: Mapping[str, OutputArray]
+    places: Mapping[str, LayerPlace]
+    stacks: Mapping[str, LayerStack]
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """The number of bytes that one device of the mesh reads."""
+        shapes = {
+            name: shard_shape(array.shape, partition(array.axes, array.shape, self.mesh), self.mesh)
+            for name, array in self.arrays.items()
+        }
+        return sum(prod(shape) * self.arrays[name].dtype.itemsize for name, shape in shapes.items())
+
+    @property
+    def units(self) -> tuple[ReshardUnit, ...]:
+        """The units of work. Shards that are read from the same chunks of the checkpoint are neighbours."""
+        units: list[ReshardUnit] = []
+        shards: list[ShardPlace] = []
+        size = 0
+        for name, index in self._shards():
+            shards.append((name, index))
+            size += self.shard_bytes(name, index)
+            if size >= sizes.UNIT_BYTES:
+                units.append(ReshardUnit(f"unit-{len(units):05d}", tuple(shards), size))
+                shards, size = [], 0
+        if shards:
+            units.append(ReshardUnit(f"unit-{len(units):05d}", tuple(shards), size))
+        return tuple(units)
+
+    def _shards(self) -> Iterator[ShardPlace]:
+        groups: dict[str, list[str]] = {}
+        for name in self.arrays:
+            groups.setdefault(self.places[name].stack if name in self.places else name, []).append(name)
+        for names in groups.values():
+            grid = self.arrays[names[0]].grid
+            yield from ((name, index) for index in product(*map(range, grid)) for name in names)
+
+    def box(self, name: str, index: Shape) -> tuple[slice, ...]:
+        """Returns the part of an array that a shard has."""
+        array = self.arrays[name]
+        parts = zip(index, array.shards, array.shape, strict=True)
+        return tuple(slice(i * s, min((i + 1) * s, n)) for i, s, n in parts)
+
+    def shard_bytes(self, name: str, index: Shape) -> int:
+        """Returns the bytes of the values of a shard."""
+        elements: int = prod(part.stop - part.start for part in self.box(name, index))
+        return elements * self.arrays[name].dtype.itemsize
+
+    def read(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
+        """Returns the values of a box of an array of the output, as unsigned integers.
+
+        Raises:
+            CorruptOutput, SourceError: the checkpoint cannot be read.
+        """
+        shape = tuple(part.stop - part.start for part in box)
+        if (place := self.places.get(name)) is not None:
+            return _bits(self.source.read_box(place.stack, place.box(box))).reshape(shape)
+        if (stack := self.stacks.get(name)) is None:
+            return _bits(self.source.read_box(name, box))
+        values = np.empty(shape, f"u{self.arrays[name].dtype.itemsize}")
+        for layer, at, inner in stack.parts(box):
+            values[at] = _bits(self.source.read_box(layer, inner))
+        return values
+
+
+def make_reshard_plan(source: BoxSource, mesh: Mapping[str, int], scan_layers: bool | None = None) -> ReshardPlan:
+    """Plans a resharding. No values are read.
+
+    Args:
+        source: the arrays of a checkpoint.
+        mesh: size of each mesh axis.
+        scan_layers: stack the layers, or give each layer arrays of its own. None leaves them as they are.
+
+    Raises:
+        UsageError: the checkpoint has only some layers, or quantized parameters, and its layers are to be changed.
+        UnsupportedConfig: the target has no stacked layers of this model.
+    """
+    manifest = source.manifest
+    is_changed = scan_layers is not None and scan_layers != manifest.scan_layers
+    if is_changed:
+        _check_changeable(manifest)
+    scanned = manifest.scan_layers != is_changed
+    table, config = target_form(source, scan_layers=scanned)
+    stored: dict[str, StoredArray] = dict(manifest.arrays)
+    places: dict[str, LayerPlace] = {}
+    stacks: dict[str, LayerStack] = {}
+    if is_changed:
+        former_table, former_config = target_form(source, scan_layers=not scanned)
+        wanted = list(table.bind(config, manifest.include_mtp))
+        former = list(former_table.bind(former_config, manifest.include_mtp))
+        if scanned:
+            stacks = layer_stacks(layer_places(former, wanted))
+        else:
+            places = layer_places(wanted, former)
+        stored = _stored_as(wanted, stored, places, stacks)
+    return ReshardPlan(
+        source=source,
+        mesh=mesh,
+        scan_layers=scanned,
+        target=get_target(manifest.target),
+        table=table,
+        config=config,
+        arrays={name: _output_array(array, mesh, _within(source, places.get(name))) for name, array in stored.items()},
+        places=places,
+        stacks=stacks,
+    )
+
+
+def _check_changeable(manifest: Manifest) -> None:
+    """Raises UsageError if the layers of a checkpoint cannot be stacked or taken apart."""
+    manifest.check_complete()
+    if manifest.quantization is not None:
+        raise UsageError(
+            f"{manifest.folder} has quantized parameters, whose layers stay as they are",
+            hint="leave out `scan_layers=` and `unscan_layers=`, or convert again with or without `scan_layers=`",
+        )
+
+
+def _stored_as(
+    bindings: Sequence[Binding],
+    stored: Mapping[str, StoredArray],
+    places: Mapping[str, LayerPlace],
+    stacks: Mapping[str, LayerStack],
+) -> dict[str, StoredArray]:
+    """Returns the arrays of the other form, each with the dtype of the arrays that it is read from."""
+    arrays: dict[str, StoredArray] = {}
+    for binding in bindings:
+        axes, shapes = binding.dst_axes(), binding.dst_shapes()
+        sources = tuple(name for stack in binding.src for name in stack.names)
+        for name, shape in shapes.items():
+            origins = [places[name].stack] if name in places else [name]
+            if name in stacks:
+                origins = list(stacks[name].layers.values())
+            dtypes = {stored[origin].dtype for origin in origins}
+            if len(dtypes) > 1:
+                raise UnsupportedConfig(
+                    f"the layers of {name} have the dtypes {', '.join(sorted(dtypes))}, so they cannot be stacked",
+                    hint="leave out `scan_layers=`, or convert with one `dtype=`",
+                )
+            first = stored[origins[0]]
+            arrays[name] = replace(first, name=name, shape=shape, axes=axes[name], sources=sources)
+    return arrays
+
+
+def _within(source: BoxSource, place: LayerPlace | None) -> Shape | None:
+    """Returns the largest shape of a file that holds a part of a layer: a large chunk of the stacked array, so that
+    each chunk is read and decoded once for all its layers."""
+    if place is None:
+        return None
+    array = source.manifest.arrays[place.stack]
+    is_large = prod(array.chunks) * np.dtype(array.dtype).itemsize > sizes.SLAB_BYTES
+    return place.without_stack(array.chunks) if is_large else None
+
+
+def _output_array(array: StoredArray, mesh: Mapping[str, int], within: Shape | None) -> OutputArray:
+    dtype = np.dtype(array.dtype)
+    chunks = device_chunks(array.axes, array.shape, dtype.itemsize, mesh)
+    return OutputArray(
+        array.shape,
+        dtype,
+        file_shape(array.axes, array.shape, chunks, dtype.itemsize, within),
+        chunks,
+        array.name,
+        array.axes,
+        array.sources,
+        array.buffer,
+        compressed=array.is_compressed,
+    )
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    return values.view(f"u{values.itemsize}")
