@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import tpuconv
 from helpers.attacks.publishers import INT4_RULES
-from helpers.checkpoints import qwen3_config, random_checkpoint
+from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors
 from helpers.commands import tpuconv as command
-from helpers.conversions import flatten, same_bits
+from helpers.conversions import assert_same, flatten, same_bits
 from helpers.families import CASES, Case
 from helpers.trainers import adam_state, save_step, trained_tree
 from tpuconv import api
@@ -105,8 +105,7 @@ def test_every_command_reads_the_output(qwen3, tmp_path):
     ids_BT = np.array([[1, 2, 3, 4]])
     assert np.array_equal(tpuconv.load(tmp_path / "b")(ids_BT), tpuconv.load(tmp_path / "a")(ids_BT))
     api.export(tmp_path / "b", tmp_path / "hf")
-    again = sorted((tmp_path / "hf").glob("*.safetensors"))
-    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in sorted(qwen3.glob("*.safetensors"))]
+    assert_same(read_tensors(tmp_path / "hf"), read_tensors(qwen3))
     api.quantize(tmp_path / "b", tmp_path / "q", config="int8_weight_only")
 
 
