@@ -13,8 +13,8 @@ MOST_PIECES = 4
 
 
 def device_chunks(axes: str, shape: Shape, itemsize: int, mesh: Mapping[str, int]) -> Shape:
-    """Returns the shape of the chunks of an array: the shard of a device, divided evenly until a chunk has about
-    CHUNK_BYTES. Stacked axes are divided first, then the others from the outermost one.
+    """Returns the shape of the chunks of an array: the shard of a device, divided evenly until a chunk has
+    CHUNK_BYTES at most: along stacked axes first, so that a layer lies in few chunks, then from the outermost axis on.
 
     Args:
         axes, shape: letters and shape of the array.
@@ -22,30 +22,32 @@ def device_chunks(axes: str, shape: Shape, itemsize: int, mesh: Mapping[str, int
         mesh: size of each mesh axis.
     """
     chunk = list(shard_shape(shape, partition(axes, shape, mesh), mesh))
-    for axis in (*_stacked(axes), *_others(axes)):
-        pieces = -(-prod(chunk) * itemsize // sizes.CHUNK_BYTES)
+    stacked = _stacked(axes)
+    for axis in (*stacked, *_others(axes)):
+        enough = sizes.CHUNK_BYTES // 8 if axis in stacked else sizes.CHUNK_BYTES
+        pieces = -(-prod(chunk) * itemsize // max(1, enough))
         if pieces > 1:
             chunk[axis] //= _divisor(chunk[axis], pieces)
     return tuple(chunk)
 
 
-def file_shape(axes: str, shape: Shape, chunks: Shape, itemsize: int, within: Shape | None = None) -> Shape:
-    """Returns the shape of the files of an array: as many chunks as fit in SLAB_BYTES. They are joined along the
-    innermost axes first, along stacked axes last.
+def file_shape(axes: str, shape: Shape, chunks: Shape, most: int, within: Shape | None = None) -> Shape:
+    """Returns the shape of the files of an array. Chunks are joined along the innermost axes first, along stacked axes
+    last.
 
     Args:
         axes, shape: letters and shape of the array.
         chunks: of the array.
-        itemsize: bytes of a value.
-        within: a shape that a file does not exceed along any axis; None for no limit.
+        most: the most values of a file of several chunks.
+        within: a shape that a file of several chunks does not exceed along any axis; None for no limit.
     """
     file = list(chunks)
     for axis in (*reversed(_others(axes)), *_stacked(axes)):
-        most = max(1, sizes.SLAB_BYTES // (prod(file) * itemsize))
         longest = shape[axis] if within is None else max(chunks[axis], within[axis])
         count = min(-(-shape[axis] // chunks[axis]), longest // chunks[axis] or 1)
-        file[axis] = min(count, most) * chunks[axis]
-        if count > most:
+        fitting = max(1, most // prod(file))
+        file[axis] = min(count, fitting) * chunks[axis]
+        if count > fitting:
             break
     return tuple(file)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from math import prod
 
 import numpy as np
@@ -109,21 +109,67 @@ class ReshardPlan:
         elements: int = prod(part.stop - part.start for part in self.box(name, index))
         return elements * self.arrays[name].dtype.itemsize
 
-    def read(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
-        """Returns the values of a box of an array of the output, as unsigned integers.
+    def values(self, unit: ReshardUnit) -> Iterator[tuple[str, tuple[slice, ...], np.ndarray]]:
+        """Reads the shards of a unit. Yields for each the name of the array, its box, and the values as unsigned
+        integers. Layers that lie in the same chunks of the checkpoint are read at once.
 
         Raises:
             CorruptOutput, SourceError: the checkpoint cannot be read.
         """
-        shape = tuple(part.stop - part.start for part in box)
-        if (place := self.places.get(name)) is not None:
-            return _bits(self.source.read_box(place.stack, place.box(box))).reshape(shape)
+        for _, group in groupby(unit.shards, key=self._group):
+            shards = list(group)
+            if shards[0][0] in self.places:
+                yield from self._layers(shards)
+                continue
+            for name, index in shards:
+                box = self.box(name, index)
+                yield name, box, self._read(name, box)
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes of values that are read at once."""
+        files = {name: prod(array.shards) * array.dtype.itemsize for name, array in self.arrays.items()}
+        return max((n * prod(self._together(name)) for name, n in files.items()), default=0)
+
+    def _together(self, name: str) -> Shape:
+        """Returns the number of layers along each stacked axis that are read at once for an array."""
+        return layers_together(self.source, self.places[name]) if name in self.places else ()
+
+    def _group(self, shard: ShardPlace) -> tuple[str, Shape, Shape]:
+        name, index = shard
+        place = self.places.get(name)
+        if place is None:
+            return name, index, ()
+        return place.stack, index, tuple(i // n for i, n in zip(place.at.values(), self._together(name), strict=True))
+
+    def _layers(self, shards: Sequence[ShardPlace]) -> Iterator[tuple[str, tuple[slice, ...], np.ndarray]]:
+        """Yields the values of layers that are stacked in the checkpoint: of the same part of each."""
+        places = [self.places[name] for name, _ in shards]
+        first, box = places[0], self.box(*shards[0])
+        spans = {axis: [place.at[axis] for place in places] for axis in first.at}
+        whole = list(first.box(box))
+        for axis, span in spans.items():
+            whole[axis] = slice(min(span), max(span) + 1)
+        values = _bits(self.source.read_box(first.stack, tuple(whole)))
+        for (name, _), place in zip(shards, places, strict=True):
+            at = tuple(place.at[i] - part.start if i in place.at else slice(None) for i, part in enumerate(whole))
+            yield name, box, values[at]
+
+    def _read(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
         if (stack := self.stacks.get(name)) is None:
             return _bits(self.source.read_box(name, box))
-        values = np.empty(shape, f"u{self.arrays[name].dtype.itemsize}")
+        values = np.empty([part.stop - part.start for part in box], f"u{self.arrays[name].dtype.itemsize}")
         for layer, at, inner in stack.parts(box):
             values[at] = _bits(self.source.read_box(layer, inner))
         return values
+
+
+def layers_together(source: BoxSource, place: LayerPlace) -> Shape:
+    """Returns the number of layers along each stacked axis that lie in one chunk of a checkpoint, if it is small. What
+    reads a large one keeps it until the next layer is read."""
+    array = source.manifest.arrays[place.stack]
+    is_large = prod(array.chunks) * np.dtype(array.dtype).itemsize > sizes.SLAB_BYTES
+    return tuple(1 if is_large else array.chunks[axis] for axis in place.at)
 
 
 def make_reshard_plan(source: BoxSource, mesh: Mapping[str, int], scan_layers: bool | None = None) -> ReshardPlan:
@@ -163,7 +209,7 @@ def make_reshard_plan(source: BoxSource, mesh: Mapping[str, int], scan_layers: b
         target=get_target(manifest.target),
         table=table,
         config=config,
-        arrays={name: _output_array(array, mesh, _within(source, places.get(name))) for name, array in stored.items()},
+        arrays={name: _output_array(array, mesh, source, places.get(name)) for name, array in stored.items()},
         places=places,
         stacks=stacks,
     )
@@ -205,23 +251,22 @@ def _stored_as(
     return arrays
 
 
-def _within(source: BoxSource, place: LayerPlace | None) -> Shape | None:
-    """Returns the largest shape of a file that holds a part of a layer: a large chunk of the stacked array, so that
-    each chunk is read and decoded once for all its layers."""
-    if place is None:
-        return None
-    array = source.manifest.arrays[place.stack]
-    is_large = prod(array.chunks) * np.dtype(array.dtype).itemsize > sizes.SLAB_BYTES
-    return place.without_stack(array.chunks) if is_large else None
-
-
-def _output_array(array: StoredArray, mesh: Mapping[str, int], within: Shape | None) -> OutputArray:
+def _output_array(
+    array: StoredArray, mesh: Mapping[str, int], source: BoxSource, place: LayerPlace | None
+) -> OutputArray:
+    """Returns an array of the output, which lies at a place of the checkpoint if that has stacked layers."""
     dtype = np.dtype(array.dtype)
     chunks = device_chunks(array.axes, array.shape, dtype.itemsize, mesh)
+    within, most = None, sizes.SLAB_BYTES
+    if place is not None:
+        stack = source.manifest.arrays[place.stack]
+        most //= prod(layers_together(source, place))
+        if prod(stack.chunks) * dtype.itemsize > sizes.SLAB_BYTES:  # each is decoded once, for all its layers
+            within = place.without_stack(stack.chunks)
     return OutputArray(
         array.shape,
         dtype,
-        file_shape(array.axes, array.shape, chunks, dtype.itemsize, within),
+        file_shape(array.axes, array.shape, chunks, most // dtype.itemsize, within),
         chunks,
         array.name,
         array.axes,

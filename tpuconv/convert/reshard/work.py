@@ -61,9 +61,8 @@ class ReshardWork(Work):
         }
         files = {name: [array.shards, array.chunks] for name, array in plan.arrays.items()}
         self.fingerprint = hash_bytes(json.dumps([self.facts, files]).encode())["xxh3_128"]
-        values = max((prod(array.shards) * array.dtype.itemsize for array in plan.arrays.values()), default=0)
         self._shard_bytes = max((array.shard_bytes for array in plan.arrays.values()), default=0)
-        job_bytes = 2 * values + self._shard_bytes  # a layer is read apart from the array that it is stacked in
+        job_bytes = 2 * plan.most_bytes + self._shard_bytes  # a layer is read apart from the array that it is put into
         self.jobs = fitting_jobs(
             f"resharding {manifest.folder.name}", limits, job_bytes, BASE_MEMORY + plan.source.memory
         )
@@ -132,9 +131,8 @@ class ReshardWork(Work):
         plan, result = self.plan, UnitResult()
         memory = page_buffer(self._shard_bytes)
         written = []
-        for name, index in unit.shards:
-            box = plan.box(name, index)
-            shard = build_shard(plan.arrays[name], box, plan.read(name, box), memory, result)
+        for name, box, values in plan.values(unit):
+            shard = build_shard(plan.arrays[name], box, values, memory, result)
             written.append(store.write(name, shard))
         store.sync(written)
         journal.record(unit.uid, result.to_json(), written)
