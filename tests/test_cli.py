@@ -36,6 +36,7 @@ COMMANDS = (
     "convert",
     "quantize",
     "export",
+    "reshard",
     "push",
     "verify",
     "compare",

@@ -33,7 +33,7 @@ from tpuconv.options import (
 ROOT = Path(__file__).parent.parent
 COMMANDS = {
     **{"compare_checkpoints": "compare", "sensitivity": "quantize", "generator": "generate", "compare": "verify"},
-    **{"weight_map": "families", "compare_server": "verify"},
+    **{"weight_map": "families", "compare_server": "verify", "plan_reshard": "reshard"},
 }
 """The commands of functions with other names; a plan is an option of the command."""
 FUNCTIONS = [name for name in api.__all__ if hasattr(getattr(api, name), "request") and name not in ("load", "save")]

@@ -253,6 +253,10 @@ WORKSPACE_OPTION = described_as(
 )
 OVERWRITE_OPTION = described_as("Replace OUT if tpuconv wrote it. The old output stays complete until the new one is.")
 CKPT_ARGUMENT = argument("A checkpoint of tpuconv.")
+STORED_ARGUMENT = argument(
+    "A checkpoint of tpuconv; with `config` a checkpoint that a trainer saved with Orbax, its step, or its run, of "
+    "which the latest step is taken."
+)
 PART_ARGUMENT = argument(
     "The share of this process, if several convert one model, on this host or others. The last one publishes OUT."
 )

@@ -334,13 +334,15 @@ class _Handler(BaseHTTPRequestHandler):
         stop = fault.break_after if fault and fault.break_after is not None else len(data)
         for at in range(0, min(stop, len(data)), BLOCK):
             block = data[at : min(at + BLOCK, stop)]
+            with self.hub.lock:  # before: the client may have all of it, and go on, before this thread does
+                request.sent += len(block)
             try:
                 self.wfile.write(block)
             except OSError:  # the client went away
+                with self.hub.lock:
+                    request.sent -= len(block)
                 self.close_connection = True
                 return
-            with self.hub.lock:
-                request.sent += len(block)
         if fault and fault.break_after is not None and stop < len(data):
             if fault.hang:
                 fault.released.wait()

@@ -9,7 +9,7 @@ from tpuconv.convert.export.options import ExportOptions
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
 from tpuconv.memory import peak_memory
-from tpuconv.options import PART_ARGUMENT, PROGRESS_ARGUMENT, Budget, Replacing, argument, takes
+from tpuconv.options import PART_ARGUMENT, PROGRESS_ARGUMENT, STORED_ARGUMENT, Budget, Replacing, argument, takes
 from tpuconv.progress import Listener, Progress, ignore
 
 if TYPE_CHECKING:
@@ -107,17 +107,11 @@ class ExportPlan:
         }
 
 
-CKPT = argument(
-    "A checkpoint of tpuconv; with `config` a checkpoint that a trainer saved with Orbax, its step, or its run, of "
-    "which the latest step is taken."
-)
-
-
 @dataclass(eq=False, repr=False)
 class PlanExportRequest(ExportOptions):
     """The arguments of `plan_export`."""
 
-    ckpt: str | Location = field(metadata=CKPT)
+    ckpt: str | Location = field(metadata=STORED_ARGUMENT)
     _: KW_ONLY
     progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
@@ -126,7 +120,7 @@ class PlanExportRequest(ExportOptions):
 class ExportRequest(Budget, Replacing, ExportOptions):
     """The arguments of `export`."""
 
-    ckpt: str | Location = field(metadata=CKPT)
+    ckpt: str | Location = field(metadata=STORED_ARGUMENT)
     out: str | Location = field(metadata=argument("The folder to write; it appears complete or not at all."))
     _: KW_ONLY
     part: ProcessPart | None = field(default=None, metadata=PART_ARGUMENT)

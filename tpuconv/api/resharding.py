@@ -14,6 +14,7 @@ from tpuconv.options import (
     MESH_OPTION,
     PART_ARGUMENT,
     PROGRESS_ARGUMENT,
+    STORED_ARGUMENT,
     TRAINED_CONFIG_OPTION,
     TRAINED_TARGET_OPTION,
     Budget,
@@ -106,17 +107,11 @@ class ReshardOptions:
             )
 
 
-CKPT = argument(
-    "A checkpoint of tpuconv, for any target; with `config` a checkpoint that a trainer saved with Orbax, its step, or "
-    "its run, of which the latest step is taken."
-)
-
-
 @dataclass(eq=False, repr=False)
 class PlanReshardRequest(ReshardOptions):
     """The arguments of `plan_reshard`."""
 
-    ckpt: str | Location = field(metadata=CKPT)
+    ckpt: str | Location = field(metadata=STORED_ARGUMENT)
     _: KW_ONLY
     progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
@@ -125,7 +120,7 @@ class PlanReshardRequest(ReshardOptions):
 class ReshardRequest(Budget, Replacing, ReshardOptions):
     """The arguments of `reshard`."""
 
-    ckpt: str | Location = field(metadata=CKPT)
+    ckpt: str | Location = field(metadata=STORED_ARGUMENT)
     out: str | Location = field(metadata=argument("The folder to write; it appears complete or not at all."))
     _: KW_ONLY
     part: ProcessPart | None = field(default=None, metadata=PART_ARGUMENT)

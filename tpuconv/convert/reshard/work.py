@@ -173,7 +173,7 @@ class ReshardWork(Work):
         sink.write(MANIFEST, seal(facts | {"files": files}))
 
     def _described(self, source: Mapping[str, Any], result: UnitResult) -> dict[str, Any]:
-        """Returns the manifest: that of the checkpoint, with the arrays as they are now."""
+        """Returns the manifest of the checkpoint with the arrays as they are now."""
         plan, raw = self.plan, self.plan.source.manifest.raw
         arrays = plan.arrays.values()
         facts = {
