@@ -588,3 +588,13 @@ def test_commands_take_a_release(converted):
     assert texts[0] == texts[1]
     found = api.benchmark(EXAMPLE, prompt_length=[4], new_tokens=[2], repeats=1)
     assert found.checkpoint == EXAMPLE
+    prompts = ckpt.parent.parent / "prompts.txt"
+    prompts.write_text("Once upon a time")
+    words = ["--compare-hf", "--prompts", prompts, "--json"]
+    assert json.loads(command("verify", EXAMPLE, *words).stdout)["passed"]
+    exported = ckpt.parent.parent / "exported"
+    api.export(ckpt, exported)
+    compared = api.compare(exported, prompts=["Once upon a time"])
+    assert (compared.passed, compared.source, compared.source_changed) == (True, str(exported), ())
+    with pytest.raises(UsageError, match="this is a release"):
+        api.compare(exported, layerwise=True)

@@ -268,18 +268,19 @@ def _abstract_model(manifest: Manifest, dtype: DTypeLike | None) -> Any:
     return nnx.merge(graphdef, nnx.from_flat_state(leaves))
 
 
-def default_mesh(ckpt: str | Location) -> Mesh | None:
-    """Returns a mesh of all devices (with `jax.distributed`, of all processes), with which the model decodes with the
-    fewest collectives; None if there is only one device.
-
-    Raises:
-        UsageError: the folder has no checkpoint of tpuconv.
-    """
-    return default_mesh_of(read_manifest(to_location(ckpt)))
+def mesh_of_processes(manifest: Manifest) -> Mesh | None:
+    """Returns the mesh of all devices if there are several processes; None for one process, whose first device
+    suffices."""
+    return default_mesh_of(manifest) if jax.process_count() > 1 else None
 
 
 def default_mesh_of(manifest: Manifest) -> Mesh | None:
-    """Returns the mesh of `default_mesh` for the model of a manifest."""
+    """Returns a mesh of all devices (with `jax.distributed`, of all processes), with which the model of a manifest
+    decodes with the fewest collectives; None if there is only one device.
+
+    Raises:
+        UsageError: the checkpoint is for another program.
+    """
     devices = jax.devices()
     if len(devices) == 1:
         return None

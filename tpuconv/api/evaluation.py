@@ -5,10 +5,11 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpuconv.api.opened import OpenedModel, opened_model
+from tpuconv.convert.plan.options import Options
 from tpuconv.errors import GateError, UsageError
-from tpuconv.location import Location, local_path, plain_path, to_location
+from tpuconv.location import Location, local_path, plain_path
 from tpuconv.options import (
-    CKPT_ARGUMENT,
     COMPUTE_DTYPE_OPTION,
     MESH_OPTION,
     PROGRESS_ARGUMENT,
@@ -112,7 +113,7 @@ class Comparison:
 class CompareRequest:
     """The arguments of `compare`."""
 
-    ckpt: str | Location = field(metadata=CKPT_ARGUMENT)
+    ckpt: str | Location = field(metadata=argument("A checkpoint of tpuconv, or a release."))
     _: KW_ONLY
     layerwise: bool = option(False, "Compare one layer at a time, in the memory of one layer.")
     source: str | Path | None = option(
@@ -135,16 +136,23 @@ class CompareRequest:
 
 @takes(CompareRequest)
 def compare(asked: CompareRequest) -> Comparison:
-    """Runs the model of a checkpoint and transformers' model of its source on the same prompts.
+    """Runs the model of a checkpoint and transformers' model of its source on the same prompts. A release is read as
+    `load` reads it, and compared with itself.
 
     Raises:
         TpuconvError: the source cannot be found or read, the checkpoint is damaged or for another program, or
             transformers lacks the model.
     """
-    from tpuconv.checkpoint.manifest import read_manifest
+    with opened_model(asked.ckpt, Options()) as opened:
+        return _compared(asked, opened)
+
+
+def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
+    """Returns the comparison of an opened model."""
     from tpuconv.checkpoint.reader import check_logits
     from tpuconv.models.logits import whole_texts
     from tpuconv.models.stored import model_config
+    from tpuconv.restore import mesh_of_processes
     from tpuconv.sources.hub import resolve
     from tpuconv.sources.origins import known_stamps
     from tpuconv.sources.shard import changed_shards
@@ -165,32 +173,39 @@ def compare(asked: CompareRequest) -> Comparison:
 
     if asked.layerwise and asked.mesh:
         raise UsageError("`layerwise=True` runs on one device", hint="leave `mesh=` out")
-    manifest = read_manifest(to_location(asked.ckpt))
+    manifest, is_release = opened.manifest, opened.plan is not None
     manifest.check_own()
     if asked.layerwise:
         check_logits(manifest)
+        if is_release:
+            raise UsageError(
+                "`layerwise=True` reads the layers of a checkpoint, and this is a release",
+                hint="convert it, and give the checkpoint; or leave `layerwise=` out",
+            )
     if manifest.raw["options"].get("adapters") and asked.source is None:
         raise UsageError(
             f"{asked.ckpt} has merged adapters, and its source has not",
             hint="merge them with peft (merge_and_unload, save_pretrained), and name that folder by `source=`",
         )
     origin = manifest.raw["source"]
-    devices = logits.device_mesh(asked.mesh) if asked.mesh else None
+    devices = logits.device_mesh(asked.mesh) if asked.mesh else mesh_of_processes(manifest)
     layers: Sequence[LayerError] = ()
     resolved = resolve(
-        str(asked.source or origin["repo"] or find_source_folder(manifest)),
-        revision=None if asked.source else origin["commit"],
+        str(asked.source or (asked.ckpt if is_release else origin["repo"] or find_source_folder(manifest))),
+        revision=None if asked.source or is_release else origin["commit"],
         progress=lambda n, of: asked.progress(Progress("downloading", n, of)),
     )
     own = local_path(resolved.folder, "transformers reads local files only")
     with resolved, plain_path(own) as source_folder, plain_path(manifest.folder) as folder:
         check_sizes(manifest, own)
-        layerwise = asked.layerwise or needs_decoded(manifest, own, asked.mesh)
+        layerwise = asked.layerwise or needs_decoded(manifest, own, asked.mesh, is_release=is_release)
         with_sights: Sequence[SightWindow] = []
         unseen: Mapping[str, str] = dict.fromkeys(manifest.parts, "each layer is compared by itself")
-        asked.progress(Progress("comparing the source with the source of the conversion"))
-        changed = changed_shards(own, origin["shards"], known_stamps(manifest.sealed, own))
-        asked.on_source(changed)
+        changed: Sequence[str] | None = ()
+        if not is_release:
+            asked.progress(Progress("comparing the source with the source of the conversion"))
+            changed = changed_shards(own, origin["shards"], known_stamps(manifest.sealed, own))
+            asked.on_source(changed)
         ids = tokenized(manifest, own, asked.prompts)
         compute = "float32" if asked.dtype == "auto" else asked.dtype
         room = free_beside_reference(manifest, compute, layerwise=layerwise)
@@ -216,22 +231,21 @@ def compare(asked: CompareRequest) -> Comparison:
     rounding_kl, gates = theirs.rounding_kl, logits.rounding_gates(compute, theirs.rounding_kl)
     if not layerwise:
         asked.progress(Progress("running the converted model"))
-        with plain_path(manifest.folder) as folder:
-            features: list[Any] = []
-            every = [*windows, *with_sights]
-            ours = list(logits.each_logits(folder, every, compute, devices, on_seen=features.append))
-            ours, seen = ours[: len(windows)], ours[len(windows) :]
-            if manifest.is_rounded and manifest.quantization and not manifest.returns:
-                gates = manifest.quantization["gates"]
-                if gates is None:
-                    asked.progress(Progress("running another rounding of the model"))
-                    rounding_kl = logits.rounding_divergence(
-                        scored,
-                        lambda: ours,
-                        lambda seed: logits.each_logits(folder, windows, compute, devices, rounding=seed),
-                        compute,
-                    )
-                    gates = logits.quantized_gates(compute, rounding_kl, manifest.quantization)
+        features: list[Any] = []
+        every = [*windows, *with_sights]
+        ours = list(logits.each_logits(opened.load, every, compute, devices, on_seen=features.append))
+        ours, seen = ours[: len(windows)], ours[len(windows) :]
+        if manifest.is_rounded and manifest.quantization and not manifest.returns:
+            gates = manifest.quantization["gates"]
+            if gates is None:
+                asked.progress(Progress("running another rounding of the model"))
+                rounding_kl = logits.rounding_divergence(
+                    scored,
+                    lambda: ours,
+                    lambda seed: logits.each_logits(opened.load, windows, compute, devices, rounding=seed),
+                    compute,
+                )
+                gates = logits.quantized_gates(compute, rounding_kl, manifest.quantization)
     if manifest.returns:
         statistics: LogitStatistics | VectorStatistics = compare_vectors(
             manifest.returns, scored, theirs.logits, ours, compute, {} if manifest.is_rounded else VECTOR_GATES[compute]
@@ -250,7 +264,7 @@ def compare(asked: CompareRequest) -> Comparison:
             sights.append(SightStatistics(window.part, window.items, error, FEATURE_GATES[compute], compared))
     return Comparison(
         checkpoint=manifest.folder,
-        source=str(asked.source or origin["repo"] or own),
+        source=str(asked.source or (not is_release and origin["repo"]) or own),
         given=asked.source is not None,
         source_changed=changed,
         statistics=statistics,

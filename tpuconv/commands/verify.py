@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     "tpuconv verify Qwen3-8B-orbax --server http://localhost:8000",
     "tpuconv verify Qwen3-8B-orbax --benchmark",
 )
-@options.ckpt
+@options.src_or_ckpt
 @click.option("--compare-hf", is_flag=True, help="Compare the outputs of the model with transformers on the source.")
 @options.of(api.compare)
 @click.option("--server", metavar="URL", help="Compare the log-probabilities of prompts by a running vLLM or SGLang.")
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 @options.on_all_processes
 @options.as_json
 def verify(
-    ckpt: Location | None,
+    src: str | None,
     compare_hf: bool,
     layerwise: bool,
     source: str | None,
@@ -59,19 +59,19 @@ def verify(
     distributed: bool,
     as_json: bool,
 ) -> None:
-    """Check every array and file of CKPT against its checksum; with --compare-hf, compare its model with the original;
-    with --server, compare a server with it.
+    """Check every array and file of a checkpoint or an export against its checksum; with --compare-hf, compare its
+    model with the original; with --server, compare a server with it.
 
     --compare-hf runs both models on eight short prompts, or on the prompts of --prompts. A model with sliding
     windows, chunks or an indexer also runs on one longer prompt for each of their lengths, of up to 8,256 tokens; the
-    last 128 logits are compared.
+    last 128 logits are compared. It takes a release too, which is loaded without a conversion.
 
     --server asks a running server for the log-probabilities of the same prompts. Its --dtype is the one that the
-    server computes in, by default the checkpoint's; the model of CKPT computes in float32 too, which shows how much
+    server computes in, by default the checkpoint's; the model computes in float32 too, which shows how much
     rounding changes.
 
-    CKPT defaults to the newest checkpoint in the current folder. Exit code 3: a gate of the comparison failed; 10: the
-    checkpoint is damaged.
+    SRC_OR_CKPT defaults to the newest checkpoint in the current folder. Exit code 3: a gate of the comparison failed;
+    10: the checkpoint is damaged.
     """
     options.require_mode("--compare-hf", compare_hf, "layerwise", "source")
     options.require_mode("--compare-hf or --server", compare_hf or server is not None, "prompts", "dtype", "mesh")
@@ -86,7 +86,7 @@ def verify(
     if update and compare_hf:
         raise UsageError("--update and --compare-hf exclude each other", hint="run one after the other")
     with all_processes(distributed):
-        chosen = chosen_checkpoint(ckpt, "Verifying", quiet=as_json)
+        chosen = src or chosen_checkpoint(None, "Verifying", quiet=as_json)
         if server is not None:
             facts, failed = _compare_server(chosen, server, served, read_prompts(prompts), dtype, mesh, as_json)
         elif compare_hf:
@@ -106,7 +106,7 @@ def verify(
         sys.exit(failed)
 
 
-def _check(folder: Location, update: bool, as_json: bool) -> tuple[dict[str, object], int]:
+def _check(folder: str | Location, update: bool, as_json: bool) -> tuple[dict[str, object], int]:
     with shown(as_json) as progress:
         found = api.verify(folder, update=update, progress=progress)
     if not as_json:
@@ -123,7 +123,7 @@ def _check(folder: Location, update: bool, as_json: bool) -> tuple[dict[str, obj
 
 
 def _compare(
-    folder: Location,
+    folder: str | Location,
     source: str | None,
     prompts: Sequence[str],
     dtype: str,
@@ -152,7 +152,7 @@ def _compare(
 
 
 def _compare_server(
-    folder: Location,
+    folder: str | Location,
     url: str,
     served: str | None,
     prompts: Sequence[str],

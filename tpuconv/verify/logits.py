@@ -7,6 +7,7 @@ nats per predicted token.
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import UsageError
 from tpuconv.location import Location
 from tpuconv.models.logits import Window, divergences, forward_each, log_softmax, whole_texts
@@ -241,11 +243,18 @@ def model_logits(
     """Returns our model's logits [T, V] in float32 for each prompt (or what else it returns: see `forward`), computed
     on one device or on a mesh; with several processes all of them call this, and the mesh is of all devices if None.
     Raises as `tpuconv.load`."""
-    return list(each_logits(ckpt, whole_texts(prompts), dtype, mesh, cache_dtype))
+    from tpuconv.restore import load, mesh_of_processes
+
+    mesh = mesh or mesh_of_processes(read_manifest(ckpt))
+    return list(each_logits(partial(load, ckpt), whole_texts(prompts), dtype, mesh, cache_dtype))
+
+
+ModelLoader = Callable[[str, Any], Any]
+"""Returns a model from the dtype of its parameters and activations, and a mesh; None is one device."""
 
 
 def each_logits(
-    ckpt: Location,
+    load: ModelLoader,
     windows: Sequence[Window],
     dtype: str,
     mesh: Any = None,
@@ -259,15 +268,10 @@ def each_logits(
     `forward_each`."""
     import jax
 
-    from tpuconv.restore import default_mesh, load
-
-    if mesh is None and jax.process_count() > 1:
-        mesh = default_mesh(ckpt)
-
     def on_mesh() -> Any:
         return jax.sharding.set_mesh(mesh) if mesh else contextlib.nullcontext()
 
-    model = load(ckpt, dtype, mesh)
+    model = load(dtype, mesh)
     with on_mesh():
         if rounding is not None:
             from tpuconv.quantize.rerounding import rerounded

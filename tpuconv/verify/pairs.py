@@ -5,6 +5,7 @@ import gc
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, log10, prod
 from tempfile import TemporaryFile, gettempdir
 from typing import Any
@@ -47,8 +48,12 @@ class Side:
     def logits(self, prompts: Sequence[Sequence[int]], rounding: int | None = None) -> Iterator[np.ndarray]:
         """Yields its logits [T, V] of each prompt; with `rounding`, a seed, the logits of another rounding. The model
         is in memory until the last one."""
+        from tpuconv.restore import load, mesh_of_processes
+
+        mesh, windows = mesh_of_processes(self.manifest), whole_texts(prompts)
         with plain_path(self.manifest.folder) as folder:
-            yield from each_logits(folder, whole_texts(prompts), self.dtype, None, self.cache_dtype, rounding=rounding)
+            model = partial(load, folder)
+            yield from each_logits(model, windows, self.dtype, mesh, self.cache_dtype, rounding=rounding)
 
 
 def compare_windows(

@@ -54,7 +54,8 @@ class LayerStack:
 
 
 def layer_places(apart: Iterable[Binding], stacked: Iterable[Binding]) -> dict[str, LayerPlace]:
-    """Returns the place of each array of `apart` in `stacked`, by name. Arrays that are the same in both have none.
+    """Returns the place of each array of `apart` in `stacked`, by name. Arrays that are the same in both have none; one
+    that is not stacked and has another name there has a place without stacked axes.
 
     Args:
         apart, stacked: the bindings of a target from the same tensors, without stacked layers and with them.
@@ -75,7 +76,7 @@ def layer_places(apart: Iterable[Binding], stacked: Iterable[Binding]) -> dict[s
         ):
             has = set(map(str, axes))
             at = {i: index_of[str(axis)] for i, axis in enumerate(their_axes) if str(axis) not in has}
-            if at:
+            if at or ours.names != theirs.names:
                 places[ours.names[0]] = LayerPlace(theirs.names[0], at)
     return places
 
