@@ -59,7 +59,7 @@ def qwen3(tmp_path_factory) -> Path:
 
 def scanned_forms() -> list:
     first = {case.family: case for case in reversed(CASES)}
-    fast = {"llama-plain-tpuconv", "gemma3-plain-maxtext", "mixtral-plain-nnx"}
+    fast = {"llama-plain-tpuconv", "gemma3_text-plain-maxtext"}
     out = []
     for case in first.values():
         for target in SCANNING:
@@ -139,7 +139,13 @@ def test_a_file_is_read_from_one_chunk_of_a_trainer():
 # -- trainers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("target", "scan"), [("maxtext", True), ("maxtext", False), ("tunix", False), ("nnx", False)])
+@pytest.mark.parametrize(
+    ("target", "scan"),
+    [
+        ("maxtext", True),
+        *(pytest.param(target, False, marks=pytest.mark.slow) for target in ("maxtext", "tunix", "nnx")),
+    ],
+)
 def test_the_run_of_a_trainer(target, scan, qwen3, tmp_path):
     """Its parameters, not the state of its optimizer."""
     api.convert(qwen3, tmp_path / "known", target=target, scan_layers=scan)
