@@ -8,6 +8,8 @@ from typing import Any, Protocol
 from tpuconv.convert.export.array_source import ArraySource, exported_config
 from tpuconv.convert.export.tensor import ExportTensor
 from tpuconv.convert.plan.quantization import REPORT
+from tpuconv.convert.run.card import served_card
+from tpuconv.convert.run.card_metadata import source_metadata
 from tpuconv.models.common.rope_keys import with_older_rope_keys
 from tpuconv.names import MANIFEST, collapse
 from tpuconv.notation.layout import Shape
@@ -29,8 +31,7 @@ def file_names(count: int) -> list[str]:
 
 def exported_names(arrays: ArraySource, count: int) -> set[str]:
     """Returns the name of each file that an export of `count` shards may write."""
-    companions = {CARD if name == SOURCE_CARD else name for name in arrays.companions}
-    return {*file_names(count), *companions, INDEX_FILE, CONFIG_FILE, REPORT, MANIFEST}
+    return {*file_names(count), *arrays.companions, CARD, SOURCE_CARD, INDEX_FILE, CONFIG_FILE, REPORT, MANIFEST}
 
 
 def divide_tensors(tensors: list[ExportTensor]) -> list[list[ExportTensor]]:
@@ -112,10 +113,16 @@ def write_index_and_companions(
     if encoding is not None or get_target(arrays.manifest.target).is_safetensors:
         config = with_older_rope_keys(config)
     undone = not arrays.manifest.passthrough  # what is exported is not encoded any more
+    is_rounded = encoding is not None and arrays.manifest.is_rounded
+    if encoding is not None and is_rounded:
+        kept = source_metadata(arrays.manifest.folder, arrays.companions)
+        write(CARD, served_card(arrays.manifest.raw, encoding["quant_method"], kept))
     for name, facts in arrays.companions.items():
         if undone and name in ENCODING_FILES:
             continue
-        target = CARD if name == SOURCE_CARD else name
+        target = name
+        if name in (CARD, SOURCE_CARD):
+            target = SOURCE_CARD if is_rounded else CARD
         # config.json changes if it had a description of an encoding, one was read from the file that is left out, or it
         # gets older keys.
         if name == CONFIG_FILE and config != (arrays.file_config if undone else arrays.config):

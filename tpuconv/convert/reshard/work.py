@@ -15,6 +15,7 @@ from tpuconv.convert.plan.types import Skip
 from tpuconv.convert.reshard.plan import ReshardPlan, ReshardUnit
 from tpuconv.convert.run.building import build_shard
 from tpuconv.convert.run.card import model_card
+from tpuconv.convert.run.card_metadata import source_metadata
 from tpuconv.convert.run.describe import described_arrays
 from tpuconv.convert.run.engine import WORKING, RunProgress, Work
 from tpuconv.convert.run.planned import written_names
@@ -169,7 +170,8 @@ class ReshardWork(Work):
             step = step_files(target.step_item)
             files |= sink.write_all({f"{parent}/{name}": content for name, content in step.items()})
         facts = self._described(plan.source.finish({}), result)
-        files |= sink.write_all({CARD: model_card(facts, target).encode()})
+        card = model_card(facts, target, source_metadata(manifest.folder, plan.source.companions))
+        files |= sink.write_all({CARD: card.encode()})
         sink.write(MANIFEST, seal(facts | {"files": files}))
 
     def _described(self, source: Mapping[str, Any], result: UnitResult) -> dict[str, Any]:

@@ -1,9 +1,13 @@
 """The model card of a checkpoint."""
 
 from collections.abc import Mapping
+from math import log10
+from types import MappingProxyType
 from typing import Any
 
+from tpuconv.checkpoint.manifest import add_statistics
 from tpuconv.convert.plan.quantization import REPORT
+from tpuconv.convert.run.card_metadata import front_matter
 from tpuconv.sources.companions import SOURCE_CARD
 from tpuconv.targets.target import OWN, Target
 from tpuconv.text import code, format_size, markdown
@@ -13,6 +17,23 @@ def _quantized(rules: Mapping[str, Any]) -> str:
     if "rules" not in rules:
         return f"{markdown(rules['summary'])}; nothing was quantized again"
     return f"quantized by {code(rules['name'])} ({markdown(rules['summary'])}): `{REPORT}` shows what it cost"
+
+
+def _statistics(rules: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each type of quantized values: how many there are, and the noise of their rounding."""
+    sums: dict[str, dict[str, float]] = {}
+    for facts in rules["parameters"].values():
+        add_statistics(sums.setdefault(facts["qtype"], {}), facts["figures"])
+    return [
+        f"{code(qtype)}: {int(total['count']):,} values, signal to noise {_decibels(total)}"
+        for qtype, total in sorted(sums.items())
+    ]
+
+
+def _decibels(total: Mapping[str, float]) -> str:
+    if not total["signal"] or not total["noise"]:
+        return "not limited: nothing was rounded"
+    return f"{10 * log10(total['signal'] / total['noise']):.1f} dB"
 
 
 def _changed(source: Mapping[str, Any]) -> str:
@@ -30,7 +51,9 @@ logits_BTV = model(ids_BT)         # float32
 import orbax.checkpoint as ocp     # or the arrays alone, with Orbax as it is
 
 params = ocp.StandardCheckpointer().restore(path_of_params)
-```"""
+```
+
+For vLLM, SGLang and transformers, `tpuconv export . OUT` writes safetensors."""
 
 
 def _loading(target: Target) -> str:
@@ -46,8 +69,16 @@ def _loading(target: Target) -> str:
 `tpuconv families --target {target.name}` says what to know about it."""
 
 
-def model_card(manifest: Mapping[str, Any], target: Target = OWN) -> str:
-    """Returns the README.md of a checkpoint with this manifest, for this target."""
+def model_card(
+    manifest: Mapping[str, Any], target: Target = OWN, kept: Mapping[str, Any] = MappingProxyType({})
+) -> str:
+    """Returns the README.md of a checkpoint.
+
+    Args:
+        manifest: of the checkpoint.
+        target: the program that it is for.
+        kept: the metadata of the source's card that holds for the checkpoint too.
+    """
     source, arrays = manifest["source"], manifest["arrays"]
     at_commit = f"{markdown(source['repo'] or '')} at commit {markdown(source['commit'] or '')}"
     origin = at_commit if source["repo"] else f"the folder {code(source['name'])}"
@@ -60,8 +91,10 @@ def model_card(manifest: Mapping[str, Any], target: Target = OWN) -> str:
         f"layers {'stacked in one array each' if manifest['options']['scan_layers'] else 'as arrays of their own'}",
         *([f"only layers {part[0]} to {part[1]}: a part of the model, for trials"] if part else []),
         *([_quantized(rules)] if rules else []),
+        *(_statistics(rules) if rules and "rules" in rules else []),
     ]
-    return f"""# {markdown(source["name"])} for JAX
+    tags = ("jax", "orbax", "tpu", "tpuconv", *([] if target is OWN else [target.name]))
+    return f"""{front_matter(manifest, kept, tags, library=target.name)}# {markdown(source["name"])} for JAX
 
 Converted by tpuconv from {origin}, family {code(manifest["family"])}.{_changed(source)}
 
@@ -73,3 +106,34 @@ Converted by tpuconv from {origin}, family {code(manifest["family"])}.{_changed(
 
 `tpuconv verify .` checks every array against its checksum.
 {f"{chr(10)}Not converted:{chr(10)}{chr(10)}{skipped}" if skipped else ""}"""
+
+
+def served_card(manifest: Mapping[str, Any], method: str, kept: Mapping[str, Any]) -> str:
+    """Returns the README.md of quantized safetensors.
+
+    Args:
+        manifest: of the checkpoint that they are made of.
+        method: the `quant_method` of config.json.
+        kept: the metadata of the source's card that holds for them too.
+    """
+    source, rules = manifest["source"], manifest["quantization"]
+    origin = (
+        f"{markdown(source['repo'])} at commit {markdown(source['commit'] or '')}" if source["repo"] else "a folder"
+    )
+    return f"""{front_matter(manifest, kept, (method, "vllm", "tpuconv"))}# {markdown(source["name"])}, quantized
+
+{markdown(rules["summary"])}, in the format of {code(method)}. Quantized by tpuconv from {origin}.{_changed(source)}
+`{SOURCE_CARD}`, where there is one, is the card of the original, whose licence applies.
+
+```bash
+vllm serve OUT                     # this folder, or its name on the Hub
+```
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("OUT")
+```
+
+`tpuconv verify .` checks every file against its hash.
+"""

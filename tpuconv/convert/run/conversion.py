@@ -13,6 +13,7 @@ from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.convert.plan.types import Plan, WorkUnit
 from tpuconv.convert.run.calibrated import CalibrationRun, calibration_run
 from tpuconv.convert.run.card import model_card
+from tpuconv.convert.run.card_metadata import source_metadata
 from tpuconv.convert.run.describe import describe
 from tpuconv.convert.run.engine import WORKING, RunProgress, Work, make
 from tpuconv.convert.run.found import FOUND_STEP, write_found
@@ -181,7 +182,7 @@ class ConversionWork(Work):
             parent, step = Path(plan.target.folder).parent, step_files(plan.target.step_item)
             files |= sink.write_all({f"{parent}/{name}": content for name, content in step.items()})
         facts = describe(plan, hashes, result, of_calibration)
-        texts = {CARD: model_card(facts, plan.target)} | (
+        texts = {CARD: model_card(facts, plan.target, source_metadata(plan.source.folder, plan.source.companions))} | (
             {REPORT: plan.quantization.report(facts)} if plan.quantization else {}
         )
         files |= sink.write_all({name: text.encode() for name, text in texts.items()})
