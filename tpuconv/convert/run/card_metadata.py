@@ -18,7 +18,7 @@ MAX_CARD_BYTES = 1 << 24
 CARD_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag")
 """The keys of the source's card that hold for its conversions too."""
 FENCE = "---\n"
-NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """The name of a repository, or of a type: nothing in it is markup."""
 
 
@@ -58,9 +58,9 @@ def front_matter(manifest: Mapping[str, Any], kept: Mapping[str, Any], tags: tup
         library: the program that loads it, if there is one alone.
     """
     quantization = manifest.get("quantization") or {}
-    qtypes = {facts["qtype"] for facts in quantization.get("parameters", {}).values() if NAME.fullmatch(facts["qtype"])}
+    qtypes = {facts["qtype"] for facts in quantization.get("parameters", {}).values() if HUB_NAME.fullmatch(facts["qtype"])}
     repo = manifest["source"]["repo"] or ""
-    base = repo if NAME.fullmatch(repo) else ""
+    base = repo if HUB_NAME.fullmatch(repo) else ""
     facts = {
         **kept,
         **({"base_model": base} if base else {}),
