@@ -264,10 +264,8 @@ def test_commands_for_our_own_tree_say_what_a_checkpoint_is_for(target, tmp_path
     random_checkpoint(tmp_path / "hf", qwen3_config())
     api.convert(tmp_path / "hf", tmp_path / "out", target=target)
     for use in (
-        lambda: tpuconv.load(tmp_path / "out"),
         lambda: api.quantize(tmp_path / "out", config="int8_weight_only"),
-        lambda: api.benchmark(tmp_path / "out"),
-        lambda: api.compare(tmp_path / "out"),
+        lambda: api.compare_checkpoints(tmp_path / "out", tmp_path / "out"),
     ):
         with pytest.raises(UsageError, match=f"is a checkpoint for {target}"):
             use()

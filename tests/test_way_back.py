@@ -7,14 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tpuconv
 from helpers.attacks.simulated import contents
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors
+from helpers.commands import EXAMPLE
 from helpers.commands import tpuconv as command
 from helpers.conversions import assert_same, same_bits
 from helpers.families import CASES, FIRST, Case
 from helpers.hub_server import HubServer
 from helpers.trainers import adam_state, changed_leaf, save_pytree, save_standard, save_step, trained_tree
 from tpuconv import api
+from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.export import files as export_files
 from tpuconv.errors import MappingError, SourceError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.hosts import ProcessPart
@@ -378,3 +381,42 @@ def test_the_command_says_what_it_read_and_left_out(maxtext, qwen3, tmp_path):
     facts = json.loads(command("export", "run", "back", "--config", qwen3, "--json", cwd=tmp_path).stdout)
     assert (facts["target"], facts["arrays"]) == ("maxtext", "run/5/default")
     assert facts["skipped"] == [{"pattern": "step", "count": 1, "reason": "arrays with the number of a step"}]
+
+
+# -- the model of a checkpoint for another program --------------------------------------------------------------------
+
+
+def parameters(model) -> dict[str, np.ndarray]:
+    from flax import nnx
+
+    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+
+@pytest.mark.parametrize(("case", "target", "scan"), [each for each in forms(FAMILIES) if each.values[1] != "tpuconv"])
+def test_the_model_of_a_target_is_loaded(case: Case, target, scan, hf, tmp_path):
+    """As the release is; MaxText scales queries and adds 1 to norms, which rounds as its export does."""
+    try:
+        api.convert(hf(case), tmp_path / "out", target=target, scan_layers=scan)
+    except UnsupportedConfig as error:
+        pytest.skip(f"{target} has no such model: {error.message}")
+    known = hf(case)
+    if target == "maxtext":
+        known = tmp_path / "known"
+        skipped = read_manifest(tmp_path / "out").raw["skipped"]
+        api.export(tmp_path / "out", known, with_skipped=hf(case) if skipped else None)
+    text_only = target == "maxtext" and not read_manifest(tmp_path / "out").parts
+    have, want = parameters(tpuconv.load(tmp_path / "out")), parameters(tpuconv.load(known, text_only=text_only))
+    assert have.keys() == want.keys()
+    assert not [name for name in have if not same_bits(have[name], want[name])]
+
+
+def test_commands_run_the_model_of_a_target(tmp_path):
+    api.convert(EXAMPLE, tmp_path / "out", target="maxtext", scan_layers=True)
+    assert api.compare(tmp_path / "out", prompts=["Once upon a time"]).passed
+    assert api.benchmark(tmp_path / "out", prompt_length=[4], new_tokens=[2], repeats=1).checkpoint == tmp_path / "out"
+    with pytest.raises(UsageError, match="this is a checkpoint for maxtext"):
+        api.compare(tmp_path / "out", layerwise=True)
+    path = next((tmp_path / "out").rglob("c.*"))
+    path.write_bytes(bytes(len(path.read_bytes())))
+    with pytest.raises(TpuconvError, match=r"cannot be read|checksum"):
+        tpuconv.load(tmp_path / "out")

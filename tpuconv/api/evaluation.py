@@ -173,13 +173,14 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
 
     if asked.layerwise and asked.mesh:
         raise UsageError("`layerwise=True` runs on one device", hint="leave `mesh=` out")
-    manifest, is_release = opened.manifest, opened.plan is not None
+    manifest, stored = opened.manifest, opened.stored
     manifest.check_own()
     if asked.layerwise:
         check_logits(manifest)
-        if is_release:
+        if opened.plan is not None:
+            what = "a release" if stored is None else f"a checkpoint for {stored.target}"
             raise UsageError(
-                "`layerwise=True` reads the layers of a checkpoint, and this is a release",
+                f"`layerwise=True` reads the layers of a checkpoint of tpuconv, and this is {what}",
                 hint="convert it, and give the checkpoint; or leave `layerwise=` out",
             )
     if manifest.raw["options"].get("adapters") and asked.source is None:
@@ -191,20 +192,20 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     devices = logits.device_mesh(asked.mesh) if asked.mesh else mesh_of_processes(manifest)
     layers: Sequence[LayerError] = ()
     resolved = resolve(
-        str(asked.source or (asked.ckpt if is_release else origin["repo"] or find_source_folder(manifest))),
-        revision=None if asked.source or is_release else origin["commit"],
+        str(asked.source or (asked.ckpt if stored is None else origin["repo"] or find_source_folder(stored))),
+        revision=None if asked.source or stored is None else origin["commit"],
         progress=lambda n, of: asked.progress(Progress("downloading", n, of)),
     )
     own = local_path(resolved.folder, "transformers reads local files only")
     with resolved, plain_path(own) as source_folder, plain_path(manifest.folder) as folder:
         check_sizes(manifest, own)
-        layerwise = asked.layerwise or needs_decoded(manifest, own, asked.mesh, is_release=is_release)
+        layerwise = asked.layerwise or needs_decoded(manifest, own, asked.mesh, is_stored=opened.plan is None)
         with_sights: Sequence[SightWindow] = []
         unseen: Mapping[str, str] = dict.fromkeys(manifest.parts, "each layer is compared by itself")
         changed: Sequence[str] | None = ()
-        if not is_release:
+        if stored is not None:
             asked.progress(Progress("comparing the source with the source of the conversion"))
-            changed = changed_shards(own, origin["shards"], known_stamps(manifest.sealed, own))
+            changed = changed_shards(own, origin["shards"], known_stamps(stored.sealed, own))
             asked.on_source(changed)
         ids = tokenized(manifest, own, asked.prompts)
         compute = "float32" if asked.dtype == "auto" else asked.dtype
@@ -264,7 +265,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
             sights.append(SightStatistics(window.part, window.items, error, FEATURE_GATES[compute], compared))
     return Comparison(
         checkpoint=manifest.folder,
-        source=str(asked.source or (not is_release and origin["repo"]) or own),
+        source=str(asked.source or (stored is not None and origin["repo"]) or own),
         given=asked.source is not None,
         source_changed=changed,
         statistics=statistics,

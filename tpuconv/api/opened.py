@@ -11,7 +11,7 @@ from tpuconv.convert.plan.options import Options
 from tpuconv.errors import UsageError
 from tpuconv.location import BucketPath, Location, plain_path, to_location
 from tpuconv.memory import check_address_space_for_jax
-from tpuconv.names import MANIFEST
+from tpuconv.names import MANIFEST, OWN_TARGET
 
 if TYPE_CHECKING:
     from tpuconv.checkpoint.manifest import Manifest
@@ -20,10 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model whose weights are not read yet. `plan` says how a release is read; it is None for a checkpoint."""
+    """A model whose weights are not read yet.
+
+    Attributes:
+        manifest: of the model under our names.
+        plan: how a release, or a checkpoint for another program, is read; None for a checkpoint of ours.
+        stored: the manifest of a checkpoint; None for a release.
+    """
 
     manifest: "Manifest"
     plan: "Plan | None" = None
+    stored: "Manifest | None" = None
 
     def load(self, dtype: Any = None, mesh: Any = None, *, mtp: bool = False) -> Any:
         """Returns the model with its weights. See `tpuconv.api.load`."""
@@ -49,7 +56,7 @@ class OpenedModel:
 
 @contextmanager
 def opened_model(src: str | Location, options: Options) -> Iterator[OpenedModel]:
-    """Yields the model of a checkpoint of ours, or of a release, which is planned with the options.
+    """Yields the model of a checkpoint, for any program, or of a release, which is planned with the options.
 
     Raises:
         UsageError: there is neither, or options are given for a checkpoint.
@@ -63,7 +70,7 @@ def opened_model(src: str | Location, options: Options) -> Iterator[OpenedModel]
                 f"{src} is a checkpoint of tpuconv, which has the form that it was converted to",
                 hint=f"leave out {', '.join(f'`{name}=`' for name in given)}, or give the release",
             )
-        yield OpenedModel(manifest)
+        yield OpenedModel(manifest, stored=manifest) if manifest.target == OWN_TARGET else _placed(manifest, options)
         return
     from tpuconv.convert.plan.planning import planned_loading
     from tpuconv.convert.run.describe import planned_manifest
@@ -71,6 +78,16 @@ def opened_model(src: str | Location, options: Options) -> Iterator[OpenedModel]
     rules = find_rules(options.quantize, options.encoding)
     with planned_loading(str(src), options, quantizer_by(rules) if rules else None) as plan:
         yield OpenedModel(planned_manifest(plan), plan)
+
+
+def _placed(manifest: "Manifest", options: Options) -> OpenedModel:
+    """Returns the model of a checkpoint for another program, whose arrays are read by way of the released tensors."""
+    from tpuconv.convert.export.exported_source import exported_source
+    from tpuconv.convert.plan.planning import plan_of_source
+    from tpuconv.convert.run.describe import planned_manifest
+
+    plan = plan_of_source(exported_source(manifest), options)
+    return OpenedModel(planned_manifest(plan), plan, manifest)
 
 
 def _checkpoint_at(src: str | Location) -> "Manifest | None":

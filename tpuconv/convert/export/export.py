@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -29,26 +29,24 @@ from tpuconv.convert.export.files import (
     write_index_and_companions,
 )
 from tpuconv.convert.export.layout import FileLayout, lay_out
+from tpuconv.convert.export.making import make_piece
 from tpuconv.convert.export.planned_arrays import PlannedArrays, describe_plan
 from tpuconv.convert.export.rows import ExportPiece
 from tpuconv.convert.export.serving.formats import IN_COMPRESSED
-from tpuconv.convert.export.tensor import ExportRow, ExportTensor
+from tpuconv.convert.export.tensor import ExportTensor
 from tpuconv.convert.plan.types import Plan
 from tpuconv.convert.run.engine import WORKING, RunProgress, Work, make
 from tpuconv.convert.run.results import HASH_ENTRY
 from tpuconv.convert.run.sizing import Limits, TensorRoom, planned_memory_for_tensors, room_for_tensors
 from tpuconv.convert.run.stamps import Stale
 from tpuconv.convert.run.steps import COMPARE_STEP, proof_step
-from tpuconv.convert.run.strided import copy_strided
-from tpuconv.encodings.casts import check_cast
 from tpuconv.errors import OutputError
 from tpuconv.hosts import ProcessPart, divided
 from tpuconv.jsonfile import Each, Size
 from tpuconv.location import Location
 from tpuconv.names import MANIFEST
-from tpuconv.notation.layout import Ranges, cut_sizes
+from tpuconv.notation.layout import Ranges
 from tpuconv.progress import TICK_SECONDS
-from tpuconv.sources.headers import DTYPES
 from tpuconv.storage.entries import RunJournal
 from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.places import size_faults
@@ -333,7 +331,7 @@ class _Run:
                     ):
                         piece, ranges = rest.popleft()
                         nbytes += piece.nbytes
-                        waiting.append((piece, ranges, pool.submit(self._make, piece, ranges)))
+                        waiting.append((piece, ranges, pool.submit(make_piece, self.arrays, piece, ranges)))
                     piece, ranges, future = waiting.popleft()
                     while not wait([future], TICK_SECONDS).done:
                         yield None
@@ -349,47 +347,3 @@ class _Run:
                     nbytes -= piece.nbytes
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
-
-    def _make(self, piece: ExportPiece, ranges: Ranges) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """Returns the values of all tensors of a piece, or of a slab of them; and what was found about its
-        parameters."""
-        made: dict[str, np.ndarray] = {}
-        figures: dict[str, Any] = {}
-        values = []
-        own = {letter: each for letter, each in ranges.items() if letter == piece.letter}
-        for row in piece.rows:
-            inverse = replace(row.inverse, sizes=cut_sizes(row.inverse.sizes, own))
-            results = inverse(lambda name, row=row: self._array(row, name, ranges, made, figures))  # type: ignore[misc]
-            for tensor in row.tensors:
-                value = tensor.make(self._contiguous(results[tensor.of], row))
-                shape = tensor.shape
-                if own:
-                    start, stop = own[piece.letter]
-                    shape = (stop - start, *shape[1:])
-                if value.shape != shape or value.dtype.itemsize != DTYPES[tensor.dtype].itemsize:
-                    raise OutputError(f"{tensor.name} would be {value.shape}, not {shape}: a bug of tpuconv")
-                values.append(value)
-        return values, figures
-
-    def _array(
-        self, row: ExportRow, name: str, ranges: Ranges, made: dict[str, np.ndarray], figures: dict[str, Any]
-    ) -> np.ndarray:
-        """Returns an array without the changes that its row makes, as unsigned integers: these are faster to move than
-        floats and keep every bit."""
-        values = self.arrays.read(name, row.axes[name], ranges, made, figures)
-        if (change := row.inverse.inverse.arithmetic.get(name)) is not None:
-            with np.errstate(over="ignore", invalid="ignore"):
-                undone = change.undo(values, row.inverse.sizes)
-            check_cast(name, values, undone)
-            values = undone
-        for axis, count in enumerate(row.repeats.get(name, ())):
-            values = values if count == 1 else np.repeat(values, count, axis)
-        return values.view(f"u{values.itemsize}")
-
-    def _contiguous(self, array: np.ndarray, row: ExportRow) -> np.ndarray:
-        """Returns the values in the dtype of the row's arrays; a contiguous copy if they are not contiguous."""
-        out = array
-        if not array.flags.c_contiguous:  # what comes back as it was read is
-            out = np.empty(array.shape, array.dtype)
-            copy_strided([(out, array)])
-        return out.view(np.dtype(self.arrays.manifest.arrays[row.inverse.src[0].names[0]].dtype))

@@ -113,6 +113,17 @@ def planned_loading(src: str, options: Options, quantizer: Quantizer | None) -> 
             revision = resolved.commit
 
 
+def plan_of_source(source: Source, options: Options) -> Plan:
+    """Returns the plan for a source that is open, under our own names.
+
+    Raises:
+        TpuconvError: see `tpuconv.api.plan`.
+    """
+    plan = _plan_release(source, options, None, None)
+    plan.check()
+    return plan
+
+
 def _opened(resolved: Resolved) -> Source:
     return open_source(
         resolved.folder,

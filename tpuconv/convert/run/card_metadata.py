@@ -58,7 +58,9 @@ def front_matter(manifest: Mapping[str, Any], kept: Mapping[str, Any], tags: tup
         library: the program that loads it, if there is one alone.
     """
     quantization = manifest.get("quantization") or {}
-    qtypes = {facts["qtype"] for facts in quantization.get("parameters", {}).values() if HUB_NAME.fullmatch(facts["qtype"])}
+    qtypes = {
+        facts["qtype"] for facts in quantization.get("parameters", {}).values() if HUB_NAME.fullmatch(facts["qtype"])
+    }
     repo = manifest["source"]["repo"] or ""
     base = repo if HUB_NAME.fullmatch(repo) else ""
     facts = {
