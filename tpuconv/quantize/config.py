@@ -43,7 +43,10 @@ REQUIRED_TILE_SIZES = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 
 SCALE_DTYPES = ("bfloat16", "float32")
 METHODS: Mapping[str, tuple[int, ...]] = {"absmax": (0, 1), "minmax": (0, 1), "rms": (1,), "fixed": (1, 2)}
-"""The possible counts of numbers after a calibration method."""
+"""The possible counts of numbers after a calibration method of Qwix."""
+MSE = "mse"
+"""The calibration method of weights that searches the scales with the least squared error; see
+`tpuconv.quantize.clipping`."""
 LARGEST_FACTOR = 1e6
 """The largest of them. The smallest factor is its inverse."""
 GATE_LIMITS: Mapping[str, float] = {"top1": 1.0, "mean_kl": 1e6}
@@ -96,8 +99,10 @@ class Rule:
         return {name: value for name, value in fields.items() if value != getattr(Rule, name)}
 
     def to_qwix(self) -> dict[str, Any]:
-        """Returns the fields that Qwix has. It has no blocks: of a rule with these it sees no tiles."""
-        ours = ("tile_axes", "tile_size") if self.tile_axes == "block" else ("tile_axes",)
+        """Returns the fields that Qwix has. It has no blocks: of a rule with these it sees no tiles. Scales of `mse`
+        have the shape of those of its default."""
+        ours = {"tile_axes", *(["tile_size"] if self.tile_axes == "block" else ())}
+        ours |= {"weight_calibration_method"} if self.weight_calibration_method == MSE else set()
         return {name: value for name, value in self.to_json().items() if name not in ours}
 
     def names_part(self, part: str) -> bool:
@@ -348,7 +353,8 @@ def _rule(value: YamlValue) -> Rule:
             given[name] = fields[name].choice(tuple(QTYPES), null=True)
     for name in ("weight_calibration_method", "act_calibration_method"):
         if name in fields and not fields[name].is_null():
-            given[name] = _method(fields[name])
+            is_mse = name.startswith("weight") and fields[name].is_scalar(MSE)
+            given[name] = MSE if is_mse else _method(fields[name])
     if "tile_size" in fields and not fields["tile_size"].is_null():
         tile = given["tile_size"] = fields["tile_size"].number(1 << 31)
         if tile <= 0 or (isinstance(tile, float) and tile > 1):
@@ -372,6 +378,8 @@ def _check_types(value: YamlValue, rule: Rule) -> None:
     for qtype, method in zip((rule.weight_qtype, rule.act_qtype), methods, strict=True):
         if qtype in REQUIRED_TILE_SIZES and rule.tile_size != REQUIRED_TILE_SIZES[qtype]:
             raise value.error(f"{qtype} needs tile_size: {REQUIRED_TILE_SIZES[qtype]}")
+        if method == MSE and qtype in REQUIRED_TILE_SIZES:
+            raise value.error(f"the scales of {qtype} are not free: mse works with other types")
         if _is_asymmetric(method) and qtype not in (None, "int8", "int4"):
             raise value.error(f"{method} works with int8 and int4, not with {qtype}")
 
@@ -429,7 +437,8 @@ def _method(value: YamlValue) -> str:
     if name not in METHODS or len(numbers) != len(factors) or len(factors) not in METHODS[name]:
         raise value.error(
             f"unknown calibration method {node_text(value.node)}",
-            hint="known are absmax, absmax,<factor>, minmax, minmax,<factor>, rms,<factor> and fixed,<min>,<max>",
+            hint="known are absmax, absmax,<factor>, minmax, minmax,<factor>, rms,<factor> and fixed,<min>,<max>; of "
+            "weights mse too",
         )
     if name == "fixed":
         low, high = factors if len(factors) == 2 else (-factors[0], factors[0])

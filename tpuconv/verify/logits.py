@@ -89,7 +89,7 @@ UNCLIPPED: Mapping[str, Mapping[str, float]] = {
     "static": {},
 }
 HARDLY_CLIPPED: Mapping[str, Mapping[str, float]] = {
-    "weights": {"absmax": 0.8, "minmax": 0.8, "rms": 4},
+    "weights": {"absmax": 0.8, "minmax": 0.8, "rms": 4, "mse": 1},
     "activations": {"absmax": 1},
     "static": {"absmax": 2},
 }
