@@ -53,13 +53,16 @@ GATE_LIMITS: Mapping[str, float] = {"top1": 1.0, "mean_kl": 1e6}
 """The gates that a config may have, and their largest values. The smallest is 0."""
 
 CALIBRATION_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "gptq": ("damping", "act_order"),
+    "gptq": ("damping", "act_order", "learn"),
     "awq": (),
     "smooth_quant": (),
     "nearest": (),
 }
 """The methods of calibration, and the settings of each. `nearest` rounds weights to nearest: it is for the scales of
 activations alone."""
+
+MOST_STEPS = 10_000
+"""The most steps in which a layer learns."""
 
 ALL_TOKENS = (0, 1)
 """The `act_batch_axes` of a static scale: a scale is the mean over texts and positions."""
@@ -133,15 +136,19 @@ class Calibration:
         method: of `CALIBRATION_FIELDS`.
         damping: gptq: what is added to the diagonal of the Hessian, relative to its mean.
         act_order: gptq: whether inputs are rounded in the order of their size, the largest first.
+        learn: gptq: steps in which each layer learns its rounding afterwards; 0 for none.
     """
 
     method: str
     damping: float = 0.01
     act_order: bool = True
+    learn: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the method and its settings."""
-        return {name: getattr(self, name) for name in ("method", *CALIBRATION_FIELDS[self.method])}
+        """Returns the method and its settings. A default of `learn` is left out, as manifests of older versions have
+        none."""
+        names = ("method", *CALIBRATION_FIELDS[self.method])
+        return {name: getattr(self, name) for name in names if name != "learn" or self.learn}
 
 
 @dataclass(frozen=True)
@@ -290,6 +297,10 @@ def _calibration(value: YamlValue, rules: Iterable[Rule]) -> Calibration:
         raise fields["damping"].error("must be more than 0: the Hessian of few tokens has no inverse without it")
     if "act_order" in fields:
         given["act_order"] = fields["act_order"].boolean()
+    if "learn" in fields:
+        given["learn"] = fields["learn"].number(MOST_STEPS, least=0)
+        if not isinstance(given["learn"], int):
+            raise fields["learn"].error("is a number of steps")
     if method == "nearest" and not any(rule.act_static_scale for rule in rules):
         raise value.error(
             "nearest finds scales of activations, and no rule has act_static_scale",

@@ -20,8 +20,9 @@ from tpuconv.storage import disk
 from tpuconv.storage.entries import RunJournal
 from tpuconv.storage.journal import CALIBRATED, Journal
 
-QVALUES, VALUES = "qvalues", "values"
-"""The kinds of files: quantized values, a byte each, and values in the dtype of the parameter."""
+QVALUES, VALUES, SCALES = "qvalues", "values", "scales"
+"""The kinds of files: quantized values, a byte each; values in the dtype of the parameter; and scales in the dtype of
+stored scales."""
 
 
 @dataclass(frozen=True)
