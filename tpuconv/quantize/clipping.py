@@ -11,6 +11,7 @@ import numpy as np
 
 from tpuconv.encodings.bfloat16 import to_bfloat16
 from tpuconv.encodings.compiled import compiled_sum
+from tpuconv.encodings.passthrough import BF16
 
 FACTORS = np.linspace(0.5, 1.1, 25, dtype=np.float32)
 """Multiples of the scale of the largest absolute value, 1 among them."""
@@ -51,6 +52,37 @@ def best_scales(
         np.copyto(best, errors, where=better)
         np.copyto(scales, tried, where=better)
     return np.where(largest == 0, np.float32(1), scales)
+
+
+def encode(
+    values: np.ndarray,
+    group_row: np.ndarray,
+    group: int,
+    counts: Sequence[int],
+    *,
+    bound: float,
+    integers: int,
+    tables: tuple[np.ndarray, np.ndarray],
+    dtype: np.dtype[Any],
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Returns the bytes of the quantized values [R, C], their scales [S, C / group], and how many values are clipped.
+    For the arguments see `best_scales`.
+
+    Args:
+        integers: n for the integers from -n to n - 1; 0 if values are looked up.
+        tables: the byte of each bfloat16 quotient [65536], and the number that each byte stands for [256].
+    """
+    qbytes, numbers = tables
+    grid = integers, numbers if integers else numbers[qbytes]
+    signed = bool(integers)
+    scales = best_scales(values, group_row, group, counts, bound=bound, signed=signed, grid=grid, dtype=dtype)
+    with np.errstate(all="ignore"):  # the encoder finds scales of 0
+        quotients = values / np.repeat(scales[group_row], group, 1)
+    clipped = int(np.sum(np.abs(quotients) > bound))
+    if integers:
+        rounded = np.clip(np.rint(np.nan_to_num(quotients)), -integers, integers - 1)
+        return rounded.astype(np.int8).view(np.uint8), scales, clipped
+    return qbytes[quotients.astype(BF16).view(np.uint16)], scales, clipped
 
 
 @compiled_sum  # type: ignore[untyped-decorator]

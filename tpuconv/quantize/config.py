@@ -16,7 +16,7 @@ They are read strictly: see `tpuconv.quantize.strict_yaml`.
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.resources import files
@@ -28,6 +28,7 @@ from tpuconv.jsonfile import read_bytes
 from tpuconv.location import BucketPath, to_location
 from tpuconv.models.common.beside import AUDIO, VIDEO, VISION
 from tpuconv.names import MANIFEST
+from tpuconv.quantize.calibration_settings import Calibration, parse_calibration
 from tpuconv.quantize.strict_yaml import MAX_CONFIG_BYTES, YamlValue, compose, node_text, yaml_node
 
 INTEGER_QTYPES = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
@@ -51,18 +52,6 @@ LARGEST_FACTOR = 1e6
 """The largest of them. The smallest factor is its inverse."""
 GATE_LIMITS: Mapping[str, float] = {"top1": 1.0, "mean_kl": 1e6}
 """The gates that a config may have, and their largest values. The smallest is 0."""
-
-CALIBRATION_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "gptq": ("damping", "act_order", "learn"),
-    "awq": (),
-    "smooth_quant": (),
-    "nearest": (),
-}
-"""The methods of calibration, and the settings of each. `nearest` rounds weights to nearest: it is for the scales of
-activations alone."""
-
-MOST_STEPS = 10_000
-"""The most steps in which a layer learns."""
 
 ALL_TOKENS = (0, 1)
 """The `act_batch_axes` of a static scale: a scale is the mean over texts and positions."""
@@ -118,6 +107,11 @@ class Rule:
         return (part not in NAMED_ALONE or self.names_part(part)) and bool(re.fullmatch(self.module_path, module))
 
     @property
+    def has_plain_integers(self) -> bool:
+        """True if weights are integers without zero points."""
+        return self.weight_qtype in INTEGER_QTYPES and not _is_asymmetric(self.weight_calibration_method)
+
+    @property
     def group_size(self) -> int:
         """The number of weights that share a scale; 0 if it depends on the parameter."""
         if not isinstance(self.tile_size, int):
@@ -126,29 +120,6 @@ class Rule:
 
 
 RULE_FIELDS = tuple(name for name in Rule.__dataclass_fields__ if name != "line")
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """The use of the inputs of products to round their weights. See `tpuconv.quantize.calibrate`.
-
-    Attributes:
-        method: of `CALIBRATION_FIELDS`.
-        damping: gptq: what is added to the diagonal of the Hessian, relative to its mean.
-        act_order: gptq: whether inputs are rounded in the order of their size, the largest first.
-        learn: gptq: steps in which each layer learns its rounding afterwards; 0 for none.
-    """
-
-    method: str
-    damping: float = 0.01
-    act_order: bool = True
-    learn: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the method and its settings. A default of `learn` is left out, as manifests of older versions have
-        none."""
-        names = ("method", *CALIBRATION_FIELDS[self.method])
-        return {name: getattr(self, name) for name in names if name != "learn" or self.learn}
 
 
 @dataclass(frozen=True)
@@ -278,46 +249,8 @@ def _parse_root(root: YamlValue, name: str) -> QuantConfig:
         rules=rules,
         scale_dtype=qwix["scale_dtype"].choice(SCALE_DTYPES, null=True) if "scale_dtype" in qwix else None,
         gates=_gates(top["gates"]) if "gates" in top else None,
-        calibration=_calibration(top["calibration"], rules) if "calibration" in top else None,
+        calibration=parse_calibration(top["calibration"], rules) if "calibration" in top else None,
     )
-
-
-def _calibration(value: YamlValue, rules: Iterable[Rule]) -> Calibration:
-    every = tuple(dict.fromkeys(name for names in CALIBRATION_FIELDS.values() for name in names))
-    fields = value.mapping("method", *every)
-    if "method" not in fields:
-        raise value.error("has no 'method'", hint=f"known are {', '.join(CALIBRATION_FIELDS)}")
-    method = str(fields["method"].choice(tuple(CALIBRATION_FIELDS), null=False))
-    for name in fields.keys() - {"method", *CALIBRATION_FIELDS[method]}:
-        raise fields[name].error(f"{method} has no such setting")
-    given: dict[str, Any] = {}
-    if "damping" in fields:
-        given["damping"] = float(fields["damping"].number(1.0, least=0))
-    if given.get("damping") == 0:
-        raise fields["damping"].error("must be more than 0: the Hessian of few tokens has no inverse without it")
-    if "act_order" in fields:
-        given["act_order"] = fields["act_order"].boolean()
-    if "learn" in fields:
-        given["learn"] = fields["learn"].number(MOST_STEPS, least=0)
-        if not isinstance(given["learn"], int):
-            raise fields["learn"].error("is a number of steps")
-    if method == "nearest" and not any(rule.act_static_scale for rule in rules):
-        raise value.error(
-            "nearest finds scales of activations, and no rule has act_static_scale",
-            hint="leave `calibration` out: weights are rounded to nearest without it",
-        )
-    for rule in rules:
-        if method == "gptq" and rule.tile_axes == "block":
-            raise value.error(
-                f"gptq rounds one output after the other, and the rule of line {rule.line} has blocks of outputs",
-                hint="leave out `tile_axes: block`, or calibrate with awq",
-            )
-        if method == "smooth_quant" and rule.weight_qtype and rule.act_qtype != "int8":
-            raise value.error(
-                f"smooth_quant is for int8 activations, and the rule of line {rule.line} has none",
-                hint="give the rule `act_qtype: int8`, or calibrate with gptq or awq",
-            )
-    return Calibration(method, **given)
 
 
 def _gates(value: YamlValue) -> dict[str, float]:

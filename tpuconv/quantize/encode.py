@@ -23,8 +23,7 @@ from tpuconv.encodings.passthrough import BF16
 from tpuconv.errors import GateError, UnsupportedConfig
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT
 from tpuconv.private import numerics, qarray
-from tpuconv.quantize import kernels
-from tpuconv.quantize.clipping import best_scales
+from tpuconv.quantize import clipping, kernels
 from tpuconv.quantize.config import INTEGER_QTYPES, MSE, QTYPES, REQUIRED_TILE_SIZES
 from tpuconv.quantize.rules import ParamQuant
 
@@ -147,8 +146,8 @@ class QwixEncoder:
 
         Args:
             values: the box.
-            calibrated: the bytes of its quantized values, if they are not the nearest; in the shape of `values`.
-            scales: its scales, if they are not those of the method.
+            calibrated, scales: the bytes of its quantized values, in the shape of `values`, and its scales, if they are
+                not those of the method.
 
         Returns:
             Quantized values, scales and, if the range is not symmetric, zero points; and statistics to add up.
@@ -183,7 +182,6 @@ class QwixEncoder:
         return [qvalues, stored_scales.astype(self.scale_dtype), *zero_points], statistics
 
     def _check_scales(self, scales: np.ndarray) -> None:
-        """Raises UnsupportedConfig if a scale is 0."""
         if not scales.all():
             raise UnsupportedConfig(
                 f"{self.name} is too small for {self.quant.qtype}: the scale of a group underflows to 0",
@@ -403,9 +401,6 @@ def _compare(name: str, kind: QuantKind, part: np.ndarray, qvalues: np.ndarray, 
         )
 
 
-# -- by search --------------------------------------------------------------------------------------------------------
-
-
 def _by_search(values: np.ndarray, kind: QuantKind, scale_dtype: np.dtype[Any]) -> Parts:
     """Encodes with the scales of the least squared error."""
     order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
@@ -414,33 +409,16 @@ def _by_search(values: np.ndarray, kind: QuantKind, scale_dtype: np.dtype[Any]) 
     if not np.isfinite(wide).all():
         raise FloatingPointError
     counts = [n // group for n, group in zip(ordered.shape, kind.group_shape, strict=True)]
-    rows, group, integers = _group_rows(ordered.shape, kind.group_shape), kind.group_shape[-1], _integers(kind.qtype)
-    qbytes = NO_TABLES[0] if integers else _qvalue_byte_table(kind.qtype)
-    scales = best_scales(
-        wide,
-        rows,
-        group,
-        (prod(counts[:-1]), counts[-1]),
-        bound=_symmetric_bound(kind.qtype),
-        signed=bool(integers),
-        grid=(integers, NO_TABLES[1] if integers else _value_table(kind.qtype)[qbytes]),
-        dtype=scale_dtype,
+    rows, integers = _group_rows(ordered.shape, kind.group_shape), _integers(kind.qtype)
+    tables = NO_TABLES if integers else (_qvalue_byte_table(kind.qtype), _value_table(kind.qtype))
+    shape, bound = (prod(counts[:-1]), counts[-1]), _symmetric_bound(kind.qtype)
+    qbytes, scales, clipped = clipping.encode(
+        wide, rows, kind.group_shape[-1], shape, bound=bound, integers=integers, tables=tables, dtype=scale_dtype
     )
-    with np.errstate(all="ignore"):  # scales of 0 are found by the encoder
-        quotients = wide / np.repeat(scales[rows], group, 1)
-    bound = _symmetric_bound(kind.qtype)
-    if integers:
-        qvalues = np.clip(np.rint(np.nan_to_num(quotients)), -integers, integers - 1).astype(np.int8).view(np.uint8)
-    else:
-        qvalues = qbytes[quotients.astype(BF16).view(np.uint16)]
-    parts = [qvalues.reshape(ordered.shape), scales.reshape(counts)]
+    parts = [qbytes.reshape(ordered.shape), scales.reshape(counts)]
     lost = decoded_values(kind.qtype, parts).reshape(wide.shape) - wide
-    statistics = {
-        "signal": float(np.sum(np.square(wide), dtype=np.float64)),
-        "noise": float(np.sum(np.square(lost), dtype=np.float64)),
-        "clipped": float(np.sum(np.abs(quotients) > bound)),
-        "count": float(values.size),
-    }
+    signal, noise = (float(np.sum(np.square(x), dtype=np.float64)) for x in (wide, lost))
+    statistics = {"signal": signal, "noise": noise, "clipped": float(clipped), "count": float(values.size)}
     back = np.argsort(order)
     return [parts[0].transpose(back), parts[1].astype(scale_dtype).transpose(back)], statistics
 

@@ -84,7 +84,7 @@ weights and scales for 0.8 of the largest weight, 2.6 times with static scales f
 activations, in the trained example."""
 
 UNCLIPPED: Mapping[str, Mapping[str, float]] = {
-    "weights": {"absmax": 1, "minmax": 1},
+    "weights": {"absmax": 1, "minmax": 1, "mse": 1},
     "activations": {"absmax": 1},
     "static": {},
 }

@@ -300,13 +300,11 @@ class LayerRunner:
         """Returns the function from a layer's weights, by their names within it, and its arguments to its hidden states
         [1, T, D]."""
         graph = self._graphs[number]
-        state = next(
-            state for graph_of, state in map(nnx.split, self.model.layers) if graph_of == graph
-        )
+        state = next(state for graph_of, state in map(nnx.split, self.model.layers) if graph_of == graph)
 
-        def output(weights: Weights, *arguments: Any) -> jax.Array:
+        def output(weights: Weights, x_BTD: jax.Array, step: Any, kv: Any) -> jax.Array:
             flat = [(p, v.replace(weights[".".join(map(str, p))])) for p, v in nnx.to_flat_state(state)]
-            return _run(graph, nnx.from_flat_state(flat), *arguments, window)[0]
+            return _run(graph, nnx.from_flat_state(flat), x_BTD, step, kv, window)[0]
 
         return output
 

@@ -1,5 +1,5 @@
-"""Learned rounding of the weights of a layer, by signed gradients (arXiv:2309.05516): each weight learns an offset of at
-most half a step, and each group a factor of its scale, so that the output of the whole layer is that of the float model.
+"""Learned rounding of the weights of a layer, by signed gradients (arXiv:2309.05516). Each weight learns an offset of
+at most half a step, and each group a factor of its scale; the loss is the squared error of the output of the layer.
 
 It begins with the quantized values and scales that GPTQ leaves. The layer runs on the inputs that it has in the
 quantized model, and its target is the output that the float model has on the same text: so a layer makes up for the
@@ -105,7 +105,7 @@ class BlockLearner:
         return BlockError(before, after)
 
     def _learned(self, stage: str, first: Learned, arrays: Any, pairs: Pairs, given: Mapping[str, Any]) -> Learned:
-        learned = jax.tree.map(jnp.copy, first)
+        learned: Learned = jax.tree.map(jnp.copy, first)
         for step, samples in enumerate(self._batches(self.runner.layer(stage) or 0)):
             total = None
             for sample in samples:
@@ -116,7 +116,8 @@ class BlockLearner:
 
     def _batches(self, seed: int) -> Iterator[Sequence[int]]:
         """Yields the samples of each step: all samples in a random order, then again in another one."""
-        rng, left = np.random.default_rng(seed), []
+        rng = np.random.default_rng(seed)
+        left: list[int] = []
         for _ in range(self.steps):
             while len(left) < min(SAMPLES_A_STEP, self.samples):
                 left += rng.permutation(self.samples).tolist()
@@ -174,7 +175,8 @@ def _rounded(
     scale = _straight(scale, scale.astype(dtype).astype(jnp.float32))
     latent = fixed["latent"]
     steps = latent * _spread(fixed["scale"] / scale, latent.shape) + learned["offset"]
-    return jnp.clip(_straight(steps, jnp.round(steps)), -half, half - 1), scale
+    steps = jnp.clip(steps, -half - NEARLY_HALF, half - 1 + NEARLY_HALF)  # before rounding: values at an end can move
+    return _straight(steps, jnp.round(steps)), scale
 
 
 def _error(

@@ -7,9 +7,8 @@ errors of those before it. What is found, and the hidden states after a layer, a
 layer an entry in the journal: a killed run goes on after the last complete layer, to the same bits.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,12 @@ from tpuconv.jsonfile import Each, Optional, Size
 from tpuconv.names import INPUT_SCALE, collapse
 from tpuconv.quantize.calibrate.data import CalibrationData
 from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, Weights
-from tpuconv.quantize.calibrate.learned import BlockError, BlockLearner
+from tpuconv.quantize.calibrate.learned import BlockLearner
 from tpuconv.quantize.calibrate.memory import calibration_memory, widest_input
 from tpuconv.quantize.calibrate.rounding import Rounding
 from tpuconv.quantize.calibrate.scaled import rounded_by_scales, stage_inputs
 from tpuconv.quantize.calibrate.stage import kept_bytes, rounded_by_gptq, rounding_of
-from tpuconv.quantize.config import Calibration
+from tpuconv.quantize.calibration_settings import Calibration
 from tpuconv.quantize.encode import QwixEncoder
 from tpuconv.quantize.input_scale import InputScale, MeanScale
 from tpuconv.storage import disk
@@ -102,7 +101,7 @@ class LayerwiseCalibration:
     @property
     def memory(self) -> int:
         """The private memory in bytes that it needs at most."""
-        return calibration_memory(self.manifest, self.encoders, self.heads, self.data.length)
+        return calibration_memory(self.manifest, self.encoders, self.heads, self.data.length, self.settings.learn > 0)
 
     @property
     def widest(self) -> int:
@@ -142,12 +141,12 @@ class LayerwiseCalibration:
                 samples = (self._sample(runner, before, i) for i in range(self.data.samples))
                 outputs = (runner.run(stage, weights, x_TD) for x_TD in samples)
                 self._states(journal, number + 1, FLOAT).write(outputs, stage)
-            learn = None
-            if learner and stage != HEAD_STAGE:
+            given = runner, stage, weights, states, CalibratedValues(journal.folder)
+            if self.settings.method == "gptq":
                 following = self._states(journal, number + 1, FLOAT)
-                learn = partial(self._learn, learner, stage, weights, states, following)
-            calibrate = {"gptq": partial(self._calibrate, learn=learn), "nearest": self._round}.get(self.settings.method, self._smooth)
-            facts = calibrate(runner, stage, weights, states, CalibratedValues(journal.folder))
+                facts = self._calibrate(*given, learner if stage != HEAD_STAGE else None, following)
+            else:
+                facts = self._round(*given) if self.settings.method == "nearest" else self._smooth(*given)
             scales = self._input_scales(runner, stage, weights, states)
             if number + 1 < len(stages) and stage != HEAD_STAGE:
                 samples = (self._sample(runner, states, i) for i in range(self.data.samples))
@@ -221,36 +220,24 @@ class LayerwiseCalibration:
         weights: Weights,
         states: HiddenStates,
         found: CalibratedValues,
-        learn: Callable[[dict[str, Rounding]], BlockError | None] | None = None,
+        learner: BlockLearner | None,
+        following: HiddenStates,
     ) -> dict[str, dict[str, Any]]:
         """Rounds the quantized parameters of a stage: replaces them in `weights` by what their quantized values stand
-        for, and writes these to `found`. Returns the facts of each parameter. `learn` changes the roundings that GPTQ
-        leaves."""
+        for, and writes these to `found`. Returns the facts of each parameter. A learner improves what GPTQ leaves:
+        `following` are the states after the layer in the float model."""
 
         def samples() -> Iterator[np.ndarray]:
             return (self._sample(runner, states, number) for number in range(self.data.samples))
 
+        def pair(sample: int) -> tuple[np.ndarray, np.ndarray]:
+            return self._sample(runner, states, sample), self._sample(runner, following, sample)
+
         folder = states.path.parent
         (roundings,) = rounded_by_gptq(runner, stage, weights, samples, [self.encoders], self.settings, folder)
-        error = learn(roundings) if learn else None
+        error = learner.learn(stage, weights, roundings, pair) if learner else None
         facts = self._finish(runner, stage, weights, roundings, found)
         return facts if error is None else {name: each | {"layer": error.to_json()} for name, each in facts.items()}
-
-    def _learn(
-        self,
-        learner: BlockLearner,
-        stage: str,
-        weights: Weights,
-        states: HiddenStates,
-        following: HiddenStates,
-        roundings: dict[str, Rounding],
-    ) -> BlockError | None:
-        """Improves the roundings of a layer, from its states in the quantized model and those after it in the float
-        model."""
-        width = learner.runner.width
-        return learner.learn(
-            stage, weights, roundings, lambda sample: (states.read(sample, width), following.read(sample, width))
-        )
 
     def _smooth(
         self, runner: LayerRunner, stage: str, weights: Weights, states: HiddenStates, found: CalibratedValues

@@ -13,7 +13,7 @@ from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.errors import OutputError, TpuconvError
 from tpuconv.jsonfile import MAX_BYTES, check, parse, read_bytes
 from tpuconv.quantize.calibrate.data import CalibrationData
-from tpuconv.quantize.config import Calibration
+from tpuconv.quantize.calibration_settings import Calibration
 from tpuconv.quantize.recipe.layerwise import DTYPE
 from tpuconv.quantize.recipe.search import ParamGroup, SearchSpace
 from tpuconv.storage.disk import replace_file
