@@ -9,6 +9,7 @@ import pytest
 import tpuconv
 from helpers.conversions import restore
 from helpers.quantizing import ONE_OF_EACH, quantize, quantize_source
+from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import ConfigError
 from tpuconv.models.logits import forward
@@ -134,6 +135,24 @@ def test_a_model_with_less_noise(qtype, hf, orbax, tmp_path: Path):
         getattr(node, last).set_value(value)
     (want,) = forward(plain, [[3, 1, 4, 1, 5]], "float32")()
     assert np.abs(logits - want).max() < 1e-4 * np.abs(want).max()
+
+
+def test_negative_scales_are_exported_and_read_back(orbax, tmp_path):
+    """In the format of compressed-tensors; our reader takes the sign of the scales of integers, as that of auto-round."""
+    settings = "weight_qtype: int4, tile_size: 32, tile_axes: all, weight_calibration_method: mse"
+    quantize(orbax(ONE_OF_EACH["qwen3"], "bfloat16"), tmp_path / "mse", config(settings))
+    api.export(tmp_path / "mse", tmp_path / "hf")
+    api.convert(tmp_path / "hf", tmp_path / "back")
+    stored, back = restore(tmp_path / "mse"), restore(tmp_path / "back")
+    negative = 0
+    for name, x in stored.items():
+        if name.endswith(".array.qvalue"):
+            parameter = name.removesuffix(".array.qvalue")
+            scale = np.asarray(stored[f"{parameter}.array.scale"])
+            weights = decoded_values("int4", [np.asarray(x).astype(np.int8).view(np.uint8), scale])
+            assert np.array_equal(weights.astype(ml_dtypes.bfloat16), np.asarray(back[parameter]))
+            negative += int((scale.astype(np.float32) < 0).sum())
+    assert negative > 100
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,9 @@ STATISTICS = {"signal": _SUM, "noise": _SUM, "clipped": _SUM, "count": AtLeast(1
 """Statistics of the quantization of a parameter. The sums may be infinite or NaN if such values are allowed."""
 
 _ENCODED = {"qtype": str, "tiles": [Range(1)], "bits": AtLeast(0)}
-CALIBRATED_SCHEMA = {
-    **{"nearest": _SUM, "calibrated": _SUM, "left": Size, "why": str},
-    "layer": Optional({"before": _SUM, "after": _SUM}),
-}
-"""The result of a calibration: the squared error of the outputs with each weight rounded to nearest and as it is, or as
-it was before its layer learned; the number of matrices left at the nearest values, and the reason; the mean squared
-errors of the output of its layer before and after it learned, if it did."""
+CALIBRATED_SCHEMA = {"nearest": _SUM, "calibrated": _SUM, "left": Size, "why": str}
+"""The result of a calibration: the squared error of the outputs with each weight rounded to nearest and as it is; the
+number of matrices left at the nearest values, and the reason."""
 _QUANTIZED = {**_ENCODED, "kept": Optional(OneOf()), "rule": Size, "figures": STATISTICS}
 _QUANTIZED |= {"calibration": Optional(CALIBRATED_SCHEMA)}
 _PASSTHROUGH = {

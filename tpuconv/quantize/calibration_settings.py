@@ -10,16 +10,13 @@ if TYPE_CHECKING:
     from tpuconv.quantize.config import Rule
 
 CALIBRATION_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "gptq": ("damping", "act_order", "learn"),
+    "gptq": ("damping", "act_order"),
     "awq": (),
     "smooth_quant": (),
     "nearest": (),
 }
 """The methods of calibration, and the settings of each. `nearest` rounds weights to nearest: it is for the scales of
 activations alone."""
-
-MOST_STEPS = 10_000
-"""The most steps in which a layer learns."""
 
 
 @dataclass(frozen=True)
@@ -30,19 +27,15 @@ class Calibration:
         method: of `CALIBRATION_FIELDS`.
         damping: gptq: what is added to the diagonal of the Hessian, relative to its mean.
         act_order: gptq: whether inputs are rounded in the order of their size, the largest first.
-        learn: gptq: steps in which each layer learns its rounding afterwards; 0 for none.
     """
 
     method: str
     damping: float = 0.01
     act_order: bool = True
-    learn: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the method and its settings. A default of `learn` is left out, as manifests of older versions have
-        none."""
-        names = ("method", *CALIBRATION_FIELDS[self.method])
-        return {name: getattr(self, name) for name in names if name != "learn" or self.learn}
+        """Returns the method and its settings."""
+        return {name: getattr(self, name) for name in ("method", *CALIBRATION_FIELDS[self.method])}
 
 
 def parse_calibration(value: YamlValue, rules: "Iterable[Rule]") -> Calibration:
@@ -65,10 +58,6 @@ def parse_calibration(value: YamlValue, rules: "Iterable[Rule]") -> Calibration:
         raise fields["damping"].error("must be more than 0: the Hessian of few tokens has no inverse without it")
     if "act_order" in fields:
         given["act_order"] = fields["act_order"].boolean()
-    if "learn" in fields:
-        given["learn"] = fields["learn"].number(MOST_STEPS, least=0)
-        if not isinstance(given["learn"], int):
-            raise fields["learn"].error("is a number of steps")
     if method == "nearest" and not any(rule.act_static_scale for rule in rules):
         raise value.error(
             "nearest finds scales of activations, and no rule has act_static_scale",
@@ -79,11 +68,6 @@ def parse_calibration(value: YamlValue, rules: "Iterable[Rule]") -> Calibration:
             raise value.error(
                 f"gptq rounds one output after the other, and the rule of line {rule.line} has blocks of outputs",
                 hint="leave out `tile_axes: block`, or calibrate with awq",
-            )
-        if given.get("learn") and rule.weight_qtype and not rule.has_plain_integers:
-            raise value.error(
-                f"a layer learns integers without zero points, and the rule of line {rule.line} has others",
-                hint="leave out `learn`, or give the rule int4 or int8 with absmax or mse",
             )
         if method == "smooth_quant" and rule.weight_qtype and rule.act_qtype != "int8":
             raise value.error(

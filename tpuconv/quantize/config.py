@@ -107,11 +107,6 @@ class Rule:
         return (part not in NAMED_ALONE or self.names_part(part)) and bool(re.fullmatch(self.module_path, module))
 
     @property
-    def has_plain_integers(self) -> bool:
-        """True if weights are integers without zero points."""
-        return self.weight_qtype in INTEGER_QTYPES and not _is_asymmetric(self.weight_calibration_method)
-
-    @property
     def group_size(self) -> int:
         """The number of weights that share a scale; 0 if it depends on the parameter."""
         if not isinstance(self.tile_size, int):

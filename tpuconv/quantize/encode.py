@@ -140,14 +140,13 @@ class QwixEncoder:
         return QTYPES[self.quant.qtype] + scales / prod(self.quant.group_shape)
 
     def __call__(
-        self, values: np.ndarray, calibrated: np.ndarray | None = None, scales: np.ndarray | None = None
+        self, values: np.ndarray, calibrated: np.ndarray | None = None
     ) -> tuple[list[np.ndarray], dict[str, float]]:
         """Encodes a box of complete groups.
 
         Args:
             values: the box.
-            calibrated, scales: the bytes of its quantized values, in the shape of `values`, and its scales, if they are
-                not those of the method.
+            calibrated: the bytes of its quantized values, if they are not the nearest; in the shape of `values`.
 
         Returns:
             Quantized values, scales and, if the range is not symmetric, zero points; and statistics to add up.
@@ -171,15 +170,13 @@ class QwixEncoder:
             _compare_once(self.name, kind, values, *parts)
         else:
             parts, statistics = _by_qwix(values, kind)
-        if scales is not None:
-            parts[1] = scales
         if calibrated is not None:
             parts[0] = calibrated
             lost = self.decoded(parts) - values.astype(np.float32)
             statistics["noise"] = float(np.sum(np.square(lost), dtype=np.float64))
-        qvalues, stored_scales, *zero_points = parts
+        qvalues, scales, *zero_points = parts
         qvalues, *zero_points = (part.view(self.parts[0].dtype) for part in (qvalues, *zero_points))
-        return [qvalues, stored_scales.astype(self.scale_dtype), *zero_points], statistics
+        return [qvalues, scales.astype(self.scale_dtype), *zero_points], statistics
 
     def _check_scales(self, scales: np.ndarray) -> None:
         if not scales.all():

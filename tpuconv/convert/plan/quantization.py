@@ -52,10 +52,10 @@ class Encoder(Protocol):
         """The arrays that it makes."""
 
     def __call__(
-        self, values: np.ndarray, calibrated: np.ndarray | None = None, scales: np.ndarray | None = None
+        self, values: np.ndarray, calibrated: np.ndarray | None = None
     ) -> tuple[list[np.ndarray], dict[str, float]]:
         """Encodes a box of complete blocks, which need not be contiguous. `calibrated` are the bytes of its quantized
-        values, and `scales` its scales, where a calibration found them.
+        values where a calibration found them.
 
         Returns:
             The values of each part, and statistics that can be added up.

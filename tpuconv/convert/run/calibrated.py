@@ -20,9 +20,8 @@ from tpuconv.storage import disk
 from tpuconv.storage.entries import RunJournal
 from tpuconv.storage.journal import CALIBRATED, Journal
 
-QVALUES, VALUES, SCALES = "qvalues", "values", "scales"
-"""The kinds of files: quantized values, a byte each; values in the dtype of the parameter; and scales in the dtype of
-stored scales."""
+QVALUES, VALUES = "qvalues", "values"
+"""The kinds of files: quantized values, a byte each, and values in the dtype of the parameter."""
 
 
 @dataclass(frozen=True)

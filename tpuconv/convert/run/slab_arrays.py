@@ -7,14 +7,12 @@ from typing import Any
 import numpy as np
 
 from tpuconv.checkpoint import manifest
-from tpuconv.convert.plan.quantization import Encoder
 from tpuconv.convert.plan.types import OutputArray, Plan, Slab
-from tpuconv.convert.run.calibrated import QVALUES, SCALES, VALUES, CalibratedValues
+from tpuconv.convert.run.calibrated import QVALUES, VALUES, CalibratedValues
 from tpuconv.convert.run.sizing import Buffers
 from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, not_finite, read_slab
 from tpuconv.encodings.casts import check_cast
 from tpuconv.errors import SourceError
-from tpuconv.names import SCALE
 from tpuconv.sources.reader import Reader
 from tpuconv.storage.disk import page_buffer
 
@@ -65,9 +63,7 @@ class SlabArrays:
                 continue
             try:
                 parts, found = encoder(
-                    target.view(slab.dtype),
-                    self._calibrated(name, QVALUES, box, np.dtype(np.uint8)),
-                    self._calibrated_scales(name, encoder, box),
+                    target.view(slab.dtype), self._calibrated(name, QVALUES, box, np.dtype(np.uint8))
                 )
             except FloatingPointError:
                 raise self._not_finite(name, slab, sources) from None
@@ -88,16 +84,6 @@ class SlabArrays:
             return None
         shape = self.plan.arrays[self.plan.stored_names(name)[0]].shape
         return self.calibrated.read(name, kind, shape, box, dtype, others)
-
-    def _calibrated_scales(self, name: str, encoder: Encoder, box: tuple[slice, ...]) -> np.ndarray | None:
-        """Returns the scales for a box of a parameter that a calibration found, if it found any."""
-        part = next((part for part in encoder.parts if part.suffix == SCALE[1:]), None)
-        if self.calibrated is None or part is None:
-            return None
-        parameter = self.plan.arrays[self.plan.stored_names(name)[0]].shape
-        shape = tuple(n // block for n, block in zip(parameter, part.blocks, strict=True))
-        of_groups = tuple(slice(s.start // n, s.stop // n) for s, n in zip(box, part.blocks, strict=True))
-        return self.calibrated.read(name, SCALES, shape, of_groups, part.dtype)
 
     def _checked(self, name: str, slab: Slab, sources: Sequence[np.ndarray], made: MadeBox) -> MadeBox:
         """Returns a box of a parameter. Raises SourceError if a value is not finite."""

@@ -284,30 +284,6 @@ class LayerRunner:
             self._handed[i].write(states_TW, self.model.handed_on(result))
         return states_TW
 
-    def arguments(self, stage: str, states_TW: np.ndarray) -> tuple[jax.Array, Any, Any]:
-        """Returns what a layer runs on, besides its weights, for `output_of`."""
-        return self._arguments(int(stage.rpartition(".")[2]), states_TW)
-
-    def window(self, stage: str) -> int:
-        """Returns the window of a layer."""
-        return self.windows[int(stage.rpartition(".")[2])]
-
-    def graph_number(self, stage: str) -> int:
-        """Returns a number that is equal for layers of equal graphs."""
-        return self._numbered(*nnx.split(self.model.layers[int(stage.rpartition(".")[2])]))[0]
-
-    def output_of(self, number: int, window: int) -> Callable[..., jax.Array]:
-        """Returns the function from a layer's weights, by their names within it, and its arguments to its hidden states
-        [1, T, D]."""
-        graph = self._graphs[number]
-        state = next(state for graph_of, state in map(nnx.split, self.model.layers) if graph_of == graph)
-
-        def output(weights: Weights, x_BTD: jax.Array, step: Any, kv: Any) -> jax.Array:
-            flat = [(p, v.replace(weights[".".join(map(str, p))])) for p, v in nnx.to_flat_state(state)]
-            return _run(graph, nnx.from_flat_state(flat), x_BTD, step, kv, window)[0]
-
-        return output
-
     def _numbered(self, graph: Any, state: Any) -> tuple[int, Any]:
         """Returns the number of a graph, by which a function is compiled once for equal ones, and the state. A graph
         may have attributes without a hash, and cannot be a static argument then."""

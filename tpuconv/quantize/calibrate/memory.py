@@ -12,8 +12,6 @@ HESSIAN_BYTES = 2 << 30
 """Bytes of Hessians that are held at once, if one does not need more. For more of them the inputs are kept in files."""
 BASE_BYTES = 900 << 20
 """Private memory of the interpreter with jax and the compiled layer, without arrays."""
-LEARNING_BYTES = 32
-"""Bytes for each weight of a layer that learns: the weight in steps, its offset, two gradients, copies and sums."""
 
 
 def hessian_bytes(width: int) -> int:
@@ -38,9 +36,7 @@ def _shape_of_layer(manifest: Manifest, name: str) -> tuple[int, ...]:
     return shape[1:] if manifest.scan_layers and name.startswith("layers.") else shape
 
 
-def calibration_memory(
-    manifest: Manifest, encoders: Mapping[str, QwixEncoder], heads: int, length: int, learns: bool = False
-) -> int:
+def calibration_memory(manifest: Manifest, encoders: Mapping[str, QwixEncoder], heads: int, length: int) -> int:
     """Returns the private memory in bytes that a calibration needs at most. Of the stage with most: its weights in
     float32 and their quantized values; the Hessians, and two copies of the largest while it is factorized; a parameter
     while it is rounded; the activations of one sample.
@@ -50,8 +46,6 @@ def calibration_memory(
         encoders: of the parameters that are quantized.
         heads: of attention.
         length: tokens of a sample.
-        learns: whether layers learn their rounding: each weight then has an offset and gradients, and the activations
-            of a sample are kept for them.
     """
     weights: dict[str, int] = {}
     hessians: dict[str, int] = {}
@@ -81,5 +75,4 @@ def calibration_memory(
     embeddings = [array for name, array in manifest.arrays.items() if name.partition(".")[0] not in others]
     first = 2 * sum(prod(array.shape) * element_bytes(array.dtype) for array in embeddings)
     layer = 5 * max(weights.values()) + held + 2 * hessian_bytes(widest) + rounding + activations
-    learning = LEARNING_BYTES * max(weights.values()) + 3 * activations if learns else 0
-    return BASE_BYTES + max(first, layer, layer - held - rounding + learning)
+    return BASE_BYTES + max(first, layer)

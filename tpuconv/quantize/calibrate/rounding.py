@@ -58,11 +58,6 @@ class Rounding:
         """The weights that the quantized values stand for, in float32."""
         return self.encoder.decoded([self.qbytes, self.scale, *(part.view(np.uint8) for part in self.zero_points)])
 
-    def replace(self, qbytes: np.ndarray, scale: np.ndarray) -> None:
-        """Takes other quantized values, as bytes, and other scales."""
-        self.qbytes = np.ascontiguousarray(qbytes)
-        self.scale = scale.astype(self.scale.dtype)
-
     def leave(self, why: str) -> None:
         """Leaves a matrix at the nearest values."""
         self.left.append(why)

@@ -19,13 +19,12 @@ import numpy as np
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.schema import CALIBRATED_SCHEMA
 from tpuconv.convert.plan.quantization import FoundArray
-from tpuconv.convert.run.calibrated import QVALUES, SCALES, VALUES, CalibratedValues
+from tpuconv.convert.run.calibrated import QVALUES, VALUES, CalibratedValues
 from tpuconv.errors import GateError, UnsupportedConfig
 from tpuconv.jsonfile import Each, Optional, Size
 from tpuconv.names import INPUT_SCALE, collapse
 from tpuconv.quantize.calibrate.data import CalibrationData
 from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, Weights
-from tpuconv.quantize.calibrate.learned import BlockLearner
 from tpuconv.quantize.calibrate.memory import calibration_memory, widest_input
 from tpuconv.quantize.calibrate.rounding import Rounding
 from tpuconv.quantize.calibrate.scaled import rounded_by_scales, stage_inputs
@@ -35,9 +34,6 @@ from tpuconv.quantize.encode import QwixEncoder
 from tpuconv.quantize.input_scale import InputScale, MeanScale
 from tpuconv.storage import disk
 from tpuconv.storage.journal import CALIBRATED, Journal
-
-FLOAT = "float-states"
-"""The name of files with the hidden states of the float model, which layers that learn have as targets."""
 
 LAYER_ENTRY = {"parameters": Each(CALIBRATED_SCHEMA), "input_scales": Optional(Each({"place": Size, "value": float}))}
 """Schema of the journal's entry for a layer: what `results` says of its parameters; the static scales, by the names of
@@ -101,7 +97,7 @@ class LayerwiseCalibration:
     @property
     def memory(self) -> int:
         """The private memory in bytes that it needs at most."""
-        return calibration_memory(self.manifest, self.encoders, self.heads, self.data.length, self.settings.learn > 0)
+        return calibration_memory(self.manifest, self.encoders, self.heads, self.data.length)
 
     @property
     def widest(self) -> int:
@@ -123,11 +119,9 @@ class LayerwiseCalibration:
             qvalues = sum(prod(self.manifest.arrays[name].shape) for name in self.encoders)
             of_layer = 4 * self.data.samples * self.data.length * runner.width
             kept = kept_bytes(runner, stages, self.data.samples) if self.settings.method == "gptq" else 0
-            streams = 4 if self.settings.learn else 2
             disk.check_room(
-                journal.folder, qvalues + streams * of_layer + kept, "the calibration", "an OUT or a `workspace=`"
+                journal.folder, qvalues + 2 * of_layer + kept, "the calibration", "an OUT or a `workspace=`"
             )
-        learner = BlockLearner(runner, self.settings.learn, self.data.samples) if self.settings.learn else None
         for number, stage in enumerate(stages):
             if journal.done(layer_entry(number), LAYER_ENTRY) is not None:
                 continue
@@ -136,17 +130,8 @@ class LayerwiseCalibration:
             if number == 0:
                 states.write(runner.embedded(self.data.ids()), "the embedding")
             weights = runner.weights(stage)
-            if learner and stage != HEAD_STAGE:
-                before = self._states(journal, number, FLOAT) if number else states
-                samples = (self._sample(runner, before, i) for i in range(self.data.samples))
-                outputs = (runner.run(stage, weights, x_TD) for x_TD in samples)
-                self._states(journal, number + 1, FLOAT).write(outputs, stage)
-            given = runner, stage, weights, states, CalibratedValues(journal.folder)
-            if self.settings.method == "gptq":
-                following = self._states(journal, number + 1, FLOAT)
-                facts = self._calibrate(*given, learner if stage != HEAD_STAGE else None, following)
-            else:
-                facts = self._round(*given) if self.settings.method == "nearest" else self._smooth(*given)
+            calibrate = {"gptq": self._calibrate, "nearest": self._round}.get(self.settings.method, self._smooth)
+            facts = calibrate(runner, stage, weights, states, CalibratedValues(journal.folder))
             scales = self._input_scales(runner, stage, weights, states)
             if number + 1 < len(stages) and stage != HEAD_STAGE:
                 samples = (self._sample(runner, states, i) for i in range(self.data.samples))
@@ -154,7 +139,6 @@ class LayerwiseCalibration:
                 self._states(journal, number + 1).write(outputs, stage)
             journal.record(layer_entry(number), {"parameters": facts} | ({"input_scales": scales} if scales else {}))
             disk.remove(states.path)
-            disk.remove(self._states(journal, number, FLOAT).path)
 
     def results(self, journal: Journal) -> dict[str, dict[str, Any]]:
         """Returns the manifest's facts of each parameter: sums over the layers of stacked parameters."""
@@ -165,9 +149,6 @@ class LayerwiseCalibration:
                 known = out.setdefault(name, {"nearest": 0.0, "calibrated": 0.0, "left": 0, "why": ""})
                 known |= {key: known[key] + facts[key] for key in ("nearest", "calibrated", "left")}
                 known["why"] = known["why"] or facts["why"]
-                if errors := facts.get("layer"):
-                    summed = known.setdefault("layer", dict.fromkeys(errors, 0.0))
-                    summed |= {key: summed[key] + error for key, error in errors.items()}
             number += 1
         return {name: {"calibration": facts} for name, facts in out.items()}
 
@@ -206,38 +187,25 @@ class LayerwiseCalibration:
     def _encoder(self, runner: LayerRunner, name: str) -> QwixEncoder | None:
         return self.encoders.get(runner.stored_name(name)[0])
 
-    def _states(self, journal: Journal, number: int, kind: str = "states") -> HiddenStates:
-        return HiddenStates(journal.folder / CALIBRATED / f"{kind}-{number}", self.data.length)
+    def _states(self, journal: Journal, number: int) -> HiddenStates:
+        return HiddenStates(journal.folder / CALIBRATED / f"states-{number}", self.data.length)
 
     @staticmethod
     def _sample(runner: LayerRunner, states: HiddenStates, sample: int) -> np.ndarray:
         return states.read(sample, runner.width)
 
     def _calibrate(
-        self,
-        runner: LayerRunner,
-        stage: str,
-        weights: Weights,
-        states: HiddenStates,
-        found: CalibratedValues,
-        learner: BlockLearner | None,
-        following: HiddenStates,
+        self, runner: LayerRunner, stage: str, weights: Weights, states: HiddenStates, found: CalibratedValues
     ) -> dict[str, dict[str, Any]]:
         """Rounds the quantized parameters of a stage: replaces them in `weights` by what their quantized values stand
-        for, and writes these to `found`. Returns the facts of each parameter. A learner improves what GPTQ leaves:
-        `following` are the states after the layer in the float model."""
+        for, and writes these to `found`. Returns the facts of each parameter."""
 
         def samples() -> Iterator[np.ndarray]:
             return (self._sample(runner, states, number) for number in range(self.data.samples))
 
-        def pair(sample: int) -> tuple[np.ndarray, np.ndarray]:
-            return self._sample(runner, states, sample), self._sample(runner, following, sample)
-
         folder = states.path.parent
         (roundings,) = rounded_by_gptq(runner, stage, weights, samples, [self.encoders], self.settings, folder)
-        error = learner.learn(stage, weights, roundings, pair) if learner else None
-        facts = self._finish(runner, stage, weights, roundings, found)
-        return facts if error is None else {name: each | {"layer": error.to_json()} for name, each in facts.items()}
+        return self._finish(runner, stage, weights, roundings, found)
 
     def _smooth(
         self, runner: LayerRunner, stage: str, weights: Weights, states: HiddenStates, found: CalibratedValues
@@ -317,8 +285,6 @@ class LayerwiseCalibration:
                 roundings[name] = rounding
             rounding = roundings[name]
             found.write(stored, layer, QVALUES, rounding.qbytes)
-            if self.settings.learn:
-                found.write(stored, layer, SCALES, rounding.scale)
             weights[name] = jnp.asarray(rounding.decoded)
             facts[stored] = {
                 "nearest": rounding.nearest,
