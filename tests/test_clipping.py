@@ -14,7 +14,7 @@ from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import ConfigError
 from tpuconv.models.logits import forward
 from tpuconv.quantize.calibrate.data import from_ids
-from tpuconv.quantize.clipping import FACTORS
+from tpuconv.quantize.clipping import SCALE_FACTORS
 from tpuconv.quantize.config import QuantConfig, parse_config
 from tpuconv.quantize.encode import QwixEncoder, decoded_values, values_of_bytes
 from tpuconv.quantize.rules import ParamQuant
@@ -46,7 +46,7 @@ def least_errors(values: np.ndarray, qtype: str, bound: float, scale_dtype) -> n
     grid, _ = values_of_bytes(qtype)
     signs = (1, -1) if qtype.startswith("int") else (1,)
     errors = []
-    for factor in (sign * f for sign in signs for f in FACTORS):
+    for factor in (sign * f for sign in signs for f in SCALE_FACTORS):
         scale = (np.abs(values).max(1) * (factor / np.float32(bound))).astype(scale_dtype).astype(np.float32)
         quotients = values / scale[:, None]
         if not qtype.startswith("int"):
@@ -138,7 +138,7 @@ def test_a_model_with_less_noise(qtype, hf, orbax, tmp_path: Path):
 
 
 def test_negative_scales_are_exported_and_read_back(orbax, tmp_path):
-    """In the format of compressed-tensors; our reader takes the sign of the scales of integers, as that of auto-round."""
+    """Our reader of compressed-tensors takes negative scales of integers, as auto-round writes them."""
     settings = "weight_qtype: int4, tile_size: 32, tile_axes: all, weight_calibration_method: mse"
     quantize(orbax(ONE_OF_EACH["qwen3"], "bfloat16"), tmp_path / "mse", config(settings))
     api.export(tmp_path / "mse", tmp_path / "hf")

@@ -2,12 +2,34 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tpuconv.quantize.strict_yaml import YamlValue
 
-if TYPE_CHECKING:
-    from tpuconv.quantize.config import Rule
+
+class RuleTypes(Protocol):
+    """The fields of a rule that a calibration depends on."""
+
+    @property
+    def line(self) -> int:
+        """Its line in the file."""
+
+    @property
+    def weight_qtype(self) -> str | None:
+        """The type of weights."""
+
+    @property
+    def act_qtype(self) -> str | None:
+        """The type of activations."""
+
+    @property
+    def tile_axes(self) -> str:
+        """The axes that have groups."""
+
+    @property
+    def act_static_scale(self) -> bool:
+        """True if activations have one scale for each product."""
+
 
 CALIBRATION_FIELDS: Mapping[str, tuple[str, ...]] = {
     "gptq": ("damping", "act_order"),
@@ -38,7 +60,7 @@ class Calibration:
         return {name: getattr(self, name) for name in ("method", *CALIBRATION_FIELDS[self.method])}
 
 
-def parse_calibration(value: YamlValue, rules: "Iterable[Rule]") -> Calibration:
+def parse_calibration(value: YamlValue, rules: Iterable[RuleTypes]) -> Calibration:
     """Parses the `calibration` of a config with these rules.
 
     Raises:

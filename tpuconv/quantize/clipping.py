@@ -13,7 +13,7 @@ from tpuconv.encodings.bfloat16 import to_bfloat16
 from tpuconv.encodings.compiled import compiled_sum
 from tpuconv.encodings.passthrough import BF16
 
-FACTORS = np.linspace(0.5, 1.1, 25, dtype=np.float32)
+SCALE_FACTORS = np.linspace(0.5, 1.1, 25, dtype=np.float32)
 """Multiples of the scale of the largest absolute value, 1 among them."""
 
 
@@ -44,7 +44,7 @@ def best_scales(
     _largest(values, group_row, group, largest)
     best = np.full(counts, np.inf, np.float32)
     scales = np.zeros(counts, np.float32)
-    for factor in (*FACTORS[::-1], *(-FACTORS[::-1] if signed else ())):
+    for factor in (*SCALE_FACTORS[::-1], *(-SCALE_FACTORS[::-1] if signed else ())):
         tried = (largest * (factor / np.float32(bound))).astype(dtype).astype(np.float32)
         errors = np.zeros(counts, np.float32)
         _add_errors(values, group_row, group, np.where(tried == 0, np.float32(1), tried), *grid, errors)
@@ -54,7 +54,7 @@ def best_scales(
     return np.where(largest == 0, np.float32(1), scales)
 
 
-def encode(
+def encode_with_least_error(
     values: np.ndarray,
     group_row: np.ndarray,
     group: int,

@@ -92,7 +92,7 @@ class Rule:
 
     def to_qwix(self) -> dict[str, Any]:
         """Returns the fields that Qwix has. It has no blocks: of a rule with these it sees no tiles. Scales of `mse`
-        have the shape of those of its default."""
+        have the shape that its default gives."""
         ours = {"tile_axes", *(["tile_size"] if self.tile_axes == "block" else ())}
         ours |= {"weight_calibration_method"} if self.weight_calibration_method == MSE else set()
         return {name: value for name, value in self.to_json().items() if name not in ours}

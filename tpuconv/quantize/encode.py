@@ -409,7 +409,7 @@ def _by_search(values: np.ndarray, kind: QuantKind, scale_dtype: np.dtype[Any]) 
     rows, integers = _group_rows(ordered.shape, kind.group_shape), _integers(kind.qtype)
     tables = NO_TABLES if integers else (_qvalue_byte_table(kind.qtype), _value_table(kind.qtype))
     shape, bound = (prod(counts[:-1]), counts[-1]), _symmetric_bound(kind.qtype)
-    qbytes, scales, clipped = clipping.encode(
+    qbytes, scales, clipped = clipping.encode_with_least_error(
         wide, rows, kind.group_shape[-1], shape, bound=bound, integers=integers, tables=tables, dtype=scale_dtype
     )
     parts = [qbytes.reshape(ordered.shape), scales.reshape(counts)]

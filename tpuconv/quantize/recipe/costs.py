@@ -54,7 +54,8 @@ class KeptCosts:
             "prompts": hash_bytes(json.dumps(list(map(list, prompts))).encode())["xxh3_128"],
             "rounding": {**calibration[0].to_json(), **calibration[1].to_json()} if calibration else "nearest",
             "groups": [
-                [group.pattern, *(f"{option} {option.bits}" for option in group.options)] for group in space.groups
+                [group.pattern, *(f"{option} {option.bits} {option.method}" for option in group.options)]
+                for group in space.groups
             ],
         }
 
