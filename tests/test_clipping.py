@@ -17,6 +17,8 @@ from tpuconv.quantize.calibrate.data import from_ids
 from tpuconv.quantize.clipping import SCALE_FACTORS
 from tpuconv.quantize.config import QuantConfig, parse_config
 from tpuconv.quantize.encode import QwixEncoder, decoded_values, values_of_bytes
+from tpuconv.quantize.recipe.groups import find_choices
+from tpuconv.quantize.recipe.search import to_yaml
 from tpuconv.quantize.rules import ParamQuant
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -135,6 +137,17 @@ def test_a_model_with_less_noise(qtype, hf, orbax, tmp_path: Path):
         getattr(node, last).set_value(value)
     (want,) = forward(plain, [[3, 1, 4, 1, 5]], "float32")()
     assert np.abs(logits - want).max() < 1e-4 * np.abs(want).max()
+
+
+def test_a_recipe_has_scales_of_the_least_error_in_int4(orbax):
+    space = find_choices(read_manifest(orbax(ONE_OF_EACH["qwen3"], "bfloat16"))).space
+    chosen = [group.options[-1] for group in space.groups]
+    assert {(option.qtype, option.method) for group in space.groups for option in group.options[1:]} == {
+        ("int8", "absmax"),
+        ("int4", "mse"),
+    }
+    written = parse_config(to_yaml(space, chosen, []).encode(), "recipe", "recipe.yaml")
+    assert {rule.weight_calibration_method for rule in written.rules} == {"mse"}
 
 
 def test_negative_scales_are_exported_and_read_back(orbax, tmp_path):
