@@ -23,6 +23,7 @@ INT8 = "{module_path: 'layers/\\d+/(attn|mlp)/.*', weight_qtype: int8, act_qtype
 STATIC = "act_static_scale: true, act_batch_axes: [0, 1]}"
 FP8 = INT8.replace("int8", "float8_e4m3fn")
 ALL = INT4 % ", tile_axes: all"
+MSE = INT4 % ", tile_axes: all, weight_calibration_method: mse"
 
 RUNS = {
     "int4, nearest": (INT4 % "", None, None),
@@ -31,6 +32,8 @@ RUNS = {
     "int4, GPTQ, inputs in their order": (INT4 % "", "{method: gptq, act_order: false}", "self"),
     "int4, GPTQ, default text": (INT4 % "", "{method: gptq}", None),
     "int4, GPTQ, `tile_axes: all`": (ALL, "{method: gptq}", "self"),
+    "int4, nearest, `tile_axes: all`, scales by `mse`": (MSE, None, None),
+    "int4, GPTQ, `tile_axes: all`, scales by `mse`": (MSE, "{method: gptq}", "self"),
     "int4, AWQ": (INT4 % "", "{method: awq}", "self"),
     "int8 and int8 activations, nearest": (INT8, None, None),
     "int8 and int8 activations, SmoothQuant": (INT8, "{method: smooth_quant}", "self"),

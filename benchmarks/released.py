@@ -42,10 +42,13 @@ NAMES = {
 """transformers' names, by those of GGUF."""
 
 RULE = r"qwix: {rules: [{module_path: 'layers/\d+/(attn|mlp)/.*', weight_qtype: int4, tile_size: 32}]}"
+MSE_RULE = RULE.replace("tile_size: 32", "tile_size: 32, tile_axes: all, weight_calibration_method: mse")
 CONFIGS = {
     "nearest": RULE,
     "awq": f"{RULE}\ncalibration: {{method: awq}}",
     "gptq": f"{RULE}\ncalibration: {{method: gptq}}",
+    "mse": MSE_RULE,
+    "gptq-mse": f"{MSE_RULE}\ncalibration: {{method: gptq}}",
 }
 TARGETS = {"bits-8": "8", "bits-7": "7"}
 SAMPLES = ("--calibration", "calibration.txt", "--samples", "64", "--length", "512")
@@ -56,6 +59,8 @@ RUNS = {
     "int4, nearest": "nearest",
     "int4, AWQ": "awq",
     "int4, GPTQ": "gptq",
+    "int4, nearest, `tile_axes: all`, scales by `mse`": "mse",
+    "int4, GPTQ, `tile_axes: all`, scales by `mse`": "gptq-mse",
     "`--target-bits 8`": "bits-8",
     "`--target-bits 7`": "bits-7",
 }
@@ -147,7 +152,7 @@ def main() -> None:
             if config in TARGETS and not file.exists():
                 search = ("--target-bits", TARGETS[config], "--out-config", file.name)
                 tpuconv(folder, "quantize", "plain", *search, *SAMPLES)
-            calibrated = SAMPLES if config in ("awq", "gptq", *TARGETS) else ()
+            calibrated = SAMPLES if config in ("awq", "gptq", "gptq-mse", *TARGETS) else ()
             out = f"quantized-{config}"
             tpuconv(folder, "quantize", "plain", out, "--config", file.name if file.exists() else config, *calibrated)
             found = tpuconv(folder, "compare", "plain", out, *TEXT)

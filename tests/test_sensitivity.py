@@ -28,7 +28,8 @@ from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.cli import tpuconv as command
 from tpuconv.errors import GateError, OutputError, ResourceError, UsageError
 from tpuconv.quantize.calibrate.data import from_ids
-from tpuconv.quantize.config import Calibration, find_config, parse_config
+from tpuconv.quantize.calibration_settings import Calibration
+from tpuconv.quantize.config import find_config, parse_config
 from tpuconv.quantize.recipe import groups as recipe_groups
 from tpuconv.quantize.recipe import layerwise
 from tpuconv.quantize.recipe import search as recipe

@@ -151,7 +151,8 @@ def sensitivity(asked: SensitivityRequest) -> Sensitivity:
     from tpuconv.checkpoint.companions import tokenizer_folder
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.quantize.calibrate.memory import widest_input
-    from tpuconv.quantize.config import Calibration, QuantConfig
+    from tpuconv.quantize.calibration_settings import Calibration
+    from tpuconv.quantize.config import QuantConfig
     from tpuconv.quantize.recipe import search
     from tpuconv.quantize.recipe.costs import KeptCosts
     from tpuconv.quantize.recipe.groups import find_choices

@@ -140,6 +140,7 @@ def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...
                 blocks=blocks,
                 scale_dtype=scale_dtype,
                 by_row=weights.get("strategy") == "channel",
+                any_sign=weights.get("type") == "int",
                 **fields,
             )
             for name, fields in stored.items()

@@ -135,8 +135,8 @@ class Scheme:
         tensor_scale: suffix of one more scale, of the whole tensor, which multiplies the scales of the blocks.
         divided: whether the tensor's scale divides them instead.
         factor: what each product of a value and a scale is multiplied by.
-        any_sign: whether scales may be zero or negative: auto-round chooses their sign, float16 rounds small ones to
-            zero, and bitsandbytes gives zeros a scale of zero.
+        any_sign: whether scales may be zero or negative: auto-round and our `mse` choose the sign of scales of
+            integers, float16 rounds small ones to zero, and bitsandbytes gives zeros a scale of zero.
         constants: what some of the `extra` tensors hold.
         unused: suffixes of tensors that say nothing of the weights.
         affine: packing and zero points, if it has them.

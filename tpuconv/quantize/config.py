@@ -16,7 +16,7 @@ They are read strictly: see `tpuconv.quantize.strict_yaml`.
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.resources import files
@@ -28,6 +28,7 @@ from tpuconv.jsonfile import read_bytes
 from tpuconv.location import BucketPath, to_location
 from tpuconv.models.common.beside import AUDIO, VIDEO, VISION
 from tpuconv.names import MANIFEST
+from tpuconv.quantize.calibration_settings import Calibration, parse_calibration
 from tpuconv.quantize.strict_yaml import MAX_CONFIG_BYTES, YamlValue, compose, node_text, yaml_node
 
 INTEGER_QTYPES = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
@@ -43,20 +44,14 @@ REQUIRED_TILE_SIZES = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 
 SCALE_DTYPES = ("bfloat16", "float32")
 METHODS: Mapping[str, tuple[int, ...]] = {"absmax": (0, 1), "minmax": (0, 1), "rms": (1,), "fixed": (1, 2)}
-"""The possible counts of numbers after a calibration method."""
+"""The possible counts of numbers after a calibration method of Qwix."""
+MSE = "mse"
+"""The calibration method of weights that searches the scales with the least squared error; see
+`tpuconv.quantize.clipping`."""
 LARGEST_FACTOR = 1e6
 """The largest of them. The smallest factor is its inverse."""
 GATE_LIMITS: Mapping[str, float] = {"top1": 1.0, "mean_kl": 1e6}
 """The gates that a config may have, and their largest values. The smallest is 0."""
-
-CALIBRATION_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "gptq": ("damping", "act_order"),
-    "awq": (),
-    "smooth_quant": (),
-    "nearest": (),
-}
-"""The methods of calibration, and the settings of each. `nearest` rounds weights to nearest: it is for the scales of
-activations alone."""
 
 ALL_TOKENS = (0, 1)
 """The `act_batch_axes` of a static scale: a scale is the mean over texts and positions."""
@@ -96,8 +91,10 @@ class Rule:
         return {name: value for name, value in fields.items() if value != getattr(Rule, name)}
 
     def to_qwix(self) -> dict[str, Any]:
-        """Returns the fields that Qwix has. It has no blocks: of a rule with these it sees no tiles."""
-        ours = ("tile_axes", "tile_size") if self.tile_axes == "block" else ("tile_axes",)
+        """Returns the fields that Qwix has. It has no blocks: of a rule with these it sees no tiles. Scales of `mse`
+        have the shape that its default gives."""
+        ours = {"tile_axes", *(["tile_size"] if self.tile_axes == "block" else ())}
+        ours |= {"weight_calibration_method"} if self.weight_calibration_method == MSE else set()
         return {name: value for name, value in self.to_json().items() if name not in ours}
 
     def names_part(self, part: str) -> bool:
@@ -118,25 +115,6 @@ class Rule:
 
 
 RULE_FIELDS = tuple(name for name in Rule.__dataclass_fields__ if name != "line")
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """The use of the inputs of products to round their weights. See `tpuconv.quantize.calibrate`.
-
-    Attributes:
-        method: of `CALIBRATION_FIELDS`.
-        damping: gptq: what is added to the diagonal of the Hessian, relative to its mean.
-        act_order: gptq: whether inputs are rounded in the order of their size, the largest first.
-    """
-
-    method: str
-    damping: float = 0.01
-    act_order: bool = True
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the method and its settings."""
-        return {name: getattr(self, name) for name in ("method", *CALIBRATION_FIELDS[self.method])}
 
 
 @dataclass(frozen=True)
@@ -266,42 +244,8 @@ def _parse_root(root: YamlValue, name: str) -> QuantConfig:
         rules=rules,
         scale_dtype=qwix["scale_dtype"].choice(SCALE_DTYPES, null=True) if "scale_dtype" in qwix else None,
         gates=_gates(top["gates"]) if "gates" in top else None,
-        calibration=_calibration(top["calibration"], rules) if "calibration" in top else None,
+        calibration=parse_calibration(top["calibration"], rules) if "calibration" in top else None,
     )
-
-
-def _calibration(value: YamlValue, rules: Iterable[Rule]) -> Calibration:
-    every = tuple(dict.fromkeys(name for names in CALIBRATION_FIELDS.values() for name in names))
-    fields = value.mapping("method", *every)
-    if "method" not in fields:
-        raise value.error("has no 'method'", hint=f"known are {', '.join(CALIBRATION_FIELDS)}")
-    method = str(fields["method"].choice(tuple(CALIBRATION_FIELDS), null=False))
-    for name in fields.keys() - {"method", *CALIBRATION_FIELDS[method]}:
-        raise fields[name].error(f"{method} has no such setting")
-    given: dict[str, Any] = {}
-    if "damping" in fields:
-        given["damping"] = float(fields["damping"].number(1.0, least=0))
-    if given.get("damping") == 0:
-        raise fields["damping"].error("must be more than 0: the Hessian of few tokens has no inverse without it")
-    if "act_order" in fields:
-        given["act_order"] = fields["act_order"].boolean()
-    if method == "nearest" and not any(rule.act_static_scale for rule in rules):
-        raise value.error(
-            "nearest finds scales of activations, and no rule has act_static_scale",
-            hint="leave `calibration` out: weights are rounded to nearest without it",
-        )
-    for rule in rules:
-        if method == "gptq" and rule.tile_axes == "block":
-            raise value.error(
-                f"gptq rounds one output after the other, and the rule of line {rule.line} has blocks of outputs",
-                hint="leave out `tile_axes: block`, or calibrate with awq",
-            )
-        if method == "smooth_quant" and rule.weight_qtype and rule.act_qtype != "int8":
-            raise value.error(
-                f"smooth_quant is for int8 activations, and the rule of line {rule.line} has none",
-                hint="give the rule `act_qtype: int8`, or calibrate with gptq or awq",
-            )
-    return Calibration(method, **given)
 
 
 def _gates(value: YamlValue) -> dict[str, float]:
@@ -348,7 +292,8 @@ def _rule(value: YamlValue) -> Rule:
             given[name] = fields[name].choice(tuple(QTYPES), null=True)
     for name in ("weight_calibration_method", "act_calibration_method"):
         if name in fields and not fields[name].is_null():
-            given[name] = _method(fields[name])
+            is_mse = name.startswith("weight") and fields[name].is_scalar(MSE)
+            given[name] = MSE if is_mse else _method(fields[name])
     if "tile_size" in fields and not fields["tile_size"].is_null():
         tile = given["tile_size"] = fields["tile_size"].number(1 << 31)
         if tile <= 0 or (isinstance(tile, float) and tile > 1):
@@ -372,6 +317,8 @@ def _check_types(value: YamlValue, rule: Rule) -> None:
     for qtype, method in zip((rule.weight_qtype, rule.act_qtype), methods, strict=True):
         if qtype in REQUIRED_TILE_SIZES and rule.tile_size != REQUIRED_TILE_SIZES[qtype]:
             raise value.error(f"{qtype} needs tile_size: {REQUIRED_TILE_SIZES[qtype]}")
+        if method == MSE and qtype in REQUIRED_TILE_SIZES:
+            raise value.error(f"the scales of {qtype} are not free: mse works with other types")
         if _is_asymmetric(method) and qtype not in (None, "int8", "int4"):
             raise value.error(f"{method} works with int8 and int4, not with {qtype}")
 
@@ -429,7 +376,8 @@ def _method(value: YamlValue) -> str:
     if name not in METHODS or len(numbers) != len(factors) or len(factors) not in METHODS[name]:
         raise value.error(
             f"unknown calibration method {node_text(value.node)}",
-            hint="known are absmax, absmax,<factor>, minmax, minmax,<factor>, rms,<factor> and fixed,<min>,<max>",
+            hint="known are absmax, absmax,<factor>, minmax, minmax,<factor>, rms,<factor> and fixed,<min>,<max>; of "
+            "weights mse too",
         )
     if name == "fixed":
         low, high = factors if len(factors) == 2 else (-factors[0], factors[0])

@@ -23,8 +23,8 @@ from tpuconv.encodings.passthrough import BF16
 from tpuconv.errors import GateError, UnsupportedConfig
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT
 from tpuconv.private import numerics, qarray
-from tpuconv.quantize import kernels
-from tpuconv.quantize.config import INTEGER_QTYPES, QTYPES, REQUIRED_TILE_SIZES
+from tpuconv.quantize import clipping, kernels
+from tpuconv.quantize.config import INTEGER_QTYPES, MSE, QTYPES, REQUIRED_TILE_SIZES
 from tpuconv.quantize.rules import ParamQuant
 
 CHECK_ELEMENTS = 1 << 18
@@ -156,18 +156,17 @@ class QwixEncoder:
             UnsupportedConfig: the scale of a group is so small that it would be stored as 0.
         """
         kind = self.kind
-        if self.by_tables:
+        if self.method == MSE:
+            parts, statistics = _by_search(values, kind, self.scale_dtype)
+            self._check_scales(parts[1])
+        elif self.by_tables:
             order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
             with np.errstate(all="ignore"):  # scales of 0 are found below, absurd values have absurd statistics
                 parts, statistics = _by_tables(values.transpose(order), kind.transposed(order))
             if parts[1].astype(np.float32).max() > LARGEST_SCALE:
                 parts, statistics = _by_qwix(values.transpose(order), kind.transposed(order))
             parts = [part.transpose(np.argsort(order)) for part in parts]
-            if not parts[1].all():
-                raise UnsupportedConfig(
-                    f"{self.name} is too small for {kind.qtype}: the scale of a group underflows to 0",
-                    hint="give it a rule with another type; float4_e2m1fn has scales of more range",
-                )
+            self._check_scales(parts[1])
             _compare_once(self.name, kind, values, *parts)
         else:
             parts, statistics = _by_qwix(values, kind)
@@ -178,6 +177,13 @@ class QwixEncoder:
         qvalues, scales, *zero_points = parts
         qvalues, *zero_points = (part.view(self.parts[0].dtype) for part in (qvalues, *zero_points))
         return [qvalues, scales.astype(self.scale_dtype), *zero_points], statistics
+
+    def _check_scales(self, scales: np.ndarray) -> None:
+        if not scales.all():
+            raise UnsupportedConfig(
+                f"{self.name} is too small for {self.quant.qtype}: the scale of a group underflows to 0",
+                hint="give it a rule with another type; float4_e2m1fn has scales of more range",
+            )
 
     def decoded(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the weights in float32 that quantized values as bytes, scales and zero points, if any, stand for."""
@@ -325,21 +331,32 @@ def _by_tables(values: np.ndarray, kind: QuantKind) -> Parts:
     shape, group_shape = values.shape, kind.group_shape
     counts = [n // group for n, group in zip(shape, group_shape, strict=True)]
     bits = np.ascontiguousarray(values).view(np.uint16).reshape(-1, shape[-1])
-    group_row = np.zeros(1, np.int64)
-    for n, group, count in zip(shape[:-1], group_shape, counts, strict=False):
-        group_row = (group_row[:, None] * count + np.arange(n) // group).reshape(-1)
+    group_row = _group_rows(shape, group_shape)
     largest = np.zeros((prod(counts[:-1]), counts[-1]), np.uint16)
     kernels.absmax(bits, group_row, group_shape[-1], largest)
     if largest.max() >= INFINITY:
         raise FloatingPointError
     scales = _scale_table(kind.qtype, kind.method).result()[largest]
     qvalues = np.empty(bits.shape, np.uint8)
-    integers = 1 << (int(kind.qtype.removeprefix("int")) - 1) if kind.qtype in INTEGER_QTYPES else 0
+    integers = _integers(kind.qtype)
     bound = _symmetric_bound(kind.qtype) if "," in kind.method else np.inf
     tables = NO_TABLES if integers else (_qvalue_byte_table(kind.qtype), _value_table(kind.qtype))
     signal, noise, clipped = kernels.encode(bits, group_row, group_shape[-1], scales, integers, *tables, bound, qvalues)
     statistics = {"signal": signal, "noise": noise, "clipped": float(clipped), "count": float(values.size)}
     return [qvalues.reshape(shape), scales.astype(BF16).reshape(counts)], statistics
+
+
+def _group_rows(shape: Sequence[int], group_shape: Sequence[int]) -> np.ndarray:
+    """Returns the row of the scales of each row of values, which are [R, C] and [S, C / group] then."""
+    group_row = np.zeros(1, np.int64)
+    for n, group in zip(shape[:-1], group_shape, strict=False):
+        group_row = (group_row[:, None] * (n // group) + np.arange(n) // group).reshape(-1)
+    return group_row
+
+
+def _integers(qtype: str) -> int:
+    """Returns n of an integer type, whose values are -n to n - 1; 0 of other types."""
+    return 1 << (int(qtype.removeprefix("int")) - 1) if qtype in INTEGER_QTYPES else 0
 
 
 def _symmetric_bound(qtype: str) -> float:
@@ -379,6 +396,28 @@ def _compare(name: str, kind: QuantKind, part: np.ndarray, qvalues: np.ndarray, 
             details=[f"{np.sum(~same)} quantized values and {np.sum(~same_scale)} scales differ in {list(part.shape)}"],
             hint="this is a bug of tpuconv or a new version of Qwix: please report it",
         )
+
+
+def _by_search(values: np.ndarray, kind: QuantKind, scale_dtype: np.dtype[Any]) -> Parts:
+    """Encodes with the scales of the least squared error."""
+    order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
+    ordered, kind = values.transpose(order), kind.transposed(order)
+    wide = np.ascontiguousarray(ordered, np.float32).reshape(-1, ordered.shape[-1])
+    if not np.isfinite(wide).all():
+        raise FloatingPointError
+    counts = [n // group for n, group in zip(ordered.shape, kind.group_shape, strict=True)]
+    rows, integers = _group_rows(ordered.shape, kind.group_shape), _integers(kind.qtype)
+    tables = NO_TABLES if integers else (_qvalue_byte_table(kind.qtype), _value_table(kind.qtype))
+    shape, bound = (prod(counts[:-1]), counts[-1]), _symmetric_bound(kind.qtype)
+    qbytes, scales, clipped = clipping.encode_with_least_error(
+        wide, rows, kind.group_shape[-1], shape, bound=bound, integers=integers, tables=tables, dtype=scale_dtype
+    )
+    parts = [qbytes.reshape(ordered.shape), scales.reshape(counts)]
+    lost = decoded_values(kind.qtype, parts).reshape(wide.shape) - wide
+    signal, noise = (float(np.sum(np.square(x), dtype=np.float64)) for x in (wide, lost))
+    statistics = {"signal": signal, "noise": noise, "clipped": float(clipped), "count": float(values.size)}
+    back = np.argsort(order)
+    return [parts[0].transpose(back), parts[1].astype(scale_dtype).transpose(back)], statistics
 
 
 # -- by Qwix ----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tpuconv.models.common.periods import LayerStacks
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT, collapse
 from tpuconv.notation.layout import Shape
 from tpuconv.private import flax_util, ptq, qarray
-from tpuconv.quantize.config import NAMED_ALONE, QuantConfig, Rule, config_names
+from tpuconv.quantize.config import MSE, NAMED_ALONE, QuantConfig, Rule, config_names
 from tpuconv.quantize.input_scale import InputScale, input_scales
 from tpuconv.quantize.matches import check_parts, check_rules, check_used
 from tpuconv.quantize.provider import Provider, quantized
@@ -159,7 +159,7 @@ def resolve_rules(
                 summed = tuple(axis for axis in range(node.ndim) if axis not in node.how.channelwise_axes)
                 scale = scales.get(module)
                 quant = ParamQuant(tuple(node.shape), _group_shape(node), number, node.how, summed, scale)
-                param_quants[name] = _with_tile_axes(name, quant, config)
+                param_quants[name] = _with_mse(_with_tile_axes(name, quant, config), config)
             elif isinstance(node, Skipped):
                 first = f"layers.{node.like}."
                 param_quants.update(
@@ -177,6 +177,13 @@ def resolve_rules(
     used = {quant.rule for quant in param_quants.values()}
     check_used(config, list(provider.seen_modules), provider.unused(), used)
     return _stacked(param_quants, config, provider, stacks) if stacks else param_quants
+
+
+def _with_mse(quant: ParamQuant, config: QuantConfig) -> ParamQuant:
+    """Returns the same with the calibration method of its rule that Qwix does not know."""
+    if config.rules[quant.rule].weight_calibration_method != MSE:
+        return quant
+    return replace(quant, qwix_how=replace(quant.qwix_how, calibration_method=MSE))
 
 
 def _with_tile_axes(name: str, quant: ParamQuant, config: QuantConfig) -> ParamQuant:

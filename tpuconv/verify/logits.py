@@ -86,12 +86,12 @@ weights and scales for 0.8 of the largest weight, 2.6 times with static scales f
 activations, in the trained example."""
 
 UNCLIPPED: Mapping[str, Mapping[str, float]] = {
-    "weights": {"absmax": 1, "minmax": 1},
+    "weights": {"absmax": 1, "minmax": 1, "mse": 1},
     "activations": {"absmax": 1},
     "static": {},
 }
 HARDLY_CLIPPED: Mapping[str, Mapping[str, float]] = {
-    "weights": {"absmax": 0.8, "minmax": 0.8, "rms": 4},
+    "weights": {"absmax": 0.8, "minmax": 0.8, "rms": 4, "mse": 1},
     "activations": {"absmax": 1},
     "static": {"absmax": 2},
 }

@@ -11,7 +11,7 @@ from tpuconv.quantize.calibrate import smoothing
 from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, Weights
 from tpuconv.quantize.calibrate.rounding import Rounding
 from tpuconv.quantize.calibrate.stage import Samples, rounding_of
-from tpuconv.quantize.config import Calibration
+from tpuconv.quantize.calibration_settings import Calibration
 from tpuconv.quantize.encode import QwixEncoder
 
 

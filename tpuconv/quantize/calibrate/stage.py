@@ -14,7 +14,7 @@ from tpuconv.quantize.calibrate.layers import LayerRunner, Observed, Weights
 from tpuconv.quantize.calibrate.memory import HESSIAN_BYTES, hessian_bytes
 from tpuconv.quantize.calibrate.rounding import Rounding
 from tpuconv.quantize.calibrate.triangular import add_square, mirror
-from tpuconv.quantize.config import Calibration
+from tpuconv.quantize.calibration_settings import Calibration
 from tpuconv.quantize.encode import QwixEncoder
 from tpuconv.storage import disk
 

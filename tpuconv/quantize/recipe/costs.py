@@ -13,7 +13,7 @@ from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.errors import OutputError, TpuconvError
 from tpuconv.jsonfile import MAX_BYTES, check, parse, read_bytes
 from tpuconv.quantize.calibrate.data import CalibrationData
-from tpuconv.quantize.config import Calibration
+from tpuconv.quantize.calibration_settings import Calibration
 from tpuconv.quantize.recipe.layerwise import DTYPE
 from tpuconv.quantize.recipe.search import ParamGroup, SearchSpace
 from tpuconv.storage.disk import replace_file
@@ -54,7 +54,8 @@ class KeptCosts:
             "prompts": hash_bytes(json.dumps(list(map(list, prompts))).encode())["xxh3_128"],
             "rounding": {**calibration[0].to_json(), **calibration[1].to_json()} if calibration else "nearest",
             "groups": [
-                [group.pattern, *(f"{option} {option.bits}" for option in group.options)] for group in space.groups
+                [group.pattern, *(f"{option} {option.bits} {option.method}" for option in group.options)]
+                for group in space.groups
             ],
         }
 

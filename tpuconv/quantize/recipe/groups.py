@@ -20,7 +20,7 @@ from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
 from tpuconv.quantize.calibrate.layers import HEAD_STAGE
-from tpuconv.quantize.config import QuantConfig, Rule
+from tpuconv.quantize.config import MSE, QuantConfig, Rule
 from tpuconv.quantize.encode import QwixEncoder
 from tpuconv.quantize.recipe.search import Option, ParamGroup, SearchSpace
 from tpuconv.quantize.rules import LAYER, ParamQuant, resolve_rules
@@ -32,6 +32,9 @@ OPTION_KINDS: tuple[tuple[str, tuple[int | None, ...]], ...] = (
 )
 """The types to choose from, each with tile sizes: the first is used that divides the tiled axis of all parameters of a
 group, None for one scale per channel. A group that none of them divides lacks the option."""
+
+WEIGHT_METHODS = {"int4": MSE}
+"""The calibration method of weights, where it is not absmax: at 8 bits it gains nothing."""
 
 ROUTER = "router"
 """It chooses the experts of a token, and has few weights: no config of this package quantizes it."""
@@ -87,8 +90,10 @@ def find_choices(manifest: Manifest) -> Choices:
         for key, (shapes, _) in groups.items():
             if (tile := _tile(shapes, sizes)) != NO_TILE:
                 axes = "all" if tile and any(len(quant.summed) > 1 for quant in shapes) else "last"
-                option = Option(qtype, tile, 0, tile_axes=axes)
-                rules.append(Rule(0, key[0].format(key[1]), weight_qtype=qtype, tile_size=tile, tile_axes=axes))
+                method = WEIGHT_METHODS.get(qtype, "absmax")
+                option = Option(qtype, tile, 0, tile_axes=axes, method=method)
+                rule = Rule(0, key[0].format(key[1]), weight_qtype=qtype, tile_size=tile, tile_axes=axes)
+                rules.append(replace(rule, weight_calibration_method=method))
                 of_rules.append((key, option))
         is_known = qtype == "int8" and stacks is None  # tracing a model takes time
         found = separate if is_known else quants(rules, stacks) if rules else {}

@@ -25,7 +25,7 @@ from tpuconv.quantize.calibrate.rounding import Rounding
 from tpuconv.quantize.calibrate.run import HiddenStates
 from tpuconv.quantize.calibrate.scaled import rounded_by_scales, stage_inputs
 from tpuconv.quantize.calibrate.stage import kept_bytes, rounded_by_gptq, rounding_of
-from tpuconv.quantize.config import Calibration
+from tpuconv.quantize.calibration_settings import Calibration
 from tpuconv.quantize.encode import QwixEncoder
 from tpuconv.quantize.recipe.groups import Choices
 from tpuconv.quantize.recipe.search import Option, ParamGroup

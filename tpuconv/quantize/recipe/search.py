@@ -35,7 +35,7 @@ class Option:
     Attributes:
         bits: of all its weights together, with scales.
         kl: what it costs the model, in nats per token; NaN before it is measured.
-        tile_axes: as of a rule.
+        tile_axes, method: as of a rule, its `weight_calibration_method`.
     """
 
     qtype: str | None
@@ -43,6 +43,7 @@ class Option:
     bits: int
     kl: float = nan
     tile_axes: str = "last"
+    method: str = "absmax"
 
     def __str__(self) -> str:
         return (self.qtype or "as it is") + (f"/{self.tile_size}" if self.tile_size else "")
@@ -178,7 +179,7 @@ def rules(groups: Sequence[ParamGroup], options: Sequence[Option]) -> list[str]:
     layers: dict[tuple[str, Option], list[int | None]] = {}
     for group, option in zip(groups, options, strict=True):
         if option.qtype:
-            kind = Option(option.qtype, option.tile_size, 0, 0, option.tile_axes)
+            kind = Option(option.qtype, option.tile_size, 0, 0, option.tile_axes, option.method)
             layers.setdefault((group.path, kind), []).append(group.layer)
     out = []
     for (path, kind), members in layers.items():
@@ -188,6 +189,7 @@ def rules(groups: Sequence[ParamGroup], options: Sequence[Option]) -> list[str]:
         pattern = path.format(f"({numbers})" if "|" in numbers else numbers)
         tile = f", tile_size: {kind.tile_size}" if kind.tile_size else ""
         tile += f", tile_axes: {kind.tile_axes}" if kind.tile_axes != "last" else ""
+        tile += f", weight_calibration_method: {kind.method}" if kind.method != "absmax" else ""
         out.append(f"- {{module_path: '{pattern}', weight_qtype: {kind.qtype}{tile}}}")
     return out
 

@@ -1,0 +1,99 @@
+"""The `calibration` of a quantization config: its method, and the settings of the method."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tpuconv.quantize.strict_yaml import YamlValue
+
+
+class RuleTypes(Protocol):
+    """The fields of a rule that a calibration depends on."""
+
+    @property
+    def line(self) -> int:
+        """Its line in the file."""
+
+    @property
+    def weight_qtype(self) -> str | None:
+        """The type of weights."""
+
+    @property
+    def act_qtype(self) -> str | None:
+        """The type of activations."""
+
+    @property
+    def tile_axes(self) -> str:
+        """The axes that have groups."""
+
+    @property
+    def act_static_scale(self) -> bool:
+        """True if activations have one scale for each product."""
+
+
+CALIBRATION_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "gptq": ("damping", "act_order"),
+    "awq": (),
+    "smooth_quant": (),
+    "nearest": (),
+}
+"""The methods of calibration, and the settings of each. `nearest` rounds weights to nearest: it is for the scales of
+activations alone."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The use of the inputs of products to round their weights. See `tpuconv.quantize.calibrate`.
+
+    Attributes:
+        method: of `CALIBRATION_FIELDS`.
+        damping: gptq: what is added to the diagonal of the Hessian, relative to its mean.
+        act_order: gptq: whether inputs are rounded in the order of their size, the largest first.
+    """
+
+    method: str
+    damping: float = 0.01
+    act_order: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the method and its settings."""
+        return {name: getattr(self, name) for name in ("method", *CALIBRATION_FIELDS[self.method])}
+
+
+def parse_calibration(value: YamlValue, rules: Iterable[RuleTypes]) -> Calibration:
+    """Parses the `calibration` of a config with these rules.
+
+    Raises:
+        ConfigError: a setting is not valid, or not for such rules.
+    """
+    every = tuple(dict.fromkeys(name for names in CALIBRATION_FIELDS.values() for name in names))
+    fields = value.mapping("method", *every)
+    if "method" not in fields:
+        raise value.error("has no 'method'", hint=f"known are {', '.join(CALIBRATION_FIELDS)}")
+    method = str(fields["method"].choice(tuple(CALIBRATION_FIELDS), null=False))
+    for name in fields.keys() - {"method", *CALIBRATION_FIELDS[method]}:
+        raise fields[name].error(f"{method} has no such setting")
+    given: dict[str, Any] = {}
+    if "damping" in fields:
+        given["damping"] = float(fields["damping"].number(1.0, least=0))
+    if given.get("damping") == 0:
+        raise fields["damping"].error("must be more than 0: the Hessian of few tokens has no inverse without it")
+    if "act_order" in fields:
+        given["act_order"] = fields["act_order"].boolean()
+    if method == "nearest" and not any(rule.act_static_scale for rule in rules):
+        raise value.error(
+            "nearest finds scales of activations, and no rule has act_static_scale",
+            hint="leave `calibration` out: weights are rounded to nearest without it",
+        )
+    for rule in rules:
+        if method == "gptq" and rule.tile_axes == "block":
+            raise value.error(
+                f"gptq rounds one output after the other, and the rule of line {rule.line} has blocks of outputs",
+                hint="leave out `tile_axes: block`, or calibrate with awq",
+            )
+        if method == "smooth_quant" and rule.weight_qtype and rule.act_qtype != "int8":
+            raise value.error(
+                f"smooth_quant is for int8 activations, and the rule of line {rule.line} has none",
+                hint="give the rule `act_qtype: int8`, or calibrate with gptq or awq",
+            )
+    return Calibration(method, **given)
