@@ -21,7 +21,7 @@ import yaml
 from yaml.composer import ComposerError
 
 from tpuconv.models.registry import Family
-from tpuconv.verify.reference import READ_WITHIN, attention_of, whole_config
+from tpuconv.verify.reference import READ_WITHIN, attention_of, mended, whole_config
 
 FOLDER = Path(__file__).parent.parent / "data" / "cases"
 
@@ -59,9 +59,9 @@ class Traits:
     thinker_of: str = ""
     """The class in transformers of the whole model, if the part that returns logits is its `thinker`."""
     renamed_by_transformers: bool = False
-    """transformers 5.23 saves tensors under other names than those of releases, or more of them."""
+    """transformers 5.24 saves tensors under other names than those of releases, or more of them."""
     recut_by_transformers: bool = False
-    """transformers 5.23 saves tensors that are cut at other rows than those of releases."""
+    """transformers 5.24 saves tensors that are cut at other rows than those of releases."""
     released_tensors: Mapping[str, str] = field(default_factory=dict)
     """Parts of the names that transformers gives tensors, and those of releases, in the order in which they are
     replaced. `self_attn.qkv.` is one matrix in place of three."""
@@ -269,7 +269,7 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
         config.num_labels = LABELS
     with warnings.catch_warnings():  # of no shared expert a matrix without elements is made
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")
-        model = auto(config, attn_implementation=attention_of(config), dtype=torch.float32).eval()
+        model = mended(auto(config, attn_implementation=attention_of(config), dtype=torch.float32)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             part = name.replace("norm_attn_norm", "")  # of which DBRX's attention is a part

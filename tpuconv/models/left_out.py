@@ -8,7 +8,7 @@ _SHARED = (
     "parameter for one layer"
 )
 _FACTORS = (
-    "transformers 5.23 computes the logits of the whole without the factor that Cohere's and Granite's text models "
+    "transformers 5.24 computes the logits of the whole without the factor that Cohere's and Granite's text models "
     "have: it is unclear which result is right"
 )
 _RELATIVE = "learned relative positions, convolutions of keys, values and of the output of each part"
