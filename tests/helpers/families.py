@@ -279,7 +279,7 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
                     parameter -= 1
             elif name.endswith((".bias", "_bias", ".sinks", "_hc.base", ".hc_base", "softmax_scaling.scale")):
                 parameter.normal_(0, 0.3)
-            elif case.family in ("hy_v4", "glm5_next") and name.endswith(("_hc.scale", ".hc_scale")):
+            elif case.family in ("hy_v4", "hy_v4_vl", "glm5_next") and name.endswith(("_hc.scale", ".hc_scale")):
                 # So small when new that the streams would be alike; in GLM the matrices beside them are.
                 parameter.uniform_(*((2.5, 7.5) if case.family == "glm5_next" else (0.5, 1.5)))
             elif name.endswith("A_log"):
@@ -363,7 +363,7 @@ def _rename(folder: Path, names: Mapping[str, str]) -> None:
     tensors = load_file(path)
     for name in [name for name in tensors if "self_attn.q_proj." in name and "self_attn.qkv." in names]:
         parts = [tensors.pop(name.replace("q_proj", f"{x}_proj")) for x in "qkv"]
-        if raw["model_type"] == "llama":  # the queries of a group of heads, its key, its value
+        if raw["model_type"] in ("llama", "mimo_v2_flash"):  # the queries of a group of heads, its keys, its values
             groups = raw["num_key_value_heads"]
             joined = torch.cat([x.reshape(groups, -1, x.shape[-1]) for x in parts], 1).reshape(-1, parts[0].shape[-1])
         else:

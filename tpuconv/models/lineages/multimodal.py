@@ -1,10 +1,14 @@
 """Multimodal models around the text model of a family with modules of its own."""
 
+from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.rows import CORRECTION_BESIDE, MLP, NUMBERED_EXPERT_MLPS, SHARED_EXPERT_ROWS
 from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, inside
 from tpuconv.models.declare import wrapper
 from tpuconv.models.dots3_note_text.family import FAMILY as DOTS3_NOTE_TEXT
+from tpuconv.models.hy_v4.family import FAMILY as HY_V4
 from tpuconv.models.llama4_text.family import FAMILY as LLAMA4_TEXT
+from tpuconv.models.mimo_v2_flash.family import FAMILY as MIMO_V2_FLASH
+from tpuconv.models.mimo_v2_flash.family import FULL_QKV, V2_TABLE, WINDOW_QKV, AnyHeads
 from tpuconv.models.minimax_m3_vl_text.family import FAMILY as MINIMAX_M3_VL_TEXT
 from tpuconv.models.minimax_m3_vl_text.family import m3_table
 from tpuconv.models.qwen3_5_moe_text.family import FAMILY as QWEN3_5_MOE_TEXT
@@ -53,6 +57,40 @@ QWEN4_EXP = wrapper(
         "indexer_compress_ratio": 4,
     },
     modalities=(QWEN35_VISION,),
+)
+
+HY_V4_VL = wrapper(
+    "hy_v4_vl",
+    "Hy4-VL, text",
+    "HYV4VLForConditionalGeneration",
+    text=HY_V4,
+    mixins=(MropeConfig,),
+    prefix="model.",
+    outside={"vit": SEES, "vision_tower": SEES},
+    defaults={"head_dim": None, "num_key_value_heads": None},
+    interleaved=True,
+    default_sections=(12, 10, 10),
+)
+
+MIMO_V2 = wrapper(
+    "mimo_v2",
+    "MiMo V2.5, V2.5-Pro, V2.6-Flash, V2.6-Pro, text",
+    "MiMoV2ForCausalLM",
+    text=MIMO_V2_FLASH,
+    mixins=(AnyHeads,),
+    table=inside(
+        V2_TABLE, "model.", {"visual": SEES, "audio_encoder": HEARS, "speech_embeddings": HEARS}, head="lm_head."
+    ),
+    flat=True,
+    left_out=MIMO_V2_FLASH.config.left_out - {"swa_num_key_value_heads"},
+    keys={"swa_num_key_value_heads": int | None, "attention_projection_layout": str | None},
+    defaults={"swa_num_key_value_heads": None, "attention_projection_layout": None},
+    only={
+        **MIMO_V2_FLASH.config.only,
+        "attention_bias": (False,),
+        "attention_projection_layout": ("fused_qkv", "split", None),
+    },
+    forms=(WINDOW_QKV, FULL_QKV),
 )
 
 STEP3P7 = wrapper(

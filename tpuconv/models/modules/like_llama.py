@@ -1,5 +1,6 @@
 """MLPs, norms and layers of single families that otherwise are as Llama."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common import blocks
 from tpuconv.models.common.cache import KV
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.layers import Keys, PlainRMSNorm, RMSNorm, apply_rope, normalize
+from tpuconv.models.common.layers import Embed, Keys, PlainRMSNorm, RMSNorm, apply_rope, normalize
 from tpuconv.models.common.steps import Step
 
 
@@ -102,3 +103,16 @@ class NormedInputs(Decoder):
 
     def scaled(self, x_BTD: jax.Array) -> jax.Array:
         return normalize(x_BTD, 1, self.config.rms_norm_eps).astype(x_BTD.dtype)
+
+
+class InputEmbed(Embed):
+    """The embedding matrix of a model whose head has fewer rows."""
+
+    def __init__(self, sizes: Mapping[str, int], *, dtype: DTypeLike, keys: Keys):
+        super().__init__({**sizes, "V": sizes["input_vocab"]}, dtype=dtype, keys=keys)
+
+
+class MoreTokensThanLogits(Decoder):
+    """A decoder with logits of the first tokens of its vocabulary alone."""
+
+    embed_type = InputEmbed
