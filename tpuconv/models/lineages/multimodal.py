@@ -1,5 +1,7 @@
 """Multimodal models around the text model of a family with modules of its own."""
 
+from typing import ClassVar
+
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.rows import CORRECTION_BESIDE, MLP, NUMBERED_EXPERT_MLPS, SHARED_EXPERT_ROWS
 from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, inside
@@ -59,17 +61,30 @@ QWEN4_EXP = wrapper(
     modalities=(QWEN35_VISION,),
 )
 
+
+class HyV4VlConfig(MropeConfig):
+    """Rotary positions turn adjacent pairs, in sections. Norms of latent vectors have the epsilon of the others."""
+
+    interleaved: ClassVar[bool] = True
+    default_sections: ClassVar[tuple[int, ...]] = (12, 10, 10)
+    rms_norm_eps: float
+
+    @property
+    def latent_eps(self) -> float:
+        """See `tpuconv.models.hy_v4.family.Config`."""
+        return self.rms_norm_eps
+
+
 HY_V4_VL = wrapper(
     "hy_v4_vl",
     "Hy4-VL, text",
     "HYV4VLForConditionalGeneration",
     text=HY_V4,
-    mixins=(MropeConfig,),
+    mixins=(HyV4VlConfig,),
     prefix="model.",
     outside={"vit": SEES, "vision_tower": SEES},
-    defaults={"head_dim": None, "num_key_value_heads": None},
-    interleaved=True,
-    default_sections=(12, 10, 10),
+    only={**HY_V4.config.only, "rope_interleave": (True,)},
+    defaults={"head_dim": None, "num_key_value_heads": None, "rope_interleave": True},
 )
 
 MIMO_V2 = wrapper(
