@@ -59,7 +59,13 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
                 assert set(kind.__dataclass_fields__) <= set(keys_of_reference(model_type) or ())
             else:
                 unknown.add(model_type)
-    assert unknown == {"bailing_moe", "internlm2", "mimo_v2", "minimax_m1", "minimax_text_01"}  # whose code is in the releases
+    assert unknown == {
+        "bailing_moe",
+        "internlm2",
+        "mimo_v2",
+        "minimax_m1",
+        "minimax_text_01",
+    }  # whose code is in the releases
 
 
 def test_a_key_that_the_reference_does_not_read_is_listed() -> None:

@@ -29,8 +29,8 @@ PERIOD = ("linear_attention", "sliding_attention", "linear_attention", "full_att
 
 @family_config
 class Config(ChosenExperts, HybridConfig):
-    """The keys of config.json. All layers have experts. Layers that see all tokens have no rotary positions. `intermediate_size`
-    has no effect, since no layer is dense."""
+    """The keys of config.json. All layers have experts. Layers that see all tokens have no rotary positions.
+    `intermediate_size` has no effect, since no layer is dense."""
 
     model_type: ClassVar[str] = "lara_mini"
     other_kinds: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
@@ -72,14 +72,15 @@ class Config(ChosenExperts, HybridConfig):
         return tuple(self.rope if kind == "sliding_attention" else None for kind in self.kinds)
 
 
-KEYS, VALUES, GATES = "(groups key_dim)", "(groups per_group value_dim)", "(groups per_group)"
+KEY_AXES, VALUE_AXES, GATE_AXES = "(groups key_dim)", "(groups per_group value_dim)", "(groups per_group)"
 
 JOINED_INPUTS = (
     Map(
         "in_proj.weight",
         tuple(f"{name}.kernel" for name in ("q", "k", "v", "z", "b", "a")),
-        f"({KEYS} + {KEYS} + {VALUES} + {VALUES} + {GATES} + {GATES}) D -> D groups key_dim, D groups key_dim, "
-        "D groups per_group value_dim, D groups per_group value_dim, D groups per_group, D groups per_group",
+        f"({KEY_AXES} + {KEY_AXES} + {VALUE_AXES} + {VALUE_AXES} + {GATE_AXES} + {GATE_AXES}) D "
+        "-> D groups key_dim, D groups key_dim, D groups per_group value_dim, D groups per_group value_dim, "
+        "D groups per_group, D groups per_group",
     ),
 )
 """The matrices that make the inputs of linear attention, in one tensor."""

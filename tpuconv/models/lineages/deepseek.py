@@ -85,7 +85,6 @@ GLM4_MOE_LITE = like(
 )
 
 
-
 @family_config
 class SarvamConfig(deepseek_v3.Config):
     """`deepseek_yarn` is another name of YaRN. `q_head_dim` follows from other keys."""

@@ -150,7 +150,6 @@ APERTUS = decoder(
 )
 
 
-
 @family_config
 class PrunedHeadConfig(APERTUS.config):  # type: ignore[misc, name-defined]  # made by `decoder`
     """The head has rows for the first `output_vocab_size` tokens alone: those after them stand for images and
@@ -180,7 +179,7 @@ APERTUS1P5_TEXT = APERTUS.but(
     config=PrunedHeadConfig,
     base="modules.like_llama:MoreTokensThanLogits",
     table=APERTUS.table.with_rows(
-        replace(row, layout="input_vocab D") if row.jax_names == ("embed.embedding",) else row for row in APERTUS.table
+        [replace(row, layout="input_vocab D") if row.layout == "V D" else row for row in APERTUS.table]
     ),
 )
 

@@ -171,7 +171,7 @@ LOCAL_ROWS = (
 )
 """Keys, values and sinks of layers with the window."""
 
-FULL_ROWS = (
+FULL_KEYS_VALUES = (
     Map("k_proj.weight", "k.kernel", "(full_kv_heads H) D -> D full_kv_heads H"),
     Map("v_proj.weight", "v.kernel", "(full_kv_heads value_head_dim) D -> D full_kv_heads value_head_dim"),
     *when("attention_bias", Map("k_proj.bias", "k.bias", "(full_kv_heads H) -> full_kv_heads H")),
@@ -190,7 +190,7 @@ TABLE = decoder_table(
         *under(
             "model.layers.{full_layers}.self_attn",
             "layers.{full_layers}.attn",
-            *FULL_ROWS,
+            *FULL_KEYS_VALUES,
         ),
         *mlp_rows(*CORRECTED_ROUTER, *EXPERT_MLPS),
         *under(
@@ -252,7 +252,7 @@ WINDOW_QKV: Forms = {
     ),
 }
 FULL_QKV: Forms = {
-    "apart": (Map("q_proj.weight", "q.kernel", "(N H) D -> D N H"), *FULL_ROWS[:2]),
+    "apart": (Map("q_proj.weight", "q.kernel", "(N H) D -> D N H"), *FULL_KEYS_VALUES[:2]),
     "joined": (
         Map(
             "qkv_proj.weight",
