@@ -147,6 +147,7 @@ FAMILIES: Mapping[str, str] = {
     "hunyuan_vl": "lineages.hunyuan",
     "granite_docling": "lineages.granite",
     "falcon": "falcon.family",
+    "diffllama": "lineages.like_llama",
     "bitnet": "lineages.like_llama",
     "bloom": "lineages.older",
     "mpt": "lineages.older",

@@ -18,7 +18,6 @@ _QUERIES = "OPT behind learned queries: not written yet"
 _CROSS = "decoders that attend to images or to sound, or that write sound"
 _DRAFTS = "drafts for another model, whose keys and values they read"
 _RECURRENT = "recurrent networks without attention"
-_DIFFERENCE = "the difference of two attentions; masks that are made of values"
 _ENCODERS = "encoders that may be run as decoders"
 _BEHIND_ENCODER = "decoders of models with an encoder"
 
@@ -36,7 +35,7 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(("hrm_text", "dory", "inkling2_loop", "inkling2_loop_text"), _LOOPS),
     "diffusion_gemma": "text that is made by denoising blocks of tokens, not token by token",
     "blt": "bytes that are joined to patches by another model",
-    **dict.fromkeys(("diffllama", "doge"), _DIFFERENCE),
+    "doge": "masks that are made of values",
     "gpt_neox_japanese": _EARLY,
     **dict.fromkeys(
         ("aya_vision", "cohere2_vision", "granite_speech", "granite_speech_plus", "granite4_vision"), _FACTORS

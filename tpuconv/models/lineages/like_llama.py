@@ -245,3 +245,36 @@ NANOCHAT = decoder(
     config=NanoChatConfig,
     only={"hidden_act": ("relu2",)},
 )
+
+
+class DifferenceConfig(DecoderConfig):
+    """`lambda_std_dev` is of training."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.sizes["K"] % 2:
+            yield f"num_key_value_heads={self.sizes['K']} is odd: heads are in pairs"
+
+    @property
+    def unscannable(self) -> str:
+        return "each layer has a weight of its own for what it subtracts"
+
+
+DIFFLLAMA = decoder(
+    "diffllama",
+    "DiffLlama",
+    "DiffLlamaForCausalLM",
+    Norms(module="modules.like_llama:NumberedBlock"),
+    Attn(
+        "attention_bias",
+        module="modules.like_llama:DifferenceAttention",
+        rows=(
+            *ATTENTION,
+            *when("attention_bias", *QKV_BIAS, O_BIAS),
+            *(Map(f"self_attn.lambda_{name}", f"attn.lambda_{name}", "H") for name in ("q1", "k1", "q2", "k2")),
+        ),
+    ),
+    Mlp(),
+    config=DifferenceConfig,
+    keys={"lambda_std_dev": float | None},
+)
