@@ -75,6 +75,9 @@ class HyV4VlConfig(MropeConfig):
         return self.rms_norm_eps
 
 
+HEAD_OF_STREAMS = "model.hc_pre.hc_head.hc_head_"
+"""How the names of the weights begin that join the residual streams."""
+
 HY_V4_VL = wrapper(
     "hy_v4_vl",
     "Hy4-VL, text",
@@ -83,6 +86,12 @@ HY_V4_VL = wrapper(
     mixins=(HyV4VlConfig,),
     prefix="model.",
     outside={"vit": SEES, "vision_tower": SEES},
+    # transformers puts these parts of names in another order.
+    modules={
+        f"{front}{name}": f"{HEAD_OF_STREAMS}{name}"
+        for front in ("model.language_model.hc_head.hc_", "model.hc_head.hc_pre.hc_head_")
+        for name in ("fn", "base", "scale")
+    },
     only={**HY_V4.config.only, "rope_interleave": (True,)},
     defaults={"head_dim": None, "num_key_value_heads": None, "rope_interleave": True},
 )
