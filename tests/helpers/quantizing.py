@@ -107,9 +107,7 @@ EVEN = {
         **{"num_key_value_heads": 4, "head_dim": 32, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 64},
     },
     "cohere2_moe": {"head_dim": 32, "intermediate_size": 64, "prefix_dense_intermediate_size": 64},
-    **{
-        name: {"head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 64} for name in ("mimo_v2", "mimo_v2_flash")
-    },
+    **{name: {"head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 64} for name in ("mimo_v2", "mimo_v2_flash")},
     **{name: {"num_attention_heads": 2} for name in ("cohere", "cohere2", "olmoe", "flex_olmo", "qwen2_vl")},
     **{name: LINEAR for name in ("qwen3_5_text", "qwen3_5")},
     **{
