@@ -129,8 +129,8 @@ class MoreTokensThanLogits(Decoder):
 
 
 class NumberedBlock(blocks.PreNormBlock):
-    """One layer: attention and MLP, each after a norm, with residual connections. Attention depends on the number of the
-    layer."""
+    """One layer: attention and MLP, each after a norm, with residual connections. Attention depends on the number of
+    the layer."""
 
     def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
         return self.attention_type(config, layer=layer, dtype=dtype, keys=keys)
@@ -168,10 +168,11 @@ class DifferenceAttention(blocks.Attention):
 def _halves_of_values(kv: KV) -> list[KV]:
     """Returns the keys with the values of the first half of the heads for both halves, and of the second half."""
 
-    def halves(x: jax.Array | None) -> list[jax.Array | None]:
-        if x is None:
-            return [None, None]
+    def halves(x: jax.Array) -> list[jax.Array]:
         return [jnp.concatenate([half, half], axis=2) for half in jnp.split(x, 2, axis=2)]
 
-    values = zip(halves(kv.v_BSKH), halves(kv.v_scale_BSK), strict=True)
-    return [replace(kv, v_BSKH=v_BSKH, v_scale_BSK=scale_BSK) for v_BSKH, scale_BSK in values]
+    values = halves(kv.v_BSKH)
+    if kv.v_scale_BSK is None:
+        return [replace(kv, v_BSKH=half) for half in values]
+    both = zip(values, halves(kv.v_scale_BSK), strict=True)
+    return [replace(kv, v_BSKH=half, v_scale_BSK=scales) for half, scales in both]
