@@ -234,7 +234,7 @@ def changes(tensors: Tensors) -> dict[str, tuple[str, Tensors]]:
         rest = {n: x for n, x in tensors.items() if n != name}
         out[f"{pattern} lost"] = name, rest
         out[f"{pattern} renamed"] = name, rest | {f"{name}x": tensors[name]}
-        out[f"{pattern} of another shape"] = name, rest | {name: np.concatenate([tensors[name]] * 2)}
+        out[f"{pattern} of another shape"] = name, rest | {name: np.concatenate([np.atleast_1d(tensors[name])] * 2)}
         out[f"{pattern} twice"] = name, tensors | {f"language_model.{name}": tensors[name]}
     return out
 

@@ -655,7 +655,7 @@ def test_a_model_runs_with_every_product_quantized(case):
         model = quantized(family.model_class(config, dtype=jnp.bfloat16), Provider(rules))
         return model(jnp.zeros((1, 8), jnp.int32))
 
-    assert jax.eval_shape(logits).shape == (1, 8, config.vocab_size)
+    assert jax.eval_shape(logits).shape == (1, 8, config.sizes["V"])
 
 
 @pytest.mark.parametrize(("name", "case"), list(resolutions()))

@@ -27,6 +27,9 @@ from tpuconv.verify.reference import reference
 WRAPPERS = [family for family in all_families() if family.name in VISION]
 OWN_HEAD = next(case for case in CASES if case.id == "gemma3-own-head")
 WRAPPED = [FIRST[name] for name in VISION]
+NOT_LOADED = {"hy_v4_vl"}
+"""Families of whose releases transformers 5.24 does not load all: of Hy4-VL it misses the weights that join the
+residual streams, under the names that Hy4's releases have. `test_models.py` compares the same logits in memory."""
 IDS = [[5, 17, 99, 3, 42, 8, 77], [9, 4, 31]]
 
 
@@ -66,8 +69,14 @@ def test_names_of_every_release_convert_and_come_back(prefix: str, hf: Any, tmp_
         assert all(same_bits(x, source[tensor]) for tensor, x in back.items())
 
 
+@pytest.mark.parametrize("name", sorted(NOT_LOADED))
+def test_weights_that_transformers_does_not_load_are_told(name: str, hf: Any) -> None:
+    with pytest.raises(UnsupportedConfig, match="did not load 3 weights"):
+        reference(hf(FIRST[name]), whole_texts(IDS), "float32")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", WRAPPED, ids=str)
+@pytest.mark.parametrize("case", [case for case in WRAPPED if case.family not in NOT_LOADED], ids=str)
 def test_the_text_is_compared_with_the_class_of_the_whole(case: Case, hf: Any, orbax: Any) -> None:
     theirs, ours = reference(hf(case), whole_texts(IDS), "float32").logits, model_logits(orbax(case), IDS, "float32")
     for want, have in zip(theirs, ours, strict=True):

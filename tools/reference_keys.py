@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+)
 
 from tpuconv.models.common.config_keys import NO_EFFECT
 from tpuconv.models.common.rope import ROPE_KEYS
@@ -58,7 +64,9 @@ def keys_of(model_type: str) -> set[str]:
     names = {*kind.__dataclass_fields__, *kind.attribute_map, *asked(kind.__module__.removeprefix("transformers."))}
     module = f"{package}.modeling_{package.rpartition('.')[2]}"
     if find_spec(f"transformers.{module}") is None:  # the model of another type is used
-        module = MODEL_FOR_CAUSAL_LM_MAPPING[kind].__module__.removeprefix("transformers.")
+        causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING
+        others = MODEL_FOR_CAUSAL_LM_MAPPING if causal else MODEL_FOR_MULTIMODAL_LM_MAPPING
+        module = others[kind].__module__.removeprefix("transformers.")
     names |= set(asked(module))
     text = kind.sub_configs.get("text_config") or kind.sub_configs.get("thinker_config")
     return names | keys_of(text.model_type) if text and text is not AutoConfig else names

@@ -136,7 +136,7 @@ def split(row: Map, names: Sequence[str]) -> Iterator[Map]:
 class Finder:
     """Finds what transformers has for the tensors of a table."""
 
-    def __init__(self, table: MappingTable, model: Any):
+    def __init__(self, table: MappingTable, model: Any, aliases: Mapping[str, str]):
         mapping = get_model_conversion_mapping(model, add_legacy=False)
         self.renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         self.converters = [each for each in mapping if isinstance(each, WeightConverter)]
@@ -154,7 +154,7 @@ class Finder:
             for form in rows[place.home]
         }
         self.found = Found()
-        self.plain = ReleaseReader(table, ALL_FORMS).speller
+        self.plain = ReleaseReader(table, ALL_FORMS, aliases).speller
 
     def run(self, config: Any) -> Found:
         merged: dict[tuple[str | None, str], dict[str, tuple[str, Map, Any]]] = defaultdict(dict)
@@ -271,7 +271,7 @@ class Models:
 
     def found(self) -> Found:
         """What transformers has, besides the release."""
-        return Finder(self.family.table, self.models[0]).run(self.configs[0])
+        return Finder(self.family.table, self.models[0], self.family.aliases).run(self.configs[0])
 
     def release(self) -> Release:
         """How the modules are named and grouped, as it is read with the names of the file."""

@@ -42,7 +42,7 @@ TESTED: Mapping[str, tuple[str, ...]] = {
     "numba": ("0.68.1",),
     "orbax-checkpoint": ("0.12.8",),
     "qwix": ("0.1.8",),
-    "transformers": ("5.23.0",),
+    "transformers": ("5.24.0",),
 }
 """The tested versions of each package, from constraints.txt."""
 

@@ -21,7 +21,7 @@ import yaml
 from yaml.composer import ComposerError
 
 from tpuconv.models.registry import Family
-from tpuconv.verify.reference import READ_WITHIN, attention_of, whole_config
+from tpuconv.verify.reference import READ_WITHIN, attention_of, mended, whole_config
 
 FOLDER = Path(__file__).parent.parent / "data" / "cases"
 
@@ -59,9 +59,9 @@ class Traits:
     thinker_of: str = ""
     """The class in transformers of the whole model, if the part that returns logits is its `thinker`."""
     renamed_by_transformers: bool = False
-    """transformers 5.23 saves tensors under other names than those of releases, or more of them."""
+    """transformers 5.24 saves tensors under other names than those of releases, or more of them."""
     recut_by_transformers: bool = False
-    """transformers 5.23 saves tensors that are cut at other rows than those of releases."""
+    """transformers 5.24 saves tensors that are cut at other rows than those of releases."""
     released_tensors: Mapping[str, str] = field(default_factory=dict)
     """Parts of the names that transformers gives tensors, and those of releases, in the order in which they are
     replaced. `self_attn.qkv.` is one matrix in place of three."""
@@ -269,7 +269,7 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
         config.num_labels = LABELS
     with warnings.catch_warnings():  # of no shared expert a matrix without elements is made
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")
-        model = auto(config, attn_implementation=attention_of(config), dtype=torch.float32).eval()
+        model = mended(auto(config, attn_implementation=attention_of(config), dtype=torch.float32)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             part = name.replace("norm_attn_norm", "")  # of which DBRX's attention is a part
@@ -279,7 +279,7 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
                     parameter -= 1
             elif name.endswith((".bias", "_bias", ".sinks", "_hc.base", ".hc_base", "softmax_scaling.scale")):
                 parameter.normal_(0, 0.3)
-            elif case.family in ("hy_v4", "glm5_next") and name.endswith(("_hc.scale", ".hc_scale")):
+            elif case.family in ("hy_v4", "hy_v4_vl", "glm5_next") and name.endswith(("_hc.scale", ".hc_scale")):
                 # So small when new that the streams would be alike; in GLM the matrices beside them are.
                 parameter.uniform_(*((2.5, 7.5) if case.family == "glm5_next" else (0.5, 1.5)))
             elif name.endswith("A_log"):
@@ -363,7 +363,7 @@ def _rename(folder: Path, names: Mapping[str, str]) -> None:
     tensors = load_file(path)
     for name in [name for name in tensors if "self_attn.q_proj." in name and "self_attn.qkv." in names]:
         parts = [tensors.pop(name.replace("q_proj", f"{x}_proj")) for x in "qkv"]
-        if raw["model_type"] == "llama":  # the queries of a group of heads, its key, its value
+        if raw["model_type"] in ("llama", "mimo_v2_flash"):  # the queries of a group of heads, its keys, its values
             groups = raw["num_key_value_heads"]
             joined = torch.cat([x.reshape(groups, -1, x.shape[-1]) for x in parts], 1).reshape(-1, parts[0].shape[-1])
         else:

@@ -85,7 +85,15 @@ EVEN = {
         name: {"head_dim": 32, "moe_intermediate_size": 64}
         for name in ("solar_open", "dots1", "hy_v3", "exaone_moe", "afmoe", "mellum", "beam")
     },
-    **{name: {"num_attention_heads": 2} for name in ("falcon", "glm4v", "glm46v", "glm_ocr", "gpt_neox", "stablelm")},
+    **{name: {"num_attention_heads": 2} for name in ("falcon", "glm4v", "glm46v", "glm_ocr", "gpt_neox")},
+    **{name: {"num_attention_heads": 2} for name in ("glmga", "stablelm")},
+    "diffllama": {"num_attention_heads": 2, "num_key_value_heads": 2},
+    "hy_v4_vl": {
+        **{**MLA, "num_key_value_heads": 4, "index_head_dim": 32},
+        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]},
+    },
+    "lara_mini": LINEAR | SHARED,
+    "sarvam_mla": {key: x for key, x in MLA.items() if key != "q_lora_rank"},
     "glm4v_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "hunyuan_vl": {
         "head_dim": 32,
@@ -99,7 +107,7 @@ EVEN = {
         **{"num_key_value_heads": 4, "head_dim": 32, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 64},
     },
     "cohere2_moe": {"head_dim": 32, "intermediate_size": 64, "prefix_dense_intermediate_size": 64},
-    "mimo_v2_flash": {"head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 64},
+    **{name: {"head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 64} for name in ("mimo_v2", "mimo_v2_flash")},
     **{name: {"num_attention_heads": 2} for name in ("cohere", "cohere2", "olmoe", "flex_olmo", "qwen2_vl")},
     **{name: LINEAR for name in ("qwen3_5_text", "qwen3_5")},
     **{
@@ -107,7 +115,7 @@ EVEN = {
         for name in ("qwen4_exp_text", "qwen4_exp")
     },
     **{name: LINEAR | SHARED for name in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")},
-    **{name: {"head_dim": 32, "moe_intermediate_size": 64} for name in ("glm4_moe", "bailing_moe")},
+    **{name: {"head_dim": 32, "moe_intermediate_size": 64} for name in ("glm4_moe", "bailing_moe", "sarvam_moe")},
     "ernie4_5_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "qwen2_moe": {"num_attention_heads": 2, **SHARED},
     **{name: {"head_dim": 32, "moe_intermediate_size": 64} for name in ("qwen3_moe", "qwen3_omni_moe")},

@@ -52,6 +52,11 @@ def fp8_e8m0_scales(rng, rows, columns):
     return fp8_blocks(rng, rows, columns, (3, 5), ml_dtypes.float8_e8m0fnu)
 
 
+def fp8_small_blocks(rng, rows, columns):
+    """What Qwen3.8-Flash-Next stores: powers of two for blocks of 32x32."""
+    return fp8_blocks(rng, rows, columns, (32, 32), ml_dtypes.float8_e8m0fnu)
+
+
 def fp8_beside_fp4(rng, rows, columns):
     """What DeepSeek V4 stores of weights that are no experts."""
     stored, config, values = fp8_blocks(rng, rows, columns, (3, 5), E8M0)

@@ -149,7 +149,7 @@ def compare_checkpoints(asked: CompareCheckpointsRequest) -> CheckpointCompariso
         manifest.check_own()
         check_logits(manifest)
     # Only now, since jax takes seconds to import.
-    from tpuconv.models.stored import check_cache_dtype
+    from tpuconv.models.stored import check_cache_dtype, model_config
     from tpuconv.verify.logits import DTYPE_GATES
     from tpuconv.verify.pairs import Side, compare_windows, tensor_differences
     from tpuconv.verify.tasks import TaskDifference, TaskList
@@ -180,7 +180,7 @@ def compare_checkpoints(asked: CompareCheckpointsRequest) -> CheckpointCompariso
         Side(first, compute),
         Side(second, compute, asked.cache_dtype),
         windows,
-        next(array.shape[0] for array in first.arrays.values() if array.axes.startswith("V")),
+        model_config(first).sizes["V"],
         gates,
         lambda name: asked.progress(Progress(f"running {names.get(name, name)}")),
     )

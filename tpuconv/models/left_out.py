@@ -8,16 +8,16 @@ _SHARED = (
     "parameter for one layer"
 )
 _FACTORS = (
-    "transformers 5.23 computes the logits of the whole without the factor that Cohere's and Granite's text models "
+    "transformers 5.24 computes the logits of the whole without the factor that Cohere's and Granite's text models "
     "have: it is unclear which result is right"
 )
+_LOOPS = "layers that run several times, each time with keys and values of their own"
 _RELATIVE = "learned relative positions, convolutions of keys, values and of the output of each part"
 _EARLY = "an early model of known parts, in a layout of its own: not written yet"
 _QUERIES = "OPT behind learned queries: not written yet"
 _CROSS = "decoders that attend to images or to sound, or that write sound"
 _DRAFTS = "drafts for another model, whose keys and values they read"
 _RECURRENT = "recurrent networks without attention"
-_DIFFERENCE = "the difference of two attentions; masks that are made of values"
 _ENCODERS = "encoders that may be run as decoders"
 _BEHIND_ENCODER = "decoders of models with an encoder"
 
@@ -32,9 +32,10 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     "released model",
     **dict.fromkeys(("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"), _RELATIVE),
     "zaya": "queries and keys that are compressed and convolved, routers that read the one before",
-    "hrm_text": "layers that run several times",
+    **dict.fromkeys(("hrm_text", "dory", "inkling2_loop", "inkling2_loop_text"), _LOOPS),
+    "diffusion_gemma": "text that is made by denoising blocks of tokens, not token by token",
     "blt": "bytes that are joined to patches by another model",
-    **dict.fromkeys(("diffllama", "doge"), _DIFFERENCE),
+    "doge": "masks that are made of values",
     "gpt_neox_japanese": _EARLY,
     **dict.fromkeys(
         ("aya_vision", "cohere2_vision", "granite_speech", "granite_speech_plus", "granite4_vision"), _FACTORS

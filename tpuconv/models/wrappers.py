@@ -439,6 +439,7 @@ WRAPPER_ROWS = (
         tied=True,
         modalities=(MOSS_AUDIO,),
     ),
+    Wrapper("omniasr", "OmniASR", "Omnilingual ASR, with a language model", ("llama",), SPEECH),
     Wrapper(
         "qwen3_asr",
         "Qwen3ASR",

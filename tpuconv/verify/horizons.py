@@ -79,7 +79,7 @@ def long_prompts(
         else:
             found.append(Horizon(tokens))
             if length > longest:
-                windows.append(Window(_ids(folder, length, config.vocab_size), max(0, length - COMPARED)))
+                windows.append(Window(_ids(folder, length, config.sizes["V"]), max(0, length - COMPARED)))
     return windows, found
 
 

@@ -100,11 +100,10 @@ def tokenized(manifest: Manifest, tokenizer_folder: Path, prompts: Sequence[str]
     Raises:
         UsageError: there is no tokenizer, or a prompt is longer than the context of the model.
     """
-    vocab = next(array.shape[0] for array in manifest.arrays.values() if array.axes.startswith("V"))
     config = model_config(manifest)
     context = context_of(config)
     with plain_path(tokenizer_folder) as path:
-        ids = tokenize(path, prompts, vocab)
+        ids = tokenize(path, prompts, config.sizes["V"])
     if not prompts:
         return [prompt_ids[: config.position_limit] for prompt_ids in ids]
     for number, prompt_ids in enumerate(ids, 1):

@@ -41,6 +41,11 @@ class Config(SharedIndexers):
             yield f"swiglu_limit={self.swiglu_limit} is not positive"
 
     @property
+    def latent_eps(self) -> float:
+        """The epsilon of the norms of latent vectors."""
+        return 1e-6
+
+    @property
     def indexer_kinds(self) -> tuple[str, ...]:
         if self.indexer_types is not None:
             return self.indexer_types

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import clamped
-from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, apply_rope
+from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, apply_rope, deinterleave
 from tpuconv.models.common.moe import Expert, Rows, routed
 from tpuconv.models.common.steps import Step
 from tpuconv.models.common.streams import GatedStreams, JoinedNorm, StreamsBlock, to_streams
@@ -27,10 +27,12 @@ class LastRopeIndexer(deepseek_v32.Indexer):
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
         self.k_norm = LayerNorm("x", with_letters(config.sizes, LEGEND), config.rms_norm_eps, dtype=dtype)
+        self.interleaved = config.rope_interleave
 
     def rotated(self, x_BTnx: jax.Array, step: Step) -> jax.Array:
         cos_sin = step.cos_sin_in(x_BTnx.dtype)
         plain, rotary = jnp.split(x_BTnx, [x_BTnx.shape[-1] - 2 * cos_sin[0].shape[-1]], axis=-1)
+        rotary = deinterleave(rotary) if self.interleaved else rotary
         return jnp.concatenate([plain, apply_rope(rotary, cos_sin)], axis=-1)
 
 
@@ -39,6 +41,9 @@ class GatedSinks(deepseek_v3.Attention):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
+        self.kv_a_norm.eps = config.latent_eps
+        if self.q_a_norm is not None:
+            self.q_a_norm.eps = config.latent_eps
         self.gate = Einsum("BTD,DNH->BTNH", config.sizes, dtype=dtype, keys=keys)
         self.sinks = nnx.Param(jnp.zeros(config.sizes["N"], jnp.float32))
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.rope import PARAMETER_KEYS
 from tpuconv.models.common.rows import (
     BIASED_ATTENTION,
     EXPERT_MLPS,
@@ -81,6 +82,33 @@ GLM4_MOE_LITE = like(
     "Glm4MoeLiteForCausalLM",
     mixins=(LiteConfig,),
     defaults={"first_k_dense_replace": 1, "head_dim": None},
+)
+
+
+@family_config
+class SarvamConfig(deepseek_v3.Config):
+    """`deepseek_yarn` is another name of YaRN. `q_head_dim` follows from other keys."""
+
+    left_out: ClassVar[frozenset[str]] = frozenset({"q_head_dim"})
+
+    @classmethod
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        out = super().in_our_keys(raw)
+        for key in {*PARAMETER_KEYS} & out.keys():
+            if isinstance(given := out[key], Mapping):
+                out[key] = {name: "yarn" if value == "deepseek_yarn" else value for name, value in given.items()}
+        return out
+
+
+SARVAM_MLA = like(
+    DEEPSEEK_V3,
+    "sarvam_mla",
+    "Sarvam 105B",
+    "SarvamMLAForCausalLM",
+    "DeepseekV3ForCausalLM",
+    mixins=(SarvamConfig,),
+    aliases={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+    defaults={"num_nextn_predict_layers": 0, "head_dim": None},
 )
 
 LATENT_PART = Attn(module="deepseek_v3.modules:Attention", rows=deepseek_v3.ATTENTION_ROWS)

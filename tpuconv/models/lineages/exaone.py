@@ -44,7 +44,6 @@ EXAONE = LLAMA.but(
     "ExaoneForCausalLM",
     only={"activation_function": ("silu",), **NO_BIAS},
     aliases={"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps"},
-    defaults={"vocab_size": 102400, "intermediate_size": 16384, "rms_norm_eps": 1e-5},
     table=LLAMA.table.renamed(lambda name: reduce(lambda text, pair: text.replace(*pair), EXAONE_NAMES, name)),
 )
 

@@ -63,6 +63,23 @@ GLM46V = wrapper(
     modalities=(GLM_VISION,),
 )
 
+GLMGA = wrapper(
+    "glmga",
+    "GLM-GA, text",
+    "Glm46VForConditionalGeneration",
+    "GlmgaForConditionalGeneration",
+    text=GLM4,
+    mixins=(MropeConfig,),
+    outside={"visual": SEES},
+    text_types=("glm4v_text",),
+    only={"attention_bias": (True,)},
+    defaults={
+        **{"head_dim": None, "partial_rotary_factor": 1.0},
+        **{"max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
+    },
+    default_sections=(8, 12, 12),
+)
+
 GLM_OCR = wrapper(
     "glm_ocr",
     "GLM-OCR",

@@ -1,14 +1,23 @@
 """Families that are Llama but for their norms, MLPs or activations."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rows import ATTENTION, MLP, O_BIAS, PLAIN_MLP, QKV_BIAS, when
 from tpuconv.models.common.windows import OneWindow
-from tpuconv.models.declare import decoder
+from tpuconv.models.common.wrapper import HEARS, SEES
+from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.parts import Attn, Factors, Mlp, Norms
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
+
+declare(
+    input_vocab=Word("tokens of the embedding, where the head has fewer rows", as_="V"),
+)
 
 NEMOTRON = decoder(
     "nemotron",
@@ -140,6 +149,48 @@ APERTUS = decoder(
     only={"hidden_act": ("xielu",), "qk_norm": (True,), "post_norm": (False,), "mlp_bias": (False,)},
 )
 
+
+@family_config
+class PrunedHeadConfig(APERTUS.config):  # type: ignore[misc, name-defined]  # made by `decoder`
+    """The head has rows for the first `output_vocab_size` tokens alone: those after them stand for images and
+    sounds."""
+
+    model_type: ClassVar[str] = "apertus1p5_text"
+
+    output_vocab_size: int | None
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        rows = self.output_vocab_size
+        if rows is not None and rows > self.vocab_size:
+            yield f"output_vocab_size={rows} is more than vocab_size={self.vocab_size}"
+        elif rows not in (None, self.vocab_size) and self.tie_word_embeddings:
+            yield f"output_vocab_size={rows} with tie_word_embeddings=True"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "V": self.output_vocab_size or self.vocab_size, "input_vocab": self.vocab_size}
+
+
+APERTUS1P5_TEXT = APERTUS.but(
+    "apertus1p5_text",
+    "Apertus 1.5, the text model on its own",
+    "Apertus1p5TextForCausalLM",
+    config=PrunedHeadConfig,
+    base="modules.like_llama:MoreTokensThanLogits",
+    table=APERTUS.table.with_rows(
+        [replace(row, layout="input_vocab D") if row.layout == "V D" else row for row in APERTUS.table]
+    ),
+)
+
+APERTUS1P5 = wrapper(
+    "apertus1p5",
+    "Apertus 1.5 8B, 70B, text",
+    "Apertus1p5ForConditionalGeneration",
+    text=APERTUS1P5_TEXT,
+    outside={"vision_tokenizer": SEES, "audio_tokenizer": HEARS},
+)
+
 BITNET = decoder(
     "bitnet",
     "BitNet b1.58 2B4T",
@@ -193,4 +244,37 @@ NANOCHAT = decoder(
     base="modules.like_llama:NormedInputs",
     config=NanoChatConfig,
     only={"hidden_act": ("relu2",)},
+)
+
+
+class DifferenceConfig(DecoderConfig):
+    """`lambda_std_dev` is of training."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.sizes["K"] % 2:
+            yield f"num_key_value_heads={self.sizes['K']} is odd: heads are in pairs"
+
+    @property
+    def unscannable(self) -> str:
+        return "each layer has a weight of its own for what it subtracts"
+
+
+DIFFLLAMA = decoder(
+    "diffllama",
+    "DiffLlama",
+    "DiffLlamaForCausalLM",
+    Norms(module="modules.like_llama:NumberedBlock"),
+    Attn(
+        "attention_bias",
+        module="modules.like_llama:DifferenceAttention",
+        rows=(
+            *ATTENTION,
+            *when("attention_bias", *QKV_BIAS, O_BIAS),
+            *(Map(f"self_attn.lambda_{name}", f"attn.lambda_{name}", "H") for name in ("q1", "k1", "q2", "k2")),
+        ),
+    ),
+    Mlp(),
+    config=DifferenceConfig,
+    keys={"lambda_std_dev": float | None},
 )

@@ -200,6 +200,16 @@ BAILING_MOE = GLM4_MOE.but(
     ),
 )
 
+SARVAM_MOE = BAILING_MOE.but(
+    "sarvam_moe",
+    "Sarvam 30B",
+    "SarvamMoEForCausalLM",
+    "Glm4MoeForCausalLM",
+    only={key: values for key, values in BAILING_MOE.config.only.items() if key != "norm_topk_prob"},
+    defaults={"partial_rotary_factor": 1.0},
+    table=BAILING_MOE.table,
+)
+
 MELLUM = decoder(
     "mellum",
     "Mellum 2",

@@ -1,10 +1,16 @@
 """Multimodal models around the text model of a family with modules of its own."""
 
+from typing import ClassVar
+
+from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.rows import CORRECTION_BESIDE, MLP, NUMBERED_EXPERT_MLPS, SHARED_EXPERT_ROWS
 from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, inside
 from tpuconv.models.declare import wrapper
 from tpuconv.models.dots3_note_text.family import FAMILY as DOTS3_NOTE_TEXT
+from tpuconv.models.hy_v4.family import FAMILY as HY_V4
 from tpuconv.models.llama4_text.family import FAMILY as LLAMA4_TEXT
+from tpuconv.models.mimo_v2_flash.family import FAMILY as MIMO_V2_FLASH
+from tpuconv.models.mimo_v2_flash.family import FULL_QKV, V2_TABLE, WINDOW_QKV, AnyHeads
 from tpuconv.models.minimax_m3_vl_text.family import FAMILY as MINIMAX_M3_VL_TEXT
 from tpuconv.models.minimax_m3_vl_text.family import m3_table
 from tpuconv.models.qwen3_5_moe_text.family import FAMILY as QWEN3_5_MOE_TEXT
@@ -53,6 +59,62 @@ QWEN4_EXP = wrapper(
         "indexer_compress_ratio": 4,
     },
     modalities=(QWEN35_VISION,),
+)
+
+
+class HyV4VlConfig(MropeConfig):
+    """Rotary positions turn adjacent pairs, in sections. Norms of latent vectors have the epsilon of the others."""
+
+    interleaved: ClassVar[bool] = True
+    default_sections: ClassVar[tuple[int, ...]] = (12, 10, 10)
+    rms_norm_eps: float
+
+    @property
+    def latent_eps(self) -> float:
+        """See `tpuconv.models.hy_v4.family.Config`."""
+        return self.rms_norm_eps
+
+
+HEAD_OF_STREAMS = "model.hc_pre.hc_head.hc_head_"
+"""How the names of the weights begin that join the residual streams."""
+
+HY_V4_VL = wrapper(
+    "hy_v4_vl",
+    "Hy4-VL, text",
+    "HYV4VLForConditionalGeneration",
+    text=HY_V4,
+    mixins=(HyV4VlConfig,),
+    prefix="model.",
+    outside={"vit": SEES, "vision_tower": SEES},
+    # transformers puts these parts of names in another order.
+    modules={
+        f"{front}{name}": f"{HEAD_OF_STREAMS}{name}"
+        for front in ("model.language_model.hc_head.hc_", "model.hc_head.hc_pre.hc_head_")
+        for name in ("fn", "base", "scale")
+    },
+    only={**HY_V4.config.only, "rope_interleave": (True,)},
+    defaults={"head_dim": None, "num_key_value_heads": None, "rope_interleave": True},
+)
+
+MIMO_V2 = wrapper(
+    "mimo_v2",
+    "MiMo V2.5, V2.5-Pro, V2.6-Flash, V2.6-Pro, text",
+    "MiMoV2ForCausalLM",
+    text=MIMO_V2_FLASH,
+    mixins=(AnyHeads,),
+    table=inside(
+        V2_TABLE, "model.", {"visual": SEES, "audio_encoder": HEARS, "speech_embeddings": HEARS}, head="lm_head."
+    ),
+    flat=True,
+    left_out=MIMO_V2_FLASH.config.left_out - {"swa_num_key_value_heads"},
+    keys={"swa_num_key_value_heads": int | None, "attention_projection_layout": str | None},
+    defaults={"swa_num_key_value_heads": None, "attention_projection_layout": None},
+    only={
+        **MIMO_V2_FLASH.config.only,
+        "attention_bias": (False,),
+        "attention_projection_layout": ("fused_qkv", "split", None),
+    },
+    forms=(WINDOW_QKV, FULL_QKV),
 )
 
 STEP3P7 = wrapper(

@@ -21,11 +21,14 @@ from tpuconv.models.common.rows import (
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.windows import TwoPartialRopesConfig
 from tpuconv.models.registry import family
+from tpuconv.notation.forms import Forms
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
 
 declare(
     value_head_dim=Word("dimension of a value head"),
+    full_group=Word("query heads of a key-value head in layers that see all tokens"),
+    window_group=Word("key-value heads of layers with the window, for each of those that see all tokens"),
 )
 
 ROTARY_PART = 0.334
@@ -96,8 +99,16 @@ class Config(SparseConfig, TwoPartialRopesConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if self.num_attention_heads % (2 * (self.num_key_value_heads or self.num_attention_heads)):
-            yield f"num_attention_heads={self.num_attention_heads} is not a multiple of twice num_key_value_heads"
+        if self.num_attention_heads % self.window_kv_heads:
+            yield (
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of the {self.window_kv_heads} "
+                "key-value heads of layers with the window, twice num_key_value_heads"
+            )
+
+    @property
+    def window_kv_heads(self) -> int:
+        """The number of key-value heads in layers with the window."""
+        return 2 * (self.num_key_value_heads or self.num_attention_heads)
 
     def disagreements(self, raw: Mapping[str, Any]) -> Iterator[str]:
         """As `DecoderConfig.disagreements`: the sizes of layers with the window."""
@@ -125,8 +136,8 @@ class Config(SparseConfig, TwoPartialRopesConfig):
         sizes = super().sizes
         return {
             **sizes,
-            "K": 2 * sizes["K"],
-            "G": sizes["N"] // (2 * sizes["K"]),
+            "K": self.window_kv_heads,
+            "G": sizes["N"] // self.window_kv_heads,
             "full_kv_heads": sizes["K"],
             "value_head_dim": self.v_head_dim,
             "A": self.hidden_size,
@@ -160,6 +171,17 @@ LOCAL_ROWS = (
 )
 """Keys, values and sinks of layers with the window."""
 
+FULL_KEYS_VALUES = (
+    Map("k_proj.weight", "k.kernel", "(full_kv_heads H) D -> D full_kv_heads H"),
+    Map("v_proj.weight", "v.kernel", "(full_kv_heads value_head_dim) D -> D full_kv_heads value_head_dim"),
+    *when("attention_bias", Map("k_proj.bias", "k.bias", "(full_kv_heads H) -> full_kv_heads H")),
+    *when(
+        "attention_bias",
+        Map("v_proj.bias", "v.bias", "(full_kv_heads value_head_dim) -> full_kv_heads value_head_dim"),
+    ),
+)
+"""Keys and values of layers that see all tokens."""
+
 TABLE = decoder_table(
     *PRE_NORMS,
     *QUERY_OUTPUT_ROWS,
@@ -168,13 +190,7 @@ TABLE = decoder_table(
         *under(
             "model.layers.{full_layers}.self_attn",
             "layers.{full_layers}.attn",
-            Map("k_proj.weight", "k.kernel", "(full_kv_heads H) D -> D full_kv_heads H"),
-            Map("v_proj.weight", "v.kernel", "(full_kv_heads value_head_dim) D -> D full_kv_heads value_head_dim"),
-            *when("attention_bias", Map("k_proj.bias", "k.bias", "(full_kv_heads H) -> full_kv_heads H")),
-            *when(
-                "attention_bias",
-                Map("v_proj.bias", "v.bias", "(full_kv_heads value_head_dim) -> full_kv_heads value_head_dim"),
-            ),
+            *FULL_KEYS_VALUES,
         ),
         *mlp_rows(*CORRECTED_ROUTER, *EXPERT_MLPS),
         *under(
@@ -192,3 +208,87 @@ TABLE = decoder_table(
 )
 
 FAMILY = family(Config, TABLE, "MiMo-V2-Flash", "MiMoV2FlashForCausalLM")
+
+
+class AnyHeads:
+    """Layers with the window have as many key-value heads as `swa_num_key_value_heads` says. A family's Config derives
+    from this class and from `Config`, in this order."""
+
+    num_key_value_heads: int | None
+    num_attention_heads: int
+    swa_num_key_value_heads: int | None
+
+    @property
+    def window_kv_heads(self) -> int:
+        """See `Config.window_kv_heads`."""
+        found: int = super().window_kv_heads  # type: ignore[misc]
+        return self.swa_num_key_value_heads or found
+
+    def contradictions(self) -> Iterator[str]:
+        """See `DecoderConfig.contradictions`."""
+        yield from super().contradictions()  # type: ignore[misc]
+        if self.window_kv_heads % (full := self.num_key_value_heads or self.num_attention_heads):
+            yield f"swa_num_key_value_heads={self.window_kv_heads} is not a multiple of num_key_value_heads={full}"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """See `DecoderConfig.sizes`."""
+        sizes: dict[str, int] = super().sizes  # type: ignore[misc]
+        full = sizes["full_kv_heads"]
+        return {**sizes, "full_group": sizes["N"] // full, "window_group": sizes["K"] // full}
+
+
+QKV = ("q.kernel", "k.kernel", "v.kernel")
+WINDOW_QKV: Forms = {
+    "apart": (Map("q_proj.weight", "q.kernel", "(N H) D -> D N H"), *LOCAL_ROWS[:2]),
+    "joined": (
+        Map(
+            "qkv_proj.weight",
+            QKV,
+            "(full_kv_heads ((full_group H) + (window_group H) + (window_group value_head_dim))) D "
+            "-> D (full_kv_heads full_group) H, D (full_kv_heads window_group) H, "
+            "D (full_kv_heads window_group) value_head_dim",
+        ),
+    ),
+}
+FULL_QKV: Forms = {
+    "apart": (Map("q_proj.weight", "q.kernel", "(N H) D -> D N H"), *FULL_KEYS_VALUES[:2]),
+    "joined": (
+        Map(
+            "qkv_proj.weight",
+            QKV,
+            "(full_kv_heads ((full_group H) + H + value_head_dim)) D "
+            "-> D (full_kv_heads full_group) H, D full_kv_heads H, D full_kv_heads value_head_dim",
+        ),
+    ),
+}
+"""Queries, keys and values of MiMo V2.5 and V2.6: three matrices, or one with a part for each of
+`num_key_value_heads` devices."""
+
+O_ROW, SINKS_ROW = QUERY_OUTPUT_ROWS[1], LOCAL_ROWS[-1]
+WINDOW_ATTENTION = (*under("self_attn", "attn", *WINDOW_QKV["joined"], SINKS_ROW), O_ROW)
+
+V2_TABLE = decoder_table(
+    *PRE_NORMS,
+    others=(
+        *under("model.layers.{window_layers}", "layers.{window_layers}", *WINDOW_ATTENTION),
+        *under(
+            "model.layers.{full_layers}",
+            "layers.{full_layers}",
+            *under("self_attn", "attn", *FULL_QKV["joined"]),
+            O_ROW,
+        ),
+        *mlp_rows(*CORRECTED_ROUTER, *EXPERT_MLPS),
+        *under(
+            "model.mtp.layers.{U}",
+            "mtp.{U}",
+            *MTP_FINAL,
+            PRE_NORMS[0],
+            *WINDOW_ATTENTION,
+            Map("pre_mlp_layernorm.weight", "mlp_norm.scale", "D"),
+            *under("mlp", "mlp", *MLP),
+        ),
+    ),
+    ignore={"model.mtp.*": FURTHER_TOKENS},
+)
+"""The table of MiMo V2.5 and V2.6, without biases of attention."""

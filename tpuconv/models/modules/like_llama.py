@@ -1,5 +1,8 @@
 """MLPs, norms and layers of single families that otherwise are as Llama."""
 
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -8,9 +11,17 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
-from tpuconv.models.common.cache import KV
+from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.layers import Keys, PlainRMSNorm, RMSNorm, apply_rope, normalize
+from tpuconv.models.common.layers import (
+    Embed,
+    Keys,
+    PlainRMSNorm,
+    RMSNorm,
+    apply_rope,
+    attention,
+    normalize,
+)
 from tpuconv.models.common.steps import Step
 
 
@@ -102,3 +113,66 @@ class NormedInputs(Decoder):
 
     def scaled(self, x_BTD: jax.Array) -> jax.Array:
         return normalize(x_BTD, 1, self.config.rms_norm_eps).astype(x_BTD.dtype)
+
+
+class InputEmbed(Embed):
+    """The embedding matrix of a model whose head has fewer rows."""
+
+    def __init__(self, sizes: Mapping[str, int], *, dtype: DTypeLike, keys: Keys):
+        super().__init__({**sizes, "V": sizes["input_vocab"]}, dtype=dtype, keys=keys)
+
+
+class MoreTokensThanLogits(Decoder):
+    """A decoder with logits of the first tokens of its vocabulary alone."""
+
+    embed_type = InputEmbed
+
+
+class NumberedBlock(blocks.PreNormBlock):
+    """One layer: attention and MLP, each after a norm, with residual connections. Attention depends on the number of
+    the layer."""
+
+    def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
+        return self.attention_type(config, layer=layer, dtype=dtype, keys=keys)
+
+
+class DifferenceAttention(blocks.Attention):
+    """The difference of two softmax attentions (arXiv:2410.05258), x [B, T, D] to [B, T, D]. Also returns the keys and
+    values of all tokens so far. The heads n and n + N/2 are a pair; the values of a pair are twice as wide as keys: the
+    values of the key-value heads j and j + K/2. What the second head of a pair reads is subtracted with a weight."""
+
+    def __init__(self, config: Any, *, layer: int, **options: Any):
+        super().__init__(config, **options)
+        self.eps, self.initial = config.rms_norm_eps, 0.8 - 0.6 * math.exp(-0.3 * layer)
+        zeros = jnp.zeros(config.sizes["H"], options["dtype"])
+        self.lambda_q1, self.lambda_k1 = nnx.Param(zeros), nnx.Param(zeros)
+        self.lambda_q2, self.lambda_k2 = nnx.Param(zeros), nnx.Param(zeros)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
+        kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
+        visible_BTS = step.visible(window)
+        both = [attention(q_BTNH, half, visible_BTS) for half in _halves_of_values(kv)]
+        first, second = jnp.split(jnp.concatenate(both, axis=-1), 2, axis=2)
+        difference = first - self.weight().astype(first.dtype) * second
+        normed = normalize(difference, 1, self.eps).astype(first.dtype) * (1 - self.initial)
+        return self.o(normed.reshape(q_BTNH.shape)), kv
+
+    def weight(self) -> jax.Array:
+        """Returns the weight of what is subtracted, in float32."""
+        pairs = ((self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2))
+        first, second = (jnp.exp(jnp.sum(q[...].astype(jnp.float32) * k[...].astype(jnp.float32))) for q, k in pairs)
+        return first - second + self.initial
+
+
+def _halves_of_values(kv: KV) -> list[KV]:
+    """Returns the keys with the values of the first half of the heads for both halves, and of the second half."""
+
+    def halves(x: jax.Array) -> list[jax.Array]:
+        return [jnp.concatenate([half, half], axis=2) for half in jnp.split(x, 2, axis=2)]
+
+    values = halves(kv.v_BSKH)
+    if kv.v_scale_BSK is None:
+        return [replace(kv, v_BSKH=half) for half in values]
+    both = zip(values, halves(kv.v_scale_BSK), strict=True)
+    return [replace(kv, v_BSKH=half, v_scale_BSK=scales) for half, scales in both]
