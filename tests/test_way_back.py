@@ -404,7 +404,7 @@ def test_the_model_of_a_target_is_loaded(case: Case, target, scan, hf, tmp_path)
         known = tmp_path / "known"
         skipped = read_manifest(tmp_path / "out").raw["skipped"]
         api.export(tmp_path / "out", known, with_skipped=hf(case) if skipped else None)
-    text_only = target == "maxtext" and not read_manifest(tmp_path / "out").parts
+    text_only = not read_manifest(tmp_path / "out").parts
     have, want = parameters(tpuconv.load(tmp_path / "out")), parameters(tpuconv.load(known, text_only=text_only))
     assert have.keys() == want.keys()
     assert not [name for name in have if not same_bits(have[name], want[name])]

@@ -27,7 +27,7 @@ KEPT_BYTES = 8 * sizes.SLAB_BYTES
 
 @dataclass(frozen=True)
 class ExportedSource(Source):
-    """The tensors of a checkpoint under the names of its release. Those of a piece, which are made together, are one
+    """The tensors of a checkpoint under the names of its release. A piece, which is made at once, is one
     shard. `pieces` has the piece of each tensor, and its number in it."""
 
     arrays: ArraySource = field(kw_only=True)
