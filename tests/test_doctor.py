@@ -62,7 +62,8 @@ def test_a_machine_as_it_should_be(hub, monkeypatch, tmp_path):
 
 def test_without_network_nobody_is_asked(hub, monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "DISK_BYTES", 16_000_000)
-    monkeypatch.setattr(doctor, "_devices", lambda: Item("devices", "ok", "none"))
+    for name in ("_devices", "_images"):  # which start processes
+        monkeypatch.setattr(doctor, name, lambda: Item("devices", "ok", "none"))
     items = examined(tmp_path, network=False)
     assert not {"hub", "token"} & items.keys()
     assert hub.requests == []

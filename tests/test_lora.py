@@ -128,7 +128,7 @@ def test_the_model_may_be_quantized(qtype: str, hf, tmp_path: Path) -> None:
         assert "the model is quantized" in str(info.value.hint)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_merged(family: str, hf, tmp_path: Path) -> None:
     case = FIRST[family]
     model = trained(case, hf(case), tmp_path)

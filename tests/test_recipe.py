@@ -19,7 +19,7 @@ from tpuconv.errors import TpuconvError, UnsupportedConfig
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
 COPIES = ("meta-llama/Llama-4-Scout-17B-16E-Instruct-withvision",)
-FAST = ("Qwen/Qwen3-8B", "openai/gpt-oss-20b", "google/gemma-3-27b-it")
+FAST = ("Qwen/Qwen3-8B", "openai/gpt-oss-20b")
 
 
 @pytest.fixture(scope="module")

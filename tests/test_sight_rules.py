@@ -14,7 +14,8 @@ from flax import nnx
 import tpuconv
 from helpers.conversions import LIMITS, assert_same
 from helpers.quantizing import leaves
-from helpers.whole_sights import EACH, difference, logits, made
+from helpers.sights import SIGHTS
+from helpers.whole_sights import difference, logits, made
 from tpuconv import api
 from tpuconv.api.quantization import quantizer_by
 from tpuconv.checkpoint.manifest import read_manifest
@@ -34,7 +35,9 @@ def tower_rules(folder: Path, parts: Sequence[str], **more: Any) -> Path:
     return folder / "towers.yaml"
 
 
-@EACH
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "gemma3" else [pytest.mark.slow]) for name in SIGHTS]
+)
 def test_rules_that_name_towers_quantize_their_weights(name, whole, tmp_path):
     case, out = made(name), whole(name)[1]
     config = tower_rules(tmp_path, case.parts)
@@ -90,6 +93,7 @@ def text_and_tower(tmp_path) -> Path:
     return tmp_path / "both.yaml"
 
 
+@pytest.mark.slow
 def test_a_server_gets_a_quantized_tower(whole, tmp_path, text_and_tower):
     """And it comes back with the same values."""
     case, (_, out) = made("qwen3_vl"), whole("qwen3_vl")
