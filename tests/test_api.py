@@ -25,15 +25,29 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "_best", partial(benchmark._best, repeats=1))  # of a gigabyte
     (tmp_path / "tiny-qwen3").symlink_to(EXAMPLE)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
-    assert len(blocks) == 19
+    assert len(blocks) == 20
     said, names = io.StringIO(), {}
     with redirect_stdout(said):
         for block in blocks:
             exec(compile(block, "docs/api.md", "exec"), names)
     assert said.getvalue().startswith("qwen3 1604800 3209600\n")
     assert sorted(set(os.listdir())) == [
-        "tiny-int8", "tiny-orbax", "tiny-qwen3", "tiny-safetensors", "tiny-tuned",
+        "tiny-int8", "tiny-orbax", "tiny-qwen3", "tiny-safetensors", "tiny-scanned", "tiny-tuned",
     ]  # fmt: skip
+
+
+def test_results_are_shown_in_one_line(tmp_path):
+    out, quantized = tmp_path / "out", tmp_path / "int8"
+    for shown in (
+        api.convert(EXAMPLE, out),
+        api.quantize(out, quantized, config="int8_default"),
+        *(api.plan(EXAMPLE), api.plan_export(out), api.plan_reshard(out, mesh={"data": 2})),
+        *(api.verify(out), api.inspect(out), api.recipe(EXAMPLE), api.propose(EXAMPLE)),
+        api.compare_checkpoints(out, quantized, prompts=["Once upon a time"]),
+    ):
+        assert len(repr(shown)) < 500
+        assert "\n" not in repr(shown)
+    assert repr(api.verify(out)).startswith(f"Verification(checkpoint='{out}', arrays=57, files=67, bytes=")
 
 
 def test_every_name_is_documented():

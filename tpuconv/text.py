@@ -6,7 +6,10 @@ UTF-8, and markup. What is returned shows such characters as escapes and can be 
 
 import json as jsonlib
 import re
+from collections.abc import Collection
+from dataclasses import fields
 from html import escape
+from pathlib import Path
 from typing import Any
 
 _UNSAFE = re.compile(
@@ -84,3 +87,27 @@ def format_rate(value: float, digits: int) -> str:
     """Formats a number with so many significant digits below 1000, and as an integer from 1000 on: `32.4`, `8,080`;
     never `8.08e+03`."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.{digits}g}"
+
+
+MOST_SHOWN = 60
+"""The most characters of a value that `OneLine` shows."""
+
+
+class OneLine:
+    """The representation of a dataclass in a notebook: one line. Of a long value it shows how many items it has, or
+    its class."""
+
+    def __repr__(self) -> str:
+        """Returns the name of the class, with the fields that have values."""
+        values = ((each.name, getattr(self, each.name)) for each in fields(self))  # type: ignore[arg-type]
+        shown = ", ".join(f"{name}={_shortly(value)}" for name, value in values if value not in (None, (), [], {}))
+        return f"{type(self).__name__}({shown})"
+
+
+def _shortly(value: Any) -> str:
+    if isinstance(value, Path):
+        return repr(str(value))
+    if isinstance(value, Collection) and not isinstance(value, str):
+        return text if len(text := repr(value)) <= MOST_SHOWN else f"<{format_count(len(value), 'item')}>"
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"<{type(value).__name__}>"

@@ -19,6 +19,7 @@ from tpuconv.options import (
     takes,
 )
 from tpuconv.progress import Listener, Progress, ignore
+from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
     from tpuconv.checkpoint.manifest import Manifest
@@ -31,8 +32,8 @@ WINDOW_LENGTH = 512
 """Tokens of a window of a text by default. The stride is half of it by default."""
 
 
-@dataclass(frozen=True)
-class CheckpointComparison:
+@dataclass(frozen=True, repr=False)
+class CheckpointComparison(OneLine):
     """The logits and parameters of two checkpoints.
 
     Attributes:

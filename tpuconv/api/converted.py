@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location
 from tpuconv.options import Budget
+from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
     from tpuconv.api.calibration import CalibrationText
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from tpuconv.sources.companions import LeftOut
 
 
-@dataclass(frozen=True)
-class Conversion:
+@dataclass(frozen=True, repr=False)
+class Conversion(OneLine):
     """The output of `convert` or `quantize`.
 
     Attributes:
@@ -105,8 +106,8 @@ class Conversion:
         return facts | ({"quantization": self.quantization.to_json()} if self.quantization else {})
 
 
-@dataclass(frozen=True)
-class ConversionPlan:
+@dataclass(frozen=True, repr=False)
+class ConversionPlan(OneLine):
     """The plan of a conversion, from headers alone.
 
     Attributes:

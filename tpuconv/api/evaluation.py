@@ -19,6 +19,7 @@ from tpuconv.options import (
     takes,
 )
 from tpuconv.progress import Listener, Progress, ignore
+from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
     from tpuconv.verify.horizons import Horizon
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from tpuconv.verify.vectors import VectorStatistics
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(OneLine):
     """The logits, scores or hidden states of a converted model, compared with transformers.
 
     Attributes:

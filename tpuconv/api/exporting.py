@@ -11,14 +11,15 @@ from tpuconv.location import Location, to_location
 from tpuconv.memory import peak_memory
 from tpuconv.options import PART_ARGUMENT, PROGRESS_ARGUMENT, STORED_ARGUMENT, Budget, Replacing, argument, takes
 from tpuconv.progress import Listener, Progress, ignore
+from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
     from tpuconv.convert.export.files import FileTensor
     from tpuconv.convert.plan.types import Skip
 
 
-@dataclass(frozen=True)
-class Export:
+@dataclass(frozen=True, repr=False)
+class Export(OneLine):
     """The output of `export`.
 
     Attributes:
@@ -65,8 +66,8 @@ class Export:
         }
 
 
-@dataclass(frozen=True)
-class ExportPlan:
+@dataclass(frozen=True, repr=False)
+class ExportPlan(OneLine):
     """The plan of an export, before a value is read.
 
     Attributes:

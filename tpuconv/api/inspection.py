@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from tpuconv.errors import UsageError
 from tpuconv.location import Location, to_location
 from tpuconv.options import MESH_OPTION, argument, takes
+from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
     from tpuconv.convert.plan.proposal import FamilyProposal
 
 
-@dataclass(frozen=True)
-class Inspection:
+@dataclass(frozen=True, repr=False)
+class Inspection(OneLine):
     """The tensors of a checkpoint by pattern of their names.
 
     Attributes:

@@ -25,14 +25,15 @@ from tpuconv.options import (
     takes,
 )
 from tpuconv.progress import Listener, Progress, ignore
+from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
     from tpuconv.verify.benchmark import Machine, Timing, Workload
     from tpuconv.verify.topology.request import CompileRequest, FitReport
 
 
-@dataclass(frozen=True)
-class Benchmark:
+@dataclass(frozen=True, repr=False)
+class Benchmark(OneLine):
     """The decoding speed of a model on the devices of this machine.
 
     Attributes:
@@ -156,8 +157,8 @@ def _timed(asked: BenchmarkRequest, opened: OpenedModel, shapes: "Sequence[Workl
     )
 
 
-@dataclass(frozen=True)
-class Fit:
+@dataclass(frozen=True, repr=False)
+class Fit(OneLine):
     """The answer of the TPU compiler to the question whether a model fits TPU slices.
 
     Attributes:

@@ -9,10 +9,11 @@ from typing import Any
 from tpuconv.errors import CorruptOutput, UsageError, shorten
 from tpuconv.location import local_path
 from tpuconv.options import argument, option, takes
+from tpuconv.text import OneLine
 
 
-@dataclass(frozen=True)
-class Push:
+@dataclass(frozen=True, repr=False)
+class Push(OneLine):
     """The files that `push` uploaded, or would upload.
 
     Attributes:

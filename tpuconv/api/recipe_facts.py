@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tpuconv.text import OneLine
+
 if TYPE_CHECKING:
     from tpuconv.verify.topology.request import FitReport
 
@@ -93,8 +95,8 @@ class ModelTarget:
     parts: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class ModelRecipe:
+@dataclass(frozen=True, repr=False)
+class ModelRecipe(OneLine):
     """The facts and the commands of a model.
 
     Attributes:

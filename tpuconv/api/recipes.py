@@ -11,6 +11,7 @@ from tpuconv.errors import GateError, UsageError
 from tpuconv.location import Location, local_path, to_location
 from tpuconv.options import GATES_OPTION, OVERWRITE_OPTION, PROGRESS_ARGUMENT, PROMPTS_OPTION, argument, option, takes
 from tpuconv.progress import Listener, Progress, ignore
+from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
     from tpuconv.checkpoint.manifest import Manifest
@@ -28,8 +29,8 @@ GATE_STRIDE = 8
 """The step between the candidates that are measured first."""
 
 
-@dataclass(frozen=True)
-class Recipe:
+@dataclass(frozen=True, repr=False)
+class Recipe(OneLine):
     """A quantization config that was chosen by measured costs.
 
     Attributes:
@@ -55,8 +56,8 @@ class Recipe:
     chosen: Sequence["Option"]
 
 
-@dataclass(frozen=True)
-class Sensitivity:
+@dataclass(frozen=True, repr=False)
+class Sensitivity(OneLine):
     """KL(unquantized || one group quantized) for each group of parameters, in nats a token.
 
     Attributes:

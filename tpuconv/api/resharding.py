@@ -24,14 +24,15 @@ from tpuconv.options import (
     takes,
 )
 from tpuconv.progress import Listener, Progress, ignore
+from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
     from tpuconv.convert.plan.types import Skip
     from tpuconv.convert.reshard.plan import ReshardPlan
 
 
-@dataclass(frozen=True)
-class Resharding:
+@dataclass(frozen=True, repr=False)
+class Resharding(OneLine):
     """The output of `reshard`, or its plan.
 
     Attributes:

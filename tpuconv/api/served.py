@@ -17,6 +17,7 @@ from tpuconv.options import (
     takes,
 )
 from tpuconv.progress import Listener, Progress, ignore
+from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
     from tpuconv.verify.server import ServerStatistics
@@ -25,8 +26,8 @@ MOST_LIKELY = 20
 """The tokens that a server is asked for at each position: the most that vLLM gives by default."""
 
 
-@dataclass(frozen=True)
-class ServerComparison:
+@dataclass(frozen=True, repr=False)
+class ServerComparison(OneLine):
     """A server's log-probabilities of prompts, compared with a checkpoint's.
 
     Attributes:

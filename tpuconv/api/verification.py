@@ -9,13 +9,14 @@ from tpuconv.errors import CorruptOutput, shorten
 from tpuconv.location import Location, to_location
 from tpuconv.options import PROGRESS_ARGUMENT, argument, option, takes
 from tpuconv.progress import Listener, Progress, ignore
+from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
     from tpuconv.verify.checksums import Checked
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, repr=False)
+class Verification(OneLine):
     """The result of `verify`.
 
     Attributes:

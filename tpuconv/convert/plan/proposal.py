@@ -25,6 +25,7 @@ from tpuconv.notation.layout import Shape
 from tpuconv.notation.sizes import WithSizes, sets_of_layers
 from tpuconv.notation.table import INDEX, Map
 from tpuconv.sources.source import Source
+from tpuconv.text import OneLine
 
 MISSING = 4
 """How much worse it is if the checkpoint lacks what a family has than if the family lacks what the checkpoint has: what
@@ -75,8 +76,8 @@ class Candidate:
         return len(self.explained) - len(self.left) - MISSING * faults
 
 
-@dataclass(frozen=True)
-class FamilyProposal:
+@dataclass(frozen=True, repr=False)
+class FamilyProposal(OneLine):
     """The description of a checkpoint that no family reads.
 
     Attributes:
