@@ -436,3 +436,15 @@ def test_a_place_must_begin_with_our_axes():
     target = replace(MINE, trees={"qwen3": Tree({"a": Place("b", "D H -> H D")}, ())})
     with pytest.raises(LayoutError, match="does not begin with D F"):
         target_table(target, "qwen3", "qwen3", table, config)
+
+
+def test_parameters_that_the_way_back_rounds_are_told(hf, tmp_path):
+    """MaxText multiplies the embedding of Gemma and adds 1 to its norms, which rounds in bfloat16."""
+    folder = hf(BY_ID["gemma3_text-plain"])
+    plan = api.plan(folder, target="maxtext", dtype="bfloat16")
+    (note,) = plan.notes
+    assert re.fullmatch(r"\d+ of \d+ arrays have other values in maxtext, such as \S+; in bfloat16 the .*", note)
+    done = api.convert(folder, tmp_path / "out", target="maxtext", dtype="bfloat16")
+    assert done.rounded == note == done.to_json()["rounded"]
+    for options in ({"target": "maxtext", "dtype": "float32"}, {"target": "tunix", "dtype": "bfloat16"}, {}):
+        assert not api.plan(folder, **options).notes

@@ -44,6 +44,7 @@ class Conversion(OneLine):
         part: the share of this process; None if there was only one process.
         part_bytes: bytes of the source (of the files, for safetensors) in its part.
         published: whether OUT is complete. If not, the last of the other processes publishes it.
+        rounded: a sentence about parameters that the way back from the target rounds; empty if there are none.
         calibration: how much text a calibration had; None without one.
     """
 
@@ -66,6 +67,7 @@ class Conversion(OneLine):
     part: ProcessPart | None
     part_bytes: int
     published: bool
+    rounded: str = ""
     calibration: "CalibrationText | None" = None
 
     @property
@@ -98,6 +100,8 @@ class Conversion(OneLine):
             "ignored_config": [key.to_json() for key in self.ignored_config],
             "left_out": [file._asdict() for file in self.left_out],
         }
+        if self.rounded:
+            facts["rounded"] = self.rounded
         if self.part is not None:
             facts["process"] = {**self.part.to_json(), "bytes": self.part_bytes, "of_bytes": self.source_bytes}
             facts["published"] = self.published
@@ -169,8 +173,10 @@ class ConversionPlan(OneLine):
 
     @property
     def notes(self) -> "Sequence[str]":
-        """Notes on modules that the rules name but that stay unquantized, with the reasons."""
-        return self.plan.quantization.config.get("notes", ()) if self.plan.quantization else ()
+        """Sentences about modules that rules name and that stay unquantized, and about parameters that the way back
+        from the target rounds."""
+        of_rules = self.plan.quantization.config.get("notes", ()) if self.plan.quantization else ()
+        return [*of_rules, *filter(None, [self.plan.rounded])]
 
     def check(self) -> None:
         """Raises MappingError if the source does not match the table of the family."""

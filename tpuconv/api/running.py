@@ -91,6 +91,7 @@ def run_plan(
         part=part,
         part_bytes=part_bytes,
         published=is_published,
+        rounded=plan.rounded,
     )
     if replacing.check and done.already_there:
         verify(out, progress=progress).check()

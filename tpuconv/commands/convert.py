@@ -10,6 +10,7 @@ import click
 from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, lines, print_json, show
+from tpuconv.commands.flags import with_flags
 from tpuconv.commands.params import LocationParam, Name
 from tpuconv.commands.process import fail
 from tpuconv.commands.progress import resumable
@@ -123,6 +124,8 @@ def show_conversion(done: api.Conversion, check: bool, as_json: bool) -> None:
     show_skipped("not converted", done.skipped, " tensors,")
     if not done.source_verified:
         show(f"  source {done.source_state or 'unverified'}")
+    if done.rounded:
+        show(f"  {with_flags(done.rounded)}")
     if done.quantization:
         show_report(done.quantization, done.out)
 
@@ -151,7 +154,7 @@ def show_plan(plan: api.ConversionPlan, as_json: bool, out: Location | None) -> 
     _show_carried(carried)
     show_skipped("not converted", skipped, " tensors,")
     for note in plan.notes:
-        show(f"  {note}")
+        show(f"  {with_flags(note)}")
     if plan.calibration:
         show(f"  {plan.calibration}")
         if plan.calibration.warning:

@@ -217,6 +217,19 @@ class Plan:
         return sum(prod(array.shape) for array in self.arrays.values() if not array.buffer)
 
     @property
+    def rounded(self) -> str:
+        """Says which parameters the way back from the target rounds; empty if it rounds none."""
+        rounding = [name for b in self.bindings for name, change in b.arithmetic.items() if change.rounds(b.sizes)]
+        rounding = [name for name in rounding if name in self.arrays and self.arrays[name].dtype != np.float32]
+        if not rounding:
+            return ""
+        return (
+            f"{len(rounding)} of {len(self.arrays)} arrays have other values in {self.target.name}, such as "
+            f"{rounding[0]}; in {self.arrays[rounding[0]].dtype.name} the way back rounds them "
+            '(`dtype="float32"` does not)'
+        )
+
+    @property
     def output_bytes(self) -> int:
         """The number of bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays.values())
