@@ -446,5 +446,5 @@ def test_parameters_that_the_way_back_rounds_are_told(hf, tmp_path):
     assert re.fullmatch(r"\d+ of \d+ arrays have other values in maxtext, such as \S+; in bfloat16 the .*", note)
     done = api.convert(folder, tmp_path / "out", target="maxtext", dtype="bfloat16")
     assert done.rounded == note == done.to_json()["rounded"]
-    for options in ({"target": "maxtext", "dtype": "float32"}, {"target": "tunix", "dtype": "bfloat16"}, {}):
+    for options in ({"target": "maxtext", "dtype": "float32"}, {"target": "nnx", "dtype": "bfloat16"}, {}):
         assert not api.plan(folder, **options).notes
