@@ -4,6 +4,7 @@ arguments."""
 import io
 import json
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -339,6 +340,20 @@ def test_what_the_compiler_cannot_place_is_an_answer_too(tmp_path):
 
 
 @compiler
+@compiler
+def test_the_slice_that_is_compiled_for_is_told(monkeypatch):
+    from tpuconv import api
+
+    stages: list[str] = []
+    report = SimpleNamespace(fits=True)
+    monkeypatch.setattr(tpu, "_ask_child", lambda asked, topology: report)
+    api.fit(EXAMPLE, ["v5e,v6e:1x1"], progress=lambda told: stages.append(told.stage))
+    first, _, last, _ = stages
+    slices = 1 + len(CHIPS["v5e"].slices)
+    assert first == f"compiling 2 programs for v5e:1x1, 1 of {slices} slices"
+    assert last == f"compiling 2 programs for v6e:1x1, {slices} of {slices} slices"
+
+
 def test_the_smallest_slice_is_found(tmp_path):
     large = DENSE | {"hidden_size": 4096, "intermediate_size": 1 << 20, "num_hidden_layers": 1}
     facts = json.loads(ask(tmp_path, large, "--topology", "v5e,v6e:1x1", "--context", 16, "--json").stdout)

@@ -25,10 +25,11 @@ from tpuconv.options import (
     takes,
 )
 from tpuconv.progress import Listener, Progress, ignore
-from tpuconv.text import OneLine
+from tpuconv.text import OneLine, format_count
 
 if TYPE_CHECKING:
     from tpuconv.verify.benchmark import Machine, Timing, Workload
+    from tpuconv.verify.topology.chips import Slice
     from tpuconv.verify.topology.request import CompileRequest, FitReport
 
 
@@ -276,12 +277,16 @@ def fit(asked: FitRequest) -> Fit:
         _check_sees(str(asked.src), request)
     positions = context_of(find_family(request.config).config.from_hf(request.config))
     groups, reports = parse_topologies(asked.topologies), []
-    asked.progress(Progress("compiling"))
-    for report in ask(request, groups):
+
+    def on_slice(topology: "Slice", number: int, count: int) -> None:
+        of_all = f", {number} of {count} slices" if count > 1 else ""
+        asked.progress(Progress(f"compiling {format_count(programs, 'program')} for {topology.name}{of_all}"))
+
+    programs = len(request.programs) + bool(request.images)
+    for report in ask(request, groups, on_slice):
         reports.append(report)
         asked.progress(Progress(""))  # ends what is shown before the report is
         asked.on_report(report)
-        asked.progress(Progress("compiling"))
     layouts = None
     for report in [report for report in reports if report.fits] if asked.write_layouts else ():
         layouts = device_layouts.write_layouts(to_location(asked.src), report.device, report.mesh, report.layouts)

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -267,9 +267,14 @@ class FitReport:
         return cls(**{**facts, "memory": memory, "programs": programs, "layouts": layouts})
 
 
-def ask(request: CompileRequest, groups: Sequence[Sequence[Slice]]) -> Iterator[FitReport]:
+def ask(
+    request: CompileRequest,
+    groups: Sequence[Sequence[Slice]],
+    on_slice: Callable[[Slice, int, int], None] = lambda topology, number, count: None,
+) -> Iterator[FitReport]:
     """Compiles for each slice of each group, up to the first of the group that the model fits, and yields the reports.
-    Each compilation has its own child process, since libtpu does not free the memory of earlier ones.
+    Each compilation has its own child process, since libtpu does not free the memory of earlier ones. `on_slice` is
+    called before each, with the slice, its number from 1 on, and the count of slices at most.
 
     Raises:
         UsageError: libtpu is not installed, or the mesh does not match the slice.
@@ -281,12 +286,15 @@ def ask(request: CompileRequest, groups: Sequence[Sequence[Slice]]) -> Iterator[
             "`topologies=` needs the TPU compiler, which is not installed", hint=f"install it: {install_command('tpu')}"
         )
     _check_rules(request)
+    number, count = 0, sum(map(len, groups))
     for slices in groups:
-        for topology in slices:
+        for place, topology in enumerate(slices, 1):
+            on_slice(topology, number + place, count)
             report = _ask_child(request, topology)
             yield report
             if report.fits:
                 break
+        number += len(slices)
 
 
 def _check_rules(request: CompileRequest) -> None:
