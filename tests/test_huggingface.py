@@ -117,6 +117,24 @@ def test_encoded_weights_stay_or_are_quantized_again(hf, tmp_path):
     assert files(tmp_path / "int8") == files(in_two_steps(source, tmp_path, "int8_default"))
 
 
+def test_blocks_that_the_rules_ask_for_stay_as_released(hf, tmp_path):
+    """DeepSeek's latent projection is divided within a block, and servers join it with another one: both have the
+    release's blocks again."""
+    source = tmp_path / "fp8"
+    write_encoded(ONE_OF_EACH["deepseek_v3"], fp8, lambda case: hf(case, "bfloat16"), source)
+    want, have = read_tensors(source), one_pass(source, tmp_path / "out", quantize="fp8_default")
+    scales = [name for name in want if name.endswith("_scale_inv")]
+    assert any("kv_a_proj_with_mqa" in name for name in scales)
+    for name in scales:
+        base = name.removesuffix("_scale_inv")
+        assert same_bits(have[base], want[base])
+        assert np.array_equal(have[f"{base}_scale"], want[name])
+    again, plain = (one_pass(folder, tmp_path / f"{folder.name}-plain") for folder in (tmp_path / "out", source))
+    assert_same(again, plain)
+    two_steps = read_tensors(in_two_steps(source, tmp_path, "fp8_default"))
+    assert not [name for name in have if "lm_head" not in name and not same_bits(have[name], two_steps[name])]
+
+
 @pytest.mark.parametrize("config", [None, "int4_weight_only"])
 def test_a_plan_says_what_is_written(config, hf, tmp_path):
     """Every tensor, their bytes, and the memory; before a weight is read."""

@@ -90,7 +90,8 @@ def export_pieces(
             plain += _linear_modules(whole)
         for number, (binding, ranges) in enumerate(_cut(whole)):
             if is_quantized and scheme:
-                row = quantized_row(manifest, binding, target, scheme, ranges)
+                kept = known.get(quantized.get(whole.dst[0].names[0], {}).get("kept", ""))
+                row = quantized_row(manifest, binding, target, scheme, ranges, kept.blocks if kept else (None, None))
                 groups.setdefault(row.group, []).extend(row.modules)
                 rows = row.rows
             else:

@@ -17,6 +17,7 @@ from tpuconv.convert.export.serving.formats import FORMATS, Format, Packing, Wei
 from tpuconv.convert.export.tensor import ExportRow, ExportTensor
 from tpuconv.encodings.awq_gptq import AWQ_ORDER
 from tpuconv.encodings.passthrough import exponents, pack_halves
+from tpuconv.encodings.scheme import Blocks
 from tpuconv.encodings.words import Words
 from tpuconv.errors import UsageError
 from tpuconv.names import INPUT_SCALE, QVALUE, SCALE, ZERO_POINT
@@ -155,7 +156,14 @@ class _Parameters:
         )
 
 
-def quantized_row(manifest: Manifest, binding: Binding, target: Target, scheme: str, ranges: Ranges) -> QuantizedRow:
+def quantized_row(
+    manifest: Manifest,
+    binding: Binding,
+    target: Target,
+    scheme: str,
+    ranges: Ranges,
+    released: Blocks = (None, None),
+) -> QuantizedRow:
     """Returns the tensors of a row whose parameters are quantized.
 
     Args:
@@ -163,6 +171,8 @@ def quantized_row(manifest: Manifest, binding: Binding, target: Target, scheme: 
         binding: the row, from released tensors to parameters.
         target: what the checkpoint is for, which names the arrays of a parameter.
         scheme: one of `FORMATS`.
+        released: the rows and columns that share a scale in the release, if the parameters stay encoded. Where a matrix
+            is divided within a block, the checkpoint has smaller ones.
 
     Raises:
         UsageError: the scheme has no format that holds it.
@@ -183,7 +193,7 @@ def quantized_row(manifest: Manifest, binding: Binding, target: Target, scheme: 
     for stack, blocks in zip(inverse.dst, follow.dst_blocks, strict=True):
         own = blocks[stack.depth :][-2:] if len(blocks) - stack.depth > 1 else (1, blocks[-1])
         for name in stack.names:
-            steps = _steps(parameters, form, own, shapes[name][-2:])
+            steps = _steps(parameters, form, own, shapes[name][-2:], released)
             matrices.append(_Matrix(name, shapes[name], own, steps))
             groups.add(_group(parameters, form, matrices[-1]))
     if len(groups) > 1:
@@ -240,9 +250,11 @@ def _rows_first(form: Format, pair: Sequence[int]) -> Sequence[int]:
     return pair[::-1] if form.input_first else pair
 
 
-def _steps(parameters: _Parameters, form: Format, blocks: Shape, shape: Shape) -> Shape:
+def _steps(parameters: _Parameters, form: Format, blocks: Shape, shape: Shape, released: Blocks) -> Shape:
     """Returns the numbers of rows and columns of a matrix that share a stored scale, if `blocks` share one in the
-    checkpoint."""
+    checkpoint, and `released` in the release."""
+    if form.has_blocks and all(n is not None and n % own == 0 for n, own in zip(released, blocks, strict=True)):
+        return tuple(n for n in released if n is not None)
     (outputs, inputs), tile = _rows_first(form, blocks), parameters.tile_size
     columns = _rows_first(form, shape)[1]
     size = form.group_size or (tile if tile and inputs % tile == 0 else inputs)
@@ -351,10 +363,13 @@ def _input_scales(
 
 
 def _spread(matrix: _Matrix, values: np.ndarray) -> np.ndarray:
-    """Scales or zero points of the shape that is stored, each repeated for all groups that it stands for."""
+    """Returns scales or zero points of the shape that is stored: each repeated for all groups that it stands for, or
+    one of several that are equal."""
     for axis, (block, step, count) in enumerate(zip(matrix.blocks, matrix.steps, matrix.grid[-2:], strict=True)):
         if block > step:
             values = np.repeat(values, block // step, axis=axis - 2).take(range(count), axis=axis - 2)
+        elif step > block:
+            values = values.take(range(0, values.shape[axis - 2], step // block), axis=axis - 2)
     return values
 
 
