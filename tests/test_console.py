@@ -6,6 +6,7 @@ import click
 import pytest
 from rich.console import Console
 
+from helpers.commands import EXAMPLE, forked
 from tpuconv.commands import console as shown
 from tpuconv.commands import progress
 from tpuconv.commands.console import Table, styled
@@ -73,3 +74,13 @@ def test_an_error_is_broken_between_words_and_a_command_in_it_is_not(monkeypatch
     assert lines[-1] == command
     assert lines[1:3] == ["  words than fit", "  -> delete it and run again, or not:"]
     assert all(len(line) <= 40 for line in lines[1:-1])
+
+
+def test_quiet_commands_show_no_progress(tmp_path):
+    patch = "import tpuconv.commands.progress as progress; progress.QUIET_SECONDS = 0"
+    loud = forked(["convert", str(EXAMPLE), "loud"], tmp_path, patch)
+    quiet = forked(["convert", str(EXAMPLE), "quiet", "-q"], tmp_path, patch)
+    assert (loud.returncode, quiet.returncode) == (0, 0)
+    assert loud.stderr
+    assert not quiet.stderr
+    assert quiet.stdout.startswith("quiet: qwen3, ")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PLAIN_WIDTH = 180  # columns of tables that go to a file or a pipe
 COPIED = " " * 5
 """The beginning of a command in a hint, which a user copies."""
-EXPLANATIONS = ("message", "details", "hint", "reason", "warning", "notes", "summary", "advice")
+EXPLANATIONS = ("message", "details", "hint", "reason", "warning", "notes", "rounded", "summary", "advice")
 """The keys of JSON whose texts may name options."""
 NAME_WIDTH = 24  # to which names are broken before a column is left out
 

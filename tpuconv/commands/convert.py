@@ -10,7 +10,6 @@ import click
 from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, lines, print_json, show
-from tpuconv.commands.flags import with_flags
 from tpuconv.commands.params import LocationParam, Name
 from tpuconv.commands.process import fail
 from tpuconv.commands.progress import resumable
@@ -125,7 +124,7 @@ def show_conversion(done: api.Conversion, check: bool, as_json: bool) -> None:
     if not done.source_verified:
         show(f"  source {done.source_state or 'unverified'}")
     if done.rounded:
-        show(f"  {with_flags(done.rounded)}")
+        show(f"  {done.rounded}")
     if done.quantization:
         show_report(done.quantization, done.out)
 
@@ -154,7 +153,7 @@ def show_plan(plan: api.ConversionPlan, as_json: bool, out: Location | None) -> 
     _show_carried(carried)
     show_skipped("not converted", skipped, " tensors,")
     for note in plan.notes:
-        show(f"  {with_flags(note)}")
+        show(f"  {note}")
     if plan.calibration:
         show(f"  {plan.calibration}")
         if plan.calibration.warning:

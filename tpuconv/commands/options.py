@@ -23,6 +23,7 @@ from tpuconv.commands.params import (
     known_configs,
     known_targets,
 )
+from tpuconv.commands.progress import QUIET
 from tpuconv.errors import UsageError
 from tpuconv.options import CACHE_DTYPES, MOST_TOKENS, Description, options_of
 
@@ -51,7 +52,8 @@ class Group(click.Group):
 
 
 class Command(click.Command):
-    """A command whose help ends with examples, one per line. It takes -v, as the group does; the process reads it."""
+    """A command whose help ends with examples, one per line. It takes -q, and -v as the group does, which the
+    process reads."""
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -59,15 +61,26 @@ class Command(click.Command):
         for param in self.params:
             first.setdefault(param.name, param)
         self.params = [*first.values()]
-        self.params.append(
-            click.Option(["-v", "--verbose"], is_flag=True, expose_value=False, help="Show the traceback of an error.")
-        )
+        self.params += [
+            click.Option(
+                ["-q", "--quiet"], is_flag=True, expose_value=False, callback=_quiet, help="Show no progress."
+            ),
+            click.Option(["-v", "--verbose"], is_flag=True, expose_value=False, help="Show the traceback of an error."),
+        ]
         self.examples = examples
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Examples"):
             for example in self.examples:  # on one line each, to be copied
                 formatter.write(f"{'':{formatter.current_indent}}{example}\n")
+
+
+def _flag(short: str, long: str, help: str, **more: Any) -> click.Option:
+    return click.Option([short, long], is_flag=True, expose_value=False, help=help, **more)
+
+
+def _quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    ctx.meta[QUIET] = value
 
 
 def stacked(*decorators: Callable[[Any], Any]) -> Callable[[Callback], Callback]:

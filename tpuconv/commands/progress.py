@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import click
+
 from tpuconv.commands.console import console, say, styled
 from tpuconv.commands.flags import with_flags
 from tpuconv.commands.process import KEPT, is_interruption
@@ -16,14 +18,18 @@ from tpuconv.text import format_size, plain
 
 QUIET_SECONDS = 30
 """The time between two lines if stderr is not a terminal."""
+QUIET = "tpuconv.quiet"
+"""The key of a command's context that says that it shows no progress."""
 FULL_WIDTH = 80
 """Columns of a terminal below which the memory is left out: the bar would take two lines."""
 
 
 @contextmanager
 def shown(as_json: bool) -> Iterator[Listener]:
-    """Yields a listener that shows progress while the block runs; with `as_json` only messages."""
-    if as_json:
+    """Yields a listener that shows progress while the block runs; with `as_json`, and for a command with -q, only
+    messages."""
+    context = click.get_current_context(silent=True)
+    if as_json or (context is not None and context.meta.get(QUIET)):
         yield _messages
     elif sys.stderr.isatty():
         with ExitStack() as stack:
