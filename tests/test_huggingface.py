@@ -135,6 +135,24 @@ def test_blocks_that_the_rules_ask_for_stay_as_released(hf, tmp_path):
     assert not [name for name in have if "lm_head" not in name and not same_bits(have[name], two_steps[name])]
 
 
+@pytest.mark.parametrize(
+    ("options", "is_carried"), [({"encoding": "keep"}, True), ({"quantize": "fp8_default"}, False)]
+)
+def test_encoded_layers_beside_the_model_are_carried_as_released(options, is_carried, hf, tmp_path):
+    """In a format that describes scales by other names, nobody could read them."""
+    case = ONE_OF_EACH["deepseek_v3"]
+    write_encoded(case, fp8, lambda case: hf(case, "bfloat16"), tmp_path / "fp8")
+    tensors, config = read_tensors(tmp_path / "fp8"), json.loads((tmp_path / "fp8" / "config.json").read_text())
+    last = f"model.layers.{config['num_hidden_layers']}"
+    for name in [name for name in tensors if name.startswith("model.layers.0.self_attn.q_a_proj")]:
+        tensors[name.replace("model.layers.0", last)] = tensors[name]
+    tensors[f"{last}.enorm.weight"] = tensors["model.norm.weight"]
+    write_checkpoint(tmp_path / "more", config, tensors)
+    have = one_pass(tmp_path / "more", tmp_path / "out", **options)
+    assert f"{last}.enorm.weight" in have
+    assert {name in have for name in tensors if name.startswith(f"{last}.self_attn")} == {is_carried}
+
+
 @pytest.mark.parametrize("config", [None, "int4_weight_only"])
 def test_a_plan_says_what_is_written(config, hf, tmp_path):
     """Every tensor, their bytes, and the memory; before a weight is read."""

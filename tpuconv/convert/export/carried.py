@@ -111,8 +111,9 @@ def carried(manifest: Manifest, source: Source, table: MappingTable, config: Has
 
 
 def skipped_tensors(plan: Plan) -> Carried | None:
-    """Returns the unencoded tensors that a plan leaves out of its source; if the output stays encoded, the encoded ones
-    too. None if it leaves out nothing."""
+    """Returns the unencoded tensors that a plan leaves out of its source; if the output stays encoded as released, the
+    encoded ones too. None if it leaves out nothing."""
+    is_encoded = bool(plan.passthrough) and plan.quantization is None
     mapped = {name for array in plan.arrays.values() for name in array.sources}
     infos = [
         info
@@ -120,7 +121,7 @@ def skipped_tensors(plan: Plan) -> Carried | None:
         if mapped.isdisjoint((name, *(info.name for info in tensor.stored)))  # encoded ones are mapped as stored
         and name not in plan.copies
         and not unused_reason(name)
-        and (plan.passthrough or tensor.scheme is None)
+        and (is_encoded or tensor.scheme is None)
         for info in tensor.stored
     ]
     return _as_they_are(plan.source, infos) if infos else None
