@@ -1,7 +1,7 @@
 """Chooses types for a number of bits by the roles of parameters, without a run of the model.
 
 `ROLES` has the types that a role can take, and its importance: the loss of the model by a weight of this role relative
-to a weight of `gate` and `up` of a dense MLP, both in the same type. `NOISE` has the relative power of the error of each
+to a weight of `gate` and `up` of a dense MLP, both in the same type. `NOISE` has the relative power of the error of a
 type. A greedy search begins with the fewest bits and takes the step that removes the most error per bit, until no step
 fits. It is exact up to the last step, since each further bit of a parameter removes less than the one before.
 
@@ -28,8 +28,8 @@ INT8 = ("int8",)
 ANY = ("int4/128", "int4/32", "int8")
 
 NOISE = {"int4/128": 1.0, "int4/32": 0.72, "int8": 0.006, "mxfp4": 0.0}
-"""Power of the error of normal weights relative to int4 in groups of 128: 19.1, 20.5 and 41.7 dB. Weights that a release
-has in MXFP4 are copied."""
+"""Power of the error of normal weights relative to int4 in groups of 128: 19.1, 20.5 and 41.7 dB. Weights of a release
+in MXFP4 are copied."""
 
 TILES: Mapping[str, tuple[int, ...]] = {"int4/128": (128, 64), "int4/32": (32, 16, 8)}
 """The group sizes of a type: the first that divides the inputs of all parameters is used."""
@@ -222,7 +222,7 @@ def _chosen(space: SearchSpace, target: float) -> list[Option]:
 
 
 def _step(groups: Sequence[ParamGroup], chosen: Sequence[int], number: int) -> Iterator[tuple[float, int, int]]:
-    """Yields the next option of a group, if there is one: the negative cost that it removes per bit, the group, bits."""
+    """Yields the next option of a group, if it has another: the negative cost that it removes per bit, number, bits."""
     for now, more in list(pairwise(groups[number].options))[chosen[number] : chosen[number] + 1]:
         bits = more.bits - now.bits
         yield (more.kl - now.kl) / bits, number, bits
