@@ -2,8 +2,10 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,17 +15,21 @@ from click.testing import CliRunner
 from helpers.checkpoints import qwen3_config, random_checkpoint
 from helpers.configs import config_json
 from tpuconv import api
+from tpuconv.api.auto_recipes import UNMEASURED
+from tpuconv.api.recipes import SensitivityRequest, choices_of, inputs_of
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.cli import tpuconv as command
 from tpuconv.errors import UsageError
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.registry import find_family
 from tpuconv.quantize.config import QuantConfig, Rule, find_config
+from tpuconv.quantize.recipe.layerwise import LayerwiseProbe
 from tpuconv.quantize.recipe.roles import ROLES, recipe_for_bits
 from tpuconv.quantize.rules import ParamQuant, resolve_rules
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
+EXAMPLES = Path(__file__).parent.parent / "examples"
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_hidden_layers": 4},
     "qwen3_moe": {"num_hidden_layers": 4, "num_experts": 64},
@@ -178,7 +184,7 @@ def test_a_config_without_a_number_of_bits_is_an_error(text):
 def test_patterns_of_roles_are_used():
     names = {n for name in MODELS for n in model_of(name)[2]}
     tails = {n.removesuffix(".kernel").split(".", 2)[-1].replace(".", "/") for n in names if n.startswith("layers")}
-    states = {f"state/{tail.rpartition('/')[2]}" for tail in tails}
+    states = {f"delta/{tail.rpartition('/')[2]}" for tail in tails}
     for role in ROLES:
         if role.name != "selection of tokens":
             assert any(re.fullmatch(role.pattern, tail) for tail in tails | states), role.name
@@ -208,3 +214,38 @@ def test_convert_and_quantize_take_a_number_of_bits(tmp_path):
     shown = run("quantize", plain, "--config", "auto:5", "--explain")
     assert shown["config"]["rules"] == manifest.quantization["rules"]
     assert {row["qtype"] for row in shown["parameters"]} == {None, "int4", "int8"}
+
+
+def test_quantize_chooses_by_kept_costs_and_plans_by_roles_without_them(tmp_path, monkeypatch):
+    ckpt = api.convert(EXAMPLES / "tiny-qwen3", tmp_path / "plain").out
+    text = {"samples": 2, "length": 16}
+    assert api.plan_quantization(ckpt, config="auto:5", **text).notes[0] == UNMEASURED
+    manifest, choices = choices_of(ckpt)
+    kept = inputs_of(SensitivityRequest(ckpt, **text), manifest, choices)[2]
+    costs = {None: 0.0, "int8": 1e-6, "int4": 1e-4}
+    favoured = "layers/3/attn/.*"
+    kept.write(
+        [
+            replace(
+                group,
+                options=tuple(
+                    replace(option, kl=costs[option.qtype] * (100 if group.pattern == favoured else 1))
+                    for option in group.options
+                ),
+            )
+            for group in choices.space.groups
+        ]
+    )
+    monkeypatch.setattr(LayerwiseProbe, "each", None)  # nothing is measured again
+    plan = api.plan_quantization(ckpt, config="auto:4.9", **text)
+    assert plan.notes == () and plan.calibration is not None
+    done = api.quantize(ckpt, tmp_path / "out", config="auto:4.9", **text)
+    facts = read_manifest(done.out).quantization
+    assert facts is not None and facts["calibration"] == {"method": "gptq"}
+    assert "by the sum of measured groups" in facts["summary"]
+    wide = {n for n, each in facts["parameters"].items() if each["qtype"] == "int8"}
+    assert {n for n in wide if n.startswith("layers.3.attn.")} and not [n for n in wide if "lm_head" in n]
+    rows = [each["bits"] for each in facts["parameters"].values()]
+    sizes = [prod(manifest.arrays[name].shape) for name in facts["parameters"]]
+    assert sum(b * n for b, n in zip(rows, sizes, strict=True)) / sum(sizes) <= 4.9
+    assert plan.rules is not None and [rule.to_json() for rule in plan.rules.rules] == facts["rules"]

@@ -1,6 +1,6 @@
 """Turns a quantization config into the encoders of a plan."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from math import prod
 from typing import TYPE_CHECKING
@@ -42,6 +42,7 @@ def quantization(
     config: DecoderConfig,
     rules: QuantConfig,
     data: "CalibrationData | None" = None,
+    notes: Sequence[str] = (),
     *,
     for_servers: bool = False,
 ) -> Quantization:
@@ -53,6 +54,7 @@ def quantization(
         config: the family's reading of config.json.
         rules: the quantization config.
         data: what to calibrate on; needed if the config has a calibration.
+        notes: for the manifest, before others.
         for_servers: leave out a head whose rule is for other parameters too: most servers take no quantized one.
 
     Raises:
@@ -63,7 +65,7 @@ def quantization(
     plain.check()
     if plain.options.layers is not None:
         raise UnsupportedConfig("a part of the layers cannot be quantized", hint="leave `layers=` out")
-    notes = []
+    notes = list(notes)
     if rules.target_bits is not None:
         rules = _chosen_rules(rules, plain, family, config, for_servers=for_servers)
         notes.append(rules.summary)

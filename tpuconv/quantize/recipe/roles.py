@@ -5,7 +5,7 @@ to a weight of `gate` and `up` of a dense MLP, both in the same type. `NOISE` ha
 type. A greedy search begins with the fewest bits and takes the step that removes the most error per bit, until no step
 fits. It is exact up to the last step, since each further bit of a parameter removes less than the one before.
 
-The importances of attention and MLPs are measured on the trained example (`benchmarks/roles.py`). Routed experts count
+The importances of attention and MLPs are measured on the trained example (`benchmarks/auto_bits.py`). Routed experts count
 less, since a token passes few of them. Wide shared experts, attention and outputs of states follow Unsloth's comparison
 of 121 quantizations of Qwen3.5-35B-A3B.
 """
@@ -44,7 +44,7 @@ class Role:
 
     Attributes:
         name: for messages.
-        pattern: of the modules within a layer, where `state` stands for a mixer that has a state with a decay.
+        pattern: of the modules within a layer, where `mamba` and `delta` stand for mixers whose states decay.
         types: the possible types, from few bits to many; none if the parameters stay unquantized.
         importance: the relative loss by the error of a weight.
     """
@@ -57,7 +57,7 @@ class Role:
 
 ROLES = (
     Role("routers", r"(.*/)?router(_shared)?", ()),
-    Role("states and decays", r"state/(o|a|b|c|dt|f|f_a|f_b)", INT8),
+    Role("states and decays", r"(mamba|delta)/(o|a|b|c|dt|f|f_a|f_b)", INT8),
     Role("selection of tokens", r"(\w+/)?attn/(indexer|compressor)/.*", INT8),
     Role("shared experts, down", r"moe/shared/down", ANY, 6.0),
     Role("shared experts, gate and up", r"moe/shared/(gate|up)", ANY, 4.0),
@@ -65,7 +65,7 @@ ROLES = (
     Role("experts, gate and up", r"moe/(gate|up)", ANY, 0.1),
     Role("latents", r"(\w+/)?attn/(q_a|kv_a|k_rope|kv)", ANY, 6.0),
     Role("outputs of attention", r"(\w+/)?attn/o(_a|_b)?", ANY, 2.0),
-    Role("inputs of attention", r"((\w+/)?attn|state)/\w+", ANY, 2.7),
+    Role("inputs of attention", r"((\w+/)?attn|mamba|delta)/\w+", ANY, 2.7),
     Role("MLP, down", r"(\w+/)?mlp/down", ANY, 1.4),
     Role("MLP, gate and up", r"(\w+/)?mlp/(gate|up)", ANY, 1.0),
 )
@@ -73,13 +73,13 @@ ROLES = (
 most servers do not take quantized), the small products of residual streams."""
 
 SERVED_ROLES = (
-    Role("inputs of states", r"state/(x|z)", INT8),
+    Role("inputs of Mamba", r"mamba/(x|z|b|c|dt)", INT8),
     Role("experts", r"moe/(gate|up|down)", ANY, 0.13),
 )
 """The roles that come before `ROLES` for servers: these join the parameters, and take one type for them."""
 
 DECAY = re.compile(r"(attn|mamba)/(a|dt|f|f_a)")
-"""The modules that a mixer has if its state decays."""
+"""The modules that a mixer has if its state decays: `dt` in Mamba-2, the others in variants of the delta rule."""
 
 MX_BLOCK = 32
 """The weights of MXFP4 that share a scale of 8 bits."""
@@ -167,11 +167,15 @@ def _units(quants: Mapping[str, ParamQuant], stacks: LayerStacks | None, *, for_
         for name in quants
         if (match := LAYER.fullmatch(name.rpartition(".")[0]))
     }
-    mixers = {(layer, found[1]) for layer, tail in modules.values() if (found := DECAY.fullmatch(tail))}
+    mixers = {
+        (layer, found[1]): "mamba" if found[2] == "dt" else "delta"
+        for layer, tail in modules.values()
+        if (found := DECAY.fullmatch(tail))
+    }
     members: dict[tuple[str, int | None, Role], list[str]] = {}
     for name, (layer, tail) in modules.items():
         parent, _, last = tail.rpartition("/")
-        shown = f"state/{last}" if (layer, parent) in mixers else tail
+        shown = f"{mixers.get((layer, parent), parent)}/{last}"
         role = next((role for role in roles if re.fullmatch(role.pattern, shown)), None)
         if role is not None and role.types:
             numbers, number = _numbers(layer, stacks)
