@@ -42,7 +42,7 @@ class QuantizationOptions(CalibrationOptions):
 
     config: str | Path = field(
         metadata=described_as(
-            "A config of this package (see `tpuconv quantize --list`), a YAML file, or auto:BITS, such as auto:4.5: the "
+            "A config of this package (see `tpuconv quantize --list`), a YAML file, or auto:BITS (auto:4.5): the "
             "types that cost least at this mean of bits per quantized weight."
         )
     )

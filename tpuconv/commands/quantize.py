@@ -84,8 +84,8 @@ def quantize(
     If the config has `calibration: {method: gptq}`, the model runs on text, layer by layer, and weights are rounded
     so that the outputs of each layer change less.
 
-    With --config auto:4.5 the costs of groups of parameters are measured once, and the types that cost least at 4.5 bits
-    per quantized weight are used.
+    With --config auto:4.5 the costs of groups of parameters are measured once, and OUT has the types that cost least at
+    4.5 bits per quantized weight.
 
     --sensitivity, --target-bits and --gate measure and do not quantize CKPT. The model runs on prompts, layer by layer
     in float32, to measure the KL divergence of each group of parameters in int8 and in int4. --gate searches for the

@@ -5,9 +5,9 @@ to a weight of `gate` and `up` of a dense MLP, both in the same type. `NOISE` ha
 type. A greedy search begins with the fewest bits and takes the step that removes the most error per bit, until no step
 fits. It is exact up to the last step, since each further bit of a parameter removes less than the one before.
 
-The importances of attention and MLPs are measured on the trained example (`benchmarks/auto_bits.py`). Routed experts count
-less, since a token passes few of them. Wide shared experts, attention and outputs of states follow Unsloth's comparison
-of 121 quantizations of Qwen3.5-35B-A3B.
+The importances of attention and MLPs are measured on the trained example (`benchmarks/auto_bits.py`). Routed experts
+count less, since a token passes few of them. Wide shared experts, attention and outputs of states follow Unsloth's
+comparison of 121 quantizations of Qwen3.5-35B-A3B.
 """
 
 import re
@@ -179,10 +179,11 @@ def _units(quants: Mapping[str, ParamQuant], stacks: LayerStacks | None, *, for_
         role = next((role for role in roles if re.fullmatch(role.pattern, shown)), None)
         if role is not None and role.types:
             numbers, number = _numbers(layer, stacks)
-            members.setdefault((f"layers/{numbers}/{parent}", number, role), []).append(name)
+            top = tail.partition("/")[0]  # one rule for all of a role below it: they may be joined in one tensor
+            members.setdefault((f"layers/{numbers}/{top}", number, role), []).append(name)
     units = []
     for (parent, number, role), names in members.items():
-        last_names = "|".join(dict.fromkeys(modules[name][1].rpartition("/")[2] for name in names))
+        last_names = "|".join(dict.fromkeys(modules[name][1].partition("/")[2] for name in names))
         path = f"{parent}/({last_names})" if "|" in last_names else f"{parent}/{last_names}"
         units.append(_Unit(role, path, number, {name: quants[name] for name in names}))
     return units
