@@ -20,12 +20,12 @@ from typing import Any
 
 from tpuconv.errors import UsageError
 from tpuconv.models.common.periods import LayerStacks
-from tpuconv.quantize.config import MSE, QTYPES, QuantConfig, Rule, parse_config
+from tpuconv.quantize.config import MSE, QTYPES, REQUIRED_TILE_SIZES, QuantConfig, Rule, parse_config
 from tpuconv.quantize.recipe.search import Option, ParamGroup, SearchSpace, rules
 from tpuconv.quantize.rules import LAYER, ParamQuant, resolve_rules
 
-INT8 = ("int8",)
-ANY = ("int4/128", "int4/32", "int8")
+ALWAYS_INT8 = ("int8",)
+ALL_TYPES = ("int4/128", "int4/32", "int8")
 
 NOISE = {"int4/128": 1.0, "int4/32": 0.72, "int8": 0.006, "mxfp4": 0.0}
 """Power of the error of normal weights relative to int4 in groups of 128: 19.1, 20.5 and 41.7 dB. Weights of a release
@@ -57,32 +57,29 @@ class Role:
 
 ROLES = (
     Role("routers", r"(.*/)?router(_shared)?", ()),
-    Role("states and decays", r"(mamba|delta)/(o|a|b|c|dt|f|f_a|f_b)", INT8),
-    Role("selection of tokens", r"(\w+/)?attn/(indexer|compressor)/.*", INT8),
-    Role("shared experts, down", r"moe/shared/down", ANY, 6.0),
-    Role("shared experts, gate and up", r"moe/shared/(gate|up)", ANY, 4.0),
-    Role("experts, down", r"moe/down", ANY, 0.2),
-    Role("experts, gate and up", r"moe/(gate|up)", ANY, 0.1),
-    Role("latents", r"(\w+/)?attn/(q_a|kv_a|k_rope|kv)", ANY, 6.0),
-    Role("outputs of attention", r"(\w+/)?attn/o(_a|_b)?", ANY, 2.0),
-    Role("inputs of attention", r"((\w+/)?attn|mamba|delta)/\w+", ANY, 2.7),
-    Role("MLP, down", r"(\w+/)?mlp/down", ANY, 1.4),
-    Role("MLP, gate and up", r"(\w+/)?mlp/(gate|up)", ANY, 1.0),
+    Role("states and decays", r"(mamba|delta)/(o|a|b|c|dt|f|f_a|f_b)", ALWAYS_INT8),
+    Role("selection of tokens", r"(\w+/)?attn/(indexer|compressor)/.*", ALWAYS_INT8),
+    Role("shared experts, down", r"moe/shared/down", ALL_TYPES, 6.0),
+    Role("shared experts, gate and up", r"moe/shared/(gate|up)", ALL_TYPES, 4.0),
+    Role("experts, down", r"moe/down", ALL_TYPES, 0.2),
+    Role("experts, gate and up", r"moe/(gate|up)", ALL_TYPES, 0.1),
+    Role("latents", r"(\w+/)?attn/(q_a|kv_a|k_rope|kv)", ALL_TYPES, 6.0),
+    Role("outputs of attention", r"(\w+/)?attn/o(_a|_b)?", ALL_TYPES, 2.0),
+    Role("inputs of attention", r"((\w+/)?attn|mamba|delta)/\w+", ALL_TYPES, 2.7),
+    Role("MLP, down", r"(\w+/)?mlp/down", ALL_TYPES, 1.4),
+    Role("MLP, gate and up", r"(\w+/)?mlp/(gate|up)", ALL_TYPES, 1.0),
 )
 """The first that matches a module counts. Modules that match none stay unquantized: norms, embeddings, the head (which
 most servers do not take quantized), the small products of residual streams."""
 
 SERVED_ROLES = (
-    Role("inputs of Mamba", r"mamba/(x|z|b|c|dt)", INT8),
-    Role("experts", r"moe/(gate|up|down)", ANY, 0.13),
+    Role("inputs of Mamba", r"mamba/(x|z|b|c|dt)", ALWAYS_INT8),
+    Role("experts", r"moe/(gate|up|down)", ALL_TYPES, 0.13),
 )
 """The roles that come before `ROLES` for servers: these join the parameters, and take one type for them."""
 
 DECAY = re.compile(r"(attn|mamba)/(a|dt|f|f_a)")
 """The modules that a mixer has if its state decays: `dt` in Mamba-2, the others in variants of the delta rule."""
-
-MX_BLOCK = 32
-"""The weights of MXFP4 that share a scale of 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,9 @@ class _Unit:
 
     def _options(self, scale_bits: int, released: Collection[str]) -> Iterator[Option]:
         if released and all(name in released for name in self.quants):
-            yield Option("mxfp4", MX_BLOCK, round(self.count * (QTYPES["mxfp4"] + 8 / MX_BLOCK)), NOISE["mxfp4"])
+            block = REQUIRED_TILE_SIZES["mxfp4"]
+            with_scales = self.count * (QTYPES["mxfp4"] + 8 / block)  # scales are powers of two, of a byte
+            yield Option("mxfp4", block, round(with_scales), NOISE["mxfp4"])
             return
         quants = self.quants.values()
         importance = self.role.importance * self.count * (FIRST_LAYER if self.layer == 0 else 1)
