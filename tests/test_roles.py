@@ -97,12 +97,21 @@ def test_the_bits_fit_the_budget_and_the_rules_of_the_table_hold(name):
     assert 4.7 < mean <= 5, config.summary
     assert f"{mean:.3f} bits per quantized weight" in config.summary
     assert not [n for n in types if re.search(r"router|norm|embed|lm_head|streams", n)]
-    for state in STATES.get(name, "").split():
+    methods = {rule.weight_calibration_method for rule in config.rules if rule.weight_qtype == "int4"}
+    assert methods == {"mse"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in STATES])
+def test_states_are_int8_at_the_fewest_bits(name):
+    with pytest.raises(UsageError) as error:
+        chosen(name, 1)
+    least = float(str(error.value.message).rpartition(" ")[2])
+    _, types = chosen(name, round(least + 0.001, 3))
+    assert "int4/128" in types.values()
+    for state in STATES[name].split():
         mixer = "mamba" if name == "falcon_h1" else "attn"
         decaying = {n for n in types if n.endswith(f".{mixer}.{state}.kernel")} - full_attention(types)
         assert {types[n] for n in decaying} == {"int8"}, state
-    methods = {rule.weight_calibration_method for rule in config.rules if rule.weight_qtype == "int4"}
-    assert methods == {"mse"}
 
 
 def full_attention(types: dict[str, str]) -> set[str]:
