@@ -198,8 +198,10 @@ COMPRESS_OPTION = described_as(
     manifest=Key(),
 )
 QUANTIZE_OPTION = described_as(
-    "Quantize during the conversion, by this config of `tpuconv quantize`.",
-    python="Quantize on the way, by this config of `tpuconv quantize`.",
+    "Quantize during the conversion, by this config of `tpuconv quantize`; auto:4.5 chooses types by the roles of "
+    "parameters.",
+    python="Quantize on the way, by this config of `tpuconv quantize`; auto:4.5 chooses types by the roles of "
+    "parameters.",
 )
 SCHEME_OPTION = described_as(
     "The format of quantized weights: quant_method of config.json.  [default: chosen by the types of the weights]",

@@ -146,6 +146,10 @@ class ConversionPlan(OneLine):
         from tpuconv.convert.run.conversion import companion_bytes, disk_bytes
         from tpuconv.convert.run.steps import workspace_bytes
 
+        if rules is not None and rules.target_bits is not None and plan.quantization is not None:
+            from tpuconv.quantize.config import QuantConfig
+
+            rules = QuantConfig.from_json(plan.quantization.config)  # these were chosen for the model
         limits = sizing.Limits.of_this_machine(budget.jobs, budget.max_memory)
         if plan.target.is_safetensors:
             from tpuconv.convert.export.export import planned_files

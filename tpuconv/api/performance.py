@@ -28,6 +28,7 @@ from tpuconv.progress import Listener, Progress, ignore
 from tpuconv.text import OneLine, format_count
 
 if TYPE_CHECKING:
+    from tpuconv.quantize.config import QuantConfig
     from tpuconv.verify.benchmark import Machine, Timing, Workload
     from tpuconv.verify.topology.chips import Slice
     from tpuconv.verify.topology.request import CompileRequest, FitReport
@@ -307,6 +308,18 @@ def _check_sees(src: str, request: "CompileRequest") -> None:
         )
 
 
+def _chosen_rules(rules: "QuantConfig", raw: Mapping[str, Any]) -> "QuantConfig":
+    """Returns the rules that a config with a number of bits has for a model."""
+    import jax.numpy as jnp
+
+    from tpuconv.models.registry import find_family
+    from tpuconv.quantize.recipe.roles import recipe_for_bits
+
+    family = find_family(raw)
+    config = family.read_config(raw)
+    return recipe_for_bits(rules, lambda: family.model_class(config, dtype=jnp.bfloat16))
+
+
 def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str, write_layouts: bool) -> dict[str, Any]:
     """Config, quantization and dtype of a source or a checkpoint, without its weights. `write_layouts` asks for a
     complete checkpoint."""
@@ -352,6 +365,8 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
             f"{src} has a model that returns {returned}: it cannot decode, and `fit` compiles decoding",
             hint="give a language model",
         )
+    if rules is not None and rules.target_bits is not None:
+        quantization = _chosen_rules(rules, config).to_json()
     if encoding == "keep":
         quantization = source_passthrough(src, config)
     facts = {"config": config, "quantize": quantization, "checkpoint": checkpoint}

@@ -1,9 +1,11 @@
 """Quantize, and plan a quantization."""
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tpuconv.api.auto_recipes import measured_rules, planned_rules
 from tpuconv.api.calibration import CalibrationOptions, CalibrationText, calibration_data
 from tpuconv.api.converted import Conversion, ConversionPlan
 from tpuconv.api.running import run_plan
@@ -39,7 +41,10 @@ class QuantizationOptions(CalibrationOptions):
     """The options of `quantize` and `plan_quantization`."""
 
     config: str | Path = field(
-        metadata=described_as("A config of this package (see `tpuconv quantize --list`) or a YAML file.")
+        metadata=described_as(
+            "A config of this package (see `tpuconv quantize --list`), a YAML file, or auto:BITS (auto:4.5): the "
+            "types that cost least at this mean of bits per quantized weight."
+        )
     )
     compress: bool = field(default=False, metadata=COMPRESS_OPTION)
 
@@ -81,6 +86,8 @@ def quantize(asked: QuantizeRequest) -> Conversion:
 
     folder, out = to_location(asked.ckpt), to_location(asked.out) if asked.out else None
     rules = _required_rules(asked.config)
+    if rules.target_bits is not None and asked.part is None:
+        rules = measured_rules(rules, folder, asked, asked.progress)
     if asked.part is not None and rules.calibration is not None:
         raise UsageError(
             f"{rules.name} has a calibration, which runs in one process",
@@ -115,7 +122,11 @@ def plan_quantization(asked: PlanQuantizationRequest) -> ConversionPlan:
     from tpuconv.convert.plan.planning import planned_quantization
 
     folder, rules = to_location(asked.ckpt), _required_rules(asked.config)
-    quantizer = quantizer_by(rules, calibration_data(folder, rules, asked))
+    notes: tuple[str, ...] = ()
+    if rules.target_bits is not None:
+        rules, notes = planned_rules(rules, folder, asked)
+    data = calibration_data(folder, rules, asked) if not notes else None
+    quantizer = quantizer_by(rules, data, notes)
     planned = planned_quantization(folder, quantizer, compress=asked.compress, ahead=None)
     planned.check()
     return replace(ConversionPlan.sized(planned, rules, asked), calibration=_text_of(planned))
@@ -138,15 +149,16 @@ def find_rules(config: str | Path | None, encoding: str = "dequantize") -> "Quan
     return _required_rules(config)
 
 
-def quantizer_by(rules: "QuantConfig", data: "CalibrationData | None" = None) -> "Quantizer":
-    """Returns what decides by rules how the parameters of a plan are quantized; it imports jax when it is called."""
+def quantizer_by(rules: "QuantConfig", data: "CalibrationData | None" = None, notes: Sequence[str] = ()) -> "Quantizer":
+    """Returns what decides by rules how the parameters of a plan are quantized; it imports jax when it is called. The
+    result has the notes."""
 
     def quantizer(
         plain: "Plan", family: "Family", config: "DecoderConfig", *, for_servers: bool = False
     ) -> "Quantization":
         from tpuconv.quantize.apply import quantization
 
-        return quantization(plain, family, config, rules, data, for_servers=for_servers)
+        return quantization(plain, family, config, rules, data, notes, for_servers=for_servers)
 
     return quantizer
 

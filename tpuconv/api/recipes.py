@@ -16,6 +16,9 @@ from tpuconv.text import OneLine
 if TYPE_CHECKING:
     from tpuconv.checkpoint.manifest import Manifest
     from tpuconv.quantize.calibrate.data import CalibrationData
+    from tpuconv.quantize.calibration_settings import Calibration
+    from tpuconv.quantize.recipe.costs import KeptCosts
+    from tpuconv.quantize.recipe.groups import Choices
     from tpuconv.quantize.recipe.layerwise import LayerwiseProbe
     from tpuconv.quantize.recipe.search import Option, ParamGroup, SearchSpace, Sums
     from tpuconv.verify.logits import LogitStatistics
@@ -148,42 +151,26 @@ def sensitivity(asked: SensitivityRequest) -> Sensitivity:
         OutputError: the recipe's file exists.
         GateError: logits of the model are not finite, or no recipe holds the gates.
     """
-    from tpuconv.api.calibration import calibration_data
-    from tpuconv.checkpoint.companions import tokenizer_folder
-    from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.quantize.calibrate.memory import widest_input
-    from tpuconv.quantize.calibration_settings import Calibration
-    from tpuconv.quantize.config import QuantConfig
     from tpuconv.quantize.recipe import search
-    from tpuconv.quantize.recipe.costs import KeptCosts
-    from tpuconv.quantize.recipe.groups import find_choices
     from tpuconv.quantize.recipe.layerwise import DTYPE, LayerwiseProbe
-    from tpuconv.verify.preparation import tokenized
 
     if asked.target_bits is not None and asked.gates:
         raise UsageError("a number of bits and gates exclude each other", hint="give one of them")
     folder, out = to_location(asked.ckpt), local_path(asked.recipe)
-    manifest = read_manifest(folder)
-    choices = find_choices(manifest)
+    manifest, choices = choices_of(folder)
     is_written = asked.target_bits is not None or bool(asked.gates)
     if is_written:
         for path in (out, out.with_suffix(PICTURE)):
             search.check_free(path, asked.overwrite)
     if asked.target_bits is not None:
         choices.space.check(asked.target_bits)
-    with tokenizer_folder(manifest) as tokenizer:
-        ids = tokenized(manifest, tokenizer, asked.prompts)
-    settings = None if asked.method == "nearest" else Calibration(asked.method)
-    data = None
-    if settings or asked.calibration is not None:
-        named = QuantConfig(f'`method="{asked.method}"`', "", (), calibration=settings)
-        data = calibration_data(folder, named, asked)
+    ids, rounding, kept = inputs_of(asked, manifest, choices)
+    data = rounding[1] if rounding else None
     tokens, text = sum(map(len, ids)), None
-    rounding = (settings, data) if settings and data else None
     if rounding:
         text = CalibrationText.of(rounding[1], widest_input(manifest, choices.all_encoders()))
         text.announce(asked.progress)
-    kept = KeptCosts(manifest, choices.space, ids, rounding)
     groups, found = kept.read(), None
     reused = groups is not None
     if groups is not None and not is_written:
@@ -217,6 +204,38 @@ def sensitivity(asked: SensitivityRequest) -> Sensitivity:
             )
             _write(manifest, space, sums, found, (ids, asked.prompts_from), (asked.method, data), asked.overwrite)
     return Sensitivity(folder, DTYPE, asked.method, len(ids), tokens, groups, found, reused, text)
+
+
+def choices_of(folder: Location) -> "tuple[Manifest, Choices]":
+    """Returns the manifest of a checkpoint, and the types to choose from."""
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.quantize.recipe.groups import find_choices
+
+    manifest = read_manifest(folder)
+    return manifest, find_choices(manifest)
+
+
+def inputs_of(
+    asked: SensitivityRequest, manifest: "Manifest", choices: "Choices"
+) -> "tuple[list[list[int]], tuple[Calibration, CalibrationData] | None, KeptCosts]":
+    """Returns the token ids of the prompts, the settings and the text of the rounding, and the costs that were kept
+    with these."""
+    from tpuconv.api.calibration import calibration_data
+    from tpuconv.checkpoint.companions import tokenizer_folder
+    from tpuconv.quantize.calibration_settings import Calibration
+    from tpuconv.quantize.config import QuantConfig
+    from tpuconv.quantize.recipe.costs import KeptCosts
+    from tpuconv.verify.preparation import tokenized
+
+    with tokenizer_folder(manifest) as tokenizer:
+        ids = tokenized(manifest, tokenizer, asked.prompts)
+    settings = None if asked.method == "nearest" else Calibration(asked.method)
+    data = None
+    if settings or asked.calibration is not None:
+        named = QuantConfig(f'`method="{asked.method}"`', "", (), calibration=settings)
+        data = calibration_data(manifest.folder, named, asked)
+    rounding = (settings, data) if settings and data else None
+    return ids, rounding, KeptCosts(manifest, choices.space, ids, rounding)
 
 
 PICTURE = ".html"

@@ -31,7 +31,7 @@ QUANTIZING = (
 CONFIG = {
     "type": KnownName(known_configs, or_file=True),
     "metavar": "NAME",
-    "help": "A config of this package (see --list) or a YAML file.",
+    "help": "A config of this package (see --list), a YAML file, or auto:BITS for the types that cost least.",
 }
 
 
@@ -41,6 +41,7 @@ CONFIG = {
     "tpuconv quantize --config int8_default.yaml",
     "tpuconv quantize Qwen3-8B-orbax --config int4_weight_only --explain",
     "tpuconv quantize Qwen3-8B-orbax /data/Qwen3-8B-mine --config ./mine.yaml",
+    "tpuconv quantize Qwen3-8B-orbax --config auto:4.5",
     "tpuconv quantize Qwen3-8B-orbax --sensitivity",
     "tpuconv quantize Qwen3-8B-orbax --target-bits 5.5",
     "tpuconv quantize Qwen3-8B-orbax --gate top1=0.99",
@@ -82,6 +83,9 @@ def quantize(
 
     If the config has `calibration: {method: gptq}`, the model runs on text, layer by layer, and weights are rounded
     so that the outputs of each layer change less.
+
+    With --config auto:4.5 the costs of groups of parameters are measured once, and OUT has the types that cost least at
+    4.5 bits per quantized weight.
 
     --sensitivity, --target-bits and --gate measure and do not quantize CKPT. The model runs on prompts, layer by layer
     in float32, to measure the KL divergence of each group of parameters in int8 and in int4. --gate searches for the
@@ -146,7 +150,8 @@ def _quantize(
     from tpuconv.quantize.config import find_config
 
     quantize_model = options.on_processes(api.quantize, given)
-    if find_config(given["config"]).calibration is None:  # read before CKPT, to report its mistakes first
+    config = find_config(given["config"])  # read before CKPT, to report its mistakes first
+    if config.calibration is None and config.target_bits is None:
         options.require_mode("a config that has `calibration`", False, "samples", "length")
     chosen = chosen_checkpoint(ckpt, "Quantizing", quiet=as_json, own=True, quantized=False)
     check_address_space_for_jax()
@@ -175,7 +180,7 @@ def _list_configs(as_json: bool) -> None:
     console().print(table)
     show(
         "  bits a weight: quantized weights and their share of the scales of groups, in bfloat16; a scale for each "
-        "channel adds less than 0.1"
+        "channel adds less than 0.1; auto:BITS, such as auto:4.5, chooses types for a model"
     )
 
 

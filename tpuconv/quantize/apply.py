@@ -1,7 +1,8 @@
 """Turns a quantization config into the encoders of a plan."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,6 +42,7 @@ def quantization(
     config: DecoderConfig,
     rules: QuantConfig,
     data: "CalibrationData | None" = None,
+    notes: Sequence[str] = (),
     *,
     for_servers: bool = False,
 ) -> Quantization:
@@ -52,6 +54,7 @@ def quantization(
         config: the family's reading of config.json.
         rules: the quantization config.
         data: what to calibrate on; needed if the config has a calibration.
+        notes: for the manifest, before others.
         for_servers: leave out a head whose rule is for other parameters too: most servers take no quantized one.
 
     Raises:
@@ -62,6 +65,10 @@ def quantization(
     plain.check()
     if plain.options.layers is not None:
         raise UnsupportedConfig("a part of the layers cannot be quantized", hint="leave `layers=` out")
+    notes = list(notes)
+    if rules.target_bits is not None:
+        rules = _chosen_rules(rules, plain, family, config, for_servers=for_servers)
+        notes.append(rules.summary)
     check_rules(rules, family.table_without_release(plain.table.returns, config.parts).modules(config))
     import jax.numpy as jnp
 
@@ -70,7 +77,6 @@ def quantization(
 
     stacks = LayerStacks(config.num_hidden_layers, config.period) if plain.options.scan_layers else None
     quants = resolve_rules(lambda: family.model_class(config, dtype=jnp.bfloat16), rules, stacks)
-    notes = []
     if for_servers and _is_by_the_way(HEAD_KERNEL, quants):
         del quants[HEAD_KERNEL]
         notes.append(HEAD_NOTE)
@@ -99,6 +105,30 @@ def quantization(
     return Quantization(encoders, facts, report_page, passthrough, calibration, dict(calibration.found_arrays))
 
 
+def _chosen_rules(
+    rules: QuantConfig, plain: Plan, family: Family, config: DecoderConfig, *, for_servers: bool
+) -> QuantConfig:
+    """Returns the rules for the number of bits of a config."""
+    import jax.numpy as jnp
+
+    from tpuconv.quantize.recipe.roles import recipe_for_bits
+
+    largest = max(plain.arrays.values(), key=lambda array: prod(array.shape))
+    released = _released_in("mxfp4", plain)
+    stacks = None
+    if plain.options.scan_layers:
+        stacks = LayerStacks(config.num_hidden_layers, config.period)
+        released = {name for array in released for name, _ in stacks.names_in(array)}
+    return recipe_for_bits(
+        rules,
+        lambda: family.model_class(config, dtype=jnp.bfloat16),
+        stacks,
+        scale_bits=8 * largest.dtype.itemsize,
+        released=released,
+        for_servers=for_servers,
+    )
+
+
 def _is_by_the_way(name: str, quants: "Mapping[str, ParamQuant]") -> bool:
     """Returns whether a parameter is quantized by a rule that other parameters are quantized by too."""
     return name in quants and any(other != name and quants[other].rule == quants[name].rule for other in quants)
@@ -116,15 +146,30 @@ def _passthrough(plain: Plan, quants: "Mapping[str, ParamQuant]") -> dict[str, i
     return passthrough
 
 
+def _released_in(qtype: str, plain: Plan) -> set[str]:
+    """Returns the parameters that the source has in a type."""
+    return {
+        name
+        for binding in plain.bindings
+        if all(qtype in _types(plain.tensors[tensor]) for stack in binding.src for tensor in stack.names)
+        for stack in binding.dst
+        for name in stack.names
+    }
+
+
 def _is_type_of(quant: "ParamQuant", tensor: Tensor) -> bool:
-    if isinstance(tensor, Adapted) or tensor.scheme is None or tensor.scales is None or tensor.tensor_scale is not None:
-        return False
-    if tensor.column_scales is not None or not tensor.scheme.has_blocks_of_rows(tensor.shape, tensor.scales.shape):
-        return False
-    if tensor.scheme.affine and (not tensor.scheme.affine.symmetric or tensor.scheme.affine.any_order):
-        return False
-    types = [tensor.scheme.qtype]
-    if tensor.scheme.blocks == (1, MX_BLOCK) and tensor.scales.dtype in POWERS_OF_TWO:
-        types.append(MX_TYPES[tensor.scheme.qtype])
     symmetric = str(quant.qwix_how.calibration_method).startswith(("absmax", "rms"))
-    return symmetric and quant.qtype in types
+    return symmetric and quant.qtype in _types(tensor)
+
+
+def _types(tensor: Tensor) -> tuple[str, ...]:
+    """Returns the types that the encoded values of a tensor can be copied to."""
+    if isinstance(tensor, Adapted) or tensor.scheme is None or tensor.scales is None or tensor.tensor_scale is not None:
+        return ()
+    if tensor.column_scales is not None or not tensor.scheme.has_blocks_of_rows(tensor.shape, tensor.scales.shape):
+        return ()
+    if tensor.scheme.affine and (not tensor.scheme.affine.symmetric or tensor.scheme.affine.any_order):
+        return ()
+    if tensor.scheme.blocks == (1, MX_BLOCK) and tensor.scales.dtype in POWERS_OF_TWO:
+        return tensor.scheme.qtype, MX_TYPES[tensor.scheme.qtype]
+    return (tensor.scheme.qtype,)

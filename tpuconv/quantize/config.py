@@ -61,6 +61,10 @@ TILE_AXES = ("last", "all", "block")
 NAMED_ALONE = (VISION, VIDEO, AUDIO)
 """The parts beside the text model. A rule for all modules leaves them alone."""
 
+AUTO = "auto:"
+"""The beginning of a config that names a number of bits."""
+MOST_BITS = 16
+
 NO_MODULE = "(?!)"
 """A pattern that nothing matches."""
 
@@ -126,6 +130,8 @@ class QuantConfig:
         gates: the limits that the quantized model must hold, compared with the original; None for what roundings of
             this size change, empty where the user wants none.
         calibration: None to round each weight to the nearest value.
+        target_bits: the mean bits of a quantized weight, by which the rules are chosen for a model; None where `rules`
+            are the rules.
     """
 
     name: str
@@ -134,6 +140,7 @@ class QuantConfig:
     scale_dtype: str | None = None
     gates: Mapping[str, float] | None = None
     calibration: Calibration | None = None
+    target_bits: float | None = None
 
     @property
     def bits(self) -> list[float]:
@@ -186,12 +193,15 @@ def config_names() -> list[str]:
 
 
 def find_config(name_or_path: str) -> QuantConfig:
-    """Returns a config of this package by its name, with or without `.yaml`, or any file by its path.
+    """Returns a config of this package by its name, with or without `.yaml`, or any file by its path. `auto:4.5` is a
+    config whose rules are chosen for a model (`tpuconv.quantize.recipe.roles`).
 
     Raises:
-        UsageError: there is no such config or file.
+        UsageError: there is no such config or file, or no such number of bits.
         ConfigError: the file is no valid config.
     """
+    if name_or_path.startswith(AUTO):
+        return _auto_config(name_or_path)
     path, name = to_location(name_or_path), Path(name_or_path).name.removesuffix(".yaml")
     if isinstance(path, BucketPath) or (os.path.lexists(path) and not os.path.isdir(path)):
         data = read_bytes(path, MAX_CONFIG_BYTES, ConfigError)
@@ -205,6 +215,17 @@ def find_config(name_or_path: str) -> QuantConfig:
             + "`tpuconv quantize --list` shows all; or give a file",
         )
     return parse_config(data, name, str(path))
+
+
+def _auto_config(text: str) -> QuantConfig:
+    bits = text.removeprefix(AUTO)
+    if not re.fullmatch(r"\d{1,2}(\.\d{1,4})?", bits) or not 0 < float(bits) <= MOST_BITS:
+        raise UsageError(
+            f"'{text}' names no number of bits", hint=f"write auto:4.5: bits per quantized weight, up to {MOST_BITS}"
+        )
+    return QuantConfig(
+        f"auto-{float(bits):g}", f"{float(bits):g} bits per quantized weight", (), target_bits=float(bits)
+    )
 
 
 def configs_folder() -> Any:

@@ -132,7 +132,7 @@ def _of_experts(
 
 
 def _is_input_first(row: Map) -> bool:
-    """Whether a row's tensor has the axis of the inputs before that of the outputs, as its parameters have them."""
+    """Whether a row's tensor has the axis of the inputs before the axis of the outputs, as its parameters have them."""
     layout = Layout.parse(row.layout)
     return layout.src[0][1] == layout.dst[0][1]
 

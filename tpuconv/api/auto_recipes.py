@@ -1,0 +1,75 @@
+"""The rules of a config that names a number of bits, such as `auto:4.5`, for a checkpoint.
+
+A checkpoint whose model can run on text gets the types that cost least, by the costs of its groups. They are measured
+once, and kept. Other checkpoints, and conversions from a source, get types by the roles of parameters
+(`tpuconv.quantize.recipe.roles`).
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tpuconv.api.calibration import CalibrationOptions
+from tpuconv.api.recipes import ROUNDING_METHODS, SensitivityRequest, choices_of, inputs_of, sensitivity
+from tpuconv.location import Location
+from tpuconv.progress import Listener
+
+if TYPE_CHECKING:
+    from tpuconv.quantize.config import QuantConfig
+    from tpuconv.quantize.recipe.search import ParamGroup
+
+UNMEASURED = "planned by the roles of parameters: `quantize` measures the costs of groups first, and may choose others"
+
+
+def measured_rules(rules: "QuantConfig", ckpt: Location, text: CalibrationOptions, progress: Listener) -> "QuantConfig":
+    """Returns the rules by the costs of the groups of a checkpoint, which are measured unless they were kept; the
+    config as it is if they cannot be measured.
+
+    Raises:
+        TpuconvError: see `tpuconv.api.sensitivity`, and `tpuconv.quantize.recipe.search.choose`.
+    """
+    if not _is_measurable(ckpt):
+        return rules
+    measured = sensitivity(
+        ckpt, calibration=text.calibration, samples=text.samples, length=text.length, progress=progress
+    )
+    return _cheapest(rules, measured.groups)
+
+
+def planned_rules(
+    rules: "QuantConfig", ckpt: Location, text: CalibrationOptions
+) -> "tuple[QuantConfig, tuple[str, ...]]":
+    """Returns the rules by the costs that an earlier call kept; the config as it is without these, and a note if they
+    can be measured."""
+    if not _is_measurable(ckpt):
+        return rules, ()
+    manifest, choices = choices_of(ckpt)
+    asked = SensitivityRequest(ckpt, calibration=text.calibration, samples=text.samples, length=text.length)
+    groups = inputs_of(asked, manifest, choices)[2].read()
+    return (rules, (UNMEASURED,)) if groups is None else (_cheapest(rules, groups), ())
+
+
+def _is_measurable(ckpt: Location) -> bool:
+    """Returns True if the model of a checkpoint returns logits, and has a tokenizer for the text."""
+    from tpuconv.checkpoint.companions import tokenizer_folder
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.models.tokenizer import has_tokenizer
+
+    manifest = read_manifest(ckpt)
+    with tokenizer_folder(manifest) as folder:
+        return not manifest.returns and has_tokenizer(folder)
+
+
+def _cheapest(rules: "QuantConfig", groups: "Sequence[ParamGroup]") -> "QuantConfig":
+    """Returns the rules that cost least at this number of bits per quantized weight. The head stays as it is."""
+    from tpuconv.quantize.config import parse_config
+    from tpuconv.quantize.recipe import search
+
+    assert rules.target_bits is not None
+    layers = tuple(group for group in groups if group.path.startswith("layers/"))
+    space = search.SearchSpace(layers, sum(group.count for group in layers), 0)
+    chosen = search.choose(space, rules.target_bits)
+    cost = sum(option.kl for option in chosen)
+    summary = f"{space.bits(chosen):.3f} bits per quantized weight, KL {cost:.2g} by the sum of measured groups"
+    lines = [f"summary: {summary}", "qwix:", "  rules:", *(f"    {rule}" for rule in search.rules(layers, chosen))]
+    lines.append(f"calibration: {{method: {ROUNDING_METHODS[0]}}}")
+    return parse_config("\n".join(lines).encode(), rules.name, rules.name)
