@@ -180,7 +180,7 @@ class ConversionPlan(OneLine):
         """Sentences about modules that rules name and that stay unquantized, and about parameters that the way back
         from the target rounds."""
         of_rules = self.plan.quantization.config.get("notes", ()) if self.plan.quantization else ()
-        return [*of_rules, *filter(None, [self.plan.rounded])]
+        return (*of_rules, *filter(None, [self.plan.rounded]))
 
     def check(self) -> None:
         """Raises MappingError if the source does not match the table of the family."""
