@@ -88,7 +88,7 @@ def _form(
     model_config = _read(manifest, family, raw)
     return target_table(
         get_target(manifest.target),
-        *family.in_targets(raw["model_type"]),
+        *family.in_targets(raw.get("model_type", "")),
         released_table(manifest, family, model_config, form),
         model_config,
         scan_layers=scan_layers,
