@@ -245,7 +245,10 @@ GATES_OPTION = described_as(
     '{"mean_kl": 0.01}.',
 )
 SPECULATE_OPTION = described_as(
-    "Draft tokens with the model's MTP module. A checkpoint must be converted with `include_mtp=True`."
+    "Draft tokens with this EAGLE-3 draft, a checkpoint or a release; without DRAFT with the model's MTP module, of a "
+    "checkpoint converted with `include_mtp=True`.",
+    python="Draft tokens with an EAGLE-3 draft, a checkpoint or a release; or True: with the model's MTP module, of a "
+    "checkpoint converted with `include_mtp=True`.",
 )
 WORKSPACE_OPTION = described_as(
     "Folder for large temporary files, such as /dev/shm: shards of a streamed source, and the results of a "

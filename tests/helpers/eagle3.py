@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from helpers.checkpoints import write_checkpoint
+from helpers.checkpoints import read_tensors, write_checkpoint
 
 LLAMA_KEYS = {
     "model_type": "llama",
@@ -150,6 +150,7 @@ def drafted(
     states_BTX: np.ndarray,
     embedded_BTD: np.ndarray,
     pos_BT: np.ndarray,
+    further_BTD: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns logits [B, T, draft vocabulary] and hidden states [B, T, D] of a draft.
 
@@ -157,6 +158,7 @@ def drafted(
         states_BTX: hidden states of the target, before `fc`.
         embedded_BTD: embeddings of the tokens after each.
         pos_BT: positions.
+        further_BTD: hidden states of the draft for the tokens behind those of `states_BTX`.
     """
     import torch
     from torch.nn.functional import linear, scaled_dot_product_attention, silu
@@ -188,6 +190,8 @@ def drafted(
     if keys.get("norm_before_fc"):
         states = norm(states, "input_norm")
     x = product(states, "fc")
+    if further_BTD is not None:
+        x = torch.cat([x, torch.tensor(further_BTD)], dim=1)
     normed = norm(x, f"{layer}.hidden_norm")
     joined = torch.cat([norm(torch.tensor(embedded_BTD), f"{layer}.input_layernorm"), normed], dim=-1)
     q, k, v = (heads(product(joined, f"{layer}.self_attn.{part}_proj")) for part in "qkv")
@@ -200,3 +204,62 @@ def drafted(
     gated = silu(product(normed, f"{layer}.mlp.gate_proj")) * product(normed, f"{layer}.mlp.up_proj")
     x = x + product(gated, f"{layer}.mlp.down_proj")
     return product(norm(x, "norm"), "lm_head").numpy(), x.numpy()
+
+
+def save_agreeing_draft(target: Path, folder: Path, tokens: np.ndarray, noise: float = 0.0) -> Path:
+    """Writes a draft of a target whose next token depends on the last one mostly, and returns the folder.
+
+    The attention of the draft sees the last token alone, since queries and keys are the same and large, and hands its
+    embedding on to the head of the target, in place of the embedding before. So it predicts what the target does, with
+    some noise.
+
+    Args:
+        target: a release whose embedding has `hidden_size` values, and whose head has no factor.
+        folder: to write.
+        tokens: the vocabulary of the draft.
+        noise: the size of what is added to the embedding.
+    """
+    tensors = read_tensors(target)
+    config = json.loads((target / "config.json").read_text())
+    config = config.get("text_config", config)
+
+    def tensor(*ends: str) -> np.ndarray:
+        return next(x for end in ends for name, x in tensors.items() if name.endswith(end)).astype("f4")
+
+    embedding = tensor("embed_tokens.weight", "embeddings.weight")
+    head = tensor("lm_head.weight", "embed_tokens.weight")
+    (V, D), rng = embedding.shape, np.random.default_rng(0)
+    one = np.ones(D, "f4")
+    both = rng.normal(size=(D, D)).astype("f4") * 4
+    zero, square = np.zeros((D, D), "f4"), np.eye(D, dtype="f4")
+    keys = {**LLAMA_KEYS, "vocab_size": V, "hidden_size": D, "num_attention_heads": 6, "num_key_value_heads": 6}
+    layer = {
+        "input_layernorm.weight": one,
+        "hidden_norm.weight": one,
+        "post_attention_layernorm.weight": one,
+        "self_attn.q_proj.weight": np.concatenate([both, zero], axis=1),
+        "self_attn.k_proj.weight": np.concatenate([both, zero], axis=1),
+        "self_attn.v_proj.weight": np.concatenate([square, -square], axis=1),
+        "self_attn.o_proj.weight": square + noise * rng.normal(size=(D, D)).astype("f4"),
+        **{f"mlp.{x}_proj.weight": np.zeros((LLAMA_KEYS["intermediate_size"], D), "f4") for x in ("gate", "up")},
+        "mlp.down_proj.weight": np.zeros((D, LLAMA_KEYS["intermediate_size"]), "f4"),
+    }
+    written = {
+        **{f"midlayer.{name}": values for name, values in layer.items()},
+        "fc.weight": np.zeros((D, 3 * D), "f4"),
+        "norm.weight": tensor(*LAST_NORMS) + float(config["model_type"] in CENTERED),
+        "lm_head.weight": head[tokens],
+        **maps(tokens, V),
+    }
+    of_draft = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **keys,
+        "draft_vocab_size": len(tokens),
+        "eagle_aux_hidden_state_layer_ids": [0, 1, config["num_hidden_layers"]],
+    }
+    return write_checkpoint(folder, of_draft, written)
+
+
+LAST_NORMS = ("model.norm.weight", "language_model.norm.weight")
+CENTERED = ("qwen3_next",)
+"""Model types whose norms store the scale less 1."""

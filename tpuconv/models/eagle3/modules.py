@@ -21,7 +21,8 @@ class Drafted(NamedTuple):
     """The output of a draft.
 
     Attributes:
-        logits_BTV: of the token after each of `ids_BT`, over the vocabulary of the draft, in float32.
+        logits_BTV: of the token after each of `ids_BT`, over the vocabulary of the draft, in float32; with `column_B`
+            after that token alone.
         x_BTD: hidden states before the last norm: the states of a further step.
         kv: cache with these tokens; None without a cache.
     """
@@ -104,6 +105,7 @@ class Model(nnx.Module):
         pos_BS: jax.Array | None = None,
         slot: jax.Array | int = 0,
         kv: KV | None = None,
+        column_B: jax.Array | None = None,
     ) -> Drafted:
         """Runs the draft.
 
@@ -117,6 +119,7 @@ class Model(nnx.Module):
             pos_BS: positions of the slots of the cache; None without a cache.
             slot: the slot of the first token.
             kv: the cache of earlier tokens.
+            column_B: the token of each sequence whose logits and hidden states are returned; None for all.
         """
         sizes, (B, T) = self.config.sizes, ids_BT.shape
         if self.embed is not None:
@@ -132,6 +135,8 @@ class Model(nnx.Module):
         cos_sin = rope_cos_sin(self.config.rope, self.config.rope_dim, pos_BT, slots)
         step = Step(pos_BT, pos_BT if pos_BS is None else pos_BS, slot, cos_sin)
         x_BTD, kv = self.layers[0](embedded_BTD, x_BTD, step, kv)
+        if column_B is not None:
+            x_BTD = jnp.take_along_axis(x_BTD, column_B[:, None, None], axis=1)
         return Drafted(self.lm_head(self.norm(x_BTD)).astype(jnp.float32), x_BTD, kv)
 
     def in_target(self, ids_B: jax.Array) -> jax.Array:
