@@ -62,15 +62,11 @@ def loaded(source: Path, out: Path, **options: Any) -> Any:
     return tpuconv.load(out)
 
 
-def layers_of(source: Path) -> int:
-    return int(json.loads((source / "config.json").read_text())["num_hidden_layers"])
-
-
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_random_drafts_change_no_token(name: str, target: Any, tmp_path: Path) -> None:
     source = target(name)
     model = loaded(source, tmp_path / "target")
-    changes = RANDOM | {"eagle_aux_hidden_state_layer_ids": [0, 1, layers_of(source)]}
+    changes = RANDOM | {"eagle_aux_hidden_state_layer_ids": [0, 1, model.config.num_hidden_layers]}
     draft = loaded(save_draft("sglang", tmp_path / "draft", **changes), tmp_path / "converted")
     speculator = DraftSpeculator(model, draft)
     np.testing.assert_array_equal(tokens(speculator), tokens(Generator(model)))

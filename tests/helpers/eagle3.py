@@ -86,10 +86,9 @@ def keys_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def count_of_states(config: Mapping[str, Any]) -> int:
     keys = keys_of(config)
-    named = keys.get("eagle_aux_hidden_state_layer_ids") or keys.get("eagle_config", {}).get(
-        "eagle_aux_hidden_state_layer_ids"
-    )
-    return len(named or (2, 0, -3))
+    inside = keys.get("eagle_config") or {}
+    named = [place.get("eagle_aux_hidden_state_layer_ids") for place in (keys, inside)]
+    return len(next(filter(None, named), (2, 0, -3)))
 
 
 def random_tensors(config: Mapping[str, Any], has_embedding: bool, seed: int = 0) -> dict[str, np.ndarray]:
@@ -232,7 +231,13 @@ def save_agreeing_draft(target: Path, folder: Path, tokens: np.ndarray, noise: f
     one = np.ones(D, "f4")
     both = rng.normal(size=(D, D)).astype("f4") * 4
     zero, square = np.zeros((D, D), "f4"), np.eye(D, dtype="f4")
-    keys = {**LLAMA_KEYS, "vocab_size": V, "hidden_size": D, "num_attention_heads": 6, "num_key_value_heads": 6}
+    keys = {
+        **LLAMA_KEYS,
+        "vocab_size": V,
+        "hidden_size": D,
+        "num_attention_heads": D // 8,
+        "num_key_value_heads": D // 8,
+    }
     layer = {
         "input_layernorm.weight": one,
         "hidden_norm.weight": one,

@@ -150,6 +150,7 @@ def compare(asked: CompareRequest) -> Comparison:
 def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     """Returns the comparison of an opened model."""
     from tpuconv.checkpoint.reader import check_logits
+    from tpuconv.models.common.heads import AS_DRAFT
     from tpuconv.models.logits import whole_texts
     from tpuconv.models.stored import model_config
     from tpuconv.restore import mesh_of_processes
@@ -175,8 +176,9 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
         raise UsageError("`layerwise=True` runs on one device", hint="leave `mesh=` out")
     manifest, stored = opened.manifest, opened.stored
     manifest.check_own()
-    if asked.layerwise:
+    if asked.layerwise or manifest.returns == AS_DRAFT:
         check_logits(manifest)
+    if asked.layerwise:
         if opened.plan is not None:
             what = "a release" if stored is None else f"a checkpoint for {stored.target}"
             raise UsageError(

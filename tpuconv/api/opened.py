@@ -11,7 +11,6 @@ from tpuconv.convert.plan.options import Options
 from tpuconv.errors import UsageError
 from tpuconv.location import BucketPath, Location, plain_path, to_location
 from tpuconv.memory import check_address_space_for_jax
-from tpuconv.models.common.heads import DRAFTS
 from tpuconv.names import MANIFEST, OWN_TARGET
 
 if TYPE_CHECKING:
@@ -70,8 +69,10 @@ def opened_draft(speculate: Speculation) -> "Iterator[OpenedModel | None]":
     if isinstance(speculate, bool):
         yield None
         return
+    from tpuconv.models.common.heads import AS_DRAFT
+
     with opened_model(speculate, Options()) as opened:
-        if opened.manifest.returns != DRAFTS:
+        if opened.manifest.returns != AS_DRAFT:
             raise UsageError(f"{speculate} is no draft of another model", hint="give an EAGLE-3 draft")
         yield opened
 

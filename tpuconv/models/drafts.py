@@ -31,22 +31,19 @@ def check_pair(target: DecoderConfig, draft: DecoderConfig) -> None:
     """
     if not isinstance(draft, Config):
         raise UsageError("this model is no draft of another one", hint="give the checkpoint of an EAGLE-3 draft")
-    width = draft.target_hidden_size or draft.hidden_size
-    pairs = {
+    sizes = {
         "vocabulary": (draft.vocab_size, target.vocab_size),
-        "width of the target": (width, target.hidden_size),
+        "width of the target": (draft.target_hidden_size or draft.hidden_size, target.hidden_size),
     }
     if not draft.has_embedding:
-        pairs["width of the embedding, which the draft takes from its target"] = draft.hidden_size, target.hidden_size
-    faults = [
-        f"{what}: {of_draft}, and {of_target}" for what, (of_draft, of_target) in pairs.items() if of_draft != of_target
-    ]
+        sizes["width of the embedding, which the draft takes from its target"] = draft.hidden_size, target.hidden_size
+    faults = [f"{size}: {a} in the draft, {b} in the target" for size, (a, b) in sizes.items() if a != b]
     if faults:
         raise UsageError("the draft is for another model: its sizes differ from the target's", details=faults)
     draft.states_of(target.num_hidden_layers)
 
 
-class Pair(nnx.Module):
+class WithDraft(nnx.Module):
     """A target and its draft. The cache of the draft is `mtp` of the target's cache."""
 
     def __init__(self, target: Decoder, draft: Model):
@@ -94,7 +91,7 @@ class DraftSpeculator(Speculator):
             )
         self.ahead = ahead
         self.states = draft.config.states_of(model.config.num_hidden_layers)
-        self._begin(Pair(model, draft), (*model.config.ropes, draft.config.rope), sampling, cache_dtype)
+        self._begin(WithDraft(model, draft), (*model.config.ropes, draft.config.rope), sampling, cache_dtype)
 
     def _target(self, merged: Any) -> Any:
         return merged.target
@@ -168,8 +165,7 @@ def generator_of(
     draft: Any = None,
 ) -> Generator:
     """Returns a generator with a model, which drafts tokens by a draft, if there is one, or with `speculate` by the
-    model's module for multi-token prediction. The arguments and errors are those of `DraftSpeculator` and
-    `Speculator`."""
+    model's module for multi-token prediction. Arguments and errors are as of `DraftSpeculator` and `Speculator`."""
     if draft is not None:
         return DraftSpeculator(model, draft, sampling, cache_dtype)
     return (Speculator if speculate else Generator)(model, sampling, cache_dtype)

@@ -174,7 +174,7 @@ FAMILIES: Mapping[str, str] = {
     "biogpt": "lineages.older",
 }
 
-DRAFTS: Mapping[str, str] = {"eagle3": "eagle3.family"}
+DRAFT_FAMILIES: Mapping[str, str] = {"eagle3": "eagle3.family"}
 """The names of the families of drafts, which run with a target alone, and their modules."""
 
 DRAFT_ARCHITECTURES: Mapping[str, str] = {

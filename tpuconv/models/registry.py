@@ -19,7 +19,7 @@ from tpuconv.models.common.config_keys import given_keys, without_keys
 from tpuconv.models.common.forms import ALL_FORMS
 from tpuconv.models.common.heads import LOGITS, Head, headed, named_head, shown_head
 from tpuconv.models.common.saved import saved_names, saved_outside, saved_places
-from tpuconv.models.families import DRAFT_ARCHITECTURES, DRAFTS, FAMILIES
+from tpuconv.models.families import DRAFT_ARCHITECTURES, DRAFT_FAMILIES, FAMILIES
 from tpuconv.models.left_out import MODELS_LEFT_OUT
 from tpuconv.notation.forms import Forms, ReleaseReader
 from tpuconv.notation.release import Release
@@ -268,7 +268,7 @@ def get_family(name: str) -> Family:
     Raises:
         UsageError: there is no such family, or its package cannot be imported.
     """
-    if place := FAMILIES.get(name) or DRAFTS.get(name):
+    if place := FAMILIES.get(name) or DRAFT_FAMILIES.get(name):
         own: Family = _resolve(f"tpuconv.models.{place}:{'FAMILY' if place.endswith('.family') else name.upper()}")
         return _with_modalities(own)
     wrapper, _, text_type = name.partition(".")
@@ -289,7 +289,7 @@ def named_family(name: str) -> Family:
     Raises:
         UsageError: there is none, or its package cannot be imported.
     """
-    return get_family(name) if name in {**FAMILIES, **DRAFTS} else family_of_type(name) or get_family(name)
+    return get_family(name) if name in {**FAMILIES, **DRAFT_FAMILIES} else family_of_type(name) or get_family(name)
 
 
 @cache
@@ -370,9 +370,9 @@ def _draft_family(hf_config: Mapping[str, Any]) -> Family | None:
     """Returns the family of a draft; None of another config.json."""
     said, architectures = hf_config.get(SPECULATORS_TYPE), hf_config.get("architectures")
     if isinstance(said, str):
-        if said not in DRAFTS:
+        if said not in DRAFT_FAMILIES:
             raise UnsupportedConfig(
-                f"no family reads drafts of the type '{said[:100]}'", hint=f"supported are {', '.join(DRAFTS)}"
+                f"no family reads drafts of the type '{said[:100]}'", hint=f"supported are {', '.join(DRAFT_FAMILIES)}"
             )
         return get_family(said)
     first = architectures[0] if isinstance(architectures, list) and architectures else None

@@ -259,24 +259,6 @@ class Decoder(nnx.Module):
         overrun = new_cache.used > new_cache.positions_BS.shape[1]
         return self._logits(jnp.where(overrun, jnp.nan, x_BTD[:, first:])), new_cache
 
-    @overload
-    def run_layers(
-        self,
-        ids_BT: jax.Array,
-        mask_BT: jax.Array,
-        cache: None,
-        seen: Seen | None = None,
-        entered: Entered | None = None,
-    ) -> tuple[jax.Array, None]: ...
-    @overload
-    def run_layers(
-        self,
-        ids_BT: jax.Array,
-        mask_BT: jax.Array,
-        cache: Cache,
-        seen: Seen | None = None,
-        entered: Entered | None = None,
-    ) -> tuple[jax.Array, Cache]: ...
     def run_layers(
         self,
         ids_BT: jax.Array,
@@ -284,7 +266,7 @@ class Decoder(nnx.Module):
         cache: Cache | None,
         seen: Seen | None = None,
         entered: Entered | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
+    ) -> tuple[jax.Array, Any]:
         """Returns the hidden states [B, T, D] before the last norm, and the cache with these tokens; arguments are
         those of a call. `entered` takes the hidden states that enter the layers that it has as keys; of a model whose
         layers are stacked it takes none."""

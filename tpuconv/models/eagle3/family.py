@@ -15,7 +15,7 @@ from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.jsonfile import short
 from tpuconv.models.common.config_keys import unnested
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.heads import DRAFTS
+from tpuconv.models.common.heads import AS_DRAFT
 from tpuconv.models.common.rows import MLP, MLP_BIAS, O_BIAS, QKV_BIAS, when
 from tpuconv.models.families import DRAFT_ARCHITECTURES
 from tpuconv.models.lineages.llama import LLAMA
@@ -176,7 +176,7 @@ class Config(LLAMA.config):  # type: ignore[name-defined,misc]  # a class that i
 DEFAULT_STATES: Sequence[Callable[[int], int]] = (lambda n: 2, lambda n: n // 2, lambda n: n - 3)
 """The layers of a target of n layers whose input a draft reads by default."""
 
-_LAYER = (
+_IN_LAYER = (
     Map("input_layernorm.weight", "embed_norm.scale", "D"),
     Map("hidden_norm.weight", "hidden_norm.scale", "D"),
     Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) joined_width -> joined_width N H"),
@@ -191,7 +191,7 @@ _LAYER_BIASES = (("attention_bias", (*QKV_BIAS, O_BIAS)), ("mlp_bias", under("ml
 
 def _layer(name: str, condition: str) -> Iterator[Map]:
     """Yields the rows of the layer under a name, where the condition holds."""
-    yield from when(condition, *under(name, "layers.0", *_LAYER))
+    yield from when(condition, *under(name, "layers.0", *_IN_LAYER))
     for key, rows in _LAYER_BIASES:
         yield from when(f"{condition}_with_{key}", *under(name, "layers.0", *rows))
 
@@ -219,7 +219,7 @@ class DraftFamily(Family):
     """A family of drafts, which return no logits by themselves."""
 
     def returns(self, raw: Mapping[str, Any], tensors: Collection[str] = ()) -> str:
-        return DRAFTS
+        return AS_DRAFT
 
 
 FAMILY = DraftFamily(
