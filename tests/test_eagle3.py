@@ -114,6 +114,8 @@ def test_other_drafts_are_refused(changes: dict[str, Any], error: type[TpuconvEr
 def test_a_draft_is_no_language_model(checkpoints: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match="drafts, not logits"):
         api.benchmark(str(checkpoints["sglang"]))
+    with pytest.raises(UsageError, match="drafts, not logits"):
+        api.compare(str(checkpoints["sglang"]))
 
 
 @pytest.mark.parametrize("name", ["sglang", "speculators"])
@@ -133,3 +135,59 @@ def test_quantized_drafts_are_near(name: str, sources: dict[str, Path], checkpoi
     ]
     difference = np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max()
     assert 0 < difference < 0.05
+
+
+def test_formats_hold_the_same_draft(sources: dict[str, Path], checkpoints: dict[str, Path]) -> None:
+    """From SGLang's format to the format of speculators and back; the tensors are the same under other names."""
+    out, source = checkpoints["sglang"].parent, sources["sglang"]
+    api.export(str(checkpoints["sglang"]), str(out / "speculators"), form="speculators", draft_for="some/target")
+    config = json.loads((out / "speculators" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "some/target"
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
+    assert config["transformer_layer_config"]["rope_theta"] == 500.0
+    want, have = read_tensors(source), read_tensors(out / "speculators")
+    assert {name.replace("midlayer.", "layers.0.") for name in want} == have.keys()
+    assert all(x.tobytes() == have[name.replace("midlayer.", "layers.0.")].tobytes() for name, x in want.items())
+    given = inputs("sglang", source)
+    logits = [
+        tpuconv.load(folder)(
+            jnp.asarray(given["ids_BT"]),
+            jnp.asarray(given["states_BTX"]),
+            embedded_BTD=jnp.asarray(given["embedded_BTD"]),
+        ).logits_BTV
+        for folder in (source, out / "speculators")
+    ]
+    np.testing.assert_array_equal(*map(np.asarray, logits))
+
+    api.convert(str(out / "speculators"), str(out / "again"))
+    api.export(str(out / "again"), str(out / "sglang"), form="sglang")
+    assert {name: x.tobytes() for name, x in read_tensors(out / "sglang").items()} == {
+        name: x.tobytes() for name, x in want.items()
+    }
+    back = json.loads((out / "sglang" / "config.json").read_text())
+    before = json.loads((source / "config.json").read_text())
+    assert {key: back[key] for key in before} == before
+
+
+def test_formats_refuse_what_they_cannot_hold(checkpoints: dict[str, Path], converted: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfig, match="norm_before_residual"):
+        api.export(str(checkpoints["speculators"]), str(tmp_path / "out"), form="sglang")
+    with pytest.raises(UsageError, match="names the target"):
+        api.export(str(checkpoints["sglang"]), str(tmp_path / "out"), form="speculators")
+    with pytest.raises(UsageError, match="is for `form="):
+        api.export(str(checkpoints["sglang"]), str(tmp_path / "out"), draft_for="some/target")
+    with pytest.raises(UsageError, match="is for drafts"):
+        api.export(str(converted / "tiny-qwen3-orbax"), str(tmp_path / "out"), form="sglang")
+
+
+def test_quantized_drafts_are_exported_for_servers(checkpoints: dict[str, Path]) -> None:
+    out = checkpoints["sglang"].parent
+    api.quantize(str(checkpoints["sglang"]), str(out / "small"), config="int8_weight_only")
+    api.export(str(out / "small"), str(out / "served"), form="speculators", draft_for="some/target")
+    tensors = read_tensors(out / "served")
+    assert tensors["layers.0.self_attn.q_proj.weight_packed"].dtype == np.int32
+    assert tensors["layers.0.self_attn.q_proj.weight_scale"].shape == (30, 1)
+    assert tensors["fc.weight"].dtype == np.float32
+    config = json.loads((out / "served" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert "--speculative-config" in (out / "served" / "README.md").read_text()

@@ -26,7 +26,8 @@ DTYPE_CHOICES = ("auto", "bfloat16", "float32")
 ENCODING_CHOICES = ("dequantize", "keep")
 CACHE_DTYPES = ("int8", "float8_e4m3fn")
 SCHEME_CHOICES = ("compressed-tensors", "fp8", "awq", "mxfp4")
-FORM_CHOICES = ("released", "transformers")
+DRAFT_FORMS = ("speculators", "sglang")
+FORM_CHOICES = ("released", "transformers", *DRAFT_FORMS)
 MOST_TOKENS, MOST_SEQUENCES = 1 << 24, 1 << 20  # more than any model has and any machine holds
 
 _OPTION = "option"

@@ -178,13 +178,12 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     manifest.check_own()
     if asked.layerwise or manifest.returns == AS_DRAFT:
         check_logits(manifest)
-    if asked.layerwise:
-        if opened.plan is not None:
-            what = "a release" if stored is None else f"a checkpoint for {stored.target}"
-            raise UsageError(
-                f"`layerwise=True` reads the layers of a checkpoint of tpuconv, and this is {what}",
-                hint="convert it, and give the checkpoint; or leave `layerwise=` out",
-            )
+    if asked.layerwise and opened.plan is not None:
+        what = "a release" if stored is None else f"a checkpoint for {stored.target}"
+        raise UsageError(
+            f"`layerwise=True` reads the layers of a checkpoint of tpuconv, and this is {what}",
+            hint="convert it, and give the checkpoint; or leave `layerwise=` out",
+        )
     if manifest.raw["options"].get("adapters") and asked.source is None:
         raise UsageError(
             f"{asked.ckpt} has merged adapters, and its source has not",

@@ -100,6 +100,7 @@ CLICK: Mapping[str, Mapping[str, Any]] = {
         "callback": lambda ctx, param, value: None if value == "auto" else value,
     },
     "calibration": {"type": Name(), "metavar": "TEXT"},
+    "draft_for": {"type": Name(), "metavar": "TARGET"},
     "fit": {"multiple": True, "metavar": "SLICE"},
     "gates": {
         "multiple": True,
