@@ -156,7 +156,7 @@ def test_drafts_of_other_models_are_refused(target: Any, tmp_path: Path) -> None
         DraftSpeculator(model, draft())
     with pytest.raises(UsageError, match="sizes differ") as error:
         DraftSpeculator(model, draft(vocab_size=99, target_hidden_size=30))
-    assert error.value.details == [
+    assert list(error.value.details) == [
         "vocabulary: 99 in the draft, 101 in the target",
         "width of the target: 30 in the draft, 48 in the target",
     ]

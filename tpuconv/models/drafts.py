@@ -17,7 +17,7 @@ from tpuconv.models.common.steps import Entered
 from tpuconv.models.eagle3.family import Config
 from tpuconv.models.eagle3.modules import Model
 from tpuconv.models.generate import Generator, Sampling
-from tpuconv.models.speculate import Speculator
+from tpuconv.models.speculate import Speculator, check_greedy
 
 DRAFTS_AHEAD = 3
 """The number of drafts in a step."""
@@ -83,6 +83,7 @@ class DraftSpeculator(Speculator):
         *,
         ahead: int = DRAFTS_AHEAD,
     ):
+        check_greedy(sampling)
         check_pair(model.config, draft.config)
         if model.scan_layers:
             raise UnsupportedConfig(

@@ -89,6 +89,7 @@ class Speculator(Generator):
         sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
         cache_dtype: DTypeLike | None = None,
     ):
+        check_greedy(sampling)
         if not hasattr(model, "mtp"):
             raise UsageError(
                 "the model was loaded without its module for multi-token prediction",
@@ -100,7 +101,6 @@ class Speculator(Generator):
         self, model: Any, ropes: Sequence[Rope | None], sampling: Sampling, cache_dtype: DTypeLike | None
     ) -> None:
         """Initializes the generator of a model that has these rotary positions."""
-        check_greedy(sampling)
         if any(rope and rope.depends_on_length for rope in ropes):
             raise UnsupportedConfig(
                 "the rotary positions of this model depend on the length of the cache, which is longer with drafts",
