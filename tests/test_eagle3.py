@@ -13,6 +13,7 @@ from helpers.checkpoints import read_tensors
 from helpers.eagle3 import CASES, WITH_EMBEDDING, count_of_states, drafted, keys_of, save_draft
 from tpuconv import api
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
+from tpuconv.models.named import example_config, families_named
 from tpuconv.models.registry import find_family
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -191,3 +192,17 @@ def test_quantized_drafts_are_exported_for_servers(checkpoints: dict[str, Path])
     config = json.loads((out / "served" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert "--speculative-config" in (out / "served" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["eagle3", "LlamaForCausalLMEagle3", "Eagle3Speculator"])
+def test_names_of_drafts_are_known(name: str) -> None:
+    assert [family.name for family in families_named(name)[0]] == ["eagle3"]
+    example = example_config(families_named(name)[0][0])
+    assert find_family(example).name == "eagle3"
+    assert "is_midlayer" not in example
+    assert example["hidden_size"] == 4096
+
+
+def test_a_draft_has_no_stacked_layers(sources: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfig, match="one layer"):
+        api.convert(str(sources["sglang"]), str(tmp_path / "out"), scan_layers=True)

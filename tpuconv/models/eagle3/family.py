@@ -68,6 +68,7 @@ class Config(LLAMA.config):  # type: ignore[name-defined,misc]  # a class that i
         "layer_types": (["full_attention"], None),
     }
     left_out: ClassVar[frozenset[str]] = _WITHOUT_EFFECT
+    settled_keys: ClassVar[frozenset[str]] = frozenset({"state_layers", "has_embedding", "has_maps", "is_midlayer"})
     default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": 10000.0}
 
     num_hidden_layers: int = 1

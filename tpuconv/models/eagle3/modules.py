@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.common.blocks import Attention, GatedMLP
 from tpuconv.models.common.cache import KV
 from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, rope_cos_sin
@@ -68,9 +69,12 @@ class Model(nnx.Module):
 
     Args:
         config: the config of the draft.
-        scan_layers: never: a draft has one layer.
+        scan_layers: False: a draft has one layer.
         dtype: of parameters and activations.
         rngs: random keys for the initial weights.
+
+    Raises:
+        UnsupportedConfig: `scan_layers` is asked for.
     """
 
     def __init__(
@@ -81,7 +85,11 @@ class Model(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):
-        assert not scan_layers
+        if scan_layers:
+            raise UnsupportedConfig(
+                f"scan_layers is not implemented for {config.model_type}: {config.unscannable}",
+                hint="leave scan_layers out",
+            )
         keys, sizes = Keys((rngs or nnx.Rngs(0)).params()), with_letters(config.sizes, LEGEND)
         self.config, self.dtype = config, dtype
         self.embed = Embed(sizes, dtype=dtype, keys=keys) if config.has_embedding else None
