@@ -1,6 +1,9 @@
 """Drafts by another model, EAGLE-3: they change no token of the target, and agree where they can."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +188,18 @@ def test_commands_draft_with_a_checkpoint(converted: Path, tmp_path: Path) -> No
     assert timing["accepted_share"] == pytest.approx((timing["tokens_per_step"] - 1) / 3)
     with pytest.raises(UsageError, match="is no draft"):
         api.generator(str(ckpt), speculate=str(ckpt))
+
+
+@pytest.mark.slow
+def test_several_devices_draft_the_same_tokens(converted: Path, tmp_path: Path) -> None:
+    """The draft has the mesh of its target."""
+    source = save_agreeing_draft(EXAMPLE, tmp_path / "draft", np.arange(0, 256))
+    ckpt = str(converted / f"{EXAMPLE.name}-orbax")
+    program = f"""
+from tpuconv import api
+plain, drafting = (api.generator({ckpt!r}, speculate=by) for by in (False, {str(source)!r}))
+assert drafting.generator.mesh.size == 4
+assert plain(["Once upon a time"], 12)[0].ids == drafting(["Once upon a time"], 12)[0].ids
+"""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)

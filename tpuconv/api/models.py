@@ -207,7 +207,7 @@ def _generator(asked: GeneratorRequest, opened: OpenedModel, opened_by: OpenedMo
     if asked.before_reading is not None:
         asked.before_reading(PromptEncoder(tokenizer, context_of(model_config(manifest)), processors))
     model = opened.load_on_all_devices(mtp=asked.speculate is True)
-    draft = None if opened_by is None else opened_by.load_on_all_devices(manifest.dtype)
+    draft = None if opened_by is None else opened_by.load_on_all_devices(manifest.dtype, beside=opened)
     manifest.check_current()  # the tokenizer was read from the same checkpoint
     return TextGenerator(
         *(model, tokenizer, ends, sampling, asked.cache_dtype),

@@ -45,13 +45,13 @@ class OpenedModel:
         reader = ReleaseArrays(self.plan, Limits.of_this_machine())
         return restore.load_from(self.manifest, reader, dtype, mesh, mtp=mtp)
 
-    def load_on_all_devices(self, dtype: Any = None, *, mtp: bool = False) -> Any:
+    def load_on_all_devices(self, dtype: Any = None, *, mtp: bool = False, beside: "OpenedModel | None" = None) -> Any:
         """Returns the model, sharded over all devices (with `jax.distributed`, of all processes); with `mtp` and its
-        module for multi-token prediction."""
+        module for multi-token prediction. Its mesh is the mesh of the model `beside` it, if there is one."""
         check_address_space_for_jax(int(self.manifest.raw["bytes"]))
         from tpuconv.restore import default_mesh_of
 
-        return self.load(dtype, default_mesh_of(self.manifest), mtp=mtp)
+        return self.load(dtype, default_mesh_of((beside or self).manifest), mtp=mtp)
 
 
 Speculation = bool | str | Location

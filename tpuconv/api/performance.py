@@ -135,7 +135,7 @@ def _timed(
     machine = measuring.machine()
     asked.progress(Progress("loading"))
     model = opened.load_on_all_devices(compute, mtp=asked.speculate is True)
-    draft = None if opened_by is None else opened_by.load_on_all_devices(compute)
+    draft = None if opened_by is None else opened_by.load_on_all_devices(compute, beside=opened)
     asked.progress(Progress(""))  # nothing is drawn while times are taken
     timings = list(
         measuring.measure(
