@@ -19,6 +19,7 @@ from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.types import FLOAT_DTYPES
 from tpuconv.errors import UsageError
 from tpuconv.models.common.saved import BY_RELEASES, BY_TRANSFORMERS
+from tpuconv.models.eagle3.formats import SGLANG, SPECULATORS
 from tpuconv.options import (
     DTYPE_CHOICES,
     FORM_CHOICES,
@@ -100,7 +101,7 @@ def test_a_wrong_call_is_a_type_error_that_names_the_function(call, message):
 
 
 def test_choices_are_those_of_the_rooms_that_read_them():
-    assert FORM_CHOICES == (BY_RELEASES, BY_TRANSFORMERS)
+    assert FORM_CHOICES == (BY_RELEASES, BY_TRANSFORMERS, SPECULATORS, SGLANG)
     assert set(SCHEME_CHOICES) == {IN_COMPRESSED, IN_FP8, IN_AWQ, IN_MXFP4}
     assert set(DTYPE_CHOICES) - {"auto"} <= set(FLOAT_DTYPES)
 

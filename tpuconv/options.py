@@ -26,7 +26,8 @@ DTYPE_CHOICES = ("auto", "bfloat16", "float32")
 ENCODING_CHOICES = ("dequantize", "keep")
 CACHE_DTYPES = ("int8", "float8_e4m3fn")
 SCHEME_CHOICES = ("compressed-tensors", "fp8", "awq", "mxfp4")
-FORM_CHOICES = ("released", "transformers")
+DRAFT_FORMS = ("speculators", "sglang")
+FORM_CHOICES = ("released", "transformers", *DRAFT_FORMS)
 MOST_TOKENS, MOST_SEQUENCES = 1 << 24, 1 << 20  # more than any model has and any machine holds
 
 _OPTION = "option"
@@ -247,7 +248,10 @@ GATES_OPTION = described_as(
     '{"mean_kl": 0.01}.',
 )
 SPECULATE_OPTION = described_as(
-    "Draft tokens with the model's MTP module. A checkpoint must be converted with `include_mtp=True`."
+    "Draft tokens with this EAGLE-3 draft, a checkpoint or a release; without DRAFT with the model's MTP module, of a "
+    "checkpoint converted with `include_mtp=True`.",
+    python="Draft tokens with an EAGLE-3 draft, a checkpoint or a release; or True: with the model's MTP module, of a "
+    "checkpoint converted with `include_mtp=True`.",
 )
 WORKSPACE_OPTION = described_as(
     "Folder for large temporary files, such as /dev/shm: shards of a streamed source, and the results of a "

@@ -151,6 +151,7 @@ def compare(asked: CompareRequest) -> Comparison:
 def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     """Returns the comparison of an opened model."""
     from tpuconv.checkpoint.reader import check_logits
+    from tpuconv.models.common.heads import AS_DRAFT
     from tpuconv.models.logits import whole_texts
     from tpuconv.models.stored import model_config
     from tpuconv.restore import mesh_of_processes
@@ -176,14 +177,14 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
         raise UsageError("`layerwise=True` runs on one device", hint="leave `mesh=` out")
     manifest, stored = opened.manifest, opened.stored
     manifest.check_own()
-    if asked.layerwise:
+    if asked.layerwise or manifest.returns == AS_DRAFT:
         check_logits(manifest)
-        if opened.plan is not None:
-            what = "a release" if stored is None else f"a checkpoint for {stored.target}"
-            raise UsageError(
-                f"`layerwise=True` reads the layers of a checkpoint of tpuconv, and this is {what}",
-                hint="convert it, and give the checkpoint; or leave `layerwise=` out",
-            )
+    if asked.layerwise and opened.plan is not None:
+        what = "a release" if stored is None else f"a checkpoint for {stored.target}"
+        raise UsageError(
+            f"`layerwise=True` reads the layers of a checkpoint of tpuconv, and this is {what}",
+            hint="convert it, and give the checkpoint; or leave `layerwise=` out",
+        )
     if manifest.raw["options"].get("adapters") and asked.source is None:
         raise UsageError(
             f"{asked.ckpt} has merged adapters, and its source has not",

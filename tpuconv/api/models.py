@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpuconv.api.opened import OpenedModel, opened_model
+from tpuconv.api.opened import OpenedModel, Speculation, check_draft, opened_draft, opened_model
 from tpuconv.api.running import downloading_again
 from tpuconv.convert.plan.options import Options
 from tpuconv.errors import UsageError
@@ -158,7 +158,7 @@ class GeneratorRequest:
     top_p: float = option(1.0, "Sample from the smallest set of tokens with this total probability.")
     top_k: int | None = option(None, "Sample from the k most likely tokens.", least=1)
     cache_dtype: str | None = field(default=None, metadata=CACHE_DTYPE_OPTION)
-    speculate: bool = field(default=False, metadata=SPECULATE_OPTION)
+    speculate: Speculation = field(default=False, metadata=SPECULATE_OPTION)
     before_reading: "Callable[[PromptEncoder], None] | None" = field(
         default=None,
         metadata=argument("Called before the weights are read, to refuse prompts: large models take minutes."),
@@ -172,21 +172,21 @@ def generator(asked: GeneratorRequest) -> "TextGenerator":
 
     Raises:
         TpuconvError: the checkpoint cannot be loaded, or has no tokenizer; or the model's cache cannot have this dtype;
-            or `speculate` is asked for with a temperature, or of a checkpoint without a module for multi-token
-            prediction.
+            or `speculate` is asked for with a temperature, of a checkpoint without a module for multi-token prediction,
+            or with a draft of another model.
     """
-    with opened_model(asked.ckpt, Options(include_mtp=asked.speculate)) as opened:
-        return _generator(asked, opened)
+    by_mtp = Options(include_mtp=asked.speculate is True)
+    with opened_model(asked.ckpt, by_mtp) as opened, opened_draft(asked.speculate) as draft:
+        return _generator(asked, opened, draft)
 
 
-def _generator(asked: GeneratorRequest, opened: OpenedModel) -> "TextGenerator":
+def _generator(asked: GeneratorRequest, opened: OpenedModel, opened_by: OpenedModel | None) -> "TextGenerator":
     from tpuconv.checkpoint.companions import tokenizer_folder
-    from tpuconv.checkpoint.reader import check_logits, check_mtp
+    from tpuconv.checkpoint.reader import check_logits
 
     manifest = opened.manifest
     check_logits(manifest)
-    if asked.speculate:
-        check_mtp(manifest)
+    check_draft(opened, opened_by, asked.speculate)
     # These take seconds, in which a mistake would not be said yet.
     from tpuconv.models.common.config import context_of
     from tpuconv.models.generate import Sampling
@@ -206,10 +206,14 @@ def _generator(asked: GeneratorRequest, opened: OpenedModel) -> "TextGenerator":
     processors = cache(lambda: kept.enter_context(tokenizer_folder(manifest))) if manifest.parts else None
     if asked.before_reading is not None:
         asked.before_reading(PromptEncoder(tokenizer, context_of(model_config(manifest)), processors))
-    model = opened.load_on_all_devices(mtp=asked.speculate)
+    model = opened.load_on_all_devices(mtp=asked.speculate is True)
+    draft = None if opened_by is None else opened_by.load_on_all_devices(manifest.dtype, beside=opened)
     manifest.check_current()  # the tokenizer was read from the same checkpoint
     return TextGenerator(
-        model, tokenizer, ends, sampling, asked.cache_dtype, speculate=asked.speculate, folder=processors
+        *(model, tokenizer, ends, sampling, asked.cache_dtype),
+        speculate=bool(asked.speculate),
+        draft=draft,
+        folder=processors,
     )
 
 

@@ -45,13 +45,53 @@ class OpenedModel:
         reader = ReleaseArrays(self.plan, Limits.of_this_machine())
         return restore.load_from(self.manifest, reader, dtype, mesh, mtp=mtp)
 
-    def load_on_all_devices(self, dtype: Any = None, *, mtp: bool = False) -> Any:
+    def load_on_all_devices(self, dtype: Any = None, *, mtp: bool = False, beside: "OpenedModel | None" = None) -> Any:
         """Returns the model, sharded over all devices (with `jax.distributed`, of all processes); with `mtp` and its
-        module for multi-token prediction."""
+        module for multi-token prediction. Its mesh is the mesh of the model `beside` it, if there is one."""
         check_address_space_for_jax(int(self.manifest.raw["bytes"]))
         from tpuconv.restore import default_mesh_of
 
-        return self.load(dtype, default_mesh_of(self.manifest), mtp=mtp)
+        return self.load(dtype, default_mesh_of((beside or self).manifest), mtp=mtp)
+
+
+Speculation = bool | str | Location
+"""How tokens are drafted: True by the module for multi-token prediction, or by this draft."""
+
+
+@contextmanager
+def opened_draft(speculate: Speculation) -> "Iterator[OpenedModel | None]":
+    """Yields the draft of a target, whose weights are not read yet; None if tokens are drafted without one.
+
+    Raises:
+        UsageError: it is no draft.
+        TpuconvError: see `opened_model`.
+    """
+    if isinstance(speculate, bool):
+        yield None
+        return
+    from tpuconv.models.common.heads import AS_DRAFT
+
+    with opened_model(speculate, Options()) as opened:
+        if opened.manifest.returns != AS_DRAFT:
+            raise UsageError(f"{speculate} is no draft of another model", hint="give an EAGLE-3 draft")
+        yield opened
+
+
+def check_draft(opened: OpenedModel, draft: "OpenedModel | None", speculate: Speculation) -> None:
+    """Checks that tokens of a model can be drafted as it is asked for. No weights are read.
+
+    Raises:
+        UsageError: the model has no module for multi-token prediction, or the draft is for another model.
+    """
+    from tpuconv.checkpoint.reader import check_mtp
+
+    if speculate is True:
+        check_mtp(opened.manifest)
+    if draft is not None:
+        from tpuconv.models.drafts import check_pair
+        from tpuconv.models.stored import model_config
+
+        check_pair(model_config(opened.manifest), model_config(draft.manifest))
 
 
 @contextmanager

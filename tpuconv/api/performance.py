@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuconv.api.opened import OpenedModel, opened_model
+from tpuconv.api.opened import OpenedModel, Speculation, check_draft, opened_draft, opened_model
 from tpuconv.convert.plan.options import Options
 from tpuconv.errors import GateError, UsageError
 from tpuconv.location import Location, to_location
@@ -96,7 +96,7 @@ class BenchmarkRequest:
     repeats: int = option(3, "The number of runs; the median is shown.", least=1)
     dtype: str = field(default="auto", metadata=DTYPE_OPTION)
     cache_dtype: str | None = field(default=None, metadata=CACHE_DTYPE_OPTION)
-    speculate: bool = field(default=False, metadata=SPECULATE_OPTION)
+    speculate: Speculation = field(default=False, metadata=SPECULATE_OPTION)
     progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
@@ -111,21 +111,23 @@ def benchmark(asked: BenchmarkRequest) -> Benchmark:
     from tpuconv.verify import benchmark as measuring
 
     shapes = measuring.workloads(asked.batch, asked.prompt_length, asked.new_tokens)
-    with opened_model(asked.ckpt, Options(include_mtp=asked.speculate)) as opened:
-        return _timed(asked, opened, shapes)
+    by_mtp = Options(include_mtp=asked.speculate is True)
+    with opened_model(asked.ckpt, by_mtp) as opened, opened_draft(asked.speculate) as draft:
+        return _timed(asked, opened, draft, shapes)
 
 
-def _timed(asked: BenchmarkRequest, opened: OpenedModel, shapes: "Sequence[Workload]") -> Benchmark:
+def _timed(
+    asked: BenchmarkRequest, opened: OpenedModel, opened_by: OpenedModel | None, shapes: "Sequence[Workload]"
+) -> Benchmark:
     from tpuconv.checkpoint.companions import tokenizer_folder
-    from tpuconv.checkpoint.reader import check_logits, check_mtp
+    from tpuconv.checkpoint.reader import check_logits
     from tpuconv.models.stored import check_cache_dtype, check_positions
     from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
     from tpuconv.verify import benchmark as measuring
 
     manifest = opened.manifest
     check_logits(manifest)
-    if asked.speculate:
-        check_mtp(manifest)
+    check_draft(opened, opened_by, asked.speculate)
     check_cache_dtype(manifest, asked.cache_dtype)
     longest = max(shapes, key=lambda shape: shape.tokens)
     check_positions(manifest, longest.tokens, str(longest), hint="make `prompt_length=` or `new_tokens=` smaller")
@@ -135,11 +137,14 @@ def _timed(asked: BenchmarkRequest, opened: OpenedModel, shapes: "Sequence[Workl
     prompt_ids = tokenizer(measuring.PROMPT)["input_ids"] if tokenizer else []
     machine = measuring.machine()
     asked.progress(Progress("loading"))
-    model = opened.load_on_all_devices(compute, mtp=asked.speculate)
+    model = opened.load_on_all_devices(compute, mtp=asked.speculate is True)
+    draft = None if opened_by is None else opened_by.load_on_all_devices(compute, beside=opened)
     asked.progress(Progress(""))  # nothing is drawn while times are taken
     timings = list(
         measuring.measure(
-            model, shapes, asked.repeats, machine.limits, prompt_ids, asked.cache_dtype, speculate=asked.speculate
+            *(model, shapes, asked.repeats, machine.limits, prompt_ids, asked.cache_dtype),
+            speculate=bool(asked.speculate),
+            draft=draft,
         )
     )
     text = None

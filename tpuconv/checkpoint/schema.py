@@ -60,7 +60,7 @@ CHECKPOINT_SCHEMA = {
             "forms": Optional(Each((str, Each([Size])))),
         }
     ),
-    "returns": Optional(OneOf("scores", "hidden states")),
+    "returns": Optional(OneOf("scores", "hidden states", "drafts")),
     "parts": Optional([OneOf("vision", "video", "audio")]),
     "options": {
         "dtype": str,

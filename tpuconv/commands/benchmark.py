@@ -14,7 +14,7 @@ from tpuconv.commands.progress import shown
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.text import format_rate, format_size
 
-DRAFTS = "tokens a step"
+DRAFTS, ACCEPTED = "tokens a step", "accepted"
 COLUMNS: dict[str, Callable[[Any], str]] = {
     "batch": lambda t: f"{t.workload.batch}",
     "prompt": lambda t: f"{t.workload.prompt_length}",
@@ -23,6 +23,7 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
     "of the peak": lambda t: f"{100 * t.peak_share:.0f}%",
     "step": lambda t: f"{1000 * t.step_seconds:.4g} ms",
     DRAFTS: lambda t: f"{t.tokens_per_step:.2f}",
+    ACCEPTED: lambda t: f"{100 * t.accepted_share:.0f}%",
     "tokens/s each": lambda t: format_rate(t.tokens_per_second_per_sequence, 4),
     "tokens/s in all": lambda t: format_rate(t.tokens_per_second, 4),
     "of the bandwidth": lambda t: f"{100 * t.bandwidth_share:.0f}%",
@@ -37,6 +38,7 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
     "tpuconv benchmark",
     "tpuconv benchmark Qwen3-8B-orbax --batch 1,8 --prompt-length 128 --new-tokens 64",
     "tpuconv benchmark Qwen3-8B-orbax --cache-dtype int8 --markdown",
+    "tpuconv benchmark Qwen3-8B-orbax --speculate Qwen3-8B-eagle3-orbax",
 )
 @options.src_or_ckpt
 @options.of(api.benchmark)
@@ -69,7 +71,7 @@ def show_benchmark(found: api.Benchmark) -> None:
         _title(found),
         tuple(columns),
         right=tuple(columns),
-        optional=(DRAFTS, "compiled in", "memory", "of the peak", "tokens/s each", "new", "prompt"),
+        optional=(DRAFTS, ACCEPTED, "compiled in", "memory", "of the peak", "tokens/s each", "new", "prompt"),
     )
     for timing in found.timings:
         table.add_row(*(cell(timing) for cell in columns.values()))
@@ -88,9 +90,9 @@ def _say_markdown(found: api.Benchmark) -> None:
 
 
 def _columns(found: api.Benchmark) -> dict[str, Callable[[Any], str]]:
-    """Returns the columns; tokens a step only if drafts are accepted."""
-    drafts = any(timing.tokens_per_step > 1 for timing in found.timings)
-    return {name: cell for name, cell in COLUMNS.items() if drafts or name != DRAFTS}
+    """Returns the columns; tokens a step and the share of accepted drafts only if tokens are drafted."""
+    drafts = any(timing.accepted_share is not None for timing in found.timings)
+    return {name: cell for name, cell in COLUMNS.items() if drafts or name not in (DRAFTS, ACCEPTED)}
 
 
 def _title(found: api.Benchmark) -> str:

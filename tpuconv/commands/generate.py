@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     'tpuconv generate --prompt "Once upon a time"',
     'tpuconv generate Qwen3-8B-orbax --chat --system "Be brief." --prompt "What is a TPU?"',
     'tpuconv generate Qwen/Qwen3-0.6B --prompt "Once upon a time"',
+    'tpuconv generate Qwen3-8B-orbax --speculate Qwen3-8B-eagle3-orbax --prompt "Once upon a time"',
     'tpuconv generate gemma-3-4b-it-orbax --chat --image cat.png --prompt "What is this?"',
     'tpuconv generate Qwen3-8B-orbax --prompt "def fibonacci(n):" --temperature 0.7 --top-p 0.9 --seed 1',
 )
@@ -94,7 +95,7 @@ def generate(
     max_new_tokens: int,
     seed: int,
     distributed: bool,
-    speculate: bool,
+    speculate: bool | str,
     as_json: bool,
     **sampling: Any,
 ) -> None:
@@ -138,16 +139,19 @@ def generate(
                 say(plain(new[0], "\n\t"), nl=False)
             if getattr(sys.stdout, "unread", False) and not distributed:  # `| head`
                 return
+        share = generator.accepted_share
         if as_json:
             seconds = {"first_token_seconds": times[1] - times[0], "seconds": times[-1] - times[0]}
             several = {"outputs": [output.to_json() for output in outputs]}
-            drafts = {"accepted_share": generator.accepted_share} if speculate else {}
+            drafts = {} if share is None else {"accepted_share": share}
             texts_of = several if outputs[1:] else outputs[0].to_json()
             print_json({"checkpoint": str(folder), **texts_of, **seconds, **drafts})
         elif streams:
             say("")
         else:
             say("\n\n".join(plain(("" if chat else output.prompt) + output.text, "\n\t") for output in outputs))
+        if share is not None and not as_json:
+            say(f"{100 * share:.0f}% of the drafts were accepted", err=True)
 
 
 def _all_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:

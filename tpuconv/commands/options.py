@@ -99,6 +99,9 @@ def command(name: str, summary: str, *examples: str) -> Callable[[Callable[..., 
     return click.command(name, cls=Command, short_help=summary, examples=examples)
 
 
+BY_MTP = "mtp"
+"""The value of --speculate without a draft."""
+
 FILE = File(exists=True, dir_okay=False)
 CLICK: Mapping[str, Mapping[str, Any]] = {
     "adapter": {"type": Name(), "metavar": "ID_OR_PATH[:WEIGHT]", "multiple": True},
@@ -110,6 +113,7 @@ CLICK: Mapping[str, Mapping[str, Any]] = {
         "callback": lambda ctx, param, value: None if value == "auto" else value,
     },
     "calibration": {"type": Name(), "metavar": "TEXT"},
+    "draft_for": {"type": Name(), "metavar": "TARGET"},
     "fit": {"multiple": True, "metavar": "SLICE"},
     "gates": {
         "multiple": True,
@@ -124,6 +128,13 @@ CLICK: Mapping[str, Mapping[str, Any]] = {
     "quantize": {"type": KnownName(known_configs, or_file=True), "metavar": "CONFIG"},
     "recipe": {"type": File()},
     "source": {"type": Name()},
+    "speculate": {
+        "type": Name(),
+        "is_flag": False,
+        "flag_value": BY_MTP,
+        "metavar": "[DRAFT]",
+        "callback": lambda ctx, param, value: False if value is None else value == BY_MTP or value,
+    },
     "target": {"type": KnownName(known_targets), "metavar": "NAME"},
     "target_bits": {"type": Number(min=0, min_open=True)},
     "task_folder": {"type": File(exists=True, file_okay=False)},
@@ -157,12 +168,12 @@ def _option(
     each: "Field[Any]", known: Description, spelled: Mapping[str, Mapping[str, Any]]
 ) -> Callable[[Callback], Callback]:
     settings: dict[str, Any] = {"help": with_flags(known.help)}
-    if isinstance(each.default, bool):
+    if isinstance(each.default, bool) and "is_flag" not in CLICK.get(each.name, {}):
         settings["is_flag"] = True
     elif isinstance(each.default, tuple) and each.default:
         default = ",".join(map(str, each.default))
         settings |= {"default": default, "show_default": True, "type": Numbers(known.most or MOST_TOKENS)}
-    elif each.default not in (None, (), MISSING):
+    elif each.default not in (None, (), MISSING) and each.default is not False:
         settings |= {"default": each.default, "show_default": True}
     if known.choices:
         settings["type"] = click.Choice(known.choices)

@@ -173,3 +173,12 @@ FAMILIES: Mapping[str, str] = {
     "xglm": "lineages.older",
     "biogpt": "lineages.older",
 }
+
+DRAFT_FAMILIES: Mapping[str, str] = {"eagle3": "eagle3.family"}
+"""The names of the families of drafts, which run with a target alone, and their modules."""
+
+DRAFT_ARCHITECTURES: Mapping[str, str] = {
+    **dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"), "eagle3"),
+    **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), "eagle3"),
+}
+"""The family of each architecture of a draft. Its config.json has the model_type of another model, or none."""

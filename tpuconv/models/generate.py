@@ -163,7 +163,7 @@ class Generator:
         free_layouts: let the compiler choose the layouts of the weights.
     """
 
-    ids_of_step: ClassVar[tuple[int, ...]] = ()
+    ids_of_step: tuple[int, ...] = ()
     """The shape of the ids of each sequence that `decode` takes: one id."""
 
     ids_ahead: ClassVar[int] = 0

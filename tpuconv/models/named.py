@@ -8,6 +8,7 @@ from typing import Any
 
 from tpuconv.errors import TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.models.common.heads import CAUSAL_ENDS, HEADLESS_ENDS, named_head
+from tpuconv.models.families import DRAFT_ARCHITECTURES, DRAFT_FAMILIES
 from tpuconv.models.left_out import MODELS_LEFT_OUT
 from tpuconv.models.registry import Family, all_families, family_names, get_family
 from tpuconv.models.wrappers import WRAPPERS, Wrapper
@@ -23,6 +24,9 @@ def families_named(name: str) -> tuple[list[Family], list[Wrapper]]:
         UnsupportedConfig: the models of this name are left out; the error has the reason.
         UsageError: there are none; the hint has similar names.
     """
+    drafts = [each for each in DRAFT_FAMILIES if name == each or DRAFT_ARCHITECTURES.get(name) == each]
+    if drafts:
+        return list(map(get_family, drafts)), []
     around = [wrapper for wrapper in WRAPPERS.values() if name in (wrapper.model_type, wrapper.architecture)]
     if around:
         return [], around
@@ -67,7 +71,8 @@ def example_config(family: Family, model_type: str = "") -> dict[str, Any]:
     try:
         config = family.config.from_hf(named)
         keys = {each.name: type(config).hf_names.get(each.name, each.name) for each in fields(config)}
-        values = {key: getattr(config, name) for name, key in keys.items() if name not in type(config).derived}
+        hidden = type(config).derived | type(config).settled_keys
+        values = {key: getattr(config, name) for name, key in keys.items() if name not in hidden}
         plain = {key: value for key, value in values.items() if isinstance(value, bool | int | float | str)}
         family.check_config(named | plain)
     except TpuconvError:  # a default is not supported, or its keys stand in `text_config`

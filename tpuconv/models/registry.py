@@ -19,7 +19,7 @@ from tpuconv.models.common.config_keys import given_keys, without_keys
 from tpuconv.models.common.forms import ALL_FORMS
 from tpuconv.models.common.heads import LOGITS, Head, headed, named_head, shown_head
 from tpuconv.models.common.saved import saved_names, saved_outside, saved_places
-from tpuconv.models.families import FAMILIES
+from tpuconv.models.families import DRAFT_ARCHITECTURES, DRAFT_FAMILIES, FAMILIES
 from tpuconv.models.left_out import MODELS_LEFT_OUT
 from tpuconv.notation.forms import Forms, ReleaseReader
 from tpuconv.notation.release import Release
@@ -268,8 +268,7 @@ def get_family(name: str) -> Family:
     Raises:
         UsageError: there is no such family, or its package cannot be imported.
     """
-    if name in FAMILIES:
-        place = FAMILIES[name]
+    if place := FAMILIES.get(name) or DRAFT_FAMILIES.get(name):
         own: Family = _resolve(f"tpuconv.models.{place}:{'FAMILY' if place.endswith('.family') else name.upper()}")
         return _with_modalities(own)
     wrapper, _, text_type = name.partition(".")
@@ -290,7 +289,7 @@ def named_family(name: str) -> Family:
     Raises:
         UsageError: there is none, or its package cannot be imported.
     """
-    return get_family(name) if name in FAMILIES else family_of_type(name) or get_family(name)
+    return get_family(name) if name in {**FAMILIES, **DRAFT_FAMILIES} else family_of_type(name) or get_family(name)
 
 
 @cache
@@ -329,6 +328,8 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
         ConfigError: the model_type or the architectures are malformed.
         UnsupportedConfig: no family supports them.
     """
+    if (draft := _draft_family(hf_config)) is not None:
+        return draft
     model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures") or []
     names = [model_type, *architectures] if isinstance(architectures, list) else [None]
     if not isinstance(model_type, str) or not all(isinstance(name, str) for name in names):
@@ -359,6 +360,23 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
         details=faults,
         hint=compare if reason else f"{_suggestion(model_type, known)}; {compare}",
     )
+
+
+SPECULATORS_TYPE = "speculators_model_type"
+"""The key of config.json that names a draft in the format of speculators."""
+
+
+def _draft_family(hf_config: Mapping[str, Any]) -> Family | None:
+    """Returns the family of a draft; None of another config.json."""
+    said, architectures = hf_config.get(SPECULATORS_TYPE), hf_config.get("architectures")
+    if isinstance(said, str):
+        if said not in DRAFT_FAMILIES:
+            raise UnsupportedConfig(
+                f"no family reads drafts of the type '{said[:100]}'", hint=f"supported are {', '.join(DRAFT_FAMILIES)}"
+            )
+        return get_family(said)
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    return get_family(DRAFT_ARCHITECTURES[first]) if isinstance(first, str) and first in DRAFT_ARCHITECTURES else None
 
 
 def _reads_text(family: Family, hf_config: Mapping[str, Any]) -> bool:

@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 from tpuconv.errors import UsageError
 from tpuconv.models.common.config import context_of
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.generate import ENDED, NOTHING_TO_DO, Generator, Sampling
+from tpuconv.models.drafts import generator_of
+from tpuconv.models.generate import ENDED, NOTHING_TO_DO, Sampling
 from tpuconv.models.seeing import SeeingGenerator
 from tpuconv.models.speculate import Speculator
 
@@ -166,10 +167,12 @@ class TextGenerator:
         sampling: how the next token is chosen; by default the most likely one.
         cache_dtype: of keys and values; None for the model's dtype.
         speculate: draft tokens with the model's module for multi-token prediction; see `Speculator`.
+        draft: a draft of the model from `tpuconv.load`, which drafts tokens instead; see `DraftSpeculator`.
         folder: as of `PromptEncoder`.
 
     Raises:
-        UsageError: `speculate` is asked for with a temperature, or with a model without that module.
+        UsageError: tokens are drafted with a temperature, with a model without that module, or by a draft of another
+            model.
     """
 
     def __init__(
@@ -181,9 +184,10 @@ class TextGenerator:
         cache_dtype: DTypeLike | None = None,
         *,
         speculate: bool = False,
+        draft: Any = None,
         folder: Callable[[], Path] | None = None,
     ):
-        self.generator = (Speculator if speculate else Generator)(model, sampling, cache_dtype)
+        self.generator = generator_of(model, sampling, cache_dtype, speculate=speculate, draft=draft)
         self._options = model, sampling, cache_dtype
         self.tokenizer, self.ends = tokenizer, frozenset(ends)
         self.encoder = PromptEncoder(tokenizer, context_of(model.config), folder)

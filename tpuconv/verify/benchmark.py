@@ -85,7 +85,8 @@ class Timing:
         peak_memory_bytes: peak memory of the first device of this process so far; None if that does not report it.
         new_ids: token ids that the warm-up generated.
         limits: limits of the hardware.
-        tokens_per_step: tokens that a sequence takes in a decode step: with drafts 1 and the share that is accepted.
+        tokens_per_step: tokens that a sequence takes in a decode step: with drafts 1 and those that are accepted.
+        accepted_share: the share of drafts that is accepted; None without drafts.
     """
 
     workload: Workload
@@ -99,6 +100,7 @@ class Timing:
     new_ids: tuple[int, ...]
     limits: HardwareLimits
     tokens_per_step: float = 1.0
+    accepted_share: float | None = None
 
     @property
     def tokens_per_second_per_sequence(self) -> float:
@@ -191,9 +193,10 @@ def _best(function: Callable[..., Any], *args: Any, repeats: int = 5) -> float:
 
 
 class Roofline:
-    """The least work of a step, computed from the model's weights: bytes to read, FLOPs to compute."""
+    """The least work of a step, computed from the model's weights: bytes to read, FLOPs to compute. A step reads the
+    weights of a draft once for each token that it drafts."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, draft: Any = None, ahead: int = 0):
         import jax
         from flax import nnx
 
@@ -222,6 +225,9 @@ class Roofline:
         routed_total = sum(map(total, routed), np.zeros(2, int))
         self.dense -= routed_total
         self.expert = routed_total // self.experts
+        if draft is not None:
+            of_draft = total(draft) - (0 if draft.embed is None else total(draft.embed))
+            self.dense[0] += ahead * of_draft[0]
 
     def step_bytes(self, batch: int, cache_bytes: float) -> int:
         """Returns the bytes that a decode step must read: weights, chosen experts, rows of the embedding, and the
@@ -246,6 +252,7 @@ def measure(
     cache_dtype: str | None = None,
     *,
     speculate: bool = False,
+    draft: Any = None,
 ) -> Iterator[Timing]:
     """Times each workload with random prompts, and yields its timing. With drafts the prompt of the warm-up is timed:
     how many are accepted depends on the text.
@@ -258,6 +265,7 @@ def measure(
         warmup_ids: prompt of the warm-up run; random ids if empty.
         cache_dtype: dtype of the cache; None for the model's.
         speculate: draft with the model's module for multi-token prediction.
+        draft: a draft of the model, which drafts instead.
 
     Raises:
         ResourceError: a workload needs more memory than the device has.
@@ -265,11 +273,10 @@ def measure(
     """
     import jax
 
-    from tpuconv.models.generate import Generator
-    from tpuconv.models.speculate import Speculator
+    from tpuconv.models.drafts import generator_of
 
-    generator = (Speculator if speculate else Generator)(model, cache_dtype=cache_dtype)
-    roofline = Roofline(model)
+    generator = generator_of(model, cache_dtype=cache_dtype, speculate=speculate, draft=draft)
+    roofline = Roofline(model, draft, getattr(generator, "ahead", 0))
     for workload in wanted:
         try:
             yield _measure_workload(generator, roofline, workload, repeats, limits, warmup_ids)
@@ -306,7 +313,7 @@ def _measure_workload(
     compile_seconds = time.perf_counter() - began
 
     prompt = list(warmup_ids)[-T:] or list(map(int, ids_BT[0]))
-    firsts, steps, tokens_per_step = [], [], 1.0
+    firsts, steps, tokens_per_step, accepted_share = [], [], 1.0, None
     if isinstance(generator, Speculator):
         ids_BT, mask_BT = _batched(prompt, ids_BT.shape)
         new_ids = [int(ids_B[0]) for ids_B in generator([prompt], new)]
@@ -318,6 +325,7 @@ def _measure_workload(
             firsts.append(times[0] - began)
             steps.append((times[-1] - times[0]) / (len(times) - 1))
         tokens_per_step = statistics.mean(taken[1:])
+        accepted_share = (tokens_per_step - 1) / generator.ahead
     else:
         ids_B, cache = generator.read(*_batched(prompt, ids_BT.shape), new, key)
         new_ids = [int(ids_B[0])]
@@ -352,6 +360,7 @@ def _measure_workload(
         new_ids=tuple(new_ids),
         limits=limits,
         tokens_per_step=tokens_per_step,
+        accepted_share=accepted_share,
     )
 
 

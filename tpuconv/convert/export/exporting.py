@@ -1,7 +1,7 @@
 """Chooses the table and the config for an export, which name the tensors of the release."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tpuconv.checkpoint.manifest import Manifest
@@ -10,10 +10,12 @@ from tpuconv.convert.export.carried import Carried
 from tpuconv.convert.export.serving.formats import IN_COMPRESSED, IN_MXFP4
 from tpuconv.errors import UsageError
 from tpuconv.models.common.saved import BY_TRANSFORMERS, saved_release
+from tpuconv.models.eagle3.formats import SGLANG
 from tpuconv.models.registry import Family, get_family
 from tpuconv.notation.release import AS_TABLED
 from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import MappingTable
+from tpuconv.options import DRAFT_FORMS
 from tpuconv.sources.config import ENCODING_KEYS, without_encoding
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target
@@ -86,9 +88,11 @@ def _form(
     manifest: Manifest, family: Family, raw: Mapping[str, Any], scan_layers: bool, form: str | None = None
 ) -> tuple[MappingTable, HasSizes]:
     model_config = _read(manifest, family, raw)
+    if form in DRAFT_FORMS:
+        model_config = replace(model_config, is_midlayer=form == SGLANG)
     return target_table(
         get_target(manifest.target),
-        *family.in_targets(raw["model_type"]),
+        *family.in_targets(raw.get("model_type", "")),
         released_table(manifest, family, model_config, form),
         model_config,
         scan_layers=scan_layers,

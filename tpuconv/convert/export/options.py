@@ -4,7 +4,14 @@ from dataclasses import dataclass, field
 
 from tpuconv.errors import UsageError
 from tpuconv.location import Location
-from tpuconv.options import FORM_CHOICES, SCHEME_OPTION, TRAINED_CONFIG_OPTION, TRAINED_TARGET_OPTION, option
+from tpuconv.options import (
+    DRAFT_FORMS,
+    FORM_CHOICES,
+    SCHEME_OPTION,
+    TRAINED_CONFIG_OPTION,
+    TRAINED_TARGET_OPTION,
+    option,
+)
 
 WITHOUT_CONFIG = {
     "form": ("is for checkpoints of tpuconv, and `config=` names tensors as SRC does", "leave one of them out"),
@@ -47,9 +54,12 @@ class ExportOptions:
     scheme: str | None = field(default=None, metadata=SCHEME_OPTION)
     form: str | None = option(
         None,
-        "Name and group the tensors as the family's releases do, or as the modules of transformers do.  "
-        "[default: as the source did]",
+        "Name and group the tensors as the family's releases do, or as the modules of transformers do; of a draft as "
+        "speculators or SGLang do, config.json too.  [default: as the source did]",
         choices=FORM_CHOICES,
+    )
+    draft_for: str | None = option(
+        None, 'The target of a draft, such as Qwen/Qwen3-8B, which config.json of `form="speculators"` names.'
     )
 
     def check_together(self) -> None:
@@ -60,6 +70,10 @@ class ExportOptions:
         if self.adapter and self.merge:
             raise UsageError(
                 "`adapter=` writes an adapter, and `merge=` a whole model", hint="give one of them, or run twice"
+            )
+        if self.draft_for is not None and self.form != DRAFT_FORMS[0]:
+            raise UsageError(
+                f'`draft_for=` is for `form="{DRAFT_FORMS[0]}"`', hint="give both, or leave `draft_for=` out"
             )
         named = "adapter" if self.adapter else "merge"
         if (self.adapter or self.merge) and self.lora_alpha is None:

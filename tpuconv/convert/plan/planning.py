@@ -176,7 +176,7 @@ def plan_source(
     target = get_target(options.target)
     _check_target(target, options, is_quantized=quantizer is not None)
     returns = family.returns(source.config, source.tensors) if table is None else table.returns
-    name, model_type = family.in_targets(source.config["model_type"])
+    name, model_type = family.in_targets(source.config.get("model_type", ""))
     if table is None:
         read = partial(family.read_config, source.config, options.allow_config, source.tensors, returns)
         parts = placed_parts(target, name, model_type, parts, read)

@@ -35,7 +35,7 @@ ZEROS = ""
 """In `Plan.copies` the original of a tensor whose values must all be 0."""
 IS_MISSING = "  is missing"
 """In a fault, after the pattern of the tensors' names."""
-INTEGER_DTYPES = ("int32", "int64")
+INTEGER_DTYPES = ("int32", "int64", "bool")
 """Dtypes of buffers, besides floats."""
 FLOAT_DTYPES = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
 

@@ -8,6 +8,7 @@ from typing import Any
 from tpuconv.checkpoint.manifest import add_statistics
 from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.convert.run.card_metadata import front_matter
+from tpuconv.models.common.heads import AS_DRAFT
 from tpuconv.sources.companions import SOURCE_CARD
 from tpuconv.targets.target import OWN, Target
 from tpuconv.text import code, format_size, markdown
@@ -108,6 +109,23 @@ Converted by tpuconv from {origin}, family {code(manifest["family"])}.{_changed(
 {f"{chr(10)}Not converted:{chr(10)}{chr(10)}{skipped}" if skipped else ""}"""
 
 
+SERVED_MODEL = """```bash
+vllm serve OUT                     # this folder, or its name on the Hub
+```
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("OUT")
+```
+"""
+SERVED_DRAFT = """```bash
+vllm serve TARGET --speculative-config '{"method": "eagle3", "model": "OUT", "num_speculative_tokens": 3}'
+```
+"""
+"""The part of a README.md that serves quantized safetensors."""
+
+
 def served_card(manifest: Mapping[str, Any], method: str, kept: Mapping[str, Any]) -> str:
     """Returns the README.md of quantized safetensors.
 
@@ -125,15 +143,6 @@ def served_card(manifest: Mapping[str, Any], method: str, kept: Mapping[str, Any
 {markdown(rules["summary"])}, in the format of {code(method)}. Quantized by tpuconv from {origin}.{_changed(source)}
 `{SOURCE_CARD}`, where there is one, is the card of the original, whose licence applies.
 
-```bash
-vllm serve OUT                     # this folder, or its name on the Hub
-```
-
-```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("OUT")
-```
-
+{SERVED_DRAFT if manifest.get("returns") == AS_DRAFT else SERVED_MODEL}
 `tpuconv verify .` checks every file against its hash.
 """

@@ -69,6 +69,8 @@ class DecoderConfig:
     most: ClassVar[Mapping[str, int]] = {}
     derived: ClassVar[frozenset[str]] = frozenset({"rope", "head", "mrope", "towers"})
     """Fields that are computed from keys of config.json with other names."""
+    settled_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys that no config.json has: `settled` and `in_our_keys` add them."""
     hf_names: ClassVar[Mapping[str, str]] = {}
     """The keys of config.json of fields that have another name."""
     aliases: ClassVar[Mapping[str, str]] = {}

@@ -22,7 +22,7 @@ from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.seen import Seen, see
-from tpuconv.models.common.steps import NO_WINDOW, Step, Steps
+from tpuconv.models.common.steps import NO_WINDOW, Entered, Step, Steps
 
 
 class Block(Protocol):
@@ -259,19 +259,17 @@ class Decoder(nnx.Module):
         overrun = new_cache.used > new_cache.positions_BS.shape[1]
         return self._logits(jnp.where(overrun, jnp.nan, x_BTD[:, first:])), new_cache
 
-    @overload
     def run_layers(
-        self, ids_BT: jax.Array, mask_BT: jax.Array, cache: None, seen: Seen | None = None
-    ) -> tuple[jax.Array, None]: ...
-    @overload
-    def run_layers(
-        self, ids_BT: jax.Array, mask_BT: jax.Array, cache: Cache, seen: Seen | None = None
-    ) -> tuple[jax.Array, Cache]: ...
-    def run_layers(
-        self, ids_BT: jax.Array, mask_BT: jax.Array, cache: Cache | None, seen: Seen | None = None
-    ) -> tuple[jax.Array, Cache | None]:
+        self,
+        ids_BT: jax.Array,
+        mask_BT: jax.Array,
+        cache: Cache | None,
+        seen: Seen | None = None,
+        entered: Entered | None = None,
+    ) -> tuple[jax.Array, Any]:
         """Returns the hidden states [B, T, D] before the last norm, and the cache with these tokens; arguments are
-        those of a call."""
+        those of a call. `entered` takes the hidden states that enter the layers that it has as keys; of a model whose
+        layers are stacked it takes none."""
         seen_B1 = 0 if cache is None else cache.positions_BS.max(axis=1, keepdims=True) + 1
         pos_BT = jnp.where(mask_BT, seen_B1 + jnp.cumsum(mask_BT, axis=1, dtype=jnp.int32) - 1, -1)
         if seen is not None:  # the vocabulary may end before the id of a placeholder
@@ -281,10 +279,14 @@ class Decoder(nnx.Module):
         x_BTD = self.positioned(x_BTD if seen is None else seen.merged(x_BTD), pos_BT)
         inputs = self.layer_inputs(ids_BT, x_BTD)
         if cache is None:
-            return self._run(x_BTD, Steps.of(self.config, pos_BT, pos_BT, 0, inputs, seen), None)
+            steps = Steps.of(self.config, pos_BT, pos_BT, 0, inputs, seen, entered=entered)
+            x_BTD, _ = self._run(x_BTD, steps, None)
+            steps.enter(self.config.num_hidden_layers, x_BTD)
+            return x_BTD, None
         taken = cache.take(pos_BT)
-        steps = Steps.of(self.config, pos_BT, taken.positions_BS, cache.used, inputs, seen, cache.delta_B1)
+        steps = Steps.of(self.config, pos_BT, taken.positions_BS, cache.used, inputs, seen, cache.delta_B1, entered)
         x_BTD, layers = self._run(x_BTD, steps, cache.layers)
+        steps.enter(self.config.num_hidden_layers, x_BTD)
         taken = taken if seen is None else taken.shifted(seen.delta_B1)
         return x_BTD, replace(taken, layers=layers)
 
@@ -382,6 +384,7 @@ class Decoder(nnx.Module):
         new_kvs = []
         for i, layer in enumerate(layers):
             kv = None if kvs is None else kvs[i]
+            steps.enter(layer, x_BTD)
             x_BTD, kv = blocks[i](placed(x_BTD, "B T D"), steps[layer], windows[layer], kv)
             x_BTD = steps.deepened(x_BTD, layer)
             new_kvs.append(kv)

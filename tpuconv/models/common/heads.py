@@ -13,7 +13,8 @@ from tpuconv.jsonfile import short
 from tpuconv.notation.table import Map, MappingTable
 
 LOGITS, SCORES, HIDDEN = "", "scores", "hidden states"
-"""The outputs of models."""
+AS_DRAFT = "drafts"
+"""The outputs of models. A model that returns drafts runs with its target alone."""
 
 CAUSAL_ENDS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 HEADLESS_ENDS = {"ForSequenceClassification": SCORES, "Model": HIDDEN}
@@ -36,8 +37,8 @@ class Head:
     """The head of a model.
 
     Attributes:
-        kind: `LOGITS`, `SCORES` or `HIDDEN`.
-        labels: number of scores; 0 for hidden states.
+        kind: `LOGITS`, `SCORES`, `HIDDEN` or `AS_DRAFT`.
+        labels: number of scores; 0 of other kinds.
         pad: id of the token that fills batches, which is not scored; None if there is none.
     """
 
@@ -117,6 +118,8 @@ def headed(table: MappingTable, kind: str) -> MappingTable:
     """Returns the table of models that return `kind`, made of that of models that return logits."""
     if kind == LOGITS:
         return table
+    if kind == AS_DRAFT:
+        return replace(table, returns=AS_DRAFT)
     return _headless(table, kind, *[SCORE_ROW] * (kind == SCORES))
 
 

@@ -16,6 +16,11 @@ NO_WINDOW = 2**31 - 1
 """The window of a layer without a sliding window: the largest int32, the dtype of positions."""
 
 
+Entered = dict[int, jax.Array | None]
+"""The hidden states [B, T, D] that enter layers, by the numbers of the layers; the number of layers stands for the
+output of the last one. None until a layer runs."""
+
+
 class ImageBlocks(NamedTuple):
     """The images of the call's tokens and of all keys.
 
@@ -72,12 +77,14 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """The inputs of all layers: `of_layer` says for each layer which of `kinds` it gets, `inputs` has its own."""
+    """The inputs of all layers: `of_layer` says for each layer which of `kinds` it gets, `inputs` has its own.
+    `entered` takes the hidden states that enter the layers that it has as keys."""
 
     kinds: Sequence[Step]
     of_layer: Sequence[int]
     inputs: Sequence[Any] | None = None
     seen: Seen | None = None
+    entered: Entered | None = None
 
     @classmethod
     def of(
@@ -89,6 +96,7 @@ class Steps:
         inputs: Sequence[Any] | None = None,
         seen: Seen | None = None,
         delta_B1: jax.Array | None = None,
+        entered: Entered | None = None,
     ) -> "Steps":
         """Returns the inputs of the layers of a model; the arguments are the fields of `Step`, and the `input` of each
         layer. Without a cache `pos_BS` is `pos_BT` itself.
@@ -96,6 +104,7 @@ class Steps:
         Args:
             seen: the images and sounds of the call.
             delta_B1: what earlier images add to the rotary positions of later tokens; None without any.
+            entered: takes the hidden states that enter some layers.
         """
         slots = None if pos_BS is pos_BT else pos_BS.shape[1]
         rotations = list(zip(config.ropes, config.rope_dims, strict=True))
@@ -109,11 +118,16 @@ class Steps:
             else:
                 cos_sin = mrope_cos_sin(rope, dim, at, config.mrope)
             steps.append(Step(pos_BT, pos_BS, slot, cos_sin, images=images, at=at))
-        return cls(steps, [kinds.index(rotation) for rotation in rotations], inputs, seen)
+        return cls(steps, [kinds.index(rotation) for rotation in rotations], inputs, seen, entered)
 
     def __getitem__(self, layer: int) -> Step:
         step = self.kinds[self.of_layer[layer]]
         return step if self.inputs is None else step._replace(input=self.inputs[layer])
+
+    def enter(self, layer: int, x_BTD: jax.Array) -> None:
+        """Keeps the hidden states [B, T, D] that enter a layer, if they are asked for."""
+        if self.entered is not None and layer in self.entered:
+            self.entered[layer] = x_BTD
 
     @property
     def is_deep(self) -> bool:

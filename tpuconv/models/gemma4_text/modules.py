@@ -223,6 +223,7 @@ class Model(Decoder):
         windows, sources = self.config.windows, self.config.kv_sources
         for i, (block, window, source) in enumerate(zip(self.layers, windows, sources, strict=True)):
             kv = new_kvs[source] if source != i else None if kvs is None else kvs[i]
+            steps.enter(i, x_BTD)
             x_BTD, kv = block(placed(x_BTD, "B T D"), steps[i], min(window or NO_WINDOW, NO_WINDOW), kv)
             new_kvs.append(kv)
         return x_BTD, tuple(kv if sources[i] == i else None for i, kv in enumerate(new_kvs))

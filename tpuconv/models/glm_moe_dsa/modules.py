@@ -104,6 +104,7 @@ class Model(deepseek_v32.Model):
         for i, block in enumerate(self.layers):
             step = steps[i]._replace(input=selected_BTS)
             kv = None if kvs is None else kvs[i]
+            steps.enter(i, x_BTD)
             x_BTD, out = block(placed(x_BTD, "B T D"), step, NO_WINDOW, kv)
             kv, selected_BTS = out or (None, selected_BTS)  # while a quantization is traced some layers do nothing
             new_kvs.append(kv)

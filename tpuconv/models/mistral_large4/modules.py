@@ -222,6 +222,7 @@ class Model(Decoder):
         new_kvs, given = [], steps[0].input
         for i, block in enumerate(self.layers):
             kv = None if kvs is None else kvs[i]
+            steps.enter(i, x_BTD)
             x_BTD, out = block(placed(x_BTD, "B T D"), steps[i]._replace(input=given), NO_WINDOW, kv)
             kv, given = out or (None, given)  # while a quantization is traced some layers do nothing
             new_kvs.append(kv)

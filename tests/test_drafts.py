@@ -1,0 +1,205 @@
+"""Drafts by another model, EAGLE-3: they change no token of the target, and agree where they can."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import tpuconv
+from helpers.checkpoints import read_tensors, write_checkpoint
+from helpers.commands import EXAMPLE
+from helpers.conversions import convert
+from helpers.drafts import OUTPUTS
+from helpers.eagle3 import CASES, drafted, save_agreeing_draft, save_draft
+from helpers.families import BY_ID, PROMPTS, save
+from tpuconv import api, cli
+from tpuconv.convert.plan.types import Options
+from tpuconv.errors import UnsupportedConfig, UsageError
+from tpuconv.models.drafts import DraftSpeculator
+from tpuconv.models.generate import ENDED, Generator, Sampling
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+NEW = 12
+RANDOM = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6, "eagle_config": None}
+FAST = ("llama-plain",)
+SLOW = (
+    "qwen3_next-plain",
+    "gemma4_text-plain",
+    "glm_moe_dsa-plain",
+    "mistral_large4-plain",
+    "gpt_oss-plain",
+    "deepseek_v3-groups",
+)
+
+
+@pytest.fixture(scope="module")
+def target(shared: Any) -> Any:
+    """The release of a case whose layers add little, so that the next token depends on the last one mostly."""
+
+    def saved(name: str) -> Path:
+        def write(folder: Path) -> Path:
+            save(BY_ID[name], folder)
+            tensors = read_tensors(folder)
+            tensors |= {name: x * np.float32(0.003) for name, x in tensors.items() if name.endswith(OUTPUTS)}
+            return write_checkpoint(folder, json.loads((folder / "config.json").read_text()), tensors)
+
+        return shared(f"{name}-target-hf", write)  # type: ignore[no-any-return]
+
+    return saved
+
+
+def tokens(generate: Generator, prompts: list[list[int]] = PROMPTS, **options: Any) -> np.ndarray:
+    return np.stack(list(generate(prompts, NEW, **options)), axis=1)
+
+
+def loaded(source: Path, out: Path, **options: Any) -> Any:
+    convert(source, out, Options(**options))
+    return tpuconv.load(out)
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_random_drafts_change_no_token(name: str, target: Any, tmp_path: Path) -> None:
+    source = target(name)
+    model = loaded(source, tmp_path / "target")
+    changes = RANDOM | {"eagle_aux_hidden_state_layer_ids": [0, 1, model.config.num_hidden_layers]}
+    draft = loaded(save_draft("sglang", tmp_path / "draft", **changes), tmp_path / "converted")
+    speculator = DraftSpeculator(model, draft)
+    np.testing.assert_array_equal(tokens(speculator), tokens(Generator(model)))
+    assert speculator.drafts.checked > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "noise"), [("llama-plain", 0.03), pytest.param("qwen3_next-plain", 0.0, marks=pytest.mark.slow)]
+)
+def test_drafts_that_agree_are_accepted(name: str, noise: float, target: Any, tmp_path: Path) -> None:
+    """In a batch whose sequences accept other numbers of drafts in a step, and one by one."""
+    source = target(name)
+    model = loaded(source, tmp_path / "target")
+    free = tokens(Generator(model))
+    chosen = np.unique(np.concatenate([free[:, : NEW // 2].ravel(), np.arange(0, 101, 3)]))
+    draft = loaded(save_agreeing_draft(source, tmp_path / "draft", chosen, noise), tmp_path / "converted")
+    speculator = DraftSpeculator(model, draft)
+    np.testing.assert_array_equal(tokens(speculator), free)
+    assert 0.1 < speculator.drafts.share < 1
+    np.testing.assert_array_equal(tokens(speculator, PROMPTS[:1])[0], free[0])
+    eos = int(free[0, 3])
+    ended = [tokens(generate, eos=(eos,)) for generate in (speculator, Generator(model))]
+    assert ENDED in ended[0]
+    np.testing.assert_array_equal(*ended)
+
+
+def test_each_draft_is_the_one_of_the_formulas(target: Any, tmp_path: Path) -> None:
+    """The drafts after a prompt, against the draft without a cache in torch, on hidden states of transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    source, prompt = target("llama-plain"), [5, 17, 3, 88, 41, 9, 62]
+    config = {**CASES["sglang"], **RANDOM, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    save_draft("sglang", tmp_path / "draft", **config)
+    model, draft = loaded(source, tmp_path / "target"), loaded(tmp_path / "draft", tmp_path / "converted")
+    speculator = DraftSpeculator(model, draft)
+    mask = np.ones((1, len(prompt)), bool)
+    have, _ = speculator.read(np.array([prompt], np.int32), mask, NEW, jax.random.key(0))
+
+    theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    layers: list[Any] = []
+    theirs.model.layers[-1].register_forward_hook(lambda module, given, out: layers.append(out))
+    with torch.no_grad():
+        out = theirs(torch.tensor([prompt]), output_hidden_states=True)
+    states = torch.cat([*out.hidden_states[:2], layers[0]], dim=-1).numpy()
+    embedding, tensors = read_tensors(source)["model.embed_tokens.weight"], read_tensors(tmp_path / "draft")
+    ids, further = [*prompt[1:], int(out.logits[0, -1].argmax())], np.zeros((1, 0, 48), "f4")
+    for _ in range(speculator.ahead):
+        positions = np.arange(len(ids))[None]
+        logits, x = drafted(config, tensors, states, embedding[ids][None], positions, further)
+        chosen = int(logits[0, -1].argmax())
+        ids.append(chosen + int(tensors["d2t"][chosen]))
+        further = np.concatenate([further, x[:, -1:]], axis=1)
+    assert np.asarray(have)[0].tolist() == ids[len(prompt) - 1 :]
+
+
+def test_quantized_targets_and_drafts_change_no_token(target: Any, tmp_path: Path) -> None:
+    source = target("llama-plain")
+    convert(source, tmp_path / "target")
+    model = tpuconv.load(quantized(tmp_path / "target"))
+    chosen = np.arange(0, 101, 2)
+    convert(save_agreeing_draft(source, tmp_path / "draft", chosen), tmp_path / "converted")
+    speculator = DraftSpeculator(model, tpuconv.load(quantized(tmp_path / "converted")), cache_dtype="int8")
+    np.testing.assert_array_equal(tokens(speculator), tokens(Generator(model, cache_dtype="int8")))
+    assert speculator.drafts.accepted > 0
+
+
+def quantized(ckpt: Path) -> Path:
+    api.quantize(str(ckpt), f"{ckpt}-int8", config="int8_weight_only")
+    return Path(f"{ckpt}-int8")
+
+
+def test_drafts_of_other_models_are_refused(target: Any, tmp_path: Path) -> None:
+    source = target("llama-plain")
+    model = loaded(source, tmp_path / "target")
+
+    def draft(**changes: Any) -> Any:
+        convert(save_draft("sglang", tmp_path / "draft", **RANDOM | changes), tmp_path / "out", overwrite=True)
+        return tpuconv.load(tmp_path / "out")
+
+    fits = draft(eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    with pytest.raises(UsageError, match=r"temperature is 0\.5"):
+        DraftSpeculator(model, fits, Sampling(temperature=0.5))
+    with pytest.raises(UsageError, match="no draft of another"):
+        DraftSpeculator(model, model)
+    with pytest.raises(UsageError, match="the target has 2"):
+        DraftSpeculator(model, draft())
+    with pytest.raises(UsageError, match="sizes differ") as error:
+        DraftSpeculator(model, draft(vocab_size=99, target_hidden_size=30))
+    assert list(error.value.details) == [
+        "vocabulary: 99 in the draft, 101 in the target",
+        "width of the target: 30 in the draft, 48 in the target",
+    ]
+    model.stack_layers()
+    with pytest.raises(UnsupportedConfig, match="stacked"):
+        DraftSpeculator(model, fits)
+
+
+def test_commands_draft_with_a_checkpoint(converted: Path, tmp_path: Path) -> None:
+    """`generate` and `benchmark` of the example, with a draft that is a release."""
+    source = save_agreeing_draft(EXAMPLE, tmp_path / "draft", np.arange(0, 256))
+    ckpt = converted / f"{EXAMPLE.name}-orbax"
+
+    def run(*command: Any) -> Any:
+        done = CliRunner().invoke(cli.tpuconv, list(map(str, command)))
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    asked = ("generate", ckpt, "--prompt", "Once upon a time", "--max-new-tokens", 12, "--json")
+    plain, with_drafts = run(*asked), run(*asked, "--speculate", source)
+    assert with_drafts["ids"] == plain["ids"]
+    assert 0 <= with_drafts["accepted_share"] <= 1
+    assert "accepted_share" not in plain
+    sizes = ("--repeats", 1, "--prompt-length", 4, "--new-tokens", 8)
+    timing = run("benchmark", ckpt, "--speculate", source, *sizes, "--json")["timings"][0]
+    assert timing["accepted_share"] == pytest.approx((timing["tokens_per_step"] - 1) / 3)
+    with pytest.raises(UsageError, match="is no draft"):
+        api.generator(str(ckpt), speculate=str(ckpt))
+
+
+@pytest.mark.slow
+def test_several_devices_draft_the_same_tokens(converted: Path, tmp_path: Path) -> None:
+    """The draft has the mesh of its target."""
+    source = save_agreeing_draft(EXAMPLE, tmp_path / "draft", np.arange(0, 256))
+    ckpt = str(converted / f"{EXAMPLE.name}-orbax")
+    program = f"""
+from tpuconv import api
+plain, drafting = (api.generator({ckpt!r}, speculate=by) for by in (False, {str(source)!r}))
+assert drafting.generator.mesh.size == 4
+assert plain(["Once upon a time"], 12)[0].ids == drafting(["Once upon a time"], 12)[0].ids
+"""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)

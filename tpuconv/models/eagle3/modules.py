@@ -1,0 +1,156 @@
+"""EAGLE-3 (arXiv:2503.01840): modules of a draft model."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.errors import UnsupportedConfig
+from tpuconv.models.common.blocks import Attention, GatedMLP
+from tpuconv.models.common.cache import KV
+from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, rope_cos_sin
+from tpuconv.models.common.steps import NO_WINDOW, Step
+from tpuconv.models.eagle3.family import Config
+from tpuconv.notation.letters import with_letters
+
+LEGEND = {"j": "joined_width", "s": "target_states"}
+
+
+class Drafted(NamedTuple):
+    """The output of a draft.
+
+    Attributes:
+        logits_BTV: of the token after each of `ids_BT`, over the vocabulary of the draft, in float32; with `column_B`
+            after that token alone.
+        x_BTD: hidden states before the last norm: the states of a further step.
+        kv: cache with these tokens; None without a cache.
+    """
+
+    logits_BTV: jax.Array
+    x_BTD: jax.Array
+    kv: KV | None
+
+
+class JoinedAttention(Attention):
+    """Attention that reads an embedding and a hidden state, [B, T, 2 D] to [B, T, D]."""
+
+    def __init__(self, config: Config, *, bias: bool, dtype: DTypeLike, keys: Keys):
+        sizes = with_letters(config.sizes, LEGEND)
+        self.q = Einsum("BTj,jNH->BTNH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.k = Einsum("BTj,jKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.v = Einsum("BTj,jKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
+
+
+class Block(nnx.Module):
+    """The layer: attention to embeddings and hidden states, each after a norm, then an MLP."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+        def norm() -> RMSNorm:
+            return RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
+
+        self.embed_norm, self.hidden_norm, self.mlp_norm = norm(), norm(), norm()
+        self.attn = JoinedAttention(config, bias=config.attention_bias, dtype=dtype, keys=keys)
+        self.mlp = GatedMLP(config, bias=config.mlp_bias, dtype=dtype, keys=keys)
+        self.norm_before_residual = config.norm_before_residual
+
+    def __call__(self, embedded_BTD: jax.Array, x_BTD: jax.Array, step: Step, kv: KV | None) -> tuple[jax.Array, KV]:
+        normed_BTD = self.hidden_norm(x_BTD)
+        joined_BTj = jnp.concatenate([self.embed_norm(embedded_BTD), normed_BTD], axis=-1)
+        y_BTD, kv = self.attn(joined_BTj, step, NO_WINDOW, kv)
+        x_BTD = (normed_BTD if self.norm_before_residual else x_BTD) + y_BTD
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), kv
+
+
+class Model(nnx.Module):
+    """A draft: ids of tokens, and hidden states of the tokens before them, to the logits of the tokens after them.
+
+    Args:
+        config: the config of the draft.
+        scan_layers: False: a draft has one layer.
+        dtype: of parameters and activations.
+        rngs: random keys for the initial weights.
+
+    Raises:
+        UnsupportedConfig: `scan_layers` is asked for.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        scan_layers: bool = False,
+        dtype: DTypeLike = jnp.bfloat16,
+        rngs: nnx.Rngs | None = None,
+    ):
+        if scan_layers:
+            raise UnsupportedConfig(
+                f"scan_layers is not implemented for {config.model_type}: {config.unscannable}",
+                hint="leave scan_layers out",
+            )
+        keys, sizes = Keys((rngs or nnx.Rngs(0)).params()), with_letters(config.sizes, LEGEND)
+        self.config, self.dtype = config, dtype
+        self.embed = Embed(sizes, dtype=dtype, keys=keys) if config.has_embedding else None
+        self.input_norm = RMSNorm("s", sizes, config.rms_norm_eps, dtype=dtype) if config.norm_before_fc else None
+        self.fc = Einsum("BTs,sD->BTD", sizes, dtype=dtype, keys=keys)
+        self.layers = nnx.List([Block(config, dtype=dtype, keys=keys)])
+        self.norm = RMSNorm("D", sizes, config.rms_norm_eps, dtype=dtype)
+        self.lm_head = Einsum("BTD,DV->BTV", sizes | {"V": sizes["draft_vocab"]}, dtype=dtype, keys=keys)
+        if config.has_maps:
+            self.d2t = nnx.Param(jnp.zeros(sizes["draft_vocab"], jnp.int32))
+            self.t2d = nnx.Param(jnp.zeros(sizes["V"], bool))
+
+    def __call__(
+        self,
+        ids_BT: jax.Array,
+        states_BTs: jax.Array | None = None,
+        *,
+        x_BTD: jax.Array | None = None,
+        embedded_BTD: jax.Array | None = None,
+        pos_BT: jax.Array | None = None,
+        pos_BS: jax.Array | None = None,
+        slot: jax.Array | int = 0,
+        kv: KV | None = None,
+        column_B: jax.Array | None = None,
+    ) -> Drafted:
+        """Runs the draft.
+
+        Args:
+            ids_BT: the token after each token.
+            states_BTs: the hidden states of the tokens in the target, joined on the last axis; None for zeros, which
+                show the shapes.
+            x_BTD: in place of these the hidden states of an earlier call.
+            embedded_BTD: embeddings of `ids_BT`, if the draft has no embedding; None for zeros.
+            pos_BT: positions of the tokens, -1 for padding; None for 0, 1, ...
+            pos_BS: positions of the slots of the cache; None without a cache.
+            slot: the slot of the first token.
+            kv: the cache of earlier tokens.
+            column_B: the token of each sequence whose logits and hidden states are returned; None for all.
+        """
+        sizes, (B, T) = self.config.sizes, ids_BT.shape
+        if self.embed is not None:
+            embedded_BTD = self.embed(ids_BT)
+        elif embedded_BTD is None:
+            embedded_BTD = jnp.zeros((B, T, sizes["D"]), self.dtype)
+        if x_BTD is None:
+            given = jnp.zeros((B, T, sizes["target_states"]), self.dtype) if states_BTs is None else states_BTs
+            x_BTD = self.fc(given if self.input_norm is None else self.input_norm(given))
+        if pos_BT is None:
+            pos_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+        slots = None if pos_BS is None else pos_BS.shape[1]
+        cos_sin = rope_cos_sin(self.config.rope, self.config.rope_dim, pos_BT, slots)
+        step = Step(pos_BT, pos_BT if pos_BS is None else pos_BS, slot, cos_sin)
+        x_BTD, kv = self.layers[0](embedded_BTD, x_BTD, step, kv)
+        if column_B is not None:
+            x_BTD = jnp.take_along_axis(x_BTD, column_B[:, None, None], axis=1)
+        return Drafted(self.lm_head(self.norm(x_BTD)).astype(jnp.float32), x_BTD, kv)
+
+    def in_target(self, ids_B: jax.Array) -> jax.Array:
+        """Returns the ids in the target's vocabulary of ids in the draft's."""
+        return ids_B + self.d2t[...].astype(ids_B.dtype)[ids_B] if self.config.has_maps else ids_B
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+        """Returns an empty cache for `batch` sequences of `length` tokens."""
+        return KV.empty(self.config, 0, (batch, length), dtype)
