@@ -616,8 +616,9 @@ qwix:
 """The first layer is unlike the next ones, and one in the midst unlike the rest by some of its modules."""
 
 
-ALL_UNLIKE = {"gpt_oss-many-experts", "llama4-maverick", "llama4-lists"}
-"""Cases whose few layers the mixed config and the model itself make all unlike."""
+ALL_UNLIKE = {"gpt_oss-many-experts", "llama4-maverick", "llama4-lists", "diffllama-plain", "diffllama-biases"}
+"""Cases whose few layers the mixed config and the model itself make all unlike. Each layer of DiffLlama has a constant
+of its own."""
 
 
 def resolutions():
