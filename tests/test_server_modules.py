@@ -40,7 +40,7 @@ def described(out: Path) -> dict:
 @pytest.mark.parametrize("config", ["int8_default", pytest.param("int4_ends_int8", marks=pytest.mark.slow)])
 def test_a_head_stays_plain_where_its_rule_is_for_others_too(config, hf, tmp_path):
     source = hf(UNTIED, "bfloat16")
-    assert api.plan(source, target="huggingface", quantize=config).notes == [HEAD_NOTE]
+    assert api.plan(source, target="huggingface", quantize=config).notes == (HEAD_NOTE,)
     done = api.convert(source, tmp_path / "out", target="huggingface", quantize=config)
     assert HEAD_NOTE in done.quantization.notes
     assert "lm_head.weight_scale" not in read_tensors(tmp_path / "out")

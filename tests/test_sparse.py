@@ -133,7 +133,7 @@ def test_the_released_config_of_mimo() -> None:
         ({"moe_layer_freq": [0, 2, 1, 1]}, r"moe_layer_freq=\[0, 2, 1, 1\] is not a list of 0 and 1"),
         ({"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias=True"),
         ({"n_shared_experts": 1}, "n_shared_experts=1"),
-        ({"num_attention_heads": 36, "swa_num_attention_heads": 36}, "not a multiple of twice"),
+        ({"num_attention_heads": 36, "swa_num_attention_heads": 36}, "36 is not a multiple of the 8 key-value heads"),
         ({"partial_rotary_factor": 1.5}, "1.5 is not a part of a head"),
     ],
 )
