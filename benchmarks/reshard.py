@@ -10,7 +10,7 @@ layers apart. Each round, with an empty page cache before each step (as root):
 - scanned: the same with `--scan-layers`;
 - apart: `tpuconv reshard --unscan-layers` of that.
 
-Each command runs in a process of its own; its time includes the start of Python. The peak is its private memory.
+Each command runs in a process of its own; its time includes the start of Python. The peak is its resident memory.
 """
 
 import argparse
