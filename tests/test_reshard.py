@@ -206,6 +206,14 @@ def test_two_processes_share_the_work(qwen3, tmp_path, monkeypatch):
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
+def test_the_output_lies_outside_of_what_is_read(qwen3, tmp_path):
+    api.convert(qwen3, tmp_path / "known", target="maxtext", scan_layers=True)
+    save_step(tmp_path / "run", 7, trained_tree(tmp_path / "known"))
+    with pytest.raises(UsageError, match="lies in the source folder"):
+        api.reshard(tmp_path / "run", qwen3 / "out", config=qwen3, mesh=MESH)
+    assert not (qwen3 / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tpuconv.api.running import run_work
 from tpuconv.convert.export.options import ExportOptions
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
 from tpuconv.memory import peak_memory
 from tpuconv.options import PART_ARGUMENT, PROGRESS_ARGUMENT, STORED_ARGUMENT, Budget, Replacing, argument, takes
-from tpuconv.progress import Listener, Progress, ignore
+from tpuconv.progress import Listener, ignore
 from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
@@ -151,38 +152,27 @@ def export(asked: ExportRequest) -> Export:
     Raises:
         TpuconvError: see `tpuconv.errors` for its children.
     """
-    from tpuconv.api.verification import verify
     from tpuconv.convert.export.opening import opened_export
-    from tpuconv.convert.run.engine import PART_DONE, check_outside, make
     from tpuconv.convert.run.sizing import Limits
     from tpuconv.storage.sealed import read_sealed
 
-    part, progress = asked.part, asked.progress
+    part, progress, began = asked.part, asked.progress, time.monotonic()
     ckpt, out = to_location(asked.ckpt), to_location(asked.out)
-    began, total, was_there, is_published = time.monotonic(), 0, False, True
     with opened_export(ckpt, asked, progress) as what:
-        for source in (what.checkpoint, asked.config, asked.with_skipped):
-            if source is not None:
-                check_outside(to_location(source), out)
-        progress(Progress("exporting"))
+        sources = (what.checkpoint, asked.config, asked.with_skipped)
         work = what.work(Limits.of_this_machine(asked.jobs, asked.max_memory))
-        for step in make(work, out, overwrite=asked.overwrite, part=part):
-            progress(step.shown_as(f"exporting, {part}" if part else "exporting"))
-            is_published = step.stage != PART_DONE
-            total, was_there = step.total, is_published and step.resumed == step.total
-    if asked.check and was_there:
-        verify(out, progress=progress).check()
+        done = run_work(work, out, asked, "exporting", progress, part, sources)
     return Export(
         out=out,
         family=what.family,
         target=what.target,
         arrays=what.arrays,
         skipped=what.skipped,
-        files=sum(name.endswith(".safetensors") for name in read_sealed(out).files) if is_published else 0,
-        bytes=total,
-        already_there=was_there,
+        files=sum(name.endswith(".safetensors") for name in read_sealed(out).files) if done.published else 0,
+        bytes=done.total,
+        already_there=done.already_there,
         seconds=time.monotonic() - began,
         peak_memory_bytes=peak_memory(),
         part=part,
-        published=is_published,
+        published=done.published,
     )

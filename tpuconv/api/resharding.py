@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tpuconv.api.running import run_work
+from tpuconv.convert.export.options import WITH_CONFIG
 from tpuconv.errors import UsageError
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
@@ -23,7 +25,7 @@ from tpuconv.options import (
     option,
     takes,
 )
-from tpuconv.progress import Listener, Progress, ignore
+from tpuconv.progress import Listener, ignore
 from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
@@ -102,10 +104,8 @@ class ReshardOptions:
         if not (self.mesh or self.scan_layers or self.unscan_layers):
             raise UsageError("nothing is to be changed", hint="give `mesh=`, `scan_layers=` or `unscan_layers=`")
         if self.target is not None and self.config is None:
-            raise UsageError(
-                "`target=` is only for a trainer's checkpoint, which needs `config=`",
-                hint="leave it out, or give `config=SRC`",
-            )
+            why, hint = WITH_CONFIG["target"]
+            raise UsageError(f"`target=` {why}", hint=hint)
 
 
 @dataclass(eq=False, repr=False)
@@ -149,30 +149,21 @@ def reshard(asked: ReshardRequest) -> Resharding:
     Raises:
         TpuconvError: see `tpuconv.errors` for its children.
     """
-    from tpuconv.api.verification import verify
     from tpuconv.convert.reshard.work import ReshardWork
-    from tpuconv.convert.run.engine import PART_DONE, make
     from tpuconv.convert.run.sizing import Limits
 
-    part, progress, out = asked.part, asked.progress, to_location(asked.out)
-    began, was_there, is_published = time.monotonic(), False, True
+    progress, out, began = asked.progress, to_location(asked.out), time.monotonic()
     with _planned(to_location(asked.ckpt), asked, progress) as (planned, skipped):
-        progress(Progress("resharding"))
         work = ReshardWork(planned, skipped, Limits.of_this_machine(asked.jobs, asked.max_memory))
-        for step in make(work, out, overwrite=asked.overwrite, part=part):
-            progress(step.shown_as(f"resharding, {part}" if part else "resharding"))
-            is_published = step.stage != PART_DONE
-            was_there = is_published and step.resumed == step.total
+        done = run_work(work, out, asked, "resharding", progress, asked.part, [asked.config])
         facts = _facts(planned, skipped)
-    if asked.check and was_there:
-        verify(out, progress=progress).check()
     return Resharding(
         out=out,
-        already_there=was_there,
+        already_there=done.already_there,
         seconds=time.monotonic() - began,
         peak_memory_bytes=peak_memory(),
-        part=part,
-        published=is_published,
+        part=asked.part,
+        published=done.published,
         **facts,
     )
 

@@ -1,20 +1,22 @@
 """Runs a plan."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tpuconv.api.converted import Conversion
 from tpuconv.hosts import ProcessPart
-from tpuconv.location import Location
+from tpuconv.location import Location, to_location
 from tpuconv.memory import peak_memory
 from tpuconv.options import Replacing
 from tpuconv.progress import Listener, Progress
 
 if TYPE_CHECKING:
     from tpuconv.convert.plan.types import Plan
+    from tpuconv.convert.run.engine import Work
     from tpuconv.convert.run.sizing import Limits
 
 Outcome = TypeVar("Outcome")
@@ -35,6 +37,56 @@ def downloading_again(work: Callable[[], Outcome], progress: Listener) -> Outcom
             error.remove()
             removed.add(tuple(error.files))
             progress(Progress("downloading", message=f"{error.message}: it is downloaded again."))
+
+
+@dataclass(frozen=True)
+class WorkDone:
+    """The end of work that makes an output: the bytes of all, whether the output was complete before, and whether it is
+    published."""
+
+    total: int
+    already_there: bool
+    published: bool
+
+
+def run_work(
+    work: "Work",
+    out: Location,
+    replacing: Replacing,
+    stage: str,
+    progress: Listener,
+    part: ProcessPart | None,
+    sources: Iterable[str | Location | None] = (),
+) -> WorkDone:
+    """Does work that makes an output, and compares an output that was there with its checksums if that is asked for.
+
+    Args:
+        work: what to do.
+        out: the output.
+        replacing: what to do with an output that is there.
+        stage: the name of the work for `progress`.
+        progress: called while it is done.
+        part: the share of this process.
+        sources: places besides the work's own source that the output must lie outside of.
+
+    Raises:
+        TpuconvError: as `tpuconv.convert.run.engine.make` does.
+    """
+    from tpuconv.api.verification import verify
+    from tpuconv.convert.run.engine import PART_DONE, check_outside, make
+
+    for source in sources:
+        if source is not None:
+            check_outside(to_location(source), out)
+    progress(Progress(stage))
+    total, was_there, is_published = 0, False, True
+    for step in make(work, out, overwrite=replacing.overwrite, part=part):
+        progress(step.shown_as(f"{stage}, {part}" if part else stage))
+        is_published = step.stage != PART_DONE
+        total, was_there = step.total, is_published and step.resumed == step.total
+    if replacing.check and was_there:
+        verify(out, progress=progress).check()
+    return WorkDone(total, was_there, is_published)
 
 
 def run_plan(

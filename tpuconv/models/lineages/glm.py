@@ -1,6 +1,7 @@
 """GLM-4 and the models around it."""
 
 from dataclasses import replace
+from typing import Any
 
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.partial_rope import PartialRopeConfig
@@ -46,20 +47,24 @@ GLM4V = wrapper(
     modalities=(GLM_VISION,),
 )
 
+_AS_GLM46V: dict[str, Any] = {
+    "text": GLM4,
+    "mixins": (MropeConfig,),
+    "outside": {"visual": SEES},
+    "text_types": ("glm4v_text",),
+    "only": {"attention_bias": (True,)},
+    "defaults": {
+        **{"head_dim": None, "partial_rotary_factor": 1.0},
+        **{"max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
+    },
+    "default_sections": (8, 12, 12),
+}
+
 GLM46V = wrapper(
     "glm46v",
     "GLM-4.6V-Flash",
     "Glm46VForConditionalGeneration",
-    text=GLM4,
-    mixins=(MropeConfig,),
-    outside={"visual": SEES},
-    text_types=("glm4v_text",),
-    only={"attention_bias": (True,)},
-    defaults={
-        **{"head_dim": None, "partial_rotary_factor": 1.0},
-        **{"max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
-    },
-    default_sections=(8, 12, 12),
+    **_AS_GLM46V,
     modalities=(GLM_VISION,),
 )
 
@@ -68,16 +73,7 @@ GLMGA = wrapper(
     "GLM-GA, text",
     "Glm46VForConditionalGeneration",
     "GlmgaForConditionalGeneration",
-    text=GLM4,
-    mixins=(MropeConfig,),
-    outside={"visual": SEES},
-    text_types=("glm4v_text",),
-    only={"attention_bias": (True,)},
-    defaults={
-        **{"head_dim": None, "partial_rotary_factor": 1.0},
-        **{"max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
-    },
-    default_sections=(8, 12, 12),
+    **_AS_GLM46V,
 )
 
 GLM_OCR = wrapper(
