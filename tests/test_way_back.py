@@ -416,6 +416,10 @@ def test_commands_run_the_model_of_a_target(tmp_path):
     assert api.benchmark(tmp_path / "out", prompt_length=[4], new_tokens=[2], repeats=1).checkpoint == tmp_path / "out"
     with pytest.raises(UsageError, match="this is a checkpoint for maxtext"):
         api.compare(tmp_path / "out", layerwise=True)
+    api.convert(EXAMPLE, tmp_path / "int8", target="nnx", quantize="int8_default")
+    assert tpuconv.load(tmp_path / "int8") is not None
+    with pytest.raises(UsageError, match="is quantized for nnx"):
+        api.compare(tmp_path / "int8")
     path = next((tmp_path / "out").rglob("c.*"))
     path.write_bytes(bytes(len(path.read_bytes())))
     with pytest.raises(TpuconvError, match=r"cannot be read|checksum"):

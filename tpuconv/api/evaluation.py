@@ -177,6 +177,12 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
         raise UsageError("`layerwise=True` runs on one device", hint="leave `mesh=` out")
     manifest, stored = opened.manifest, opened.stored
     manifest.check_own()
+    if stored is not None and stored.is_rounded and opened.plan is not None:
+        raise UsageError(
+            f"{asked.ckpt} is quantized for {stored.target}: its weights are decoded to run it, and the gates of a "
+            "quantization are for a checkpoint of tpuconv",
+            hint="convert without `target=`, with the same `quantize=`, and compare that",
+        )
     if asked.layerwise or manifest.returns == AS_DRAFT:
         check_logits(manifest)
     if asked.layerwise and opened.plan is not None:
