@@ -173,26 +173,37 @@ def test_each_byte_comes_from_the_disk_once(config, jobs, tmp_path):
     """But for pages that two tensors share; though files are hashed from start to end, and experts are needed
     projection by projection."""
     folder = release(tmp_path / "hf", config, 1)
-    assert read_from_disk(folder, tmp_path / "out", jobs) < 1.3 * stored_bytes(folder)  # modules too
+    read_from_disk(folder, tmp_path / "before", jobs)  # and with it modules and compiled loops
+    assert read_from_disk(folder, tmp_path / "out", jobs) < 1.3 * stored_bytes(folder)
 
 
 def test_a_resumed_run_reads_what_is_left(tmp_path, monkeypatch):
-    """Not files whose hashes are known."""
+    """Not files whose hashes are known. So few bytes are counted where they are read: the system's count has pages of
+    modules too."""
     monkeypatch.setattr(sizes, "SLAB_BYTES", 2 << 20)
     monkeypatch.setattr(sizes, "UNIT_BYTES", 8 << 20)
     folder, options = release(tmp_path / "hf", DENSE, 4), Options(scan_layers=True)
-    read_from_disk(folder, tmp_path / "before", 2, options)  # and with it modules and compiled loops
     wide = {unit.uid: unit.nbytes for unit in plan_for(folder, options).units if unit.is_wide}
-    record = Journal.record
+    record, preadv, nbytes = Journal.record, os.preadv, []
 
     def stopped(journal, *entry):
         if entry[0] in wide:
             raise InterruptedError
         record(journal, *entry)
 
+    def counted(fd, *place):
+        n = preadv(fd, *place)
+        if Path(f"/proc/self/fd/{fd}").readlink().parent == folder:
+            nbytes.append(n)
+        return n
+
     monkeypatch.setattr(Journal, "record", stopped)
+    monkeypatch.setattr(os, "preadv", counted)
     with pytest.raises(InterruptedError):
         read_from_disk(folder, tmp_path / "out", 2, options)
+    assert sum(nbytes) > 0.9 * stored_bytes(folder)
     monkeypatch.setattr(Journal, "record", record)
     assert len(list((tmp_path / ".out.tpuconv").glob("hash-*.done"))) == 4
-    assert read_from_disk(folder, tmp_path / "out", 2, options) < 1.1 * sum(wide.values()) < 0.5 * stored_bytes(folder)
+    nbytes.clear()
+    read_from_disk(folder, tmp_path / "out", 2, options)
+    assert 0.9 * sum(wide.values()) < sum(nbytes) < 1.1 * sum(wide.values()) < 0.5 * stored_bytes(folder)
