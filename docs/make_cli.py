@@ -10,6 +10,7 @@ import click
 
 from tpuconv import api
 from tpuconv.cli import tpuconv
+from tpuconv.commands.group import SUMMARIES
 from tpuconv.commands.options import Command
 from tpuconv.options import options_of
 
@@ -36,11 +37,9 @@ CKPT defaults to the newest checkpoint in the current folder.
 
 def page() -> str:
     """The text of docs/cli.md."""
-    rows = [
-        f"| [`{name}`](#{name}) | {command.get_short_help_str(200)} |" for name, command in tpuconv.commands.items()
-    ]
+    rows = [f"| [`{name}`](#{name}) | {summary} |" for name, summary in SUMMARIES.items()]
     introduction = INTRODUCTION.replace("{commands}", "\n".join(["| command | purpose |", "|---|---|", *rows]))
-    return "\n".join([introduction, *(_section(command) for command in tpuconv.commands.values())])
+    return "\n".join([introduction, *(_section(tpuconv.command_of(name)) for name in SUMMARIES)])
 
 
 def _section(command: click.Command) -> str:

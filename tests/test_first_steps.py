@@ -93,8 +93,8 @@ def test_values_are_completed() -> None:
     def completions(command: str, name: str, begun: str) -> set[str]:
         import click
 
-        (param,) = (param for param in group.commands[command].params if param.name == name)
-        found = param.shell_complete(click.Context(group.commands[command]), begun)
+        (param,) = (param for param in group.command_of(command).params if param.name == name)
+        found = param.shell_complete(click.Context(group.command_of(command)), begun)
         return {item.value for item in found}
 
     assert completions("convert", "quantize", "int8_d") == {"int8_default"}

@@ -296,12 +296,13 @@ def test_the_library_names_options_and_the_commands_name_flags():
     backquotes. Elsewhere an option is `mesh=`, and each of these is an option of a command."""
     from tpuconv.cli import tpuconv
     from tpuconv.commands.flags import WORDS, flag_of
+    from tpuconv.commands.group import SUMMARIES
 
     below = [path for module, path in MODULES.items() if module != "tpuconv" and room(module) < ORDER.index("commands")]
     said = {text for path in below for text in texts(path)}
     commands = re.compile(r"`[\w.]+\s[^`]*`")
     assert {text for text in said if re.search(r"--[a-z]", commands.sub("", text))} <= set(WITH_FLAGS)
-    flags = {flag for command in tpuconv.commands.values() for param in command.params for flag in param.opts}
+    flags = {flag for name in SUMMARIES for param in tpuconv.command_of(name).params for flag in param.opts}
     named = {name for text in said for name in re.findall(r"`(\w+)=[^`]*`", text) if f"{name}=" not in WORDS}
     assert {name for name in named if flag_of(name) not in flags} == set()
     assert {"mesh", "encoding", "include_mtp"} <= named

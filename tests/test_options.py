@@ -77,11 +77,11 @@ def test_a_field_is_a_keyword_a_flag_a_key_of_the_manifest_and_a_line_of_the_doc
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_option_of_a_function_is_an_option_of_its_command(name):
-    command = tpuconv.commands[
+    command = tpuconv.command_of(
         COMMANDS.get(
             name, {"plan": "convert"}.get(name, name.removeprefix("plan_")).replace("quantization", "quantize")
         )
-    ]
+    )
     flags = {param.name for param in command.params}
     assert {each.name for each, known in options_of(getattr(api, name).request) if known.is_flag} <= flags
 

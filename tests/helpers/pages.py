@@ -130,4 +130,4 @@ def parse(line: str) -> None:
     from tpuconv.cli import tpuconv
 
     name, *args = shlex.split(line)[1:]
-    tpuconv.commands[name].make_context(name, args)
+    tpuconv.command_of(name).make_context(name, args)

@@ -34,7 +34,6 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
 
 @options.command(
     "benchmark",
-    "Time prefill and decoding on this machine.",
     "tpuconv benchmark",
     "tpuconv benchmark Qwen3-8B-orbax --batch 1,8 --prompt-length 128 --new-tokens 64",
     "tpuconv benchmark Qwen3-8B-orbax --cache-dtype int8 --markdown",

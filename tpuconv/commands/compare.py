@@ -26,7 +26,6 @@ MOST_ROWS = 8
 
 @options.command(
     "compare",
-    "Compare two checkpoints: logits, perplexity, parameters.",
     "tpuconv compare Qwen3-8B-orbax Qwen3-8B-orbax-int4_weight_only",
     "tpuconv compare Qwen3-8B-orbax Qwen3-8B-orbax-int4_weight_only --text wiki.txt --length 2048 --stride 512",
     "tpuconv compare Qwen3-8B-orbax Qwen3-8B-orbax --cache-dtype int8 --gate mean_kl=0.001",

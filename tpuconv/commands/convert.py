@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 @options.command(
     "convert",
-    "Convert safetensors to an Orbax checkpoint.",
     "tpuconv convert Qwen/Qwen3-8B",
     "tpuconv convert ./my-checkpoint /data/my-model --dtype bfloat16",
     "tpuconv convert deepseek-ai/DeepSeek-R1 --quantize int8_default",

@@ -17,7 +17,6 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 @options.command(
     "doctor",
-    "Check this machine: versions, devices, disk, access to the Hub.",
     "tpuconv doctor",
     "tpuconv doctor /data --offline",
     "tpuconv doctor gs://bucket/models",

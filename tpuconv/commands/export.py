@@ -16,7 +16,6 @@ from tpuconv.text import format_size
 
 @options.command(
     "export",
-    "Write a checkpoint as safetensors.",
     "tpuconv export Qwen3-8B-orbax Qwen3-8B-again",
     "tpuconv export Qwen3-8B-orbax-int8_default Qwen3-8B-w8a8",
     "tpuconv export gemma-3-27b-orbax gemma-3-27b-again --with-skipped google/gemma-3-27b-it",

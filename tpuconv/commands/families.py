@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 @options.command(
     "families",
-    "List the model families that can be converted.",
     "tpuconv families",
     "tpuconv families Qwen3ForCausalLM",
     "tpuconv families llama --table",

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 @options.command(
     "fit",
-    "Ask the TPU compiler whether a model fits.",
     "tpuconv fit meta-llama/Llama-3.3-70B-Instruct --topology v5e:4x4 --batch 8 --context 2048",
     "tpuconv fit Qwen/Qwen3-32B --topology v5e --topology v6e,v5p",
     "tpuconv fit deepseek-ai/DeepSeek-R1 --topology v6e:8x8 --encoding keep",

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 @options.command(
     "generate",
-    "Generate text.",
     'tpuconv generate --prompt "Once upon a time"',
     'tpuconv generate Qwen3-8B-orbax --chat --system "Be brief." --prompt "What is a TPU?"',
     'tpuconv generate Qwen/Qwen3-0.6B --prompt "Once upon a time"',

@@ -14,7 +14,6 @@ from tpuconv.text import format_size
 
 @options.command(
     "inspect",
-    "Show the tensors of a checkpoint.",
     "tpuconv inspect Qwen3-8B-orbax",
     "tpuconv inspect Qwen3-8B-orbax --mesh data=2,tensor=4",
     "tpuconv inspect deepseek-ai/DeepSeek-R1 --json",

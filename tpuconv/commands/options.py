@@ -1,8 +1,7 @@
-"""Options that several commands share, each defined once, and the classes of commands."""
+"""Options that several commands share, each defined once, and the class of commands."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field
-from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,24 +30,6 @@ if TYPE_CHECKING:
     from tpuconv.hosts import ProcessPart
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
-
-
-class Group(click.Group):
-    """Suggests the nearest command for one that does not exist. Takes `help` and `help COMMAND` as `--help`."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
-        if name == "help" and len(args) == 1:
-            click.echo(ctx.get_help())
-            ctx.exit()
-        if name == "help":
-            name, args = args[1], [args[1], "--help"]
-        if self.get_command(ctx, name) is None and not name.startswith("-"):
-            near = get_close_matches(name, self.list_commands(ctx), 1)
-            ctx.fail(f"no such command '{name}'." + (f" Did you mean '{near[0]}'?" if near else ""))
-        return super().resolve_command(ctx, args)
 
 
 class Command(click.Command):
@@ -94,9 +75,9 @@ def stacked(*decorators: Callable[[Any], Any]) -> Callable[[Callback], Callback]
     return decorate
 
 
-def command(name: str, summary: str, *examples: str) -> Callable[[Callable[..., Any]], Command]:
-    """Makes a command of a function; `summary` is its line in the list of commands."""
-    return click.command(name, cls=Command, short_help=summary, examples=examples)
+def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], Command]:
+    """Makes a command of a function."""
+    return click.command(name, cls=Command, examples=examples)
 
 
 BY_MTP = "mtp"

@@ -13,7 +13,6 @@ from tpuconv.text import format_size
 
 @options.command(
     "push",
-    "Upload a checkpoint or an export to the Hub.",
     "tpuconv push Qwen3-8B-orbax my-org/Qwen3-8B-orbax --dry-run",
     "tpuconv push Qwen3-8B-orbax my-org/Qwen3-8B-orbax --private",
 )

@@ -37,7 +37,6 @@ CONFIG = {
 
 @options.command(
     "quantize",
-    "Quantize a checkpoint by Qwix rules.",
     "tpuconv quantize --config int8_default.yaml",
     "tpuconv quantize Qwen3-8B-orbax --config int4_weight_only --explain",
     "tpuconv quantize Qwen3-8B-orbax /data/Qwen3-8B-mine --config ./mine.yaml",

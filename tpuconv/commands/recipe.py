@@ -18,7 +18,6 @@ from tpuconv.text import format_size, plain
 
 @options.command(
     "recipe",
-    "Show the sizes of a model and the commands for it.",
     "tpuconv recipe Qwen/Qwen3-8B",
     "tpuconv recipe ./my-checkpoint --json",
     "tpuconv recipe Qwen/Qwen3-32B --fit v5e --fit v6e",

@@ -17,7 +17,6 @@ from tpuconv.text import format_count, format_size
 
 @options.command(
     "reshard",
-    "Rewrite a checkpoint for another mesh.",
     "tpuconv reshard Qwen3-8B-maxtext Qwen3-8B-fsdp64 --mesh fsdp=64",
     "tpuconv reshard Qwen3-8B-orbax Qwen3-8B-scanned --scan-layers",
     "tpuconv reshard runs/sft Qwen3-8B-sft --config Qwen/Qwen3-8B --mesh tensor=8 --unscan-layers",

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 @options.command(
     "verify",
-    "Check a checkpoint, or compare it with the original.",
     "tpuconv verify",
     "tpuconv verify Qwen3-8B-orbax --compare-hf",
     "tpuconv verify Qwen3-8B-orbax --compare-hf --prompts prompts.txt",
