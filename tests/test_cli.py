@@ -33,6 +33,7 @@ from tpuconv.targets.registry import get_target
 from tpuconv.verify.reference import reference_config
 
 COMMANDS = (
+    "explain",
     "convert",
     "quantize",
     "export",

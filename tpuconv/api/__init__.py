@@ -13,6 +13,7 @@ from tpuconv.api.comparison import CheckpointComparison, compare_checkpoints
 from tpuconv.api.conversion import convert, plan
 from tpuconv.api.converted import Conversion, ConversionPlan
 from tpuconv.api.evaluation import Comparison, compare
+from tpuconv.api.explanation import explain
 from tpuconv.api.exporting import Export, ExportPlan, export, plan_export
 from tpuconv.api.inspection import Inspection, inspect, propose
 from tpuconv.api.model_recipe import recipe
@@ -27,6 +28,7 @@ from tpuconv.api.resharding import Resharding, plan_reshard, reshard
 from tpuconv.api.served import ServerComparison, compare_server
 from tpuconv.api.verification import Verification, verify
 from tpuconv.api.weight_maps import weight_map
+from tpuconv.explanations import Explanation
 from tpuconv.progress import Progress
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "Comparison",
     "Conversion",
     "ConversionPlan",
+    "Explanation",
     "Export",
     "ExportPlan",
     "Fit",
@@ -51,6 +54,7 @@ __all__ = [
     "compare_checkpoints",
     "compare_server",
     "convert",
+    "explain",
     "export",
     "fit",
     "generator",

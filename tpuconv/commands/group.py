@@ -19,6 +19,7 @@ SUMMARIES = {
     "push": "Upload a checkpoint or an export to the Hub.",
     "inspect": "Show the tensors of a checkpoint.",
     "families": "List the model families that can be converted.",
+    "explain": "Explain an error by its id or its message.",
     "doctor": "Check this machine: versions, devices, disk, access to the Hub.",
 }
 """The line of each command in the list of commands. The module of this package with its name defines it."""

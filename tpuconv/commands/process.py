@@ -22,6 +22,7 @@ from tpuconv.commands.console import print_json, say, say_error
 from tpuconv.commands.flags import with_flags
 from tpuconv.commands.params import shortened
 from tpuconv.errors import ResourceError, TpuconvError, UsageError, no_descriptors
+from tpuconv.explanations import explanation_of
 from tpuconv.extras import EXTRAS, install_command
 from tpuconv.memory import address_space_limit
 from tpuconv.text import format_size, plain
@@ -219,13 +220,14 @@ def is_interruption(error: BaseException) -> bool:
 
 def fail(error: TpuconvError, as_json: bool, known: Mapping[str, Any] | None = None) -> NoReturn:
     """Ends the process with the error. The JSON contains the error and the `known` facts."""
+    kind, found = type(error).__name__, explanation_of(error)
     if as_json:
-        facts = {"type": type(error).__name__, "message": error.message, "details": error.details, "hint": error.hint}
-        print_json({**(known or {}), "error": {**facts, "exit_code": error.exit_code}})
+        facts = {"type": kind, "id": found.id if found else None, "message": error.message, "details": error.details}
+        print_json({**(known or {}), "error": {**facts, "hint": error.hint, "exit_code": error.exit_code}})
     hint = error.hint and plain(with_flags(error.hint), "\n")  # it may end with a line to be copied
     details = [plain(with_flags(detail)) for detail in error.details]
     shown = TpuconvError(plain(with_flags(error.message)), details=details, hint=hint)
-    say_error(type(error).__name__, str(shown))
+    say_error(f"{kind}[{found.id}]" if found else kind, str(shown))
     sys.exit(error.exit_code)
 
 

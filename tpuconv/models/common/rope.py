@@ -111,10 +111,11 @@ class Rope:
             del values["partial_rotary_factor"]
         unknown = [name for name in values if kind in REQUIRED and name not in (*REQUIRED[kind], *OPTIONAL[kind])]
         if kind not in REQUIRED or unknown:
-            fault = f": the type {kind} has no parameter {', '.join(map(short, unknown))}" if unknown else ""
+            fault = [f"the type {kind} has no parameter {', '.join(map(short, unknown))}"] if unknown else []
+            types = [f"{k}: {', '.join(REQUIRED[k] + OPTIONAL[k]) or 'no parameters'}" for k in REQUIRED]
             raise UnsupportedConfig(
-                f"{key}={short(given, 300)} is not implemented for {model_type}{fault}",
-                details=[f"{k}: {', '.join(REQUIRED[k] + OPTIONAL[k]) or 'no parameters'}" for k in REQUIRED],
+                f"{key}={short(given, 300)} is not implemented for {model_type}",
+                details=[*fault, *types],
                 hint="these types are implemented, with these parameters",
             )
         if missing := [name for name in REQUIRED[kind] if name not in values]:

@@ -1,0 +1,200 @@
+"""Writes tpuconv/explanations.json and docs/errors/ from the errors of the package: `python docs/make_errors.py`.
+A test keeps the files up to date.
+
+An error keeps its id while its message stays, or, reworded, while it is the message of the same class in the same
+functions that resembles it most. The number of a message that is gone is not used again.
+"""
+
+import ast
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+from tpuconv import errors
+from tpuconv.errors import TpuconvError
+from tpuconv.explanations import EXPLANATIONS_FILE, GAP, Explanation, explanations
+from tpuconv.text import code, markdown
+
+ROOT = Path(__file__).parent.parent
+PAGES = Path(__file__).parent / "errors"
+CLASSES = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, TpuconvError)
+}
+SENTENCE_END = r"(?<=\.) "
+ALIKE = 0.6
+"""The least likeness of a message and the one that it was before, of 1."""
+
+
+@dataclass
+class Found:
+    """A message with gaps, and all calls that have it."""
+
+    error: str
+    message: str
+    hints: list[str] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The class and the message, whatever the gaps are called."""
+        return self.error, GAP.sub("{}", self.message)
+
+    def add(self, hints: list[str], place: str) -> None:
+        """Adds another call that has this message."""
+        self.hints += [hint for hint in hints if hint not in self.hints]
+        self.places += [place] * (place not in self.places)
+
+
+class Calls(ast.NodeVisitor):
+    """Collects the errors that one file makes."""
+
+    def __init__(self, module: str, tree: ast.Module, found: dict[tuple[str, str], Found]):
+        self._module, self._found = module, found
+        self._around: list[ast.Module | ast.ClassDef | ast.FunctionDef] = [tree]
+        self.visit(tree)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._within(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._within(node)
+
+    def _within(self, node: ast.ClassDef | ast.FunctionDef) -> None:
+        self._around.append(node)
+        self.generic_visit(node)
+        self._around.pop()
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self.generic_visit(node)
+        if not (isinstance(node.func, ast.Name) and node.func.id in CLASSES and node.args):
+            return
+        hints = [text for word in node.keywords if word.arg == "hint" for text in self._texts(word.value)]
+        for message in self._texts(node.args[0]):
+            if re.search(r"\w{3}", GAP.sub("", message)):
+                found = Found(node.func.id, message)
+                self._found.setdefault(found.key, found).add([each for each in hints if GAP.sub("", each)], self._place)
+
+    @property
+    def _place(self) -> str:
+        """The function around a call, and the first sentence of its docstring, or of what is around it."""
+        path = [self._module, *(node.name for node in self._around if not isinstance(node, ast.Module))]
+        docs = [" ".join(doc.split()) for node in reversed(self._around) if (doc := ast.get_docstring(node))]
+        return f"{'.'.join(path)}: {re.split(SENTENCE_END, docs[0])[0]}" if docs else ".".join(path)
+
+    def _texts(self, node: ast.expr) -> list[str]:
+        """The texts that an expression may be, with gaps."""
+        if isinstance(node, ast.Constant):
+            return [node.value] if isinstance(node.value, str) else []
+        if isinstance(node, ast.JoinedStr):
+            return ["".join(each.value if isinstance(each, ast.Constant) else _gap(each) for each in node.values)]
+        if isinstance(node, ast.IfExp):
+            return [*self._texts(node.body), *self._texts(node.orelse)]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            sides = [self._texts(side) or ["{}"] for side in (node.left, node.right)]
+            return [first + second for first in sides[0] for second in sides[1]]
+        if isinstance(node, ast.Name):
+            value = getattr(importlib.import_module(self._module), node.id, None)
+            return [value] if isinstance(value, str) else []
+        return []
+
+
+def _gap(node: ast.expr) -> str:
+    """A gap with the name of what fills it."""
+    value = node.value if isinstance(node, ast.FormattedValue) else node
+    while isinstance(value, ast.Call) and (value.args or isinstance(value.func, ast.Attribute)):
+        value = value.args[0] if value.args else value.func
+    name = value.attr if isinstance(value, ast.Attribute) else value.id if isinstance(value, ast.Name) else "..."
+    return "{" + name.strip("_").lower() + "}"
+
+
+def raised() -> list[Found]:
+    """Returns the errors of the package, in the order of exit codes and of files."""
+    found: dict[tuple[str, str], Found] = {}
+    for path in sorted((ROOT / "tpuconv").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        Calls(module, ast.parse(path.read_text(encoding="utf-8")), found)
+    return sorted(found.values(), key=lambda each: (CLASSES[each.error].exit_code, each.error))
+
+
+def numbered(found: list[Found], known: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of explanations.json; `known` is what it has now."""
+    before = {(entry["error"], GAP.sub("{}", entry["message"])): id for id, entry in known["errors"].items()}
+    ids = {each.key: before[each.key] for each in found if each.key in before}
+    free = {id: entry for id, entry in known["errors"].items() if id not in ids.values()}
+    following = known["next"]
+    for each in found:
+        if each.key in ids:
+            continue
+        functions = {_function(place) for place in each.places}
+        alike = {
+            id: SequenceMatcher(None, entry["message"], each.message).ratio()
+            for id, entry in free.items()
+            if entry["error"] == each.error and functions & {_function(place) for place in entry["places"]}
+        }
+        if alike and alike[best := max(alike, key=alike.__getitem__)] >= ALIKE:
+            ids[each.key] = best
+            del free[best]
+        else:
+            ids[each.key] = f"TC{following:04}"
+            following += 1
+    entries = {
+        ids[each.key]: {"error": each.error, "message": each.message, "hints": each.hints, "places": each.places}
+        for each in found
+    }
+    return {"next": following, "errors": dict(sorted(entries.items()))}
+
+
+def _function(place: str) -> str:
+    return place.partition(":")[0]
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """Yields the names and the texts of the pages: one for each class, and their index."""
+    by_class: dict[str, list[Explanation]] = {}
+    for each in explanations().values():
+        by_class.setdefault(each.error, []).append(each)
+    rows = [
+        f"| [{name}]({name}.md) | {each[0].exit_code} | {each[0].meaning} | {len(each)} |"
+        for name, each in sorted(by_class.items(), key=lambda item: (item[1][0].exit_code, item[0]))
+    ]
+    index = [
+        "# Errors",
+        "",
+        "Each error has an id, which stays when its message is reworded: `SourceError[TC0123]: ...`. `tpuconv explain`",
+        "shows what these pages have, for an id or a message. `--json` has the id as `error.id`. These pages are",
+        "generated from the source code by `python docs/make_errors.py`. `{path}` stands for what differs.",
+        "",
+        "| error | [exit code](../exit-codes.md) | meaning | messages |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+    ]
+    yield "index.md", "\n".join(index)
+    for name, its in by_class.items():
+        lines = [f"# {name}", "", f"Exit code {its[0].exit_code}. {its[0].meaning}", ""]
+        for each in its:
+            lines += [f"## {each.id}", "", code(each.message), ""]
+            lines += [line for hint in each.hints for line in (f"What to do: {markdown(hint)}.", "")]
+            for place in each.places:
+                function, _, doc = place.partition(": ")
+                lines += [f"- Raised by `{function}`" + (f": {markdown(doc)}" if doc else "")]
+            lines += [""]
+        yield f"{name}.md", "\n".join(lines)
+
+
+def main() -> None:
+    known = json.loads(EXPLANATIONS_FILE.read_text(encoding="utf-8"))
+    EXPLANATIONS_FILE.write_text(json.dumps(numbered(raised(), known), indent=1) + "\n", encoding="utf-8")
+    explanations.cache_clear()
+    PAGES.mkdir(exist_ok=True)
+    for name, text in pages():
+        (PAGES / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Ids of errors: each message that the package raises has one, and is found by it and by its text."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.commands import tpuconv
+from tpuconv import api
+from tpuconv.errors import SourceError, TpuconvError, UsageError
+from tpuconv.explanations import EXPLANATIONS_FILE, GAP, Explanation, explanation_of, explanations
+
+ROOT = Path(__file__).parent.parent
+MAKE = runpy.run_path(str(ROOT / "docs" / "make_errors.py"), run_name="make_errors")
+ALL = [*explanations().values()]
+
+
+def test_ids_and_pages_are_up_to_date():
+    """Else run `python docs/make_errors.py`."""
+    known = json.loads(EXPLANATIONS_FILE.read_text())
+    assert MAKE["numbered"](MAKE["raised"](), known) == known
+    written = {path.name: path.read_text() for path in (ROOT / "docs" / "errors").glob("*.md")}
+    assert dict(MAKE["pages"]()) == written
+    assert len(ALL) > 500
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(ALL), st.text(st.characters(codec="utf-8"), min_size=1, max_size=20))
+def test_a_message_has_the_id_of_the_wording_that_fits_best(entry: Explanation, value: str):
+    message = GAP.sub(lambda gap: value, entry.message)
+    assert entry.fits(message)
+    error = type(entry.error, (TpuconvError,), {})(message)
+    found = explanation_of(error)
+    assert found is not None
+    assert found.fits(message)
+    assert (found.error, *found.precision) >= (entry.error, *entry.precision)
+
+
+def test_a_plain_message_has_its_own_id():
+    found = {entry.id: api.explain(f"{entry.error}: {GAP.sub('x', entry.message)}").id for entry in ALL}
+    assert {id: other for id, other in found.items() if other != id} == {}
+
+
+def test_what_is_reworded_keeps_its_id_and_what_goes_frees_none():
+    Found, numbered = MAKE["Found"], MAKE["numbered"]
+
+    def found(*messages: str) -> list[object]:
+        return [Found("SourceError", message, [], [f"{place}: Reads."]) for place, message in enumerate(messages)]
+
+    first = numbered(found("{name} is missing", "{name} is too short"), {"next": 1, "errors": {}})
+    assert {id: entry["message"] for id, entry in first["errors"].items()} == {
+        "TC0001": "{name} is missing",
+        "TC0002": "{name} is too short",
+    }
+    second = numbered(found("{path} is missing now", "the header ends early"), first)
+    assert {id: entry["message"] for id, entry in second["errors"].items()} == {
+        "TC0001": "{path} is missing now",
+        "TC0003": "the header ends early",
+    }
+    assert second["next"] == 4
+
+
+def test_commands_show_the_id_and_explain_it(tmp_path):
+    shown = tpuconv("inspect", tmp_path / "nowhere", code=2).stderr
+    id = shown.partition("[")[2].partition("]")[0]
+    assert shown.startswith(f"UsageError[{id}]: ")
+    assert json.loads(tpuconv("inspect", tmp_path / "nowhere", "--json", code=2).stdout)["error"]["id"] == id
+    first = shown.splitlines()[0]
+    for words in ([id], [id.lower()], [first], first.partition(": ")[2].split()):
+        text = tpuconv("explain", *words).stdout
+        assert text.startswith(f"{id}: UsageError, exit code 2.")
+        assert f"docs/errors/UsageError.md#{id.lower()}" in text
+    facts = json.loads(tpuconv("explain", id, "--json").stdout)
+    assert (facts["id"], facts["exit_code"], facts["page"]) == (id, 2, f"docs/errors/UsageError.md#{id.lower()}")
+    assert "tpuconv." in facts["places"][0]
+
+
+def test_what_has_no_explanation():
+    assert explanation_of(SourceError("worded by a plugin, not here")) is None
+    assert "is not a" in tpuconv("convert", "x", "--jobs", "many", code=2).stderr  # click's own: no id
+    for text in ("TC9999", "strange"):
+        with pytest.raises(UsageError, match=f"no error of tpuconv has the id or the message '{text}'"):
+            api.explain(text)
