@@ -25,7 +25,7 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "_best", partial(benchmark._best, repeats=1))  # of a gigabyte
     (tmp_path / "tiny-qwen3").symlink_to(EXAMPLE)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
-    assert len(blocks) == 21
+    assert len(blocks) == 22
     said, names = io.StringIO(), {}
     with redirect_stdout(said):
         for block in blocks:
