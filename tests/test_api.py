@@ -70,6 +70,18 @@ def test_it_prints_nothing_and_reports_progress(tmp_path):
     assert reports[-1].done == reports[-1].total > 0
 
 
+def test_progress_is_drawn_as_a_bar(tmp_path, capfd):
+    """One for each stage, with its bytes; `True` stands for `Bar`. stdout stays the caller's."""
+    for number, progress in enumerate((True, api.Bar())):
+        api.convert(EXAMPLE, tmp_path / str(number), progress=progress)
+        shown = capfd.readouterr()
+        assert shown.out == ""
+        assert "converting: 100%" in shown.err
+        assert "3.21M/3.21M" in shown.err
+    api.convert(EXAMPLE, tmp_path / "quiet")
+    assert capfd.readouterr().err == ""
+
+
 def test_errors_are_ours(tmp_path):
     for call in (
         lambda: api.convert(tmp_path / "none", tmp_path / "out"),

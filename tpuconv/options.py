@@ -21,6 +21,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from tpuconv.errors import UsageError
+from tpuconv.progress import Bar
 
 DTYPE_CHOICES = ("auto", "bfloat16", "float32")
 ENCODING_CHOICES = ("dequantize", "keep")
@@ -139,6 +140,8 @@ def takes(request: Callable[Arguments, Asked]) -> Callable[[Callable[[Asked], An
                 near = get_close_matches(wrong, signature.parameters, 1)
                 meant = f". Did you mean '{near[0]}'?" if near else ""
                 raise TypeError(f"{function.__name__}() {error}{meant}") from None
+            if kwargs.get("progress") is True:
+                kwargs["progress"] = Bar()
             asked = request(*args, **kwargs)
             check_values(asked)
             return function(asked)
@@ -266,7 +269,7 @@ STORED_ARGUMENT = argument(
 PART_ARGUMENT = argument(
     "The share of this process, if several convert one model, on this host or others. The last one publishes OUT."
 )
-PROGRESS_ARGUMENT = argument("Called with a `Progress` while long work runs.")
+PROGRESS_ARGUMENT = argument("Called with a `Progress` while long work runs; True draws a bar.")
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

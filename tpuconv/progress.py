@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 TICK_SECONDS = 0.1
 """The time between two reports."""
@@ -30,3 +31,29 @@ Listener = Callable[[Progress], None]
 
 def ignore(progress: Progress) -> None:
     """The listener that does nothing."""
+
+
+class Bar:
+    """A listener that draws a bar for each stage, in a notebook or on stderr. Functions take True for it."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._bar: Any = None
+
+    def __call__(self, progress: Progress) -> None:
+        from tqdm.auto import tqdm  # a widget in a notebook that has them
+
+        if self._bar is not None and (progress.stage != self._stage or progress.message):
+            self._bar.close()
+            self._bar = None
+        if progress.message:
+            tqdm.write(progress.message)
+        elif progress.total:
+            if self._bar is None:
+                self._stage = progress.stage
+                self._bar = tqdm(desc=self._stage, total=progress.total, unit="B", unit_scale=True)
+            self._bar.total = progress.total
+            self._bar.update(progress.done - self._bar.n)
+            if progress.done >= progress.total:
+                self._bar.close()
+                self._bar = None

@@ -29,9 +29,10 @@ from tpuconv.api.served import ServerComparison, compare_server
 from tpuconv.api.verification import Verification, verify
 from tpuconv.api.weight_maps import weight_map
 from tpuconv.explanations import Explanation
-from tpuconv.progress import Progress
+from tpuconv.progress import Bar, Progress
 
 __all__ = [
+    "Bar",
     "Benchmark",
     "CheckpointComparison",
     "Comparison",
