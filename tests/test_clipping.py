@@ -100,7 +100,7 @@ def test_groups_of_zeros_and_boxes():
         made(np.full((1, 32, 1), np.nan, ml_dtypes.bfloat16))
 
 
-@pytest.mark.parametrize("qtype", ["int4", "float8_e4m3fn"])
+@pytest.mark.parametrize("qtype", ["int4", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
 def test_a_model_with_less_noise(qtype, hf, orbax, tmp_path: Path):
     """The same bits in one pass and in two; GPTQ keeps the scales; the checkpoint loads like any other."""
     case = ONE_OF_EACH["qwen3"]

@@ -126,6 +126,7 @@ def test_each_draft_is_the_one_of_the_formulas(target: Any, tmp_path: Path) -> N
     assert np.asarray(have)[0].tolist() == ids[len(prompt) - 1 :]
 
 
+@pytest.mark.slow
 def test_quantized_targets_and_drafts_change_no_token(target: Any, tmp_path: Path) -> None:
     source = target("llama-plain")
     convert(source, tmp_path / "target")

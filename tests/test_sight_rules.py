@@ -35,9 +35,8 @@ def tower_rules(folder: Path, parts: Sequence[str], **more: Any) -> Path:
     return folder / "towers.yaml"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "gemma3" else [pytest.mark.slow]) for name in SIGHTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIGHTS)
 def test_rules_that_name_towers_quantize_their_weights(name, whole, tmp_path):
     case, out = made(name), whole(name)[1]
     config = tower_rules(tmp_path, case.parts)

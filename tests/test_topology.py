@@ -256,6 +256,7 @@ def test_images_are_read_before_the_prefill(tmp_path):
 
 
 @compiler
+@pytest.mark.slow
 def test_a_checkpoint_with_an_encoder_is_asked_about(whole):
     from tpuconv import api
 
