@@ -2,16 +2,21 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from helpers.checkpoints import qwen3_config, random_checkpoint
 from helpers.commands import tpuconv
 from helpers.hub_server import HubServer
 from tpuconv import api
 from tpuconv.errors import CorruptOutput, HubError, UsageError
+from tpuconv.verify.signature import check_signature, sign
 
 REPO = "org/tiny-orbax"
 
@@ -134,3 +139,96 @@ def test_a_dry_run_lists_the_files(outputs):
     said = tpuconv("push", outputs / "export", REPO, "--dry-run").stdout
     assert "model.safetensors" in said
     assert "would be uploaded" in said
+
+
+# -- signatures: OpenSSF's model signing, beside its own command -----------------------------------------------------
+
+
+def make_key(folder: Path, name: str, private: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey) -> Path:
+    """Writes `<name>.pem` and `<name>.pub`."""
+    pem = private.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    public = private.public_key().public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    (folder / f"{name}.pem").write_bytes(pem)
+    (folder / f"{name}.pub").write_bytes(public)
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("keys")
+    make_key(folder, "key", ec.generate_private_key(ec.SECP256R1()))
+    make_key(folder, "other", ec.generate_private_key(ec.SECP384R1()))
+    make_key(folder, "rsa", rsa.generate_private_key(65537, 2048))
+    (folder / "text.pem").write_text("no key")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "export"])
+def test_what_is_pushed_is_signed_and_what_is_downloaded_is_checked(name, outputs, keys, tmp_path, hub):
+    out = shutil.copytree(outputs / name, tmp_path / "out")
+    done = api.push(out, REPO, sign=keys / "key.pem")
+    assert "model.sig" in done.files
+    for path, data in hub.pushed[REPO]["main"].items():
+        (tmp_path / "again" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "again" / path).write_bytes(data)
+    (tmp_path / "again" / ".gitattributes").write_text("*.safetensors filter=lfs")
+    (tmp_path / "again" / ".cache" / "huggingface").mkdir(parents=True)
+    (tmp_path / "again" / ".cache" / "huggingface" / "CACHEDIR.TAG").write_text("")
+    for folder in (out, tmp_path / "again"):
+        assert api.verify(folder, key=keys / "key.pub").passed
+    command = ["verify", "key", tmp_path / "again", "--signature", tmp_path / "again" / "model.sig"]
+    ours = ["--public_key", keys / "key.pub", "--ignore-paths", tmp_path / "again" / ".cache"]
+    ignored = ["--ignore-paths", tmp_path / "again" / ".gitattributes"]
+    checked = subprocess.run(
+        [sys.executable, "-m", "model_signing", *map(str, [*command, *ours, *ignored])],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stderr
+    api.push(out, REPO)  # a signature that is there goes along
+    assert "model.sig" in hub.pushed[REPO]["main"]
+
+
+def test_what_was_not_signed_is_no_more_what_it_was(outputs, keys, tmp_path):
+    out = shutil.copytree(outputs / "checkpoint", tmp_path / "out")
+    with pytest.raises(UsageError, match=r"has no model\.sig"):
+        check_signature(out, keys / "key.pub")
+    sign(out, keys / "key.pem")
+    check_signature(out, keys / "key.pub")
+    with pytest.raises(CorruptOutput, match="is not what the owner of"):
+        check_signature(out, keys / "other.pub")
+    config = (out / "config.json").read_bytes()
+    for change in (config + b"\n", None):
+        (out / "config.json").unlink() if change is None else (out / "config.json").write_bytes(change)
+        with pytest.raises(CorruptOutput) as error:
+            check_signature(out, keys / "key.pub")
+        assert "config.json" in str(error.value)
+    (out / "config.json").write_bytes(config)
+    (out / "stranger").write_text("")
+    with pytest.raises(CorruptOutput, match="is not what the owner of"):
+        check_signature(out, keys / "key.pub")
+    (out / "stranger").unlink()
+    (out / "model.sig").write_text("{}")
+    with pytest.raises(CorruptOutput, match="is not what the owner of"):
+        check_signature(out, keys / "key.pub")
+
+
+@pytest.mark.parametrize("name", ["rsa.pem", "text.pem", "none.pem"])
+def test_a_key_that_cannot_sign_is_named(name, outputs, keys, tmp_path):
+    out = shutil.copytree(outputs / "checkpoint", tmp_path / "out")
+    with pytest.raises(UsageError, match="cannot be used as a private key"):
+        api.push(out, REPO, sign=keys / name)
+    assert not (out / "model.sig").exists()
+
+
+def test_the_command_checks_a_signature(outputs, keys, tmp_path):
+    out = shutil.copytree(outputs / "checkpoint", tmp_path / "out")
+    sign(out, keys / "key.pem")
+    assert "as the owner of the key signed them" in tpuconv("verify", out, "--key", keys / "key.pub").stdout
+    assert "is not what the owner of" in tpuconv("verify", out, "--key", keys / "other.pub", code=10).stderr
+    assert "--key is for" in tpuconv("verify", out, "--key", keys / "key.pub", "--compare-hf", code=2).stderr

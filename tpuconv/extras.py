@@ -6,7 +6,7 @@ from shlex import quote
 from urllib.parse import unquote, urlsplit
 
 EXTRAS = {
-    **{"libtpu": "tpu", "lm_eval": "eval", "obstore": "cloud", "ray": "ray"},
+    **{"libtpu": "tpu", "lm_eval": "eval", "obstore": "cloud", "ray": "ray", "model_signing": "sign"},
     **dict.fromkeys(("PIL", "pillow", "torch", "transformers"), "hf"),
 }
 """The extra that has a module or a package."""

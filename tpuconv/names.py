@@ -11,6 +11,11 @@ MANIFEST = "tpuconv.json"
 LAYOUTS = "layouts.json"
 """File name of `tpuconv.checkpoint.device_layouts`."""
 
+SIGNATURE = "model.sig"
+"""File name of a signature; see `tpuconv.verify.signature`."""
+BESIDE = (".cache/huggingface", ".gitattributes", SIGNATURE)
+"""What the Hub, its client and a signature add to an output: no fault of one."""
+
 OWN_TARGET = "tpuconv"
 """The target whose tree is ours."""
 
@@ -19,6 +24,12 @@ QVALUE, SCALE, ZERO_POINT = ".array.qvalue", ".array.scale", ".array.zero_point"
 
 INPUT_SCALE = ".einsum0_lhs_scale.array"
 """The suffix that Qwix appends to a module's name for the static scale of the input of its product."""
+
+
+def is_beside(name: str) -> bool:
+    """Returns whether a file of an output is one of `BESIDE`, or in one."""
+    return any(name == each or name.startswith(f"{each}/") for each in BESIDE)
+
 
 _NUMBER = re.compile(r"(?:(?<![^.])|(?<=layers_))\d+(?![^.])")  # MaxText has the layers `layers_0`, `layers_1`
 

@@ -52,6 +52,10 @@ class PushRequest:
     _: KW_ONLY
     private: bool = option(False, "Create a private repository; a public one is refused.")
     revision: str | None = option(None, "A branch; created if it does not exist.  [default: main]")
+    sign: Path | None = option(
+        None,
+        "Sign the files with this private key of an elliptic curve (PEM), and upload the signature as model.sig.",
+    )
     dry_run: bool = option(False, "List the files and stop, without contacting the Hub.")
 
 
@@ -61,18 +65,22 @@ def push(asked: PushRequest) -> Push:
     skips what is there.
 
     Raises:
-        UsageError: the folder is no output of ours or holds other files, the name is wrong, or `private` was given and
-            the repository is public.
+        UsageError: the folder is no output of ours or holds other files, the name is wrong, the key cannot be used, or
+            `private` was given and the repository is public.
         CorruptOutput: files are missing or have the wrong size.
         HubError: the Hub refuses, or cannot be reached.
     """
     from tpuconv.sources.hub_errors import client_errors
+    from tpuconv.verify.signature import sign
 
     folder, branch = local_path(asked.path, "push uploads local folders"), asked.revision or "main"
     files = _complete(folder)
     _check_name(asked.repo)
     if asked.dry_run:
         return Push(folder, asked.repo, branch, files, None)
+    if asked.sign:
+        signature = sign(folder, Path(asked.sign))
+        files[signature.name] = signature.stat().st_size
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -101,7 +109,7 @@ def push(asked: PushRequest) -> Push:
 def _complete(folder: Path) -> dict[str, int]:
     """Returns the files of an output and their sizes, after checking that it is complete and holds nothing else."""
     from tpuconv.checkpoint.manifest import read_manifest
-    from tpuconv.names import MANIFEST
+    from tpuconv.names import MANIFEST, SIGNATURE, is_beside
     from tpuconv.storage.places import size_faults
     from tpuconv.storage.sealed import SAFETENSORS, STAGED, read_sealed
 
@@ -120,8 +128,10 @@ def _complete(folder: Path) -> dict[str, int]:
     sizes[MANIFEST] = (folder / MANIFEST).stat().st_size
     if (folder / STAGED).exists():
         raise CorruptOutput(f"{folder} was not published", hint="run the command that made it again")
-    found = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir())
-    if foreign := sorted(set(found) - sizes.keys()):
+    found = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir()}
+    if SIGNATURE in found:
+        sizes[SIGNATURE] = (folder / SIGNATURE).stat().st_size
+    if foreign := sorted(name for name in found - sizes.keys() if not is_beside(name)):
         raise UsageError(
             f"{folder} holds files that tpuconv did not write", details=shorten(foreign), hint="move them elsewhere"
         )

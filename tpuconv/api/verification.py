@@ -3,10 +3,11 @@
 import time
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import CorruptOutput, shorten
-from tpuconv.location import Location, to_location
+from tpuconv.location import Location, local_path, to_location
 from tpuconv.options import PROGRESS_ARGUMENT, argument, option, takes
 from tpuconv.progress import Listener, Progress, ignore
 from tpuconv.text import OneLine
@@ -76,6 +77,9 @@ class VerifyRequest:
     update: bool = option(
         False, "First record the current config.json, tokenizer files and model cards in the manifest."
     )
+    key: Path | None = option(
+        None, "Check the signature model.sig too, by this public key (PEM): the files are as they were signed."
+    )
     progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
@@ -84,14 +88,18 @@ def verify(asked: VerifyRequest) -> Verification:
     """Reads every array and file of a checkpoint, or of an export, and compares it with the manifest.
 
     Raises:
-        UsageError: the folder was not written by tpuconv.
-        CorruptOutput: its manifest cannot be understood.
+        UsageError: the folder was not written by tpuconv, or `key` is given and it has no signature.
+        CorruptOutput: its manifest cannot be understood, or the signature is not valid.
     """
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.storage.sealed import SAFETENSORS, kind_of, read_sealed
     from tpuconv.verify import checksums
+    from tpuconv.verify.signature import check_signature
 
     folder = to_location(asked.ckpt)
+    if asked.key:
+        asked.progress(Progress("checking the signature"))
+        check_signature(local_path(folder, "signatures are checked in local folders"), Path(asked.key))
     updated = checksums.update(read_manifest(folder)) if asked.update else None
     began = time.monotonic()
     if kind_of(folder) == SAFETENSORS:

@@ -15,19 +15,24 @@ from tpuconv.text import format_size
     "push",
     "tpuconv push Qwen3-8B-orbax my-org/Qwen3-8B-orbax --dry-run",
     "tpuconv push Qwen3-8B-orbax my-org/Qwen3-8B-orbax --private",
+    "tpuconv push Qwen3-8B-orbax my-org/Qwen3-8B-orbax --sign key.pem",
 )
 @click.argument("path", type=File())
 @click.argument("repo", type=Name(), metavar="ORG/NAME")
-@options.of(api.push, revision={"type": Name()})
+@options.of(api.push, revision={"type": Name()}, sign={"type": options.FILE, "metavar": "KEY"})
 @options.as_json
-def push(path: Path, repo: str, private: bool, revision: str | None, dry_run: bool, as_json: bool) -> None:
+def push(
+    path: Path, repo: str, private: bool, revision: str | None, sign: Path | None, dry_run: bool, as_json: bool
+) -> None:
     """Upload PATH, a complete checkpoint or export of tpuconv, to the repository ORG/NAME on the Hub. The repository is
     created if it does not exist.
+
+    --sign writes the signature model.sig into PATH, by the package model-signing: `tpuconv verify --key` checks it.
 
     After an interruption the same command continues. File sizes are compared with the manifest; `tpuconv verify`
     compares contents.
     """
-    done = api.push(path, repo, private=private, revision=revision, dry_run=dry_run)
+    done = api.push(path, repo, private=private, revision=revision, sign=sign, dry_run=dry_run)
     if as_json:
         print_json(done.to_json())
         return

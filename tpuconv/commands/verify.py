@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @click.option("--server", metavar="URL", help="Compare the log-probabilities of prompts by a running vLLM or SGLang.")
 @options.of(api.compare_server)
 @click.option("--benchmark", is_flag=True, help="After the checks, run `tpuconv benchmark` with its default sizes.")
-@options.of(api.verify)
+@options.of(api.verify, key={"type": options.FILE})
 @options.on_all_processes
 @options.as_json
 def verify(
@@ -55,6 +55,7 @@ def verify(
     served: str | None,
     benchmark: bool,
     update: bool,
+    key: Path | None,
     distributed: bool,
     as_json: bool,
 ) -> None:
@@ -82,6 +83,8 @@ def verify(
             "--distributed is for work on devices: --compare-hf and --benchmark, without --layerwise",
             hint="leave it out, and run the command once",
         )
+    if key and (compare_hf or server is not None):
+        raise UsageError("--key is for a check of all files", hint="leave --compare-hf and --server out")
     if update and compare_hf:
         raise UsageError("--update and --compare-hf exclude each other", hint="run one after the other")
     with all_processes(distributed):
@@ -91,7 +94,7 @@ def verify(
         elif compare_hf:
             facts, failed = _compare(chosen, source, read_prompts(prompts), dtype, mesh, layerwise, as_json)
         else:
-            facts, failed = _check(chosen, update, as_json)
+            facts, failed = _check(chosen, update, key, as_json)
         if benchmark and not failed:
             check_address_space_for_jax()
             with shown(as_json) as progress:
@@ -105,9 +108,9 @@ def verify(
         sys.exit(failed)
 
 
-def _check(folder: str | Location, update: bool, as_json: bool) -> tuple[dict[str, object], int]:
+def _check(folder: str | Location, update: bool, key: Path | None, as_json: bool) -> tuple[dict[str, object], int]:
     with shown(as_json) as progress:
-        found = api.verify(folder, update=update, progress=progress)
+        found = api.verify(folder, update=update, key=key, progress=progress)
     if not as_json:
         if found.updated:
             show("recorded in the manifest: ", ", ".join(found.updated))
@@ -117,6 +120,7 @@ def _check(folder: str | Location, update: bool, as_json: bool) -> tuple[dict[st
             ("complete", "green"),
             f": {counted}{found.files} files, {format_size(found.bytes)}, all checksums match "
             f"({format_size(found.bytes / max(found.seconds, 1e-9))}/s)",
+            ", as the owner of the key signed them" if key else "",
         )
     return found.to_json(), 0 if found.passed else CorruptOutput.exit_code
 

@@ -6,7 +6,7 @@ Orbax. All other files, such as zarr.json and Orbax's metadata, are compared by 
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from tpuconv.checkpoint.reader import read_checksum
 from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.location import BucketPath, Location
-from tpuconv.names import LAYOUTS, MANIFEST
+from tpuconv.names import LAYOUTS, MANIFEST, is_beside
 from tpuconv.sources.companions import CARD, SOURCE_CARD, is_companion
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.storage.hashes import hash_file
@@ -82,7 +82,7 @@ def check_export(folder: Location, sealed: Sealed) -> Iterator[Checked]:
     Raises:
         SourceError: the folder was replaced during the check.
     """
-    for name in unknown(files_in(folder), {*sealed.files, MANIFEST, STAGED}):
+    for name in _unknown(folder, {*sealed.files, MANIFEST, STAGED}):
         yield Checked(name, 0, "is not in the manifest: tpuconv did not write it")
     with ThreadPoolExecutor(_threads(folder)) as pool:
         yield from pool.map(lambda item: _compare_file(folder, *item), sealed.files.items())
@@ -135,11 +135,16 @@ def _extra(manifest: Manifest) -> Iterator[Checked]:
         return
     known = {MANIFEST, STAGED, *manifest.file_sizes()}
     arrays = {manifest.path_of(name) for name in manifest.arrays}
-    for name in _tops(unknown(files_in(manifest.folder), known), known):
+    for name in _tops(_unknown(manifest.folder, known), known):
         path = PurePosixPath(name)
         why = "tpuconv did not write it" if len(path.parts) == 1 else "Orbax may read it as an array"
         why = "not part of the array" if str(path.parent) in arrays else why
         yield Checked(str(path), 0, f"is not in the manifest: {why}")
+
+
+def _unknown(folder: Location, known: Collection[str]) -> list[str]:
+    """The files that are neither known nor beside an output."""
+    return [name for name in unknown(files_in(folder), known) if not is_beside(name)]
 
 
 def _tops(names: Iterable[str], known: Iterable[str]) -> list[str]:

@@ -1,0 +1,80 @@
+"""Signatures of outputs, by OpenSSF's model signing (extra `sign`): the file `model.sig` in an output has the hashes of
+all other files, signed. https://github.com/sigstore/model-transparency has the format; its command `model_signing`
+verifies the file too.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tpuconv.errors import CorruptOutput, UsageError
+from tpuconv.names import BESIDE, SIGNATURE
+
+
+def sign(folder: Path, key: Path) -> Path:
+    """Signs all files of an output, and writes the signature into it. Returns its file.
+
+    Args:
+        folder: the output.
+        key: a private key of an elliptic curve (PEM), without a password.
+
+    Raises:
+        UsageError: the key cannot be used.
+    """
+    from model_signing import signing
+
+    config = signing.Config().set_hashing_config(_hashes())
+    with _key_errors(key, "private"):
+        config = config.use_elliptic_key_signer(private_key=key)
+    config.sign(folder, folder / SIGNATURE)
+    return folder / SIGNATURE
+
+
+def check_signature(folder: Path, key: Path) -> None:
+    """Checks the signature of an output: each file is there as it was signed, and no other file.
+
+    Args:
+        folder: the output.
+        key: the public key (PEM).
+
+    Raises:
+        UsageError: the output has no signature, or the key cannot be used.
+        CorruptOutput: the files differ from those that were signed, or another key signed them.
+    """
+    from cryptography.exceptions import InvalidSignature
+    from model_signing import verifying
+
+    if not (folder / SIGNATURE).is_file():
+        raise UsageError(f"{folder} has no {SIGNATURE}", hint="`tpuconv push --sign` signs an output")
+    config = verifying.Config().set_hashing_config(_hashes())
+    with _key_errors(key, "public"):
+        config = config.use_elliptic_key_verifier(public_key=key)
+    try:
+        config.verify(folder, folder / SIGNATURE)
+    except (ValueError, KeyError, TypeError, InvalidSignature) as e:
+        raise CorruptOutput(
+            f"{folder} is not what the owner of {key} signed",
+            details=[str(e) or type(e).__name__],
+            hint="take the files from where they were signed again, or the right key",
+        ) from e
+
+
+def _hashes() -> Any:
+    from model_signing import hashing
+
+    return hashing.Config().set_ignored_paths(paths=BESIDE, ignore_git_paths=False)
+
+
+@contextmanager
+def _key_errors(key: Path, kind: str) -> Iterator[None]:
+    from cryptography.exceptions import UnsupportedAlgorithm
+
+    try:
+        yield
+    except (AttributeError, OSError, TypeError, ValueError, UnsupportedAlgorithm) as e:
+        raise UsageError(
+            f"{key} cannot be used as a {kind} key: {e}",
+            hint="`openssl ecparam -name prime256v1 -genkey -noout -out key.pem` makes a private key, and "
+            "`openssl ec -in key.pem -pubout -out key.pub` its public key",
+        ) from e
