@@ -6,7 +6,7 @@ VENV := $(if $(filter 3.11,$(VERSION)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test fast test-slow campaign consumers lint style types format docs bench clean
+.PHONY: install demo test fast test-slow campaign consumers newest release lint style types format docs bench clean
 
 install: $(INSTALLED)
 
@@ -47,6 +47,22 @@ campaign: $(INSTALLED)  ## After changes to what writes or reads checkpoints: al
 consumers: $(INSTALLED)  ## After changes to exports for servers: they load each form, in environments of 15 GB; about an hour.
 	$(BIN)/python -m pytest -q -rs -m consumers tests/test_consumers.py
 	$(BIN)/python docs/make_consumers.py
+
+newest:  ## Nightly: the fast tests with the newest release of each dependency, and the types of transformers that are refused.
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --editable '.[hf,dev]'
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	  transformers flax qwix orbax-checkpoint huggingface_hub peft || true
+	.venv-newest/bin/python -m pip list --outdated
+	.venv-newest/bin/python tools/refused_types.py
+	.venv-newest/bin/python -m pytest -q -n 2 --dist worksteal --timeout 300 --deselect tests/test_docs.py
+
+release: $(INSTALLED)  ## For the tag TAG=v0.1.0: tests, both distributions in build/dist, notes in build/notes.md.
+	@mkdir -p build && $(BIN)/python tools/release_notes.py $(TAG) > build/notes.md
+	$(MAKE) test PYTHON=$(PYTHON)
+	@rm -rf build/dist
+	$(BIN)/python -m build --outdir build/dist
+	@find build/dist -name '*.whl' -size +3M -exec echo 'the wheel has more than 3 MB: {}' ';' -exec false ';'
 
 lint: style types
 

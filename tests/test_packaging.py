@@ -1,6 +1,8 @@
 """The distributions: sdist and wheel are built without network, and the wheel works in an empty environment."""
 
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("LICENSE", "README.md", "pyproject.toml", "tpuconv")
@@ -57,3 +60,28 @@ def test_the_wheel_works_by_itself(built, tmp_path):
     assert version("tpuconv") in run(command, "--version", cwd=tmp_path, env=env)
     assert "convert" in run(command, "--help", cwd=tmp_path, env=env)
     assert "int8_default" in run(command, "quantize", "--list", cwd=tmp_path, env=env)
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_run_what_the_makefile_has(path):
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    jobs = yaml.safe_load(path.read_text())["jobs"].values()
+    commands = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+    made = [command.split()[1] for command in commands if command.startswith("make ")]
+    assert made
+    assert set(made) <= set(targets)
+
+
+def test_a_tag_is_released_with_its_section_of_the_changelog():
+    notes = runpy.run_path(str(ROOT / "tools" / "release_notes.py"), run_name="notes")["release_notes"]
+    text = (
+        "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2026-12-01\n\n### Added\n\n- This.\n\n## [0.1.0]\n\n- That.\n"
+    )
+    assert notes("v0.2.0", text, "0.2.0") == "### Added\n\n- This.\n"
+    assert notes("v0.1.0", text, "0.1.0") == "- That.\n"
+    for tag, version, message in (("v0.2.0", "0.1.0", "is not v0.1.0"), ("v0.3.0", "0.3.0", "has no section")):
+        with pytest.raises(ValueError, match=message):
+            notes(tag, text, version)
