@@ -82,6 +82,6 @@ def test_a_tag_is_released_with_its_section_of_the_changelog():
     )
     assert notes("v0.2.0", text, "0.2.0") == "### Added\n\n- This.\n"
     assert notes("v0.1.0", text, "0.1.0") == "- That.\n"
-    for tag, version, message in (("v0.2.0", "0.1.0", "is not v0.1.0"), ("v0.3.0", "0.3.0", "has no section")):
+    for tag, wanted, message in (("v0.2.0", "0.1.0", "is not v0.1.0"), ("v0.3.0", "0.3.0", "has no section")):
         with pytest.raises(ValueError, match=message):
-            notes(tag, text, version)
+            notes(tag, text, wanted)

@@ -1,5 +1,5 @@
-"""Prints the section of CHANGELOG.md of a release: `python tools/release_notes.py v0.1.0`. Ends with an error if the tag
-is not the version of pyproject.toml, or CHANGELOG.md has no section for it."""
+"""Prints the section of CHANGELOG.md of a release: `python tools/release_notes.py v0.1.0`. Ends with an error if the
+tag is not the version of pyproject.toml, or CHANGELOG.md has no section for it."""
 
 import re
 import sys
