@@ -27,6 +27,7 @@ from tpuconv.models.towers.modalities import (
     IDEFICS2_VISION,
     IDEFICS3_VISION,
     INTERNVL_VISION,
+    JANUS_VISION,
     LFM2_VISION,
     LIGHTON_VISION,
     LLAVA_NEXT_VIDEO_VISION,
@@ -291,6 +292,7 @@ WRAPPER_ROWS = (
         },
         keys=("vq_config",),
         tied=True,
+        modalities=(JANUS_VISION,),
     ),
     Wrapper(
         "exaone4_5",

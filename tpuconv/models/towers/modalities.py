@@ -7,6 +7,7 @@ from tpuconv.models.towers.clip.family import CLIP, CLIP_OF_VIDEOS, NO_PROJECTOR
 from tpuconv.models.towers.gemma4.family import GEMMA4_VIT, NORMED_MATRIX, PATCHES
 from tpuconv.models.towers.granite_docling.family import CONNECTOR, DOCLING_VIT
 from tpuconv.models.towers.intern_vit.family import INTERN_VIT, RELEASED_INTERN_VIT, RELEASED_SHUFFLED, SHUFFLED
+from tpuconv.models.towers.janus.family import JANUS_ALIGNER, JANUS_VIT
 from tpuconv.models.towers.llama4.family import LLAMA4_MATRIX, LLAMA4_VIT
 from tpuconv.models.towers.llava.family import (
     ALIGNER,
@@ -309,6 +310,17 @@ DEEPSEEK_VL_VISION = Modality(
     tower_types=("siglip_vision_model",),
 )
 """DeepSeek-VL."""
+
+JANUS_VISION = Modality(
+    VISION,
+    JANUS_VIT,
+    JANUS_ALIGNER,
+    prefix="model.vision_model.",
+    projector_prefix="model.aligner.",
+    replaces=("vision_model", "aligner"),
+    placeholder_id=100581,
+)
+"""Janus Pro."""
 
 LFM2_VISION = Modality(
     VISION,
