@@ -198,7 +198,7 @@ def test_flax_restores_into_the_state_of_a_model(case, hf, orbax, tmp_path):
     import orbax.checkpoint as ocp
     from flax import nnx
 
-    api.convert(hf(case), tmp_path / "out", target="nnx")
+    api.convert(hf(case), tmp_path / "out", target="nnx", text_only=True)
     model = tpuconv.load(orbax(case))
     graph, state = nnx.split(model)
     with ocp.StandardCheckpointer() as checkpointer:

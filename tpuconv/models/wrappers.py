@@ -19,10 +19,20 @@ from tpuconv.models.common.beside import Modality
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.wrapper import BRINGS, HEARS, LLAVA, SEES, WrapperConfig, inside
 from tpuconv.models.registry import Family, family_of_type
+from tpuconv.models.towers.llava_modalities import (
+    LLAVA_NEXT_VIDEO_VISION,
+    LLAVA_NEXT_VISION,
+    LLAVA_VISION,
+    ONEVISION_VISION,
+    VIDEO_LLAVA_VISION,
+    VIP_LLAVA_VISION,
+)
 from tpuconv.models.towers.modalities import (
     COMPASS_VISION,
+    DEEPSEEK_VL_HYBRID_VISION,
     DEEPSEEK_VL_VISION,
     EXAONE_VISION,
+    GOT_VISION,
     HYPERCLOVA_VISION,
     IDEFICS2_VISION,
     IDEFICS3_VISION,
@@ -30,16 +40,10 @@ from tpuconv.models.towers.modalities import (
     JANUS_VISION,
     LFM2_VISION,
     LIGHTON_VISION,
-    LLAVA_NEXT_VIDEO_VISION,
-    LLAVA_NEXT_VISION,
-    LLAVA_VISION,
     MINICPM_VISION,
-    ONEVISION_VISION,
     OVIS_VISION,
     QIANFAN_VISION,
     VIDEO_LLAMA3_VISION,
-    VIDEO_LLAVA_VISION,
-    VIP_LLAVA_VISION,
 )
 from tpuconv.models.towers.sound_modalities import (
     FLAMINGO_AUDIO,
@@ -201,7 +205,16 @@ WRAPPER_ROWS = (
         keys=("downsample_ratio",),
         modalities=(QIANFAN_VISION,),
     ),
-    Wrapper("got_ocr2", "GotOcr2", "GOT-OCR 2.0", ("qwen2",), LLAVA, prefix=IN_CAUSAL_MODEL, tied=True),
+    Wrapper(
+        "got_ocr2",
+        "GotOcr2",
+        "GOT-OCR 2.0",
+        ("qwen2",),
+        LLAVA,
+        prefix=IN_CAUSAL_MODEL,
+        tied=True,
+        modalities=(GOT_VISION,),
+    ),
     Wrapper(
         "lfm2_vl",
         "Lfm2Vl",
@@ -277,6 +290,7 @@ WRAPPER_ROWS = (
         tensors={"high_res_vision_alpha": SEES},
         keys=("high_res_vision_config",),
         tied=True,
+        modalities=(DEEPSEEK_VL_HYBRID_VISION,),
     ),
     Wrapper(
         "janus",
