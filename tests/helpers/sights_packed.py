@@ -58,6 +58,35 @@ def hy_v4_vl_with_bicubic_positions() -> Sight:
     return hy4(interpolate_mode="bicubic", hidden_act="gelu_pytorch_tanh")
 
 
+def lfm3(**changes: Any) -> Sight:
+    """Images of which the smallest has fewer rows than the kernel of the convolutions."""
+    from transformers import AutoConfig, AutoModelForMultimodalLM
+
+    text = {**text_of("lfm3"), "model_type": "lfm3", "vocab_size": 97}
+    vision = {**PACKED, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, **changes}
+    config = AutoConfig.for_model(
+        "lfm3_vl",
+        text_config=text,
+        vision_config=vision,
+        projector_hidden_size=20,
+        **QWEN_TOKENS,
+    )
+    rows = [[5, 9, *with_images(15, 16), 11, 7], [7, *with_images(3), 3]]
+    grids = np.array([(1, 6, 10), (2, 8, 4), (1, 2, 6)])
+    features = {"pixel_values": noise(int(grids.prod(axis=1).sum()), 3 * 2 * 4 * 4), "image_grid_thw": grids}
+    return Sight(tiny(AutoModelForMultimodalLM, config), rows, features)
+
+
+@sight
+def lfm3_vl() -> Sight:
+    return lfm3()
+
+
+@sight
+def lfm3_vl_of_larger_kernels() -> Sight:
+    return lfm3(conv_kernel_size=5, layer_types=["full_attention", "conv", "conv", "full_attention"])
+
+
 @sight
 def minimax_m3_vl() -> Sight:
     """A head of the tower has 8 dimensions, of which 6 turn; an image is a clip of two frames. No text is padded, since

@@ -39,6 +39,7 @@ from tpuconv.models.towers.modalities import (
     INTERNVL_VISION,
     JANUS_VISION,
     LFM2_VISION,
+    LFM3_VISION,
     LIGHTON_VISION,
     MINICPM_VISION,
     OVIS_VISION,
@@ -225,7 +226,7 @@ WRAPPER_ROWS = (
         tied=True,
         modalities=(LFM2_VISION,),
     ),
-    Wrapper("lfm3_vl", "Lfm3Vl", "LFM3-VL", ("lfm3",), LLAVA, tied=True),
+    Wrapper("lfm3_vl", "Lfm3Vl", "LFM3-VL", ("lfm3",), LLAVA, tied=True, modalities=(LFM3_VISION,)),
     Wrapper(
         "perception_lm",
         "PerceptionLM",

@@ -18,7 +18,7 @@ from tpuconv.models.qwen3_5_text.family import FAMILY as QWEN3_5_TEXT
 from tpuconv.models.qwen3_5_text.family import OUTSIDE
 from tpuconv.models.qwen4_exp_text.family import FAMILY as QWEN4_EXP_TEXT
 from tpuconv.models.step3p5.family import FAMILY as STEP3P5
-from tpuconv.models.towers.modalities import HY4_VISION, LLAMA4_VISION, MINIMAX_VISION, QWEN35_VISION
+from tpuconv.models.towers.modalities import HY4_VISION, LLAMA4_VISION, MINIMAX_VISION, QWEN35_VISION, STEP_VISION
 
 LLAMA4 = wrapper(
     "llama4",
@@ -120,11 +120,12 @@ MIMO_V2 = wrapper(
 
 STEP3P7 = wrapper(
     "step3p7",
-    "Step-3.7-Flash, text",
+    "Step-3.7-Flash",
     "Step3p7ForConditionalGeneration",
     text=STEP3P5,
     prefix="model.",
     outside={"vision_model": SEES, "vit_large_projector": BRINGS, "multi_modal_projector": BRINGS},
+    modalities=(STEP_VISION,),
 )
 
 DOTS3_NOTE = wrapper(

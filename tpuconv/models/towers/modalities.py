@@ -27,6 +27,7 @@ from tpuconv.models.towers.packed_vit.family import (
     TWICE,
     WIDE_MERGER,
 )
+from tpuconv.models.towers.packed_vit.gated_family import GATED_VIT, NORMED_MERGER
 from tpuconv.models.towers.pixtral.family import PIXTRAL, RELEASED_PIXTRAL
 from tpuconv.models.towers.projectors import POOLED
 from tpuconv.models.towers.qwen_vit.family import (
@@ -49,6 +50,7 @@ from tpuconv.models.towers.qwen_vit.family import (
 from tpuconv.models.towers.sam.family import GOT_SAM, HIGH_RESOLUTION, UPSAMPLER
 from tpuconv.models.towers.siglip.family import SIGLIP
 from tpuconv.models.towers.siglip2.family import BLOCK_MATRICES, PADDLE_MATRICES, PADDLE_VIT, SIGLIP2, VIDEO_LLAMA_VIT
+from tpuconv.models.towers.step_vit.family import STEP_MATRIX, STEP_VIT
 
 GEMMA3_VISION = Modality(
     VISION,
@@ -293,6 +295,17 @@ LFM2_VISION = Modality(
 )
 """LFM2-VL."""
 
+LFM3_VISION = Modality(
+    VISION,
+    GATED_VIT,
+    NORMED_MERGER,
+    prefix="model.vision_tower.",
+    projector_prefix="model.multi_modal_projector.",
+    replaces=("vision_tower", "multi_modal_projector"),
+    placeholder_id=125030,
+)
+"""LFM3-VL."""
+
 EXAONE_VISION = replace(
     QWEN25_VISION,
     tower=EXAONE_VIT,
@@ -359,6 +372,17 @@ MINIMAX_VISION = Modality(
     placeholder_id=200025,
 )
 """MiniMax-M3."""
+
+STEP_VISION = Modality(
+    VISION,
+    STEP_VIT,
+    STEP_MATRIX,
+    prefix="vision_model.",
+    projector_prefix="vit_large_projector",
+    replaces=("vision_model", "vit_large_projector", "multi_modal_projector"),
+    placeholder_id=151679,
+)
+"""Step-3.7."""
 
 COMPASS_VISION = replace(QWEN3_VISION, placeholder_id=255031)
 """North Micro Vision."""
