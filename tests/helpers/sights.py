@@ -269,6 +269,15 @@ def glm46v() -> Sight:
 
 
 @sight
+def glmga() -> Sight:
+    from transformers import AutoModelForMultimodalLM, GlmgaConfig
+
+    text = {**without_head_dim(wide(2, 3, 3)), "model_type": "glm4v_text"}
+    vision = {**QWEN_VISION, "image_size": 24, "model_type": "glm4v_vision"}
+    return qwen(AutoModelForMultimodalLM, GlmgaConfig(text_config=text, vision_config=vision, **QWEN_TOKENS))
+
+
+@sight
 def glm4v_moe() -> Sight:
     from transformers import Glm4vMoeConfig, Glm4vMoeForConditionalGeneration
 

@@ -151,3 +151,31 @@ def ovis2() -> Sight:
 @sight
 def ovis2_of_single_patches() -> Sight:
     return ovis(36, mlp_bias=True)
+
+
+def janus(**changes: Any) -> Sight:
+    """The model has parts that draw images too."""
+    from transformers import JanusConfig, JanusForConditionalGeneration
+
+    vision = {
+        **{key: SIGLIP_VISION[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")},
+        **{"image_size": 12, "patch_size": 4, "projection_dim": 32, "mlp_ratio": 1.7, **changes},
+    }
+    draws = {
+        **{"embed_dim": 4, "num_embeddings": 11, "latent_channels": 6, "base_channels": 32, "num_patches": 3},
+        **{"channel_multiplier": [1, 1], "num_res_blocks": 1, "projection_dim": 32, "image_token_embed_dim": 32},
+    }
+    config = JanusConfig(text_config=LLAMA, vision_config=vision, vq_config=draws, image_token_id=IMAGE)
+    rows = [[5, *with_images(9, 9), 7], [8, 4, *with_images(9), 6]]
+    model = tiny(JanusForConditionalGeneration, config)
+    return Sight(model, rows, {"pixel_values": noise(3, 3, 12, 12)}, derived=r"^model\.(vqmodel|generation_)")
+
+
+@sight
+def janus_pro() -> Sight:
+    return janus()
+
+
+@sight
+def janus_of_several_matrices() -> Sight:
+    return janus(depth=4, attention_bias=False, hidden_act="gelu_pytorch_tanh")

@@ -158,7 +158,7 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
         windows=True,
     ),
     ("glmasr", SOUND): Placeholder(glm_sound, {"audio_token": "<|pad|>"}, WINDOWS, INPUT_MASK, windows=True),
-    **{(name, IMAGE): GLM_IMAGE for name in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glm5_next")},
+    **{(name, IMAGE): GLM_IMAGE for name in ("glm4v", "glm4v_moe", "glm46v", "glmga", "glm_ocr", "glm5_next")},
     ("cohere_compass", IMAGE): _row(by_grid, image_token="<|IMAGE_PAD|>"),
     ("paddleocr_vl", IMAGE): _row(by_grid, image_token="<|IMAGE_PLACEHOLDER|>"),
     ("kimi_k25", IMAGE): _row(by_grid, image_token="<|media_pad|>"),

@@ -19,26 +19,32 @@ from tpuconv.models.common.beside import Modality
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.wrapper import BRINGS, HEARS, LLAVA, SEES, WrapperConfig, inside
 from tpuconv.models.registry import Family, family_of_type
+from tpuconv.models.towers.llava_modalities import (
+    LLAVA_NEXT_VIDEO_VISION,
+    LLAVA_NEXT_VISION,
+    LLAVA_VISION,
+    ONEVISION_VISION,
+    VIDEO_LLAVA_VISION,
+    VIP_LLAVA_VISION,
+)
 from tpuconv.models.towers.modalities import (
     COMPASS_VISION,
+    DEEPSEEK_VL_HYBRID_VISION,
     DEEPSEEK_VL_VISION,
     EXAONE_VISION,
+    GOT_VISION,
     HYPERCLOVA_VISION,
     IDEFICS2_VISION,
     IDEFICS3_VISION,
     INTERNVL_VISION,
+    JANUS_VISION,
     LFM2_VISION,
+    LFM3_VISION,
     LIGHTON_VISION,
-    LLAVA_NEXT_VIDEO_VISION,
-    LLAVA_NEXT_VISION,
-    LLAVA_VISION,
     MINICPM_VISION,
-    ONEVISION_VISION,
     OVIS_VISION,
     QIANFAN_VISION,
     VIDEO_LLAMA3_VISION,
-    VIDEO_LLAVA_VISION,
-    VIP_LLAVA_VISION,
 )
 from tpuconv.models.towers.sound_modalities import (
     FLAMINGO_AUDIO,
@@ -200,7 +206,16 @@ WRAPPER_ROWS = (
         keys=("downsample_ratio",),
         modalities=(QIANFAN_VISION,),
     ),
-    Wrapper("got_ocr2", "GotOcr2", "GOT-OCR 2.0", ("qwen2",), LLAVA, prefix=IN_CAUSAL_MODEL, tied=True),
+    Wrapper(
+        "got_ocr2",
+        "GotOcr2",
+        "GOT-OCR 2.0",
+        ("qwen2",),
+        LLAVA,
+        prefix=IN_CAUSAL_MODEL,
+        tied=True,
+        modalities=(GOT_VISION,),
+    ),
     Wrapper(
         "lfm2_vl",
         "Lfm2Vl",
@@ -211,7 +226,7 @@ WRAPPER_ROWS = (
         tied=True,
         modalities=(LFM2_VISION,),
     ),
-    Wrapper("lfm3_vl", "Lfm3Vl", "LFM3-VL", ("lfm3",), LLAVA, tied=True),
+    Wrapper("lfm3_vl", "Lfm3Vl", "LFM3-VL", ("lfm3",), LLAVA, tied=True, modalities=(LFM3_VISION,)),
     Wrapper(
         "perception_lm",
         "PerceptionLM",
@@ -276,6 +291,7 @@ WRAPPER_ROWS = (
         tensors={"high_res_vision_alpha": SEES},
         keys=("high_res_vision_config",),
         tied=True,
+        modalities=(DEEPSEEK_VL_HYBRID_VISION,),
     ),
     Wrapper(
         "janus",
@@ -291,6 +307,7 @@ WRAPPER_ROWS = (
         },
         keys=("vq_config",),
         tied=True,
+        modalities=(JANUS_VISION,),
     ),
     Wrapper(
         "exaone4_5",

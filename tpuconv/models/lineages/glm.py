@@ -58,23 +58,12 @@ _AS_GLM46V: dict[str, Any] = {
         **{"max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
     },
     "default_sections": (8, 12, 12),
+    "modalities": (GLM_VISION,),
 }
 
-GLM46V = wrapper(
-    "glm46v",
-    "GLM-4.6V-Flash",
-    "Glm46VForConditionalGeneration",
-    **_AS_GLM46V,
-    modalities=(GLM_VISION,),
-)
+GLM46V = wrapper("glm46v", "GLM-4.6V-Flash", "Glm46VForConditionalGeneration", **_AS_GLM46V)
 
-GLMGA = wrapper(
-    "glmga",
-    "GLM-GA, text",
-    "Glm46VForConditionalGeneration",
-    "GlmgaForConditionalGeneration",
-    **_AS_GLM46V,
-)
+GLMGA = wrapper("glmga", "GLM-GA", "Glm46VForConditionalGeneration", "GlmgaForConditionalGeneration", **_AS_GLM46V)
 
 GLM_OCR = wrapper(
     "glm_ocr",

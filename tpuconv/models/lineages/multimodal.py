@@ -18,7 +18,7 @@ from tpuconv.models.qwen3_5_text.family import FAMILY as QWEN3_5_TEXT
 from tpuconv.models.qwen3_5_text.family import OUTSIDE
 from tpuconv.models.qwen4_exp_text.family import FAMILY as QWEN4_EXP_TEXT
 from tpuconv.models.step3p5.family import FAMILY as STEP3P5
-from tpuconv.models.towers.modalities import LLAMA4_VISION, QWEN35_VISION
+from tpuconv.models.towers.modalities import HY4_VISION, LLAMA4_VISION, MINIMAX_VISION, QWEN35_VISION, STEP_VISION
 
 LLAMA4 = wrapper(
     "llama4",
@@ -80,7 +80,7 @@ HEAD_OF_STREAMS = "model.hc_pre.hc_head.hc_head_"
 
 HY_V4_VL = wrapper(
     "hy_v4_vl",
-    "Hy4-VL, text",
+    "Hy4-VL",
     "HYV4VLForConditionalGeneration",
     text=HY_V4,
     mixins=(HyV4VlConfig,),
@@ -94,6 +94,7 @@ HY_V4_VL = wrapper(
     },
     only={**HY_V4.config.only, "rope_interleave": (True,)},
     defaults={"head_dim": None, "num_key_value_heads": None, "rope_interleave": True},
+    modalities=(HY4_VISION,),
 )
 
 MIMO_V2 = wrapper(
@@ -119,11 +120,12 @@ MIMO_V2 = wrapper(
 
 STEP3P7 = wrapper(
     "step3p7",
-    "Step-3.7-Flash, text",
+    "Step-3.7-Flash",
     "Step3p7ForConditionalGeneration",
     text=STEP3P5,
     prefix="model.",
     outside={"vision_model": SEES, "vit_large_projector": BRINGS, "multi_modal_projector": BRINGS},
+    modalities=(STEP_VISION,),
 )
 
 DOTS3_NOTE = wrapper(
@@ -140,7 +142,7 @@ DOTS3_NOTE = wrapper(
 
 MINIMAX_M3_VL = wrapper(
     "minimax_m3_vl",
-    "MiniMax-M3, text",
+    "MiniMax-M3",
     "MiniMaxM3SparseForConditionalGeneration",
     text=MINIMAX_M3_VL_TEXT,
     table=inside(
@@ -148,4 +150,5 @@ MINIMAX_M3_VL = wrapper(
         "language_model.model.",
         {"vision_tower": SEES, "multi_modal_projector": BRINGS, "patch_merge_mlp": BRINGS},
     ),
+    modalities=(MINIMAX_VISION,),
 )

@@ -26,6 +26,7 @@ from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.lineages.llama import ARCEE
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
 from tpuconv.models.towers.modalities import (
+    COSMOS3_EDGE_VISION,
     COSMOS3_VISION,
     QWEN2_VISION,
     QWEN3_OMNI_VISION,
@@ -367,7 +368,7 @@ COSMOS3_OMNI = wrapper(
 
 COSMOS3_EDGE = wrapper(
     "cosmos3_edge",
-    "Cosmos 3 Edge, text",
+    "Cosmos 3 Edge",
     "Cosmos3EdgeForConditionalGeneration",
     text=ARCEE,
     mixins=(MropeConfig,),
@@ -375,4 +376,5 @@ COSMOS3_EDGE = wrapper(
     modules=aliases(ARCEE.table, cosmos_name),
     interleaved=True,
     default_sections=(24, 20, 20),
+    modalities=(COSMOS3_EDGE_VISION,),
 )

@@ -2,27 +2,32 @@
 
 from dataclasses import replace
 
-from tpuconv.models.common.beside import VIDEO, VISION, Modality
-from tpuconv.models.towers.clip.family import CLIP, CLIP_OF_VIDEOS, NO_PROJECTOR
+from tpuconv.models.common.beside import VISION, Modality
 from tpuconv.models.towers.gemma4.family import GEMMA4_VIT, NORMED_MATRIX, PATCHES
 from tpuconv.models.towers.granite_docling.family import CONNECTOR, DOCLING_VIT
 from tpuconv.models.towers.intern_vit.family import INTERN_VIT, RELEASED_INTERN_VIT, RELEASED_SHUFFLED, SHUFFLED
+from tpuconv.models.towers.janus.family import JANUS_ALIGNER, JANUS_VIT
 from tpuconv.models.towers.llama4.family import LLAMA4_MATRIX, LLAMA4_VIT
 from tpuconv.models.towers.llava.family import (
     ALIGNER,
     LIGHTON_MATRICES,
-    LLAVA_MATRICES,
     MERGING_MATRICES,
-    ONEVISION_MATRICES,
     READOUT,
     RELEASED_MERGING_MATRICES,
-    TILED_MATRICES,
-    VIP_LLAVA_MATRICES,
 )
 from tpuconv.models.towers.minicpm.family import MINICPM_VIT, ROUNDS
 from tpuconv.models.towers.moonvit.family import MOON_MERGER, MOONVIT, MUSE_ADAPTER, MUSE_SPARK_VIT, MUSE_VIT
 from tpuconv.models.towers.navit.family import JOINED_MATRIX, LEARNED_QUERIES, NAVIT, OLDER_NAVIT, PERCEIVER
 from tpuconv.models.towers.ovis.family import OVIS_VIT, VISUAL_WORDS
+from tpuconv.models.towers.packed_vit.family import (
+    EDGE_VIT,
+    ENDED_ROWS,
+    HY_VIT,
+    MINIMAX_VIT,
+    TWICE,
+    WIDE_MERGER,
+)
+from tpuconv.models.towers.packed_vit.gated_family import GATED_VIT, NORMED_MERGER
 from tpuconv.models.towers.pixtral.family import PIXTRAL, RELEASED_PIXTRAL
 from tpuconv.models.towers.projectors import POOLED
 from tpuconv.models.towers.qwen_vit.family import (
@@ -42,8 +47,10 @@ from tpuconv.models.towers.qwen_vit.family import (
     QWEN25_VIT,
     RMS_MERGER,
 )
+from tpuconv.models.towers.sam.family import GOT_SAM, HIGH_RESOLUTION, UPSAMPLER
 from tpuconv.models.towers.siglip.family import SIGLIP
 from tpuconv.models.towers.siglip2.family import BLOCK_MATRICES, PADDLE_MATRICES, PADDLE_VIT, SIGLIP2, VIDEO_LLAMA_VIT
+from tpuconv.models.towers.step_vit.family import STEP_MATRIX, STEP_VIT
 
 GEMMA3_VISION = Modality(
     VISION,
@@ -146,74 +153,6 @@ QWEN3_OMNI_VISION = replace(
 
 QWEN25_OMNI_VISION = replace(QWEN3_OMNI_VISION, tower=QWEN25_OMNI_VIT, projector=RMS_MERGER)
 
-_LLAVA_CLIP = Modality(
-    VISION,
-    CLIP,
-    LLAVA_MATRICES,
-    prefix="vision_tower.vision_model.",
-    projector_prefix="multi_modal_projector.",
-    replaces=("vision_tower", "multi_modal_projector"),
-    placeholder_id=32000,
-    other_prefixes=("vision_tower.",),
-    tower_types=("clip_vision_model",),
-)
-
-_LLAVA_SIGLIP = replace(_LLAVA_CLIP, tower=SIGLIP, tower_types=("siglip_vision_model",))
-
-LLAVA_VISION = (
-    _LLAVA_CLIP,
-    _LLAVA_SIGLIP,
-    replace(_LLAVA_CLIP, tower=PIXTRAL, tower_types=("pixtral",), prefix="vision_tower.", other_prefixes=()),
-)
-"""LLaVA, whose releases have one of several towers."""
-
-VIP_LLAVA_VISION = (replace(_LLAVA_CLIP, projector=VIP_LLAVA_MATRICES),)
-"""ViP-LLaVA."""
-
-VIDEO_LLAVA_VISION = (
-    replace(
-        _LLAVA_CLIP,
-        prefix="image_tower.vision_model.",
-        replaces=("image_tower", "multi_modal_projector"),
-        other_prefixes=("image_tower.",),
-    ),
-    replace(
-        _LLAVA_CLIP,
-        part=VIDEO,
-        tower=CLIP_OF_VIDEOS,
-        projector=NO_PROJECTOR,
-        prefix="video_tower.vision_model.",
-        replaces=("video_tower",),
-        placeholder=("video_token_id", "video_token_index"),
-        placeholder_id=32001,
-        other_prefixes=("video_tower.",),
-    ),
-)
-"""Video-LLaVA, which has a tower for images and one for videos."""
-
-_WITH_NEWLINE = (*_LLAVA_CLIP.replaces, "image_newline")
-
-LLAVA_NEXT_VISION = tuple(
-    replace(each, projector=TILED_MATRICES, projector_prefix="", replaces=_WITH_NEWLINE)
-    for each in (_LLAVA_CLIP, _LLAVA_SIGLIP)
-)
-"""LLaVA-NeXT."""
-
-LLAVA_NEXT_VIDEO_VISION = tuple(replace(each, placeholder_id=32001) for each in LLAVA_NEXT_VISION)
-"""The images of LLaVA-NeXT-Video."""
-
-ONEVISION_VISION = tuple(
-    replace(
-        each,
-        projector=ONEVISION_MATRICES,
-        projector_prefix="",
-        replaces=_WITH_NEWLINE,
-        placeholder_id=151646,
-    )
-    for each in (_LLAVA_SIGLIP, _LLAVA_CLIP)
-)
-"""LLaVA-OneVision."""
-
 MISTRAL3_VISION = Modality(
     VISION,
     PIXTRAL,
@@ -310,6 +249,39 @@ DEEPSEEK_VL_VISION = Modality(
 )
 """DeepSeek-VL."""
 
+DEEPSEEK_VL_HYBRID_VISION = replace(
+    DEEPSEEK_VL_VISION,
+    projector=HIGH_RESOLUTION,
+    projector_prefix="model.",
+    replaces=(
+        *DEEPSEEK_VL_VISION.replaces,
+        *(f"high_res_vision_{part}" for part in ("model", "neck", "proj", "alpha")),
+    ),
+)
+"""DeepSeek-VL 7B."""
+
+GOT_VISION = Modality(
+    VISION,
+    GOT_SAM,
+    UPSAMPLER,
+    prefix="vision_tower.",
+    projector_prefix="multi_modal_projector.",
+    replaces=("vision_tower", "multi_modal_projector"),
+    placeholder_id=151859,
+)
+"""GOT-OCR 2.0."""
+
+JANUS_VISION = Modality(
+    VISION,
+    JANUS_VIT,
+    JANUS_ALIGNER,
+    prefix="model.vision_model.",
+    projector_prefix="model.aligner.",
+    replaces=("vision_model", "aligner"),
+    placeholder_id=100581,
+)
+"""Janus Pro."""
+
 LFM2_VISION = Modality(
     VISION,
     SIGLIP2,
@@ -322,6 +294,17 @@ LFM2_VISION = Modality(
     tower_types=("siglip2_vision_model",),
 )
 """LFM2-VL."""
+
+LFM3_VISION = Modality(
+    VISION,
+    GATED_VIT,
+    NORMED_MERGER,
+    prefix="model.vision_tower.",
+    projector_prefix="model.multi_modal_projector.",
+    replaces=("vision_tower", "multi_modal_projector"),
+    placeholder_id=125030,
+)
+"""LFM3-VL."""
 
 EXAONE_VISION = replace(
     QWEN25_VISION,
@@ -357,6 +340,49 @@ COSMOS3_VISION = replace(
     other_prefixes=("model.visual.",),
 )
 """Cosmos 3."""
+
+COSMOS3_EDGE_VISION = replace(
+    QWEN3_VISION,
+    tower=EDGE_VIT,
+    projector=WIDE_MERGER,
+    projector_prefix="model.projector.",
+    replaces=("visual", "projector"),
+    placeholder_id=19,
+)
+"""Cosmos 3 Edge."""
+
+HY4_VISION = Modality(
+    VISION,
+    HY_VIT,
+    ENDED_ROWS,
+    prefix="vit.",
+    projector_prefix="vit.perceive.",
+    replaces=("vit", "vision_tower"),
+    placeholder_id=120120,
+)
+"""Hy4-VL."""
+
+MINIMAX_VISION = Modality(
+    VISION,
+    MINIMAX_VIT,
+    TWICE,
+    prefix="vision_tower.vision_model.",
+    projector_prefix="",
+    replaces=("vision_tower", "multi_modal_projector", "patch_merge_mlp"),
+    placeholder_id=200025,
+)
+"""MiniMax-M3."""
+
+STEP_VISION = Modality(
+    VISION,
+    STEP_VIT,
+    STEP_MATRIX,
+    prefix="vision_model.",
+    projector_prefix="vit_large_projector",
+    replaces=("vision_model", "vit_large_projector", "multi_modal_projector"),
+    placeholder_id=151679,
+)
+"""Step-3.7."""
 
 COMPASS_VISION = replace(QWEN3_VISION, placeholder_id=255031)
 """North Micro Vision."""

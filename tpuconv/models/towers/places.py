@@ -83,24 +83,24 @@ def bilinear_taps(h: int, w: int, table_height: int, table_width: int) -> Taps:
     return _product(axis, h, w, table_height, table_width)
 
 
-def bilinear_taps_of_centers(h: int, w: int, table_height: int, table_width: int) -> Taps:
-    """Returns four taps of bilinear interpolation: place i of n is at (i + 1/2) G / n - 1/2 of G rows, and rows outside
-    are the ones at the border (LLaVA-OneVision)."""
+def bilinear_taps_of_centers(h: int, w: int, table_height: int, table_width: int, more: float = 0.0) -> Taps:
+    """Returns four taps of bilinear interpolation: place i of n is at (i + 1/2) G / (n + more) - 1/2 of G rows, and
+    rows outside are the ones at the border (LLaVA-OneVision; Hy4-VL with 0.1 more)."""
 
     def axis(size: int, rows: int) -> AxisTaps:
-        tap, distance = _neighbours(np.maximum(_centers(size, rows), np.float32(0)), rows, 0, 2)
+        tap, distance = _neighbours(np.maximum(_centers(size, rows, more), np.float32(0)), rows, 0, 2)
         return tap, np.maximum(1 - distance, np.float32(0))
 
     return _product(axis, h, w, table_height, table_width)
 
 
-def bicubic_taps(h: int, w: int, table_height: int, table_width: int) -> Taps:
+def bicubic_taps(h: int, w: int, table_height: int, table_width: int, more: float = 0.0) -> Taps:
     """Returns 16 taps of bicubic interpolation with a = -0.75 (doi:10.1109/TASSP.1981.1163711): patch i of n is at
-    (i + 1/2) G / n - 1/2 of G rows, and rows outside are the ones at the border (MoonViT, GLM-4V; CLIP and SigLIP for
-    images of other sizes)."""
+    (i + 1/2) G / (n + more) - 1/2 of G rows, and rows outside are the ones at the border (MoonViT, GLM-4V; CLIP and
+    SigLIP for images of other sizes; Hy4-VL with 0.1 more)."""
 
     def axis(size: int, rows: int) -> AxisTaps:
-        tap, d = _neighbours(_centers(size, rows), rows, -1, 3)
+        tap, d = _neighbours(_centers(size, rows, more), rows, -1, 3)
         a = np.float32(-0.75)
         near = ((a + 2) * d - (a + 3)) * d * d + 1
         far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
@@ -160,10 +160,10 @@ def nearest_taps(h: int, w: int, table_height: int, table_width: int, *, divides
     return _product(axis, h, w, table_height, table_width)
 
 
-def _centers(size: int, rows: int) -> Floats:
+def _centers(size: int, rows: int, more: float = 0.0) -> Floats:
     """Returns where patches are among the rows of an axis whose corners are not aligned."""
     half = np.float32(0.5)
-    return (np.arange(size, dtype=np.float32) + half) * np.float32(rows) / np.float32(size) - half
+    return (np.arange(size, dtype=np.float32) + half) * np.float32(rows) / np.float32(size + more) - half
 
 
 def _neighbours(place: Floats, rows: int, first: int, last: int) -> tuple[IntArray, Floats]:

@@ -26,6 +26,11 @@ class ImageConfig(TowerConfig):
     hidden_act: str = "gelu_pytorch_tanh"
 
     @property
+    def attention_bias(self) -> bool:
+        """True if queries, keys and values have biases."""
+        return True
+
+    @property
     def side(self) -> int:
         """The number of patches along one side of an image, and of the table of positions."""
         return self.image_size // self.patch_size

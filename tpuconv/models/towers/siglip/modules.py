@@ -49,7 +49,7 @@ class Siglip(ImageEncoder):
                 Block(
                     config,
                     norm,
-                    Attention(config, rotate=type(self).rotate, dtype=dtype, keys=keys),
+                    Attention(config, bias=config.attention_bias, rotate=type(self).rotate, dtype=dtype, keys=keys),
                     MLP(config, act, dtype=dtype, keys=keys),
                     dtype=dtype,
                 )

@@ -1,0 +1,77 @@
+"""The ways in which LLaVA and its kin see; see `tpuconv.models.towers.modalities`."""
+
+from dataclasses import replace
+
+from tpuconv.models.common.beside import VIDEO, VISION, Modality
+from tpuconv.models.towers.clip.family import CLIP, CLIP_OF_VIDEOS, NO_PROJECTOR
+from tpuconv.models.towers.llava.family import LLAVA_MATRICES, ONEVISION_MATRICES, TILED_MATRICES, VIP_LLAVA_MATRICES
+from tpuconv.models.towers.pixtral.family import PIXTRAL
+from tpuconv.models.towers.siglip.family import SIGLIP
+
+_LLAVA_CLIP = Modality(
+    VISION,
+    CLIP,
+    LLAVA_MATRICES,
+    prefix="vision_tower.vision_model.",
+    projector_prefix="multi_modal_projector.",
+    replaces=("vision_tower", "multi_modal_projector"),
+    placeholder_id=32000,
+    other_prefixes=("vision_tower.",),
+    tower_types=("clip_vision_model",),
+)
+
+_LLAVA_SIGLIP = replace(_LLAVA_CLIP, tower=SIGLIP, tower_types=("siglip_vision_model",))
+
+LLAVA_VISION = (
+    _LLAVA_CLIP,
+    _LLAVA_SIGLIP,
+    replace(_LLAVA_CLIP, tower=PIXTRAL, tower_types=("pixtral",), prefix="vision_tower.", other_prefixes=()),
+)
+"""LLaVA, whose releases have one of several towers."""
+
+VIP_LLAVA_VISION = (replace(_LLAVA_CLIP, projector=VIP_LLAVA_MATRICES),)
+"""ViP-LLaVA."""
+
+VIDEO_LLAVA_VISION = (
+    replace(
+        _LLAVA_CLIP,
+        prefix="image_tower.vision_model.",
+        replaces=("image_tower", "multi_modal_projector"),
+        other_prefixes=("image_tower.",),
+    ),
+    replace(
+        _LLAVA_CLIP,
+        part=VIDEO,
+        tower=CLIP_OF_VIDEOS,
+        projector=NO_PROJECTOR,
+        prefix="video_tower.vision_model.",
+        replaces=("video_tower",),
+        placeholder=("video_token_id", "video_token_index"),
+        placeholder_id=32001,
+        other_prefixes=("video_tower.",),
+    ),
+)
+"""Video-LLaVA, which has a tower for images and one for videos."""
+
+_WITH_NEWLINE = (*_LLAVA_CLIP.replaces, "image_newline")
+
+LLAVA_NEXT_VISION = tuple(
+    replace(each, projector=TILED_MATRICES, projector_prefix="", replaces=_WITH_NEWLINE)
+    for each in (_LLAVA_CLIP, _LLAVA_SIGLIP)
+)
+"""LLaVA-NeXT."""
+
+LLAVA_NEXT_VIDEO_VISION = tuple(replace(each, placeholder_id=32001) for each in LLAVA_NEXT_VISION)
+"""The images of LLaVA-NeXT-Video."""
+
+ONEVISION_VISION = tuple(
+    replace(
+        each,
+        projector=ONEVISION_MATRICES,
+        projector_prefix="",
+        replaces=_WITH_NEWLINE,
+        placeholder_id=151646,
+    )
+    for each in (_LLAVA_SIGLIP, _LLAVA_CLIP)
+)
+"""LLaVA-OneVision."""

@@ -1,0 +1,159 @@
+"""The towers of Cosmos 3 Edge, Hy4-VL and MiniMax-M3."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common.beside import PartConfig
+from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, apply_rope, gelu, normal
+from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.seen import Prepared
+from tpuconv.models.towers.angles import cos_sin
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, padded, patches_by_grid
+from tpuconv.models.towers.places import (
+    Taps,
+    antialiased_taps,
+    bicubic_taps,
+    bilinear_taps_of_centers,
+    block_order,
+    bucket,
+    raster,
+)
+from tpuconv.models.towers.qwen_vit.modules import QwenVit
+from tpuconv.models.towers.vit import MLP, Attention, Block
+
+
+def clip_block(config: Any, eps: float, rotate: Any, dtype: DTypeLike, keys: Keys) -> Block:
+    """Returns a layer as CLIP has it; `rotate` as in `Attention`."""
+    return Block(
+        config,
+        partial(LayerNorm, "D", config.sizes, eps, dtype=dtype),
+        Attention(config, rotate=rotate, dtype=dtype, keys=keys),
+        MLP(config, ACTS_BY_NAME[config.hidden_act], dtype=dtype, keys=keys),
+        dtype=dtype,
+    )
+
+
+class EdgeVit(QwenVit):
+    """The tower of Cosmos 3 Edge: learned positions, interpolated with antialiasing, and a norm behind all layers."""
+
+    has_patch_bias = True
+
+    def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
+        super().build(config, dtype, keys)
+        self.norm = LayerNorm("D", config.sizes, config.layer_norm_eps, dtype=dtype)
+
+    def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
+        return clip_block(config, config.layer_norm_eps, None, dtype, keys)
+
+    def taps(self, h: int, w: int) -> Taps:
+        return antialiased_taps(h, w, self.config.table_side, self.config.table_side)
+
+    def ended(self, x_BPD: jax.Array) -> Any:
+        return self.projector(self.norm(x_BPD))
+
+
+class EndedRows(nnx.Module):
+    """A norm of each patch, and two matrices of s x s patches: [1, P, D] to [1, 1 + P / s^2, O], whose first row is
+    the end of each row of features."""
+
+    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
+        sizes = config.sizes
+        self.norm = RMSNorm("D", sizes, config.rms_norm_eps, dtype=dtype)
+        self.up = Einsum("BPM,MW->BPW", sizes, bias=True, dtype=dtype, keys=keys)
+        self.down = Einsum("BPW,WO->BPO", sizes, bias=True, dtype=dtype, keys=keys)
+        self.newline = nnx.Param(normal(keys(), (sizes["O"],), dtype))
+        self.act, self.merged = ACTS_BY_NAME[config.hidden_act], sizes["M"]
+
+    def __call__(self, x_BPD: jax.Array) -> jax.Array:
+        x_BPM = self.norm(x_BPD).reshape(len(x_BPD), -1, self.merged)
+        x_BPO = self.down(self.act(self.up(x_BPM)))
+        return jnp.concatenate([self.newline[...].astype(x_BPO.dtype)[None, None], x_BPO], axis=1)
+
+
+class HyVit(QwenVit):
+    """The tower of Hy4-VL. Processors write the patches of an image row by row; here they are in blocks."""
+
+    has_patch_bias = True
+    shift: ClassVar[float] = 0.1
+    """The part of a patch by which images are larger, where positions are interpolated."""
+
+    def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
+        return clip_block(config, config.rms_norm_eps, None, dtype, keys)
+
+    def taps(self, h: int, w: int) -> Taps:
+        side = self.config.table_side
+        interpolated = bicubic_taps if self.config.interpolate_mode == "bicubic" else bilinear_taps_of_centers
+        taps = interpolated(h, w, side, side, self.shift)
+        return replace(taps, index_PA=taps.index_PA + 1)  # behind the class token
+
+    def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
+        patches, grids = patches_by_grid(features, 2)
+        s, order, rows, ended = self.config.spatial_merge_size, [], [], []
+        first, token = 0, 1
+        for t, h, w in grids.tolist():
+            for _ in range(t):
+                order.append(first + block_order(h, w, s))
+                here = token + raster(h // s, w // s)[:, 0] * (w // s) + raster(h // s, w // s)[:, 1]
+                rows.append(np.pad(here.reshape(h // s, w // s), ((0, 0), (0, 1))).reshape(-1))
+                ended.append((1, h // s, w // s + 1))
+                first, token = first + h * w, token + (h // s) * (w // s)
+        prepared = super().prepare({**features, "pixel_values": patches[np.concatenate(order)]})
+        counts = [t * (h // s) * (w // s + 1) for t, h, w in grids.tolist()]
+        return replace(prepared, rows=np.concatenate(rows), counts=counts, grids=ended)
+
+
+class Twice(nnx.Module):
+    """Two matrices of each patch, then two of s x s patches, [1, P, D] to [1, P / s^2, O]."""
+
+    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
+        product = partial(Einsum, sizes=config.sizes, bias=True, dtype=dtype, keys=keys)
+        self.up, self.down = product("BPD,DW->BPW"), product("BPW,WO->BPO")
+        self.merged_up, self.merged_down = product("BPM,MW->BPW"), product("BPW,WO->BPO")
+        self.merged = config.sizes["M"]
+
+    def __call__(self, x_BPD: jax.Array) -> jax.Array:
+        x_BPO = self.down(gelu(self.up(x_BPD)))
+        return self.merged_down(gelu(self.merged_up(x_BPO.reshape(len(x_BPO), -1, self.merged))))
+
+
+class MiniMaxVit(QwenVit):
+    """The tower of MiniMax-M3: a norm before all layers; all frames of a clip see each other. A third of the pairs that
+    turn does so by time, row and column each; the last dimensions of a head do not turn."""
+
+    def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
+        super().build(config, dtype, keys)
+        self.norm = LayerNorm("D", config.sizes, config.layer_norm_eps, dtype=dtype)
+
+    def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
+        return clip_block(config, config.layer_norm_eps, apply_rope, dtype, keys)
+
+    def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
+        patches, grids = patches_by_grid(features, 2)
+        s, places, clips = self.config.spatial_merge_size, [], []
+        for clip, (t, h, w) in enumerate(grids.tolist()):
+            at_P2 = np.tile(raster(h, w)[block_order(h, w, s)], (t, 1))
+            places.append(np.concatenate([np.repeat(np.arange(t, dtype=np.int32), h * w)[:, None], at_P2], axis=1))
+            clips.append(np.full(t * h * w, clip, np.int32))
+        size = bucket(len(patches), multiple=s * s)
+        arrays = padded(patches, size), padded(np.concatenate(places), size), padded(np.concatenate(clips), size, -1)
+        return Prepared(arrays, np.arange(len(patches) // s**2), (grids.prod(axis=1) // s**2).tolist())
+
+    def __call__(  # type: ignore[override]
+        self, patches_PC: jax.Array, at_P3: jax.Array, clips_P: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        x_BPD = self.norm(self.patch(patches_PC[None].astype(self.patch.kernel.dtype)))
+        turning = self.config.sizes["H"] // 3 // 2 * 2
+        rates_A, _ = Rope(theta=self.config.rope_theta).inverse_frequencies(turning)
+        angles_BPA = (at_P3.astype(jnp.float32)[None, ..., None] * rates_A).reshape(1, len(at_P3), -1)
+        turns = cos_sin(angles_BPA, x_BPD.dtype)
+        for layer in self.layers:
+            x_BPD = layer(x_BPD, clips_P[None], turns)
+        return self.ended(x_BPD), ()

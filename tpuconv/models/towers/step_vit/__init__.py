@@ -1,0 +1,1 @@
+"""The vision encoder of Step-3.7."""

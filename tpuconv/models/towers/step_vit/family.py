@@ -1,0 +1,90 @@
+"""The vision encoder of Step-3.7: config and table. M and Z are the channels behind its two convolutions."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower
+from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
+from tpuconv.models.towers.rows import DOWN, OUT_OF_HEADS, PATCH_MATRIX, UP, layer_norm, with_bias, without_bias
+from tpuconv.models.towers.siglip.family import ImageConfig
+from tpuconv.notation.table import Map, under
+
+STEP_MODULES = "tpuconv.models.towers.step_vit.modules"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepVitConfig(ImageConfig):
+    """The keys of `vision_config`, by the names of the release or of transformers."""
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "width": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+    }
+
+    hidden_size: int = 1536
+    num_hidden_layers: int = 47
+    num_attention_heads: int = 16
+    image_size: int = 728
+    patch_size: int = 14
+    hidden_act: str = "quick_gelu"
+    layer_norm_eps: float = 1e-5
+    mlp_ratio: int | float = 8960 / 1536
+    rope_theta: float = 1e4
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {
+            **super().sizes,
+            "F": int(self.hidden_size * self.mlp_ratio),
+            "M": 2 * self.hidden_size,
+            "Z": 4 * self.hidden_size,
+            "r": 3,
+            "s": 3,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMatrixConfig(ProjectorConfig):
+    """The keys of the projector of Step-3.7."""
+
+    projector_bias: bool = False
+
+
+STEP_VIT = Tower(
+    "step_vit",
+    "Step-3.7-Flash",
+    StepVitConfig,
+    (
+        *without_bias("conv1", "patch", PATCH_MATRIX),
+        Map("positional_embedding", "positions", "P D"),
+        *layer_norm("ln_pre", "pre_norm"),
+        *under(
+            "transformer.resblocks.{L}",
+            "layers.{L}",
+            *layer_norm("ln_1", "attn_norm"),
+            *layer_norm("ln_2", "mlp_norm"),
+            replace(JOINED_QKV, hf="attn.in_proj_weight"),
+            replace(JOINED_QKV_BIAS, hf="attn.in_proj_bias"),
+            *with_bias("attn.out_proj", "attn.o", OUT_OF_HEADS, "D"),
+            *with_bias("mlp.c_fc", "mlp.up", UP, "F"),
+            *with_bias("mlp.c_proj", "mlp.down", DOWN, "D"),
+            Map("ls_1.gamma", "attn_scale", "D"),
+            Map("ls_2.gamma", "mlp_scale", "D"),
+        ),
+        *with_bias("vit_downsampler1", "first", "M D r s -> r s D M", "M"),
+        *with_bias("vit_downsampler2", "last", "Z M r s -> r s M Z", "Z"),
+    ),
+    f"{STEP_MODULES}:StepVit",
+)
+
+STEP_MATRIX = Projector(
+    StepMatrixConfig,
+    (
+        Map(".weight", "matrix.kernel", "O Z -> Z O"),
+        Map(".bias", "matrix.bias", "O", when="projector_bias"),
+    ),
+    f"{STEP_MODULES}:StepMatrix",
+)
+"""A matrix."""
