@@ -49,6 +49,7 @@ EVEN = {
     },
     "lfm2_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "granitemoehybrid": {**MAMBA, "head_dim": 32, "shared_intermediate_size": 64},
+    "recurrent_gemma": {"num_attention_heads": 2, "intermediate_size": 128},
     "mamba2": {"num_heads": 4, "head_dim": 32, "state_size": 32},
     **{name: {"state_size": 32, "time_step_rank": 32} for name in ("mamba", "falcon_mamba")},
     "jamba": {"num_attention_heads": 2, "mamba_d_state": 32, "mamba_dt_rank": 32},

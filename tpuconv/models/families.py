@@ -67,6 +67,7 @@ FAMILIES: Mapping[str, str] = {
     "mamba": "lineages.state_spaces",
     "falcon_mamba": "lineages.state_spaces",
     "jamba": "lineages.state_spaces",
+    "recurrent_gemma": "lineages.gemma",
     "falcon_h1": "falcon_h1.family",
     "kimi_linear": "kimi_linear.family",
     "mistral4": "mistral4.family",

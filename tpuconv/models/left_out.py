@@ -22,7 +22,6 @@ _BEHIND_ENCODER = "decoders of models with an encoder"
 
 MODELS_LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(("zamba2", "zamba"), _SHARED),
-    "recurrent_gemma": "its recurrent unit is used by no later model",
     "ctrl": _EARLY,
     "cpmant": "attention biased by distance, with learned biases",
     "ernie4_5_vl_moe": "experts for images beside those for text in each layer, so the text model alone is not the "

@@ -71,6 +71,10 @@ class PackedTokens(NamedTuple):
         is_real_BT = jnp.arange(x_BTD.shape[1]) < length_B[:, None]
         return cls(jnp.take_along_axis(x_BTD, order_BT1, axis=1), is_real_BT, length_B, order_BT1)
 
+    def placed(self, values_BT: jax.Array) -> jax.Array:
+        """Returns values [B, T] of the tokens of a step in the columns of these tokens."""
+        return values_BT if self.order_BT1 is None else jnp.take_along_axis(values_BT, self.order_BT1[..., 0], axis=1)
+
     def unpacked(self, y_BTD: jax.Array) -> jax.Array:
         """Returns the outputs `y_BTD` in the columns of their tokens."""
         if self.order_BT1 is None:
