@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-_MAMBA = "Mamba-1: a state for each channel, without a form by matrix products; prefill on a TPU would need a kernel"
 _SHARED = (
     "attention blocks whose weights several layers share, each with an adapter of its own; a row of a table has one "
     "parameter for one layer"
@@ -22,10 +21,7 @@ _ENCODERS = "encoders that may be run as decoders"
 _BEHIND_ENCODER = "decoders of models with an encoder"
 
 MODELS_LEFT_OUT: Mapping[str, str] = {
-    "mamba2": "models without attention, whose config has no heads and no MLP, which every family's config has here",
-    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), _MAMBA),
     **dict.fromkeys(("zamba2", "zamba"), _SHARED),
-    "recurrent_gemma": "its recurrent unit is used by no later model",
     "ctrl": _EARLY,
     "cpmant": "attention biased by distance, with learned biases",
     "ernie4_5_vl_moe": "experts for images beside those for text in each layer, so the text model alone is not the "
