@@ -42,8 +42,10 @@ class BlockAttention(nnx.Module):
 
     def __call__(self, x_BTrD: jax.Array) -> jax.Array:
         x_BTrD, query = normalize(x_BTrD, 1, 1e-6), self.query[...].astype(jnp.float32)
-        scores = exact_einsum("BTrD,...D->...BTr", x_BTrD, query) * x_BTrD.shape[-1] ** -0.5
-        return exact_einsum("...BTr,BTrD->...BTD", nnx.softmax(scores), x_BTrD)
+        query_qD = query.reshape(-1, x_BTrD.shape[-1])
+        scores_qBTr = (x_BTrD * query_qD[:, None, None, None]).sum(-1) * x_BTrD.shape[-1] ** -0.5
+        mixed_qBTD = exact_einsum("qBTr,BTrD->qBTD", nnx.softmax(scores_qBTr), x_BTrD)
+        return mixed_qBTD[0] if query.ndim == 1 else mixed_qBTD
 
 
 def length_limited(x: jax.Array, limit: float) -> jax.Array:
