@@ -26,9 +26,9 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     "cpmant": "attention biased by distance, with learned biases",
     "ernie4_5_vl_moe": "experts for images beside those for text in each layer, so the text model alone is not the "
     "released model",
-    **dict.fromkeys(("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"), _RELATIVE),
+    **dict.fromkeys(("inkling_mm_model", "inkling2"), _RELATIVE),
     "zaya": "queries and keys that are compressed and convolved, routers that read the one before",
-    **dict.fromkeys(("hrm_text", "dory", "inkling2_loop", "inkling2_loop_text"), _LOOPS),
+    **dict.fromkeys(("hrm_text", "inkling2_loop", "inkling2_loop_text"), _LOOPS),
     "diffusion_gemma": "text that is made by denoising blocks of tokens, not token by token",
     "blt": "bytes that are joined to patches by another model",
     "doge": "masks that are made of values",
