@@ -7,15 +7,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
+import tpuconv as tpuconv_package
 from helpers.checkpoints import qwen3_config, random_checkpoint
 from helpers.commands import tpuconv
 from helpers.hub_server import HubServer
 from tpuconv import api
-from tpuconv.errors import CorruptOutput, HubError, UsageError
+from tpuconv.errors import CorruptOutput, HubError, PushedCheckpoint, UsageError
 from tpuconv.verify.signature import check_signature, sign
 
 REPO = "org/tiny-orbax"
@@ -139,6 +141,22 @@ def test_a_dry_run_lists_the_files(outputs):
     said = tpuconv("push", outputs / "export", REPO, "--dry-run").stdout
     assert "model.safetensors" in said
     assert "would be uploaded" in said
+
+
+def test_what_was_pushed_is_loaded_by_its_id(outputs, serve_hub):
+    """A checkpoint, also one for another program; other commands say how it is downloaded."""
+    ids = np.array([[3, 1, 4, 1, 5]])
+    server = serve_hub({"org/orbax": outputs / "checkpoint", "org/maxtext": outputs / "maxtext"})
+    for repo, folder in (("org/orbax", "checkpoint"), ("org/maxtext", "maxtext")):
+        assert (tpuconv_package.load(repo)(ids) == tpuconv_package.load(outputs / folder)(ids)).all()
+        server.forget()
+        tpuconv_package.load(repo)
+        assert not [request for request in server.requests if request.cdn]  # it is in the cache
+    with pytest.raises(PushedCheckpoint, match="holds a checkpoint of tpuconv, not a release") as error:
+        api.plan("org/orbax")
+    assert "`hf download org/orbax --local-dir orbax` downloads it" in error.value.hint
+    with pytest.raises(UsageError, match="has the form that it was converted to"):
+        tpuconv_package.load("org/orbax", scan_layers=True)
 
 
 # -- signatures: OpenSSF's model signing, beside its own command -----------------------------------------------------

@@ -50,6 +50,10 @@ class SourceError(TpuconvError):
     exit_code = 4
 
 
+class PushedCheckpoint(SourceError):
+    """A repository on the Hub holds a checkpoint of tpuconv, not a release."""
+
+
 class UnsupportedConfig(TpuconvError):
     """No family supports the architecture, or the family does not implement a key or value of config.json."""
 

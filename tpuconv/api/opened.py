@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.api.quantization import find_rules, quantizer_by
 from tpuconv.convert.plan.options import Options
-from tpuconv.errors import UsageError
+from tpuconv.errors import PushedCheckpoint, UsageError
 from tpuconv.location import BucketPath, Location, plain_path, to_location
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.names import MANIFEST, OWN_TARGET
@@ -96,28 +96,47 @@ def check_draft(opened: OpenedModel, draft: "OpenedModel | None", speculate: Spe
 
 @contextmanager
 def opened_model(src: str | Location, options: Options) -> Iterator[OpenedModel]:
-    """Yields the model of a checkpoint, for any program, or of a release, which is planned with the options.
+    """Yields the model of a checkpoint, for any program, or of a release, which is planned with the options. Either may
+    be on the Hub; a checkpoint there is downloaded to the Hub's cache.
 
     Raises:
         UsageError: there is neither, or options are given for a checkpoint.
         TpuconvError: see `tpuconv.api.plan`.
     """
     if (manifest := _checkpoint_at(src)) is not None:
-        plain = Options(include_mtp=options.include_mtp)
-        given = [each.name for each in fields(Options) if getattr(options, each.name) != getattr(plain, each.name)]
-        if given:
-            raise UsageError(
-                f"{src} is a checkpoint of tpuconv, which has the form that it was converted to",
-                hint=f"leave out {', '.join(f'`{name}=`' for name in given)}, or give the release",
-            )
-        yield OpenedModel(manifest, stored=manifest) if manifest.target == OWN_TARGET else _placed(manifest, options)
+        yield _opened(src, manifest, options)
         return
+    from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.convert.plan.planning import planned_loading
     from tpuconv.convert.run.describe import planned_manifest
+    from tpuconv.sources.hub import fetch_checkpoint
 
     rules = find_rules(options.quantize, options.encoding)
-    with planned_loading(str(src), options, quantizer_by(rules) if rules else None) as plan:
-        yield OpenedModel(planned_manifest(plan), plan)
+    with ExitStack() as stack:
+        try:
+            plan = stack.enter_context(planned_loading(str(src), options, quantizer_by(rules) if rules else None))
+        except PushedCheckpoint:
+            plan = None
+        if plan is None:
+            yield _opened(src, read_manifest(fetch_checkpoint(str(src))), options)
+        else:
+            yield OpenedModel(planned_manifest(plan), plan)
+
+
+def _opened(src: str | Location, manifest: "Manifest", options: Options) -> OpenedModel:
+    """Returns the model of a checkpoint.
+
+    Raises:
+        UsageError: options are given.
+    """
+    plain = Options(include_mtp=options.include_mtp)
+    given = [each.name for each in fields(Options) if getattr(options, each.name) != getattr(plain, each.name)]
+    if given:
+        raise UsageError(
+            f"{src} is a checkpoint of tpuconv, which has the form that it was converted to",
+            hint=f"leave out {', '.join(f'`{name}=`' for name in given)}, or give the release",
+        )
+    return OpenedModel(manifest, stored=manifest) if manifest.target == OWN_TARGET else _placed(manifest, options)
 
 
 def _placed(manifest: "Manifest", options: Options) -> OpenedModel:

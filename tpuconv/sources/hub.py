@@ -59,6 +59,17 @@ def resolve(
         return Repository(src, revision or "main").resolve(weights, progress, streams=streams)
 
 
+def fetch_checkpoint(src: str, revision: str | None = None) -> Path:
+    """Returns the folder of a checkpoint of tpuconv on the Hub, downloaded to the Hub's cache. Interrupted, the same
+    call continues.
+
+    Raises:
+        HubError: the Hub refuses, does not know the id, or cannot be reached.
+    """
+    with client_errors(src, revision or "main"):
+        return Repository(src, revision or "main").fetch()
+
+
 def fetch_config(src: str, revision: str | None = None) -> dict[str, Any]:
     """Returns the config.json of a folder or a Hub id, or the file `src` itself; see `read_config`. Nothing else is
     read.

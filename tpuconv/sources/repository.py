@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tpuconv.errors import HubError, ResourceError, SourceError
+from tpuconv.errors import HubError, PushedCheckpoint, ResourceError, SourceError
 from tpuconv.location import Location
+from tpuconv.names import MANIFEST
 from tpuconv.sources.companions import CARD, MODULES, module_folders, why_left_out
 from tpuconv.sources.damaged import GIT_SHA1, DamagedDownload, Promise, check_download, damaged, link_targets
 from tpuconv.sources.download import DownloadProgress, Meter, fetch_file, first_bytes, in_threads
@@ -122,9 +123,9 @@ class Repository:
                 self._proved(commit, files[name])
         return self.snapshot(commit) / CONFIG_FILE
 
-    def fetch(self, names: Collection[str]) -> Path:
-        """Returns the repository's folder in the cache, with the files that it already has. Works offline if something
-        of it is cached."""
+    def fetch(self, names: Collection[str] | None = None) -> Path:
+        """Returns the repository's folder in the cache, with the files of these names, by default all. Works offline if
+        something of it is cached."""
         try:
             commit, files = self._listing()
         except Exception as error:
@@ -132,7 +133,11 @@ class Repository:
                 return self._cached(error)[1]
             raise
         self._remember(commit)
-        self._in_parallel(lambda f: self._proved(commit, f), [files[name] for name in names if name in files])
+        wanted = [f for f in files.values() if names is None or f.name in names]
+        self._check_disk([f for f in wanted if not self._is_cached(commit, f)])
+        self._in_parallel(
+            lambda f: (self._by_client if names is None and f.sha256 else self._proved)(commit, f), wanted
+        )
         return self.snapshot(commit)
 
     def resolve(self, weights: bool, progress: DownloadProgress | None, *, streams: bool = False) -> Resolved:
@@ -222,6 +227,12 @@ class Repository:
                 f"{self.repo} has neither {SINGLE_FILE} nor {INDEX_FILE}",
                 details=["it has " + _some(weights)],
                 hint="it is not a checkpoint of a transformers model; adapters and pipelines cannot be converted",
+            )
+        if MANIFEST in files:
+            raise PushedCheckpoint(
+                f"{self.repo} holds a checkpoint of tpuconv, not a release",
+                hint=f"`hf download {self.repo} --local-dir {self.repo.rpartition('/')[2]}` downloads it; "
+                "`tpuconv generate` and `tpuconv benchmark` take its id too",
             )
         kinds = Counter(Path(name).suffix or name for name in files)
         other = other_kind({name.partition("/")[0] for name in files})
