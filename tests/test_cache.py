@@ -35,8 +35,8 @@ SAME_CHOICES, MEAN_KL_OF_SAME = 0.7, 0.01
 it, and their mean KL. Measured: 21 of 26 or more, and 3.3e-3 at most. They attend to the others, which are computed by
 other functions: one of GLM-5 is 0.57 nats off."""
 
-ALWAYS_FULL = {"deepseek_v4"}
-"""Families whose cache is always in the model's dtype."""
+ALWAYS_FULL = {"deepseek_v4", "mamba2", "mamba", "falcon_mamba"}
+"""Families whose cache is always in the model's dtype, or holds states alone."""
 
 SAME_STEPS = 5e-3
 """How far two vectors that are the same may be apart, in steps of 1/127 of the largest element."""

@@ -54,7 +54,7 @@ def test_each_model_that_is_left_out_has_the_reason_of_the_page() -> None:
 
 
 def test_the_reason_of_a_refused_model_is_told() -> None:
-    assert "Mamba-1" in left_out("FalconMambaForCausalLM")
+    assert "several layers share" in left_out("ZambaForCausalLM")
     with pytest.raises(UnsupportedConfig, match="recurrent networks without attention"):
         families_named("rwkv")
     with pytest.raises(UnsupportedConfig, match="drafts for another model") as caught:
@@ -88,4 +88,4 @@ def test_the_command_shows_one_family() -> None:
     said = tpuconv("families", "qwen3").stdout
     assert "jax-llm-examples" in said
     assert '"model_type": "qwen3"' in said
-    assert "Mamba-1" in tpuconv("families", "mamba", code=5).stderr
+    assert "recurrent networks" in tpuconv("families", "xlstm", code=5).stderr

@@ -40,7 +40,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_inside(built):
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     names = set(ZipFile(wheel).namelist())
-    files = [path for path in (ROOT / "tpuconv").rglob("*") if path.suffix in (".py", ".yaml", ".json", ".txt")]
+    files = [path for path in (ROOT / "tpuconv").rglob("*") if path.suffix in (".py", ".pyi", ".yaml", ".json", ".txt")]
     own = {path.relative_to(ROOT).as_posix() for path in files}
     assert own | {"tpuconv/py.typed"} == {name for name in names if name.startswith("tpuconv/")}
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)

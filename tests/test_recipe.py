@@ -102,8 +102,8 @@ def test_the_command(tmp_path: Path) -> None:
     said = tpuconv("recipe", EXAMPLE).stdout
     assert "--target maxtext --scan-layers" in said
     assert "int8_weight_only" in said
-    (tmp_path / "config.json").write_text('{"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"]}')
-    assert "models without attention" in tpuconv("recipe", "config.json", cwd=tmp_path, code=5).stderr
+    (tmp_path / "config.json").write_text('{"model_type": "xlstm", "architectures": ["xLSTMForCausalLM"]}')
+    assert "networks without attention" in tpuconv("recipe", "config.json", cwd=tmp_path, code=5).stderr
 
 
 def test_models_without_a_family_are_refused(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from helpers.families import CASES, Case, hf_model
 from tpuconv.errors import LayoutError
 from tpuconv.models.common.forms import ALL_FORMS
 from tpuconv.models.common.saved import forget_saved
-from tpuconv.models.registry import find_family
+from tpuconv.models.registry import Family, find_family
 from tpuconv.notation.forms import ReleaseReader, places
 from tpuconv.notation.release import AS_TABLED, Release
 from tpuconv.notation.spelling import module_of, template, with_indices_of
@@ -136,7 +136,8 @@ def split(row: Map, names: Sequence[str]) -> Iterator[Map]:
 class Finder:
     """Finds what transformers has for the tensors of a table."""
 
-    def __init__(self, table: MappingTable, model: Any, aliases: Mapping[str, str]):
+    def __init__(self, family: Family, model: Any):
+        table = family.table
         mapping = get_model_conversion_mapping(model, add_legacy=False)
         self.renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         self.converters = [each for each in mapping if isinstance(each, WeightConverter)]
@@ -154,7 +155,9 @@ class Finder:
             for form in rows[place.home]
         }
         self.found = Found()
-        self.plain = ReleaseReader(table, ALL_FORMS, aliases).speller
+        reader = ReleaseReader(table, (*family.forms, *ALL_FORMS), family.aliases)
+        self.plain = reader.speller
+        self.in_forms = {template(name) for row in reader.rows for name in row.hf_names} - self.own
 
     def run(self, config: Any) -> Found:
         merged: dict[tuple[str | None, str], dict[str, tuple[str, Map, Any]]] = defaultdict(dict)
@@ -179,7 +182,10 @@ class Finder:
             self.found.forms.append(
                 ([row for rows, _ in pairs for row in rows], [row for _, new in pairs for row in new])
             )
-        self.found.names = {a: b for a, b in self.found.names.items() if self.plain.canonical(a) != b}
+        found_already = {a: self.plain.canonical(a) for a in self.found.names}
+        self.found.names = {
+            a: b for a, b in self.found.names.items() if found_already[a] != b and found_already[a] not in self.in_forms
+        }
         self.found.outside = sorted(set(self.beside(config)))
         return self.found
 
@@ -271,7 +277,7 @@ class Models:
 
     def found(self) -> Found:
         """What transformers has, besides the release."""
-        return Finder(self.family.table, self.models[0], self.family.aliases).run(self.configs[0])
+        return Finder(self.family, self.models[0]).run(self.configs[0])
 
     def release(self) -> Release:
         """How the modules are named and grouped, as it is read with the names of the file."""

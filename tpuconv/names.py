@@ -13,8 +13,8 @@ LAYOUTS = "layouts.json"
 
 SIGNATURE = "model.sig"
 """File name of a signature; see `tpuconv.verify.signature`."""
-BESIDE = (".cache/huggingface", ".gitattributes", SIGNATURE)
-"""What the Hub, its client and a signature add to an output: no fault of one."""
+ADDED_FILES = (".cache/huggingface", ".gitattributes", SIGNATURE)
+"""Files and folders that the Hub, its client and a signature add to an output: no fault of one."""
 
 OWN_TARGET = "tpuconv"
 """The target whose tree is ours."""
@@ -27,8 +27,8 @@ INPUT_SCALE = ".einsum0_lhs_scale.array"
 
 
 def is_beside(name: str) -> bool:
-    """Returns whether a file of an output is one of `BESIDE`, or in one."""
-    return any(name == each or name.startswith(f"{each}/") for each in BESIDE)
+    """Returns whether a file of an output is one of `ADDED_FILES`, or in one."""
+    return any(name == each or name.startswith(f"{each}/") for each in ADDED_FILES)
 
 
 _NUMBER = re.compile(r"(?:(?<![^.])|(?<=layers_))\d+(?![^.])")  # MaxText has the layers `layers_0`, `layers_1`

@@ -19,8 +19,11 @@ SMALL = {
     "first_k_dense_replace": 1,
     "vocab_size": 64,
 }
-OF_TYPES = {name: {"num_hidden_layers": 4} for name in ("nemotron_h", "nemo_speechlm")}
-"""What must be otherwise: the number of the layers whose kinds are the default."""
+OF_TYPES = {
+    **{name: {"num_hidden_layers": 4} for name in ("nemotron_h", "nemo_speechlm")},
+    "dory": {"n_input_layers": 1, "n_output_layers": 0},
+}
+"""What must be otherwise: the number of the layers whose kinds are the default, or of those that run once."""
 
 
 def config_json(name: str, **changes: Any) -> dict[str, Any]:

@@ -50,6 +50,8 @@ class Traits:
     """Norms multiply by 1 + w."""
     inseparable: bool = False
     """No layer can run by itself on hidden states."""
+    looped: bool = False
+    """Layers run several times; so none can run by itself."""
     vision_config: Mapping[str, Any] | None = None
     """For a text model inside a multimodal model: sizes of the vision tower."""
     beside_text: Mapping[str, Any] = field(default_factory=dict)
@@ -221,7 +223,7 @@ def families_of(parameters: Mapping[str, Any]) -> set[str]:
 def is_inseparable(case: Case) -> bool:
     """Whether no layer of a case can run by itself on hidden states."""
     keys = ("hidden_size_per_layer_input", "num_kv_shared_layers", "ple_layer_ids")
-    return case.traits.inseparable or any(case.config.get(key) for key in keys)
+    return case.traits.inseparable or case.traits.looped or any(case.config.get(key) for key in keys)
 
 
 WITH_MODULES = {name for name, traits in TRAITS.items() if not (traits.computed_by or traits.read_as)}
@@ -241,6 +243,26 @@ def one_fast_of_each(families: Collection[str] = WITH_MODULES, cases: Sequence[C
 
 LABELS = 3
 """Of the models that return scores."""
+
+
+def uniform_bounds(family: str, name: str) -> tuple[float, float] | None:
+    """The bounds of the random values of a parameter that is alike, or too small to matter, when new; None of
+    others."""
+    if family in ("hy_v4", "hy_v4_vl") and name.endswith(("_hc.scale", ".hc_scale")):
+        return 0.5, 1.5  # the streams would be alike
+    if family == "glm5_next" and name.endswith(("_hc.scale", ".hc_scale")):
+        return 2.5, 7.5  # the matrices beside them would be alike
+    if name.endswith("A_log"):
+        return -4, -1  # else sums of rates are so large that float32 loses their differences
+    if ".alpha_" in name or name.endswith((".D", ".query", ".static_weight")):
+        return -1, 1
+    if name.endswith(".global_scale") or (family == "dory" and ".suv_" in name):
+        return 0.5, 1.5
+    if family == "dory" and name.endswith((".sqk", ".s_gate", ".lambda_1", ".lambda_2")):
+        return 0.1, 0.4
+    if family == "dory" and name.endswith(".logit_scale"):
+        return 1, 4
+    return None
 
 
 def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
@@ -279,15 +301,10 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
                     parameter -= 1
             elif name.endswith((".bias", "_bias", ".sinks", "_hc.base", ".hc_base", "softmax_scaling.scale")):
                 parameter.normal_(0, 0.3)
-            elif case.family in ("hy_v4", "hy_v4_vl", "glm5_next") and name.endswith(("_hc.scale", ".hc_scale")):
-                # So small when new that the streams would be alike; in GLM the matrices beside them are.
-                parameter.uniform_(*((2.5, 7.5) if case.family == "glm5_next" else (0.5, 1.5)))
-            elif name.endswith("A_log"):
-                parameter.uniform_(-4, -1)  # else sums of rates are so large that float32 loses their differences
+            elif bounds := uniform_bounds(case.family, name):
+                parameter.uniform_(*bounds)
             elif "ple.conv1d" in name or "index_kpool_compress" in name:
                 parameter.normal_(0, 0.3)  # zero or one when new
-            elif ".alpha_" in name or name.endswith(".D"):
-                parameter.uniform_(-1, 1)
             elif "embed_tokens" in name or "modality_router" in name:
                 # The padding token's too, which is zero when new; and of inputs that are divided by the width.
                 parameter.normal_(0, 0.25 if "embed" in name else 5)
@@ -316,6 +333,19 @@ def _drop(path: Path, experts: range) -> None:
         if int(name.partition("experts.")[2].partition(".")[0] or -1) not in experts
     }
     save_file(kept, path, {"format": "pt"})
+
+
+def _as_blocks(path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    def released(name: str) -> str:
+        if not (found := re.match(r"backbone\.layers\.(\d+)\.(self_attn|mlp|lambda_1|lambda_2)(.*)", name)):
+            return name
+        number, part, rest = found.groups()
+        name = {"lambda_1": "attn_alpha", "lambda_2": "mlp_alpha"}.get(part, "mixer")
+        return f"backbone.layers.{2 * int(number) + (part in ('mlp', 'lambda_2'))}.{name}{rest}"
+
+    save_file({released(name): x for name, x in load_file(path).items()}, path, {"format": "pt"})
 
 
 def _resplit(path: Path) -> None:
@@ -432,6 +462,8 @@ def as_released(case: Case, folder: Path) -> Path:
         _resplit_embedding(folder / "model.safetensors", (SIZES | dict(case.config))["vocab_size"])
     if case.family == "nemo_speechlm":  # transformers writes experts one by one
         _stack_experts(folder / "model.safetensors")
+    if case.family == "dory":  # transformers writes attention and MLP as one layer
+        _as_blocks(folder / "model.safetensors")
     if case.config.get("n_shared_experts") == 0:  # which releases leave out
         _drop_empty(folder / "model.safetensors")
     if case.family == "step3p5":  # which transformers has inside step3p7 alone

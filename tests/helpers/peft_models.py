@@ -25,7 +25,10 @@ def peft_logits(case: Case, adapter: Path, ids: np.ndarray) -> np.ndarray:
         warnings.simplefilter("error", RuntimeWarning)
         for message in EXPECTED:
             warnings.filterwarnings("ignore", message)
-        return PeftModel.from_pretrained(hf_model(case), adapter)(torch.from_numpy(np.array(ids))).logits.numpy()
+        model = PeftModel.from_pretrained(hf_model(case), adapter)
+        if case.family == "dory":  # behind the product of whose head are factors, after which peft would add
+            model = model.merge_and_unload()
+        return model(torch.from_numpy(np.array(ids))).logits.numpy()
 
 
 def adapter_of_peft(case: Case, out: Path, **options: Any) -> Path:

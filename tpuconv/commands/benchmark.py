@@ -63,7 +63,7 @@ def benchmark(src: str | None, markdown: bool, distributed: bool, as_json: bool,
             show_benchmark(found)
 
 
-def show_benchmark(found: api.Benchmark) -> None:
+def show_benchmark(found: "api.Benchmark") -> None:
     """Shows the timings, the limits of the machine, and the generated text."""
     columns = _columns(found)
     table = Table(
@@ -80,7 +80,7 @@ def show_benchmark(found: api.Benchmark) -> None:
         say("\nGreedy: " + text.plain(found.text, "\n\t"))
 
 
-def _say_markdown(found: api.Benchmark) -> None:
+def _say_markdown(found: "api.Benchmark") -> None:
     columns = _columns(found)
     rows = [list(columns), ["---"] * len(columns)]
     rows += [[cell(timing) for cell in columns.values()] for timing in found.timings]
@@ -88,19 +88,19 @@ def _say_markdown(found: api.Benchmark) -> None:
     say("\n".join([text.markdown(_title(found)), "", *lines, "", text.markdown(_footer(found))]))
 
 
-def _columns(found: api.Benchmark) -> dict[str, Callable[[Any], str]]:
+def _columns(found: "api.Benchmark") -> dict[str, Callable[[Any], str]]:
     """Returns the columns; tokens a step and the share of accepted drafts only if tokens are drafted."""
     drafts = any(timing.accepted_share is not None for timing in found.timings)
     return {name: cell for name, cell in COLUMNS.items() if drafts or name not in (DRAFTS, ACCEPTED)}
 
 
-def _title(found: api.Benchmark) -> str:
+def _title(found: "api.Benchmark") -> str:
     types = f"{found.dtype}, cache {found.cache_dtype}" if found.cache_dtype else found.dtype
     machine = found.machine
     return f"{found.checkpoint.name}, {types}, {machine.devices} x {machine.device}, median of {found.repeats}"
 
 
-def _footer(found: api.Benchmark) -> str:
+def _footer(found: "api.Benchmark") -> str:
     machine, limits = found.machine, found.machine.limits
     return (
         f"limits {'measured here' if limits.measured else 'of the chip'}: {format_size(limits.bandwidth)}/s, "

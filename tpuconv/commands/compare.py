@@ -80,7 +80,7 @@ def compare(
         sys.exit(GateError.exit_code)
 
 
-def _logits_table(found: api.CheckpointComparison) -> Table:
+def _logits_table(found: "api.CheckpointComparison") -> Table:
     result = found.statistics
     text = f"{found.text} in windows of {found.length} and strides of {found.stride}" if found.text else "prompts"
     cache = f", cache in {found.cache_dtype}" if found.cache_dtype else ""
@@ -113,7 +113,7 @@ def _score(score: "TaskScore") -> str:
     return f"{score.value:.4g}{error}"
 
 
-def _tensors_table(found: api.CheckpointComparison) -> Table:
+def _tensors_table(found: "api.CheckpointComparison") -> Table:
     by_name = {tensor.name: tensor for tensor in found.tensors}
     patterns = [(pattern, [by_name[name] for name in names]) for pattern, names in collapse(sorted(by_name)).items()]
     patterns.sort(key=lambda item: min(tensor.snr_db for tensor in item[1]))

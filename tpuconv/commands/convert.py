@@ -91,7 +91,7 @@ def _check_order(src: str, out: Location | None) -> None:
         )
 
 
-def show_conversion(done: api.Conversion, check: bool, as_json: bool) -> None:
+def show_conversion(done: "api.Conversion", check: bool, as_json: bool) -> None:
     """Shows the output of a conversion. With `check`, an output that existed already was compared with its
     checksums."""
     if as_json:
@@ -133,7 +133,7 @@ def already_there(check: bool) -> str:
     return "all checksums match" if check else "all file sizes match (--check reads the files)"
 
 
-def show_plan(plan: api.ConversionPlan, as_json: bool, out: Location | None) -> None:
+def show_plan(plan: "api.ConversionPlan", as_json: bool, out: Location | None) -> None:
     """Shows the plan, the free space on the disk of OUT, and then the faults of the plan."""
     if as_json:
         try:
@@ -173,7 +173,7 @@ def show_plan(plan: api.ConversionPlan, as_json: bool, out: Location | None) -> 
     plan.check()
 
 
-def show_disk(plan: api.ConversionPlan, out: Path) -> None:
+def show_disk(plan: "api.ConversionPlan", out: Path) -> None:
     """Shows the disk space that a plan needs; if the disk of OUT has less, the options that need less."""
     folder = next((path for path in (out, *out.absolute().parents) if path.is_dir()), Path("/"))
     options, free = plan.plan.options, shutil.disk_usage(folder).free
@@ -195,7 +195,7 @@ def show_disk(plan: api.ConversionPlan, out: Path) -> None:
     )
 
 
-def _arrays_of(title: str, plan: api.ConversionPlan) -> Table:
+def _arrays_of(title: str, plan: "api.ConversionPlan") -> Table:
     """Returns a table of the arrays that would be written, with their source tensors."""
     from tpuconv.names import collapse
 

@@ -54,7 +54,7 @@ def export(
         _show_export(done, given["config"] is not None, given["check"], as_json)
 
 
-def _show_plan(plan: api.ExportPlan, as_json: bool) -> None:
+def _show_plan(plan: "api.ExportPlan", as_json: bool) -> None:
     """Shows the tensors that would be written."""
     if as_json:
         print_json(plan.to_json())
@@ -65,7 +65,7 @@ def _show_plan(plan: api.ExportPlan, as_json: bool) -> None:
     show(f"{in_files(plan.files)}, {format_size(plan.bytes)}{encoded}")
 
 
-def _show_export(done: api.Export, trained: bool, check: bool, as_json: bool) -> None:
+def _show_export(done: "api.Export", trained: bool, check: bool, as_json: bool) -> None:
     """Shows the output of an export; for a trainer's checkpoint also the target whose tree it has."""
     if as_json:
         print_json(done.to_json())

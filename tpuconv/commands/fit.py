@@ -63,7 +63,7 @@ def _show_report(report: "FitReport") -> None:
     show((report.verdict(), "green" if report.fits else "red"), f" (mesh {format_mesh(report.mesh)})")
 
 
-def tables(found: api.Fit) -> "Iterator[Table]":
+def tables(found: "api.Fit") -> "Iterator[Table]":
     """Yields three tables: the memory of a device, the time of a step, and the operations of a step."""
     from tpuconv.verify.topology.request import ESTIMATE_ERROR
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tpuconv.api.ray_tasks import Result, on_ray
 from tpuconv.commands.flags import flag_of, with_flags
 from tpuconv.commands.params import (
     ByteSize,
@@ -27,6 +26,7 @@ from tpuconv.errors import UsageError
 from tpuconv.options import CACHE_DTYPES, MOST_TOKENS, Description, options_of
 
 if TYPE_CHECKING:
+    from tpuconv.api.ray_tasks import Result
     from tpuconv.hosts import ProcessPart
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
@@ -214,7 +214,7 @@ def asked_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str
     return {each.name: given[each.name] for each, _ in _described(function) if each.name in given}
 
 
-def on_processes(command: Callable[..., Result], given: Mapping[str, Any]) -> Callable[..., Result]:
+def on_processes(command: "Callable[..., Result]", given: Mapping[str, Any]) -> "Callable[..., Result]":
     """Returns a function of `tpuconv.api` that runs as the options `processes` say: on a Ray cluster, for the share of
     this process, or alone.
 
@@ -225,6 +225,8 @@ def on_processes(command: Callable[..., Result], given: Mapping[str, Any]) -> Ca
     if ray is not None:
         if distributed or index is not None:
             raise UsageError("--ray starts the processes itself", hint="leave out --distributed and --process-index")
+        from tpuconv.api.ray_tasks import on_ray
+
         return partial(on_ray, command, address=ray, count=count)
     return partial(command, part=_chosen_part(distributed, index, count))
 

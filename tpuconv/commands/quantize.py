@@ -196,7 +196,7 @@ def _show_config(name: str, as_json: bool) -> None:
         click.echo((configs_folder() / f"{config.name}.yaml").read_bytes(), nl=False)
 
 
-def _show_explanation(plan: api.ConversionPlan, as_json: bool) -> None:
+def _show_explanation(plan: "api.ConversionPlan", as_json: bool) -> None:
     """Shows how each parameter would be quantized."""
     from tpuconv.names import collapse
     from tpuconv.quantize.explain import explain
@@ -247,7 +247,7 @@ def _alike(rows: "Sequence[Mapping[str, Any]]") -> "list[tuple[Mapping[str, Any]
     return list(groups.values())
 
 
-def _show_sensitivity(found: api.Sensitivity, as_json: bool, calibrated: str) -> None:
+def _show_sensitivity(found: "api.Sensitivity", as_json: bool, calibrated: str) -> None:
     """Shows the measurements and the recipe. `calibrated` has the options that reproduce the measured model."""
     if as_json:
         print_json(found.to_json())

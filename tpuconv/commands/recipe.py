@@ -54,7 +54,7 @@ def recipe(model: str, fit: tuple[str, ...], as_json: bool) -> None:
             show(f"  {step.note}")
 
 
-def sizes(found: api.ModelRecipe) -> str:
+def sizes(found: "api.ModelRecipe") -> str:
     """Returns one line about the family and the sizes of a model."""
     encoded = f" in {found.encoding}" if found.encoding else ""
     beside = f"; encoders: {', '.join(found.parts)}" if found.parts else ""
@@ -80,7 +80,7 @@ SLICES_NOTE = (
 )
 
 
-def forms_table(found: api.ModelRecipe) -> Table:
+def forms_table(found: "api.ModelRecipe") -> Table:
     """Returns the table of forms: bytes in device memory, and slices."""
     chips = list(found.forms[0].slices)
     table = Table(f"forms of the parameters. {SLICES_NOTE}", ("form", "bytes", *chips, ""), right=("bytes",))
@@ -90,7 +90,7 @@ def forms_table(found: api.ModelRecipe) -> Table:
     return table
 
 
-def targets_table(found: api.ModelRecipe) -> Table:
+def targets_table(found: "api.ModelRecipe") -> Table:
     """Returns the table of targets."""
     table = Table("targets", ("target", "supported", "scanned layers", ""))
     for each in found.targets:

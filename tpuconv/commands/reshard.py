@@ -50,7 +50,7 @@ def reshard(ckpt: Location, out: Location, dry_run: bool, as_json: bool, **given
         _show_output(done, given["check"])
 
 
-def _show_plan(ckpt: Location, plan: api.Resharding) -> None:
+def _show_plan(ckpt: Location, plan: "api.Resharding") -> None:
     """Shows the chunks and the files that would be written."""
     columns = ("array", "count", "shape", "dtype", "chunks", "files")
     table = Table(f"{ckpt.name}: {plan.target}", columns, right=("count",), optional=("dtype",))
@@ -62,7 +62,7 @@ def _show_plan(ckpt: Location, plan: api.Resharding) -> None:
     show(_sizes(plan))
 
 
-def _show_output(done: api.Resharding, check: bool) -> None:
+def _show_output(done: "api.Resharding", check: bool) -> None:
     """Shows the output of a resharding."""
     if not done.published:
         show(f"{done.part}: part done; the last process publishes ", (str(done.out), "bold"))
@@ -74,7 +74,7 @@ def _show_output(done: api.Resharding, check: bool) -> None:
     show_skipped("not written", done.skipped)
 
 
-def _sizes(done: api.Resharding) -> str:
+def _sizes(done: "api.Resharding") -> str:
     devices = prod(done.mesh.values())
     each = f", {format_size(done.device_bytes)} for each of {format_count(devices, 'device')}" if devices > 1 else ""
     return f"{done.target}, {format_size(done.bytes)}{each}{', stacked layers' if done.scan_layers else ''}"

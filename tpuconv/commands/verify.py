@@ -197,7 +197,7 @@ def _compare_server(
     return found.to_json(), GateError.exit_code if result.failures else 0
 
 
-def _show_verdict(found: api.Comparison) -> None:
+def _show_verdict(found: "api.Comparison") -> None:
     """Shows the verdict, and the prompt with the largest divergence."""
     from tpuconv.verify.vectors import VectorStatistics
 
@@ -247,7 +247,7 @@ def _show_layer(layer: "LayerError") -> None:
     show(f"{layer.name:>10}  alone {layer.own_error:8.2g}  accumulated {layer.error:8.2g}  ", *verdict)
 
 
-def _comparison_table(found: api.Comparison) -> Table:
+def _comparison_table(found: "api.Comparison") -> Table:
     from tpuconv.verify.vectors import VectorStatistics
 
     result = found.statistics

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-_MAMBA = "Mamba-1: a state for each channel, without a form by matrix products; prefill on a TPU would need a kernel"
 _SHARED = (
     "attention blocks whose weights several layers share, each with an adapter of its own; a row of a table has one "
     "parameter for one layer"
@@ -22,17 +21,14 @@ _ENCODERS = "encoders that may be run as decoders"
 _BEHIND_ENCODER = "decoders of models with an encoder"
 
 MODELS_LEFT_OUT: Mapping[str, str] = {
-    "mamba2": "models without attention, whose config has no heads and no MLP, which every family's config has here",
-    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), _MAMBA),
     **dict.fromkeys(("zamba2", "zamba"), _SHARED),
-    "recurrent_gemma": "its recurrent unit is used by no later model",
     "ctrl": _EARLY,
     "cpmant": "attention biased by distance, with learned biases",
     "ernie4_5_vl_moe": "experts for images beside those for text in each layer, so the text model alone is not the "
     "released model",
-    **dict.fromkeys(("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"), _RELATIVE),
+    **dict.fromkeys(("inkling_mm_model", "inkling2"), _RELATIVE),
     "zaya": "queries and keys that are compressed and convolved, routers that read the one before",
-    **dict.fromkeys(("hrm_text", "dory", "inkling2_loop", "inkling2_loop_text"), _LOOPS),
+    **dict.fromkeys(("hrm_text", "inkling2_loop", "inkling2_loop_text"), _LOOPS),
     "diffusion_gemma": "text that is made by denoising blocks of tokens, not token by token",
     "blt": "bytes that are joined to patches by another model",
     "doge": "masks that are made of values",

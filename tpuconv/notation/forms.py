@@ -69,7 +69,7 @@ def places(table: MappingTable, groups: Sequence[Forms]) -> list[FormPlace]:
             for row in table.rows:
                 hf = row.hf_names[0].removesuffix(rows[0].hf_names[0])
                 jax = row.jax_names[0].removesuffix(rows[0].jax_names[0])
-                if not (hf.endswith(".") and jax.endswith(".")):
+                if not hf.endswith(".") or (jax and not jax.endswith(".")):
                     continue
                 here = {
                     name: tuple(replace(each, when=row.when) for each in under(hf[:-1], jax[:-1], *form))

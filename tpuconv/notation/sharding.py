@@ -181,7 +181,8 @@ def decoding_mesh(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
         sizes: the size of each letter, as `DecoderConfig.sizes`.
         devices: number of devices.
     """
-    heads = devices if "C" in sizes else sizes["K"]  # the cache of latent attention has no heads
+    # The cache of latent attention has no heads; without attention, groups of a state are sharded as heads are.
+    heads = devices if "C" in sizes else sizes.get("K", sizes.get("groups", 1))
     tensor = _largest_divisor(devices, lambda n: heads % n == 0)
     if "E" not in sizes:
         return _without_ones({"tensor": tensor, "group": devices // tensor})

@@ -86,15 +86,12 @@ class Map:
 
 
 def under(hf: str, jax: str, *rows: Map) -> tuple[Map, ...]:
-    """The rows with a prefix before the names on each side."""
-    return tuple(
-        replace(
-            row,
-            hf=tuple(f"{hf}.{name}" for name in row.hf_names),
-            jax=tuple(f"{jax}.{name}" for name in row.jax_names),
-        )
-        for row in rows
-    )
+    """The rows with a prefix before the names on each side; an empty one adds nothing."""
+
+    def below(prefix: str, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(f"{prefix}.{name}" for name in names) if prefix else names
+
+    return tuple(replace(row, hf=below(hf, row.hf_names), jax=below(jax, row.jax_names)) for row in rows)
 
 
 @dataclass(frozen=True)
@@ -406,7 +403,7 @@ def is_of_mtp(row: Map) -> bool:
 
 def row_indices(row: Map) -> tuple[list[str], list[str]]:
     """The letters and words that a row loops over, and those on which it stacks."""
-    hf, jax = ({tuple(_letters(name)) for name in names} for names in (row.hf_names, row.jax_names))
+    hf, jax = ({tuple(dict.fromkeys(_letters(name))) for name in names} for names in (row.hf_names, row.jax_names))
     if len(hf) != 1 or len(jax) != 1:
         raise LayoutError(f"the names of one side of {row} differ in their indices")
     (in_hf,), (in_jax,) = hf, jax

@@ -192,9 +192,14 @@ def _best(function: Callable[..., Any], *args: Any, repeats: int = 5) -> float:
     return min(times)
 
 
+def _repeated(layers: Sequence[int]) -> list[int]:
+    """Returns the entries that an earlier one equals."""
+    return [layer for place, layer in enumerate(layers) if layer in layers[:place]]
+
+
 class Roofline:
     """The least work of a step, computed from the model's weights: bytes to read, FLOPs to compute. A step reads the
-    weights of a draft once for each token that it drafts."""
+    weights of a draft once for each token that it drafts, and the weights of a layer each time that it runs."""
 
     def __init__(self, model: Any, draft: Any = None, ahead: int = 0):
         import jax
@@ -219,7 +224,11 @@ class Roofline:
         if model.lm_head is not None:
             self.dense -= total(model.embed)
             self.row = total(model.embed)[0] // model.config.vocab_size
-        routed = [part for _, part in nnx.iter_modules(model) if isinstance(part, Expert)]
+        repeated = [model.layers[layer] for layer in _repeated(model.config.executed_layers)]
+        self.dense += sum(map(total, repeated), np.zeros(2, int))
+        routed = [
+            part for whole in (model, *repeated) for _, part in nnx.iter_modules(whole) if isinstance(part, Expert)
+        ]
         self.experts = routed[0].kernel.shape[-3] if routed else 1
         self.chosen = getattr(model.config, "num_experts_per_tok", 1)
         routed_total = sum(map(total, routed), np.zeros(2, int))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuconv.errors import CorruptOutput, UsageError
-from tpuconv.names import BESIDE, SIGNATURE
+from tpuconv.names import ADDED_FILES, SIGNATURE
 
 
 def sign(folder: Path, key: Path) -> Path:
@@ -63,7 +63,7 @@ def check_signature(folder: Path, key: Path) -> None:
 def _hashes() -> Any:
     from model_signing import hashing
 
-    return hashing.Config().set_ignored_paths(paths=BESIDE, ignore_git_paths=False)
+    return hashing.Config().set_ignored_paths(paths=ADDED_FILES, ignore_git_paths=False)
 
 
 @contextmanager

@@ -280,6 +280,11 @@ class DecoderConfig:
         return {"L": range(self.num_hidden_layers)}
 
     @property
+    def executed_layers(self) -> Sequence[int]:
+        """The layers in the order in which they run. A looped one stands there once for each time that it runs."""
+        return range(self.num_hidden_layers)
+
+    @property
     def layer_sizes(self) -> Mapping[int, Mapping[str, int]]:
         """For layers in which letters have other sizes than in `sizes`, these sizes."""
         return {}

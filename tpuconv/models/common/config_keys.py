@@ -48,6 +48,7 @@ NO_EFFECT = frozenset(
         # of layers with a state: how it is computed, and initial values
         *("mamba_chunk_size", "chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "z_loss_coefficient"),
         *("time_step_max", "time_step_floor", "rescale_prenorm_residual", "moe_shared_expert_overlap"),
+        *("time_step_scale", "time_step_init_scheme", "use_mambapy", "use_falcon_mambapy", "use_associative_scan"),
         *("mamba_dt_max", "mamba_dt_init_floor", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     }
 )

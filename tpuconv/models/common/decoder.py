@@ -167,7 +167,7 @@ class Decoder(nnx.Module):
 
         mtp = empty(self.config.num_hidden_layers) if hasattr(self, "mtp") else None
         if not self.scan_layers:
-            return Cache.empty(tuple(map(empty, range(self.config.num_hidden_layers))), batch, length, mtp)
+            return Cache.empty(tuple(map(empty, self.config.executed_layers)), batch, length, mtp)
         stacks = self._stacks
         by_place = tuple(empty(i, stacks.count) for i in range(stacks.period))
         layers = by_place[0] if stacks.period == 1 else (by_place, tuple(map(empty, stacks.rest)))

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.kinds import faults_of_kinds
+from tpuconv.models.common.rope import Rope
 
 OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 """Entries of `layer_types` in files of older releases of transformers."""
@@ -54,6 +55,69 @@ class StateConfig(DecoderConfig):
             "state_layers": self.layers_of(self.state_kind),
         }
 
+
+ATTENTION_KEYS = frozenset(
+    {"num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings"}
+)
+"""Keys of config.json that describe attention and MLPs."""
+ATTENTION_LETTERS = frozenset("NKGHF")
+"""The letters of their sizes."""
+
+
+class StatesAlone:
+    """A decoder with a state in every layer, and no attention and no MLP. A family's Config derives from this class and
+    from a `StateConfig`, in this order."""
+
+    derived: ClassVar[frozenset[str]] = DecoderConfig.derived | ATTENTION_KEYS | {"head_dim", "layer_types"}
+    left_out: ClassVar[frozenset[str]] = ATTENTION_KEYS
+    state_kind: ClassVar[str]
+
+    num_hidden_layers: int
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """See `DecoderConfig.read_ropes`."""
+        return {}
+
+    def contradictions_of_heads(self) -> Iterator[str]:
+        """See `DecoderConfig.contradictions_of_heads`."""
+        yield from ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """See `StateConfig.kinds`."""
+        return (self.state_kind,) * self.num_hidden_layers
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """See `DecoderConfig.ropes`."""
+        return (None,) * self.num_hidden_layers
+
+    @property
+    def rope_dim(self) -> int:
+        """See `DecoderConfig.rope_dim`: the fewest, since nothing is rotated."""
+        return 2
+
+    @property
+    def unrounded_cache(self) -> str:
+        """See `DecoderConfig.unrounded_cache`."""
+        return "it holds states, which are always in float32"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """See `DecoderConfig.sizes`."""
+        sizes: dict[str, int] = super().sizes  # type: ignore[misc]
+        return {letter: size for letter, size in sizes.items() if letter not in ATTENTION_LETTERS}
+
+
+WITHOUT_ATTENTION: Mapping[str, Any] = {
+    "num_attention_heads": 1,
+    "intermediate_size": 1,
+    "max_position_embeddings": 1 << 20,  # a state has no limit
+    "head_dim": None,
+    "layer_types": None,
+}
+"""The fields of `StatesAlone` that no config.json has."""
 
 NO_LIMIT = 3e38
 """Stands for infinity, which is no number in JSON: nearly the largest float32."""
@@ -121,6 +185,37 @@ class MambaConfig(StateConfig):
             "per_group": self.mamba_n_heads // self.mamba_n_groups,
             "key_dim": self.mamba_d_state,
             "value_dim": self.mamba_head,
+            "taps": self.mamba_d_conv,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelConfig(StateConfig):
+    """A decoder with Mamba-1 in some layers. `mamba_dt_rank` is a sixteenth of the model width if it is absent or
+    "auto"."""
+
+    mamba_d_state: int
+    mamba_d_conv: int
+    mamba_expand: int
+    mamba_dt_rank: int | None
+    mamba_conv_bias: bool
+    mamba_proj_bias: bool
+
+    @classmethod
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """As `StateConfig.in_our_keys`. The rank of time steps may be "auto"."""
+        out, rank = super().in_our_keys(raw), cls._key("mamba_dt_rank")
+        if out.get(rank) == "auto":
+            del out[rank]
+        return out
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {
+            **super().sizes,
+            "channels": self.mamba_expand * self.hidden_size,
+            "key_dim": self.mamba_d_state,
+            "step_rank": self.mamba_dt_rank or -(-self.hidden_size // 16),
             "taps": self.mamba_d_conv,
         }
 

@@ -20,6 +20,9 @@ from tpuconv.models.common.steps import Step
 CHUNK = 64
 """Tokens that are computed at once by matrix products. The state is passed from chunk to chunk."""
 
+UNROLLED = 8
+"""Tokens of `scan_tokens` that the compiler may fuse. 16 are not faster."""
+
 # By default a TPU multiplies float32 as bfloat16, and errors of the state add up.
 exact_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
@@ -67,6 +70,10 @@ class PackedTokens(NamedTuple):
         order_BT1 = jnp.argsort(~is_real_BT, axis=1, stable=True)[..., None]
         is_real_BT = jnp.arange(x_BTD.shape[1]) < length_B[:, None]
         return cls(jnp.take_along_axis(x_BTD, order_BT1, axis=1), is_real_BT, length_B, order_BT1)
+
+    def placed(self, values_BT: jax.Array) -> jax.Array:
+        """Returns values [B, T] of the tokens of a step in the columns of these tokens."""
+        return values_BT if self.order_BT1 is None else jnp.take_along_axis(values_BT, self.order_BT1[..., 0], axis=1)
 
     def unpacked(self, y_BTD: jax.Array) -> jax.Array:
         """Returns the outputs `y_BTD` in the columns of their tokens."""
@@ -122,6 +129,38 @@ def decays(rate_Bnrt: jax.Array) -> jax.Array:
     earlier = jnp.tril(jnp.ones((tokens, tokens), bool))
     sums_Bnrts = jnp.cumsum(jnp.where(jnp.tril(earlier, -1), rate_Bnrt[..., None], 0), axis=-2)
     return jnp.where(earlier, jnp.exp(sums_Bnrts), 0)
+
+
+def scan_tokens(
+    step: Callable[..., tuple[jax.Array, jax.Array]], inputs: tuple[jax.Array, ...], s: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the outputs [B, T, ...] and the state after these tokens of a state that has no form by matrix products,
+    since each of its elements decays at a rate of its own.
+
+    The TPU compiler fuses a few tokens of the loop, so that the state is read and written once for them. An associative
+    scan of 64 tokens writes the states of all of them several times: five times the bytes for Mamba-1, and three times
+    the estimated time (docs/log.md).
+
+    Args:
+        step: returns the state [B, ...] after a token and the output [B, ...], of the state before it and the inputs
+            [B, ...] of the token. Inputs that are 0 leave the state as it is.
+        inputs: arrays [B, T, ...] in float32.
+        s: the state before these tokens, in float32.
+    """
+    tokens = inputs[0].shape[1]
+
+    def run_chunk(s: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        outputs = []
+        for token in range(chunk[0].shape[1]):
+            s, y = step(s, *(x[:, token] for x in chunk))
+            outputs.append(y)
+        return s, jnp.stack(outputs, axis=1)
+
+    if tokens == 1:
+        s, y = run_chunk(s, inputs)
+        return y, s
+    s, y = jax.lax.scan(run_chunk, s, tuple(in_chunks(x, UNROLLED) for x in inputs))
+    return from_chunks(y, tokens), s
 
 
 class HybridBlock(PreNormBlock):

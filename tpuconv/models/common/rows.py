@@ -15,6 +15,8 @@ declare(
     key_dim=Word("dimension of a key of linear attention, state size of Mamba-2"),
     value_dim=Word("dimension of a value head of linear attention or Mamba-2"),
     taps=Word("taps of a causal convolution"),
+    channels=Word("channels of a short convolution, of Mamba-1 or of an RG-LRU", as_="K"),
+    step_rank=Word("rank of the time steps of Mamba-1"),
     # Layers that differ in what their tokens see
     window_layers=Word("layers with a sliding window"),
     full_layers=Word("layers that see all tokens, in a model where others have a sliding window"),
@@ -253,6 +255,29 @@ MAMBA_ROWS = (
     *when("mamba_proj_bias", MAMBA_IN_BIAS, MAMBA_OUT_BIAS),
 )
 """Mamba-2 of a `MambaConfig`."""
+
+
+MAMBA1_ROWS = (
+    Map("in_proj.weight", ("x.kernel", "z.kernel"), "(channels + channels) D -> D channels, D channels"),
+    Map("conv1d.weight", "conv.kernel", "channels 1 taps -> channels taps"),
+    *when("mamba_conv_bias", Map("conv1d.bias", "conv.bias", "channels")),
+    Map(
+        "x_proj.weight",
+        ("dt_a.kernel", "b.kernel", "c.kernel"),
+        "(step_rank + key_dim + key_dim) channels -> channels step_rank, channels key_dim, channels key_dim",
+    ),
+    Map("dt_proj.weight", "dt.kernel", "channels step_rank -> step_rank channels"),
+    Map("dt_proj.bias", "dt.bias", "channels"),
+    Map("A_log", "a_log", "channels key_dim -> key_dim channels"),
+    Map("D", "skip", "channels"),
+    Map("out_proj.weight", "o.kernel", "D channels -> channels D"),
+    *when(
+        "mamba_proj_bias",
+        Map("in_proj.bias", ("x.bias", "z.bias"), "(channels + channels) -> channels, channels"),
+        MAMBA_OUT_BIAS,
+    ),
+)
+"""Mamba-1 of a `ChannelConfig`, without norms."""
 
 
 def mlp_rows(*moe_rows: Map) -> tuple[Map, ...]:

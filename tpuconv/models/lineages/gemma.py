@@ -1,12 +1,17 @@
-"""Gemma, from the first version to Gemma 4."""
+"""Gemma, from the first version to Gemma 4, and RecurrentGemma."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import frexp, ldexp
 from typing import Any, ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.config_keys import CAUSAL
 from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.hybrid import StateConfig
+from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import GLOBAL_ROPE, PLAIN_ROPE, Rope
+from tpuconv.models.common.rows import ATTENTION, MLP, MLP_BIAS, O_BIAS, QKV_BIAS, when
 from tpuconv.models.common.windows import ROPES_BY_KIND, PatternConfig, read_older_ropes
 from tpuconv.models.common.wrapper import BRINGS, HEARS, LLAVA, SEES
 from tpuconv.models.declare import decoder, like, wrapper
@@ -15,6 +20,13 @@ from tpuconv.models.gemma4_text.family import FAMILY as GEMMA4_TEXT
 from tpuconv.models.parts import Attn, Factors, Mlp, Norms
 from tpuconv.models.towers.modalities import GEMMA3_VISION, GEMMA4_PATCHES, GEMMA4_VISION
 from tpuconv.models.towers.sound_modalities import GEMMA4_AUDIO, GEMMA4_FRAMES
+from tpuconv.notation.letters import Word, declare
+from tpuconv.notation.table import Map, MappingTable, under
+
+declare(
+    block_dim=Word("channels of one block of an RG-LRU"),
+    block_in=Word("the same, as the input axis of a square matrix"),
+)
 
 
 class RootOfWidth(DecoderConfig):
@@ -175,4 +187,131 @@ GEMMA4_UNIFIED_TEXT = like(
     "Gemma4UnifiedForCausalLM",
     only=WITHOUT_TOWERS,
     defaults={"hidden_size_per_layer_input": 0},
+)
+
+
+BLOCK_KINDS = {"recurrent": "linear_attention", "attention": "sliding_attention"}
+"""The kinds of layers, by the names of `block_types`."""
+
+
+@family_config
+class RecurrentGemmaConfig(RootOfWidth, PartialRopeConfig, StateConfig):
+    """The kinds of layers are `block_types`, repeated. An MLP has half the width `intermediate_size`."""
+
+    derived: ClassVar[frozenset[str]] = StateConfig.derived | {"layer_types", "max_position_embeddings"}
+    left_out: ClassVar[frozenset[str]] = frozenset(
+        {"max_position_embeddings", "w_init_variance_scale", "final_w_init_variance_scale"}
+    )
+    other_kinds: ClassVar[tuple[str, ...]] = ("sliding_attention",)
+    only: ClassVar = {"hidden_activation": ("gelu_pytorch_tanh",)}
+
+    layer_types: tuple[str, ...] | None = None
+    max_position_embeddings: int = 1 << 20  # states and windows have no limit
+    head_dim: int | None = None
+    partial_rotary_factor: float = 0.5
+    attention_window_size: int
+    block_types: tuple[str, ...]
+    conv1d_width: int
+    logits_soft_cap: float
+    lru_width: int | None
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.channels % self.num_attention_heads:
+            yield f"lru_width={self.channels} is not a multiple of num_attention_heads={self.num_attention_heads}"
+        if self.logits_soft_cap <= 0:
+            yield f"logits_soft_cap={self.logits_soft_cap} is not positive"
+
+    @property
+    def channels(self) -> int:
+        """The width of an RG-LRU."""
+        return self.lru_width or self.hidden_size
+
+    @property
+    def embedding_factor(self) -> float:
+        """The factor of embeddings, which is rounded to bfloat16 whatever the dtype of the model."""
+        fraction, exponent = frexp(super().embedding_factor)
+        return ldexp(round(fraction * 256), exponent - 8)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        names = self.block_types or ("",)
+        return tuple(BLOCK_KINDS.get(name := names[i % len(names)], name) for i in range(self.num_hidden_layers))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(None if kind == self.state_kind else self.attention_window_size for kind in self.kinds)
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return tuple(None if kind == self.state_kind else self.rope for kind in self.kinds)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        width = self.channels // self.num_attention_heads
+        return {
+            **super().sizes,
+            "F": self.intermediate_size // 2,
+            "block_dim": width,
+            "block_in": width,
+            "taps": self.conv1d_width,
+        }
+
+
+GEMMA_ATTENTION = tuple(
+    replace(row, hf=str(row.hf).replace("self_attn.", "temporal_block."))
+    for row in (*ATTENTION, *when("attention_bias", *QKV_BIAS), O_BIAS)
+)
+
+RECURRENT_UNIT = (
+    *(
+        row
+        for name, place in (("linear_y", "y"), ("linear_x", "x"))
+        for row in (
+            Map(f"{name}.weight", f"{place}.kernel", "(N block_dim) D -> D N block_dim"),
+            Map(f"{name}.bias", f"{place}.bias", "(N block_dim) -> N block_dim"),
+        )
+    ),
+    Map("conv_1d.weight", "conv.kernel", "(N block_dim) 1 taps -> N block_dim taps"),
+    Map("conv_1d.bias", "conv.bias", "(N block_dim) -> N block_dim"),
+    Map("rg_lru.input_gate_weight", "i.kernel", "N block_in block_dim"),
+    Map("rg_lru.input_gate_bias", "i.bias", "N block_dim"),
+    Map("rg_lru.recurrent_gate_weight", "a.kernel", "N block_in block_dim"),
+    Map("rg_lru.recurrent_gate_bias", "a.bias", "N block_dim"),
+    Map("rg_lru.recurrent_param", "rate", "(N block_dim) -> N block_dim"),
+    Map("linear_out.weight", "o.kernel", "D (N block_dim) -> N block_dim D"),
+    Map("linear_out.bias", "o.bias", "D"),
+)
+
+RECURRENT_GEMMA = GEMMA.but(
+    "recurrent_gemma",
+    "RecurrentGemma 2B, 9B",
+    "RecurrentGemmaForCausalLM",
+    Norms(kind="centered RMS", module="modules.griffin:RecurrentBlock"),
+    Attn("attention_bias", out_bias=True),
+    Mlp(act="gelu_tanh", bias=True),
+    Factors(embedding="embedding_factor", cap="logits_soft_cap"),
+    config=RecurrentGemmaConfig,
+    base="modules.griffin:RecurrentDecoder",
+    table=MappingTable(
+        (
+            Map("model.embed_tokens.weight", "embed.embedding", "V D"),
+            Map("model.layers.{L}.temporal_pre_norm.weight", "layers.{L}.attn_norm.scale", "D"),
+            Map("model.layers.{L}.channel_pre_norm.weight", "layers.{L}.mlp_norm.scale", "D"),
+            *under(
+                "model.layers.{attention_layers}",
+                "layers.{attention_layers}",
+                *GEMMA_ATTENTION,
+            ),
+            *under("model.layers.{state_layers}.temporal_block", "layers.{state_layers}.attn", *RECURRENT_UNIT),
+            *under("model.layers.{L}.mlp_block", "layers.{L}.mlp", *MLP, *MLP_BIAS),
+            Map("model.final_norm.weight", "norm.scale", "D"),
+            Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+        ),
+        ignore={
+            "model.layers.{attention_layers}.temporal_block.rotary_emb.inv_freq": "computed from config.json",
+            "model.normalizer": "computed from config.json",
+        },
+        copies={"lm_head.weight": "model.embed_tokens.weight"},
+    ),
 )

@@ -12,12 +12,7 @@ from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.windows import read_two_ropes
 from tpuconv.models.declare import decoder
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
-from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
-
-declare(
-    channels=Word("channels of a short convolution", as_="K"),
-)
 
 
 @family_config

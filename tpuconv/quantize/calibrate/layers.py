@@ -19,6 +19,7 @@ from flax import nnx
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import read_array
+from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.common.observe import observing
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.steps import NO_WINDOW, Steps
@@ -91,6 +92,9 @@ class LayerRunner:
         manifest: the checkpoint, not quantized.
         length: tokens of each sample.
 
+    Raises:
+        UnsupportedConfig: some layers run several times.
+
     Attributes:
         width: columns W of the states of a token between two layers.
         changing: how many of them, the first ones, layers change.
@@ -99,6 +103,11 @@ class LayerRunner:
     def __init__(self, manifest: Manifest, length: int):
         family = get_family(manifest.family)
         config = model_config(manifest)
+        if len(config.executed_layers) > config.num_hidden_layers:
+            raise UnsupportedConfig(
+                f"the layers of {config.model_type} cannot be calibrated or measured one by one: {config.inseparable}",
+                hint="quantize without calibration",
+            )
         self.manifest = manifest
         self.model = nnx.eval_shape(lambda: family.model_class(config, dtype=jnp.float32))
         layers = len(self.model.layers)

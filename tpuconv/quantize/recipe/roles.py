@@ -57,7 +57,7 @@ class Role:
 
 ROLES = (
     Role("routers", r"(.*/)?router(_shared)?", ()),
-    Role("states and decays", r"(mamba|delta)/(o|a|b|c|dt|f|f_a|f_b)", ALWAYS_INT8),
+    Role("states and decays", r"(mamba|delta)/(o|a|b|c|dt|dt_a|f|f_a|f_b)", ALWAYS_INT8),
     Role("selection of tokens", r"(\w+/)?attn/(indexer|compressor)/.*", ALWAYS_INT8),
     Role("shared experts, down", r"moe/shared/down", ALL_TYPES, 6.0),
     Role("shared experts, gate and up", r"moe/shared/(gate|up)", ALL_TYPES, 4.0),

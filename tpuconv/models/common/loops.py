@@ -1,0 +1,30 @@
+"""Looped layers: some run several times, each time with keys and values of their own."""
+
+from typing import Any
+
+import jax
+
+from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.common.placement import placed
+from tpuconv.models.common.steps import NO_WINDOW, Steps
+
+
+class LoopedDecoder(Decoder):
+    """A decoder whose layers run in the order of `executed_layers`. A cache has an entry for each execution."""
+
+    def entering(self, execution: int, x_BTD: jax.Array, kept: dict[str, jax.Array]) -> jax.Array:
+        """Returns the hidden states [B, T, D] that enter an execution, made of the output of the one before. `kept` is
+        for what later executions of the same call need."""
+        return x_BTD
+
+    def _run(self, x_BTD: jax.Array, steps: Steps, kvs: Any) -> tuple[jax.Array, Any]:
+        kept: dict[str, jax.Array] = {}
+        new_kvs = []
+        windows = self.config.windows
+        for execution, layer in enumerate(self.config.executed_layers):
+            x_BTD = placed(self.entering(execution, x_BTD, kept), "B T D")
+            steps.enter(layer, x_BTD)
+            kv, window = None if kvs is None else kvs[execution], min(windows[layer] or NO_WINDOW, NO_WINDOW)
+            x_BTD, kv = self.layers[layer](x_BTD, steps[layer], window, kv)
+            new_kvs.append(kv)
+        return x_BTD, tuple(new_kvs)

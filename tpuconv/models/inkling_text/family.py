@@ -1,0 +1,197 @@
+"""Inkling: config and mapping table."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.kinds import faults_of_kinds
+from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.rows import ATTENTION, FURTHER_TOKENS, HEAD_NORMS, MLP, PRE_NORMS, decoder_table
+from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs
+from tpuconv.models.registry import family
+from tpuconv.notation.letters import Word, declare
+from tpuconv.notation.table import Map, under
+
+declare(
+    relative_dim=Word("profiles of relative positions that a head mixes"),
+    relative_extent=Word("distances of keys that have learned relative positions"),
+    scored_experts=Word("experts that a router scores: those that it chooses, then the shared ones"),
+    shared_experts=Word("experts that every token uses"),
+)
+
+HYBRID_FULL, HYBRID_WINDOW = "hybrid", "hybrid_sliding"
+"""The `layer_types` of layers that see all tokens, and of those with a window. Both have convolutions."""
+KEYS_OF_MTP = ("rms_norm_eps_moe_gate", "num_mtp_layers", "chain_hidden_post_norm", "mtp_hidden_states_first")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativeConfig(ChosenExperts, DecoderConfig):
+    """A decoder with learned relative positions and short convolutions. Layers with a sliding window have heads of
+    their own. Without `layer_types` every sixth layer sees all tokens."""
+
+    experts_key: ClassVar[str] = "n_routed_experts"
+    hf_names: ClassVar[Mapping[str, str]] = {"sliding_window": "sliding_window_size"}
+    only: ClassVar = {"tie_word_embeddings": (False,), "number_of_conv_states": (4,)}
+
+    tie_word_embeddings: bool = False
+    head_dim: int
+    swa_num_attention_heads: int
+    swa_num_key_value_heads: int
+    swa_head_dim: int
+    sliding_window: int
+    d_rel: int
+    rel_extent: int
+    log_scaling_n_floor: int | None
+    log_scaling_alpha: float
+    layer_types: tuple[str, ...] | None
+    conv_kernel_size: int
+    n_routed_experts: int
+    route_scale: float
+    unpadded_vocab_size: int | None
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        yield from faults_of_kinds("layer_types", self.kinds, self.num_hidden_layers, (HYBRID_FULL, HYBRID_WINDOW))
+
+    def contradictions_of_heads(self) -> Iterator[str]:
+        for prefix, heads, kv_heads in (
+            ("", self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads),
+            ("swa_", self.swa_num_attention_heads, self.swa_num_key_value_heads),
+        ):
+            if heads % kv_heads:
+                yield f"{prefix}num_attention_heads={heads} is not a multiple of {prefix}num_key_value_heads={kv_heads}"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The `layer_types` of all layers."""
+        return self.layer_types or tuple(
+            HYBRID_WINDOW if (i + 1) % 6 else HYBRID_FULL for i in range(self.num_hidden_layers)
+        )
+
+    @property
+    def logit_count(self) -> int:
+        """The number of tokens that have logits: the head may have further rows."""
+        return min(self.unpadded_vocab_size or self.vocab_size, self.vocab_size)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(self.sliding_window if kind == HYBRID_WINDOW else None for kind in self.kinds)
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return (None,) * self.num_hidden_layers
+
+    @property
+    def horizons(self) -> frozenset[int]:
+        floor = {self.log_scaling_n_floor} if self.log_scaling_n_floor else set()
+        return super().horizons | {self.rel_extent} | floor
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {
+            **super().sizes,
+            "taps": self.conv_kernel_size,
+            "relative_dim": self.d_rel,
+            "relative_extent": self.rel_extent,
+        }
+
+    @property
+    def layer_sizes(self) -> Mapping[int, Mapping[str, int]]:
+        heads, kv_heads = self.swa_num_attention_heads, self.swa_num_key_value_heads
+        own = {"N": heads, "K": kv_heads, "G": heads // kv_heads, "H": self.swa_head_dim}
+        own["relative_extent"] = self.sliding_window
+        return {layer: own for layer, kind in enumerate(self.kinds) if kind == HYBRID_WINDOW}
+
+    @property
+    def unscannable(self) -> str:
+        return "layers with a window have heads and relative positions of their own"
+
+
+@family_config
+class Config(MixedMLPs, RelativeConfig):
+    """The keys of config.json. In a file with `dense_intermediate_size`, `intermediate_size` is the width of experts.
+    Layers for multi-token prediction are skipped."""
+
+    model_type: ClassVar[str] = "inkling_text"
+    hf_names: ClassVar[Mapping[str, str]] = {
+        **RelativeConfig.hf_names,
+        "first_k_dense_replace": "dense_mlp_idx",
+    }
+    only: ClassVar = {**RelativeConfig.only, "shared_expert_sink": (True,)}
+    least: ClassVar[Mapping[str, int]] = {"first_k_dense_replace": 0}
+    left_out: ClassVar[frozenset[str]] = frozenset({*KEYS_OF_MTP, "mtp_local_layer_ids", "dense_intermediate_size"})
+
+    local_layer_ids: tuple[int, ...] | None
+    first_k_dense_replace: int = 0
+    mlp_layer_types: tuple[str, ...] | None
+    moe_intermediate_size: int
+    num_experts_per_tok: int
+    n_shared_experts: int
+    logits_mup_width_multiplier: float
+
+    @classmethod
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """As `DecoderConfig.in_our_keys`, with the widths of experts and of MLPs under their own keys."""
+        out = super().in_our_keys(raw)
+        if (width := raw.get("dense_intermediate_size")) is None:
+            return out
+        experts = out.get("intermediate_size", cls.intermediate_size)
+        return out | {"moe_intermediate_size": experts, "intermediate_size": width}
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.layer_types is not None or self.local_layer_ids is None:
+            return super().kinds
+        return tuple(HYBRID_WINDOW if i in self.local_layer_ids else HYBRID_FULL for i in range(self.num_hidden_layers))
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return super().layer_sets
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        experts = self.n_routed_experts + self.n_shared_experts
+        return {**super().sizes, "scored_experts": experts, "shared_experts": self.n_shared_experts}
+
+
+RELATIVE = (
+    Map("self_attn.r_proj.weight", "relative.mix.kernel", "(N relative_dim) D -> D N relative_dim"),
+    Map("self_attn.rel_logits_proj.proj", "relative.profiles.kernel", "relative_dim relative_extent"),
+)
+CONVOLUTION_ROWS = (
+    Map("self_attn.k_sconv.conv1d.weight", "attn.k_conv.kernel", "(K H) 1 taps -> K H taps"),
+    Map("self_attn.v_sconv.conv1d.weight", "attn.v_conv.kernel", "(K H) 1 taps -> K H taps"),
+    Map("attn_sconv.conv1d.weight", "attn_conv.kernel", "D 1 taps -> D taps"),
+    Map("mlp_sconv.conv1d.weight", "mlp_conv.kernel", "D 1 taps -> D taps"),
+)
+
+ROUTER_WITH_SHARED = (
+    Map("gate.weight", "router.kernel", "scored_experts D -> D scored_experts"),
+    Map("gate.global_scale", "router.factor", "1"),
+    Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
+)
+EXPERTS_WITH_SHARED = (
+    Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
+    Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
+    Map("shared_experts.gate_proj", "shared.gate.kernel", "shared_experts M D -> D shared_experts M"),
+    Map("shared_experts.up_proj", "shared.up.kernel", "shared_experts M D -> D shared_experts M"),
+    Map("shared_experts.down_proj", "shared.down.kernel", "shared_experts D M -> shared_experts M D"),
+)
+
+TABLE = decoder_table(
+    *PRE_NORMS,
+    *ATTENTION,
+    *HEAD_NORMS,
+    *RELATIVE,
+    *CONVOLUTION_ROWS,
+    others=(
+        Map("model.embed_tokens.embed_norm.weight", "embed_norm.scale", "D"),
+        *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP, Map("global_scale", "factor", "1")),
+        *under("model.layers.{J}.mlp", "layers.{J}.moe", *ROUTER_WITH_SHARED, *EXPERTS_WITH_SHARED),
+    ),
+    ignore={"model.mtp.*": FURTHER_TOKENS},
+)
+
+FAMILY = family(Config, TABLE, "Inkling, the text model saved on its own", "InklingForCausalLM")
