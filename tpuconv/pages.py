@@ -13,8 +13,8 @@ td,th{padding:.2rem .6rem;text-align:left;border-bottom:1px solid #e4e7eb}td.n,t
 svg text{font:12px system-ui,sans-serif;fill:currentColor}.dot{fill:#2f6fde;fill-opacity:.55}
 .front{fill:none;stroke:#2f6fde;stroke-width:2}.point{fill:#2f6fde}.chosen{fill:#d6452b}
 .bars{fill:#2f6fde}.other{fill:none;stroke:#d6452b}.bad{color:#d6452b;font-weight:600}
-details{border-bottom:1px solid #e4e7eb;padding:.3rem 0}summary{cursor:pointer}details>*{margin-left:1rem}
-details>summary{margin-left:0}summary svg{width:10rem;height:1.5rem;float:right}
+details{border-bottom:1px solid #e4e7eb;padding:.3rem 0 .3rem 1rem}summary{cursor:pointer;margin-left:-1rem}
+summary svg{width:10rem;height:1.5rem;float:right}
 .facts{color:#57606a;font-size:13px}td svg{width:8rem;height:1.3rem}
 @media(prefers-color-scheme:dark){body{background:#15181c;color:#e3e6ea}td,th,details{border-color:#30363d}
 .facts{color:#9aa4af}}
