@@ -25,14 +25,14 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "_best", partial(benchmark._best, repeats=1))  # of a gigabyte
     (tmp_path / "tiny-qwen3").symlink_to(EXAMPLE)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
-    assert len(blocks) == 22
+    assert len(blocks) == 23
     said, names = io.StringIO(), {}
     with redirect_stdout(said):
         for block in blocks:
             exec(compile(block, "docs/api.md", "exec"), names)
     assert said.getvalue().startswith("qwen3 1604800 3209600\n")
     assert sorted(set(os.listdir())) == [
-        "tiny-int8", "tiny-orbax", "tiny-qwen3", "tiny-safetensors", "tiny-scanned", "tiny-tuned",
+        "tiny-int8", "tiny-orbax", "tiny-qwen3", "tiny-safetensors", "tiny-scanned", "tiny-tuned", "tiny.html",
     ]  # fmt: skip
 
 

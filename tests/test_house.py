@@ -22,7 +22,7 @@ MODULES = {
 }
 # From the ground up: a room imports those that stand before it.
 ORDER = (
-    *("errors", "explanations", "extras", "text", "memory", "names", "progress", "options", "location"),
+    *("errors", "explanations", "extras", "text", "pages", "memory", "names", "progress", "options", "location"),
     *("credentials", "object_requests", "buckets", "jsonfile", "hosts"),
     *("patterns", "private", "libtpu", "notation", "storage", "sources", "encodings", "checkpoint", "models"),
     *("targets", "convert", "quantize", "weight_map", "restore", "direct", "persist", "verify", "doctor"),

@@ -39,6 +39,7 @@ from tpuconv.quantize.recipe.layerwise import DTYPE, LayerwiseProbe
 from tpuconv.quantize.recipe.search import Option, ParamGroup, SearchSpace, choose, to_yaml
 from tpuconv.quantize.report import report
 from tpuconv.quantize.rules import resolve_rules
+from tpuconv.storage.reports import check_free, write_report
 from tpuconv.verify.logits import compare_logits, model_logits, tokenize
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -490,17 +491,17 @@ def test_only_whole_models_that_are_not_quantized_are_measured(ckpt, hf, tmp_pat
 
 def test_a_file_that_came_to_be_meanwhile_is_not_replaced(tmp_path):
     file = tmp_path / "recipe.yaml"
-    recipe.check_free(file, False)
+    check_free(file, "recipe", overwrite=False)
     file.write_text("mine")
     with pytest.raises(OutputError, match="exists"):
-        recipe.write("ours", file, False)
+        write_report("ours", file, "recipe", overwrite=False)
     assert file.read_text() == "mine"
-    recipe.write("ours", file, True)
+    write_report("ours", file, "recipe", overwrite=True)
     assert file.read_text() == "ours"
 
 
 def test_a_folder_in_which_no_file_can_be_made_is_named_before_anything_is_measured():
     file = Path("/proc/recipe.yaml")
     with pytest.raises(ResourceError, match=r"recipe\.yaml cannot be written: ") as error:
-        recipe.check_free(file, False)
+        check_free(file, "recipe", overwrite=False)
     assert error.value.hint == "name another file by `recipe=`"

@@ -43,6 +43,15 @@ def collapse(names: Iterable[str]) -> dict[str, list[str]]:
     return {_fill(template, members): members for template, members in groups.items()}
 
 
+def layer_module(name: str) -> str:
+    """Returns the module of a parameter: up to the word that follows the first index, as in `layers.3.mlp`, or all but
+    the last word of a name without an index."""
+    words = name.split(".")
+    index = next((i for i, word in enumerate(words) if _NUMBER.fullmatch(word) or word.startswith("layers_")), None)
+    end = len(words) - 1 if index is None else min(index + 2, len(words) - 1)
+    return ".".join(words[:end]) or name
+
+
 def expand(pattern: str, limit: int | None = None) -> Iterator[str]:
     """Yields the names of a pattern: every combination of its indices.
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from tpuconv.checkpoint.manifest import Manifest
     from tpuconv.models.logits import Window
     from tpuconv.verify.logits import LogitStatistics
-    from tpuconv.verify.pairs import TensorDifference
     from tpuconv.verify.tasks import TaskDifference
+    from tpuconv.verify.weights.statistics import TensorDifference
 
 WINDOW_LENGTH = 512
 """Tokens of a window of a text by default. The stride is half of it by default."""

@@ -1,18 +1,20 @@
 """Inspect the tensors of a checkpoint, and propose a family for it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import UsageError
-from tpuconv.location import Location, to_location
-from tpuconv.options import MESH_OPTION, argument, takes
+from tpuconv.location import Location, local_path, to_location
+from tpuconv.options import MESH_OPTION, PROGRESS_ARGUMENT, argument, option, takes
+from tpuconv.progress import Listener, Progress, ignore
 from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
     from tpuconv.convert.plan.proposal import FamilyProposal
+    from tpuconv.verify.weights.measuring import MeasuredWeight, WeightComparison
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,6 +28,9 @@ class Inspection(OneLine):
         patterns: for each pattern the keys that docs/json.md lists.
         mesh: sizes of the mesh axes; None without a mesh.
         device_bytes: bytes of one device of the mesh; None without a mesh.
+        html: the page that was written; None without one.
+        weights: with a page, each tensor with the statistics of its values, and of its quantized numbers.
+        comparison: with `beside`, how the parameters of the two differ.
     """
 
     format: str
@@ -34,12 +39,20 @@ class Inspection(OneLine):
     patterns: Sequence[Mapping[str, Any]]
     mesh: Mapping[str, int] | None
     device_bytes: int | None
+    html: Path | None = None
+    weights: "Sequence[MeasuredWeight]" = ()
+    comparison: "WeightComparison | None" = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the keys that docs/json.md lists."""
         sharded = {"mesh": dict(self.mesh), "device_bytes": self.device_bytes} if self.mesh else {}
         facts = {"format": self.format, "tensors": self.tensors, "bytes": self.bytes}
-        return {**facts, **sharded, "patterns": list(self.patterns)}
+        written: dict[str, Any] = {}
+        if self.html is not None:
+            written = {"html": str(self.html), "weights": [each.to_json() for each in self.weights]}
+        if self.comparison is not None:
+            written["comparison"] = self.comparison.to_json()
+        return {**facts, **sharded, **written, "patterns": list(self.patterns)}
 
 
 @dataclass(eq=False, repr=False)
@@ -49,19 +62,30 @@ class InspectRequest:
     path: str | Location = field(metadata=argument("A safetensors folder or file, a Hub id, or a checkpoint of ours."))
     _: KW_ONLY
     mesh: Mapping[str, int] | None = field(default=None, metadata=MESH_OPTION)
+    html: str | Path | None = option(
+        None, "Read all weights, and write a page with statistics and histograms of each tensor to this file."
+    )
+    beside: str | Location | None = option(
+        None, "Compare with this checkpoint, of the same kind, in the page: where the two differ most."
+    )
+    overwrite: bool = option(False, "Replace the page if it exists.")
+    progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
 @takes(InspectRequest)
 def inspect(asked: InspectRequest) -> Inspection:
-    """Returns the tensors of a checkpoint, from headers alone.
+    """Returns the tensors of a checkpoint, from headers alone. With `html` all weights are read, in bounded memory.
 
     Raises:
+        OutputError: the page exists already.
         TpuconvError: the path is none of these, or `mesh` is given for a checkpoint that is not ours.
     """
     from tpuconv.names import MANIFEST, collapse
     from tpuconv.storage.places import is_file
     from tpuconv.storage.sealed import SAFETENSORS, kind_of
 
+    if asked.html is None and (asked.beside is not None or asked.overwrite):
+        raise UsageError("`beside=` and `overwrite=` need a page", hint="name the page by `html=`")
     folder = to_location(asked.path)
     ours = is_file(folder / MANIFEST) and kind_of(folder) != SAFETENSORS
     if asked.mesh and not ours:
@@ -82,7 +106,7 @@ def inspect(asked: InspectRequest) -> Inspection:
             facts["partition"] = tensors[names[0]]["partition"]
             facts["undivided"] = tensors[names[0]]["undivided"]
         patterns.append(facts)
-    return Inspection(
+    found = Inspection(
         format="tpuconv" if ours else "safetensors",
         tensors=len(tensors),
         bytes=sum(tensor["bytes"] for tensor in tensors.values()),
@@ -90,6 +114,20 @@ def inspect(asked: InspectRequest) -> Inspection:
         mesh=asked.mesh,
         device_bytes=sum(tensor["device_bytes"] for tensor in tensors.values()) if asked.mesh else None,
     )
+    return found if asked.html is None else _with_page(found, asked, local_path(asked.html))
+
+
+def _with_page(found: Inspection, asked: InspectRequest, page: Path) -> Inspection:
+    """Reads the weights and writes the page."""
+    from tpuconv.storage.reports import check_free, write_report
+    from tpuconv.verify.weights.measuring import measured_trees
+    from tpuconv.verify.weights.page import weights_page
+
+    check_free(page, "html", overwrite=asked.overwrite)
+    places = [asked.path, *([] if asked.beside is None else [asked.beside])]
+    measured = measured_trees(places, lambda n, of: asked.progress(Progress("reading weights", n, of)))
+    write_report(weights_page(measured), page, "html", overwrite=asked.overwrite)
+    return replace(found, html=page, weights=measured.trees[0].weights, comparison=measured.comparison)
 
 
 def _our_tensors(path: Location, mesh: Mapping[str, int]) -> dict[str, dict[str, Any]]:

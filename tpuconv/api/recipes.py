@@ -154,6 +154,7 @@ def sensitivity(asked: SensitivityRequest) -> Sensitivity:
     from tpuconv.quantize.calibrate.memory import widest_input
     from tpuconv.quantize.recipe import search
     from tpuconv.quantize.recipe.layerwise import DTYPE, LayerwiseProbe
+    from tpuconv.storage.reports import check_free
 
     if asked.target_bits is not None and asked.gates:
         raise UsageError("a number of bits and gates exclude each other", hint="give one of them")
@@ -162,7 +163,7 @@ def sensitivity(asked: SensitivityRequest) -> Sensitivity:
     is_written = asked.target_bits is not None or bool(asked.gates)
     if is_written:
         for path in (out, out.with_suffix(PICTURE)):
-            search.check_free(path, asked.overwrite)
+            check_free(path, "recipe", overwrite=asked.overwrite)
     if asked.target_bits is not None:
         choices.space.check(asked.target_bits)
     ids, rounding, kept = inputs_of(asked, manifest, choices)
@@ -310,6 +311,7 @@ def _write(
 
     from tpuconv.quantize.recipe import picture, search
     from tpuconv.quantize.recipe.layerwise import DTYPE
+    from tpuconv.storage.reports import write_report
 
     (ids, prompts_from), (method, data) = measured_on, calibrated
     asked = (
@@ -333,5 +335,5 @@ def _write(
     chosen = picture.Point(f"{found.out.name}, measured", found.bits_per_weight, found.measured_kl, is_chosen=True)
     points = [*picture.uniform_points(space), chosen]
     page = picture.front_page(f"{origin['name']}: {found.out.name}", space, sums, points)
-    search.write(text, found.out, overwrite)
-    search.write(page, found.picture, overwrite)
+    for path, content in ((found.out, text), (found.picture, page)):
+        write_report(content, path, "recipe", overwrite=overwrite)

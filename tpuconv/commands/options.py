@@ -94,6 +94,7 @@ CLICK: Mapping[str, Mapping[str, Any]] = {
         "callback": lambda ctx, param, value: None if value == "auto" else value,
     },
     "calibration": {"type": Name(), "metavar": "TEXT"},
+    "beside": {"type": Name(), "metavar": "PATH"},
     "draft_for": {"type": Name(), "metavar": "TARGET"},
     "fit": {"multiple": True, "metavar": "SLICE"},
     "gates": {
@@ -101,6 +102,7 @@ CLICK: Mapping[str, Mapping[str, Any]] = {
         "metavar": "NAME=BOUND",
         "callback": lambda ctx, param, value: _parsed_gates(value),
     },
+    "html": {"type": File()},
     "layers": {"type": Layers()},
     "lora_alpha": {"type": Number(min=0, min_open=True)},
     "max_memory": {"type": ByteSize()},

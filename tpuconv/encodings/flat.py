@@ -42,11 +42,11 @@ class FlatParts:
     extra: Mapping[str, TensorInfo]
     any_scales: bool
 
-    def state(self, reader: Reader) -> Mapping[str, Any]:
+    def text(self, reader: Reader) -> Mapping[str, Any]:
         """Returns the parsed text, as `FLAT_STATE` or `NESTED_STATE` describes it.
 
         Raises:
-            SourceError: it does not have this schema, or contradicts the shape or the number of scales.
+            SourceError: it does not have this schema.
         """
         assert self.scheme.flat is not None
         info = self.extra[self.scheme.flat.state]
@@ -54,11 +54,21 @@ class FlatParts:
         reader.read(info, 0, data.data)
         kind = {"quant_type": OneOf(self.scheme.flat.state.rpartition("__")[2])}
         schema = Exactly((NESTED_STATE if self.scales.dtype == NESTED_SCALES else FLAT_STATE) | kind)
-        state: Mapping[str, Any] = check(parse(data.tobytes(), info.name, SourceError), schema, info.name, SourceError)
+        text: Mapping[str, Any] = check(parse(data.tobytes(), info.name, SourceError), schema, info.name, SourceError)
+        return text
+
+    def state(self, reader: Reader) -> Mapping[str, Any]:
+        """Returns the text, which must fit.
+
+        Raises:
+            SourceError: it does not have its schema, or contradicts the shape or the number of scales.
+        """
+        assert self.scheme.flat is not None
+        name, state = self.extra[self.scheme.flat.state].name, self.text(reader)
         size = prod(self.shape)
         if tuple(state["shape"]) != self.shape or -(-size // state["blocksize"]) != self.scales.size:
             raise SourceError(
-                f"{info.name} says {state['shape']} in blocks of {state['blocksize']}, but config.json wants "
+                f"{name} says {state['shape']} in blocks of {state['blocksize']}, but config.json wants "
                 f"{list(self.shape)}, and there are {self.scales.size} scales",
                 hint="the weights do not belong to this config.json: download both again",
             )

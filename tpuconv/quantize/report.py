@@ -11,6 +11,7 @@ from typing import Any
 
 from tpuconv.checkpoint.manifest import element_bytes
 from tpuconv.names import OWN_TARGET, collapse
+from tpuconv.pages import html_page, html_table
 from tpuconv.targets.registry import get_target
 from tpuconv.text import format_size
 from tpuconv.text import html as escape
@@ -152,14 +153,7 @@ def by_pattern(rows: Sequence[Row]) -> list[PatternSummary]:
 # -- as a page --------------------------------------------------------------------------------------------------------
 
 WIDTH, ROW_HEIGHT, LABEL_WIDTH = 960, 18, 330
-
-STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1b1f24;background:#fff}
-h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse;width:100%}
-td,th{padding:.2rem .6rem;text-align:left;border-bottom:1px solid #e4e7eb}td.n,th.n{text-align:right}
-svg text{font:12px system-ui,sans-serif;fill:currentColor}.dot{fill:#2f6fde;fill-opacity:.55}
-@media(prefers-color-scheme:dark){body{background:#15181c;color:#e3e6ea}td,th{border-color:#30363d}}
-"""
+KIND_NUMBERS = ("bits", "worst dB", "mean dB", "clipped")
 
 
 def report_page(manifest: Mapping[str, Any]) -> str:
@@ -168,31 +162,36 @@ def report_page(manifest: Mapping[str, Any]) -> str:
     checkpoint_report = report(manifest)
     groups = by_pattern(checkpoint_report.rows)
     title = f"{manifest['source']['name']}, {checkpoint_report.config}"
-    lines = "".join(
-        f"<tr><td>{escape(kind.pattern)}</td><td class=n>{len(kind.rows)}</td><td>{escape(kind.worst.qtype)}</td>"
-        f"<td class=n>{kind.worst.bits:.2f}</td><td class=n>{kind.worst.snr_db:.1f}</td>"
-        f"<td class=n>{kind.mean_db:.1f}</td><td class=n>{100 * max(r.clipped for r in kind.rows):.3f}%</td></tr>"
-        for kind in groups
+    kinds = html_table(
+        [("parameters", False), ("count", True), ("type", False), *((title, True) for title in KIND_NUMBERS)],
+        (
+            [
+                *(escape(kind.pattern), f"{len(kind.rows)}", escape(kind.worst.qtype), f"{kind.worst.bits:.2f}"),
+                *(f"{kind.worst.snr_db:.1f}", f"{kind.mean_db:.1f}", f"{100 * max(r.clipped for r in kind.rows):.3f}%"),
+            ]
+            for kind in groups
+        ),
     )
-    worst = "".join(
-        f"<tr><td>{escape(row.name)}</td><td>{escape(row.qtype)}</td><td class=n>{row.bits:.2f}</td>"
-        f"<td class=n>{row.count:,}</td><td class=n>{row.snr_db:.1f}</td></tr>"
-        for row in checkpoint_report.rows[:20]
+    worst = html_table(
+        [("parameter", False), ("type", False), *((title, True) for title in ("bits", "weights", "dB"))],
+        (
+            [escape(row.name), escape(row.qtype), f"{row.bits:.2f}", f"{row.count:,}", f"{row.snr_db:.1f}"]
+            for row in checkpoint_report.rows[:20]
+        ),
     )
     bits, size = f"{checkpoint_report.weight_bits:.2f} bits a weight", format_size(checkpoint_report.bytes)
     totals = f"{checkpoint_report.parameters:,} parameters, {bits}, {size}"
-    return f"""<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>
-<h1>{escape(title)}</h1>
-<p>{escape(checkpoint_report.summary)}. {totals}.
+    return html_page(
+        title,
+        f"""<p>{escape(checkpoint_report.summary)}. {totals}.
 {"".join(f"<p>{escape(note)}." for note in checkpoint_report.notes)}
 <h2>Signal-to-noise ratio of every parameter, dB</h2>
 {_plot(groups)}
 <h2>By kind, worst first</h2>
-<table><tr><th>parameters<th class=n>count<th>type<th class=n>bits<th class=n>worst dB<th class=n>mean dB
-<th class=n>clipped</tr>{lines}</table>
+{kinds}
 <h2>The worst parameters</h2>
-<table><tr><th>parameter<th>type<th class=n>bits<th class=n>weights<th class=n>dB</tr>{worst}</table>
-"""
+{worst}""",
+    )
 
 
 def _plot(groups: Sequence[PatternSummary]) -> str:

@@ -4,19 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, log10
 
+from tpuconv.pages import html_page
 from tpuconv.quantize.recipe.search import Option, SearchSpace, Sums
 from tpuconv.text import html as escape
 
 FRONT_WIDTH, FRONT_HEIGHT, LEFT, BOTTOM, LABEL_GAP = 960, 420, 70, 40, 14
 MOST_POINTS = 200
 """The most points of the front that are drawn."""
-
-FRONT_STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1b1f24;background:#fff}
-h1{font-size:1.5rem}svg text{font:12px system-ui,sans-serif;fill:currentColor}
-.front{fill:none;stroke:#2f6fde;stroke-width:2}.dot{fill:#2f6fde}.chosen{fill:#d6452b}
-@media(prefers-color-scheme:dark){body{background:#15181c;color:#e3e6ea}}
-"""
 
 
 @dataclass(frozen=True)
@@ -53,13 +47,13 @@ def front_page(title: str, space: SearchSpace, sums: Sums, points: Sequence[Poin
         sums: the front.
         points: what is named in it.
     """
-    return f"""<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>
-<style>{FRONT_STYLE}</style>
-<h1>{escape(title)}</h1>
-<p>KL divergence from the unquantized model in nats a token, by bits a weight, scales and unquantized parameters
-included. The line is the lowest sum of the groups' divergences at each size; points are measured where they say so.
-{_svg(space, sums, points)}
-"""
+    return html_page(
+        title,
+        f"""<p>KL divergence from the unquantized model in nats a token, by bits a weight, scales and unquantized
+parameters included. The line is the lowest sum of the groups' divergences at each size; points are measured where they
+say so.
+{_svg(space, sums, points)}""",
+    )
 
 
 def _svg(space: SearchSpace, sums: Sums, points: Sequence[Point]) -> str:
@@ -94,7 +88,7 @@ def _svg(space: SearchSpace, sums: Sums, points: Sequence[Point]) -> str:
     )
     line = " ".join(f"{x(bits):.1f},{y(kl):.1f}" for bits, kl in front)
     dots = "".join(
-        f"<circle class={'chosen' if p.is_chosen else 'dot'} cx={x(p.bits):.1f} cy={y(p.kl):.1f} r=5><title>"
+        f"<circle class={'chosen' if p.is_chosen else 'point'} cx={x(p.bits):.1f} cy={y(p.kl):.1f} r=5><title>"
         f"{escape(p.name)}: {p.bits:.2f} bits, KL {p.kl:.3g}</title></circle>"
         f"<text x={min(x(p.bits), FRONT_WIDTH - 200) + 8:.1f} y={y(p.kl) - LABEL_GAP + 6:.1f}>{escape(p.name)}</text>"
         for p in points

@@ -14,14 +14,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, nan
-from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
 
-from tpuconv.errors import OutputError, ResourceError, UsageError
-from tpuconv.storage.disk import replace_file
+from tpuconv.errors import UsageError
 from tpuconv.text import plain
 
 STATES = 20_000
@@ -237,31 +234,3 @@ def _table_lines(groups: Sequence[ParamGroup], options: Sequence[Option]) -> Ite
     for group, chosen in sorted(zip(groups, options, strict=True), key=lambda pair: -pair[0].worst):
         costs = "  ".join(f"{option} {option.kl:.2e}" for option in group.options[1:])
         yield f"{group.pattern:{width}}  {group.count:14,}  {chosen!s:>8}  {costs}"
-
-
-def check_free(out: Path, overwrite: bool) -> None:
-    """Checks that a recipe can be written to `out`.
-
-    Raises:
-        OutputError: the file exists, and must not be replaced.
-        ResourceError: it cannot be created.
-        UsageError: it is a folder, or its folder does not exist.
-    """
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise UsageError(f"{out} is a folder, or its folder does not exist", hint="name a file in an existing folder")
-    if out.exists() and not overwrite:
-        raise OutputError(f"{out} exists", hint="name another file by `recipe=`, or give `overwrite=True`")
-    try:
-        TemporaryFile(dir=out.absolute().parent).close()
-    except OSError as e:
-        raise ResourceError(f"{out} cannot be written: {e.strerror}", hint="name another file by `recipe=`") from e
-
-
-def write(text: str, out: Path, overwrite: bool) -> None:
-    """Writes a recipe. An old file stays until the new one is complete.
-
-    Raises:
-        OutputError, ResourceError, UsageError: see `check_free`, which is called again.
-    """
-    check_free(out, overwrite)
-    replace_file(out, text.encode())

@@ -1,0 +1,44 @@
+"""Writes a file that a user asks for by name, such as a recipe or a page. It appears complete or not at all."""
+
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from tpuconv.errors import OutputError, ResourceError, UsageError
+from tpuconv.storage.disk import PARTIAL, replace_file
+
+
+def check_free(out: Path, option: str, *, overwrite: bool) -> None:
+    """Checks that a file can be written.
+
+    Args:
+        out: its path.
+        option: the name of the option that has the path.
+        overwrite: whether an existing file may be replaced.
+
+    Raises:
+        OutputError: the file exists, and must not be replaced.
+        ResourceError: it cannot be created.
+        UsageError: it is a folder, or its folder does not exist.
+    """
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise UsageError(f"{out} is a folder, or its folder does not exist", hint="name a file in an existing folder")
+    if out.exists() and not overwrite:
+        raise OutputError(f"{out} exists", hint=f"name another file by `{option}=`, or give `overwrite=True`")
+    try:
+        TemporaryFile(dir=out.absolute().parent).close()
+    except OSError as e:
+        raise ResourceError(f"{out} cannot be written: {e.strerror}", hint=f"name another file by `{option}=`") from e
+
+
+def write_report(text: str, out: Path, option: str, *, overwrite: bool) -> None:
+    """Writes a file. An old one stays until the new one is complete; an interruption leaves no part of it.
+
+    Raises:
+        OutputError, ResourceError, UsageError: see `check_free`, which is called again.
+    """
+    check_free(out, option, overwrite=overwrite)
+    try:
+        replace_file(out, text.encode())
+    except BaseException:
+        out.with_name(out.name + PARTIAL).unlink(missing_ok=True)
+        raise
