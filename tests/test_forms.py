@@ -201,6 +201,21 @@ def test_a_layer_that_is_spelled_apart(hf: Any, orbax: Any, tmp_path: Path) -> N
     assert_same(read_tensors(tmp_path / "back"), read_tensors(source))
 
 
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_first_releases_of_mamba(name: str, hf: Any, orbax: Any, tmp_path: Path) -> None:
+    """Their embedding has another name, and config.json need not have the width that follows from `expand`."""
+    case = FIRST[name]
+    raw = json.loads((hf(case) / "config.json").read_text())
+    raw.pop("intermediate_size", None)
+    tensors = {n.replace(".embeddings.", ".embedding."): x for n, x in read_tensors(hf(case)).items()}
+    source = write_checkpoint(tmp_path / "hf", raw, tensors)
+    assert "backbone.embedding.weight" in tensors
+    convert(source, tmp_path / "out")
+    assert_same(restore(tmp_path / "out"), restore(orbax(case)))
+    api.export(tmp_path / "out", tmp_path / "back")
+    assert_same(read_tensors(tmp_path / "back"), tensors)
+
+
 @pytest.mark.parametrize(
     "prefix", ["_orig_mod.", "module.", "base_model.model.", "pretrained_model.", "module._orig_mod."]
 )

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 import tpuconv
 from helpers.checkpoints import read_tensors
 from helpers.conversions import assert_same
-from helpers.families import FIRST, Case, hf_model, one_fast_of_each
+from helpers.families import FIRST, STATES_ALONE, Case, hf_model, one_fast_of_each
 from helpers.peft_models import adapter_of_peft, peft_logits
 from helpers.trainers import changed_leaf, save_standard, trained_tree
 from tpuconv import api
@@ -71,11 +71,11 @@ NOT_BY_PEFT = {
         "peft renames the tensors of its own adapters of this model while it loads them, and does not find them",
     ),
     **dict.fromkeys(("step3p5", "step3p7"), "peft fails while it renames the tensors of an adapter of this model"),
-    "nemotron_h": "peft changes no out_proj of a model with Mamba layers",
+    **dict.fromkeys(("nemotron_h", *STATES_ALONE), "peft changes no out_proj of a model with Mamba layers"),
     "longcat_flash": "peft counts the experts that compute nothing",
 }
-NO_PAIRS = ("dbrx", "jetmoe", "deepseek_v4", "glm5_next")
-"""Families of which Qwix changes what is no matrix of PEFT: all experts or groups in one, or no linear layer."""
+NO_PAIRS = ("dbrx", "jetmoe", "deepseek_v4", "glm5_next", "recurrent_gemma")
+"""Families of which Qwix changes what is no matrix of PEFT: experts, groups or blocks in one, or no linear layer."""
 
 
 @pytest.mark.parametrize("case", one_fast_of_each(FAST))

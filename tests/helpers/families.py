@@ -184,6 +184,8 @@ FAMILIES = set(TRAITS)
 VISION = [name for name, traits in TRAITS.items() if traits.vision_config is not None]
 """Text models inside multimodal models."""
 OWN_CACHE = {name for name, traits in TRAITS.items() if traits.own_cache}
+STATES_ALONE = {"mamba2", "mamba", "falcon_mamba"}
+"""Families with a state in every layer, and neither attention nor MLPs."""
 CORE = {
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "olmo2", "deepseek_v3", "kimi_k2"),
     *("llama4", "llama4_text"),

@@ -15,6 +15,11 @@ EXPECTED = (
 )
 
 
+MERGED = ("dory", "jamba")
+"""Families in which peft adds to the wrong product, or none: factors follow Dory's head, and Jamba multiplies by the
+matrix of time steps without its module."""
+
+
 def peft_logits(case: Case, adapter: Path, ids: np.ndarray) -> np.ndarray:
     """The logits of a case's model with an adapter. Any warning of missing or unexpected tensors is an error."""
     import torch
@@ -26,7 +31,7 @@ def peft_logits(case: Case, adapter: Path, ids: np.ndarray) -> np.ndarray:
         for message in EXPECTED:
             warnings.filterwarnings("ignore", message)
         model = PeftModel.from_pretrained(hf_model(case), adapter)
-        if case.family == "dory":  # behind the product of whose head are factors, after which peft would add
+        if case.family in MERGED:
             model = model.merge_and_unload()
         return model(torch.from_numpy(np.array(ids))).logits.numpy()
 

@@ -138,7 +138,7 @@ LAYER_NAMES = ("layers", "h", "blocks")
 """The names that transformers' models have for the list of their layers."""
 
 NORM_NAMES = (
-    *("norm", "embedding_norm", "final_layernorm", "final_layer_norm", "layer_norm", "norm_f", "ln_f"),
+    *("norm", "embedding_norm", "final_layernorm", "final_layer_norm", "final_norm", "layer_norm", "norm_f", "ln_f"),
     "hyper_connection_mixer",
 )
 """The names that transformers' models have for the norm after the last layer."""
