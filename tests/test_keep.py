@@ -41,7 +41,7 @@ from helpers.encoded import (
     quantized,
     write_encoded,
 )
-from helpers.families import CASES, CORE, FIRST, Case
+from helpers.families import CASES, CORE, FIRST, TRAITS, Case
 from helpers.schemes import BF16, FP8, MODELOPT, compressed_config, fp8_config, modelopt
 from helpers.times import ProcessorTime
 from tpuconv.checkpoint.manifest import read_manifest
@@ -82,9 +82,11 @@ def rows() -> list[Any]:
     for name in sorted(FAMILIES, key=lambda name: name not in CORE):
         marks = [pytest.mark.slow] * (name not in CORE)
         table = get_family(name).table
-        layers = [x for row in table for x in row_indices(row)[0] if x in "LIJ" or x.endswith("layers")]
-        stacked = table.stack_layers(SimpleNamespace(sizes={}, layer_sets=dict.fromkeys(layers, range(2))))
-        for each in (table, stacked):
+        tables = [table]
+        if name not in TRAITS or not TRAITS[name].no_scan or TRAITS[name].repeating:
+            layers = [x for row in table for x in row_indices(row)[0] if x in "LIJ" or x.endswith("layers")]
+            tables.append(table.stack_layers(SimpleNamespace(sizes={}, layer_sets=dict.fromkeys(layers, range(2)))))
+        for each in tables:
             for row in each:
                 binding = bind(row, dict.fromkeys(row_axes(row), 2))
                 if min(len(shape) for shape in binding.src_shapes().values()) > 1:

@@ -11,7 +11,6 @@ _FACTORS = (
     "have: it is unclear which result is right"
 )
 _LOOPS = "layers that run several times, each time with keys and values of their own"
-_RELATIVE = "learned relative positions, convolutions of keys, values and of the output of each part"
 _EARLY = "an early model of known parts, in a layout of its own: not written yet"
 _QUERIES = "OPT behind learned queries: not written yet"
 _CROSS = "decoders that attend to images or to sound, or that write sound"
@@ -26,7 +25,6 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     "cpmant": "attention biased by distance, with learned biases",
     "ernie4_5_vl_moe": "experts for images beside those for text in each layer, so the text model alone is not the "
     "released model",
-    **dict.fromkeys(("inkling_mm_model", "inkling2"), _RELATIVE),
     "zaya": "queries and keys that are compressed and convolved, routers that read the one before",
     **dict.fromkeys(("hrm_text", "inkling2_loop", "inkling2_loop_text"), _LOOPS),
     "diffusion_gemma": "text that is made by denoising blocks of tokens, not token by token",
