@@ -200,16 +200,16 @@ W13_EXPERTS: Forms = {
 W13_SHARED: Forms = {
     "interleaved": (
         Map(
-            "shared_experts.shared_w13_weight",
-            ("shared.gate.kernel", "shared.up.kernel"),
+            "shared_w13_weight",
+            ("gate.kernel", "up.kernel"),
             "shared_experts (M (1 + 1)) D -> D shared_experts M, D shared_experts M",
         ),
-        Map("shared_experts.shared_w2_weight", "shared.down.kernel", "shared_experts D M -> shared_experts M D"),
+        Map("shared_w2_weight", "down.kernel", "shared_experts D M -> shared_experts M D"),
     ),
     "apart": (
-        Map("shared_experts.gate_proj", "shared.gate.kernel", "shared_experts M D -> D shared_experts M"),
-        Map("shared_experts.up_proj", "shared.up.kernel", "shared_experts M D -> D shared_experts M"),
-        Map("shared_experts.down_proj", "shared.down.kernel", "shared_experts D M -> shared_experts M D"),
+        Map("gate_proj", "gate.kernel", "shared_experts M D -> D shared_experts M"),
+        Map("up_proj", "up.kernel", "shared_experts M D -> D shared_experts M"),
+        Map("down_proj", "down.kernel", "shared_experts D M -> shared_experts M D"),
     ),
 }
 W13_MLPS: Forms = {
@@ -244,7 +244,7 @@ TABLE = decoder_table(
             *ROUTER_ROWS,
             Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
             *W13_EXPERTS["stacked"],
-            *W13_SHARED["apart"],
+            *under("shared_experts", "shared", *W13_SHARED["apart"]),
         ),
     ),
     ignore=IGNORE,
@@ -281,7 +281,7 @@ RELEASED_TABLE = llm_table(
         *ROUTER_ROWS,
         CORRECTION,
         *W13_EXPERTS["interleaved"],
-        *W13_SHARED["interleaved"],
+        *under("shared_experts", "shared", *W13_SHARED["interleaved"]),
     ),
     ignore=IGNORE,
 )
