@@ -74,7 +74,7 @@ NOT_BY_PEFT = {
     **dict.fromkeys(("nemotron_h", *STATES_ALONE), "peft changes no out_proj of a model with Mamba layers"),
     "longcat_flash": "peft counts the experts that compute nothing",
 }
-NO_PAIRS = ("dbrx", "jetmoe", "deepseek_v4", "glm5_next", "recurrent_gemma")
+NO_PAIRS = ("dbrx", "jetmoe", "deepseek_v4", "glm5_next", "recurrent_gemma", "inkling_text", "inkling_mm_model")
 """Families of which Qwix changes what is no matrix of PEFT: experts, groups or blocks in one, or no linear layer."""
 
 

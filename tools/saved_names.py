@@ -126,7 +126,7 @@ def split(row: Map, names: Sequence[str]) -> Iterator[Map]:
     axes, sides = axes_of(src), dst.split(",")
     found = re.fullmatch(r"\((?:\((.*)\) (\w+)|(.*))\)", axes[0])
     parts = (found[1] or found[3]).split(" + ") if found else []
-    if not found or not len(parts) == len(names) == len(sides):
+    if not found or not len(parts) == len(names) == len(sides) or any("(" in part for part in parts):
         raise NotImplementedError("several tensors")
     for part, name, jax, side in zip(parts, names, row.jax_names, sides, strict=True):
         axis = f"({part} {found[2]})" if found[2] else part

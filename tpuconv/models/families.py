@@ -117,6 +117,8 @@ FAMILIES: Mapping[str, str] = {
     "dory": "dory.family",
     "inkling_text": "inkling_text.family",
     "inkling2_text": "inkling2_text.family",
+    "inkling_mm_model": "lineages.multimodal",
+    "inkling2": "lineages.multimodal",
     "mimo_v2": "lineages.multimodal",
     "mellum": "lineages.moe",
     "laguna": "laguna.family",

@@ -10,8 +10,7 @@ _FACTORS = (
     "transformers 5.24 computes the logits of the whole without the factor that Cohere's and Granite's text models "
     "have: it is unclear which result is right"
 )
-_LOOPS = "layers that run several times, each time with keys and values of their own"
-_RELATIVE = "learned relative positions, convolutions of keys, values and of the output of each part"
+_MESSAGES = "looped layers that read messages of the pass before: not written yet"
 _EARLY = "an early model of known parts, in a layout of its own: not written yet"
 _QUERIES = "OPT behind learned queries: not written yet"
 _CROSS = "decoders that attend to images or to sound, or that write sound"
@@ -26,9 +25,9 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     "cpmant": "attention biased by distance, with learned biases",
     "ernie4_5_vl_moe": "experts for images beside those for text in each layer, so the text model alone is not the "
     "released model",
-    **dict.fromkeys(("inkling_mm_model", "inkling2"), _RELATIVE),
     "zaya": "queries and keys that are compressed and convolved, routers that read the one before",
-    **dict.fromkeys(("hrm_text", "inkling2_loop", "inkling2_loop_text"), _LOOPS),
+    "hrm_text": "tokens of an instruction see those behind them; two stacks of layers run in turn, several times",
+    **dict.fromkeys(("inkling2_loop", "inkling2_loop_text"), _MESSAGES),
     "diffusion_gemma": "text that is made by denoising blocks of tokens, not token by token",
     "blt": "bytes that are joined to patches by another model",
     "doge": "masks that are made of values",

@@ -24,6 +24,8 @@ MOST_LABELS = 1 << 16
 TWO_LABELS = 2
 """The number of labels where config.json does not say it, as transformers has it."""
 
+HEAD_MODULES = ("lm_head.", "llm.unembed.")
+"""Parts of the names of heads, in releases with the names of transformers and of Inkling."""
 OWN_HEADS = ("head.weight", "output.weight")
 OWN_EMBEDDINGS = ("embed.weight", "tok_embeddings.weight")
 """The names of the head and of the embedding in releases with the names of DeepSeek's and of Mistral's own code, which
@@ -94,7 +96,7 @@ def headless_name(architecture: str) -> str:
 
 def is_of_head(name: str) -> bool:
     """Returns whether a tensor of this name is one of a head for logits."""
-    return "lm_head." in name or name in OWN_HEADS
+    return any(module in name for module in HEAD_MODULES) or name in OWN_HEADS
 
 
 def shown_head(named: str, tensors: Collection[str]) -> str:

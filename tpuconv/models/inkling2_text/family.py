@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.inkling_text.family import RelativeConfig
+from tpuconv.models.inkling_text.family import (
+    CORRECTION,
+    RELEASED_NORM_AND_CONVOLUTIONS,
+    RELEASED_ROWS,
+    W13_EXPERTS,
+    RelativeConfig,
+    llm_table,
+)
 from tpuconv.models.registry import family
 from tpuconv.notation.forms import Forms
 from tpuconv.notation.letters import Word, declare
@@ -89,44 +96,13 @@ QUERY_FORMS: Forms = {
     ),
 }
 """The queries of the outputs of blocks that attention reads, together or beside the other tensors of each layer."""
-W13_FORMS: Forms = {
-    "interleaved": (
-        Map("experts.w13_weight", ("gate.kernel", "up.kernel"), "E (M (1 + 1)) D -> E D M, E D M"),
-        Map("experts.w2_weight", "down.kernel", "E D M -> E M D"),
-    ),
-    "stacked": (
-        Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
-        Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
-    ),
-}
-"""All experts of a layer: rows of gate and up in turn, or one after the other."""
-
 LAYER_ROWS = (
-    Map("attn.wq_du.weight", "attn.q.kernel", "(N H) D -> D N H"),
-    Map("attn.wk_dv.weight", "attn.k.kernel", "(K H) D -> D K H"),
-    Map("attn.wv_dv.weight", "attn.v.kernel", "(K H) D -> D K H"),
-    Map("attn.wo_ud.weight", "attn.o.kernel", "D (N H) -> N H D"),
+    *RELEASED_ROWS,
     Map("attn.gate_attn.weight", "attn.gate.kernel", "(N H) D -> D N H"),
     Map("attn.attn_sink_proj.weight", "attn.sinks.kernel", "N D -> D N"),
-    Map("attn.wr_du.weight", "relative.mix.kernel", "(N relative_dim) D -> D N relative_dim"),
-    Map("attn.rel_logits_proj.proj", "relative.profiles.kernel", "relative_dim relative_extent"),
     Map("attn.rel_l2_clip.scale", "relative.clip.scale", "N relative_dim"),
     Map("attn.q_l2_clip.scale", "attn.q_clip.scale", "N H"),
-    Map("attn_sconv.weight", "attn_conv.kernel", "D 1 taps -> D taps"),
-    Map("mlp_sconv.weight", "mlp_conv.kernel", "D 1 taps -> D taps"),
-    Map("mlp_norm.weight", "mlp_norm.scale", "D"),
-    *under(
-        "mlp",
-        "moe",
-        Map("gate.weight", "router.kernel", "E D -> D E"),
-        Map("gate.bias", "router.correction", "E", buffer=True),
-        *W13_FORMS["interleaved"],
-    ),
-)
-WINDOW_LAYER_ROWS = (
-    Map("attn_norm.weight", "attn_norm.scale", "D"),
-    Map("attn.k_sconv.weight", "attn.k_conv.kernel", "(K H) 1 taps -> K H taps"),
-    Map("attn.v_sconv.weight", "attn.v_conv.kernel", "(K H) 1 taps -> K H taps"),
+    *under("mlp", "moe", Map("gate.weight", "router.kernel", "E D -> D E"), CORRECTION, *W13_EXPERTS["interleaved"]),
 )
 FULL_LAYER_ROWS = tuple(
     row
@@ -146,20 +122,14 @@ FULL_LAYER_ROWS = tuple(
 
 def table(*others: Map) -> MappingTable:
     """Returns the table of a text model, with rows besides."""
-    return MappingTable(
-        (
-            Map("model.llm.embed.weight", "embed.embedding", "V D"),
-            Map("model.llm.embed_norm.weight", "embed_norm.scale", "D"),
-            *under("model.llm.layers.{L}", "layers.{L}", *LAYER_ROWS),
-            *under("model.llm.layers.{window_layers}", "layers.{window_layers}", *WINDOW_LAYER_ROWS),
-            *under("model.llm.layers.{full_layers}", "layers.{full_layers}", *FULL_LAYER_ROWS),
-            *under("model.llm", "", *BY_PLACE),
-            Map("model.llm.attn_res.mlp_queries.{L}", "layers.{L}.mlp_input.query", "D"),
-            Map("model.llm.attn_res.output_query", "norm.input.query", "D"),
-            *others,
-            Map("model.llm.norm.weight", "norm.scale", "D"),
-            Map("model.llm.unembed.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
-        )
+    return llm_table(
+        *under("model.llm.layers.{L}", "layers.{L}", *LAYER_ROWS),
+        *under("model.llm.layers.{window_layers}", "layers.{window_layers}", *RELEASED_NORM_AND_CONVOLUTIONS),
+        *under("model.llm.layers.{full_layers}", "layers.{full_layers}", *FULL_LAYER_ROWS),
+        *under("model.llm", "", *BY_PLACE),
+        Map("model.llm.attn_res.mlp_queries.{L}", "layers.{L}.mlp_input.query", "D"),
+        Map("model.llm.attn_res.output_query", "norm.input.query", "D"),
+        *others,
     )
 
 
@@ -168,6 +138,6 @@ FAMILY = family(
     table(),
     "Inkling 2, the text model saved on its own",
     "Inkling2ForCausalLM",
-    forms=(QUERY_FORMS, W13_FORMS),
+    forms=(QUERY_FORMS, W13_EXPERTS),
     aliases={"lm_head.weight": "model.llm.unembed.weight"},
 )

@@ -11,8 +11,9 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, FURTHER_TOKENS, HEAD_NORMS, MLP, PRE_NORMS, decoder_table
 from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs
 from tpuconv.models.registry import family
+from tpuconv.notation.forms import Forms
 from tpuconv.notation.letters import Word, declare
-from tpuconv.notation.table import Map, under
+from tpuconv.notation.table import Map, MappingTable, under
 
 declare(
     relative_dim=Word("profiles of relative positions that a head mixes"),
@@ -167,18 +168,66 @@ CONVOLUTION_ROWS = (
     Map("mlp_sconv.conv1d.weight", "mlp_conv.kernel", "D 1 taps -> D taps"),
 )
 
-ROUTER_WITH_SHARED = (
+RELEASED_ROWS = (
+    Map("attn.wq_du.weight", "attn.q.kernel", "(N H) D -> D N H"),
+    Map("attn.wk_dv.weight", "attn.k.kernel", "(K H) D -> D K H"),
+    Map("attn.wv_dv.weight", "attn.v.kernel", "(K H) D -> D K H"),
+    Map("attn.wo_ud.weight", "attn.o.kernel", "D (N H) -> N H D"),
+    Map("attn.wr_du.weight", "relative.mix.kernel", "(N relative_dim) D -> D N relative_dim"),
+    Map("attn.rel_logits_proj.proj", "relative.profiles.kernel", "relative_dim relative_extent"),
+    Map("attn_sconv.weight", "attn_conv.kernel", "D 1 taps -> D taps"),
+    Map("mlp_sconv.weight", "mlp_conv.kernel", "D 1 taps -> D taps"),
+    Map("mlp_norm.weight", "mlp_norm.scale", "D"),
+)
+RELEASED_NORM_AND_CONVOLUTIONS = (
+    Map("attn_norm.weight", "attn_norm.scale", "D"),
+    Map("attn.k_sconv.weight", "attn.k_conv.kernel", "(K H) 1 taps -> K H taps"),
+    Map("attn.v_sconv.weight", "attn.v_conv.kernel", "(K H) 1 taps -> K H taps"),
+)
+"""The rows of a layer that releases of Inkling and Inkling 2 have. Layers of Inkling 2 that see all tokens have others
+in place of the second ones."""
+
+W13_EXPERTS: Forms = {
+    "interleaved": (
+        Map("experts.w13_weight", ("gate.kernel", "up.kernel"), "E (M (1 + 1)) D -> E D M, E D M"),
+        Map("experts.w2_weight", "down.kernel", "E D M -> E M D"),
+    ),
+    "stacked": (
+        Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
+        Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
+    ),
+}
+W13_SHARED: Forms = {
+    "interleaved": (
+        Map(
+            "shared_w13_weight",
+            ("gate.kernel", "up.kernel"),
+            "shared_experts (M (1 + 1)) D -> D shared_experts M, D shared_experts M",
+        ),
+        Map("shared_w2_weight", "down.kernel", "shared_experts D M -> shared_experts M D"),
+    ),
+    "apart": (
+        Map("gate_proj", "gate.kernel", "shared_experts M D -> D shared_experts M"),
+        Map("up_proj", "up.kernel", "shared_experts M D -> D shared_experts M"),
+        Map("down_proj", "down.kernel", "shared_experts D M -> shared_experts M D"),
+    ),
+}
+W13_MLPS: Forms = {
+    "interleaved": (
+        Map("w13_dn.weight", ("gate.kernel", "up.kernel"), "(F (1 + 1)) D -> D F, D F"),
+        Map("w2_md.weight", "down.kernel", "D F -> F D"),
+    ),
+    "apart": MLP,
+}
+"""The matrices of experts, shared experts and MLPs: rows of gate and up in turn, as in releases, or apart, as
+transformers has them."""
+
+FACTOR = Map("global_scale", "factor", "1")
+ROUTER_ROWS = (
     Map("gate.weight", "router.kernel", "scored_experts D -> D scored_experts"),
     Map("gate.global_scale", "router.factor", "1"),
-    Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
 )
-EXPERTS_WITH_SHARED = (
-    Map("experts.gate_up_proj", ("gate.kernel", "up.kernel"), "E (M + M) D -> E D M, E D M"),
-    Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
-    Map("shared_experts.gate_proj", "shared.gate.kernel", "shared_experts M D -> D shared_experts M"),
-    Map("shared_experts.up_proj", "shared.up.kernel", "shared_experts M D -> D shared_experts M"),
-    Map("shared_experts.down_proj", "shared.down.kernel", "shared_experts D M -> shared_experts M D"),
-)
+IGNORE = {"model.mtp.*": FURTHER_TOKENS}
 
 TABLE = decoder_table(
     *PRE_NORMS,
@@ -188,10 +237,54 @@ TABLE = decoder_table(
     *CONVOLUTION_ROWS,
     others=(
         Map("model.embed_tokens.embed_norm.weight", "embed_norm.scale", "D"),
-        *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP, Map("global_scale", "factor", "1")),
-        *under("model.layers.{J}.mlp", "layers.{J}.moe", *ROUTER_WITH_SHARED, *EXPERTS_WITH_SHARED),
+        *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP, FACTOR),
+        *under(
+            "model.layers.{J}.mlp",
+            "layers.{J}.moe",
+            *ROUTER_ROWS,
+            Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
+            *W13_EXPERTS["stacked"],
+            *under("shared_experts", "shared", *W13_SHARED["apart"]),
+        ),
     ),
-    ignore={"model.mtp.*": FURTHER_TOKENS},
+    ignore=IGNORE,
 )
+
+
+def llm_table(*rows: Map, ignore: Mapping[str, str] = {}) -> MappingTable:
+    """Returns the table of a release that has these rows of layers, and skips tensors with the reasons `ignore`."""
+    return MappingTable(
+        (
+            Map("model.llm.embed.weight", "embed.embedding", "V D"),
+            Map("model.llm.embed_norm.weight", "embed_norm.scale", "D"),
+            *rows,
+            Map("model.llm.norm.weight", "norm.scale", "D"),
+            Map("model.llm.unembed.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+        ),
+        ignore=ignore,
+    )
+
+
+CORRECTION = Map("gate.bias", "router.correction", "E", buffer=True)
+RELEASED_TABLE = llm_table(
+    *under(
+        "model.llm.layers.{L}",
+        "layers.{L}",
+        *RELEASED_ROWS,
+        *RELEASED_NORM_AND_CONVOLUTIONS,
+        *under("attn", "attn", Map("q_norm.weight", "q_norm.scale", "H"), Map("k_norm.weight", "k_norm.scale", "H")),
+    ),
+    *under("model.llm.layers.{I}.mlp", "layers.{I}.mlp", *W13_MLPS["interleaved"], FACTOR),
+    *under(
+        "model.llm.layers.{J}.mlp",
+        "layers.{J}.moe",
+        *ROUTER_ROWS,
+        CORRECTION,
+        *W13_EXPERTS["interleaved"],
+        *under("shared_experts", "shared", *W13_SHARED["interleaved"]),
+    ),
+    ignore=IGNORE,
+)
+"""The names of the text model in multimodal releases."""
 
 FAMILY = family(Config, TABLE, "Inkling, the text model saved on its own", "InklingForCausalLM")

@@ -8,6 +8,9 @@ from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, inside
 from tpuconv.models.declare import wrapper
 from tpuconv.models.dots3_note_text.family import FAMILY as DOTS3_NOTE_TEXT
 from tpuconv.models.hy_v4.family import FAMILY as HY_V4
+from tpuconv.models.inkling2_text.family import FAMILY as INKLING2_TEXT
+from tpuconv.models.inkling_text.family import FAMILY as INKLING_TEXT
+from tpuconv.models.inkling_text.family import RELEASED_TABLE, W13_EXPERTS, W13_MLPS, W13_SHARED
 from tpuconv.models.llama4_text.family import FAMILY as LLAMA4_TEXT
 from tpuconv.models.mimo_v2_flash.family import FAMILY as MIMO_V2_FLASH
 from tpuconv.models.mimo_v2_flash.family import FULL_QKV, V2_TABLE, WINDOW_QKV, AnyHeads
@@ -151,4 +154,29 @@ MINIMAX_M3_VL = wrapper(
         {"vision_tower": SEES, "multi_modal_projector": BRINGS, "patch_merge_mlp": BRINGS},
     ),
     modalities=(MINIMAX_VISION,),
+)
+
+INKLING_MM_MODEL = wrapper(
+    "inkling_mm_model",
+    "Inkling, text",
+    "InklingForConditionalGeneration",
+    text=INKLING_TEXT,
+    table=inside(
+        RELEASED_TABLE,
+        "model.",
+        {"visual": SEES, "vision_tower": SEES, "audio": HEARS, "audio_tower": HEARS},
+    ),
+    outside_keys=frozenset({"mtp_config"}),
+    forms=(W13_EXPERTS, W13_SHARED, W13_MLPS),
+)
+
+INKLING2 = wrapper(
+    "inkling2",
+    "Inkling 2, text",
+    "Inkling2ForConditionalGeneration",
+    text=INKLING2_TEXT,
+    prefix="model.",
+    outside={"visual": SEES, "vision_tower": SEES},
+    forms=INKLING2_TEXT.forms,
+    modules=INKLING2_TEXT.aliases,
 )

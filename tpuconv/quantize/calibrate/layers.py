@@ -106,7 +106,7 @@ class LayerRunner:
         if len(config.executed_layers) > config.num_hidden_layers:
             raise UnsupportedConfig(
                 f"the layers of {config.model_type} cannot be calibrated or measured one by one: {config.inseparable}",
-                hint="quantize without calibration",
+                hint="give a config of rules, without calibration",
             )
         self.manifest = manifest
         self.model = nnx.eval_shape(lambda: family.model_class(config, dtype=jnp.float32))
