@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from tpuconv.models.wrappers import WRAPPERS
 from tpuconv.targets.listing import targets_of
 from tpuconv.targets.registry import target_names
 
-PAGE = Path(__file__).parent.parent / "docs" / "families.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "families.md"
 
 
 def test_every_name_of_a_family_finds_it() -> None:
@@ -51,6 +53,12 @@ def test_each_model_that_is_left_out_has_the_reason_of_the_page() -> None:
     assert listed == dict(MODELS_LEFT_OUT)
     known = {kind for family in all_families() for kind in family.architectures.values()}
     assert not known & set(MODELS_LEFT_OUT)
+
+
+def test_each_type_of_transformers_is_read_or_has_its_reason() -> None:
+    """A new release of transformers fails here: `python tools/refused_types.py` shows what is new in each type."""
+    refused = runpy.run_path(str(ROOT / "tools" / "refused_types.py"), run_name="refused_types")["refused_types"]
+    assert set(refused()) <= set(MODELS_LEFT_OUT)
 
 
 def test_the_reason_of_a_refused_model_is_told() -> None:

@@ -15,6 +15,7 @@ _EARLY = "an early model of known parts, in a layout of its own: not written yet
 _QUERIES = "OPT behind learned queries: not written yet"
 _CROSS = "decoders that attend to images or to sound, or that write sound"
 _DRAFTS = "drafts for another model, whose keys and values they read"
+_ALONE = "a part of a multimodal model that tpuconv reads, saved on its own: not written yet"
 _RECURRENT = "recurrent networks without attention"
 _ENCODERS = "encoders that may be run as decoders"
 _BEHIND_ENCODER = "decoders of models with an encoder"
@@ -31,7 +32,7 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     "diffusion_gemma": "text that is made by denoising blocks of tokens, not token by token",
     "blt": "bytes that are joined to patches by another model",
     "doge": "masks that are made of values",
-    "gpt_neox_japanese": _EARLY,
+    **dict.fromkeys(("gpt_neox_japanese", "openai-gpt"), _EARLY),
     **dict.fromkeys(
         ("aya_vision", "cohere2_vision", "granite_speech", "granite_speech_plus", "granite4_vision"), _FACTORS
     ),
@@ -41,20 +42,32 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     "without sound",
     "unlimited_ocr": "a sliding window beside which tokens see the whole prompt, so that the mask depends on where the "
     "prompt ends",
-    **dict.fromkeys(("mllama", "moshi", "git", "musicgen", "musicgen_melody"), _CROSS),
+    **dict.fromkeys(("mllama", "moshi", "git", "musicgen", "musicgen_melody", "blip", "idefics", "evolla"), _CROSS),
+    **dict.fromkeys(("aria_text", "mistral4", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), _ALONE),
+    **dict.fromkeys(
+        ("chameleon", "kyutai_speech_to_text"), "tokens of a codec of images or sounds, which is not written"
+    ),
+    **dict.fromkeys(
+        ("kosmos-2", "kosmos-2.5", "pp_chart2table"), "an image behind a projector of its own: not written yet"
+    ),
+    "pi0": "actions of a robot, not tokens",
+    "shieldgemma2": "probabilities of policies, not tokens",
+    "modernbert-decoder": "a head with a layer of its own: not written yet",
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFTS),
     **dict.fromkeys(("rwkv", "xlstm"), _RECURRENT),
     **dict.fromkeys(
         (
             *("bert", "big_bird", "camembert", "electra", "ernie", "reformer", "rembert", "roberta", "roc_bert"),
-            *("roformer", "xlm", "xlnet", "xmod"),
+            *("roformer", "xlm", "xlnet", "xmod", "bert-generation", "data2vec-text", "megatron-bert"),
+            *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"),
         ),
         _ENCODERS,
     ),
     **dict.fromkeys(
         (
             *("bart", "mbart", "marian", "pegasus", "blenderbot", "plbart", "mvp", "bigbird_pegasus", "prophetnet"),
-            *("trocr", "whisper"),
+            *("trocr", "whisper", "blenderbot-small", "t5gemma2", "vision-encoder-decoder", "udop", "pix2struct"),
+            *("florence2", "pp_formulanet"),
         ),
         _BEHIND_ENCODER,
     ),
