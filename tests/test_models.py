@@ -944,7 +944,8 @@ def test_tensors_that_are_not_converted() -> None:
         if not embedding.endswith("embed_tokens.weight"):
             continue
         front = embedding.removesuffix("embed_tokens.weight")
-        ignored = family.table.ignored(config)(f"{front}layers.11.self_attn.rotary_emb.inv_freq")
+        attn = "temporal_block" if family.name == "recurrent_gemma" else "self_attn"
+        ignored = family.table.ignored(config)(f"{front}layers.11.{attn}.rotary_emb.inv_freq")
         # Learned positions are not rotary, and some models have none.
         assert bool(ignored) == (config.position_limit is None) or not any(config.ropes)
         own = {"biogpt.": "output_projection."} | PREFIXES
