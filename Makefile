@@ -32,8 +32,8 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test: style types fast  ## Before every commit: lint, types and the fast tests on two processors; durations, from Python 3.12 on coverage.
 
-# Coverage costs nothing from Python 3.12 on, and a quarter of the time before. A test that hangs fails after five minutes
-# and prints the stack of each thread.
+# Coverage costs nothing from Python 3.12 on; before, its tracer slows each line. A test that hangs fails after five
+# minutes and prints the stack of each thread.
 fast: $(INSTALLED)
 	$(if $(filter 3.11,$(VERSION)),,COVERAGE_CORE=sysmon) $(PYTEST) --timeout 300 --durations=15 \
 	  $(if $(filter 3.11,$(VERSION)),,--cov=tpuconv)
