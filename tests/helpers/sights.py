@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from helpers.checkpoints import read_tensors
 from helpers.families import CASES, SIZES
+from tpuconv.verify.reference import masks_of_generate, mended
 
 IMAGE, SOUND, START, END = 96, 95, 93, 94
 """Ids of the placeholders, and of what stands around them. The vocabulary has 97 tokens."""
@@ -93,11 +94,9 @@ class Sight:
             kinds[name] = torch.tensor(sum(number * (ids_BT == token) for token, number in numbers.items()))
         mask = torch.tensor(mask_BT.astype(np.int64))
         if self.masks_of_generate:
-            places = {"position_ids": None, "past_key_values": None, **kinds}
-            inputs = torch.zeros((*ids_BT.shape, 1))
-            mask = self.model.create_masks_for_generate(self.model.config, inputs, mask, **places)
+            mask = masks_of_generate(self.model, mask, **kinds)
         with torch.no_grad():
-            out = getattr(self.model, "thinker", self.model)(
+            out = getattr(mended(self.model), "thinker", self.model)(
                 input_ids=torch.tensor(ids_BT),
                 attention_mask=mask,
                 **kinds,

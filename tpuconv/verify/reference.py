@@ -87,6 +87,7 @@ def reference_class(config: Any, returns: str = LOGITS, *, sees: bool = False) -
     """Returns transformers' class of automatic models that has a model for a config that returns this
     (`tpuconv.models.common.heads`). For logits it is the class of causal models; of multimodal models it is mostly
     another one, and always if the model `sees`."""
+    import transformers
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -101,7 +102,11 @@ def reference_class(config: Any, returns: str = LOGITS, *, sees: bool = False) -
     if sees and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         return AutoModelForMultimodalLM
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in READ_WHOLE
-    return AutoModelForCausalLM if is_causal else AutoModelForMultimodalLM
+    if is_causal:
+        return AutoModelForCausalLM
+    # transformers 5.24 lists some models that hear for none of its tasks.
+    known = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    return AutoModelForMultimodalLM if known else getattr(transformers, config.architectures[0])
 
 
 def attention_of(config: Any) -> str:
@@ -267,6 +272,17 @@ MASKS_OF_GENERATE = ("gemma4_unified",)
 """Models whose tokens of an image see each other in `generate` alone: a call without masks is causal."""
 
 
+def masks_of_generate(model: Any, mask_BT: Any, **kinds: Any) -> Any:
+    """Returns the masks [B, 1, T, T] of each kind of layer that transformers makes while it generates; `kinds` are the
+    kinds of tokens, by argument."""
+    import torch
+
+    make = model.create_masks_for_generate
+    cache = "cache" if "cache" in signature(make).parameters else "past_key_values"  # before transformers 5.24
+    inputs = torch.zeros((*mask_BT.shape, 1), dtype=model.dtype)
+    return make(model.config, inputs, mask_BT, position_ids=None, **{cache: None}, **kinds)
+
+
 def _inputs(model: Any, window: SightWindow) -> dict[str, Any]:
     """Returns the arguments of transformers' model for a prompt with images or sounds."""
     import torch
@@ -280,12 +296,7 @@ def _inputs(model: Any, window: SightWindow) -> dict[str, Any]:
     }
     features = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in features.items()}
     if model.config.model_type in MASKS_OF_GENERATE:
-        places, inputs = (
-            {"position_ids": None, "past_key_values": None},
-            torch.zeros((*ids.shape, 1), dtype=model.dtype),
-        )
-        ones = torch.ones_like(ids)
-        features["attention_mask"] = model.create_masks_for_generate(model.config, inputs, ones, **places, **kinds)
+        features["attention_mask"] = masks_of_generate(model, torch.ones_like(ids), **kinds)
     return {"input_ids": ids, **kinds, **features}
 
 
