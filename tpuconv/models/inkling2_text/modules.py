@@ -290,20 +290,12 @@ class MixedNorm(ScaledRMSNorm):
 class Model(ConvolvedDecoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
-    block = Block
+    block, embed_norm_type = Block, ScaledRMSNorm
     config: Config
 
     def __init__(self, config: Config, *, dtype: DTypeLike = jnp.bfloat16, **options: Any):
         super().__init__(config, dtype=dtype, **options)
         self.norm = MixedNorm(config, dtype=dtype)
-        self.embed_norm = ScaledRMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
-
-    @property
-    def input_modules(self) -> tuple[str, ...]:
-        return ("embed_norm",)
-
-    def scaled(self, x_BTD: jax.Array) -> jax.Array:
-        return self.embed_norm(x_BTD)
 
     def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
         return jnp.pad(x_BTD, ((0, 0), (0, 0), (0, self.config.block_count * x_BTD.shape[-1])))

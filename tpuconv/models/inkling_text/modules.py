@@ -22,6 +22,7 @@ from tpuconv.models.common.relative import (
 )
 from tpuconv.models.common.steps import Step
 from tpuconv.models.inkling_text.family import Config
+from tpuconv.models.modules.gpt import NormedEmbeddings
 from tpuconv.notation.letters import with_letters
 
 LEGEND = {"e": "scored_experts", "s": "shared_experts"}
@@ -171,7 +172,7 @@ class Block(blocks.PreNormBlock):
         return x_BTD + y_BTD, (keys, ConvolutionStates(k_last, v_last, attn_last, mlp_last))
 
 
-class ConvolvedDecoder(HybridDecoder):
+class ConvolvedDecoder(NormedEmbeddings, HybridDecoder):
     """A decoder whose layers have both keys and values and the last inputs of convolutions."""
 
     state_type = ConvolutionStates
@@ -185,19 +186,8 @@ class ConvolvedDecoder(HybridDecoder):
 class Model(ConvolvedDecoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
-    block = Block
+    block, embed_norm_type = Block, RMSNorm
     config: Config
-
-    def __init__(self, config: Config, *, dtype: DTypeLike = jnp.bfloat16, **options: Any):
-        super().__init__(config, dtype=dtype, **options)
-        self.embed_norm = RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
-
-    @property
-    def input_modules(self) -> tuple[str, ...]:
-        return ("embed_norm",)
-
-    def scaled(self, x_BTD: jax.Array) -> jax.Array:
-        return self.embed_norm(x_BTD)
 
     def adjusted(self, logits_BTV: jax.Array) -> jax.Array:
         logits_BTV = logits_BTV.astype(jnp.float32) / self.config.logits_mup_width_multiplier

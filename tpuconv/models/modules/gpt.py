@@ -1,6 +1,6 @@
 """Modules of older families."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,8 @@ class ChosenMLP(blocks.PlainMLP):
 class NormedEmbeddings(Decoder):
     """A decoder with a norm of the embeddings."""
 
+    embed_norm_type: ClassVar[Any] = LayerNorm
+
     def __init__(
         self,
         config: Any,
@@ -68,14 +70,15 @@ class NormedEmbeddings(Decoder):
         rngs: nnx.Rngs | None = None,
     ):
         super().__init__(config, scan_layers=scan_layers, dtype=dtype, rngs=rngs)
-        self.embed_norm = LayerNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
+        self.embed_norm = self.embed_norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
 
     @property
     def input_modules(self) -> tuple[str, ...]:
         return ("embed_norm",)
 
     def scaled(self, x_BTD: jax.Array) -> jax.Array:
-        return self.embed_norm(x_BTD)
+        normed_BTD: jax.Array = self.embed_norm(x_BTD)
+        return normed_BTD
 
 
 FIRST_POSITION = 2

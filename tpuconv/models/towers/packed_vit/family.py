@@ -176,7 +176,7 @@ class MiniMaxVitConfig(QwenVitConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwiceConfig(ProjectorConfig):
+class TwiceConfig(WideMergerConfig):
     """The keys of the projector of MiniMax-M3. M is the width of s x s projected patches, W between the matrices."""
 
     projector_hidden_size: int = 6144
@@ -186,7 +186,7 @@ class TwiceConfig(ProjectorConfig):
         return super().from_hf({key: outer[key] for key in outer if key == "projector_hidden_size"}, tower, text)
 
     def sizes(self, tower: Any) -> dict[str, Any]:
-        return {"O": self.out, "W": self.projector_hidden_size, "M": self.out * tower.spatial_merge_size**2}
+        return {**super().sizes(tower), "M": self.out * tower.spatial_merge_size**2}
 
 
 MINIMAX_VIT = Tower(

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower
-from tpuconv.models.towers.packed_vit.family import CLIP_KEYS
+from tpuconv.models.common.beside import Projector, Tower
+from tpuconv.models.towers.packed_vit.family import CLIP_KEYS, WideMergerConfig
 from tpuconv.models.towers.qwen_vit.family import QwenVitConfig
 from tpuconv.models.towers.rows import DOWN, OUT_OF_HEADS, UP, layer_norm, rms_norm, with_bias, without_bias
 from tpuconv.notation.table import Map, under
@@ -60,15 +60,12 @@ class GatedVitConfig(QwenVitConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormedMergerConfig(ProjectorConfig):
+class NormedMergerConfig(WideMergerConfig):
     """The keys of the projector of LFM3-VL."""
 
     projector_hidden_act: str = "gelu"
     projector_hidden_size: int = 4096
     projector_bias: bool = True
-
-    def sizes(self, tower: Any) -> dict[str, Any]:
-        return {"O": self.out, "W": self.projector_hidden_size}
 
 
 GATED_VIT = Tower(

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.beside import PartConfig
-from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, apply_rope, gelu, normal
+from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, gelu, normal
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.angles import cos_sin
@@ -26,32 +26,25 @@ from tpuconv.models.towers.places import (
     bucket,
     raster,
 )
-from tpuconv.models.towers.qwen_vit.modules import QwenVit
-from tpuconv.models.towers.vit import MLP, Attention, Block
+from tpuconv.models.towers.qwen_vit.modules import QwenVit, plain_block
+from tpuconv.models.towers.vit import Block
 
 
-def clip_block(config: Any, eps: float, rotate: Any, dtype: DTypeLike, keys: Keys) -> Block:
-    """Returns a layer as CLIP has it; `rotate` as in `Attention`."""
-    return Block(
-        config,
-        partial(LayerNorm, "D", config.sizes, eps, dtype=dtype),
-        Attention(config, rotate=rotate, dtype=dtype, keys=keys),
-        MLP(config, ACTS_BY_NAME[config.hidden_act], dtype=dtype, keys=keys),
-        dtype=dtype,
-    )
-
-
-class EdgeVit(QwenVit):
-    """The tower of Cosmos 3 Edge: learned positions, interpolated with antialiasing, and a norm behind all layers."""
-
-    has_patch_bias = True
+class NormedVit(QwenVit):
+    """A tower with a norm beside its layers, `norm`."""
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
         super().build(config, dtype, keys)
         self.norm = LayerNorm("D", config.sizes, config.layer_norm_eps, dtype=dtype)
 
+
+class EdgeVit(NormedVit):
+    """The tower of Cosmos 3 Edge: learned positions, interpolated with antialiasing, and a norm behind all layers."""
+
+    has_patch_bias = True
+
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
-        return clip_block(config, config.layer_norm_eps, None, dtype, keys)
+        return plain_block(config, dtype, keys, config.layer_norm_eps, rotate=None)
 
     def taps(self, h: int, w: int) -> Taps:
         return antialiased_taps(h, w, self.config.table_side, self.config.table_side)
@@ -86,7 +79,7 @@ class HyVit(QwenVit):
     """The part of a patch by which images are larger, where positions are interpolated."""
 
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
-        return clip_block(config, config.rms_norm_eps, None, dtype, keys)
+        return plain_block(config, dtype, keys, config.rms_norm_eps, rotate=None)
 
     def taps(self, h: int, w: int) -> Taps:
         side = self.config.table_side
@@ -101,8 +94,8 @@ class HyVit(QwenVit):
         for t, h, w in grids.tolist():
             for _ in range(t):
                 order.append(first + block_order(h, w, s))
-                here = token + raster(h // s, w // s)[:, 0] * (w // s) + raster(h // s, w // s)[:, 1]
-                rows.append(np.pad(here.reshape(h // s, w // s), ((0, 0), (0, 1))).reshape(-1))
+                here = token + np.arange((h // s) * (w // s)).reshape(h // s, w // s)
+                rows.append(np.pad(here, ((0, 0), (0, 1))).reshape(-1))
                 ended.append((1, h // s, w // s + 1))
                 first, token = first + h * w, token + (h // s) * (w // s)
         prepared = super().prepare({**features, "pixel_values": patches[np.concatenate(order)]})
@@ -124,16 +117,12 @@ class Twice(nnx.Module):
         return self.merged_down(gelu(self.merged_up(x_BPO.reshape(len(x_BPO), -1, self.merged))))
 
 
-class MiniMaxVit(QwenVit):
+class MiniMaxVit(NormedVit):
     """The tower of MiniMax-M3: a norm before all layers; all frames of a clip see each other. A third of the pairs that
     turn does so by time, row and column each; the last dimensions of a head do not turn."""
 
-    def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
-        super().build(config, dtype, keys)
-        self.norm = LayerNorm("D", config.sizes, config.layer_norm_eps, dtype=dtype)
-
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
-        return clip_block(config, config.layer_norm_eps, apply_rope, dtype, keys)
+        return plain_block(config, dtype, keys, config.layer_norm_eps)
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         patches, grids = patches_by_grid(features, 2)

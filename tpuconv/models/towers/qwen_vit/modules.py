@@ -180,12 +180,12 @@ class QwenVit(FeatureEncoder):
         return self.projector(x_BPD)
 
 
-def plain_block(config: Any, dtype: DTypeLike, keys: Keys) -> Block:
-    """Returns a layer with layer norms and biases."""
+def plain_block(config: Any, dtype: DTypeLike, keys: Keys, eps: float = 1e-6, rotate: Any = apply_rope) -> Block:
+    """Returns a layer with layer norms and biases; `rotate` as in `Attention`."""
     return Block(
         config,
-        partial(LayerNorm, "D", config.sizes, 1e-6, dtype=dtype),
-        Attention(config, rotate=apply_rope, dtype=dtype, keys=keys),
+        partial(LayerNorm, "D", config.sizes, eps, dtype=dtype),
+        Attention(config, rotate=rotate, dtype=dtype, keys=keys),
         MLP(config, ACTS_BY_NAME[config.hidden_act], dtype=dtype, keys=keys),
         dtype=dtype,
     )
