@@ -80,6 +80,8 @@ def test_progress_is_drawn_as_a_bar(tmp_path, capfd):
         assert "3.21M/3.21M" in shown.err
     api.convert(EXAMPLE, tmp_path / "quiet")
     assert capfd.readouterr().err == ""
+    api.Bar()(api.Progress("", message="a name with \x1b[2J"))
+    assert capfd.readouterr() == ("", "a name with \\x1b[2J\n")
 
 
 def test_errors_are_ours(tmp_path):

@@ -456,6 +456,9 @@ def test_an_adapter_is_the_one_that_the_hub_promises(serve: Callable[..., HubSer
     hub.fail("adapter_model.safetensors", corrupt=True, times=1)
     hub.fail("adapter_config.json", corrupt=True, corrupt_header=True, times=1)
     assert list(read_adapter("org/lora").changes) == ["q.weight"]
+    (cached,) = (tmp_path / "hf-home").rglob("adapter_config.json")
+    os.truncate(cached.resolve(), 5)
+    assert list(read_adapter("org/lora").changes) == ["q.weight"]  # fetched again
     shutil.rmtree(tmp_path / "hf-home")
     hub.fail("adapter_model.safetensors", corrupt=True)
     with pytest.raises(DamagedDownload, match="is not the file that the Hub promises"):

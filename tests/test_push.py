@@ -17,7 +17,7 @@ from helpers.checkpoints import qwen3_config, random_checkpoint
 from helpers.commands import tpuconv
 from helpers.hub_server import HubServer
 from tpuconv import api
-from tpuconv.errors import CorruptOutput, HubError, PushedCheckpoint, UsageError
+from tpuconv.errors import CorruptOutput, HubError, OutputError, PushedCheckpoint, UsageError
 from tpuconv.verify.signature import check_signature, sign
 
 REPO = "org/tiny-orbax"
@@ -231,9 +231,18 @@ def test_what_was_not_signed_is_no_more_what_it_was(outputs, keys, tmp_path):
     with pytest.raises(CorruptOutput, match="is not what the owner of"):
         check_signature(out, keys / "key.pub")
     (out / "stranger").unlink()
+    before = (out / "model.sig").read_bytes()
+    sign(out, keys / "key.pem")  # as when a push is repeated
+    assert (out / "model.sig").read_bytes() == before
+    with pytest.raises(OutputError, match="is not the signature of these files by"):
+        sign(out, keys / "other.pem")
+    assert (out / "model.sig").read_bytes() == before
     (out / "model.sig").write_text("{}")
     with pytest.raises(CorruptOutput, match="is not what the owner of"):
         check_signature(out, keys / "key.pub")
+    with pytest.raises(OutputError, match="is not the signature of these files by"):
+        sign(out, keys / "key.pem")
+    assert (out / "model.sig").read_text() == "{}"
 
 
 @pytest.mark.parametrize("name", ["rsa.pem", "text.pem", "none.pem"])

@@ -1,8 +1,11 @@
 """Progress reports of long work."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from tpuconv.text import plain
 
 TICK_SECONDS = 0.1
 """The time between two reports."""
@@ -47,11 +50,11 @@ class Bar:
             self._bar.close()
             self._bar = None
         if progress.message:
-            tqdm.write(progress.message)
+            tqdm.write(plain(progress.message), file=sys.stderr)
         elif progress.total:
             if self._bar is None:
                 self._stage = progress.stage
-                self._bar = tqdm(desc=self._stage, total=progress.total, unit="B", unit_scale=True)
+                self._bar = tqdm(desc=plain(self._stage), total=progress.total, unit="B", unit_scale=True)
             self._bar.total = progress.total
             self._bar.update(progress.done - self._bar.n)
             if progress.done >= progress.total:

@@ -68,6 +68,7 @@ def push(asked: PushRequest) -> Push:
         UsageError: the folder is no output of ours or holds other files, the name is wrong, the key cannot be used, or
             `private` was given and the repository is public.
         CorruptOutput: files are missing or have the wrong size.
+        OutputError: `sign` is given, and there is another signature.
         HubError: the Hub refuses, or cannot be reached.
     """
     from tpuconv.sources.hub_errors import client_errors

@@ -6,14 +6,17 @@ verifies the file too.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from tpuconv.errors import CorruptOutput, UsageError
+from tpuconv.errors import CorruptOutput, OutputError, UsageError
 from tpuconv.names import ADDED_FILES, SIGNATURE
+from tpuconv.storage.reports import write_report
 
 
 def sign(folder: Path, key: Path) -> Path:
-    """Signs all files of an output, and writes the signature into it. Returns its file.
+    """Signs all files of an output, and writes the signature into it. Returns its file. A signature of this key that is
+    there already, of the files as they are, stays.
 
     Args:
         folder: the output.
@@ -21,14 +24,32 @@ def sign(folder: Path, key: Path) -> Path:
 
     Raises:
         UsageError: the key cannot be used.
+        OutputError: there is another signature.
     """
+    from cryptography.hazmat.primitives import serialization
     from model_signing import signing
 
-    config = signing.Config().set_hashing_config(_hashes())
-    with _key_errors(key, "private"):
-        config = config.use_elliptic_key_signer(private_key=key)
-    config.sign(folder, folder / SIGNATURE)
-    return folder / SIGNATURE
+    config, out = signing.Config().set_hashing_config(_hashes()), folder / SIGNATURE
+    with TemporaryDirectory() as temporary:
+        with _key_errors(key, "private"):
+            config = config.use_elliptic_key_signer(private_key=key)
+            public = serialization.load_pem_private_key(key.read_bytes(), None).public_key()
+        own = Path(temporary) / "key.pub"
+        pem = public.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+        own.write_bytes(pem)
+        if out.exists():
+            try:
+                check_signature(folder, own)
+            except CorruptOutput as e:
+                raise OutputError(
+                    f"{out} is not the signature of these files by {key}",
+                    details=e.details,
+                    hint="move it elsewhere, and sign again",
+                ) from e
+            return out
+        config.sign(folder, Path(temporary) / SIGNATURE)
+        write_report((Path(temporary) / SIGNATURE).read_text(encoding="utf-8"), out, "sign", overwrite=False)
+    return out
 
 
 def check_signature(folder: Path, key: Path) -> None:
