@@ -258,4 +258,5 @@ def test_the_command_checks_a_signature(outputs, keys, tmp_path):
     sign(out, keys / "key.pem")
     assert "as the owner of the key signed them" in tpuconv("verify", out, "--key", keys / "key.pub").stdout
     assert "is not what the owner of" in tpuconv("verify", out, "--key", keys / "other.pub", code=10).stderr
-    assert "--key is for" in tpuconv("verify", out, "--key", keys / "key.pub", "--compare-hf", code=2).stderr
+    for other in ("--compare-hf", "--update"):
+        assert "--key is for" in tpuconv("verify", out, "--key", keys / "key.pub", other, code=2).stderr

@@ -22,7 +22,6 @@ from tpuconv.commands.console import print_json, say, say_error
 from tpuconv.commands.flags import with_flags
 from tpuconv.commands.params import shortened
 from tpuconv.errors import ResourceError, TpuconvError, UsageError, no_descriptors
-from tpuconv.explanations import explanation_of
 from tpuconv.extras import EXTRAS, install_command
 from tpuconv.memory import address_space_limit
 from tpuconv.text import format_size, plain
@@ -220,6 +219,8 @@ def is_interruption(error: BaseException) -> bool:
 
 def fail(error: TpuconvError, as_json: bool, known: Mapping[str, Any] | None = None) -> NoReturn:
     """Ends the process with the error. The JSON contains the error and the `known` facts."""
+    from tpuconv.explanations import explanation_of  # nothing that a command needs to start
+
     kind, found = type(error).__name__, explanation_of(error)
     if as_json:
         facts = {"type": kind, "id": found.id if found else None, "message": error.message, "details": error.details}

@@ -83,8 +83,8 @@ def verify(
             "--distributed is for work on devices: --compare-hf and --benchmark, without --layerwise",
             hint="leave it out, and run the command once",
         )
-    if key and (compare_hf or server is not None):
-        raise UsageError("--key is for a check of all files", hint="leave --compare-hf and --server out")
+    if key and (compare_hf or update or server is not None):
+        raise UsageError("--key is for a check of all files", hint="leave --compare-hf, --server and --update out")
     if update and compare_hf:
         raise UsageError("--update and --compare-hf exclude each other", hint="run one after the other")
     with all_processes(distributed):
