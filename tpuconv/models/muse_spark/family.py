@@ -16,7 +16,7 @@ from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs
 from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, inside
 from tpuconv.models.muse_glimmer import family as muse_glimmer
 from tpuconv.models.registry import family
-from tpuconv.models.towers.modalities import MUSE_SPARK_VISION
+from tpuconv.models.towers.modalities import MUSE_VISION
 from tpuconv.models.towers.sound_modalities import MUSE_AUDIO
 from tpuconv.notation.table import Map
 
@@ -84,6 +84,4 @@ TABLE = inside(
     },
 )
 
-FAMILY = family(
-    Config, TABLE, "Muse Spark", "MuseSparkForConditionalGeneration", modalities=(MUSE_SPARK_VISION, MUSE_AUDIO)
-)
+FAMILY = family(Config, TABLE, "Muse Spark", "MuseSparkForConditionalGeneration", modalities=(MUSE_VISION, MUSE_AUDIO))

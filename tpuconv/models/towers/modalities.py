@@ -16,7 +16,7 @@ from tpuconv.models.towers.llava.family import (
     RELEASED_MERGING_MATRICES,
 )
 from tpuconv.models.towers.minicpm.family import MINICPM_VIT, ROUNDS
-from tpuconv.models.towers.moonvit.family import MOON_MERGER, MOONVIT, MUSE_ADAPTER, MUSE_SPARK_VIT, MUSE_VIT
+from tpuconv.models.towers.moonvit.family import MOON_MERGER, MOONVIT, MUSE_ADAPTER, MUSE_VIT
 from tpuconv.models.towers.navit.family import JOINED_MATRIX, LEARNED_QUERIES, NAVIT, OLDER_NAVIT, PERCEIVER
 from tpuconv.models.towers.ovis.family import OVIS_VIT, VISUAL_WORDS
 from tpuconv.models.towers.packed_vit.family import (
@@ -139,8 +139,6 @@ MUSE_VISION = Modality(
     replaces=("vision_tower", "vision_adapter", "vision_projection", "perception_emb_norm"),
     placeholder_id=200092,
 )
-
-MUSE_SPARK_VISION = replace(MUSE_VISION, tower=MUSE_SPARK_VIT)
 
 QWEN3_OMNI_VISION = replace(
     QWEN3_VISION,

@@ -188,7 +188,7 @@ class MuseVitConfig(PackedVitConfig):
 
 MUSE_VIT = Tower(
     "muse_vit",
-    "Muse Glimmer",
+    "Muse Glimmer, Muse Spark",
     MuseVitConfig,
     (
         *without_bias("patch_embedder.patch_embedding", "patch", "D C -> C D"),
@@ -207,10 +207,6 @@ MUSE_VIT = Tower(
         *layer_norm("ln_post", "norm"),
     ),
     f"{MOONVIT_MODULES}:MuseVit",
-)
-
-MUSE_SPARK_VIT = replace(
-    MUSE_VIT, name="muse_spark_vit", summary="Muse Spark", encoder=f"{MOONVIT_MODULES}:MuseSparkVit"
 )
 
 

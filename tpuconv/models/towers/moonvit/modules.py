@@ -183,7 +183,8 @@ class MoonMerger(Merger):
 
 
 class MuseVit(PackedVit):
-    """The encoder of Muse: some layers see windows as large as the table of positions."""
+    """The encoder of Muse: some layers see windows as large as the table of positions. Patches read learned positions
+    as if rows and columns were swapped."""
 
     joins_frames = False
     has_patch_bias = False
@@ -200,7 +201,7 @@ class MuseVit(PackedVit):
         return LayerNorm("D", config.sizes, config.layer_norm_eps, dtype=dtype)
 
     def taps(self, h: int, w: int) -> Taps:
-        return zero_padded_taps(h, w, self.config.pos_emb_height, self.config.pos_emb_width)
+        return zero_padded_taps(w, h, self.config.pos_emb_width, self.config.pos_emb_height)
 
     def windows(self, at_P2: np.ndarray) -> np.ndarray:
         at = at_P2 // int(self.config.pos_emb_height)
@@ -214,13 +215,6 @@ class MuseVit(PackedVit):
 
     def segments_of(self, layer: int, clips_BP: jax.Array, windows_BP: jax.Array) -> jax.Array:
         return clips_BP if self.config.kinds[layer] == "full_attention" else windows_BP
-
-
-class MuseSparkVit(MuseVit):
-    """The encoder of Muse Spark, whose patches read learned positions as if rows and columns were swapped."""
-
-    def taps(self, h: int, w: int) -> Taps:
-        return super().taps(w, h)
 
 
 class MuseAdapter(nnx.Module):
