@@ -246,7 +246,13 @@ QWEN_AUDIO = {
     "encoder_ffn_dim": 40,
     "max_source_positions": 64,
 }
-OMNI_TOKENS = {**QWEN_TOKENS, "video_token_id": 90, "audio_token_id": SOUND, "audio_start_token_id": 91}
+OMNI_TOKENS = {
+    **QWEN_TOKENS,
+    "video_token_id": 90,
+    "audio_token_id": SOUND,
+    "audio_start_token_id": 91,
+    "audio_end_token_id": 92,
+}
 
 
 def omni(model_type: str, lengths: tuple[int, int], counts: tuple[int, int], **thinker: Any) -> Sight:

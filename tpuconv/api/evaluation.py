@@ -169,7 +169,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
         SightWindow,
         feature_error,
         sight_windows,
-        without_placeholders,
+        without_media_tokens,
     )
     from tpuconv.verify.vectors import VECTOR_GATES, compare_vectors
 
@@ -223,7 +223,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
             horizons = seen_horizons(config, ids)
         else:
             further, horizons = long_prompts(config, ids, own, room)
-            windows = without_placeholders(manifest, [*windows, *further])
+            windows = without_media_tokens(manifest, [*windows, *further])
         if layerwise:
             asked.progress(Progress("comparing layers"))
             layers, expected, ours = compare_layers(

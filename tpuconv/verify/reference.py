@@ -295,9 +295,10 @@ def _inputs(model: Any, window: SightWindow) -> dict[str, Any]:
         if name in known
     }
     features = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in features.items()}
+    mask = torch.ones_like(ids)  # without one, Qwen-Omni's images have the positions of text
     if model.config.model_type in MASKS_OF_GENERATE:
-        features["attention_mask"] = masks_of_generate(model, torch.ones_like(ids), **kinds)
-    return {"input_ids": ids, **kinds, **features}
+        mask = masks_of_generate(model, mask, **kinds)
+    return {"input_ids": ids, "attention_mask": mask, **kinds, **features}
 
 
 @contextlib.contextmanager

@@ -69,16 +69,21 @@ class SightWindow(Window):
     placeholder: int = -1
 
 
-PLACEHOLDER = re.compile(r"(image|video|audio)\w*_token_(id|index)")
-"""The keys of config.json with the ids of placeholders."""
+MEDIA_TOKEN = re.compile(r"(image|video|vision|audio)\w*_token_(id|index)")
+"""The keys of config.json with the ids of placeholders, and of the tokens before and behind them."""
 
 
-def without_placeholders(manifest: Manifest, windows: Sequence[Window]) -> list[Window]:
-    """Returns texts with the token 0 in place of placeholders, of which pseudo-random ids have some: without an image
-    the reference computes with other embeddings there."""
-    raw = read_checkpoint_config(manifest)
-    placeholders = {token for key, token in raw.items() if PLACEHOLDER.fullmatch(key)}
-    return [replace(each, ids=[0 if token in placeholders else token for token in each.ids]) for each in windows]
+def media_tokens(around: Mapping[str, Any]) -> set[int]:
+    """Returns the ids with a meaning for images or sounds, of the config around the text model's."""
+    return {token for key, token in around.items() if MEDIA_TOKEN.fullmatch(key) and type(token) is int}
+
+
+def without_media_tokens(manifest: Manifest, windows: Sequence[Window]) -> list[Window]:
+    """Returns texts with the token 0 in place of those for images or sounds, of which pseudo-random ids have some: the
+    reference computes with other embeddings, or positions, there."""
+    around = get_family(manifest.family).config.around_text(read_checkpoint_config(manifest))
+    tokens = media_tokens(around)
+    return [replace(each, ids=[0 if token in tokens else token for token in each.ids]) for each in windows]
 
 
 NO_EXAMPLE = "its features depend on more than config.json"
@@ -99,9 +104,9 @@ def sight_windows(
     from flax import nnx
 
     model = nnx.eval_shape(lambda: get_family(manifest.family).model_class(config))  # no weights are needed
-    placeholders = {own.placeholder for own in config.parts.values()}
-    words = [token for prompt in prompts for token in prompt if token not in placeholders]
     around = get_family(manifest.family).config.around_text(read_checkpoint_config(manifest))
+    others = media_tokens(around) | {own.placeholder for own in config.parts.values()}
+    words = [token for prompt in prompts for token in prompt if token not in others]
     rng, out, without = np.random.default_rng(0), [], {}
     for part, own in config.parts.items():
         encoder = getattr(model, part)
