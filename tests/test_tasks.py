@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import UsageError
 from tpuconv.quantize.config import find_config
+from tpuconv.restore import load
 from tpuconv.verify.tasks import TaskList
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -97,7 +99,7 @@ def test_scores_are_those_of_transformers(tasks, ckpt, monkeypatch):
     reference = HFLM(pretrained=str(EXAMPLES / "tiny-qwen3"), dtype="float32", device="cpu", batch_size=4)
     manager = TaskManager(include_path=str(tasks))
     want = simple_evaluate(model=reference, tasks=list(NAMES), task_manager=manager, bootstrap_iters=10)["results"]
-    have = TaskList(NAMES, tasks).run(read_manifest(ckpt), "float32")
+    have = TaskList(NAMES, tasks).run(read_manifest(ckpt), partial(load, ckpt), "float32")
     assert {score.task for score in have} == set(NAMES)
     for score in have:
         assert score.value == pytest.approx(want[score.task][f"{score.metric},none"], rel=1e-4)
@@ -122,7 +124,9 @@ def test_scores_of_conversations_are_those_of_transformers(kind, tasks, tmp_path
     settings = {"task_manager": TaskManager(include_path=str(tasks)), "bootstrap_iters": 10, "limit": 4}
     settings |= {"apply_chat_template": True, "fewshot_as_multiturn": True}
     want = simple_evaluate(model=reference, tasks=list(names), **settings)["results"]
-    have = TaskList(names, tasks, 4, chat_template=True).run(read_manifest(tmp_path / "out"), "float32")
+    have = TaskList(names, tasks, 4, chat_template=True).run(
+        read_manifest(tmp_path / "out"), partial(load, tmp_path / "out"), "float32"
+    )
     assert {score.task for score in have} == set(names)
     for score in have:
         assert score.value == pytest.approx(want[score.task][f"{score.metric},none"], rel=1e-4)

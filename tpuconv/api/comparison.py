@@ -1,12 +1,15 @@
-"""Two checkpoints of ours, compared without transformers."""
+"""Two models, checkpoints or releases, compared without transformers."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpuconv.api.opened import OpenedModel, checkpoint_at, opened_model
+from tpuconv.convert.plan.options import Options
 from tpuconv.errors import GateError, UsageError
-from tpuconv.location import Location, to_location
+from tpuconv.location import Location
 from tpuconv.options import (
     CACHE_DTYPE_OPTION,
     DTYPE_OPTION,
@@ -37,7 +40,7 @@ class CheckpointComparison(OneLine):
     """The logits and parameters of two checkpoints.
 
     Attributes:
-        reference, checkpoint: the folders; differences are from the first to the second.
+        reference, checkpoint: the folders, or the Hub ids; differences are from the first to the second.
         statistics: differences, divergences and gates.
         text: the name of the file that they ran on; empty for prompts.
         length, stride: tokens of a window of the text, and from one window to the next; None for prompts.
@@ -47,8 +50,8 @@ class CheckpointComparison(OneLine):
         chat_template: whether their requests were conversations.
     """
 
-    reference: Location
-    checkpoint: Location
+    reference: str | Location
+    checkpoint: str | Location
     statistics: "LogitStatistics"
     text: str
     length: int | None
@@ -100,7 +103,7 @@ class CompareCheckpointsRequest:
     """The arguments of `compare_checkpoints`."""
 
     reference: str | Location = field(
-        metadata=argument("A checkpoint of ours; divergences are KL(reference || checkpoint).")
+        metadata=argument("A checkpoint or a release; divergences are KL(reference || checkpoint).")
     )
     checkpoint: str | Location = field(metadata=argument("Another one of the same model, quantized or not."))
     _: KW_ONLY
@@ -129,31 +132,51 @@ class CompareCheckpointsRequest:
 
 @takes(CompareCheckpointsRequest)
 def compare_checkpoints(asked: CompareCheckpointsRequest) -> CheckpointComparison:
-    """Runs the models of two checkpoints on the same tokens, and compares their parameters. One model is in memory at a
-    time.
+    """Runs the models of two checkpoints, or releases, on the same tokens, and compares their parameters. One model is
+    in memory at a time. A release, and a checkpoint for another program, are read as `load` reads them, with their
+    values decoded.
 
     Raises:
-        UsageError: the checkpoints hold other models, or return no logits; the cache cannot have this dtype; the text
-            cannot be read or is too short; a task is not known, or its data cannot be read; or there is no chat
-            template.
-        TpuconvError: a checkpoint cannot be read.
+        UsageError: they are other models, or return no logits; the cache cannot have this dtype; the text cannot be
+            read or is too short; a task is not known, or its data cannot be read; or there is no chat template.
+        TpuconvError: one cannot be read.
     """
-    from tpuconv.checkpoint.manifest import read_manifest
-    from tpuconv.checkpoint.reader import check_logits
     from tpuconv.verify.windows import check_stride
 
     chosen = asked.stride if asked.stride is not None else max(1, asked.length // 2)
     if asked.text is not None:
         check_stride(asked.length, chosen)
-    manifests = [read_manifest(to_location(folder)) for folder in (asked.reference, asked.checkpoint)]
-    for manifest in manifests:
-        manifest.check_own()
-        check_logits(manifest)
+    with ExitStack() as stack:
+        places = (asked.reference, asked.checkpoint)
+        opened = [
+            stack.enter_context(opened_model(place, _options_beside(place, other)))
+            for place, other in zip(places, reversed(places), strict=True)
+        ]
+        return _compared(asked, opened, chosen, stack)
+
+
+def _options_beside(place: str | Location, other: str | Location) -> Options:
+    """Returns the options by which a release has the parameters of the checkpoint that it is compared with."""
+    beside = None if checkpoint_at(place) is not None else checkpoint_at(other)
+    if beside is None:
+        return Options()
+    return Options(include_mtp=beside.include_mtp, text_only=not beside.parts)
+
+
+def _compared(
+    asked: CompareCheckpointsRequest, opened: Sequence[OpenedModel], stride: int, stack: ExitStack
+) -> CheckpointComparison:
+    """Returns the comparison of opened models. `stack` closes what this opens."""
+    from tpuconv.checkpoint.reader import check_logits
+
+    for each in opened:
+        check_logits(each.manifest)
     # Only now, since jax takes seconds to import.
     from tpuconv.models.stored import check_cache_dtype, model_config
     from tpuconv.verify.logits import DTYPE_GATES
     from tpuconv.verify.pairs import Side, compare_windows, tensor_differences
     from tpuconv.verify.tasks import TaskDifference, TaskList
+    from tpuconv.verify.weights.planned import parameters
 
     to_do = TaskList(
         tuple(asked.tasks),
@@ -163,23 +186,28 @@ def compare_checkpoints(asked: CompareCheckpointsRequest) -> CheckpointCompariso
     )
     if asked.tasks:
         to_do.check()
-        for manifest in manifests:
-            to_do.check_tokenizer(manifest)
-    first, second = manifests
+        for each in opened:
+            to_do.check_tokenizer(each.manifest)
+    first, second = (each.manifest for each in opened)
     check_cache_dtype(second, asked.cache_dtype)
-    tensors = tensor_differences(first, second)
-    windows = _windows(first, asked.prompts, None if asked.text is None else Path(asked.text), asked.length, chosen)
+    tensors = tensor_differences(*(stack.enter_context(parameters(each.manifest, each.plan)) for each in opened))
+    text = None if asked.text is None else Path(asked.text)
+    windows = _windows(first, asked.prompts, text, asked.length, stride)
     compute = first.dtype if asked.dtype == "auto" else asked.dtype
-    is_rounded = bool(second.is_rounded and second.quantization)
     gates = asked.gates
-    if gates is None and is_rounded:
+    if gates is None and second.is_rounded:
         gates = second.quantization["gates"]  # type: ignore[index]
     elif gates is None:
-        gates = {} if asked.cache_dtype or first.is_rounded else DTYPE_GATES[compute]
-    names = {"reference": first.folder, "other": second.folder}
+        rounds = asked.cache_dtype or first.is_rounded or any(each.is_decoded for each in opened)
+        gates = {} if rounds else DTYPE_GATES[compute]
+    places = zip((asked.reference, asked.checkpoint), opened, strict=True)
+    reference, other = (place if each.stored is None else each.manifest.folder for place, each in places)
+    names = {"reference": reference, "other": other}
+    caches = (None, asked.cache_dtype)
+    sides = [Side(each.manifest, each.load, compute, cache) for each, cache in zip(opened, caches, strict=True)]
     statistics = compare_windows(
-        Side(first, compute),
-        Side(second, compute, asked.cache_dtype),
+        sides[0],
+        sides[1],
         windows,
         model_config(first).sizes["V"],
         gates,
@@ -189,22 +217,23 @@ def compare_checkpoints(asked: CompareCheckpointsRequest) -> CheckpointCompariso
     if asked.tasks:
         scores = [
             to_do.run(
-                manifest,
+                side.manifest,
+                side.load,
                 compute,
-                asked.cache_dtype if manifest is second else None,
-                lambda n, of, name=manifest.folder: asked.progress(Progress(f"tasks of {name}", n, of)),  # type: ignore[misc]
+                side.cache_dtype,
+                lambda n, of, name=name: asked.progress(Progress(f"tasks of {name}", n, of)),  # type: ignore[misc]
             )
-            for manifest in manifests
+            for side, name in zip(sides, names.values(), strict=True)
         ]
         done = [TaskDifference(before, after) for before, after in zip(*scores, strict=True)]
     asked.progress(Progress("comparing parameters"))
     return CheckpointComparison(
-        reference=first.folder,
-        checkpoint=second.folder,
+        reference=reference,
+        checkpoint=other,
         statistics=statistics,
-        text="" if asked.text is None else Path(asked.text).name,
-        length=None if asked.text is None else asked.length,
-        stride=None if asked.text is None else chosen,
+        text="" if text is None else text.name,
+        length=None if text is None else asked.length,
+        stride=None if text is None else stride,
         cache_dtype=asked.cache_dtype,
         tensors=sorted(tensors, key=lambda tensor: tensor.snr_db),
         tasks=done,

@@ -32,6 +32,11 @@ class OpenedModel:
     plan: "Plan | None" = None
     stored: "Manifest | None" = None
 
+    @property
+    def is_decoded(self) -> bool:
+        """True if stored numbers of fewer bits were decoded."""
+        return self.plan is not None and any(tensor.scheme is not None for tensor in self.plan.tensors.values())
+
     def load(self, dtype: Any = None, mesh: Any = None, *, mtp: bool = False) -> Any:
         """Returns the model with its weights. See `tpuconv.api.load`."""
         from tpuconv import restore
@@ -103,7 +108,7 @@ def opened_model(src: str | Location, options: Options) -> Iterator[OpenedModel]
         UsageError: there is neither, or options are given for a checkpoint.
         TpuconvError: see `tpuconv.api.plan`.
     """
-    if (manifest := _checkpoint_at(src)) is not None:
+    if (manifest := checkpoint_at(src)) is not None:
         yield _opened(src, manifest, options)
         return
     from tpuconv.checkpoint.manifest import read_manifest
@@ -149,7 +154,7 @@ def _placed(manifest: "Manifest", options: Options) -> OpenedModel:
     return OpenedModel(planned_manifest(plan), plan, manifest)
 
 
-def _checkpoint_at(src: str | Location) -> "Manifest | None":
+def checkpoint_at(src: str | Location) -> "Manifest | None":
     """Returns the manifest of a checkpoint of ours; None if `src` is a folder of safetensors or may be a Hub id. Raises
     as `read_manifest` does."""
     from tpuconv.checkpoint.manifest import manifest_of, read_manifest

@@ -10,10 +10,9 @@ from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, show, styled
 from tpuconv.commands.inputs import read_prompts
-from tpuconv.commands.params import LocationParam
+from tpuconv.commands.params import Name
 from tpuconv.commands.progress import shown
 from tpuconv.errors import GateError, UsageError
-from tpuconv.location import Location
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.names import collapse
 
@@ -27,27 +26,28 @@ MOST_ROWS = 8
 @options.command(
     "compare",
     "tpuconv compare Qwen3-8B-orbax Qwen3-8B-orbax-int4_weight_only",
-    "tpuconv compare Qwen3-8B-orbax Qwen3-8B-orbax-int4_weight_only --text wiki.txt --length 2048 --stride 512",
+    "tpuconv compare Qwen/Qwen3-8B Qwen3-8B-orbax-int4_weight_only --text wiki.txt --length 2048 --stride 512",
     "tpuconv compare Qwen3-8B-orbax Qwen3-8B-orbax --cache-dtype int8 --gate mean_kl=0.001",
     "tpuconv compare Qwen3-8B-orbax Qwen3-8B-orbax-int4_weight_only --tasks arc_easy,gsm8k --task-limit 200",
 )
-@click.argument("reference", type=LocationParam())
-@click.argument("ckpt", type=LocationParam())
+@click.argument("reference", type=Name())
+@click.argument("ckpt", type=Name())
 @options.of(api.compare_checkpoints)
 @options.as_json
 def compare(
-    reference: Location,
-    ckpt: Location,
+    reference: str,
+    ckpt: str,
     prompts: Path | None,
     text: Path | None,
     tasks: str | None,
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Run the models of the checkpoints REFERENCE and CKPT on the same tokens, and compare their parameters.
+    """Run the models REFERENCE and CKPT on the same tokens, and compare their parameters.
 
-    Divergences are KL(REFERENCE || CKPT). One model is in memory at a time, and transformers is not needed. With
-    --cache-dtype the model of CKPT reads keys and values from a cache of this dtype, as in decoding.
+    Each is a checkpoint, an export or a release: a folder, a bucket or a Hub id. Divergences are KL(REFERENCE || CKPT).
+    One model is in memory at a time, and transformers is not needed. With --cache-dtype the model of CKPT reads keys
+    and values from a cache of this dtype, as in decoding.
 
     Exit code 3: a gate failed. The gates come from the quantization config of CKPT; an unquantized CKPT has the gates
     of `verify --compare-hf`. --gate replaces them.

@@ -1,23 +1,22 @@
-"""Two checkpoints of ours compared: their logits on the same tokens, and their parameters. One model is in memory at a
-time; of the parameters a box of one."""
+"""Two models compared: their logits on the same tokens, and their parameters. One model is in memory at a time; of the
+parameters of a checkpoint of ours a box of one."""
 
 import gc
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from tempfile import TemporaryFile, gettempdir
 
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.errors import ResourceError, UsageError
-from tpuconv.location import plain_path
 from tpuconv.models.logits import Window, whole_texts
 from tpuconv.text import format_size
 from tpuconv.verify.logits import (
     Gates,
     LogitStatistics,
+    ModelLoader,
     compare_logits,
     each_logits,
     quantized_gates,
@@ -25,28 +24,33 @@ from tpuconv.verify.logits import (
 )
 from tpuconv.verify.weights.measuring import measured_pair
 from tpuconv.verify.weights.statistics import DifferenceSums, TensorDifference
-from tpuconv.verify.weights.trees import layer_weights
+from tpuconv.verify.weights.stored import Weight
 from tpuconv.verify.windows import scored_logits
 
 
 @dataclass(frozen=True)
 class Side:
-    """A model that is compared: its checkpoint, the dtype that it computes in, and the dtype of its cache, None to
-    compute without one."""
+    """A model that is compared.
+
+    Attributes:
+        manifest: of it.
+        load: loads it in a dtype onto a mesh.
+        dtype: that it computes in.
+        cache_dtype: of its cache; None to compute without one.
+    """
 
     manifest: Manifest
+    load: ModelLoader
     dtype: str
     cache_dtype: str | None = None
 
     def logits(self, prompts: Sequence[Sequence[int]], rounding: int | None = None) -> Iterator[np.ndarray]:
         """Yields its logits [T, V] of each prompt; with `rounding`, a seed, the logits of another rounding. The model
         is in memory until the last one."""
-        from tpuconv.restore import load, mesh_of_processes
+        from tpuconv.restore import mesh_of_processes
 
         mesh, windows = mesh_of_processes(self.manifest), whole_texts(prompts)
-        with plain_path(self.manifest.folder) as folder:
-            model = partial(load, folder)
-            yield from each_logits(model, windows, self.dtype, mesh, self.cache_dtype, rounding=rounding)
+        yield from each_logits(self.load, windows, self.dtype, mesh, self.cache_dtype, rounding=rounding)
 
 
 def compare_windows(
@@ -119,24 +123,21 @@ def compare_windows(
 # -- parameters -------------------------------------------------------------------------------------------------------
 
 
-def tensor_differences(reference: Manifest, other: Manifest) -> Iterator[TensorDifference]:
-    """Yields the difference of each parameter that both checkpoints have.
+def tensor_differences(reference: Mapping[str, Weight], other: Mapping[str, Weight]) -> Iterator[TensorDifference]:
+    """Yields the difference of each parameter of two models, given by their names.
 
     Raises:
-        UsageError: they hold other parameters, or of other shapes. It is found before a value is read.
+        UsageError: they have other parameters, or of other shapes. It is found before a value is read.
     """
-    theirs, ours = layer_weights(reference), layer_weights(other)
-    shapes = [{name: weight.shape for name, weight in side.items()} for side in (theirs, ours)]
+    shapes = [{name: weight.shape for name, weight in side.items()} for side in (reference, other)]
     if shapes[0] != shapes[1]:
-        first = min(name for name in {**theirs, **ours} if shapes[0].get(name) != shapes[1].get(name))
+        first = min(name for name in {**reference, **other} if shapes[0].get(name) != shapes[1].get(name))
         said = [str(list(side[first])) if first in side else "none" for side in shapes]
         raise UsageError(
-            f"{reference.folder} and {other.folder} contain models of different shapes: {first} is {said[0]} in one "
-            "and "
-            f"{said[1]} in the other",
-            hint="compare a checkpoint with one that was made from it, or from the same release",
+            f"the models have different shapes: {first} is {said[0]} in the reference and {said[1]} in the other one",
+            hint="compare a checkpoint with one that was made from it, or with its release",
         )
     return (
-        TensorDifference.of(name, measured_pair(weight, ours[name]).difference or DifferenceSums())
-        for name, weight in theirs.items()
+        TensorDifference.of(name, measured_pair(weight, other[name]).difference or DifferenceSums())
+        for name, weight in reference.items()
     )

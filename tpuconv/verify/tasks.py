@@ -14,6 +14,7 @@ from tpuconv.checkpoint.companions import tokenizer_folder
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.errors import UsageError, root_cause
 from tpuconv.extras import install_command
+from tpuconv.verify.logits import ModelLoader
 
 BOOTSTRAPS = 1000
 """Samples of the standard error of metrics without a formula for it."""
@@ -123,14 +124,16 @@ class TaskList:
     def run(
         self,
         manifest: Manifest,
+        load: ModelLoader,
         dtype: str,
         cache_dtype: str | None = None,
         on_request: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[TaskScore]:
-        """Returns the scores of a checkpoint.
+        """Returns the scores of a model.
 
         Args:
-            manifest: of the checkpoint.
+            manifest: of the model.
+            load: loads it in a dtype onto a mesh.
             dtype: to compute in.
             cache_dtype: of keys and values; None for the model's.
             on_request: called with the number of requests that are done, and of all, of one kind.
@@ -141,12 +144,11 @@ class TaskList:
         manager = self._manager
         from lm_eval import simple_evaluate
 
-        from tpuconv.restore import load
         from tpuconv.verify.task_model import TaskModel
 
         tokenizer, ends = self._tokenizer(manifest)
         gc.collect()  # a model of another checkpoint is in cycles of references
-        model = TaskModel(load(manifest.folder, dtype), tokenizer, ends, dtype, cache_dtype, on_request)
+        model = TaskModel(load(dtype, None), tokenizer, ends, dtype, cache_dtype, on_request)
         settings = {"limit": self.limit, "task_manager": manager, "bootstrap_iters": BOOTSTRAPS}
         settings |= {"apply_chat_template": self.chat_template, "fewshot_as_multiturn": self.chat_template}
         with _in_this_process(), redirect_stdout(StringIO()):
