@@ -39,6 +39,7 @@ fast: $(INSTALLED)
 	  $(if $(filter 3.11,$(VERSION)),,--cov=tpuconv)
 
 test-slow: campaign  ## Before a release, after changes to convert/ or models/, with new versions of jax or transformers: hours.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[eval,ray]'
 	$(PYTEST) -m "slow and not consumers" --ignore tests/adversarial
 
 campaign: $(INSTALLED)  ## After changes to what writes or reads checkpoints: all attacks of docs/reliability.md, about an hour, counted.
