@@ -13,7 +13,7 @@ import tpuconv
 from helpers.checkpoints import qwen3_config, read_tensors, write_checkpoint
 from helpers.conversions import convert, plan_for
 from helpers.encoded import same_bits
-from helpers.families import CASES, FIRST, LABELS, VISION, Case, hf_model, save
+from helpers.families import BY_ID, CASES, FIRST, LABELS, VISION, Case, hf_model, save
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import ConfigError, MappingError, UnsupportedConfig, UsageError
@@ -31,6 +31,7 @@ IDS = [[5, 17, 99, 3, 42, 8, 77], [9, 4, 31, 0, 0], [7]]  # 0 is padding's, whic
 WITHOUT = {
     *((HIDDEN, name) for name in ("llama4", "kimi_k25", "bailing_hybrid", "step3p5", "qwen3_omni_moe")),
     *((HIDDEN, name) for name in ("mistral_large4", "minimax_m3_vl", "nemo_speechlm")),
+    (SCORES, "ctrl"),  # whose classifiers have other names
 }
 EVERY = [
     pytest.param(
@@ -40,6 +41,21 @@ EVERY = [
     for returns in (SCORES, HIDDEN)
     if (returns, case.family) not in WITHOUT and (returns == HIDDEN or case.model_type in CLASSIFIERS)
 ]
+
+
+GEMMA = BY_ID["gemma3_text-plain"].config | {"use_bidirectional_attention": True}
+SEEING_BEHIND = [
+    Case(f"gemma3_text-{name}", "gemma3_text", "gemma3_text", GEMMA | config)
+    for name, config in {
+        "seeing-behind": {},
+        "narrow": {"sliding_window": 2, "head_dim": 10},
+        "odd-window": {"sliding_window": 7, "num_attention_heads": 4, "num_key_value_heads": 1, "attention_bias": True},
+        "windows-alone": {"layer_types": ["sliding_attention"] * 4, "sliding_window": 4, "query_pre_attn_scalar": 7},
+        "no-windows": {"layer_types": ["full_attention"] * 3, "num_hidden_layers": 3, "intermediate_size": 35},
+        "pattern": {"layer_types": None, "num_hidden_layers": 7, "rope_parameters": None, "sliding_window": 6},
+    }.items()
+]
+"""Models as EmbeddingGemma, whose tokens see those behind them."""
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +74,16 @@ def converted_headless(shared: Any, headless: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize(("case", "returns"), EVERY)
+@pytest.mark.parametrize(
+    ("case", "returns"),
+    [
+        *EVERY,
+        *(
+            pytest.param(case, HIDDEN, id=case.id, marks=() if case == SEEING_BEHIND[0] else pytest.mark.slow)
+            for case in SEEING_BEHIND
+        ),
+    ],
+)
 def test_what_transformers_returns(
     case: Case, returns: str, headless: Any, converted_headless: Any, tmp_path: Path
 ) -> None:
@@ -82,6 +107,38 @@ def test_what_transformers_returns(
     with_others = {*VISION, "phi4_multimodal", "qwen4_exp_text", "minimax"}  # the last two have hashes and decays
     assert bool(skipped) == (case.family in with_others)
     assert all(same_bits(x, source[name]) for name, x in back.items())
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["layers", "scan"])
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_a_padded_batch_of_a_model_that_sees_behind(scan: bool, left: bool, converted_headless: Any) -> None:
+    case = SEEING_BEHIND[-1]
+    model = tpuconv.load(converted_headless(case, HIDDEN))
+    if scan:
+        model.stack_layers()
+    rows = [np.arange(3, 18), np.arange(40, 31, -1)]
+    ids, mask = np.full((2, 20), 5), np.zeros((2, 20), bool)
+    for row, own in enumerate(rows):
+        columns = slice(20 - len(own), 20) if left else slice(len(own))
+        ids[row, columns], mask[row, columns] = own, True
+    found = np.asarray(model(jnp.array(ids), mask))
+    for row, own in enumerate(rows):
+        alone = np.asarray(model(jnp.array(own)[None]))[0]
+        assert np.abs(found[row][mask[row]] - alone).max() <= 2e-5 * np.abs(alone).max()
+    with pytest.raises(UsageError, match="it has no cache"):
+        model.init_cache(1, 8)
+
+
+@pytest.mark.slow
+def test_an_embedding_model_that_sees_behind_is_quantized_and_compared(
+    headless: Any, converted_headless: Any, tmp_path: Path
+) -> None:
+    out = converted_headless(SEEING_BEHIND[0], HIDDEN)
+    assert api.compare(out).passed
+    api.quantize(out, tmp_path / "int8", config="int8_weight_only")
+    api.convert(headless(SEEING_BEHIND[0], HIDDEN), tmp_path / "at-once", quantize="int8_weight_only")
+    one, other = (np.asarray(tpuconv.load(tmp_path / name)(jnp.array(IDS[:1]))) for name in ("int8", "at-once"))
+    assert np.array_equal(one, other)
 
 
 @pytest.mark.slow

@@ -74,6 +74,12 @@ NOT_BY_PEFT = {
     **dict.fromkeys(("nemotron_h", *STATES_ALONE), "peft changes no out_proj of a model with Mamba layers"),
     "longcat_flash": "peft counts the experts that compute nothing",
 }
+KNOWN_TO_PEFT = {
+    # peft renames the pairs of `weight_proj` while it loads them, also its own, and does not find them; the head of
+    # transformers has no rows for tokens without logits.
+    "inkling2_text": r".*(attn/(q|k|v|o|gate|sinks)|mlp|moe)(/.*)?",
+}
+"""The parts of models whose adapters peft reads, where it does not read those of others."""
 NO_PAIRS = ("dbrx", "jetmoe", "deepseek_v4", "glm5_next", "recurrent_gemma", "inkling_text", "inkling_mm_model")
 """Families of which Qwix changes what is no matrix of PEFT: experts, groups or blocks in one, or no linear layer."""
 
@@ -84,9 +90,9 @@ def test_an_adapter_of_qwix(case: Case, hf, tmp_path: Path) -> None:
         pytest.skip(NOT_BY_PEFT[case.family])
     if case.traits.read_as or case.traits.thinker_of:
         pytest.skip("transformers' model has modules of other names than the release's")
-    model = trained(case, hf(case), tmp_path)
+    model = trained(case, hf(case), tmp_path, KNOWN_TO_PEFT.get(case.family, LINEAR))
     save_standard(tmp_path / "run", pairs_of(model))
-    if case.family in NO_PAIRS:
+    if case.family in NO_PAIRS and case.id != "inkling_text-all-dense":  # which has no experts
         with pytest.raises(MappingError, match="change no matrix of the model"):
             api.export(tmp_path / "run", tmp_path / "lora", config=hf(case), adapter=True, lora_alpha=ALPHA)
         return

@@ -13,8 +13,11 @@ from tpuconv.models.registry import find_family
 
 PART = {"partial_rotary_factor": 0.5}
 DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
-KEPT_BY_TRANSFORMERS = ("phi3", "phi4_multimodal")
-"""Their configs keep `partial_rotary_factor` as it was given, beside the same value in `rope_parameters`."""
+KEPT_BY_TRANSFORMERS = {
+    **dict.fromkeys(("phi3", "phi4_multimodal"), ("partial_rotary_factor",)),
+    "gpt_neox_japanese": ("partial_rotary_factor", "rope_theta"),
+}
+"""The keys that their configs keep as they were given, beside the same values in `rope_parameters`."""
 
 
 def by_type(full: dict, sliding: dict) -> dict:
@@ -103,7 +106,7 @@ def test_every_family_is_read_as_without_them(case, tmp_path: Path):
 
     config = json.loads(case.hf_config().to_json_string())
     before, after = read(config, "before"), read(with_older_rope_keys(config), "after")
-    if case.family in KEPT_BY_TRANSFORMERS:
-        assert after[0].pop("partial_rotary_factor") == after[0]["rope_parameters"]["partial_rotary_factor"]
-        before[0].pop("partial_rotary_factor", None)
+    for key in KEPT_BY_TRANSFORMERS.get(case.family, ()):
+        assert after[0].pop(key) == after[0]["rope_parameters"][key]
+        before[0].pop(key, None)
     assert before == after

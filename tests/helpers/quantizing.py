@@ -147,6 +147,8 @@ EVEN = {
     **{name: {"num_attention_heads": 2} for name in ("biogpt", "cohere_compass_text", "emu3", "fuyu", "persimmon")},
     "codegen": {"hidden_size": 128, "n_inner": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "rotary_dim": 8},
     "xglm": {"num_attention_heads": 2, "ffn_dim": 96},
+    "ctrl": {"num_attention_heads": 2, "dff": 96},
+    **{name: {"num_attention_heads": 2} for name in ("openai-gpt", "gpt_neox_japanese")},
     "opt": {"num_attention_heads": 2, "ffn_dim": 96},
     "jetmoe": {"kv_channels": 32, "num_key_value_heads": 2},
     "dbrx": {

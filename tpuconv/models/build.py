@@ -52,6 +52,7 @@ ACTS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nnx.silu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
+    "relu": nnx.relu,
     "relu2": relu2,
 }
 """The activations of MLPs."""

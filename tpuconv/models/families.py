@@ -182,6 +182,9 @@ FAMILIES: Mapping[str, str] = {
     "fuyu": "lineages.phi",
     "xglm": "lineages.older",
     "biogpt": "lineages.older",
+    "openai-gpt": "lineages.older",
+    "ctrl": "lineages.older",
+    "gpt_neox_japanese": "lineages.gpt",
 }
 
 DRAFT_FAMILIES: Mapping[str, str] = {"eagle3": "eagle3.family"}

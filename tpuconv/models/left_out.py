@@ -11,7 +11,6 @@ _FACTORS = (
     "have: it is unclear which result is right"
 )
 _MESSAGES = "looped layers that read messages of the pass before: not written yet"
-_EARLY = "an early model of known parts, in a layout of its own: not written yet"
 _QUERIES = "OPT behind learned queries: not written yet"
 _CROSS = "decoders that attend to images or to sound, or that write sound"
 _DRAFTS = "drafts for another model, whose keys and values they read"
@@ -22,7 +21,6 @@ _BEHIND_ENCODER = "decoders of models with an encoder"
 
 MODELS_LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(("zamba2", "zamba"), _SHARED),
-    "ctrl": _EARLY,
     "cpmant": "attention biased by distance, with learned biases",
     "ernie4_5_vl_moe": "experts for images beside those for text in each layer, so the text model alone is not the "
     "released model",
@@ -32,7 +30,6 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     "diffusion_gemma": "text that is made by denoising blocks of tokens, not token by token",
     "blt": "bytes that are joined to patches by another model",
     "doge": "masks that are made of values",
-    **dict.fromkeys(("gpt_neox_japanese", "openai-gpt"), _EARLY),
     **dict.fromkeys(
         ("aya_vision", "cohere2_vision", "granite_speech", "granite_speech_plus", "granite4_vision"), _FACTORS
     ),

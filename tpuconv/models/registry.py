@@ -269,7 +269,8 @@ def get_family(name: str) -> Family:
         UsageError: there is no such family, or its package cannot be imported.
     """
     if place := FAMILIES.get(name) or DRAFT_FAMILIES.get(name):
-        own: Family = _resolve(f"tpuconv.models.{place}:{'FAMILY' if place.endswith('.family') else name.upper()}")
+        variable = "FAMILY" if place.endswith(".family") else name.upper().replace("-", "_")
+        own: Family = _resolve(f"tpuconv.models.{place}:{variable}")
         return _with_modalities(own)
     wrapper, _, text_type = name.partition(".")
     if text_type and (found := _wrapped({"model_type": wrapper, "text_config": {"model_type": text_type}})) is not None:

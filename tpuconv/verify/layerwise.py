@@ -28,6 +28,16 @@ from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
 from tpuconv.notation.table import MappingTable
 from tpuconv.sources.source import open_source
+from tpuconv.verify.parts_of_reference import (
+    DECODER_NAMES,
+    INPUT_NAMES,
+    LAYER_NAMES,
+    LOGIT_BIAS,
+    NORM_NAMES,
+    RETURNED,
+    ROTARY_OPTIONS,
+    first_of,
+)
 from tpuconv.verify.reference import attention_of, empty_weights, head_from, reference_class, reference_config
 
 LAYER_GATES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-2}
@@ -134,34 +144,6 @@ def _relative_error(reference: Sequence[np.ndarray], ours: Sequence[np.ndarray])
     return float(np.sqrt(difference / max(size, 1e-300)))
 
 
-LAYER_NAMES = ("layers", "h", "blocks")
-"""The names that transformers' models have for the list of their layers."""
-
-NORM_NAMES = (
-    *("norm", "embedding_norm", "final_layernorm", "final_layer_norm", "final_norm", "layer_norm", "norm_f", "ln_f"),
-    "hyper_connection_mixer",
-)
-"""The names that transformers' models have for the norm after the last layer."""
-
-DECODER_NAMES = ("language_model", "text_model", "decoder")
-"""The names that they have for what is a decoder of text, where this is a part of them."""
-
-INPUT_NAMES = {"wpe": "positions.", "embed_positions": "positions.", "word_embeddings_layernorm": "embed_norm."}
-"""The names that they have for what makes the first layer's input besides the embedding, and ours."""
-
-ROTARY_OPTIONS = {"rotary_emb_unscaled": {"scaled": False}}
-"""Further arguments of rotary positions, by the name that the decoder has for them."""
-
-RETURNED = {"bamba": 2, "falcon_h1": 1, "gptj": 2, "codegen": 2, "gpt_neo": 2, "falcon": 2, "bloom": 2, "mpt": 2}
-"""Model types whose layers return a tuple, and its length. Others return hidden states, or a tuple that starts with
-them and that the model does not unpack."""
-
-
-def _first_of(module: Any, names: Sequence[str]) -> Any:
-    """Returns the submodule with the first of these names that the module has."""
-    return next(getattr(module, name) for name in names if hasattr(module, name))
-
-
 class _Reference:
     """Transformers' model. `hidden` are the hidden states [1, T, D] of each prompt after the last layer that ran."""
 
@@ -194,8 +176,8 @@ class _Reference:
             front, _, last = name.rpartition(".")
             there = torch.empty_like(parameter, device="cpu")
             setattr(base.get_submodule(front), last, torch.nn.Parameter(there, requires_grad=False))
-        self.layers = list(_first_of(self.decoder, LAYER_NAMES))
-        self.norm = _first_of(self.decoder, NORM_NAMES)
+        self.layers = list(first_of(self.decoder, LAYER_NAMES))
+        self.norm = first_of(self.decoder, NORM_NAMES, self.torch.nn.Identity())
         # Its buffers are computed, not stored: create them outside the meta device.
         for name, module in list(self.decoder.named_children()):
             if type(module).__name__.endswith("RotaryEmbedding"):
@@ -219,7 +201,7 @@ class _Reference:
         prompt."""
         torch = self.torch
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        self._fill(embedding, "embed.")
+        self._fill(embedding, "embed.", *(["embed_norm."] if hasattr(embedding, "embed_norm") else []))
         self._fill(self.norm, "norm.")
         for name, target in INPUT_NAMES.items():
             if hasattr(self.decoder, name):
@@ -254,7 +236,7 @@ class _Reference:
             for i, given in enumerate(self.given):
                 (_, *args), kwargs = given[number]
                 out = layer(self.hidden[i], *args, **kwargs)
-                self.hidden[i] = out[0] if isinstance(out, tuple) else out
+                self.hidden[i] = out[0] if isinstance(out, tuple | list) else out
         self._empty(layer)
         return self._states()
 
@@ -262,12 +244,12 @@ class _Reference:
         """Returns the logits [T, V] of each window: transformers' forward pass, in which every layer returns
         `hidden`."""
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        self._fill(head, "lm_head." if "lm_head.kernel" in self.sources else "embed.")
+        self._fill(head, "lm_head." if "lm_head.kernel" in self.sources else "embed.", LOGIT_BIAS)
         out = []
         for ids, hidden, first in zip(self.prompts, self.hidden, self.firsts, strict=True):
             with ExitStack() as stack:
                 stack.enter_context(head_from(self.model, first))
-                stack.enter_context(_replace_forward(embedding, lambda ids, x=hidden: x))
+                stack.enter_context(_replace_forward(embedding, lambda ids, x=hidden: x.clone()))  # CTRL changes it
                 for layer in self.layers:
                     stack.enter_context(_replace_forward(layer, lambda *args, x=hidden, **kwargs: self._returned(x)))
                 with self.torch.no_grad():
@@ -282,11 +264,18 @@ class _Reference:
     def _states(self) -> list[np.ndarray]:
         return [x[0].float().numpy() for x in self.hidden]
 
-    def _fill(self, module: Any, target: str) -> None:
-        """Loads a module's weights with transformers' own loader, which renames tensors and stacks experts."""
+    def _fill(self, module: Any, target: str, *inside: str) -> None:
+        """Loads a module's weights with transformers' own loader, which renames tensors and stacks experts.
+
+        Args:
+            module: a module of transformers' model.
+            target: how the names of our parameters of this module begin.
+            inside: the same of modules that only transformers has inside this module.
+        """
         from tpuconv.private import LoadStateDictConfig, convert_and_load_state_dict_in_model
 
-        names = {name for parameter, names in self.sources.items() if parameter.startswith(target) for name in names}
+        filled = [names for parameter, names in self.sources.items() if parameter.startswith((target, *inside))]
+        names = {name for each in filled for name in each}
         if absent := names - self.tensors.keys():
             raise SourceError(
                 f"{self.folder} has no {', '.join(sorted(absent)[:5])}",
@@ -427,6 +416,8 @@ class _Ours:
     def logits(self) -> list[np.ndarray]:
         """Returns the logits [T, V] of each window."""
         norm = self._filled(self.model.norm, "norm")
+        for name in self.model.output_modules:
+            setattr(self.model, name, self._filled(getattr(self.model, name), name))
         if self.model.lm_head is None:
             head = self._filled(self.model.embed, "embed")
         else:

@@ -84,6 +84,8 @@ class DecoderConfig:
     """Keys of config.json whose null is as good as absent."""
     variants: ClassVar[Mapping[str, Any]] = {}
     """The classes of further model types of a family, which have other defaults or keys."""
+    sees_behind: ClassVar[bool] = False
+    """True where tokens see the tokens behind them too: an embedding model, which has no cache."""
     default_rope: ClassVar[Mapping[str, Any]] = {}
     """The default of `rope_parameters`. Its `rope_theta` is also the default of that key alone."""
 
@@ -265,8 +267,7 @@ class DecoderConfig:
 
     @property
     def sees_images(self) -> str:
-        """The layers in which the tokens of an image see each other: "all", or those with a "sliding" window; empty
-        where all attention is causal."""
+        """The layers in which tokens of an image see each other: "all", or those with a "sliding" window; or none."""
         return ""
 
     @property

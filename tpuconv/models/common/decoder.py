@@ -105,6 +105,11 @@ class Decoder(nnx.Module):
         return ()
 
     @property
+    def output_modules(self) -> tuple[str, ...]:
+        """The modules that `adjusted` uses, by their attributes' names."""
+        return ()
+
+    @property
     def _stacks(self) -> LayerStacks:
         return LayerStacks(self.config.num_hidden_layers, self.config.period)
 
@@ -156,8 +161,13 @@ class Decoder(nnx.Module):
         float8_e4m3fn, or the model's dtype by default.
 
         Raises:
-            UsageError: the model's cache cannot be int8 or FP8.
+            UsageError: the model's cache cannot be int8 or FP8, or the model has no cache.
         """
+        if self.config.sees_behind:
+            raise UsageError(
+                "tokens of this model see the tokens behind them: it has no cache, and writes no text",
+                hint="call it without a cache",
+            )
         dtype = self.embed.embedding.dtype if dtype is None else dtype
         if has_scales(dtype):
             self.config.check_rounded_cache()

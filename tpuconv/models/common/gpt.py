@@ -95,6 +95,19 @@ def norm_rows(hf: str, jax: str) -> tuple[Map, ...]:
 GPT_QKV = ("attn.q.kernel", "attn.k.kernel", "attn.v.kernel")
 GPT_QKV_BIAS = ("attn.q.bias", "attn.k.bias", "attn.v.bias")
 """The parameters that a fused projection holds."""
+GPT2_ATTENTION = (
+    Map("attn.c_attn.weight", GPT_QKV, "D ((N + K + K) H) -> D N H, D K H, D K H", input_first=True),
+    Map("attn.c_attn.bias", GPT_QKV_BIAS, "((N + K + K) H) -> N H, K H, K H"),
+    Map("attn.c_proj.weight", "attn.o.kernel", "(N H) D -> N H D", input_first=True),
+    Map("attn.c_proj.bias", "attn.o.bias", "D"),
+)
+GPT2_MLP = (
+    Map("mlp.c_fc.weight", "mlp.up.kernel", "D F", input_first=True),
+    Map("mlp.c_fc.bias", "mlp.up.bias", "F"),
+    Map("mlp.c_proj.weight", "mlp.down.kernel", "F D", input_first=True),
+    Map("mlp.c_proj.bias", "mlp.down.bias", "D"),
+)
+"""Attention and MLP of GPT-2, whose matrices are [in, out]."""
 GPT_NORMS = (*norm_rows("ln_1", "attn_norm"), *norm_rows("ln_2", "mlp_norm"))
 GPT_MLP = (
     Map("mlp.c_fc.weight", "mlp.up.kernel", "F D -> D F"),
@@ -148,6 +161,7 @@ def gpt_table(
     head: tuple[Map, ...] = (),
     masks: str = "attn.",
     embed: str = "wte.weight",
+    norm: str = "ln_f",
 ) -> MappingTable:
     """Returns the table of a family with the prefix `transformer.`.
 
@@ -157,9 +171,10 @@ def gpt_table(
         head: rows of the head besides its matrix.
         masks: how the names of `MASKS` begin in a layer.
         embed: the name of the embedding.
+        norm: the name of the last norm; empty for a model without one.
     """
     front = "transformer."
-    outside = (Map(embed, "embed.embedding", "V D"), *others, *norm_rows("ln_f", "norm"))
+    outside = (Map(embed, "embed.embedding", "V D"), *others, *(norm_rows(norm, "norm") if norm else ()))
     return MappingTable(
         (
             *(replace(row, hf=tuple(front + name for name in row.hf_names)) for row in outside),

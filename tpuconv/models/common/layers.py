@@ -238,11 +238,11 @@ def mrope_cos_sin(
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def sinusoids(pos_BT: jax.Array, width: int) -> jax.Array:
+def sinusoids(pos_BT: jax.Array, width: int, *, open_ended: bool = False) -> jax.Array:
     """Returns the sines, then the cosines [B, T, D] of the angles of positions (arXiv:1706.03762, section 3.5), with
-    rates from 1 to 1/10000, in float32."""
+    rates from 1 to 1/10000, in float32. `open_ended` rates end one before 1/10000, as in the paper."""
     half = width // 2
-    rates = np.exp(np.arange(half) * (-np.log(10000) / (half - 1))).astype(np.float32)
+    rates = np.exp(np.arange(half) * (-np.log(10000) / (half - 1 + open_ended))).astype(np.float32)
     angles = pos_BT[..., None].astype(jnp.float32) * rates
     sines = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return jnp.pad(sines, ((0, 0), (0, 0), (0, width % 2)))
@@ -283,11 +283,15 @@ def deinterleave(x_BTNH: jax.Array) -> jax.Array:
     return jnp.concatenate([x_BTNH[..., 0::2], x_BTNH[..., 1::2]], axis=-1)
 
 
-def is_visible(pos_BT: jax.Array, pos_BS: jax.Array, window: jax.Array | int) -> jax.Array:
+def is_visible(
+    pos_BT: jax.Array, pos_BS: jax.Array, window: jax.Array | int, *, both_ways: jax.Array | bool = False
+) -> jax.Array:
     """Returns the causal mask [B, T, S]: a token sees the keys at its own position and at the `window` - 1 positions
-    before it. `pos_BT` are the positions of tokens, `pos_BS` the positions of keys, -1 for padding, which is not
-    seen."""
+    before it, with `both_ways` also at the `window` - 1 positions behind it. `pos_BT` are the positions of tokens,
+    `pos_BS` the positions of keys, -1 for padding, which is not seen."""
     distance_BTS = pos_BT[:, :, None] - pos_BS[:, None, :]
+    if both_ways is not False:  # true, or traced
+        distance_BTS = jnp.where(both_ways, jnp.abs(distance_BTS), distance_BTS)
     visible_BTS: jax.Array = (pos_BS[:, None, :] >= 0) & (distance_BTS >= 0) & (distance_BTS < window)
     return visible_BTS
 

@@ -51,6 +51,7 @@ class Step(NamedTuple):
         input: what this layer reads besides the hidden states; None in most families.
         images: which tokens are of one image and see each other; None where all attention is causal.
         at: rotary positions of the call's tokens, [B, T], or by time, row and column [3, B, T].
+        both_ways: whether tokens see the tokens behind them too.
     """
 
     pos_BT: jax.Array
@@ -60,6 +61,7 @@ class Step(NamedTuple):
     input: Any = None
     images: ImageBlocks | None = None
     at: jax.Array | None = None
+    both_ways: jax.Array | bool = False
 
     def cos_sin_in(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         """Returns `cos_sin`, rounded to `dtype`."""
@@ -67,8 +69,8 @@ class Step(NamedTuple):
         return cos.astype(dtype), sin.astype(dtype)
 
     def visible(self, window: jax.Array | int) -> jax.Array:
-        """Returns the causal mask [B, T, S] of a layer with this window."""
-        visible_BTS = is_visible(self.pos_BT, self.pos_BS, window)
+        """Returns the mask [B, T, S] of a layer with this window."""
+        visible_BTS = is_visible(self.pos_BT, self.pos_BS, window, both_ways=self.both_ways)
         if self.images is None:
             return visible_BTS
         distance_BTS = self.pos_BT[:, :, None] - self.pos_BS[:, None, :]
@@ -117,7 +119,7 @@ class Steps:
                 cos_sin = rope_cos_sin(rope, dim, pos_BT if rope is None else at, slots)
             else:
                 cos_sin = mrope_cos_sin(rope, dim, at, config.mrope)
-            steps.append(Step(pos_BT, pos_BS, slot, cos_sin, images=images, at=at))
+            steps.append(Step(pos_BT, pos_BS, slot, cos_sin, images=images, at=at, both_ways=config.sees_behind))
         return cls(steps, [kinds.index(rotation) for rotation in rotations], inputs, seen, entered)
 
     def __getitem__(self, layer: int) -> Step:

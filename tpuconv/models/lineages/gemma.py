@@ -103,13 +103,18 @@ VAULTGEMMA = GEMMA2.but(
 @family_config
 class Gemma3Config(Gemma2Config):
     """Layers with a sliding window have rotary positions of their own, `local_rope`, which older files describe by
-    `rope_local_base_freq`."""
+    `rope_local_base_freq`. With `use_bidirectional_attention` (EmbeddingGemma) tokens see the tokens behind them, and
+    `sliding_window` counts both directions."""
 
     derived: ClassVar[frozenset[str]] = PatternConfig.derived | {"local_rope"}
     left_out: ClassVar[frozenset[str]] = frozenset({"_sliding_window_pattern"})  # written beside `layer_types`
     rope_fields: ClassVar[Mapping[str, str]] = ROPES_BY_KIND
-    only: ClassVar = {**Gemma2Config.only, "attn_logit_softcapping": (None,)}
+    only: ClassVar = {
+        **{key: values for key, values in Gemma2Config.only.items() if key not in CAUSAL},
+        "attn_logit_softcapping": (None,),
+    }
 
+    use_bidirectional_attention: bool | None
     rope: Rope = GLOBAL_ROPE
     local_rope: Rope = PLAIN_ROPE
     rope_local_base_freq: float = 1e4
@@ -124,6 +129,16 @@ class Gemma3Config(Gemma2Config):
     def full_every(self) -> int:  # type: ignore[override]
         """The last of as many layers sees all tokens."""
         return self.sliding_window_pattern
+
+    @property
+    def sees_behind(self) -> bool:  # type: ignore[override]
+        """See `DecoderConfig.sees_behind`."""
+        return bool(self.use_bidirectional_attention)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        windows = super().windows
+        return tuple(window and window // 2 + 1 for window in windows) if self.sees_behind else windows
 
 
 GEMMA3_TEXT = GEMMA2.but(
@@ -142,6 +157,7 @@ GEMMA3 = wrapper(
     prefix="language_model.model.",
     outside=LLAVA,
     tied=True,
+    only={**Gemma3Config.only, **CAUSAL},
     sees_images="all",
     modalities=(GEMMA3_VISION,),
 )

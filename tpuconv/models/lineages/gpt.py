@@ -1,6 +1,6 @@
 """GPT-2, GPT-J, GPT-NeoX and other families of their time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tpuconv.errors import ConfigError
@@ -9,6 +9,8 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import (
     GELU_TANH,
+    GPT2_ATTENTION,
+    GPT2_MLP,
     GPT_KEYS,
     GPT_MLP,
     GPT_NORMS,
@@ -34,6 +36,7 @@ from tpuconv.notation.table import Map, MappingTable, under
 declare(
     fused_groups=Word("groups of heads in a fused projection", as_="K"),
     fused_heads=Word("heads of each of these groups"),
+    biased_layers=Word("layers whose attention has a bias of its output"),
 )
 
 POSITIONED = "common.positions:PositionedDecoder"
@@ -56,17 +59,7 @@ GPT2 = decoder(
     hf_names=GPT_KEYS,
     left_out=frozenset({"n_ctx", "reorder_and_upcast_attn"}),
     table=gpt_table(
-        (
-            *GPT_NORMS,
-            Map("attn.c_attn.weight", GPT_QKV, "D ((N + K + K) H) -> D N H, D K H, D K H", input_first=True),
-            Map("attn.c_attn.bias", GPT_QKV_BIAS, "((N + K + K) H) -> N H, K H, K H"),
-            Map("attn.c_proj.weight", "attn.o.kernel", "(N H) D -> N H D", input_first=True),
-            Map("attn.c_proj.bias", "attn.o.bias", "D"),
-            Map("mlp.c_fc.weight", "mlp.up.kernel", "D F", input_first=True),
-            Map("mlp.c_fc.bias", "mlp.up.bias", "F"),
-            Map("mlp.c_proj.weight", "mlp.down.kernel", "F D", input_first=True),
-            Map("mlp.c_proj.bias", "mlp.down.bias", "D"),
-        ),
+        (*GPT_NORMS, *GPT2_ATTENTION, *GPT2_MLP),
         others=(POSITIONS,),
     ),
 )
@@ -218,6 +211,12 @@ NEOX_NAMES = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_th
 """Keys of older files."""
 
 
+def with_neox_names(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a parsed config.json with `NEOX_NAMES` where the keys that they stand for are absent."""
+    given = {key: raw[old] for old, key in NEOX_NAMES.items() if raw.get(old) is not None}
+    return {**given, **raw}
+
+
 @family_config
 class NeoxConfig(PartialRopeConfig):
     """Every head has keys and values of its own."""
@@ -226,9 +225,32 @@ class NeoxConfig(PartialRopeConfig):
 
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """As `PartialRopeConfig.in_our_keys`. `NEOX_NAMES` are read where the keys that they stand for are absent."""
-        given = {key: raw[old] for old, key in NEOX_NAMES.items() if raw.get(old) is not None}
-        return super().in_our_keys({**given, **raw})
+        return super().in_our_keys(with_neox_names(raw))
+
+
+def neox_table(front: str, rows: tuple[Map, ...], *others: Map) -> MappingTable:
+    """Returns the table of a family with the names of GPT-NeoX.
+
+    Args:
+        front: the prefix of the model without its head.
+        rows: of each layer besides its norms, without prefixes.
+        others: rows with their prefixes.
+    """
+    return MappingTable(
+        (
+            Map(f"{front}embed_in.weight", "embed.embedding", "V D"),
+            *under(f"{front}layers.{{L}}", "layers.{L}", *PRE_NORMS, *PRE_NORM_BIASES, *rows),
+            *others,
+            *norm_rows(f"{front}final_layer_norm", "norm"),
+            Map("embed_out.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+        ),
+        ignore={
+            f"{front}layers.{{L}}.attention.rotary_emb.inv_freq": "computed from config.json",
+            f"{front}layers.{{L}}.attention.bias": "the causal mask",
+            f"{front}layers.{{L}}.attention.masked_bias": "the score of a masked key",
+        },
+        copies={"embed_out.weight": f"{front}embed_in.weight"},
+    )
 
 
 GPT_NEOX = decoder(
@@ -243,27 +265,56 @@ GPT_NEOX = decoder(
     only={"hidden_act": ("gelu",)},
     hf_names={"rms_norm_eps": "layer_norm_eps"},
     left_out=frozenset({*NEOX_NAMES, "num_key_value_heads"}),
-    table=MappingTable(
+    table=neox_table(
+        "gpt_neox.",
         (
-            Map("gpt_neox.embed_in.weight", "embed.embedding", "V D"),
-            *under(
-                "gpt_neox.layers.{L}",
-                "layers.{L}",
-                *PRE_NORMS,
-                *PRE_NORM_BIASES,
-                *under("attention", "attn", *NEOX_ATTENTION, *when("attention_bias", *NEOX_ATTENTION_BIAS)),
-                *under("mlp", "mlp", *NEOX_MLP),
-            ),
-            Map("gpt_neox.final_layer_norm.weight", "norm.scale", "D"),
-            Map("gpt_neox.final_layer_norm.bias", "norm.bias", "D"),
-            Map("embed_out.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+            *under("attention", "attn", *NEOX_ATTENTION, *when("attention_bias", *NEOX_ATTENTION_BIAS)),
+            *under("mlp", "mlp", *NEOX_MLP),
         ),
-        ignore={
-            "gpt_neox.layers.{L}.attention.rotary_emb.inv_freq": "computed from config.json",
-            "gpt_neox.layers.{L}.attention.bias": "the causal mask",
-            "gpt_neox.layers.{L}.attention.masked_bias": "the score of a masked key",
-        },
-        copies={"embed_out.weight": "gpt_neox.embed_in.weight"},
+    ),
+)
+
+
+@family_config
+class NeoxJapaneseConfig(PartialRopeConfig):
+    """The attention of the last layer has a bias of its output."""
+
+    intermediate_multiple_size: int
+    intermediate_size: int | None = None  # type: ignore[assignment]  # others' is never absent
+
+    @classmethod
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        return super().in_our_keys(with_neox_names(raw))
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {**super().layer_sets, "biased_layers": (self.num_hidden_layers - 1,)}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "F": self.intermediate_multiple_size * self.hidden_size}
+
+
+GPT_NEOX_JAPANESE = decoder(
+    "gpt_neox_japanese",
+    "GPT-NeoX Japanese 2.7B",
+    "GPTNeoXJapaneseForCausalLM",
+    Norms(kind="layer", module="modules.gpt:LastBiasBlock"),
+    Attn(),
+    Mlp("plain", "gelu"),
+    config=NeoxJapaneseConfig,
+    defaults={"num_key_value_heads": None, "partial_rotary_factor": 1.0, "head_dim": None},
+    only={"hidden_act": ("gelu",)},
+    hf_names={"rms_norm_eps": "layer_norm_eps"},
+    derived=PartialRopeConfig.derived | {"intermediate_size", "num_key_value_heads", "head_dim"},
+    left_out=frozenset(NEOX_NAMES),
+    table=neox_table(
+        "gpt_neox_japanese.",
+        (
+            *under("attention", "attn", *NEOX_ATTENTION),
+            *under("mlp", "mlp", *(row for row in NEOX_MLP if row.hf_names[0].endswith("weight"))),
+        ),
+        Map("gpt_neox_japanese.layers.{biased_layers}.attention.dense_bias", "layers.{biased_layers}.attn.o.bias", "D"),
     ),
 )
 

@@ -1,7 +1,7 @@
-"""BLOOM, OPT, MPT and other families of their time."""
+"""GPT, CTRL, BLOOM, OPT, MPT and other families of their time."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from tpuconv.models.common.clipped import ClippedConfig
 from tpuconv.models.common.config import DecoderConfig
@@ -10,6 +10,9 @@ from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import (
     FAIRSEQ_BIASES,
     FAIRSEQ_ROWS,
+    GPT2_ATTENTION,
+    GPT2_MLP,
+    GPT_KEYS,
     GPT_QKV,
     GPT_QKV_BIAS,
     PositionedConfig,
@@ -23,6 +26,89 @@ from tpuconv.models.declare import decoder
 from tpuconv.models.lineages.gpt import POSITIONED
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
 from tpuconv.notation.table import Map, MappingTable, under
+
+OPENAI_GPT = decoder(
+    "openai-gpt",
+    "GPT, the first version",
+    "OpenAIGPTLMHeadModel",
+    Norms(kind="layer", module="modules.gpt:SumNormBlock"),
+    Attn(True),
+    Mlp("plain", "gelu_tanh", bias=True),
+    base="modules.gpt:UnnormedPositionedDecoder",
+    config=PositionedConfig,
+    only={"afn": ("gelu",)},
+    hf_names=GPT_KEYS,
+    left_out=frozenset({"n_ctx"}),
+    derived=PositionedConfig.derived | {"intermediate_size"},
+    table=gpt_table(
+        (*GPT2_ATTENTION, *norm_rows("ln_1", "attn_norm"), *GPT2_MLP, *norm_rows("ln_2", "mlp_norm")),
+        others=(Map("positions_embed.weight", "positions.embedding", "positions D"),),
+        embed="tokens_embed.weight",
+        norm="",
+    ),
+)
+
+
+@family_config
+class CtrlConfig(UnrotatedConfig):
+    """Sines and cosines of positions take half of the width each."""
+
+    intermediate_size: int
+    scale_embedding: ClassVar[bool] = True
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.hidden_size % 2:
+            yield f"n_embd={self.hidden_size} is odd: sines and cosines of positions need pairs"
+
+    @property
+    def position_limit(self) -> int | None:
+        return self.max_position_embeddings
+
+    @property
+    def has_logits(self) -> bool:
+        """True if there is a bias for each logit."""
+        return not self.head.kind
+
+
+CTRL = decoder(
+    "ctrl",
+    "CTRL",
+    "CTRLLMHeadModel",
+    Norms(kind="layer"),
+    Attn(True),
+    Mlp("plain", "relu", bias=True),
+    base="modules.gpt:OpenSinusoidDecoder",
+    config=CtrlConfig,
+    only={"layer_norm_epsilon": (1e-6,)},  # which the norms of layers have, whatever it is
+    hf_names={**GPT_KEYS, "intermediate_size": "dff"},
+    left_out=frozenset({"n_ctx"}),
+    table=gpt_table(
+        (
+            *norm_rows("layernorm1", "attn_norm"),
+            *under(
+                "multi_head_attention",
+                "attn",
+                Map("Wq.weight", "q.kernel", "(N H) D -> D N H"),
+                Map("Wq.bias", "q.bias", "(N H) -> N H"),
+                Map("Wk.weight", "k.kernel", "(K H) D -> D K H"),
+                Map("Wk.bias", "k.bias", "(K H) -> K H"),
+                Map("Wv.weight", "v.kernel", "(K H) D -> D K H"),
+                Map("Wv.bias", "v.bias", "(K H) -> K H"),
+                Map("dense.weight", "o.kernel", "D (N H) -> N H D"),
+                Map("dense.bias", "o.bias", "D"),
+            ),
+            *norm_rows("layernorm2", "mlp_norm"),
+            Map("ffn.0.weight", "mlp.up.kernel", "F D -> D F"),
+            Map("ffn.0.bias", "mlp.up.bias", "F"),
+            Map("ffn.2.weight", "mlp.down.kernel", "D F -> F D"),
+            Map("ffn.2.bias", "mlp.down.bias", "D"),
+        ),
+        head=(Map("lm_head.bias", "logit_bias.bias", "V", when="has_logits"),),
+        embed="w.weight",
+        norm="layernorm",
+    ),
+)
 
 BLOOM = decoder(
     "bloom",

@@ -11,7 +11,7 @@ from tpuconv.models.common import blocks
 from tpuconv.models.common.alibi import alibi
 from tpuconv.models.common.cache import KV
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.layers import Keys, LayerNorm, sinusoids, times
+from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, sinusoids, times
 from tpuconv.models.common.positions import PositionedDecoder
 from tpuconv.models.common.steps import Step
 
@@ -28,6 +28,26 @@ class SummedBlock(blocks.PreNormBlock):
             return super().__call__(x_BTD, step, window, kv)
         y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
         return self.mlp(self.mlp_norm(x_BTD)) + y_BTD + x_BTD, kv
+
+
+class SumNormBlock(blocks.PreNormBlock):
+    """One layer: attention, then an MLP. A norm follows each residual connection (arXiv:1706.03762)."""
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        y_BTD, kv = self.attn(x_BTD, step, window, kv)
+        x_BTD = self.attn_norm(x_BTD + y_BTD)
+        return self.mlp_norm(x_BTD + self.mlp(x_BTD)), kv
+
+
+class LastBiasBlock(blocks.PreNormBlock):
+    """One layer: attention, then an MLP, each after a norm. The attention of the last layer has a bias of its
+    output."""
+
+    def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
+        attn = super().new_attention(config, layer, dtype=dtype, keys=keys)
+        if layer in config.layer_sets["biased_layers"]:
+            attn.o = Einsum("BTNH,NHD->BTD", config.sizes, bias=True, dtype=dtype, keys=keys)
+        return attn
 
 
 class AlibiAttention(blocks.Attention):
@@ -101,5 +121,50 @@ class SinusoidDecoder(ScaledDecoder):
         return x_BTD + sinusoids(pos_BT + FIRST_POSITION, x_BTD.shape[-1]).astype(x_BTD.dtype)
 
 
+class LogitBias(nnx.Module):
+    """A bias of each logit, where the embedding may be the head: logits [B, T, V] to [B, T, V]."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike):
+        self.bias = nnx.Param(jnp.zeros(config.sizes["V"], dtype))
+
+    def __call__(self, logits_BTV: jax.Array) -> jax.Array:
+        return logits_BTV + self.bias[...]
+
+
+class OpenSinusoidDecoder(ScaledDecoder):
+    """Such a decoder with sines of the positions from 0 on, with the rates of the paper, and with a bias of each
+    logit."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike = jnp.bfloat16, **options: Any):
+        super().__init__(config, dtype=dtype, **options)
+        if config.has_logits:
+            self.logit_bias = LogitBias(config, dtype=dtype)
+
+    @property
+    def output_modules(self) -> tuple[str, ...]:
+        return ("logit_bias",)
+
+    def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
+        return x_BTD + sinusoids(pos_BT, x_BTD.shape[-1], open_ended=True).astype(x_BTD.dtype)
+
+    def adjusted(self, logits_BTV: jax.Array) -> jax.Array:
+        return self.logit_bias(logits_BTV)
+
+
 class ScaledPositionedDecoder(ScaledDecoder, PositionedDecoder):
     """Such a decoder with learned positions."""
+
+
+class NoNorm(nnx.Module):
+    """Stands where other models have their last norm."""
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return x_BTD
+
+
+class UnnormedPositionedDecoder(PositionedDecoder):
+    """A decoder with learned positions and without a last norm."""
+
+    def __init__(self, config: Any, **options: Any):
+        super().__init__(config, **options)
+        self.norm = NoNorm()

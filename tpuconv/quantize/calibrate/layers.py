@@ -305,10 +305,13 @@ class LayerRunner:
         embedding."""
         modules = {"norm": self.model.norm}
         modules |= {"embed": self.model.embed} if self.model.lm_head is None else {HEAD_STAGE: self.model.lm_head}
+        modules |= {name: getattr(self.model, name) for name in self.model.output_modules}
         return self._read(modules)
 
     def logits(self, weights: Weights, x_TD: np.ndarray) -> np.ndarray:
         """Returns the logits [T, V] of the states [T, W] after the last layer, by the arrays of `logits_weights`."""
+        for name in self.model.output_modules:
+            setattr(self.model, name, _filled(getattr(self.model, name), name, weights))
         with jax.default_matmul_precision("highest"):
             x_BTD = _filled(self.model.norm, "norm", weights)(jnp.asarray(x_TD[:, : self.hidden])[None])
             if self.model.lm_head is None:

@@ -141,7 +141,8 @@ def _tensors(module: str, pair: Pair) -> list[AdapterTensor]:
 def _targets(names: Collection[str], known: Collection[str], *, whole: bool) -> list[str]:
     """The ends of names; the complete names where others of the model have the same end."""
     ends, own = (Counter(map(_end, each)) for each in (known, names))
-    short = {end for end, count in own.items() if whole and count == ends[end]}
+    # The number of a layer would be the end of other names, such as `h.0`.
+    short = {end for end, count in own.items() if whole and count == ends[end] and not end.isdigit()}
     return sorted({end if (end := _end(name)) in short else name for name in names}, key=_numbered)
 
 

@@ -1,0 +1,40 @@
+"""The names that transformers' models have for their parts, and ours."""
+
+from collections.abc import Sequence
+from typing import Any
+
+LAYER_NAMES = ("layers", "h", "blocks")
+"""The names that transformers' models have for the list of their layers."""
+
+NORM_NAMES = (
+    *("norm", "embedding_norm", "final_layernorm", "final_layer_norm", "final_norm", "layer_norm", "norm_f", "ln_f"),
+    *("layernorm", "hyper_connection_mixer"),
+)
+"""The names that transformers' models have for the norm after the last layer."""
+
+DECODER_NAMES = ("language_model", "text_model", "decoder")
+"""The names that they have for what is a decoder of text, where this is a part of them."""
+
+INPUT_NAMES = {
+    **dict.fromkeys(("wpe", "embed_positions", "positions_embed"), "positions."),
+    "word_embeddings_layernorm": "embed_norm.",
+}
+"""The names that they have for what makes the first layer's input besides the embedding, and ours."""
+
+LOGIT_BIAS = "logit_bias."
+"""Our name of the bias of a head that may be the embedding."""
+
+ROTARY_OPTIONS = {"rotary_emb_unscaled": {"scaled": False}}
+"""Further arguments of rotary positions, by the name that the decoder has for them."""
+
+RETURNED = {
+    **dict.fromkeys(("bamba", "gptj", "codegen", "gpt_neo", "gpt_neox_japanese", "falcon", "bloom", "mpt"), 2),
+    **dict.fromkeys(("falcon_h1", "openai-gpt"), 1),
+}
+"""Model types whose layers return a tuple, and its length. Others return hidden states, or a tuple that starts with
+them and that the model does not unpack."""
+
+
+def first_of(module: Any, names: Sequence[str], *default: Any) -> Any:
+    """Returns the submodule with the first of these names that the module has, or the default."""
+    return next(iter((*(getattr(module, name) for name in names if hasattr(module, name)), *default)))
