@@ -7,7 +7,7 @@ import pytest
 from helpers.families import BY_ID, Case, hf_model, save
 from helpers.maxtext_settings import settings
 from helpers.oracles import ask
-from helpers.released import GPT_OSS_ROPE, KIMI, KIMI_ROPE, LATENT, LLAMA31
+from helpers.released import GEMMA4, GEMMA4_EXPERTS, GPT_OSS_ROPE, KIMI, KIMI_ROPE, LATENT, LLAMA31
 from tpuconv import api
 
 pytestmark = [pytest.mark.slow, pytest.mark.oracles]
@@ -26,17 +26,6 @@ LLAMA4 = {
     "attention_chunk_size": 6,
     "num_local_experts": 5,
     "num_hidden_layers": 8,
-}
-GEMMA4 = {
-    "head_dim": 16,
-    "sliding_window": 6,
-    "num_hidden_layers": 12,
-    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,
-    "global_head_dim": 24,
-    "num_global_key_value_heads": 3,
-    "attention_k_eq_v": True,
-    "hidden_size_per_layer_input": 0,
-    "final_logit_softcapping": 30.0,
 }
 COMPARED = [
     BY_ID["llama-plain"],
@@ -89,7 +78,7 @@ COMPARED = [
         "gemma4-experts",
         "gemma4_text",
         "gemma4_text",
-        GEMMA4 | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20},
+        GEMMA4 | GEMMA4_EXPERTS,
     ),
     Case("qwen3_next-periods", "qwen3_next", "qwen3_next", DELTA),
     # Of another size than Qwen3-Next: with its random weights float32 alone is 2.6e-5 from float64 in transformers.

@@ -11,6 +11,7 @@ from helpers.conversions import assert_same, flatten, same_bits
 from helpers.families import BY_ID, Case, hf_model, save
 from helpers.oracles import ask
 from helpers.peft_models import adapter_of_peft, peft_logits
+from helpers.released import GEMMA4, GEMMA4_EXPERTS, GEMMA4_INPUTS, save_with_constant_norms
 from tpuconv import api
 
 pytestmark = [pytest.mark.slow, pytest.mark.oracles]
@@ -23,11 +24,13 @@ MODELS = {
     "gemma": ("tunix.models.gemma.model", "Gemma"),
     "gemma2": ("tunix.models.gemma.model", "Gemma"),
     "gemma3_text": ("tunix.models.gemma3.model", "Gemma3"),
+    "gemma4_text": ("tunix.models.gemma4.model", "Gemma4"),
 }
 
 
 def settings(case: Case, config) -> dict[str, object]:
     """Tunix's settings of a model with this config."""
+    config.allow_global_per_layer_attribute_access = True  # of Gemma 4, whose global layers have settings of their own
     rope = config.rope_parameters
     experts = getattr(config, "num_experts", None)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -47,6 +50,29 @@ def settings(case: Case, config) -> dict[str, object]:
             "global_base_frequency": int(rope["full_attention"]["rope_theta"]),
             "param_dtype": "float32",
         }
+    if case.family == "gemma4_text":
+        full, kinds = rope["full_attention"], {"sliding_attention": "LOCAL_SLIDING", "full_attention": "GLOBAL"}
+        own = {"num_experts": experts, "num_experts_per_tok": config.top_k_experts} if experts else {}
+        return (
+            sizes
+            | own
+            | {
+                "num_embed": config.vocab_size,
+                "hidden_dim": config.intermediate_size,
+                "final_logit_softcap": config.final_logit_softcapping,
+                "sliding_window_size": config.sliding_window,
+                "per_layer_input_dim": config.hidden_size_per_layer_input,
+                "num_global_kv_heads": case.config.get("num_global_key_value_heads"),
+                "global_key_size": case.config["global_head_dim"],
+                "attention_pattern": [kinds[kind] for kind in config.layer_types],
+                "global_rope_proportion": full["partial_rotary_factor"],
+                "k_eq_v_global": config.attention_k_eq_v,
+                "local_base_frequency": int(rope["sliding_attention"]["rope_theta"]),
+                "global_base_frequency": int(full["rope_theta"]),
+                "enable_moe": config.enable_moe_block,
+                "expert_dim": config.moe_intermediate_size,
+            }
+        )
     if case.family.startswith("gemma"):
         second = case.family == "gemma2"
         kinds = {"sliding_attention": "LOCAL_SLIDING", "full_attention": "GLOBAL"}
@@ -99,6 +125,9 @@ COMPARED += [
     Case("gemma-released", "gemma", "gemma", {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"}),
     Case("gemma2-released", "gemma2", "gemma2", GEMMA | {"num_hidden_layers": 4}),
     Case("gemma3-released", "gemma3_text", "gemma3_text", GEMMA | {"num_hidden_layers": 7}),
+    Case("gemma4-dense", "gemma4_text", "gemma4_text", GEMMA4),
+    Case("gemma4-experts", "gemma4_text", "gemma4_text", GEMMA4 | GEMMA4_EXPERTS),
+    Case("gemma4-layer-inputs", "gemma4_text", "gemma4_text", GEMMA4 | GEMMA4_INPUTS),
 ]
 
 
@@ -114,8 +143,7 @@ def restored(tmp_path_factory):
     requests, wanted = [], {}
     for case in COMPARED:
         folder = base / case.id
-        save(case, folder / "hf")
-        model = hf_model(case)
+        model = save_with_constant_norms(case, folder / "hf")
         with torch.no_grad():
             wanted[case.id] = model(torch.from_numpy(ids)).logits.numpy()
         api.convert(folder / "hf", folder / "out", target="tunix")
@@ -167,11 +195,11 @@ def test_every_tensor_comes_back(case, tmp_path):
 
 
 RULE = {
-    "module_path": ".*(q_proj|k_proj|v_proj|o_proj|q_einsum|kv_einsum|attn_vec_einsum|gate_proj|up_proj|down_proj)",
+    "module_path": ".*(([qkvo]|gate|up|down)_proj|(q|k|kv|attn_vec)_einsum)",
     "rank": 4,
     "alpha": 8.0,
 }
-DENSE = [case for case in COMPARED if case.family != "qwen3_moe"]
+DENSE = [case for case in COMPARED if case.family != "qwen3_moe" and "num_experts" not in case.config]
 
 
 def request_of(case: Case, folder: Path, ids: Path, **lora: object) -> dict[str, object]:

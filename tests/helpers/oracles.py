@@ -36,6 +36,17 @@ REQUIREMENTS = {
             *("transformers", "wrapt", "tensorboardX", "pillow", "perfetto", "pandas", "einops"),
         ),
     ),
+    # The library itself and Kauldron require servers, trainers and data sets: these are what `gm` imports.
+    "gemma": (
+        "3.12",
+        ("--no-deps", "gemma==4.0.1", "kauldron==1.4.4", "clu"),
+        (
+            *("jax==0.12.0.1", "flax", "orbax-checkpoint", "optax", "etils[edc,enp,epath,epy,etree]", "einops", "chex"),
+            *("jaxtyping", "absl-py", "typeguard", "sentencepiece==0.2.0", "immutabledict", "ml_collections", "tqdm"),
+            *("lark", "wrapt", "tensorflow-cpu", "tensorflow-datasets", "tensorboard", "pandas", "mediapy", "grain"),
+            "dialog",
+        ),
+    ),
     "jax-llm-examples": (
         "3.11",
         ("jax==0.10.2", "orbax-checkpoint", "flatbuffers", "etils[epath]", "tqdm", "transformers"),

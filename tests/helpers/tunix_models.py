@@ -20,8 +20,8 @@ def restored(request: dict) -> dict[str, np.ndarray]:
     """The arrays of the model by name, and its logits as `logits`, or its features as `features`."""
     module = importlib.import_module(request["module"])
     settings = dict(request["settings"])
-    if "attention_types" in settings:
-        settings["attention_types"] = [module.AttentionType[name] for name in settings["attention_types"]]
+    for kinds in settings.keys() & {"attention_types", "attention_pattern"}:
+        settings[kinds] = tuple(module.AttentionType[name] for name in settings[kinds])
     if "param_dtype" in settings:
         settings["param_dtype"] = jnp.dtype(settings["param_dtype"])
     if "vision_config" in settings:

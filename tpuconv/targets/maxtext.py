@@ -390,6 +390,7 @@ MAXTEXT = Target(
         "deepseek_v3": DEEPSEEK,
         "deepseek_v32": DEEPSEEK,
         "kimi_k2": DEEPSEEK,
+        "kimi_k25": DEEPSEEK,
     },
     folder="0/items",
     root="params.params.",

@@ -15,6 +15,7 @@ ENTRY_POINTS = "tpuconv.targets"
 TARGETS = {
     "maxtext": "tpuconv.targets.maxtext:MAXTEXT",
     "tunix": "tpuconv.targets.tunix:TUNIX",
+    "gemma": "tpuconv.targets.gemma:GEMMA",
     "nnx": "tpuconv.targets.nnx:NNX",
     "huggingface": "tpuconv.targets.huggingface:HUGGINGFACE",
     "jax-llm-examples": "tpuconv.targets.jax_llm_examples:JAX_LLM_EXAMPLES",

@@ -4,6 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from tpuconv.models.common.beside import VISION
+from tpuconv.targets.gemma import ATTENTION_PLACES as GEMMA_ATTENTION
+from tpuconv.targets.gemma import GEMMA4_NOTE, gemma4_tree, has_query_scale, is_grouped
+from tpuconv.targets.gemma import MODEL_PLACES as GEMMA_MODEL
+from tpuconv.targets.gemma import NORM_PLACES as GEMMA_NORMS
 from tpuconv.targets.target import LayerPlaces, PartPlaces, Place, Places, Target, Tree
 
 MODEL_PLACES: Places = {
@@ -37,43 +41,42 @@ def _tree(places: Places, note: str = "") -> Tree:
 def _gemma(norms: Places, **changes: Any) -> Tree:
     """Returns the tree of a Gemma: keys and values are in one array, norms equal the release. Where there are as many
     heads of keys as of queries, Tunix has all three in one array, for which there is no table."""
-    places: Places = {
-        "attn.q.kernel": Place("attn.q_einsum.w", "D N H -> N D H"),
-        ("attn.k.kernel", "attn.v.kernel"): Place("attn.kv_einsum.w", "D K H, D K H -> (1 + 1) K D H"),
-        "attn.o.kernel": "attn.attn_vec_einsum.w",
-        "attn.q_norm.scale": "attn._query_norm.scale",
-        "attn.k_norm.scale": "attn._key_norm.scale",
-        "attn_norm.scale": "pre_attention_norm.scale",
-        "mlp_norm.scale": "pre_ffw_norm.scale",
-        "post_mlp_norm.scale": "post_ffw_norm.scale",
-        **norms,
-        **MLP_PLACES,
-    }
-    model: Places = {"embed.embedding": "embedder.input_embedding", "norm.scale": "final_norm.scale"}
-    return Tree(model, (LayerPlaces(places, "layers.{L}"),), **changes)
+    places: Places = {**GEMMA_NORMS, **GEMMA_ATTENTION, **norms, **MLP_PLACES}
+    return Tree(GEMMA_MODEL, (LayerPlaces(places, "layers.{L}"),), **changes)
 
 
 GEMMA_NOTE = "models with as many heads of keys as of queries (Gemma 7B) have no table"
 
 
-def _is_grouped(config: Any) -> bool:
-    return bool(config.num_key_value_heads != config.num_attention_heads)
-
-
 GEMMA12 = _gemma(
     {"post_attn_norm.scale": "post_attn_norm.scale"},
     when=lambda config: (
-        _is_grouped(config) and getattr(config, "query_pre_attn_scalar", config.head_dim) == config.head_dim
+        is_grouped(config) and getattr(config, "query_pre_attn_scalar", config.head_dim) == config.head_dim
     ),
     note=GEMMA_NOTE,
 )
-TUNIX_GEMMA3 = _gemma(
-    {"post_attn_norm.scale": "post_attention_norm.scale"},
-    when=lambda config: (
-        _is_grouped(config)
-        and config.query_pre_attn_scalar in (config.head_dim, config.hidden_size // config.num_attention_heads)
-    ),
-    note=GEMMA_NOTE,
+TUNIX_GEMMA3 = _gemma({}, when=lambda config: is_grouped(config) and has_query_scale(config), note=GEMMA_NOTE)
+TUNIX_GEMMA4 = tuple(
+    gemma4_tree(
+        {
+            **GEMMA_NORMS,
+            **{ours: place for ours, place in GEMMA_ATTENTION.items() if "norm" in str(ours)},
+            **MLP_PLACES,
+            "post_mlp_norm_1.scale": "dense_post_ffw_norm.scale",
+            "moe_norm.scale": "moe_pre_ffw_norm.scale",
+            "post_moe_norm.scale": "moe_post_ffw_norm.scale",
+            "moe.router.kernel": "moe.router_logits",
+            "moe.router_scale": "moe.router_scale",
+            "moe.expert_scale": "moe.per_expert_scale",
+            ("moe.gate.kernel", "moe.up.kernel"): Place("moe.gating_einsum", "E D M, E D M -> E (1 + 1) M D"),
+            "moe.down.kernel": "moe.linear",
+        },
+        "per_layer_input_embedding",
+        "layers.{L}",
+        has_global_values=has_values,
+        note=GEMMA4_NOTE,
+    )
+    for has_values in (False, True)
 )
 
 TUNIX_SIGLIP, SIGLIP_LAYER = "vision_encoder.siglip_encoder", "vision_encoder.siglip_encoder.transformer.blocks.{L}"
@@ -127,6 +130,8 @@ TUNIX = Target(
         "gemma2": GEMMA12,
         "gemma3_text": TUNIX_GEMMA3,
         "gemma3": replace(TUNIX_GEMMA3, parts={VISION: IMAGES}),
+        "gemma4_text": TUNIX_GEMMA4,
+        "gemma4": TUNIX_GEMMA4,
     },
     folder="0/model_params",
     leaf=".value",

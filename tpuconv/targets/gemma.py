@@ -1,0 +1,147 @@
+"""The library `gemma` (github.com/google-deepmind/gemma), version 4.0.1: the trees of its models, as their Flax modules
+name them. Norms and embeddings equal the release."""
+
+from typing import Any
+
+from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
+
+MODEL_PLACES: Places = {"embed.embedding": "embedder.input_embedding", "norm.scale": "final_norm.scale"}
+NORM_PLACES: Places = {
+    "attn_norm.scale": "pre_attention_norm.scale",
+    "post_attn_norm.scale": "post_attention_norm.scale",
+    "mlp_norm.scale": "pre_ffw_norm.scale",
+    "post_mlp_norm.scale": "post_ffw_norm.scale",
+}
+ATTENTION_PLACES: Places = {
+    "attn.q.kernel": Place("attn.q_einsum.w", "D N H -> N D H"),
+    ("attn.k.kernel", "attn.v.kernel"): Place("attn.kv_einsum.w", "D K H, D K H -> (1 + 1) K D H"),
+    "attn.o.kernel": "attn.attn_vec_einsum.w",
+    "attn.q_norm.scale": "attn._query_norm.scale",
+    "attn.k_norm.scale": "attn._key_norm.scale",
+}
+GEMMA4_LAYER_INPUTS: Places = {
+    "per_layer_gate.kernel": "per_layer_input_gate.w",
+    "per_layer_projection.kernel": "per_layer_projection.w",
+    "post_per_layer_norm.scale": "post_per_layer_input_norm.scale",
+    "layer_scalar": "skip_scale",
+}
+
+
+def is_grouped(config: Any) -> bool:
+    """Returns True if several heads of queries use a head of keys. Otherwise all three projections are one array, for
+    which there is no table."""
+    return bool(config.num_key_value_heads != config.num_attention_heads)
+
+
+def has_query_scale(config: Any) -> bool:
+    """Returns True if the queries are scaled by a size of the model, as the programs do it."""
+    return config.query_pre_attn_scalar in (config.head_dim, config.hidden_size // config.num_attention_heads)
+
+
+def has_place(config: Any) -> bool:
+    """Returns True if the arrays of a Gemma 4 are in its program's tree: no layer uses the keys and values of another
+    one, for which the program has arrays all the same, and the embeddings of all layers have the whole vocabulary."""
+    sizes = config.sizes
+    return not config.num_kv_shared_layers and (not config.has_layer_inputs or sizes["layer_vocab"] == sizes["V"])
+
+
+def gemma4_tree(
+    layers: Places, embeddings: str, apart: str, *, has_global_values: bool, when: Any = lambda config: True, note: str
+) -> Tree:
+    """Returns the tree of a Gemma 4, whose layers with and without a sliding window have heads of their own sizes.
+
+    Args:
+        layers: the places that all layers have.
+        embeddings: the name of the embeddings of all layers.
+        apart: what stands before the names of a layer.
+        has_global_values: whether the layers without a window have a matrix for values.
+        when: whether the tree belongs to a config, besides.
+        note: what a user must know to load it.
+    """
+
+    def of_kind(window: str, H: str, K: str, has_values: bool) -> tuple[LayerPlaces, ...]:
+        key = f"D {K} {H}"
+        joined = Place("attn.kv_einsum.w", f"{key}, {key} -> (1 + 1) {K} D {H}")
+        alone = Place("attn.k_einsum.w", f"{key} -> {K} D {H}")
+        kv: Places = {("attn.k.kernel", "attn.v.kernel"): joined} if has_values else {"attn.k.kernel": alone}
+        queries: Places = {"attn.q.kernel": Place("attn.q_einsum.w", f"D N {H} -> N D {H}")}
+        places = {f"{window}_layers": queries, f"{window}_kv_layers": kv}
+        return tuple(LayerPlaces(x, apart.replace("{L}", f"{{{name}}}"), letter=name) for name, x in places.items())
+
+    model: Places = {
+        **MODEL_PLACES,
+        "per_layer.embed.embedding": f"embedder.{embeddings}",
+        "per_layer.projection.kernel": "embedder.per_layer_model_projection.w",
+        "per_layer.norm.scale": "embedder.per_layer_projection_norm.scale",
+    }
+    return Tree(
+        model,
+        (
+            LayerPlaces({**layers, **GEMMA4_LAYER_INPUTS, "attn.o.kernel": "attn.attn_vec_einsum.w"}, apart),
+            *of_kind("window", "H", "K", True),
+            *of_kind("full", "full_head_dim", "full_kv_heads", has_global_values),
+        ),
+        when=lambda config: config.has_global_values == has_global_values and has_place(config) and when(config),
+        note=note,
+    )
+
+
+def _dense(name: str) -> Places:
+    """Returns the places of a dense MLP."""
+    return {
+        ("mlp.gate.kernel", "mlp.up.kernel"): Place(f"{name}.gating_einsum", "D F, D F -> (1 + 1) F D"),
+        "mlp.down.kernel": f"{name}.linear",
+    }
+
+
+GEMMA4_MIXTURE: Places = {
+    "mlp_norm.scale": "pre_ffw2_norm.scale",
+    "post_mlp_norm_1.scale": "post_ffw2_norm.scale",
+    **_dense("mlp2"),
+    "moe_norm.scale": "pre_ffw_norm.scale",
+    "post_moe_norm.scale": "post_ffw1_norm.scale",
+    "moe.router.kernel": "mlp.router_logits.w",
+    "moe.router_scale": "mlp.router_scale",
+    "moe.expert_scale": "mlp.per_expert_scale",
+    ("moe.gate.kernel", "moe.up.kernel"): Place("mlp.gating_einsum.w", "E D M, E D M -> E (1 + 1) M D"),
+    "moe.down.kernel": "mlp.linear.w",
+}
+GEMMA4_NORMS: Places = {"attn.q_norm.scale": "attn.query_norm.scale", "attn.k_norm.scale": "attn.key_norm.scale"}
+
+GEMMA_LAYER = "layer_{L}"
+CONFIG_NOTE = "give num_embed as vocab_size of config.json, and transpose_gating_einsum=True, which Gemma 2 2B lacks"
+GEMMA4_NOTE = "models whose layers share keys and values (E2B, E4B) have no table; their router of experts differs"
+
+
+def _gemma(when: Any) -> Tree:
+    """Returns the tree of a Gemma 2 or 3."""
+    layers = LayerPlaces({**NORM_PLACES, **ATTENTION_PLACES, **_dense("mlp")}, GEMMA_LAYER)
+    return Tree(MODEL_PLACES, (layers,), when=when, note=CONFIG_NOTE)
+
+
+GEMMA23 = _gemma(lambda config: is_grouped(config) and has_query_scale(config))
+GEMMA4 = tuple(
+    gemma4_tree(
+        {**NORM_PLACES, **GEMMA4_NORMS, **(GEMMA4_MIXTURE if has_experts else _dense("mlp"))},
+        "per_layer_embeddings",
+        GEMMA_LAYER,
+        has_global_values=has_values,
+        when=lambda config, has_experts=has_experts: config.enable_moe_block == has_experts,
+        note=GEMMA4_NOTE,
+    )
+    for has_experts in (False, True)
+    for has_values in (False, True)
+)
+
+GEMMA = Target(
+    name="gemma",
+    summary="the library gemma of Google DeepMind: Flax Linen models",
+    loading='gm.ckpts.load_params("OUT/params")',
+    trees={
+        "gemma2": GEMMA23,
+        "gemma3_text": GEMMA23,
+        "gemma3": GEMMA23,
+        "gemma4_text": GEMMA4,
+        "gemma4": GEMMA4,
+    },
+)
