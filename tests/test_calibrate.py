@@ -39,6 +39,7 @@ from tpuconv.quantize.calibrate import gptq, scaled, smoothing
 from tpuconv.quantize.calibrate import run as calibrate
 from tpuconv.quantize.calibrate import stage as calibrate_stage
 from tpuconv.quantize.calibrate.data import from_ids, from_text
+from tpuconv.quantize.calibrate.descent import descended
 from tpuconv.quantize.calibrate.layers import LayerRunner
 from tpuconv.quantize.calibrate.memory import calibration_memory
 from tpuconv.quantize.config import QuantConfig, parse_config
@@ -84,7 +85,8 @@ def rounded_in(dtype, w_IO, hessian, scale, group: int, act_order: bool) -> np.n
     w_IO, hessian, scale = (array.astype(dtype) for array in (w_IO, hessian, scale))
     scales = gptq.KernelScales(scale, np.zeros_like(scale), np.arange(len(w_IO)) // group)
     grid = gptq.Grid.of("int4")
-    chosen = gptq.adjusted(w_IO, gptq.factorize(hessian, 0.01, act_order), scales, grid)
+    order = gptq.input_order(np.diag(hessian), act_order)
+    chosen = gptq.adjusted(w_IO, gptq.factorize(hessian, 0.01, order), scales, grid)
     return scales.weights(grid.values[chosen])
 
 
@@ -115,11 +117,66 @@ def test_a_hessian_without_an_inverse(bad):
     x_TI = np.random.default_rng(0).normal(size=(1, 16)).astype(np.float32)
     hessian = {"zeros": np.zeros((16, 16)), "nan": np.full((16, 16), np.nan), "one token": x_TI.T @ x_TI}[bad]
     if bad == "one token":
-        factor = gptq.factorize(hessian.astype(np.float32), 0.01, True)
+        factor = gptq.factorize(hessian.astype(np.float32), 0.01, np.arange(16))
         assert np.isfinite(factor.upper).all()
     else:
         with pytest.raises(gptq.SingularHessian):
-            gptq.factorize(hessian.astype(np.float32), 0.01, True)
+            gptq.factorize(hessian.astype(np.float32), 0.01, np.arange(16))
+
+
+@pytest.mark.parametrize("qtype", ["int4", "int8", "nf4", "float4_e2m1fn"])
+@pytest.mark.parametrize("fits_scales", [True, False])
+def test_descent_never_raises_the_error_of_an_output(qtype, fits_scales):
+    """And scales that GPTQ chooses have a smaller error than Qwix's."""
+    grid = gptq.Grid.of(qtype)
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        inputs, outputs, group = 288, 20, 24
+        x_TI = (rng.normal(size=(500, inputs)) @ rng.normal(size=(inputs, inputs)) / 16).astype(np.float32)
+        w_IO = (rng.normal(size=(inputs, outputs)) * rng.uniform(0.1, 3, inputs)[:, None]).astype(np.float32)
+        hessian, rows = x_TI.T @ x_TI, np.arange(inputs) // group
+        largest = np.abs(w_IO.reshape(-1, group, outputs)).max(1)
+        scale = (largest / grid.values.max()).astype(BF16).astype(np.float32)
+        scales = gptq.KernelScales(scale, np.zeros_like(scale), rows)
+        factor = gptq.factorize(hessian, 0.01, gptq.input_order(np.diag(hessian), True, rows))
+        plain = gptq.Rounded(gptq.adjusted(w_IO, factor, scales, grid), scales)
+        errors = gptq.output_errors(hessian, plain.weights(grid) - w_IO)
+        start, dtype = plain, BF16 if fits_scales else None
+        if fits_scales:
+            tried = np.linspace(0.5, 1.1, 25, dtype=np.float32) / grid.values.max()
+            start = gptq.fitted(w_IO, factor, scales, grid, tried, BF16)
+        begun = gptq.output_errors(hessian, start.weights(grid) - w_IO)
+        assert begun.sum() < errors.sum() or not fits_scales
+        now, after = descended(w_IO, hessian, start, grid, factor.order, 2, dtype)
+        assert (after <= begun * (1 + 1e-4)).all()
+        assert after.sum() < 0.99 * begun.sum()
+        assert np.allclose(after, gptq.output_errors(hessian, now.weights(grid) - w_IO), rtol=1e-3)
+        assert (now.scales.scale != scale).any() == fits_scales
+        assert same_bits(now.scales.scale.astype(BF16).astype(np.float32), now.scales.scale)
+
+
+MSE = INT4.replace("tile_size: 32", "tile_size: 32, tile_axes: all, weight_calibration_method: mse")
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_scales_that_gptq_chose_are_stored(scan, hf, tmp_path):
+    """The recorded error is smaller than without descent, and an interrupted run ends in the same bits."""
+    convert(hf(ONE_OF_EACH["qwen3"], "bfloat16"), tmp_path / "ckpt", Options(scan_layers=scan))
+    ckpt, mine = tmp_path / "ckpt", config(MSE)
+    quantize(ckpt, tmp_path / "out", mine, DATA)
+    quantize(ckpt, tmp_path / "plain", config(MSE, "{method: gptq, refine: 0}"), DATA)
+    quantize(ckpt, tmp_path / "nearest", config(MSE, None))
+    with interrupted("calibrated-00001", "before"):
+        quantize(ckpt, tmp_path / "again", mine, DATA)
+    quantize(ckpt, tmp_path / "again", mine, DATA)
+    assert same_arrays(tmp_path / "out", tmp_path / "again")
+    have, nearest = restore(tmp_path / "out"), restore(tmp_path / "nearest")
+    scales = [name for name in have if name.endswith("array.scale")]
+    assert scales
+    assert all((np.asarray(have[n]) != np.asarray(nearest[n])).any() for n in scales)
+    facts = [read_manifest(tmp_path / name).quantization["parameters"] for name in ("out", "plain")]
+    sums = [sum(each["calibration"]["calibrated"] for each in found.values()) for found in facts]
+    assert sums[0] < sums[1]
 
 
 # -- every product ----------------------------------------------------------------------------------------------------
@@ -589,6 +646,8 @@ def test_what_is_calibrated_is_kept_until_the_output_is_complete(in_bucket, tmp_
         (INT4, "{method: awq, damping: 0.1}", "awq has no such setting"),
         (INT4, "{method: smooth_quant}", "for int8 activations"),
         (INT4, "{method: gptq, act_order: 1}", "true or false"),
+        (INT4, "{method: gptq, refine: 0.5}", "whole number"),
+        (INT4, "{method: gptq, refine: -1}", "from 0 to 100"),
         ("{weight_qtype: int4, tile_axes: all}", None, "needs a tile_size"),
         ("{weight_qtype: int8, act_qtype: int8, tile_size: 8, tile_axes: all}", None, "weights only"),
         ("{weight_qtype: int8, tile_axes: some}", None, "unknown value"),
@@ -600,11 +659,13 @@ def test_a_config_that_cannot_be_is_an_error(rule, calibration, message):
 
 
 def test_a_config_with_a_calibration_is_read_back_from_a_manifest():
-    mine = config(INT4, "{method: gptq, damping: 0.1, act_order: false}")
+    mine = config(INT4, "{method: gptq, damping: 0.1, act_order: false, refine: 2}")
     again = QuantConfig.from_json(json.loads(json.dumps(mine.to_json())))
     assert again.calibration == mine.calibration
     assert again.to_json() == mine.to_json()
     assert "calibration" not in config(calibration=None).to_json()
+    before = mine.to_json() | {"calibration": {"method": "gptq", "damping": 0.1, "act_order": False}}
+    assert QuantConfig.from_json(before).calibration.refine == 0
     with pytest.raises(CorruptOutput):
         QuantConfig.from_json(mine.to_json() | {"calibration": {"method": "?"}})
 

@@ -32,7 +32,7 @@ class RuleTypes(Protocol):
 
 
 CALIBRATION_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "gptq": ("damping", "act_order"),
+    "gptq": ("damping", "act_order", "refine"),
     "awq": (),
     "smooth_quant": (),
     "nearest": (),
@@ -49,15 +49,28 @@ class Calibration:
         method: of `CALIBRATION_FIELDS`.
         damping: gptq: what is added to the diagonal of the Hessian, relative to its mean.
         act_order: gptq: whether inputs are rounded in the order of their size, the largest first.
+        refine: gptq: how often each quantized value, and each scale of `mse`, takes its best with all others fixed.
     """
 
     method: str
     damping: float = 0.01
     act_order: bool = True
+    refine: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """Returns the method and its settings."""
         return {name: getattr(self, name) for name in ("method", *CALIBRATION_FIELDS[self.method])}
+
+
+MOST_ROUNDS = 100
+"""The most rounds of `refine`."""
+
+
+def _rounds(value: YamlValue) -> int:
+    number = value.number(MOST_ROUNDS, least=0)
+    if not isinstance(number, int):
+        raise value.error("must be a whole number")
+    return number
 
 
 def parse_calibration(value: YamlValue, rules: Iterable[RuleTypes]) -> Calibration:
@@ -80,6 +93,8 @@ def parse_calibration(value: YamlValue, rules: Iterable[RuleTypes]) -> Calibrati
         raise fields["damping"].error("must be more than 0: the Hessian of few tokens has no inverse without it")
     if "act_order" in fields:
         given["act_order"] = fields["act_order"].boolean()
+    if "refine" in fields:
+        given["refine"] = _rounds(fields["refine"])
     if method == "nearest" and not any(rule.act_static_scale for rule in rules):
         raise value.error(
             "nearest finds scales of activations, and no rule has act_static_scale",

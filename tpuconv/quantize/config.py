@@ -178,7 +178,9 @@ class QuantConfig:
         qwix = {"scale_dtype": facts.get("scale_dtype"), "rules": facts["rules"]}
         root = {"summary": facts["summary"], "qwix": qwix}
         root |= {"gates": gates} if (gates := facts.get("gates", {})) is not None else {}
-        root |= {"calibration": facts["calibration"]} if "calibration" in facts else {}
+        if "calibration" in facts:  # manifests of GPTQ without `refine` are of releases that had no descent
+            before = {"refine": 0} if facts["calibration"].get("method") == "gptq" else {}
+            root |= {"calibration": before | facts["calibration"]}
         try:
             return _parse_root(YamlValue(yaml_node(root), MANIFEST, "quantization"), facts["name"])
         except ConfigError as e:

@@ -140,13 +140,14 @@ class QwixEncoder:
         return QTYPES[self.quant.qtype] + scales / prod(self.quant.group_shape)
 
     def __call__(
-        self, values: np.ndarray, calibrated: np.ndarray | None = None
+        self, values: np.ndarray, calibrated: Sequence[np.ndarray] = ()
     ) -> tuple[list[np.ndarray], dict[str, float]]:
         """Encodes a box of complete groups.
 
         Args:
             values: the box.
-            calibrated: the bytes of its quantized values, if they are not the nearest; in the shape of `values`.
+            calibrated: the bytes of its quantized values, if they are not the nearest, in the shape of `values`; and
+                their scales, if they are others too.
 
         Returns:
             Quantized values, scales and, if the range is not symmetric, zero points; and statistics to add up.
@@ -170,8 +171,8 @@ class QwixEncoder:
             _compare_once(self.name, kind, values, *parts)
         else:
             parts, statistics = _by_qwix(values, kind)
-        if calibrated is not None:
-            parts[0] = calibrated
+        if calibrated:
+            parts[: len(calibrated)] = calibrated
             lost = self.decoded(parts) - values.astype(np.float32)
             statistics["noise"] = float(np.sum(np.square(lost), dtype=np.float64))
         qvalues, scales, *zero_points = parts
@@ -339,7 +340,7 @@ def _by_tables(values: np.ndarray, kind: QuantKind) -> Parts:
     scales = _scale_table(kind.qtype, kind.method).result()[largest]
     qvalues = np.empty(bits.shape, np.uint8)
     integers = _integers(kind.qtype)
-    bound = _symmetric_bound(kind.qtype) if "," in kind.method else np.inf
+    bound = symmetric_bound(kind.qtype) if "," in kind.method else np.inf
     tables = NO_TABLES if integers else (_qvalue_byte_table(kind.qtype), _value_table(kind.qtype))
     signal, noise, clipped = kernels.encode(bits, group_row, group_shape[-1], scales, integers, *tables, bound, qvalues)
     statistics = {"signal": signal, "noise": noise, "clipped": float(clipped), "count": float(values.size)}
@@ -359,7 +360,8 @@ def _integers(qtype: str) -> int:
     return 1 << (int(qtype.removeprefix("int")) - 1) if qtype in INTEGER_QTYPES else 0
 
 
-def _symmetric_bound(qtype: str) -> float:
+def symmetric_bound(qtype: str) -> float:
+    """Returns the quotient of the largest absolute value and its scale, of a type."""
     return float(numerics.get_symmetric_bound(qtype))
 
 
@@ -408,7 +410,7 @@ def _by_search(values: np.ndarray, kind: QuantKind, scale_dtype: np.dtype[Any]) 
     counts = [n // group for n, group in zip(ordered.shape, kind.group_shape, strict=True)]
     rows, integers = _group_rows(ordered.shape, kind.group_shape), _integers(kind.qtype)
     tables = NO_TABLES if integers else (_qvalue_byte_table(kind.qtype), _value_table(kind.qtype))
-    shape, bound = (prod(counts[:-1]), counts[-1]), _symmetric_bound(kind.qtype)
+    shape, bound = (prod(counts[:-1]), counts[-1]), symmetric_bound(kind.qtype)
     qbytes, scales, clipped = clipping.encode_with_least_error(
         wide, rows, kind.group_shape[-1], shape, bound=bound, integers=integers, tables=tables, dtype=scale_dtype
     )
@@ -432,7 +434,7 @@ def _by_qwix(values: np.ndarray, kind: QuantKind) -> Parts:
     array = qarray.quantize(jnp.asarray(values), kind.in_qwix(values.shape))
     decoded = qarray.dequantize(array).astype(jnp.float32)
     quotient = jnp.abs(qarray.call_with_generic_broadcast(jnp.divide, wide, array.scale.astype(jnp.float32)))
-    clipped = 0 if array.zero_point is not None else jnp.sum(quotient > _symmetric_bound(kind.qtype) * (1 + 1e-6))
+    clipped = 0 if array.zero_point is not None else jnp.sum(quotient > symmetric_bound(kind.qtype) * (1 + 1e-6))
     statistics = {
         "signal": float(jnp.sum(jnp.square(wide))),
         "noise": float(jnp.sum(jnp.square(decoded - wide))),

@@ -1,6 +1,6 @@
 """The quantization of a plan: the encoder of each parameter, and its calibration before."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -52,10 +52,10 @@ class Encoder(Protocol):
         """The arrays that it makes."""
 
     def __call__(
-        self, values: np.ndarray, calibrated: np.ndarray | None = None
+        self, values: np.ndarray, calibrated: Sequence[np.ndarray] = ()
     ) -> tuple[list[np.ndarray], dict[str, float]]:
         """Encodes a box of complete blocks, which need not be contiguous. `calibrated` are the bytes of its quantized
-        values where a calibration found them.
+        values, and their scales, where a calibration found them.
 
         Returns:
             The values of each part, and statistics that can be added up.

@@ -20,8 +20,9 @@ from tpuconv.storage import disk
 from tpuconv.storage.entries import RunJournal
 from tpuconv.storage.journal import CALIBRATED, Journal
 
-QVALUES, VALUES = "qvalues", "values"
-"""The kinds of files: quantized values, a byte each, and values in the dtype of the parameter."""
+QVALUES, SCALES, VALUES = "qvalues", "scales", "values"
+"""The kinds of files: quantized values, a byte each; scales in the dtype in which they are stored; and values in the
+dtype of the parameter."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from tpuconv.checkpoint import manifest
+from tpuconv.convert.plan.quantization import Encoder
 from tpuconv.convert.plan.types import OutputArray, Plan, Slab
-from tpuconv.convert.run.calibrated import QVALUES, VALUES, CalibratedValues
+from tpuconv.convert.run.calibrated import QVALUES, SCALES, VALUES, CalibratedValues
 from tpuconv.convert.run.sizing import Buffers
 from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, not_finite, read_slab
 from tpuconv.encodings.casts import check_cast
@@ -62,9 +63,7 @@ class SlabArrays:
                 yield self._checked(name, slab, sources, (self.plan.arrays[name], box, target))
                 continue
             try:
-                parts, found = encoder(
-                    target.view(slab.dtype), self._calibrated(name, QVALUES, box, np.dtype(np.uint8))
-                )
+                parts, found = encoder(target.view(slab.dtype), self._calibrated_parts(name, encoder, box))
             except FloatingPointError:
                 raise self._not_finite(name, slab, sources) from None
             manifest.add_statistics(statistics.setdefault(name, {}), found)
@@ -75,14 +74,31 @@ class SlabArrays:
                 array_values = values.view(bits_of(part.dtype)).squeeze(array.dropped)
                 yield self._checked(name, slab, sources, (array, array_box, array_values))
 
+    def _calibrated_parts(self, name: str, encoder: Encoder, box: tuple[slice, ...]) -> list[np.ndarray]:
+        """Returns the quantized values and the scales of a box of a parameter, as far as a calibration found them."""
+        scales = encoder.parts[1]
+        groups = tuple(slice(s.start // n, s.stop // n) for s, n in zip(box, scales.blocks, strict=True))
+        found = [
+            self._calibrated(name, QVALUES, box, np.dtype(np.uint8)),
+            self._calibrated(name, SCALES, groups, scales.dtype, blocks=scales.blocks),
+        ]
+        return [part for part in found if part is not None]
+
     def _calibrated(
-        self, name: str, kind: str, box: tuple[slice, ...], dtype: np.dtype[Any], others: np.ndarray | None = None
+        self,
+        name: str,
+        kind: str,
+        box: tuple[slice, ...],
+        dtype: np.dtype[Any],
+        others: np.ndarray | None = None,
+        blocks: Sequence[int] | None = None,
     ) -> np.ndarray | None:
         """Returns the result of a calibration for a box of a parameter, if there was a calibration; see
         `CalibratedValues.read`."""
         if self.calibrated is None:
             return None
         shape = self.plan.arrays[self.plan.stored_names(name)[0]].shape
+        shape = tuple(n // block for n, block in zip(shape, blocks or [1] * len(shape), strict=True))
         return self.calibrated.read(name, kind, shape, box, dtype, others)
 
     def _checked(self, name: str, slab: Slab, sources: Sequence[np.ndarray], made: MadeBox) -> MadeBox:

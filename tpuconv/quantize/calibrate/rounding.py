@@ -7,8 +7,21 @@ from math import prod
 
 import numpy as np
 
-from tpuconv.quantize.calibrate.gptq import Factor, Grid, KernelScales, adjusted, output_errors
-from tpuconv.quantize.encode import QwixEncoder
+from tpuconv.quantize.calibrate.descent import descended
+from tpuconv.quantize.calibrate.gptq import (
+    INPUTS_AT_ONCE,
+    Factor,
+    Grid,
+    KernelScales,
+    Rounded,
+    adjusted,
+    fitted,
+    input_order,
+    output_errors,
+)
+from tpuconv.quantize.clipping import SCALE_FACTORS
+from tpuconv.quantize.config import MSE
+from tpuconv.quantize.encode import QwixEncoder, symmetric_bound
 
 COLUMN_BYTES = 32 << 20
 """Bytes of the columns of a matrix, in float32, that a thread rounds at once: columns do not depend on each other."""
@@ -39,6 +52,7 @@ class Rounding:
         stored = values.astype(encoder.dtype)
         parts, _ = encoder(stored[None] if is_stacked else stored)
         qvalues, self.scale, *self.zero_points = (part[0] if is_stacked else part for part in parts)
+        self.scale = np.array(self.scale)
         self.qbytes = np.ascontiguousarray(qvalues).view(np.uint8)
         self.grid = Grid.of(encoder.quant.qtype)
         self.matrices = len(values) if has_experts else 1
@@ -54,6 +68,18 @@ class Rounding:
         return all(self.scale.shape[axis] == self.values.shape[axis] for axis in (*self._lead, *self._outputs))
 
     @property
+    def fits_scales(self) -> bool:
+        """True if GPTQ chooses the scales too: by the method `mse`, in groups of few inputs."""
+        groups = prod(self.scale.shape[axis] for axis in self.summed)
+        inputs = prod(self.values.shape[axis] for axis in self.summed)
+        return self.encoder.method == MSE and inputs <= groups * INPUTS_AT_ONCE
+
+    def order(self, hessian: np.ndarray, act_order: bool) -> np.ndarray:
+        """Returns the order [I] in which the inputs are rounded, given their Hessian."""
+        rows = self._scales(0).row_of_I if self.fits_scales else None
+        return input_order(np.diag(hessian), act_order, rows)
+
+    @property
     def decoded(self) -> np.ndarray:
         """The weights that the quantized values stand for, in float32."""
         return self.encoder.decoded([self.qbytes, self.scale, *(part.view(np.uint8) for part in self.zero_points)])
@@ -62,17 +88,22 @@ class Rounding:
         """Leaves a matrix at the nearest values."""
         self.left.append(why)
 
-    def adjust(self, matrix: int, hessian: np.ndarray, factor: Factor) -> None:
+    def adjust(self, matrix: int, hessian: np.ndarray, factor: Factor, refine: int) -> None:
         """Rounds a matrix by GPTQ. A column whose output would have a larger error keeps the nearest values.
 
         Args:
             matrix: its number.
             hessian: of its inputs [I, I].
-            factor: of the Hessian.
+            factor: of the Hessian, in the order of `order`.
+            refine: rounds of descent after GPTQ.
         """
         view = self._matrices(self.qbytes)[matrix]
         kernel, qbytes = self._flat(self._matrices(self.values)[matrix]), self._flat(view)
-        scales = self._scales(matrix)
+        scales, scale_view = self._scales(matrix), self._matrices(self.scale)[matrix]
+        dtype = self.scale.dtype if self.fits_scales else None
+        tried = SCALE_FACTORS[::-1] / np.float32(symmetric_bound(self.encoder.quant.qtype))
+        if self.grid.is_integer:
+            tried = np.concatenate([tried, -tried])
         byte_values = np.zeros(256, np.float32)
         byte_values[self.grid.qbytes] = self.grid.values
         step = max(1, COLUMN_BYTES // (4 * len(kernel)))
@@ -81,10 +112,14 @@ class Rounding:
             columns = slice(start, start + step)
             part, of_part = np.ascontiguousarray(kernel[:, columns]), scales.outputs(start, start + step)
             nearest = output_errors(hessian, of_part.weights(byte_values[qbytes[:, columns]]) - part)
-            chosen = adjusted(part, factor, of_part, self.grid)
-            errors = output_errors(hessian, of_part.weights(self.grid.values[chosen]) - part)
+            if dtype is not None:
+                rounded = fitted(part, factor, of_part, self.grid, tried, dtype)
+            else:
+                rounded = Rounded(adjusted(part, factor, of_part, self.grid), of_part)
+            rounded, errors = descended(part, hessian, rounded, self.grid, factor.order, refine, dtype)
             better = errors < nearest
-            qbytes[:, columns] = np.where(better, self.grid.qbytes[chosen], qbytes[:, columns])
+            qbytes[:, columns] = np.where(better, self.grid.qbytes[rounded.chosen], qbytes[:, columns])
+            scales.scale[:, columns] = np.where(better, rounded.scales.scale, of_part.scale)
             return float(nearest.sum()), float(np.where(better, errors, nearest).sum())
 
         with ThreadPoolExecutor(THREADS) as pool:
@@ -92,6 +127,8 @@ class Rounding:
                 self.nearest += nearest
                 self.calibrated += calibrated
         view[...] = qbytes.reshape(view.shape)
+        if dtype is not None:
+            scale_view[...] = scales.scale.reshape(scale_view.shape).astype(dtype)
 
     def _matrices(self, x: np.ndarray) -> np.ndarray:
         """Returns a view [E, summed axes, outputs] of an array of the parameter's axes."""

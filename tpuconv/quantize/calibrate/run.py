@@ -19,7 +19,7 @@ import numpy as np
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.schema import CALIBRATED_SCHEMA
 from tpuconv.convert.plan.quantization import FoundArray
-from tpuconv.convert.run.calibrated import QVALUES, VALUES, CalibratedValues
+from tpuconv.convert.run.calibrated import QVALUES, SCALES, VALUES, CalibratedValues
 from tpuconv.errors import GateError, UnsupportedConfig
 from tpuconv.jsonfile import Each, Optional, Size
 from tpuconv.names import INPUT_SCALE, collapse
@@ -285,6 +285,8 @@ class LayerwiseCalibration:
                 roundings[name] = rounding
             rounding = roundings[name]
             found.write(stored, layer, QVALUES, rounding.qbytes)
+            if rounding.fits_scales and self.settings.method == "gptq":
+                found.write(stored, layer, SCALES, rounding.scale)
             weights[name] = jnp.asarray(rounding.decoded)
             facts[stored] = {
                 "nearest": rounding.nearest,

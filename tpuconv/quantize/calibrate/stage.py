@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tpuconv.errors import SourceError
-from tpuconv.quantize.calibrate.gptq import SingularHessian, factorize
+from tpuconv.quantize.calibrate.gptq import Factor, SingularHessian, factorize
 from tpuconv.quantize.calibrate.layers import LayerRunner, Observed, Weights
 from tpuconv.quantize.calibrate.memory import HESSIAN_BYTES, hessian_bytes
 from tpuconv.quantize.calibrate.rounding import Rounding
@@ -169,14 +169,17 @@ def _round(roundings: Sequence[Rounding], matrix: int, hessian: np.ndarray, sett
         for rounding in roundings:
             rounding.leave("no token reached it")
         return
-    try:
-        factor = factorize(hessian, settings.damping, settings.act_order)
-    except SingularHessian:
-        for rounding in roundings:
-            rounding.leave("its Hessian is singular")
-        return
-    for rounding in roundings:
-        if rounding.is_channelwise:
-            rounding.adjust(matrix, hessian, factor)
-        else:
+    factor: Factor | None = None
+    for rounding in sorted(roundings, key=lambda rounding: rounding.fits_scales):  # most share an order, and a factor
+        if not rounding.is_channelwise:
             rounding.leave("several outputs share a scale")
+            continue
+        order = rounding.order(hessian, settings.act_order)
+        if factor is None or not np.array_equal(order, factor.order):
+            factor = None  # it has the size of the Hessian
+            try:
+                factor = factorize(hessian, settings.damping, order)
+            except SingularHessian:
+                rounding.leave("its Hessian is singular")
+                continue
+        rounding.adjust(matrix, hessian, factor, settings.refine)
