@@ -20,6 +20,7 @@ from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.encodings import adapted as adapted_tensors
 from tpuconv.errors import ConfigError, MappingError, OutputError, SourceError, UnsupportedConfig, UsageError
+from tpuconv.sources import adapter as adapter_files
 from tpuconv.sources import adapter_config
 from tpuconv.sources.adapter_config import check_adapter_config
 
@@ -179,13 +180,32 @@ def test_one_expert_of_many(hf, tmp_path: Path, small_cuts: None) -> None:
     np.testing.assert_allclose(have[f"{name}.weight"], plain[f"{name}.weight"] + 2 * b @ a, rtol=1e-5, atol=1e-5)
 
 
-def test_a_merged_model_is_not_compared_with_the_one_before(tmp_path: Path) -> None:
+def test_a_merged_model_is_compared_with_the_one_that_peft_merges(tmp_path: Path) -> None:
     random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
-    merged = adapted(tmp_path / "hf", tmp_path / "lora")
-    saved(merged, tmp_path / "merged")
-    api.convert(tmp_path / "hf", tmp_path / "out", adapter=[str(tmp_path / "lora")])
-    with pytest.raises(UsageError, match="has merged adapters, and its source has not"):
-        api.compare(tmp_path / "out")
+    out, adapters = tmp_path / "out", [str(tmp_path / "lora"), f"{tmp_path / 'second'}:0.5"]
+    adapted(tmp_path / "hf", tmp_path / "lora", lora_alpha=0.5)
+    adapted(tmp_path / "hf", tmp_path / "second", seed=1, lora_alpha=0.5)
+    api.convert(tmp_path / "hf", out, adapter=adapters)
+    assert api.compare(out, adapter=adapters).passed
+    assert api.compare(out, source=tmp_path / "hf", adapter=adapters).passed
+    assert not api.compare(out, source=tmp_path / "hf").passed
+    with pytest.raises(UsageError, match="has 2 merged adapters, and 0 are known"):
+        api.compare(out)
+    with pytest.raises(UsageError, match=r"second has other contents, or another weight, .* with the weight 0\.5"):
+        api.compare(out, adapter=[str(tmp_path / "lora"), str(tmp_path / "second")])
+    with pytest.raises(UsageError, match="has other contents"):
+        api.compare(out, adapter=adapters[::-1])
+    with pytest.raises(UsageError, match="layer by layer with a source that has not"):
+        api.compare(out, adapter=adapters, layerwise=True)
+
+
+def test_the_hub_id_of_a_merged_adapter_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    adapted(tmp_path / "hf", tmp_path / "lora", lora_alpha=0.5)
+    found = adapter_files._folder
+    monkeypatch.setattr(adapter_files, "_folder", lambda place: found(str(tmp_path / "lora")))
+    api.convert(tmp_path / "hf", tmp_path / "out", adapter=["someone/lora"])
+    assert api.compare(tmp_path / "out").passed
 
 
 def test_dora_without_its_magnitudes_is_an_error(tmp_path: Path) -> None:

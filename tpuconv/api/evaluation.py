@@ -121,6 +121,11 @@ class CompareRequest:
         None,
         "Path or Hub id of the source checkpoint.  [default: the source that was converted, if this machine knows it]",
     )
+    adapter: Sequence[str] = option(
+        (),
+        "An adapter that was merged, to merge it into the source too; may be repeated.  [default: the Hub ids that the "
+        "checkpoint names]",
+    )
     prompts: Sequence[str] = field(default=(), metadata=PROMPTS_OPTION)
     dtype: str = field(default="auto", metadata=COMPUTE_DTYPE_OPTION)
     mesh: Mapping[str, int] | None = field(default=None, metadata=MESH_OPTION)
@@ -161,6 +166,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     from tpuconv.verify import logits
     from tpuconv.verify.horizons import long_prompts, seen_horizons
     from tpuconv.verify.layerwise import compare_layers
+    from tpuconv.verify.merged import merged_adapters
     from tpuconv.verify.preparation import find_source_folder, free_beside_reference, needs_decoded, tokenized
     from tpuconv.verify.reference import Reference, check_sizes, reference
     from tpuconv.verify.sights import (
@@ -191,11 +197,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
             f"`layerwise=True` reads the layers of a checkpoint of tpuconv, and this is {what}",
             hint="convert it, and give the checkpoint; or leave `layerwise=` out",
         )
-    if manifest.raw["options"].get("adapters") and asked.source is None:
-        raise UsageError(
-            f"{asked.ckpt} has merged adapters, and its source has not",
-            hint="merge them with peft (merge_and_unload, save_pretrained), and name that folder by `source=`",
-        )
+    adapters = merged_adapters(manifest, asked.adapter) if asked.adapter or asked.source is None else []
     origin = manifest.raw["source"]
     devices = logits.device_mesh(asked.mesh) if asked.mesh else mesh_of_processes(manifest)
     layers: Sequence[LayerError] = ()
@@ -208,6 +210,12 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     with resolved, plain_path(own) as source_folder, plain_path(manifest.folder) as folder:
         check_sizes(manifest, own)
         layerwise = asked.layerwise or needs_decoded(manifest, own, asked.mesh, is_stored=opened.plan is None)
+        if layerwise and adapters:
+            raise UsageError(
+                f"{asked.ckpt} has merged adapters, and is compared layer by layer with a source that has not",
+                hint="leave `layerwise=` out; or merge them with peft (merge_and_unload, save_pretrained), and name "
+                "that folder by `source=`",
+            )
         with_sights: Sequence[SightWindow] = []
         unseen: Mapping[str, str] = dict.fromkeys(manifest.parts, "each layer is compared by itself")
         changed: Sequence[str] | None = ()
@@ -232,10 +240,18 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
             theirs = Reference(expected, None)
         else:
             asked.progress(Progress("running transformers"))
-            adapted = bool(manifest.raw["options"].get("adapters"))
+            adapted = bool(manifest.raw["options"].get("adapters")) and not adapters
             if not manifest.returns:
                 with_sights, unseen = sight_windows(manifest, config, ids)
-            theirs = reference(source_folder, windows, compute, manifest.returns, adapted=adapted, sights=with_sights)
+            theirs = reference(
+                source_folder,
+                windows,
+                compute,
+                manifest.returns,
+                adapted=adapted,
+                adapters=adapters,
+                sights=with_sights,
+            )
     scored = [window.scored for window in windows]
     rounding_kl, gates = theirs.rounding_kl, logits.rounding_gates(compute, theirs.rounding_kl)
     if not layerwise:

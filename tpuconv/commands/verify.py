@@ -48,6 +48,7 @@ def verify(
     compare_hf: bool,
     layerwise: bool,
     source: str | None,
+    adapter: tuple[str, ...],
     prompts: Path | None,
     dtype: str,
     mesh: dict[str, int] | None,
@@ -73,7 +74,7 @@ def verify(
     SRC_OR_CKPT defaults to the newest checkpoint in the current folder. Exit code 3: a gate of the comparison failed;
     10: the checkpoint is damaged.
     """
-    options.require_mode("--compare-hf", compare_hf, "layerwise", "source")
+    options.require_mode("--compare-hf", compare_hf, "layerwise", "source", "adapter")
     options.require_mode("--compare-hf or --server", compare_hf or server is not None, "prompts", "dtype", "mesh")
     options.require_mode("--server", server is not None, "served")
     if server is not None and (compare_hf or update or distributed):
@@ -92,7 +93,7 @@ def verify(
         if server is not None:
             facts, failed = _compare_server(chosen, server, served, read_prompts(prompts), dtype, mesh, as_json)
         elif compare_hf:
-            facts, failed = _compare(chosen, source, read_prompts(prompts), dtype, mesh, layerwise, as_json)
+            facts, failed = _compare(chosen, source, adapter, read_prompts(prompts), dtype, mesh, layerwise, as_json)
         else:
             facts, failed = _check(chosen, update, key, as_json)
         if benchmark and not failed:
@@ -128,6 +129,7 @@ def _check(folder: str | Location, update: bool, key: Path | None, as_json: bool
 def _compare(
     folder: str | Location,
     source: str | None,
+    adapter: Sequence[str],
     prompts: Sequence[str],
     dtype: str,
     mesh: dict[str, int] | None,
@@ -139,6 +141,7 @@ def _compare(
         found = api.compare(
             folder,
             source=source,
+            adapter=adapter,
             prompts=prompts,
             dtype=dtype,
             mesh=mesh,

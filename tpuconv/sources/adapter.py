@@ -144,6 +144,12 @@ def read_adapter(given: str) -> Adapter:
     return Adapter(place, weight, digest, changes, tuple(of_experts), is_on_hub=_is_hub_id(place))
 
 
+def adapter_folder(given: str) -> tuple[Path, float]:
+    """Returns the local folder and the weight of an adapter. Raises as `read_adapter` does."""
+    place, weight = _parsed(given)
+    return _folder(place), weight
+
+
 def _parsed(given: str) -> tuple[str, float]:
     place, colon, number = given.rpartition(":")
     if not colon or number.startswith("//") or Path(given).is_dir():

@@ -284,6 +284,12 @@ def each_logits(
         yield logits
 
 
+def _perplexity(nll: np.ndarray) -> float:
+    """Returns the perplexity, of the negative log-probabilities of tokens; infinity where float64 is too small."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(nll.mean(dtype=np.float64)))
+
+
 def rounding_divergence(
     prompts: Sequence[Sequence[int]],
     ours: Callable[[], Iterable[np.ndarray]],
@@ -338,8 +344,8 @@ def compare_logits(
         top1=float(agree.mean()),
         decided=int(decided.sum()),
         top1_decided=float((agree[decided] if decided.any() else agree).mean()),
-        perplexity_reference=float(np.exp(nll_hf.mean())),
-        perplexity=float(np.exp(nll_ours.mean())),
+        perplexity_reference=_perplexity(nll_hf),
+        perplexity=_perplexity(nll_ours),
         worst_prompt=1 + int(np.argmax(means)),
         worst_prompt_kl=float(np.max(means)),
         gates=gates,

@@ -26,6 +26,7 @@ from tpuconv.sources.files import ADAPTER_CONFIG, CONFIG_FILE, ENCODING_FILES, I
 from tpuconv.sources.source import open_source
 from tpuconv.text import format_count
 from tpuconv.verify.logits import compare_logits
+from tpuconv.verify.merged import WeightedAdapter, with_adapters
 from tpuconv.verify.sights import SightWindow
 
 READ_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "phi4mm": "phi4_multimodal"}
@@ -160,6 +161,7 @@ def reference(
     returns: str = LOGITS,
     *,
     adapted: bool = False,
+    adapters: Sequence[WeightedAdapter] = (),
     sights: Sequence[SightWindow] = (),
 ) -> Reference:
     """Runs transformers' model of a source checkpoint.
@@ -170,6 +172,7 @@ def reference(
         dtype: of parameters and activations.
         returns: what the model returns.
         adapted: whether transformers is to apply an adapter that lies in the folder.
+        adapters: adapters to merge into the model.
         sights: prompts with images and sounds.
 
     Raises:
@@ -210,7 +213,7 @@ def reference(
 
     if read_json(path, ConfigError).get("model_type") not in READ_WITHIN:  # what sees has no weights there
         _check_loaded(source, model, loaded)
-    mended(model).eval()
+    model = with_adapters(mended(model), adapters).eval()
     logits, rounding_kl = list(_outputs(model, windows, returns)), None
     if returns == LOGITS and dtype != "float32":
         hook = model.get_input_embeddings().register_forward_hook(_rounded_otherwise)

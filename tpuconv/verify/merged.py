@@ -1,0 +1,64 @@
+"""Adapters that a checkpoint has merged, merged into the reference too, by peft."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.errors import UsageError
+from tpuconv.sources.adapter import adapter_folder, read_adapter
+
+WeightedAdapter = tuple[Path, float]
+"""The local folder of an adapter, and the weight by which its changes are multiplied."""
+
+
+def merged_adapters(manifest: Manifest, given: Sequence[str]) -> list[WeightedAdapter]:
+    """Returns the adapters that a checkpoint has merged, in their order.
+
+    Args:
+        manifest: of the checkpoint.
+        given: the adapters as a user names them; none for the Hub ids that the manifest names.
+
+    Raises:
+        UsageError: not all are given, or one is another adapter, or has another weight.
+        TpuconvError: see `tpuconv.sources.adapter.read_adapter`.
+    """
+    merged = manifest.raw["options"].get("adapters") or []
+    names = given or [f"{facts['name']}:{facts['weight']}" for facts in merged if "name" in facts]
+    if len(names) != len(merged):
+        raise UsageError(
+            f"{manifest.folder} has {len(merged)} merged adapters, and {len(names)} are known",
+            hint="give them in the order of the conversion by `adapter=`, or by `source=` a folder that peft merged",
+        )
+    for name, facts in zip(names, merged, strict=True):
+        found = read_adapter(name)
+        if (found.digest, found.weight) != (facts["xxh3_128"], facts["weight"]):
+            raise UsageError(
+                f"{name} has other contents, or another weight, than the adapter that was merged with the weight "
+                f"{facts['weight']:g}",
+                hint="give the adapter of the conversion, and its weight: `my-lora:0.5`",
+            )
+    return [adapter_folder(name) for name in names]
+
+
+def with_adapters(model: Any, adapters: Sequence[WeightedAdapter]) -> Any:
+    """Returns transformers' model with adapters merged.
+
+    Raises:
+        UsageError: peft is not installed.
+    """
+    if not adapters:
+        return model
+    try:
+        from peft import PeftConfig, PeftModel
+    except ImportError as e:
+        raise UsageError(f"peft merges adapters, and cannot be imported: {e}", hint="pip install peft") from None
+    for folder, weight in adapters:
+        config = PeftConfig.from_pretrained(str(folder))
+        config.lora_alpha *= weight
+        config.alpha_pattern = {name: alpha * weight for name, alpha in (config.alpha_pattern or {}).items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft reads attributes that transformers renamed
+            model = PeftModel.from_pretrained(model, str(folder), config=config).merge_and_unload()
+    return model
