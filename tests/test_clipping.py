@@ -102,7 +102,7 @@ def test_groups_of_zeros_and_boxes():
 
 @pytest.mark.parametrize("qtype", ["int4", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
 def test_a_model_with_less_noise(qtype, hf, orbax, tmp_path: Path):
-    """The same bits in one pass and in two; GPTQ keeps the scales; the checkpoint loads like any other."""
+    """The same bits in one pass and in two; GPTQ chooses other scales; the checkpoint loads like any other."""
     case = ONE_OF_EACH["qwen3"]
     rule = f"weight_qtype: {qtype}, tile_size: 32"
     quantize(orbax(case, "bfloat16"), tmp_path / "absmax", config(rule))
@@ -119,8 +119,8 @@ def test_a_model_with_less_noise(qtype, hf, orbax, tmp_path: Path):
     data = from_ids("ids", np.random.default_rng(0).integers(3, 100, (4, 24)))
     quantize(orbax(case, "bfloat16"), tmp_path / "gptq", gptq, data)
     kept = restore(tmp_path / "gptq")
-    assert all(np.array_equal(kept[name], two[name]) for name in two if name.endswith("scale"))
-    assert any(not np.array_equal(kept[name], two[name]) for name in two if name.endswith("qvalue"))
+    for part in ("qvalue", "scale"):
+        assert any(not np.array_equal(kept[name], two[name]) for name in two if name.endswith(part))
     (logits,) = forward(tpuconv.load(tmp_path / "two", "float32"), [[3, 1, 4, 1, 5]], "float32")()
     decoded = {}
     for name, x in two.items():

@@ -727,7 +727,6 @@ UNSUPPORTED = {
         "use_bidirectional_attention='all'",
     ),
     "biases of gemma3n": ("gemma3n", {"text_config": {"attention_bias": True}}, "attention_bias=True .*only False"),
-    "bidirectional gemma": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     "theta of a layer": (
         "muse_glimmer",
         {"text_config": {"layer_rope_theta": [7.0] * 52}},
