@@ -19,6 +19,11 @@ def hessian_bytes(width: int) -> int:
     return 4 * width * width
 
 
+def scale_bytes(encoder: QwixEncoder, shape: tuple[int, ...]) -> int:
+    """Returns the bytes of the scales of a parameter of this shape, or of a layer of it."""
+    return encoder.scale_dtype.itemsize * prod(shape) // prod(encoder.quant.group_shape)
+
+
 def widest_input(manifest: Manifest, encoders: Mapping[str, QwixEncoder]) -> int:
     """Returns the most inputs that a product with one of these parameters of a checkpoint sums over, of one layer; 0
     without any."""
@@ -38,8 +43,8 @@ def _shape_of_layer(manifest: Manifest, name: str) -> tuple[int, ...]:
 
 def calibration_memory(manifest: Manifest, encoders: Mapping[str, QwixEncoder], heads: int, length: int) -> int:
     """Returns the private memory in bytes that a calibration needs at most. Of the stage with most: its weights in
-    float32 and their quantized values; the Hessians, and two copies of the largest while it is factorized; a parameter
-    while it is rounded; the activations of one sample.
+    float32, their quantized values and scales; the Hessians, and two copies of the largest while it is factorized; a
+    parameter while it is rounded; the activations of one sample.
 
     Args:
         manifest: the checkpoint.
@@ -60,8 +65,9 @@ def calibration_memory(manifest: Manifest, encoders: Mapping[str, QwixEncoder], 
             top not in ("layers", LAYERS_APART) and name not in encoders
         ):  # the norm and the head run only to be calibrated
             continue
-        weights[stage] = weights.get(stage, 0) + prod(shape)
+        weights[stage] = weights.get(stage, 0) + 5 * prod(shape)
         if (encoder := encoders.get(name)) is not None:
+            weights[stage] += scale_bytes(encoder, shape)
             width = _width(manifest, name, encoder)
             axes = array.axes.split()
             matrices = array.shape[axes.index("E")] if "E" in axes else 1
@@ -74,5 +80,5 @@ def calibration_memory(manifest: Manifest, encoders: Mapping[str, QwixEncoder], 
     others = {"layers", LAYERS_APART, "norm", "lm_head", "mtp"}
     embeddings = [array for name, array in manifest.arrays.items() if name.partition(".")[0] not in others]
     first = 2 * sum(prod(array.shape) * element_bytes(array.dtype) for array in embeddings)
-    layer = 5 * max(weights.values()) + held + 2 * hessian_bytes(widest) + rounding + activations
+    layer = max(weights.values()) + held + 2 * hessian_bytes(widest) + rounding + activations
     return BASE_BYTES + max(first, layer)

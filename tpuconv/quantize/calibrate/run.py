@@ -25,7 +25,7 @@ from tpuconv.jsonfile import Each, Optional, Size
 from tpuconv.names import INPUT_SCALE, collapse
 from tpuconv.quantize.calibrate.data import CalibrationData
 from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, Weights
-from tpuconv.quantize.calibrate.memory import calibration_memory, widest_input
+from tpuconv.quantize.calibrate.memory import calibration_memory, scale_bytes, widest_input
 from tpuconv.quantize.calibrate.rounding import Rounding
 from tpuconv.quantize.calibrate.scaled import rounded_by_scales, stage_inputs
 from tpuconv.quantize.calibrate.stage import kept_bytes, rounded_by_gptq, rounding_of
@@ -116,11 +116,12 @@ class LayerwiseCalibration:
         stages = self._stages(runner)
         self._check_inputs(runner, stages)
         if journal.done(layer_entry(0), LAYER_ENTRY) is None:
-            qvalues = sum(prod(self.manifest.arrays[name].shape) for name in self.encoders)
+            shapes = {name: self.manifest.arrays[name].shape for name in self.encoders}
+            rounded = sum(prod(shapes[name]) + scale_bytes(each, shapes[name]) for name, each in self.encoders.items())
             of_layer = 4 * self.data.samples * self.data.length * runner.width
             kept = kept_bytes(runner, stages, self.data.samples) if self.settings.method == "gptq" else 0
             disk.check_room(
-                journal.folder, qvalues + 2 * of_layer + kept, "the calibration", "an OUT or a `workspace=`"
+                journal.folder, rounded + 2 * of_layer + kept, "the calibration", "an OUT or a `workspace=`"
             )
         for number, stage in enumerate(stages):
             if journal.done(layer_entry(number), LAYER_ENTRY) is not None:
