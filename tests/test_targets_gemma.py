@@ -2,9 +2,11 @@
 logits of transformers, and the names and shapes of whole models. Slow: it makes an environment of Python 3.12."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from helpers.checkpoints import read_tensors
@@ -20,6 +22,7 @@ from tpuconv.targets.registry import get_target
 pytestmark = [pytest.mark.slow, pytest.mark.oracles]
 
 LISTINGS = json.loads((Path(__file__).parent / "helpers" / "listings.json").read_text())
+PAGE = Path(__file__).parents[1] / "docs" / "targets.md"
 WHOLE = {"google/gemma-2-9b-it": "Gemma2_9B", "google/gemma-3-27b-it": "Gemma3_27B"}
 SIZES = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6}
 COMPARED = [
@@ -92,7 +95,6 @@ def package(family: str) -> str:
 @pytest.fixture(scope="module")
 def restored(tmp_path_factory):
     """For each case the library's logits and those of transformers, its arrays and those that `convert` wrote."""
-    import orbax.checkpoint as ocp
     import torch
 
     base = tmp_path_factory.mktemp("gemma")
@@ -150,6 +152,33 @@ def test_every_tensor_comes_back(case, tmp_path):
     assert_same(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "hf"))
 
 
+def answer(request: dict[str, object], out: Path) -> dict[str, np.ndarray]:
+    """What the library answers to one request."""
+    ask("gemma", "gemma_models.py", [request | {"out": str(out)}])
+    error = out.with_suffix(".error")
+    assert not error.exists(), error.read_text()
+    return dict(np.load(out))
+
+
+def test_the_code_of_the_page_loads_a_checkpoint(tmp_path):
+    case = next(each for each in COMPARED if each.family == "gemma3_text")
+    model = save_with_constant_norms(case, tmp_path / "hf")
+    api.convert(tmp_path / "hf", tmp_path / "out", target="gemma")
+    np.save(tmp_path / "ids.npy", np.arange(8)[None])
+    code = re.search(r"```python\n(import dataclasses\nfrom gemma import gm\n.*?)```", PAGE.read_text(), re.DOTALL)[1]
+    for written, own in (("262208", str(model.config.vocab_size)), ("/data/gemma-3-4b/", f"{tmp_path / 'out'}/")):
+        assert written in code
+        code = code.replace(written, own)
+    sizes = settings(case, model.config) | {"num_embed": 2 * model.config.vocab_size}
+    request = {"module": "gemma.gm.nn", "model": "Gemma3_4B", "settings": sizes, "code": code}
+    found = answer(request | {"ids": str(tmp_path / "ids.npy")}, tmp_path / "restored.npz")
+    assert np.isfinite(found.pop("logits")).all()
+    with ocp.StandardCheckpointer() as checkpointer:
+        written = dict(flatten(checkpointer.restore(tmp_path / "out" / "params")))
+    assert found.keys() == written.keys()
+    assert all(same_bits(values, written[name]) for name, values in found.items())
+
+
 @pytest.mark.parametrize("release", WHOLE)
 def test_names_and_shapes_are_those_of_whole_models(release, tmp_path):
     raw = LISTINGS[release]["config"]
@@ -162,9 +191,6 @@ def test_names_and_shapes_are_those_of_whole_models(release, tmp_path):
         "module": "gemma.gm.nn",
         "model": WHOLE[release],
         "settings": {"num_embed": config.vocab_size},
-        "out": str(tmp_path / "shapes.npz"),
     }
-    ask("gemma", "gemma_models.py", [request])
-    error = tmp_path / "shapes.error"
-    assert not error.exists(), error.read_text()
-    assert shapes == {name: tuple(shape) for name, shape in np.load(tmp_path / "shapes.npz").items()}
+    found = answer(request, tmp_path / "shapes.npz")
+    assert shapes == {name: tuple(shape) for name, shape in found.items()}

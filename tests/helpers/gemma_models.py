@@ -1,6 +1,7 @@
 """Run by the Python of the library gemma: what its `load_params` restores for its models, and their logits. It takes a
 JSON list of requests from its input, with the keys module, settings (of its `TransformerConfig`), out (npz), and root
-(a checkpoint) and ids (npy); or, for the shapes of a whole model, model (the name of a class of `gm.nn`)."""
+(a checkpoint) and ids (npy); or, for the shapes of a whole model, model (the name of a class of `gm.nn`); or, to run
+the code of a page, code, model and ids."""
 
 import dataclasses
 import json
@@ -32,12 +33,26 @@ def restored(request: dict) -> dict[str, np.ndarray]:
         config = dataclasses.replace(whole.config, vision_encoder=None, **settings)
     else:
         config = configs.TransformerConfig(**settings)
-    model = models.Transformer(config=config, dtype=jnp.float32)
     ids = jnp.asarray(np.load(request["ids"])) if "ids" in request else jnp.zeros((1, 3), int)
+    if "code" in request:
+        return with_logits(*ran(request["code"], whole, config), ids)
+    model = models.Transformer(config=config, dtype=jnp.float32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), ids)["params"]
     if "model" in request:
         return {name: np.array(leaf.shape) for name, leaf in named(shapes)}
-    params = gm.ckpts.load_params(request["root"], params=shapes, donate=False)
+    return with_logits(model, gm.ckpts.load_params(request["root"], params=shapes, donate=False), ids)
+
+
+def ran(code: str, whole: type, config):
+    """The model and the parameters that code makes of a whole model, whose default config is replaced."""
+    small = type(whole.__name__, (whole,), {"__annotations__": {"config": type(config)}, "config": config})
+    setattr(gm.nn, whole.__name__, small)
+    found: dict = {}
+    exec(code, found)
+    return found["model"], found["params"]
+
+
+def with_logits(model, params, ids) -> dict[str, np.ndarray]:
     logits = model.apply({"params": params}, ids).logits
     return {"logits": np.asarray(logits, np.float32)} | {name: np.asarray(leaf) for name, leaf in named(params)}
 

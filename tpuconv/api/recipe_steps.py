@@ -40,6 +40,7 @@ LARGE = 20_000_000_000
 PROGRAM_NAMES = {
     "maxtext": "MaxText",
     "tunix": "Tunix",
+    "gemma": "the library gemma",
     "nnx": "Flax NNX and Orbax",
     "jax-llm-examples": "jax-llm-examples",
 }

@@ -23,7 +23,7 @@ class WeightMapRequest:
     )
     source: str = field(
         metadata=argument(
-            "The tree that is given: tpuconv, nnx, maxtext, tunix, jax-llm-examples, huggingface or vllm."
+            "The tree that is given: tpuconv, nnx, maxtext, tunix, gemma, jax-llm-examples, huggingface or vllm."
         )
     )
     target: str = field(metadata=argument("The wanted tree, one of the same."))

@@ -53,7 +53,8 @@ class Options:
     text_only: bool = field(default=False, metadata=TEXT_ONLY_OPTION)
     target: str = option(
         OWN_TARGET,
-        "The program that reads the output: tpuconv, huggingface, maxtext, tunix, nnx, jax-llm-examples, or a plugin.",
+        "The program that reads the output: tpuconv, huggingface, maxtext, tunix, gemma, nnx, jax-llm-examples, or a"
+        " plugin.",
         manifest=Key(),
     )
     scheme: str | None = field(default=None, metadata=SCHEME_OPTION)
