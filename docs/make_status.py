@@ -84,17 +84,18 @@ def read_results(cases: dict[str, ElementTree.Element], families: list[str]) -> 
     for full_name, case in cases.items():
         test, case_id = full_name.removesuffix("]").partition("[")[::2]
         first, _, others = case_id.partition("-")
+        family = next((name for name in families if f"{case_id}-".startswith(f"{name}-")), first)
         value = case.find("properties/property[@name='difference']")
         if column := DIFFERENCES.get(test):
             column = "scanned" if case_id.endswith("-scanned") else column
             if value is not None:
-                differences.setdefault(column, {}).setdefault(first, []).append(float(value.get("value", "nan")))
+                differences.setdefault(column, {}).setdefault(family, []).append(float(value.get("value", "nan")))
         elif test == "test_every_family_is_quantized_to_what_qwix_makes_of_it":
             words.setdefault("as Qwix", {}).setdefault(others, []).append(first)
         elif test == "test_every_family_is_kept_in_every_encoding":
-            words.setdefault("kept", {}).setdefault(first, []).append(others.rpartition("-")[2])
+            words.setdefault("kept", {}).setdefault(family, []).append(others.rpartition("-")[2])
         elif test in COMPILED:
-            words.setdefault("fit", {}).setdefault(first, []).append("yes")
+            words.setdefault("fit", {}).setdefault(family, []).append("yes")
     out: Results = {"cases": {family: str(len(found)) for family, found in differences.get("difference", {}).items()}}
     for column, found in differences.items():
         out[column] = {family: f"{max(values):.1e}" for family, values in found.items()}

@@ -14,12 +14,15 @@ from helpers.checkpoints import qwen3_config, read_tensors, write_checkpoint
 from helpers.conversions import convert, plan_for
 from helpers.encoded import same_bits
 from helpers.families import BY_ID, CASES, FIRST, LABELS, VISION, Case, hf_model, save
+from helpers.quantizing import quantize
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import ConfigError, MappingError, UnsupportedConfig, UsageError
 from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES, Head, named_head, shown_head
 from tpuconv.models.common.wrapper import is_outside
 from tpuconv.models.registry import find_family
+from tpuconv.quantize.calibrate.data import from_ids
+from tpuconv.quantize.config import parse_config
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -139,6 +142,29 @@ def test_an_embedding_model_that_sees_behind_is_quantized_and_compared(
     api.convert(headless(SEEING_BEHIND[0], HIDDEN), tmp_path / "at-once", quantize="int8_weight_only")
     one, other = (np.asarray(tpuconv.load(tmp_path / name)(jnp.array(IDS[:1]))) for name in ("int8", "at-once"))
     assert np.array_equal(one, other)
+
+
+STATIC = """
+qwix:
+  rules:
+  - module_path: 'layers/[0-9]+/(attn|mlp)/.+'
+    weight_qtype: int8
+    act_qtype: int8
+    act_static_scale: true
+    act_batch_axes: [0, 1]
+calibration: {method: nearest}
+"""
+
+
+@pytest.mark.slow
+def test_a_language_model_that_sees_behind_does_not_decode(converted_headless: Any, tmp_path: Path) -> None:
+    out = converted_headless(SEEING_BEHIND[0], LOGITS)
+    for call in (lambda: api.benchmark(out), lambda: api.fit(out, topologies=["v5e:1x1"])):
+        with pytest.raises(UsageError, match="it has no cache"):
+            call()
+    ids = from_ids("ids", np.random.default_rng(0).integers(3, 100, (4, 24)))
+    quantize(out, tmp_path / "static", parse_config(STATIC.encode(), "static", "static.yaml"), ids)
+    assert np.isfinite(np.asarray(tpuconv.load(tmp_path / "static")(jnp.array(IDS[:1])))).all()
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def input_scales(config: QuantConfig, model: Any, last_module: Callable[[], str]
         for module, of_module in scales.items()
         if list(of_module) != [QWIX_NAME] or kernels.get(module) != 1 or not _is_for_all_tokens(of_module[QWIX_NAME])
     }
-    if isinstance(model, Decoder) and not model.config.head.kind and not faults:
+    if isinstance(model, Decoder) and not (model.config.head.kind or model.config.sees_behind or faults):
         try:
             model(jnp.zeros((1, 1), jnp.int32), cache=model.init_cache(1, 8))
         except ValueError:  # of Qwix: a scale has another shape
