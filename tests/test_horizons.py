@@ -40,19 +40,23 @@ def mistral(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def windows_become(change: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> None:
     right = steps.is_visible
-    monkeypatch.setattr(steps, "is_visible", lambda pos_BT, pos_BS, window: right(pos_BT, pos_BS, window + 1))
+    monkeypatch.setattr(
+        steps, "is_visible", lambda pos_BT, pos_BS, window, **how: right(pos_BT, pos_BS, change(window), **how)
+    )
+
+
+def off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows_become(lambda window: window + 1, monkeypatch)
 
 
 def too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = steps.is_visible
-    monkeypatch.setattr(steps, "is_visible", lambda pos_BT, pos_BS, window: right(pos_BT, pos_BS, window - 1))
+    windows_become(lambda window: window - 1, monkeypatch)
 
 
 def ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = steps.is_visible
-    monkeypatch.setattr(steps, "is_visible", lambda pos_BT, pos_BS, window: right(pos_BT, pos_BS, 10**6))
+    windows_become(lambda window: 10**6, monkeypatch)
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
