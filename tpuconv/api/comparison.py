@@ -148,19 +148,19 @@ def compare_checkpoints(asked: CompareCheckpointsRequest) -> CheckpointCompariso
         check_stride(asked.length, chosen)
     with ExitStack() as stack:
         places = (asked.reference, asked.checkpoint)
+        found = [checkpoint_at(place) for place in places]
         opened = [
-            stack.enter_context(opened_model(place, _options_beside(place, other)))
-            for place, other in zip(places, reversed(places), strict=True)
+            stack.enter_context(opened_model(place, _options_beside(own, other)))
+            for place, own, other in zip(places, found, reversed(found), strict=True)
         ]
         return _compared(asked, opened, chosen, stack)
 
 
-def _options_beside(place: str | Location, other: str | Location) -> Options:
-    """Returns the options by which a release has the parameters of the checkpoint that it is compared with."""
-    beside = None if checkpoint_at(place) is not None else checkpoint_at(other)
-    if beside is None:
+def _options_beside(own: "Manifest | None", other: "Manifest | None") -> Options:
+    """Returns the options by which a release, without a manifest of its `own`, has the parameters of the `other`."""
+    if own is not None or other is None:
         return Options()
-    return Options(include_mtp=beside.include_mtp, text_only=not beside.parts)
+    return Options(include_mtp=other.include_mtp, text_only=not other.parts)
 
 
 def _compared(

@@ -197,7 +197,8 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
             f"`layerwise=True` reads the layers of a checkpoint of tpuconv, and this is {what}",
             hint="convert it, and give the checkpoint; or leave `layerwise=` out",
         )
-    adapters = merged_adapters(manifest, asked.adapter) if asked.adapter or asked.source is None else []
+    made = stored or manifest
+    adapters = merged_adapters(made, asked.adapter) if asked.adapter or asked.source is None else []
     origin = manifest.raw["source"]
     devices = logits.device_mesh(asked.mesh) if asked.mesh else mesh_of_processes(manifest)
     layers: Sequence[LayerError] = ()
@@ -240,7 +241,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
             theirs = Reference(expected, None)
         else:
             asked.progress(Progress("running transformers"))
-            adapted = bool(manifest.raw["options"].get("adapters")) and not adapters
+            adapted = bool(made.raw["options"].get("adapters")) and not adapters
             if not manifest.returns:
                 with_sights, unseen = sight_windows(manifest, config, ids)
             theirs = reference(

@@ -41,6 +41,7 @@ class Adapter:
         weight: by which its changes are multiplied.
         digest: hash of its two files.
         changes: by the name of the tensor.
+        folder: with its two files, on this machine.
         experts: changes of parameters that hold all experts of a layer.
         is_on_hub: whether the name is a Hub id.
     """
@@ -49,6 +50,7 @@ class Adapter:
     weight: float
     digest: str
     changes: Mapping[str, Change]
+    folder: Path
     experts: tuple[ExpertChange, ...] = ()
     is_on_hub: bool = False
 
@@ -141,13 +143,7 @@ def read_adapter(given: str) -> Adapter:
     contents = f"{hash_bytes(data)} {hash_file(weights)}"
     file.check_unchanged()
     digest = hash_bytes(contents.encode())["xxh3_128"]
-    return Adapter(place, weight, digest, changes, tuple(of_experts), is_on_hub=_is_hub_id(place))
-
-
-def adapter_folder(given: str) -> tuple[Path, float]:
-    """Returns the local folder and the weight of an adapter. Raises as `read_adapter` does."""
-    place, weight = _parsed(given)
-    return _folder(place), weight
+    return Adapter(place, weight, digest, changes, folder, tuple(of_experts), is_on_hub=_is_hub_id(place))
 
 
 def _parsed(given: str) -> tuple[str, float]:

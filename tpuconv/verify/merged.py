@@ -7,7 +7,7 @@ from typing import Any
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.errors import UsageError
-from tpuconv.sources.adapter import adapter_folder, read_adapter
+from tpuconv.sources.adapter import read_adapter
 
 WeightedAdapter = tuple[Path, float]
 """The local folder of an adapter, and the weight by which its changes are multiplied."""
@@ -31,6 +31,7 @@ def merged_adapters(manifest: Manifest, given: Sequence[str]) -> list[WeightedAd
             f"{manifest.folder} has {len(merged)} merged adapters, and {len(names)} are known",
             hint="give them in the order of the conversion by `adapter=`, or by `source=` a folder that peft merged",
         )
+    out = []
     for name, facts in zip(names, merged, strict=True):
         found = read_adapter(name)
         if (found.digest, found.weight) != (facts["xxh3_128"], facts["weight"]):
@@ -39,7 +40,8 @@ def merged_adapters(manifest: Manifest, given: Sequence[str]) -> list[WeightedAd
                 f"{facts['weight']:g}",
                 hint="give the adapter of the conversion, and its weight: `my-lora:0.5`",
             )
-    return [adapter_folder(name) for name in names]
+        out.append((found.folder, found.weight))
+    return out
 
 
 def with_adapters(model: Any, adapters: Sequence[WeightedAdapter]) -> Any:
