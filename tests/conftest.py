@@ -32,6 +32,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # ten times as long for a tiny model.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# XLA leaves out what makes a program faster, which changes no result by more than its rounding: most of the time of
+# these tests is the compiler's. Tests of speed take `users_compiler`.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+# Commands in child processes keep their bytecode: it costs each of them a quarter of a second to compile the package.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 
 # What conversions remember of their sources, theirs and those of child processes and workers, is removed at the end.
 # Wheels that pip downloads for oracles stay.
@@ -119,21 +126,8 @@ settings.register_profile("slow", settings.get_profile("tpuconv"), max_examples=
 settings.load_profile("tpuconv")
 
 
-@pytest.fixture(scope="module")
-def quick_compiler() -> Iterator[None]:
-    """XLA leaves out what makes a program faster: for tests of what is computed, of which most of the time is spent in
-    the compiler."""
-    import jax
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # for children
-        jax.config.update("jax_disable_most_optimizations", True)
-        yield
-        jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture
-def users_compiler(quick_compiler: None) -> Iterator[None]:
+def users_compiler() -> Iterator[None]:
     """The compiler with its optimizations again, and nothing that was compiled without them."""
     import jax
 

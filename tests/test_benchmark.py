@@ -14,8 +14,6 @@ from tpuconv.quantize.config import parse_config
 from tpuconv.restore import abstract_model
 from tpuconv.verify.benchmark import Roofline
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 
 @pytest.mark.parametrize(
     ("family", "rule", "bits"),

@@ -22,8 +22,6 @@ from tpuconv.models.modules import phi as phimoe
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 TOP1, MEDIAN_KL, MEAN_KL = 0.92, 1e-3, 3e-3
 """What an int8 cache must keep of the tiny models, of 26 tokens that go to the same experts and attend to the same
 selected tokens as without it. Measured: at most two others, whose best two logits are nearly alike; a median of 5e-7 to

@@ -48,8 +48,6 @@ from tpuconv.quantize.recipe.layerwise import LayerwiseProbe
 from tpuconv.quantize.rules import resolve_rules
 from tpuconv.storage.bucket_journal import BucketJournal
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 EXAMPLE = Path(__file__).parent.parent / "examples"
 INNER = r"layers/\d+/(attn|mlp|moe)/(?!(.*/)?router).*"
 INT4 = f"{{module_path: '{INNER}', weight_qtype: int4, tile_size: 32}}"

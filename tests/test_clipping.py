@@ -21,8 +21,6 @@ from tpuconv.quantize.recipe.groups import find_choices
 from tpuconv.quantize.recipe.search import to_yaml
 from tpuconv.quantize.rules import ParamQuant
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 INNER = r"layers/\d+/(attn|mlp|moe)/(?!(.*/)?router).*"
 
 

@@ -24,8 +24,6 @@ from tpuconv.verify.pairs import tensor_differences
 from tpuconv.verify.weights.trees import layer_weights
 from tpuconv.verify.windows import scored_logits, windows
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness"
 
 

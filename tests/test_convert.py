@@ -50,8 +50,6 @@ from tpuconv.sources.source import Source, open_source
 from tpuconv.storage.journal import Journal
 from tpuconv.verify.checksums import check_checkpoint
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 FLOATS = ("float32", "float16", "bfloat16")
 
 

@@ -11,8 +11,6 @@ from tpuconv.models.common.layers import Keys
 from tpuconv.models.common.recurrence import CHUNK, Convolution
 from tpuconv.models.registry import get_family
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 SIZES = {"n": 2, "r": 3, "k": 5, "w": 4, "taps": 4}
 
 

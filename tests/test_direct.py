@@ -48,8 +48,6 @@ from tpuconv.notation.sharding import partition
 from tpuconv.quantize.config import parse_config
 from tpuconv.sources.reader import SafetensorsReader
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 
 def arrays_of(model: nnx.Module) -> dict[str, jax.Array]:
     """The arrays of a model by name, those of a QArray each."""

@@ -25,8 +25,6 @@ from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.drafts import DraftSpeculator
 from tpuconv.models.generate import ENDED, Generator, Sampling
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 NEW = 12
 RANDOM = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6, "eagle_config": None}
 FAST = ("llama-plain",)

@@ -16,8 +16,6 @@ from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageEr
 from tpuconv.models.named import example_config, families_named
 from tpuconv.models.registry import find_family
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 TOLERANCE = 2e-5
 
 

@@ -24,8 +24,6 @@ from tpuconv.models.generate import ENDED, Generator, JittedProgram, Sampling, l
 from tpuconv.models.speculate import Speculator
 from tpuconv.quantize.config import parse_config
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 NEW = 6
 
 

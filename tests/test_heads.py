@@ -24,8 +24,6 @@ from tpuconv.models.registry import find_family
 from tpuconv.quantize.calibrate.data import from_ids
 from tpuconv.quantize.config import parse_config
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 PLAIN = next(case for case in CASES if case.id == "llama-plain")
 IDS = [[5, 17, 99, 3, 42, 8, 77], [9, 4, 31, 0, 0], [7]]  # 0 is padding's, which is not scored
 # transformers has no `...Model` of the text models of Llama 4, Step-3.5 and Qwen3-Omni alone, and saves those of

@@ -22,8 +22,6 @@ from tpuconv.models.registry import find_family
 from tpuconv.verify.horizons import FARTHEST, Horizon, horizons_of, long_prompts
 from tpuconv.verify.reference import head_from
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 WINDOW = 150
 """More tokens than the prompts of random ids have."""
 

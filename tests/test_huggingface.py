@@ -29,8 +29,6 @@ from tpuconv.models.registry import FAMILIES
 from tpuconv.storage import disk
 from tpuconv.storage.journal import Journal
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 SMALL = FIRST["qwen3_moe"]
 QUANT_CONFIGS = Path(api.__file__).parents[1] / "quant_configs"
 

@@ -14,7 +14,7 @@ from tpuconv.models.minimax_m3_vl_text import modules as minimax_m3
 from tpuconv.models.qwen4_exp_text import modules as qwen4
 from tpuconv.models.registry import get_family
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
+pytestmark = pytest.mark.slow
 
 NAMES = [
     "deepseek_v32-plain",

@@ -67,8 +67,6 @@ from tpuconv.storage.sealed import seal
 from tpuconv.verify.checksums import check_checkpoint
 from tpuconv.verify.topology import request as tpu
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 

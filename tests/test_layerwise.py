@@ -21,8 +21,6 @@ from tpuconv.verify import reference
 from tpuconv.verify.layerwise import LayerError, compare_layers
 from tpuconv.verify.logits import model_logits
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 RNG = np.random.default_rng(5)
 PROMPTS = [list(map(int, RNG.integers(3, 90, length))) for length in (19, 7)]
 WHOLE = {case.family: case for case in CASES}.values()  # of ours in one piece a case of each family: it compiles long

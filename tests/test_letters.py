@@ -70,7 +70,6 @@ FORMER = {"full_heads": "q", "positions": "v", "groups": "n", "key_dim": "k", "v
 """The letters of before in place of words."""
 
 
-@pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("laguna", marks=pytest.mark.slow)])
 def test_checkpoints_with_former_letters_are_read_as_before(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

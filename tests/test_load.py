@@ -25,8 +25,6 @@ from tpuconv.quantize.config import parse_config
 from tpuconv.storage.disk import aligned_array
 from tpuconv.storage.sealed import take_in
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 # On several devices, in a process of its own: their number is fixed when jax starts.
 ON_A_MESH = """
 import json, sys

@@ -31,8 +31,6 @@ from tpuconv.models.common.wrapper import PREFIXES
 from tpuconv.models.registry import FAMILIES, Family, all_families, find_family, get_family
 from tpuconv.notation.table import MappingTable
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 OURS = {"llama", "mistral", "qwen2", "qwen3", "olmo2", "deepseek_v3"}  # model_types, as transformers has them
 LIMIT = 2e-5  # of the largest logit
 # In transformers padding changes tokens after it: the temperature of attention, convolutions of a bias, and blocks.

@@ -19,8 +19,6 @@ from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.models.common.layers import Keys
 from tpuconv.models.common.moe import GatedExperts
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 
 def made(tokens: int, experts: int, chosen: int, dtype: Any) -> tuple[GatedExperts, jax.Array, jax.Array, jax.Array]:
     """GatedExperts, and tokens with the experts that each goes through and their weights."""

@@ -27,8 +27,6 @@ from tpuconv.quantize.config import find_config
 from tpuconv.sources.source import open_source
 from tpuconv.storage.sealed import seal
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 
 def test_a_layer_that_predicts_further_tokens_is_skipped_or_converted(with_mtp, tmp_path):
     source = read_tensors(with_mtp)

@@ -17,7 +17,7 @@ from helpers.drafts import save_with_drafts
 from helpers.families import BY_ID, PROMPTS
 from tpuconv.convert.plan.types import Options
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
+pytestmark = pytest.mark.slow
 
 DEEPSEEK = ("{}enorm", "{}hnorm", "{}eh_proj", "{}shared_head.norm")
 FINAL = (*DEEPSEEK[:3], "{}final_layernorm")

@@ -20,8 +20,6 @@ from tpuconv.models.modules.gpt import NoNorm
 from tpuconv.models.parts import NAMES_OF_NORMS, PLACES_OF_NORMS, Attn, Factors, Mlp, Norms
 from tpuconv.models.registry import get_family
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 OF_PARTS = [name for name in FIRST if ":" not in get_family(name).model]
 """Families of parts, and text models of multimodal ones that run their modules."""
 LIMIT = 2e-5

@@ -15,8 +15,6 @@ from tpuconv.models.common.periods import LayerStacks, find_period
 from tpuconv.verify.pairs import tensor_differences
 from tpuconv.verify.weights.trees import layer_weights
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
     "num_hidden_layers": 5,

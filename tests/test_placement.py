@@ -10,8 +10,6 @@ import pytest
 from helpers.families import FIRST
 from tpuconv.notation.sharding import undivided
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 # In a process of its own: the number of devices is fixed when jax starts.
 ON_A_MESH = """
 import json, sys

@@ -16,7 +16,7 @@ from tpuconv import api
 from tpuconv.errors import TpuconvError
 
 torch = pytest.importorskip("torch")
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
+pytestmark = pytest.mark.slow
 
 LIMIT = 2e-5
 """As of the cases that were chosen: of the largest logit."""

@@ -86,7 +86,6 @@ SLOW = [pytest.param(*at, marks=pytest.mark.slow) for at in ((0, 2), (1, -1), (1
 
 @pytest.mark.parametrize(("chunks", "more"), [(0, 1), (1, 1), *SLOW])
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.usefixtures("quick_compiler")
 def test_a_rule_is_its_definition(name: str, chunks: int, more: int) -> None:
     make, definition, rule, size, _ = RULES[name]
     given = make(chunks * size + more)

@@ -26,8 +26,6 @@ from tpuconv.quantize.config import parse_config
 from tpuconv.quantize.rerounding import MOVED, _moved, rerounded
 from tpuconv.verify import logits
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 RULES = {
     "int8": "{module_path: 'layers/.*', weight_qtype: int8}",
     "int8 activations": "{module_path: 'layers/.*', weight_qtype: int8, act_qtype: int8}",

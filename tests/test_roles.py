@@ -27,8 +27,6 @@ from tpuconv.quantize.recipe.layerwise import LayerwiseProbe
 from tpuconv.quantize.recipe.roles import ROLES, recipe_for_bits
 from tpuconv.quantize.rules import ParamQuant, resolve_rules
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_hidden_layers": 4},

@@ -13,8 +13,6 @@ from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import OutputError, UsageError
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 
 def trained(model):
     """Every parameter changed a little, in its dtype."""

@@ -42,8 +42,6 @@ from tpuconv.quantize.rules import resolve_rules
 from tpuconv.storage.reports import check_free, write_report
 from tpuconv.verify.logits import compare_logits, model_logits, tokenize
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 IDS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2]]
 
 

@@ -21,8 +21,6 @@ from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.generate import ENDED, Generator, Sampling
 from tpuconv.models.speculate import Speculator
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 NEW = 10
 NEVER_RIGHT = {"nemotron_h-latent"}
 """Cases whose random module drafts no right token: it has other parts than the model's last layers. What the module

@@ -26,8 +26,6 @@ from tpuconv.quantize.calibrate.layers import LayerRunner
 from tpuconv.quantize.config import QuantConfig, parse_config
 from tpuconv.quantize.input_scale import MeanScale
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 DATA = from_ids("ids", np.random.default_rng(0).integers(3, 100, (4, 24)))
 INNER = r"layers/\d+/(attn|mlp|moe)/(?!(.*/)?router).*"
 AXES = "act_static_scale: true, act_batch_axes: [0, 1]"

@@ -108,7 +108,6 @@ def test_scores_are_those_of_transformers(tasks, ckpt, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_scores_of_conversations_are_those_of_transformers(kind, tasks, tmp_path, monkeypatch):
     """With examples as earlier turns, and a system message, which one template refuses."""

@@ -20,8 +20,6 @@ from tpuconv.models.generate import ENDED
 from tpuconv.models.text_generator import Completion, TextGenerator, _Text
 from tpuconv.models.tokenizer import PlainTokenizer, end_tokens, load_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 CHAT = (
     "{% for m in messages %}{% if m.role == 'system' and 'no system' in m.content %}{{ raise_exception('refused') }}"
     "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"

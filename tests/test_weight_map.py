@@ -35,8 +35,6 @@ from tpuconv.weight_map.on_devices import JAX
 PROGRAM = Path(__file__).parent / "helpers" / "mapped_on_devices.py"
 TREES = [name for name in target_names() if not get_target(name).is_safetensors]
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 
 def arrays_of(out: Path) -> dict[str, np.ndarray]:
     """The arrays of a checkpoint by the names of its target."""

@@ -35,7 +35,7 @@ MANIFEST = "tpuconv.json"
 INT4 = "qwix: {rules: [{module_path: layers/.*, weight_qtype: int4}]}"
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_compiler", "collected"),
+    pytest.mark.usefixtures("collected"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 

@@ -29,7 +29,7 @@ from tpuconv.storage.sealed import STAGED, identity
 from tpuconv.verify import checksums as weights_module
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_compiler", "collected"),
+    pytest.mark.usefixtures("collected"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 

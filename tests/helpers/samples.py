@@ -217,6 +217,33 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
     "test_the_table_is_what_transformers_reads": (),
     "test_the_examples_of_the_page_run": (),
     "test_the_wheel_works_by_itself": (),
+    # several commands or models, of which faster tests run each
+    "test_results_are_shown_in_one_line": (),
+    "test_commands_draft_with_a_checkpoint": (),
+    "test_commands_run_the_model_of_a_target": (),
+    "test_a_quantized_tower_is_what_qwix_makes_of_it": (),
+    "test_rules_for_all_layers_leave_towers_alone": (),
+    "test_logits_with_images_or_sounds": ("gemma3",),
+    "test_a_comparison_has_images_and_sounds": ("gemma3",),
+    "test_texts_about_images_are_those_of_transformers": (),
+    "test_other_packages_register_encoders": (),
+    "test_an_adapter_of_qwix": ("qwen3-tied",),
+    "test_the_model_may_be_quantized": (),
+    "test_models_that_are_not_stored_under_our_names": ("maxtext",),
+    "test_scales_that_gptq_chose_are_stored": ("True",),
+    "test_trees_that_are_sharded_alike_exchange_nothing": (),
+    "test_a_stream_delivers_to_other_devices": (),
+    "test_a_stream_of_30b_takes_little_more_than_its_shards": (),
+    "test_stacked_layers_see_the_same": (),
+    "test_a_kept_adapter_is_trained_further": ("qwen3",),
+    "test_interrupted_while_xla_computes_it_ends_all_the_same": (),
+    "test_a_padded_batch_of_a_model_that_sees_behind": ("left-layers",),
+    "test_quantized_drafts_are_near": ("speculators",),
+    "test_what_a_model_cannot_have_is_told": (),
+    "test_pages_are_up_to_date": ("Qwen/Qwen3-8B",),
+    "test_modules_of_transformers_lead_to_the_tensors_of_releases": (
+        *("gemma3 whole-released names", "gemma3 whole-names of modules", "qwen3_5_moe text-released names"),
+    ),
 }
 """By test: the cases that are fast. All others of these tests are slow."""
 

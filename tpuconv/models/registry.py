@@ -211,6 +211,7 @@ def family(
     )
 
 
+@cache
 def _resolve(path: str) -> Any:
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
