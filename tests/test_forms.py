@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers import released_code
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import assert_same, convert, plan_for, restore
 from helpers.encoded import encoded, fp8
@@ -29,7 +30,11 @@ from tpuconv.notation.spelling import Speller, by_template, respelled, rules_of
 FROZEN = Path(__file__).parent / "data" / "frozen_tables.json.gz"
 """The 1,044 tables of the version before forms, which had one for each spelling: what each made of a tiny model. The
 names that it supposed for a norm of DeepSeek V4's MTP layers, which transformers does not save, are corrected."""
-SAVED_BY_TRANSFORMERS = [case for case in FIRST.values() if not case.written_as and not case.traits.thinker_of]
+SAVED_BY_TRANSFORMERS = [
+    case
+    for case in FIRST.values()
+    if not case.written_as and not case.traits.thinker_of and case.family not in released_code.MODELS
+]
 REFUSED = {"longcat_flash": "gate_up_proj"}
 """Families of which transformers saves a tensor that no row reads: with LongCat's experts it stacks those that have no
 matrices in releases."""

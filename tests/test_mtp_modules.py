@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import tpuconv
+from helpers import released_code
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import convert
 from helpers.drafts import save_with_drafts
@@ -68,6 +69,7 @@ MODULES = {
     "exaone_moe-plain": Module(("mtp.layers.0.",), QWEN, {**FULL, **DENSE}),
     "hy_v3-plain": Module(parts=FINAL, config=SPARSE),
     "bailing_hybrid-plain": Module(parts=FINAL, config={**FULL, **SPARSE}),
+    "bailing_moe_v2_5-plain": Module(parts=FINAL, config={"layer_group_size": 1, "first_k_dense_replace": 0}),
     "longcat_flash-plain": Module(
         ("model.mtp.layers.0.",),
         ("{}enorm.m", "{}hnorm.m", "{}eh_proj", "model.mtp.norm"),
@@ -190,9 +192,10 @@ def loaded(folder: Path) -> Any:
     """The model of transformers, of which no tensor is missing."""
     from transformers import AutoModelForCausalLM
 
+    kind = released_code.class_of(json.loads((folder / "config.json").read_text())["model_type"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, found = (kind or AutoModelForCausalLM).from_pretrained(
             folder, attn_implementation="eager", dtype="float32", output_loading_info=True
         )
     assert not found["missing_keys"]

@@ -46,6 +46,39 @@ LING_3_FLASH = {
     "rotary_dim": 64,
     "short_conv_kernel_size": 4,
 }
+LING_2_6_FLASH = {
+    "architectures": ["BailingMoeV2_5ForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "first_k_dense_replace": 1,
+    "group_norm_size": 4,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 9216,
+    "layer_group_size": 8,
+    "linear_silu": False,
+    "max_window_layers": 20,
+    "moe_intermediate_size": 1024,
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 1024,
+    "num_attention_heads": 32,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "num_nextn_predict_layers": 1,
+    "num_shared_experts": 1,
+    "partial_rotary_factor": 0.5,
+    "q_lora_rank": 1536,
+    "rope_scaling": None,
+    "rope_theta": 6000000,
+    "rotary_dim": 64,
+    "router_dtype": "fp32",
+    "score_function": "sigmoid",
+    "use_bias": False,
+    "use_qk_norm": True,
+    "use_qkv_bias": False,
+    "vocab_size": 157184,
+}
 K_EXAONE = {
     "architectures": ["ExaoneMoEForCausalLM"],
     "model_type": "exaone_moe",
@@ -185,6 +218,7 @@ RELEASES = [
     pytest.param(GLM_5_2, 744, id="GLM-5.2"),
     pytest.param(GLM_5_2 | {"num_experts": 256, "mlp_bias": False}, 744, id="GLM-5.2-NVFP4"),
     pytest.param(LING_3_FLASH, 124, id="Ling-3.0-flash"),
+    pytest.param(LING_2_6_FLASH, 104, id="Ling-2.6-flash"),
     pytest.param(K_EXAONE, 236, id="K-EXAONE"),
     pytest.param(PHI_TINY_MOE, 3.76, id="Phi-tiny-MoE"),
     pytest.param(QWEN_3_5_WITHOUT_TOWER, 25.1, id="Qwen3.5-REAP"),
@@ -486,6 +520,29 @@ def test_minimax_as_released_reads_as_in_the_format_of_transformers(model_type: 
     ):
         with pytest.raises(UnsupportedConfig if "attn_type_list" not in wrong else ConfigError):
             family.check_config({key: value for key, value in (raw | wrong).items() if value is not None})
+
+
+def test_the_architecture_chooses_between_families_of_one_model_type() -> None:
+    assert [find_family(raw).name for raw in (LING_2_6_FLASH, LING_3_FLASH)] == ["bailing_moe_v2_5", "bailing_hybrid"]
+    headless = {"architectures": ["BailingMoeV2_5Model"], "model_type": "bailing_hybrid"}
+    assert find_family(headless).name == "bailing_moe_v2_5"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"linear_silu": True}, UnsupportedConfig),
+        ({"rotary_dim": 32}, ConfigError),
+        ({"group_norm_size": 3}, ConfigError),
+        ({"num_experts_per_tok": 1}, ConfigError),
+        ({"num_kv_heads_for_linear_attn": 4}, ConfigError),
+        ({"moe_shared_expert_intermediate_size": 8}, ConfigError),
+        ({"partial_rotary_factor": 1.0}, ConfigError),
+    ],
+)
+def test_ling_2_6_is_refused(wrong: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        find_family(LING_2_6_FLASH).check_config({**LING_2_6_FLASH, **wrong})
 
 
 def test_ling_2_has_the_published_size() -> None:

@@ -138,9 +138,11 @@ class Case:
     def hf_config(self) -> Any:
         from transformers import AutoConfig
 
+        from helpers.released_code import config_of
+
         sizes = deepcopy(SIZES | dict(self.config))  # transformers writes into them
         if self.traits.vision_config is None:
-            return AutoConfig.for_model(self.model_type, **sizes)
+            return config_of(self.model_type, **sizes)
         tied = sizes.get("tie_word_embeddings", False)
         vision, beside = deepcopy((dict(self.traits.vision_config), dict(self.traits.beside_text)))
         for part in (vision, *(value for value in beside.values() if isinstance(value, dict))):
@@ -279,6 +281,8 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
         AutoModelForSequenceClassification,
     )
 
+    from helpers.released_code import class_of
+
     torch.manual_seed(seed)
     # The text model alone would be saved under other names than those of the released checkpoints.
     is_inside = case.traits.vision_config is not None or case.family in READ_WITHIN
@@ -289,6 +293,9 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
         config = case.hf_config().thinker_config
     else:
         config = whole_config(case.hf_config().to_dict()) if case.family in READ_WITHIN else case.hf_config()
+    if (kind := class_of(case.model_type)) is not None:
+        assert not returns, "released code has logits alone"
+        auto = kind._from_config
     if returns == "scores":
         config.num_labels = LABELS
     with warnings.catch_warnings():  # of no shared expert a matrix without elements is made

@@ -88,6 +88,7 @@ FAMILIES: Mapping[str, str] = {
     "mimo_v2_flash": "mimo_v2_flash.family",
     "deepseek_v4": "deepseek_v4.family",
     "bailing_hybrid": "bailing_hybrid.family",
+    "bailing_moe_v2_5": "bailing_moe_v2_5.family",
     "bailing_moe": "lineages.moe",
     "exaone": "lineages.exaone",
     "internlm2": "lineages.llama",
@@ -186,6 +187,10 @@ FAMILIES: Mapping[str, str] = {
     "ctrl": "lineages.older",
     "gpt_neox_japanese": "lineages.gpt",
 }
+
+SHARED_TYPES: Mapping[str, Mapping[str, str]] = {"bailing_hybrid": {"BailingMoeV2_5": "bailing_moe_v2_5"}}
+"""The model types that releases of several families write: by the beginning of the name of an architecture the type
+that its family has here."""
 
 DRAFT_FAMILIES: Mapping[str, str] = {"eagle3": "eagle3.family"}
 """The names of the families of drafts, which run with a target alone, and their modules."""

@@ -19,7 +19,7 @@ from tpuconv.models.common.config_keys import given_keys, without_keys
 from tpuconv.models.common.forms import ALL_FORMS
 from tpuconv.models.common.heads import LOGITS, Head, headed, named_head, shown_head
 from tpuconv.models.common.saved import saved_names, saved_outside, saved_places
-from tpuconv.models.families import DRAFT_ARCHITECTURES, DRAFT_FAMILIES, FAMILIES
+from tpuconv.models.families import DRAFT_ARCHITECTURES, DRAFT_FAMILIES, FAMILIES, SHARED_TYPES
 from tpuconv.models.left_out import MODELS_LEFT_OUT
 from tpuconv.notation.forms import Forms, ReleaseReader
 from tpuconv.notation.release import Release
@@ -338,6 +338,7 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
         raise ConfigError(
             f"config.json: model_type={short(model_type)} and architectures={short(architectures)} name no model"
         )
+    model_type = type_of_family(hf_config)
     known: set[str] = set()
     faults: list[str] = []
     inside = _wrapped(hf_config)
@@ -362,6 +363,15 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
         details=faults,
         hint=compare if reason else f"{_suggestion(model_type, known)}; {compare}",
     )
+
+
+def type_of_family(hf_config: Mapping[str, Any]) -> str:
+    """Returns the model_type of a parsed config.json, or the type that the family of its first architecture has here,
+    where releases of several families write the same one."""
+    model_type: str = hf_config["model_type"]
+    first = next(iter(hf_config.get("architectures") or ()), "")
+    kinds = SHARED_TYPES.get(model_type, {}).items()
+    return next((kind for stem, kind in kinds if first.startswith(stem)), model_type)
 
 
 SPECULATORS_TYPE = "speculators_model_type"

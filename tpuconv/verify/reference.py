@@ -16,7 +16,7 @@ from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError, shorten
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES
 from tpuconv.models.logits import Window
-from tpuconv.models.registry import find_family
+from tpuconv.models.registry import find_family, type_of_family
 from tpuconv.models.stored import model_config
 from tpuconv.names import collapse
 from tpuconv.notation.letters import meaning
@@ -70,8 +70,9 @@ def reference_config(source: Path) -> Any:
     raw = read_json(source / CONFIG_FILE, ConfigError)
     if raw.get("model_type") in READ_WITHIN:
         return whole_config(raw)
-    if (other := READ_AS.get(raw.get("model_type", ""))) is None:
-        if (kind := raw.get("model_type")) not in CONFIG_MAPPING:
+    kind = type_of_family({"model_type": "", **raw})
+    if (other := READ_AS.get(kind)) is None:
+        if kind not in CONFIG_MAPPING:
             raise UnsupportedConfig(
                 f"transformers {transformers.__version__} has no model of type {kind!r} to compare with",
                 hint="try another version of transformers; `tpuconv verify` alone compares with the checksums",

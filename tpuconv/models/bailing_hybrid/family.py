@@ -82,13 +82,9 @@ class Config(deepseek_v3.Config, StateConfig):
         }
 
 
-def latent_rows() -> tuple[Map, ...]:
-    """Returns the rows of DeepSeek V3's attention without a latent vector of queries, under this family's names."""
-    rows = [
-        row
-        for row in deepseek_v3.ATTENTION_ROWS[1:-1]
-        if "q_a_" not in row.hf_names[0] and row.when != "has_query_latent"
-    ]
+def latent_rows(*left_out: str) -> tuple[Map, ...]:
+    """Returns the rows of DeepSeek V3's attention under this family's names, without the rows of these conditions."""
+    rows = [row for row in deepseek_v3.ATTENTION_ROWS[1:-1] if row.when not in left_out]
     names = [row.hf_names[0].replace("self_attn.o_proj", "attention.dense") for row in rows]
     return tuple(
         replace(row, hf=name.replace("self_attn.", "attention.")) for row, name in zip(rows, names, strict=True)
@@ -106,7 +102,10 @@ LING_DELTA_ROWS = (
     Map("dense.weight", "o.kernel", "D (groups value_dim) -> groups value_dim D"),
 )
 
-LING_FULL_ROWS = (*latent_rows(), Map("attention.g_proj.weight", "attn.gate.kernel", "N D -> D N"))
+LING_FULL_ROWS = (
+    *latent_rows("has_query_latent", "has_query_latent_bias"),
+    Map("attention.g_proj.weight", "attn.gate.kernel", "N D -> D N"),
+)
 
 LING_EXPERT_ROWS = (
     Map("gate.weight", "router.kernel", "E D -> D E"),

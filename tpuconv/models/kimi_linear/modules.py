@@ -22,7 +22,7 @@ class Model(HybridDecoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
-    state_type = KDAState
+    state_type: ClassVar[Any] = KDAState
 
     def cached_keys(self, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         return Latent.empty(config, layer, shape, dtype)

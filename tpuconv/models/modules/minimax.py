@@ -1,7 +1,6 @@
 """MiniMax: a router, lightning attention, and residuals with factors."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +9,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, times
-from tpuconv.models.common.mamba2 import state_space
+from tpuconv.models.common.lightning import LightningAttention, LightningState
 from tpuconv.models.common.placement import placed
-from tpuconv.models.common.recurrence import HybridBlock, HybridDecoder, LayerState, PackedTokens
+from tpuconv.models.common.recurrence import HybridBlock, HybridDecoder
 from tpuconv.models.common.steps import Step
-from tpuconv.notation.letters import with_letters
-
-LEGEND = {"n": "groups", "k": "key_dim", "w": "value_dim"}
-"""The words of this module, by the letters of its einsums and arrays."""
 
 LIGHTNING_EPS = 1e-6
 """Epsilon of the norm of lightning attention. config.json has only the epsilon of the other norms."""
@@ -41,16 +36,6 @@ class Router(nnx.Module):
         return ids_BTX, weights_BTX / weights_BTX.sum(-1, keepdims=True)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LightningState(LayerState):
-    """The cache of a layer: the state of each head."""
-
-    axes: ClassVar[tuple[str, ...]] = ("B groups key_dim value_dim",)
-
-    s_Bnkw: jax.Array
-
-
 def decay_rates(config: Any, layer: int) -> np.ndarray:
     """Returns by how much the logarithm of the state of each head decays with each token [n], as transformers'
     `MiniMaxLightningAttention` does. Later layers forget less; the last one nearly nothing."""
@@ -59,36 +44,17 @@ def decay_rates(config: Any, layer: int) -> np.ndarray:
     return (slopes_n * (1 - layer / (last + 1e-5) + 1e-5)).astype(np.float32)
 
 
-class LightningAttention(nnx.Module):
-    """Linear attention with a fixed decay for each head (arXiv:2401.04658), x [B, T, D] to [B, T, D]. Also returns the
-    state after these tokens. The output is normalized, all heads together, and gated. It is the recurrence of Mamba-2
-    (arXiv:2405.21060) with the same time step for all tokens."""
+class NormedLightning(LightningAttention):
+    """Lightning attention whose output is normalized, all heads together. Queries, keys and values have an
+    activation."""
 
-    def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
-        sizes = with_letters(config.sizes, LEGEND)
-        self.config, self.layer = config, layer
-        self.q = Einsum("BTD,Dnk->BTnk", sizes, dtype=dtype, keys=keys)
-        self.k = Einsum("BTD,Dnk->BTnk", sizes, dtype=dtype, keys=keys)
-        self.v = Einsum("BTD,Dnw->BTnw", sizes, dtype=dtype, keys=keys)
-        self.norm = RMSNorm("nw", sizes, LIGHTNING_EPS, dtype=dtype)
-        self.gate = Einsum("BTD,Dnw->BTnw", sizes, dtype=dtype, keys=keys)
-        self.o = Einsum("BTnw,nwD->BTD", sizes, dtype=dtype, keys=keys)
+    rates = decay_rates
 
-    def __call__(
-        self, x_BTD: jax.Array, step: Step, window: jax.Array | int, state: LightningState | None
-    ) -> tuple[jax.Array, LightningState]:
-        state = LightningState.empty(self.config, len(x_BTD)) if state is None else state
-        packed = PackedTokens.of(x_BTD, step)
-        x_BTD, is_real_BT11 = packed.x_BTD, packed.is_real_BT[..., None, None]
-        q_BTnk, k_BTnk, v_BTnw = (nnx.silu(y(x_BTD)).astype(jnp.float32) for y in (self.q, self.k, self.v))
-        # A token with k = 0 and g = 0 leaves the state as it is.
-        k_BTnk = jnp.where(is_real_BT11, k_BTnk, 0)
-        g_BTn1 = jnp.where(is_real_BT11, -decay_rates(self.config, self.layer)[:, None], 0)
-        # The axis r of values that share a key has one element.
-        y_BTn1w, s_Bn1kw = state_space(q_BTnk, k_BTnk, v_BTnw[:, :, :, None], g_BTn1, state.s_Bnkw[:, :, None])
-        y_BTnw = self.norm(y_BTn1w[:, :, :, 0].astype(x_BTD.dtype))
-        y_BTD = self.o(nnx.sigmoid(self.gate(x_BTD)) * y_BTnw)
-        return packed.unpacked(y_BTD), LightningState(s_Bn1kw[:, :, 0])
+    def new_norm(self, sizes: Any, *, dtype: DTypeLike) -> RMSNorm:
+        return RMSNorm("nw", sizes, LIGHTNING_EPS, dtype=dtype)
+
+    def heads(self, x_BTD: jax.Array, step: Step) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return nnx.silu(self.q(x_BTD)), nnx.silu(self.k(x_BTD)), nnx.silu(self.v(x_BTD))
 
 
 class WeightedBlock(HybridBlock):
@@ -104,7 +70,7 @@ class WeightedBlock(HybridBlock):
 
     def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
         if layer in config.layer_sets["state_layers"]:
-            return LightningAttention(config, layer, dtype=dtype, keys=keys)
+            return NormedLightning(config, layer, dtype=dtype, keys=keys)
         return self.attention_type(config, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
