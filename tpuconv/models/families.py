@@ -187,11 +187,15 @@ FAMILIES: Mapping[str, str] = {
     "gpt_neox_japanese": "lineages.gpt",
 }
 
-DRAFT_FAMILIES: Mapping[str, str] = {"eagle3": "eagle3.family"}
+DRAFT_FAMILIES: Mapping[str, str] = {
+    "eagle3": "eagle3.family",
+    "gemma4_assistant": "gemma4_assistant.family",
+}
 """The names of the families of drafts, which run with a target alone, and their modules."""
 
 DRAFT_ARCHITECTURES: Mapping[str, str] = {
     **dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"), "eagle3"),
     **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), "eagle3"),
+    **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), "gemma4_assistant"),
 }
-"""The family of each architecture of a draft. Its config.json has the model_type of another model, or none."""
+"""The family of each architecture of a draft. Its config.json may have the model_type of another model, or none."""

@@ -16,9 +16,8 @@ from tpuconv.convert.export.trained import check_converted, open_trained, resolv
 from tpuconv.convert.plan.types import Skip
 from tpuconv.errors import UsageError, shorten
 from tpuconv.location import Location
-from tpuconv.models.common.heads import AS_DRAFT
 from tpuconv.models.common.wrapper import is_outside
-from tpuconv.models.eagle3.formats import in_format
+from tpuconv.models.eagle3.formats import EAGLE3, in_format
 from tpuconv.models.registry import get_family
 from tpuconv.options import DRAFT_FORMS
 from tpuconv.progress import Listener
@@ -74,8 +73,8 @@ def _converted(
         )
         beside = carried(manifest, source, released_table(manifest, family, model_config), model_config)
     if asked.form in DRAFT_FORMS:
-        if manifest.returns != AS_DRAFT:
-            raise UsageError(f'`form="{asked.form}"` is for drafts', hint="leave it out")
+        if manifest.family != EAGLE3:
+            raise UsageError(f'`form="{asked.form}"` is for EAGLE-3 drafts', hint="leave it out")
         arrays.config = in_format(arrays.config, asked.form, asked.draft_for)
     return arrays, describe_exporting(arrays, asked.scheme, beside, asked.form)
 

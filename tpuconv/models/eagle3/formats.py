@@ -8,6 +8,8 @@ from tpuconv.models.common.config_keys import unnested
 from tpuconv.models.eagle3.family import EAGLE_CONFIG, LAYER_CONFIG, LAYER_IDS, Config
 from tpuconv.sources.config import DTYPE_KEYS, ENCODING_KEYS
 
+EAGLE3 = Config.model_type
+"""The name of the family."""
 SPECULATORS, SGLANG = "speculators", "sglang"
 """The formats of drafts."""
 OF_DRAFT = (

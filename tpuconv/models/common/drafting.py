@@ -1,0 +1,102 @@
+"""Drafts of any kind: the interface by which `tpuconv.models.drafts` runs them."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from tpuconv.models.common.cache import Cache
+from tpuconv.models.common.decoder import Decoder
+
+DRAFTS_AHEAD = 3
+"""The number of drafts in a step, of drafts that do not set it."""
+
+
+class Drafted(NamedTuple):
+    """The output of a draft.
+
+    Attributes:
+        logits_BTV: of the token after each token, over the vocabulary of the draft, in float32.
+        x_BTD: hidden states, which a further call reads.
+        kv: cache with these tokens; None without a cache.
+    """
+
+    logits_BTV: jax.Array
+    x_BTD: jax.Array
+    kv: Any = None
+
+
+class Draft(Protocol):
+    """A model that drafts tokens of a target.
+
+    Attributes:
+        config: its config, a `DraftConfig`.
+        dtype: of its parameters and activations.
+        ahead: the number of drafts in a step.
+        reads: how often a step reads the weights of the draft.
+        looked_up: the module of which a step reads single rows; None if there is none.
+    """
+
+    config: Any
+    dtype: Any
+    ahead: int
+    reads: int
+
+    @property
+    def looked_up(self) -> Any: ...
+
+    def init_cache(self, batch: int, length: int, dtype: Any) -> Any:
+        """Returns an empty cache for `batch` sequences of `length` tokens; None for a draft without a cache."""
+        ...
+
+    def propose(
+        self,
+        target: Decoder,
+        states_BTs: jax.Array,
+        next_BT: jax.Array,
+        column_B: jax.Array,
+        cache: Cache,
+        slot: jax.Array,
+    ) -> tuple[jax.Array, Cache]:
+        """Drafts tokens.
+
+        Args:
+            target: the target.
+            states_BTs: the hidden states that `states_of` names, joined on the last axis.
+            next_BT: the token after each token.
+            column_B: the last token of each sequence that is kept.
+            cache: the cache of the target with the kept tokens; the cache of the draft is its `mtp`.
+            slot: the slot of the first token.
+
+        Returns:
+            The token after the last one and the drafts [B, 1 + ahead], and the cache.
+        """
+        ...
+
+
+class DraftConfig(Protocol):
+    """The config of a draft."""
+
+    def states_of(self, layers: int) -> tuple[int, ...]:
+        """Returns the layers of a target with this number of layers whose input the draft reads; the number of layers
+        stands for the output of the last one.
+
+        Raises:
+            UsageError: the target has fewer layers.
+        """
+        ...
+
+    def sizes_beside(self, target: Any) -> Mapping[str, tuple[int, int]]:
+        """Returns sizes in the draft and in the target, which must be equal, by their descriptions.
+
+        Raises:
+            UsageError: the draft is for targets of other families.
+        """
+        ...
+
+
+def at_column(x_BT: jax.Array, column_B: jax.Array) -> jax.Array:
+    """Returns one column of each sequence, as an array whose second axis is 1."""
+    columns = column_B.reshape(-1, *[1] * (x_BT.ndim - 1))
+    return jnp.take_along_axis(x_BT, columns, axis=1)
