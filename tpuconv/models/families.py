@@ -189,6 +189,7 @@ FAMILIES: Mapping[str, str] = {
 
 DRAFT_FAMILIES: Mapping[str, str] = {
     "eagle3": "eagle3.family",
+    "dflash": "dflash.family",
     "gemma4_assistant": "gemma4_assistant.family",
 }
 """The names of the families of drafts, which run with a target alone, and their modules."""
@@ -196,6 +197,8 @@ DRAFT_FAMILIES: Mapping[str, str] = {
 DRAFT_ARCHITECTURES: Mapping[str, str] = {
     **dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"), "eagle3"),
     **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), "eagle3"),
+    **dict.fromkeys(("DFlashDraftModel", "DFlashSpeculator"), "dflash"),
+    "MuseGlimmerAssistantModel": "dflash",
     **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), "gemma4_assistant"),
 }
 """The family of each architecture of a draft. Its config.json may have the model_type of another model, or none."""

@@ -5,8 +5,11 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
+from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.common.cache import Cache
+from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.decoder import Decoder
 
 DRAFTS_AHEAD = 3
@@ -100,3 +103,29 @@ def at_column(x_BT: jax.Array, column_B: jax.Array) -> jax.Array:
     """Returns one column of each sequence, as an array whose second axis is 1."""
     columns = column_B.reshape(-1, *[1] * (x_BT.ndim - 1))
     return jnp.take_along_axis(x_BT, columns, axis=1)
+
+
+def check_unstacked(config: DecoderConfig, scan_layers: bool) -> None:
+    """Raises UnsupportedConfig if layers of a draft are to be stacked."""
+    if scan_layers:
+        raise UnsupportedConfig(
+            f"scan_layers is not implemented for {config.model_type}: {config.unscannable}",
+            hint="leave scan_layers out",
+        )
+
+
+class DraftOfPart(nnx.Module):
+    """A draft that may have a part of the target's vocabulary: `d2t` has the distance from each of its ids to the id of
+    the target, `t2d` says which ids are in the part."""
+
+    config: Any
+
+    def add_maps(self, config: Any) -> None:
+        """Creates the maps, if the draft has some."""
+        if config.has_maps:
+            self.d2t = nnx.Param(jnp.zeros(config.sizes["draft_vocab"], jnp.int32))
+            self.t2d = nnx.Param(jnp.zeros(config.sizes["V"], bool))
+
+    def in_target(self, ids_BT: jax.Array) -> jax.Array:
+        """Returns the ids in the target's vocabulary of ids in the draft's."""
+        return ids_BT + self.d2t[...].astype(ids_BT.dtype)[ids_BT] if self.config.has_maps else ids_BT

@@ -36,13 +36,17 @@ MOST_STATES = 64
 
 FROM_TARGET = "width of the embedding, which the draft takes from its target"
 
-_WITHOUT_EFFECT = frozenset(
+WITHOUT_EFFECT = frozenset(
     {
         *("speculators_config", "speculators_model_type", "speculators_version", "embed_requires_grad"),
         *("enable_sp_ulysses", "has_no_defaults_at_init", "base_model_ep_plan", "base_model_tp_plan"),
         *("target_model_type", "max_window_layers"),
     }
 )
+
+"""Keys of drafts that change no computation."""
+OF_VERIFIER = dict.fromkeys(("verifier_norm.weight", "verifier_lm_head.weight"), "of the target")
+"""Tensors of the target that speculators writes."""
 
 
 @family_config
@@ -67,7 +71,7 @@ class Config(LLAMA.config):  # type: ignore[name-defined,misc]  # a class that i
         "use_sliding_window": (False,),
         "layer_types": (["full_attention"], None),
     }
-    left_out: ClassVar[frozenset[str]] = _WITHOUT_EFFECT
+    left_out: ClassVar[frozenset[str]] = WITHOUT_EFFECT
     settled_keys: ClassVar[frozenset[str]] = frozenset({"state_layers", "has_embedding", "has_maps", "is_midlayer"})
     default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": 10000.0}
 
@@ -219,10 +223,7 @@ TABLE = MappingTable(
         Map("d2t", "d2t", "draft_vocab", when="has_maps", buffer=True),
         Map("t2d", "t2d", "V", when="has_maps", buffer=True),
     ),
-    ignore={
-        "verifier_norm.weight": "of the target",
-        "verifier_lm_head.weight": "of the target",
-    },
+    ignore=OF_VERIFIER,
 )
 
 

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.common.blocks import Attention, GatedMLP
 from tpuconv.models.common.cache import KV, Cache
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.drafting import DRAFTS_AHEAD, Drafted, at_column
+from tpuconv.models.common.drafting import DRAFTS_AHEAD, Drafted, DraftOfPart, at_column, check_unstacked
 from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, rope_cos_sin
 from tpuconv.models.common.steps import NO_WINDOW, Step
 from tpuconv.models.eagle3.family import Config
@@ -52,7 +51,7 @@ class Block(nnx.Module):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD)), kv
 
 
-class Model(nnx.Module):
+class Model(DraftOfPart):
     """A draft: ids of tokens, and hidden states of the tokens before them, to the logits of the tokens after them.
 
     Args:
@@ -73,11 +72,7 @@ class Model(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):
-        if scan_layers:
-            raise UnsupportedConfig(
-                f"scan_layers is not implemented for {config.model_type}: {config.unscannable}",
-                hint="leave scan_layers out",
-            )
+        check_unstacked(config, scan_layers)
         keys, sizes = Keys((rngs or nnx.Rngs(0)).params()), with_letters(config.sizes, LEGEND)
         self.config, self.dtype, self.ahead, self.reads = config, dtype, DRAFTS_AHEAD, DRAFTS_AHEAD
         self.embed = Embed(sizes, dtype=dtype, keys=keys) if config.has_embedding else None
@@ -86,9 +81,7 @@ class Model(nnx.Module):
         self.layers = nnx.List([Block(config, dtype=dtype, keys=keys)])
         self.norm = RMSNorm("D", sizes, config.rms_norm_eps, dtype=dtype)
         self.lm_head = Einsum("BTD,DV->BTV", sizes | {"V": sizes["draft_vocab"]}, dtype=dtype, keys=keys)
-        if config.has_maps:
-            self.d2t = nnx.Param(jnp.zeros(sizes["draft_vocab"], jnp.int32))
-            self.t2d = nnx.Param(jnp.zeros(sizes["V"], bool))
+        self.add_maps(config)
 
     def __call__(
         self,
@@ -188,10 +181,6 @@ class Model(nnx.Module):
     def _chosen(self, logits_B1V: jax.Array) -> jax.Array:
         """Returns the most likely ids [B, 1], in the vocabulary of the target."""
         return self.in_target(jnp.argmax(logits_B1V, axis=-1).astype(jnp.int32))
-
-    def in_target(self, ids_B: jax.Array) -> jax.Array:
-        """Returns the ids in the target's vocabulary of ids in the draft's."""
-        return ids_B + self.d2t[...].astype(ids_B.dtype)[ids_B] if self.config.has_maps else ids_B
 
     @property
     def looked_up(self) -> Any:

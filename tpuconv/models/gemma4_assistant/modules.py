@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.common.cache import KV, Cache
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.drafting import DRAFTS_AHEAD, Drafted, at_column
+from tpuconv.models.common.drafting import DRAFTS_AHEAD, Drafted, at_column, check_unstacked
 from tpuconv.models.common.layers import Einsum, Embed, Keys, ScaledRMSNorm
 from tpuconv.models.common.steps import NO_WINDOW, Steps
 from tpuconv.models.gemma4_assistant.family import Config
@@ -46,11 +45,7 @@ class Model(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):
-        if scan_layers:
-            raise UnsupportedConfig(
-                f"scan_layers is not implemented for {config.model_type}: {config.unscannable}",
-                hint="leave scan_layers out",
-            )
+        check_unstacked(config, scan_layers)
         keys, sizes = Keys((rngs or nnx.Rngs(0)).params()), with_letters(config.sizes, LEGEND)
         self.config, self.dtype, self.ahead, self.reads = config, dtype, DRAFTS_AHEAD, DRAFTS_AHEAD
         self.embed = Embed(sizes, dtype=dtype, keys=keys)
