@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 TOLERANCE = 2e-5
 NEW = 12
 NAMES = (*CASES, "muse", "muse-full")
+FOR_TARGET = {"speculators": {"draft_for": "some/target"}}
 WITH_TARGET = ("z-lab", "windows", "both-ways", "speculators", "muse")
 MUSE_FULL = {"layer_types": ["full_attention"] * 3, "target_layer_ids": [0, 1], "block_size": 3}
 
@@ -114,6 +115,35 @@ def test_quantized_blocks_are_near(name: str, checkpoints: dict[str, Path]) -> N
     tensors = read_tensors(Path(f"{out}-served"))
     assert tensors["layers.0.self_attn.q_proj.weight_packed"].dtype == np.int32
     assert '"method": "dflash"' in Path(f"{out}-served", "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["z-lab", "both-ways"])
+def test_formats_hold_the_same_block(name: str, sources: dict[str, Path], checkpoints: dict[str, Path]) -> None:
+    """From z-lab's format to the format of speculators and back."""
+    out = checkpoints[name].parent / f"{name}-forms"
+    api.export(str(checkpoints[name]), str(out / "speculators"), form="speculators", draft_for="some/target")
+    config = facts(out / "speculators")
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "some/target"
+    assert config["aux_hidden_state_layer_ids"] == [1]
+    assert config["sliding_window_non_causal"] == (name == "both-ways")
+    api.convert(str(out / "speculators"), str(out / "again"))
+    api.export(str(out / "again"), str(out / "sglang"), form="sglang")
+    model = tpuconv.load(checkpoints[name])
+    given = inputs(model)
+    for form in ("speculators", "sglang"):
+        have, want = read_tensors(out / form), read_tensors(sources[name])
+        assert {key: x.tobytes() for key, x in have.items()} == {key: x.tobytes() for key, x in want.items()}
+        np.testing.assert_array_equal(ours(tpuconv.load(out / form), *given), ours(model, *given))
+
+
+def test_formats_refuse_other_blocks(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    for name, form, why in (
+        ("windows", "speculators", "input_embedding_scale"),
+        ("speculators", "sglang", "part of the vocabulary"),
+        ("muse", "sglang", "format of its own"),
+    ):
+        with pytest.raises(UnsupportedConfig, match=why):
+            api.export(str(checkpoints[name]), str(tmp_path / "out"), form=form, **FOR_TARGET.get(form, {}))
 
 
 @pytest.fixture(scope="module")
