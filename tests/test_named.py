@@ -65,8 +65,8 @@ def test_the_reason_of_a_refused_model_is_told() -> None:
     assert "several layers share" in left_out("ZambaForCausalLM")
     with pytest.raises(UnsupportedConfig, match="recurrent networks without attention"):
         families_named("rwkv")
-    with pytest.raises(UnsupportedConfig, match="drafts for another model") as caught:
-        find_family({"model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"]})
+    with pytest.raises(UnsupportedConfig, match="denoising blocks of tokens") as caught:
+        find_family({"model_type": "diffusion_gemma", "architectures": ["DiffusionGemmaForBlockDiffusion"]})
     assert "did you mean" not in caught.value.hint
 
 

@@ -25,8 +25,9 @@ from transformers import (
 )
 
 from tpuconv.convert.plan.proposal import FamilyProposal, propose_family
+from tpuconv.models.families import DRAFT_FAMILIES
 from tpuconv.models.left_out import MODELS_LEFT_OUT
-from tpuconv.models.registry import all_families
+from tpuconv.models.registry import all_families, get_family
 from tpuconv.models.wrappers import WRAPPERS
 from tpuconv.sources.source import open_source
 
@@ -42,7 +43,8 @@ MOST = 12
 
 def refused_types() -> list[str]:
     """Returns the types of models that return logits and that no family reads, those left out too."""
-    known = {kind for family in all_families() for kind in family.architectures.values()} | WRAPPERS.keys()
+    families = (*all_families(), *map(get_family, DRAFT_FAMILIES))
+    known = {kind for family in families for kind in family.architectures.values()} | WRAPPERS.keys()
     kinds = (*MODEL_FOR_CAUSAL_LM_MAPPING, *MODEL_FOR_MULTIMODAL_LM_MAPPING)
     names = {str(kind.model_type) for kind in kinds} & {*CONFIG_MAPPING}
     return sorted(names - known)

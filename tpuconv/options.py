@@ -251,9 +251,9 @@ GATES_OPTION = described_as(
     '{"mean_kl": 0.01}.',
 )
 SPECULATE_OPTION = described_as(
-    "Draft tokens with this EAGLE-3 draft, a checkpoint or a release; without DRAFT with the model's MTP module, of a "
+    "Draft tokens with this draft, a checkpoint or a release; without DRAFT with the model's MTP module, of a "
     "checkpoint converted with `include_mtp=True`.",
-    python="Draft tokens with an EAGLE-3 draft, a checkpoint or a release; or True: with the model's MTP module, of a "
+    python="Draft tokens with a draft, a checkpoint or a release; or True: with the model's MTP module, of a "
     "checkpoint converted with `include_mtp=True`.",
 )
 WORKSPACE_OPTION = described_as(

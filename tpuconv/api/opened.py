@@ -78,7 +78,9 @@ def opened_draft(speculate: Speculation) -> "Iterator[OpenedModel | None]":
 
     with opened_model(speculate, Options()) as opened:
         if opened.manifest.returns != AS_DRAFT:
-            raise UsageError(f"{speculate} is no draft of another model", hint="give an EAGLE-3 draft")
+            raise UsageError(
+                f"{speculate} is no draft of another model", hint="docs/drafts.md lists the drafts that are supported"
+            )
         yield opened
 
 

@@ -192,11 +192,18 @@ SHARED_TYPES: Mapping[str, Mapping[str, str]] = {"bailing_hybrid": {"BailingMoeV
 """The model types that releases of several families write: by the beginning of the name of an architecture the type
 that its family has here."""
 
-DRAFT_FAMILIES: Mapping[str, str] = {"eagle3": "eagle3.family"}
+DRAFT_FAMILIES: Mapping[str, str] = {
+    "eagle3": "eagle3.family",
+    "dflash": "dflash.family",
+    "gemma4_assistant": "gemma4_assistant.family",
+}
 """The names of the families of drafts, which run with a target alone, and their modules."""
 
 DRAFT_ARCHITECTURES: Mapping[str, str] = {
     **dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"), "eagle3"),
     **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), "eagle3"),
+    **dict.fromkeys(("DFlashDraftModel", "DFlashSpeculator"), "dflash"),
+    "MuseGlimmerAssistantModel": "dflash",
+    **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), "gemma4_assistant"),
 }
-"""The family of each architecture of a draft. Its config.json has the model_type of another model, or none."""
+"""The family of each architecture of a draft. Its config.json may have the model_type of another model, or none."""

@@ -13,7 +13,6 @@ _FACTORS = (
 _MESSAGES = "looped layers that read messages of the pass before: not written yet"
 _QUERIES = "OPT behind learned queries: not written yet"
 _CROSS = "decoders that attend to images or to sound, or that write sound"
-_DRAFTS = "drafts for another model, whose keys and values they read"
 _ALONE = "a part of a multimodal model that tpuconv reads, saved on its own: not written yet"
 _RECURRENT = "recurrent networks without attention"
 _ENCODERS = "encoders that may be run as decoders"
@@ -52,7 +51,6 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     "pi0": "actions of a robot, not tokens",
     "shieldgemma2": "probabilities of policies, not tokens",
     "modernbert-decoder": "a head with a layer of its own: not written yet",
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFTS),
     **dict.fromkeys(("rwkv", "xlstm"), _RECURRENT),
     **dict.fromkeys(
         (

@@ -8,7 +8,7 @@ from typing import Any
 
 from tpuconv.errors import TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.models.common.heads import CAUSAL_ENDS, HEADLESS_ENDS, named_head
-from tpuconv.models.families import DRAFT_ARCHITECTURES, DRAFT_FAMILIES
+from tpuconv.models.families import DRAFT_FAMILIES
 from tpuconv.models.left_out import MODELS_LEFT_OUT
 from tpuconv.models.registry import Family, all_families, family_names, get_family
 from tpuconv.models.wrappers import WRAPPERS, Wrapper
@@ -24,9 +24,13 @@ def families_named(name: str) -> tuple[list[Family], list[Wrapper]]:
         UnsupportedConfig: the models of this name are left out; the error has the reason.
         UsageError: there are none; the hint has similar names.
     """
-    drafts = [each for each in DRAFT_FAMILIES if name == each or DRAFT_ARCHITECTURES.get(name) == each]
+    drafts = [
+        family
+        for family in map(get_family, DRAFT_FAMILIES)
+        if name == family.name or name in family.architectures or name in family.architectures.values()
+    ]
     if drafts:
-        return list(map(get_family, drafts)), []
+        return drafts, []
     around = [wrapper for wrapper in WRAPPERS.values() if name in (wrapper.model_type, wrapper.architecture)]
     if around:
         return [], around

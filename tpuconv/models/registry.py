@@ -17,7 +17,7 @@ from tpuconv.models.common.beside import Modality, PartConfig, modality_of
 from tpuconv.models.common.config import ConfigReport, DecoderConfig, report_ignored
 from tpuconv.models.common.config_keys import given_keys, without_keys
 from tpuconv.models.common.forms import ALL_FORMS
-from tpuconv.models.common.heads import LOGITS, Head, headed, named_head, shown_head
+from tpuconv.models.common.heads import AS_DRAFT, LOGITS, Head, headed, named_head, shown_head
 from tpuconv.models.common.saved import saved_names, saved_outside, saved_places
 from tpuconv.models.families import DRAFT_ARCHITECTURES, DRAFT_FAMILIES, FAMILIES, SHARED_TYPES
 from tpuconv.models.left_out import MODELS_LEFT_OUT
@@ -211,6 +211,23 @@ def family(
     )
 
 
+class DraftFamily(Family):
+    """A family of drafts, which return no logits by themselves."""
+
+    def returns(self, raw: Mapping[str, Any], tensors: Collection[str] = ()) -> str:
+        return AS_DRAFT
+
+
+def draft_family(
+    config: type[DecoderConfig], table: MappingTable, summary: str, types: Mapping[str, str] | None = None
+) -> DraftFamily:
+    """Returns the family of drafts of a folder of `tpuconv/models`; arguments are as of `family`."""
+    name = config.model_type
+    architectures = {each: name for each, family in DRAFT_ARCHITECTURES.items() if family == name}
+    model = f"tpuconv.models.{name}.modules:Model"
+    return DraftFamily(name, summary, config, table, model, {**architectures, **(types or {})})
+
+
 @cache
 def _resolve(path: str) -> Any:
     module, _, name = path.partition(":")
@@ -388,7 +405,8 @@ def _draft_family(hf_config: Mapping[str, Any]) -> Family | None:
             )
         return get_family(said)
     first = architectures[0] if isinstance(architectures, list) and architectures else None
-    return get_family(DRAFT_ARCHITECTURES[first]) if isinstance(first, str) and first in DRAFT_ARCHITECTURES else None
+    named = DRAFT_ARCHITECTURES.get(first) if isinstance(first, str) else hf_config.get("model_type")
+    return get_family(named) if isinstance(named, str) and named in DRAFT_FAMILIES else None
 
 
 def _reads_text(family: Family, hf_config: Mapping[str, Any]) -> bool:

@@ -199,9 +199,9 @@ def _repeated(layers: Sequence[int]) -> list[int]:
 
 class Roofline:
     """The least work of a step, computed from the model's weights: bytes to read, FLOPs to compute. A step reads the
-    weights of a draft once for each token that it drafts, and the weights of a layer each time that it runs."""
+    weights of a draft each time that it runs, and the weights of a layer each time that it runs."""
 
-    def __init__(self, model: Any, draft: Any = None, ahead: int = 0):
+    def __init__(self, model: Any, draft: Any = None):
         import jax
         from flax import nnx
 
@@ -235,8 +235,8 @@ class Roofline:
         self.dense -= routed_total
         self.expert = routed_total // self.experts
         if draft is not None:
-            of_draft = total(draft) - (0 if draft.embed is None else total(draft.embed))
-            self.dense[0] += ahead * of_draft[0]
+            of_draft = total(draft) - (0 if draft.looked_up is None else total(draft.looked_up))
+            self.dense[0] += draft.reads * of_draft[0]
 
     def step_bytes(self, batch: int, cache_bytes: float) -> int:
         """Returns the bytes that a decode step must read: weights, chosen experts, rows of the embedding, and the
@@ -285,7 +285,7 @@ def measure(
     from tpuconv.models.drafts import generator_of
 
     generator = generator_of(model, cache_dtype=cache_dtype, speculate=speculate, draft=draft)
-    roofline = Roofline(model, draft, getattr(generator, "ahead", 0))
+    roofline = Roofline(model, draft)
     for workload in wanted:
         try:
             yield _measure_workload(generator, roofline, workload, repeats, limits, warmup_ids)

@@ -10,7 +10,7 @@ from tpuconv.convert.export.carried import Carried
 from tpuconv.convert.export.serving.formats import IN_COMPRESSED, IN_MXFP4
 from tpuconv.errors import UsageError
 from tpuconv.models.common.saved import BY_TRANSFORMERS, saved_release
-from tpuconv.models.eagle3.formats import SGLANG
+from tpuconv.models.eagle3.formats import EAGLE3, SGLANG
 from tpuconv.models.registry import Family, get_family
 from tpuconv.notation.release import AS_TABLED
 from tpuconv.notation.sizes import HasSizes
@@ -88,7 +88,7 @@ def _form(
     manifest: Manifest, family: Family, raw: Mapping[str, Any], scan_layers: bool, form: str | None = None
 ) -> tuple[MappingTable, HasSizes]:
     model_config = _read(manifest, family, raw)
-    if form in DRAFT_FORMS:
+    if form in DRAFT_FORMS and family.name == EAGLE3:  # the tensors of other drafts have one name in both
         model_config = replace(model_config, is_midlayer=form == SGLANG)
     return target_table(
         get_target(manifest.target),

@@ -8,7 +8,6 @@ from typing import Any
 from tpuconv.checkpoint.manifest import add_statistics
 from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.convert.run.card_metadata import front_matter
-from tpuconv.models.common.heads import AS_DRAFT
 from tpuconv.sources.companions import SOURCE_CARD
 from tpuconv.targets.target import OWN, Target
 from tpuconv.text import code, format_size, markdown
@@ -120,10 +119,12 @@ model = AutoModelForCausalLM.from_pretrained("OUT")
 ```
 """
 SERVED_DRAFT = """```bash
-vllm serve TARGET --speculative-config '{"method": "eagle3", "model": "OUT", "num_speculative_tokens": 3}'
+vllm serve TARGET --speculative-config '{"method": "METHOD", "model": "OUT", "num_speculative_tokens": 3}'
 ```
 """
 """The part of a README.md that serves quantized safetensors."""
+METHODS_OF_VLLM = {"eagle3": "eagle3", "dflash": "dflash", "gemma4_assistant": "mtp"}
+"""vLLM's names for the methods of families of drafts."""
 
 
 def served_card(manifest: Mapping[str, Any], method: str, kept: Mapping[str, Any]) -> str:
@@ -138,11 +139,12 @@ def served_card(manifest: Mapping[str, Any], method: str, kept: Mapping[str, Any
     origin = (
         f"{markdown(source['repo'])} at commit {markdown(source['commit'] or '')}" if source["repo"] else "a folder"
     )
+    by = METHODS_OF_VLLM.get(manifest["family"])
     return f"""{front_matter(manifest, kept, (method, "vllm", "tpuconv"))}# {markdown(source["name"])}, quantized
 
 {markdown(rules["summary"])}, in the format of {code(method)}. Quantized by tpuconv from {origin}.{_changed(source)}
 `{SOURCE_CARD}`, where there is one, is the card of the original, whose licence applies.
 
-{SERVED_DRAFT if manifest.get("returns") == AS_DRAFT else SERVED_MODEL}
+{SERVED_MODEL if by is None else SERVED_DRAFT.replace("METHOD", by)}
 `tpuconv verify .` checks every file against its hash.
 """

@@ -67,8 +67,13 @@ class SharedKeysConfig(PatternConfig):
     def kv_sources(self) -> tuple[int, ...]:
         """For each layer the one whose keys and values it uses: itself, or the last of its type with own ones."""
         own = self.num_hidden_layers - self.num_kv_shared_layers
-        last = {kind: i for i, kind in enumerate(self.kinds[:own])}
-        return tuple(i if i < own else last[kind] for i, kind in enumerate(self.kinds))
+        return tuple(i if i < own else self.last_keys[kind] for i, kind in enumerate(self.kinds))
+
+    @property
+    def last_keys(self) -> dict[str, int]:
+        """The last layer with keys and values of its own, by the kind of the layer."""
+        own = self.num_hidden_layers - self.num_kv_shared_layers
+        return {kind: i for i, kind in enumerate(self.kinds[:own])}
 
     @property
     def has_global_values(self) -> bool:

@@ -15,11 +15,9 @@ from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.jsonfile import short
 from tpuconv.models.common.config_keys import unnested
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.heads import AS_DRAFT
 from tpuconv.models.common.rows import MLP, MLP_BIAS, O_BIAS, QKV_BIAS, when
-from tpuconv.models.families import DRAFT_ARCHITECTURES
 from tpuconv.models.lineages.llama import LLAMA
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import draft_family
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
 
@@ -36,13 +34,19 @@ EAGLE_CONFIG, LAYER_CONFIG = "eagle_config", "transformer_layer_config"
 MOST_STATES = 64
 """The most layers of a target whose hidden states a draft reads."""
 
-_WITHOUT_EFFECT = frozenset(
+FROM_TARGET = "width of the embedding, which the draft takes from its target"
+
+WITHOUT_EFFECT = frozenset(
     {
         *("speculators_config", "speculators_model_type", "speculators_version", "embed_requires_grad"),
         *("enable_sp_ulysses", "has_no_defaults_at_init", "base_model_ep_plan", "base_model_tp_plan"),
         *("target_model_type", "max_window_layers"),
     }
 )
+
+"""Keys of drafts that change no computation."""
+OF_VERIFIER = dict.fromkeys(("verifier_norm.weight", "verifier_lm_head.weight"), "of the target")
+"""Tensors of the target that speculators writes."""
 
 
 @family_config
@@ -67,7 +71,7 @@ class Config(LLAMA.config):  # type: ignore[name-defined,misc]  # a class that i
         "use_sliding_window": (False,),
         "layer_types": (["full_attention"], None),
     }
-    left_out: ClassVar[frozenset[str]] = _WITHOUT_EFFECT
+    left_out: ClassVar[frozenset[str]] = WITHOUT_EFFECT
     settled_keys: ClassVar[frozenset[str]] = frozenset({"state_layers", "has_embedding", "has_maps", "is_midlayer"})
     default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": 10000.0}
 
@@ -161,6 +165,16 @@ class Config(LLAMA.config):  # type: ignore[name-defined,misc]  # a class that i
     def unscannable(self) -> str:
         return "a draft has one layer"
 
+    def sizes_beside(self, target: Any) -> Mapping[str, tuple[int, int]]:
+        """See `tpuconv.models.common.drafting.DraftConfig`."""
+        sizes = {
+            "vocabulary": (self.vocab_size, target.vocab_size),
+            "width of the target": (self.target_hidden_size or self.hidden_size, target.hidden_size),
+        }
+        if not self.has_embedding:
+            sizes[FROM_TARGET] = self.hidden_size, target.hidden_size
+        return sizes
+
     def states_of(self, layers: int) -> tuple[int, ...]:
         """Returns the layers of a target with this number of layers whose input the draft reads. The number of layers
         stands for the output of the last one.
@@ -209,25 +223,8 @@ TABLE = MappingTable(
         Map("d2t", "d2t", "draft_vocab", when="has_maps", buffer=True),
         Map("t2d", "t2d", "V", when="has_maps", buffer=True),
     ),
-    ignore={
-        "verifier_norm.weight": "of the target",
-        "verifier_lm_head.weight": "of the target",
-    },
+    ignore=OF_VERIFIER,
 )
 
 
-class DraftFamily(Family):
-    """A family of drafts, which return no logits by themselves."""
-
-    def returns(self, raw: Mapping[str, Any], tensors: Collection[str] = ()) -> str:
-        return AS_DRAFT
-
-
-FAMILY = DraftFamily(
-    name="eagle3",
-    summary="EAGLE-3 drafts for models of any family",
-    config=Config,
-    table=TABLE,
-    model="tpuconv.models.eagle3.modules:Model",
-    architectures={name: "eagle3" for name, family in DRAFT_ARCHITECTURES.items() if family == "eagle3"},
-)
+FAMILY = draft_family(Config, TABLE, "EAGLE-3 drafts for models of any family")

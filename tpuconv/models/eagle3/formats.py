@@ -8,6 +8,7 @@ from tpuconv.models.common.config_keys import unnested
 from tpuconv.models.eagle3.family import EAGLE_CONFIG, LAYER_CONFIG, LAYER_IDS, Config
 from tpuconv.sources.config import DTYPE_KEYS, ENCODING_KEYS
 
+EAGLE3 = Config.model_type
 SPECULATORS, SGLANG = "speculators", "sglang"
 """The formats of drafts."""
 OF_DRAFT = (
@@ -46,7 +47,7 @@ def in_format(raw: Mapping[str, Any], form: str, target: str | None) -> dict[str
             "architectures": ["Eagle3DraftModel"],
             "speculators_model_type": "eagle3",
             "speculators_version": VERSION,
-            "speculators_config": _with_verifier(raw.get("speculators_config"), target),
+            "speculators_config": with_verifier(raw.get("speculators_config"), target, EAGLE3, SPECULATIVE_TOKENS),
             LAYER_CONFIG: layer,
             **of_draft,
             **norms,
@@ -64,8 +65,17 @@ def in_format(raw: Mapping[str, Any], form: str, target: str | None) -> dict[str
     return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **of_draft, EAGLE_CONFIG: inside, **beside}
 
 
-def _with_verifier(known: Any, target: str | None) -> dict[str, Any]:
-    """Returns `speculators_config`, of the source or a new one, with the name of the target."""
+def with_verifier(known: Any, target: str | None, algorithm: str, tokens: int) -> dict[str, Any]:
+    """Returns `speculators_config`, of the source or a new one, with the name of the target.
+
+    Args:
+        known: of the source.
+        target: the name; None for the name of the source.
+        algorithm, tokens: the kind of draft, and how many tokens it drafts.
+
+    Raises:
+        UsageError: there is no name.
+    """
     if isinstance(known, Mapping) and target is None:
         return dict(known)
     if target is None:
@@ -73,9 +83,9 @@ def _with_verifier(known: Any, target: str | None) -> dict[str, Any]:
             "config.json of speculators names the target of a draft, which this draft does not",
             hint='give `draft_for="ORG/TARGET"`',
         )
-    proposal = {"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS, "accept_tolerance": 0.0}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": tokens, "accept_tolerance": 0.0}
     begun = {
-        "algorithm": "eagle3",
+        "algorithm": algorithm,
         "proposal_methods": [{**proposal, "verifier_accept_k": 1}],
         "default_proposal_method": "greedy",
     }

@@ -1,36 +1,23 @@
 """EAGLE-3 (arXiv:2503.01840): modules of a draft model."""
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.common.blocks import Attention, GatedMLP
-from tpuconv.models.common.cache import KV
+from tpuconv.models.common.cache import KV, Cache
+from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.common.drafting import DRAFTS_AHEAD, Drafted, DraftOfPart, at_column, check_unstacked
 from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, rope_cos_sin
 from tpuconv.models.common.steps import NO_WINDOW, Step
 from tpuconv.models.eagle3.family import Config
 from tpuconv.notation.letters import with_letters
 
 LEGEND = {"j": "joined_width", "s": "target_states"}
-
-
-class Drafted(NamedTuple):
-    """The output of a draft.
-
-    Attributes:
-        logits_BTV: of the token after each of `ids_BT`, over the vocabulary of the draft, in float32; with `column_B`
-            after that token alone.
-        x_BTD: hidden states before the last norm: the states of a further step.
-        kv: cache with these tokens; None without a cache.
-    """
-
-    logits_BTV: jax.Array
-    x_BTD: jax.Array
-    kv: KV | None
 
 
 class JoinedAttention(Attention):
@@ -64,7 +51,7 @@ class Block(nnx.Module):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD)), kv
 
 
-class Model(nnx.Module):
+class Model(DraftOfPart):
     """A draft: ids of tokens, and hidden states of the tokens before them, to the logits of the tokens after them.
 
     Args:
@@ -85,22 +72,16 @@ class Model(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):
-        if scan_layers:
-            raise UnsupportedConfig(
-                f"scan_layers is not implemented for {config.model_type}: {config.unscannable}",
-                hint="leave scan_layers out",
-            )
+        check_unstacked(config, scan_layers)
         keys, sizes = Keys((rngs or nnx.Rngs(0)).params()), with_letters(config.sizes, LEGEND)
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.ahead, self.reads = config, dtype, DRAFTS_AHEAD, DRAFTS_AHEAD
         self.embed = Embed(sizes, dtype=dtype, keys=keys) if config.has_embedding else None
         self.input_norm = RMSNorm("s", sizes, config.rms_norm_eps, dtype=dtype) if config.norm_before_fc else None
         self.fc = Einsum("BTs,sD->BTD", sizes, dtype=dtype, keys=keys)
         self.layers = nnx.List([Block(config, dtype=dtype, keys=keys)])
         self.norm = RMSNorm("D", sizes, config.rms_norm_eps, dtype=dtype)
         self.lm_head = Einsum("BTD,DV->BTV", sizes | {"V": sizes["draft_vocab"]}, dtype=dtype, keys=keys)
-        if config.has_maps:
-            self.d2t = nnx.Param(jnp.zeros(sizes["draft_vocab"], jnp.int32))
-            self.t2d = nnx.Param(jnp.zeros(sizes["V"], bool))
+        self.add_maps(config)
 
     def __call__(
         self,
@@ -144,12 +125,67 @@ class Model(nnx.Module):
         step = Step(pos_BT, pos_BT if pos_BS is None else pos_BS, slot, cos_sin)
         x_BTD, kv = self.layers[0](embedded_BTD, x_BTD, step, kv)
         if column_B is not None:
-            x_BTD = jnp.take_along_axis(x_BTD, column_B[:, None, None], axis=1)
+            x_BTD = at_column(x_BTD, column_B)
         return Drafted(self.lm_head(self.norm(x_BTD)).astype(jnp.float32), x_BTD, kv)
 
-    def in_target(self, ids_B: jax.Array) -> jax.Array:
-        """Returns the ids in the target's vocabulary of ids in the draft's."""
-        return ids_B + self.d2t[...].astype(ids_B.dtype)[ids_B] if self.config.has_maps else ids_B
+    def propose(
+        self,
+        target: Decoder,
+        states_BTs: jax.Array,
+        next_BT: jax.Array,
+        column_B: jax.Array,
+        cache: Cache,
+        slot: jax.Array,
+    ) -> tuple[jax.Array, Cache]:
+        """See `tpuconv.models.common.drafting.Draft`. The draft runs once for the tokens that are kept, on their hidden
+        states in the target, and then on its own hidden states, once for each further draft."""
+
+        def embedded(ids_BT: jax.Array) -> jax.Array | None:
+            """Returns the embeddings of the target, without its factor, for a draft that has none."""
+            return target.embed(ids_BT) if self.embed is None else None
+
+        B, T = next_BT.shape
+        positions_BS = cache.positions_BS
+        pos_BT = jax.lax.dynamic_slice(positions_BS, (0, slot), (B, T))
+        out = self(
+            next_BT,
+            states_BTs,
+            embedded_BTD=embedded(next_BT),
+            pos_BT=pos_BT,
+            pos_BS=positions_BS,
+            slot=slot,
+            kv=cache.mtp,
+            column_B=column_B,
+        )
+        cache = replace(cache, mtp=out.kv)
+        pos_B1 = at_column(pos_BT, column_B)
+        ids_BI = [at_column(next_BT, column_B)]
+        # Further drafts are in slots behind the tokens, which the next step writes again.
+        for further in range(1, self.ahead):
+            ids_BI.append(self._chosen(out.logits_BTV))
+            behind = cache.used + further - 1
+            pos_B1 = pos_B1 + 1
+            positions_BS = jax.lax.dynamic_update_slice(positions_BS, pos_B1, (0, behind))
+            out = self(
+                ids_BI[-1],
+                x_BTD=out.x_BTD,
+                embedded_BTD=embedded(ids_BI[-1]),
+                pos_BT=pos_B1,
+                pos_BS=positions_BS,
+                slot=behind,
+                kv=out.kv,
+            )
+        ids_BI.append(self._chosen(out.logits_BTV))
+        return jnp.concatenate(ids_BI, axis=1), replace(cache, mtp=out.kv)
+
+    def _chosen(self, logits_B1V: jax.Array) -> jax.Array:
+        """Returns the most likely ids [B, 1], in the vocabulary of the target."""
+        return self.in_target(jnp.argmax(logits_B1V, axis=-1).astype(jnp.int32))
+
+    @property
+    def looked_up(self) -> Any:
+        """See `tpuconv.models.common.drafting.Draft`."""
+        return self.embed
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
         """Returns an empty cache for `batch` sequences of `length` tokens."""

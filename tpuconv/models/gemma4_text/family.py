@@ -173,9 +173,12 @@ def _in(index: str, *rows: Map, part: str = "self_attn", to: str = "attn") -> tu
 
 
 FULL_KV = _attention("full_head_dim", "full_kv_heads")
-ATTENTION_OF_LAYERS = (
+QUERIES_OF_LAYERS = (
     *_in("window_layers", *_queries("H")),
     *_in("full_layers", *_queries("full_head_dim")),
+)
+ATTENTION_OF_LAYERS = (
+    *QUERIES_OF_LAYERS,
     *_in("window_kv_layers", *_attention("H", "K")),
     *_in("full_kv_layers", *FULL_KV[:2]),
     *when("has_global_values", *_in("full_kv_layers", *FULL_KV[2:])),
