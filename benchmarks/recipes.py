@@ -46,7 +46,7 @@ def main() -> None:
             command = [*tpuconv, "quantize", str(folder / "plain"), "--target-bits", target, "--out-config", path]
             subprocess.run(command, **run)
         for config in (*config_names(), *recipes):
-            if config == "mxfp4_weight_only":  # for experts, of which the example has none
+            if config in ("mxfp4_weight_only", "tpu_v7"):  # for experts, of which the example has none
                 continue
             rules = find_config(config)
             out = folder / rules.name

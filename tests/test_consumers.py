@@ -19,7 +19,9 @@ import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.commands import EXAMPLE
 from helpers.consumers import (
+    BASE,
     EMBEDDING_FACTORS,
+    EXPERTS,
     FORMS,
     IDS,
     JAX_MODELS,
@@ -30,10 +32,11 @@ from helpers.consumers import (
     VLLM_EXPERTS,
     VLLM_GPT_OSS,
     WITH_EXPERTS,
+    WITH_TPU_KERNEL,
     Outcome,
     forms_of,
 )
-from helpers.families import save
+from helpers.families import Case, save
 from helpers.oracles import ROOT, ask
 from tpuconv import api
 from tpuconv.models.logits import forward
@@ -197,3 +200,15 @@ def test_jax_models_of_tpu_inference_load_each_form(name: str, tmp_path: Path) -
 def test_torch_models_of_tpu_inference_load_each_form(name: str, tmp_path: Path) -> None:
     script = "tpu_inference_logits.py"
     compare("tpu-inference", script, name, TORCH_MODELS[name], tmp_path, "bfloat16", MODEL_IMPL_TYPE="vllm")
+
+
+def test_tpu_inference_loads_the_experts_of_tpu_v7_in_their_groups(tmp_path: Path) -> None:
+    sizes = BASE | EXPERTS | {"hidden_size": 512, "moe_intermediate_size": 1024}
+    save(Case("tpu-v7-served", "qwen3_moe", "qwen3_moe", sizes), tmp_path / "hf", "bfloat16")
+    api.convert(tmp_path / "hf", tmp_path / "out", target="huggingface", quantize="tpu_v7")
+    models = [{"folder": str(tmp_path / "out"), "dtype": "bfloat16", "out": str(tmp_path / "0.npy")}]
+    request = {"ids": IDS, "models": models, "results": str(tmp_path / "results.json")}
+    ask("tpu-inference", "tpu_inference_logits.py", request, MODEL_IMPL_TYPE="vllm")
+    (result,) = json.loads((tmp_path / "results.json").read_text())
+    assert result.get("loaded"), result
+    assert WITH_TPU_KERNEL.error in result["error"]

@@ -83,8 +83,8 @@ FAST = {
 """Each kind of values, and both kinds of attention and of experts: the rest of the square is slow."""
 
 
-OF_LARGER_MODELS = ("fp8_block", "int4_128")
-"""Configs whose groups have 128 weights, which tiny models have not; and Qwix has no blocks."""
+OF_LARGER_MODELS = ("fp8_block", "int4_128", "tpu_v7")
+"""Configs whose groups have 128 weights or more, which tiny models have not; and Qwix has no blocks."""
 
 
 def pairs():

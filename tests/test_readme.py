@@ -19,6 +19,7 @@ MADE_FOR = {
     "mxfp4_weight_only": ("qwen3_moe", {}),  # experts
     "fp8_block": ("qwen3", OF_128),
     "int4_128": ("qwen3", OF_128),
+    "tpu_v7": ("qwen3_moe", {"hidden_size": 512, "moe_intermediate_size": 512}),
 }
 """Configs that do not fit the example, and a tiny model that each fits."""
 SMALL = ("--prompt-length", "8", "--new-tokens", "4", "--repeats", "1")
