@@ -23,8 +23,6 @@ from tpuconv.models.generate import Generator, left_padded
 from tpuconv.models.named import families_named
 from tpuconv.models.registry import find_family
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 TOLERANCE = 2e-5
 NEW = 12
 TEXT: Mapping[str, Any] = {
