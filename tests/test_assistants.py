@@ -13,7 +13,7 @@ import pytest
 import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import convert
-from helpers.drafts import OUTPUTS
+from helpers.drafts import save_target
 from helpers.families import BY_ID, PROMPTS, save
 from tpuconv import api
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
@@ -186,13 +186,7 @@ def target(shared: Any) -> Any:
     """The release of a case whose layers add little, so that the next token depends on the last one mostly."""
 
     def saved(name: str) -> Path:
-        def write(folder: Path) -> Path:
-            save(BY_ID[name], folder)
-            tensors = read_tensors(folder)
-            tensors |= {name: x * np.float32(0.3) for name, x in tensors.items() if name.endswith(OUTPUTS)}
-            return write_checkpoint(folder, json.loads((folder / "config.json").read_text()), tensors)
-
-        return shared(f"{name}-assisted-hf", write)  # type: ignore[no-any-return]
+        return shared(f"{name}-assisted-hf", lambda folder: save_target(BY_ID[name], folder, 0.3))  # type: ignore[no-any-return]
 
     return saved
 

@@ -12,8 +12,8 @@ import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import convert
 from helpers.dflash import CASES, block_states, facts, save_dflash, save_muse
-from helpers.drafts import OUTPUTS
-from helpers.families import BY_ID, PROMPTS, save
+from helpers.drafts import save_target
+from helpers.families import BY_ID, PROMPTS
 from tpuconv import api
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.models.drafts import DraftSpeculator
@@ -147,14 +147,7 @@ def test_formats_refuse_other_blocks(checkpoints: dict[str, Path], tmp_path: Pat
 @pytest.fixture(scope="module")
 def target(shared: Any) -> Path:
     """A release whose layers add little, so that the next token depends on the last one mostly."""
-
-    def write(folder: Path) -> Path:
-        save(BY_ID["llama-plain"], folder)
-        tensors = read_tensors(folder)
-        tensors |= {name: x * np.float32(0.003) for name, x in tensors.items() if name.endswith(OUTPUTS)}
-        return write_checkpoint(folder, facts(folder), tensors)
-
-    return shared("llama-plain-target-hf", write)  # type: ignore[no-any-return]
+    return shared("llama-plain-target-hf", lambda folder: save_target(BY_ID["llama-plain"], folder))  # type: ignore[no-any-return]
 
 
 def loaded(source: Path, out: Path) -> Any:

@@ -13,12 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 import tpuconv
-from helpers.checkpoints import read_tensors, write_checkpoint
+from helpers.checkpoints import read_tensors
 from helpers.commands import EXAMPLE
 from helpers.conversions import convert
-from helpers.drafts import OUTPUTS
+from helpers.drafts import save_target
 from helpers.eagle3 import CASES, drafted, save_agreeing_draft, save_draft
-from helpers.families import BY_ID, PROMPTS, save
+from helpers.families import BY_ID, PROMPTS
 from tpuconv import api, cli
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import UnsupportedConfig, UsageError
@@ -43,13 +43,7 @@ def target(shared: Any) -> Any:
     """The release of a case whose layers add little, so that the next token depends on the last one mostly."""
 
     def saved(name: str) -> Path:
-        def write(folder: Path) -> Path:
-            save(BY_ID[name], folder)
-            tensors = read_tensors(folder)
-            tensors |= {name: x * np.float32(0.003) for name, x in tensors.items() if name.endswith(OUTPUTS)}
-            return write_checkpoint(folder, json.loads((folder / "config.json").read_text()), tensors)
-
-        return shared(f"{name}-target-hf", write)  # type: ignore[no-any-return]
+        return shared(f"{name}-target-hf", lambda folder: save_target(BY_ID[name], folder))  # type: ignore[no-any-return]
 
     return saved
 

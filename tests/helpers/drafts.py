@@ -79,6 +79,15 @@ def save_with_drafts(case: Case, folder: Path, noise: float = NOISE[0]) -> Path:
     return write_checkpoint(folder, config, tensors)
 
 
+def save_target(case: Case, folder: Path, factor: float = 0.003) -> Path:
+    """Writes the model of a case in float32 and returns the folder. The outputs of its layers are multiplied by a small
+    factor, so that the next token depends on the last one mostly."""
+    save(case, folder)
+    tensors = read_tensors(folder)
+    tensors |= {name: x * np.float32(factor) for name, x in tensors.items() if name.endswith(OUTPUTS)}
+    return write_checkpoint(folder, json.loads((folder / "config.json").read_text()), tensors)
+
+
 def name_of_norm(names: object) -> str:
     """Returns the name of the last norm."""
     ends = ("model.norm.weight", "language_model.norm.weight", "backbone.norm_f.weight")

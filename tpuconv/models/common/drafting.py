@@ -11,6 +11,7 @@ from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.common.cache import Cache
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.common.layers import Embed
 
 DRAFTS_AHEAD = 3
 """The number of drafts in a step, of drafts that do not set it."""
@@ -114,11 +115,14 @@ def check_unstacked(config: DecoderConfig, scan_layers: bool) -> None:
         )
 
 
-class DraftOfPart(nnx.Module):
-    """A draft that may have a part of the target's vocabulary: `d2t` has the distance from each of its ids to the id of
-    the target, `t2d` says which ids are in the part."""
+class SharingDraft(nnx.Module):
+    """A draft that may lack an embedding, which is then the target's, and that may have a part of the target's
+    vocabulary: `d2t` has the distance from each of its ids to the id of the target, `t2d` says which ids are in the
+    part."""
 
     config: Any
+    dtype: Any
+    embed: Embed | None
 
     def add_maps(self, config: Any) -> None:
         """Creates the maps, if the draft has some."""
@@ -126,6 +130,22 @@ class DraftOfPart(nnx.Module):
             self.d2t = nnx.Param(jnp.zeros(config.sizes["draft_vocab"], jnp.int32))
             self.t2d = nnx.Param(jnp.zeros(config.sizes["V"], bool))
 
-    def in_target(self, ids_BT: jax.Array) -> jax.Array:
-        """Returns the ids in the target's vocabulary of ids in the draft's."""
+    def embedded(self, ids_BT: jax.Array, given_BTD: jax.Array | None) -> jax.Array:
+        """Returns embeddings [B, T, D]: the draft's, else those given, else zeros."""
+        if self.embed is not None:
+            return self.embed(ids_BT)
+        return jnp.zeros((*ids_BT.shape, self.config.sizes["D"]), self.dtype) if given_BTD is None else given_BTD
+
+    def embedded_by(self, target: Decoder, ids_BT: jax.Array) -> jax.Array | None:
+        """Returns the embeddings of the target [B, T, D], without its factor; None for a draft that has its own."""
+        return target.embed(ids_BT) if self.embed is None else None
+
+    def most_likely(self, logits_BTV: jax.Array) -> jax.Array:
+        """Returns the most likely ids [B, T], in the vocabulary of the target."""
+        ids_BT = jnp.argmax(logits_BTV, axis=-1).astype(jnp.int32)
         return ids_BT + self.d2t[...].astype(ids_BT.dtype)[ids_BT] if self.config.has_maps else ids_BT
+
+    @property
+    def looked_up(self) -> Any:
+        """See `Draft`."""
+        return self.embed

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.blocks import NormedAttention, PreNormBlock
 from tpuconv.models.common.cache import KV, Cache, append_kv
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.drafting import DraftOfPart, at_column, check_unstacked
+from tpuconv.models.common.drafting import SharingDraft, at_column, check_unstacked
 from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, apply_rope, rope_cos_sin, times
 from tpuconv.models.common.steps import NO_WINDOW, Step
 from tpuconv.models.dflash.family import Config
@@ -37,7 +37,7 @@ class Block(PreNormBlock):
         return Attention(config, bias=bias, out_bias=bias, dtype=dtype, keys=keys)
 
 
-class Model(DraftOfPart):
+class Model(SharingDraft):
     """A draft: a block of tokens, and hidden states of the target before it, to hidden states of the block.
 
     Args:
@@ -99,10 +99,7 @@ class Model(DraftOfPart):
             Hidden states [B, T, D] of the block after the last norm, and the caches.
         """
         sizes, (B, T) = self.config.sizes, ids_BT.shape
-        if self.embed is not None:
-            embedded_BTD = self.embed(ids_BT)
-        elif embedded_BTD is None:
-            embedded_BTD = jnp.zeros((B, T, sizes["D"]), self.dtype)
+        embedded_BTD = self.embedded(ids_BT, embedded_BTD)
         if states_BCs is None:
             states_BCs = jnp.zeros((B, T, sizes["target_states"]), self.dtype)
         if kvs is None or pos_BC is None or pos_BT is None or pos_BS is None:
@@ -144,7 +141,7 @@ class Model(DraftOfPart):
         y_BID, kvs = self(
             ids_BI,
             states_BTs,
-            embedded_BTD=target.embed(ids_BI) if self.embed is None else None,
+            embedded_BTD=self.embedded_by(target, ids_BI),
             pos_BC=pos_BC,
             pos_BT=at_column(pos_BC, column_B) + 1 + jnp.arange(self.ahead + 1, dtype=jnp.int32),
             pos_BS=cache.positions_BS,
@@ -153,13 +150,7 @@ class Model(DraftOfPart):
             kvs=cache.mtp,
         )
         logits_BIV = target.head(y_BID[:, 1:]) if self.lm_head is None else self.lm_head(y_BID[:, 1:])
-        drafts_BI = self.in_target(jnp.argmax(logits_BIV, axis=-1).astype(jnp.int32))
-        return jnp.concatenate([last_B1, drafts_BI], axis=1), replace(cache, mtp=kvs)
-
-    @property
-    def looked_up(self) -> Any:
-        """See `tpuconv.models.common.drafting.Draft`."""
-        return self.embed
+        return jnp.concatenate([last_B1, self.most_likely(logits_BIV)], axis=1), replace(cache, mtp=kvs)
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> tuple[KV, ...]:
         """Returns empty caches of the layers, for `batch` sequences of `length` tokens."""

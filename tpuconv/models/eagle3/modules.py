@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.blocks import Attention, GatedMLP
 from tpuconv.models.common.cache import KV, Cache
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.drafting import DRAFTS_AHEAD, Drafted, DraftOfPart, at_column, check_unstacked
+from tpuconv.models.common.drafting import DRAFTS_AHEAD, Drafted, SharingDraft, at_column, check_unstacked
 from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, rope_cos_sin
 from tpuconv.models.common.steps import NO_WINDOW, Step
 from tpuconv.models.eagle3.family import Config
@@ -51,7 +51,7 @@ class Block(nnx.Module):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD)), kv
 
 
-class Model(DraftOfPart):
+class Model(SharingDraft):
     """A draft: ids of tokens, and hidden states of the tokens before them, to the logits of the tokens after them.
 
     Args:
@@ -111,10 +111,7 @@ class Model(DraftOfPart):
             column_B: the token of each sequence whose logits and hidden states are returned; None for all.
         """
         sizes, (B, T) = self.config.sizes, ids_BT.shape
-        if self.embed is not None:
-            embedded_BTD = self.embed(ids_BT)
-        elif embedded_BTD is None:
-            embedded_BTD = jnp.zeros((B, T, sizes["D"]), self.dtype)
+        embedded_BTD = self.embedded(ids_BT, embedded_BTD)
         if x_BTD is None:
             given = jnp.zeros((B, T, sizes["target_states"]), self.dtype) if states_BTs is None else states_BTs
             x_BTD = self.fc(given if self.input_norm is None else self.input_norm(given))
@@ -139,18 +136,13 @@ class Model(DraftOfPart):
     ) -> tuple[jax.Array, Cache]:
         """See `tpuconv.models.common.drafting.Draft`. The draft runs once for the tokens that are kept, on their hidden
         states in the target, and then on its own hidden states, once for each further draft."""
-
-        def embedded(ids_BT: jax.Array) -> jax.Array | None:
-            """Returns the embeddings of the target, without its factor, for a draft that has none."""
-            return target.embed(ids_BT) if self.embed is None else None
-
         B, T = next_BT.shape
         positions_BS = cache.positions_BS
         pos_BT = jax.lax.dynamic_slice(positions_BS, (0, slot), (B, T))
         out = self(
             next_BT,
             states_BTs,
-            embedded_BTD=embedded(next_BT),
+            embedded_BTD=self.embedded_by(target, next_BT),
             pos_BT=pos_BT,
             pos_BS=positions_BS,
             slot=slot,
@@ -162,30 +154,21 @@ class Model(DraftOfPart):
         ids_BI = [at_column(next_BT, column_B)]
         # Further drafts are in slots behind the tokens, which the next step writes again.
         for further in range(1, self.ahead):
-            ids_BI.append(self._chosen(out.logits_BTV))
+            ids_BI.append(self.most_likely(out.logits_BTV))
             behind = cache.used + further - 1
             pos_B1 = pos_B1 + 1
             positions_BS = jax.lax.dynamic_update_slice(positions_BS, pos_B1, (0, behind))
             out = self(
                 ids_BI[-1],
                 x_BTD=out.x_BTD,
-                embedded_BTD=embedded(ids_BI[-1]),
+                embedded_BTD=self.embedded_by(target, ids_BI[-1]),
                 pos_BT=pos_B1,
                 pos_BS=positions_BS,
                 slot=behind,
                 kv=out.kv,
             )
-        ids_BI.append(self._chosen(out.logits_BTV))
+        ids_BI.append(self.most_likely(out.logits_BTV))
         return jnp.concatenate(ids_BI, axis=1), replace(cache, mtp=out.kv)
-
-    def _chosen(self, logits_B1V: jax.Array) -> jax.Array:
-        """Returns the most likely ids [B, 1], in the vocabulary of the target."""
-        return self.in_target(jnp.argmax(logits_B1V, axis=-1).astype(jnp.int32))
-
-    @property
-    def looked_up(self) -> Any:
-        """See `tpuconv.models.common.drafting.Draft`."""
-        return self.embed
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
         """Returns an empty cache for `batch` sequences of `length` tokens."""
