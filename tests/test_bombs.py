@@ -5,6 +5,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -41,6 +42,7 @@ def refused(raw: dict[str, Any]) -> Exception | None:
     return error
 
 
+@cache
 def marks(name: str) -> list[pytest.MarkDecorator]:
     """Those of a test of this model_type."""
     return [] if find_family({"model_type": name}).name in CORE else [pytest.mark.slow]

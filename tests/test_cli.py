@@ -576,8 +576,8 @@ def test_interrupted_where_a_lock_is_taken_it_ends_all_the_same(event, function)
     assert (done.returncode, done.stderr.strip()) == (130, "Interrupted.")
 
 
-COLLECTED = """
-import gc, signal, time
+DROPPED = """
+import gc, signal, time, weakref
 from tpuconv.commands.process import run
 
 def _xla_gc_callback(phase, info):
@@ -598,13 +598,19 @@ def free():
     Freed()
     time.sleep(20)
 
+def forget():
+    forgotten = type("Forgotten", (), {})()
+    known = weakref.ref(forgotten, lambda _: signal.raise_signal(signal.SIGINT))
+    del forgotten
+    time.sleep(20)
+
 run(%s)
 """
 
 
-@pytest.mark.parametrize("work", ["collect", "free"])
-def test_interrupted_while_garbage_is_collected_it_ends_all_the_same(work):
-    done = subprocess.run([sys.executable, "-c", COLLECTED % work], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("work", ["collect", "free", "forget"])
+def test_interrupted_where_the_interpreter_drops_exceptions_it_ends_all_the_same(work):
+    done = subprocess.run([sys.executable, "-c", DROPPED % work], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.strip()) == (130, "Interrupted.")
 
 

@@ -77,6 +77,7 @@ def rows() -> list[Any]:
     """The rows that can be encoded: matrices, with layers stacked or not. The same layout is tried once; those that no
     family of the core has are slow."""
     out: dict[tuple[str, bool], Any] = {}
+    seen: set[tuple[str, str]] = set()
     for name in sorted(FAMILIES, key=lambda name: name not in CORE):
         marks = [pytest.mark.slow] * (name not in CORE)
         table = get_family(name).table
@@ -84,6 +85,10 @@ def rows() -> list[Any]:
         stacked = table.stack_layers(SimpleNamespace(sizes={}, layer_sets=dict.fromkeys(layers, range(2))))
         for each in (table, stacked):
             for row in each:
+                alike = row.layout, str(row_indices(row))
+                if alike in seen:
+                    continue
+                seen.add(alike)
                 binding = bind(row, dict.fromkeys(row_axes(row), 2))
                 if min(len(shape) for shape in binding.src_shapes().values()) > 1:
                     tried = str(binding.layout), bool(binding.src[0].depth)

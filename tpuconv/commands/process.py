@@ -49,11 +49,12 @@ def run(command: Callable[[], Any]) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # a release may have hundreds of shards, and all stay open
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    streams = sys.stdout, sys.stderr
+    streams, hook = (sys.stdout, sys.stderr), sys.unraisablehook
     sys.stdout, sys.stderr = cast(TextIO, Stream(sys.stdout, "stdout")), cast(TextIO, Stream(sys.stderr, None))
     gc.set_threshold(GC_THRESHOLD)
     libtpu.hide_without_tpu()
     _signals.clear()
+    sys.unraisablehook = _dropped
     for number in EXIT_CODES:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as for a job in the background
             signal.signal(number, _interrupt)
@@ -62,6 +63,7 @@ def run(command: Callable[[], Any]) -> None:
             _run(command)
     finally:
         sys.stdout, sys.stderr = streams
+        sys.unraisablehook = hook
 
 
 def _run(command: Callable[[], Any]) -> None:
@@ -161,27 +163,38 @@ class _Interrupted(KeyboardInterrupt):
 LOCKING = frozenset(f"{name}.{step}" for name in ("Condition", "_AcquireFutures") for step in ("__enter__", "__exit__"))
 """Functions of the standard library that take or release locks of threads, by their qualified names: an exception in
 one of them leaves a lock taken for ever, and the thread that needs it next would never end."""
-COLLECTING = frozenset({"_xla_gc_callback", "__del__"})
-"""Functions that the collection of garbage calls, by their names: what one of them raises is dropped."""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """The handler of SIGINT and SIGTERM: the work stops. In three places it cannot: while an extension module is
-    imported (some make an ImportError of an exception then, others end the process), in `LOCKING` and in `COLLECTING`.
-    So a timer asks again a little later. If other code makes another exception of this one, that does not matter: `run`
-    looks at the signals that arrived."""
+    imported (some make an ImportError of an exception then, others end the process), in `LOCKING`, and in what the
+    interpreter calls by itself, such as `__del__`, as it drops an exception there. So a timer asks again a little
+    later. If other code makes another exception of this one, that does not matter: `run` looks at the signals that
+    arrived."""
     if number != signal.SIGALRM:
         _signals.append(number)
     while frame is not None:
         code = frame.f_code
         loads = code.co_name in ("create_module", "exec_module")
         loads = loads and isinstance(frame.f_locals.get("self"), ExtensionFileLoader)
-        if loads or code.co_qualname in LOCKING or code.co_name in COLLECTING:
-            signal.signal(signal.SIGALRM, _interrupt)
-            signal.setitimer(signal.ITIMER_REAL, 0.01)
+        if loads or code.co_qualname in LOCKING:
+            _interrupt_later()
             return
         frame = frame.f_back
     raise _Interrupted
+
+
+def _interrupt_later() -> None:
+    signal.signal(signal.SIGALRM, _interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+
+
+def _dropped(dropped: Any) -> None:
+    """The hook of the interpreter for an exception that it drops."""
+    if isinstance(dropped.exc_value, _Interrupted):
+        _interrupt_later()
+    else:
+        sys.__unraisablehook__(dropped)
 
 
 @contextmanager
