@@ -238,7 +238,22 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
     "test_a_kept_adapter_is_trained_further": ("qwen3",),
     "test_interrupted_while_xla_computes_it_ends_all_the_same": (),
     "test_a_padded_batch_of_a_model_that_sees_behind": ("left-layers",),
+    # three kinds of drafts, in one loop
     "test_quantized_drafts_are_near": ("speculators",),
+    "test_quantized_blocks_are_near": ("muse",),
+    "test_quantized_assistants_are_near": ("clusters",),
+    "test_assistants_change_no_token": (),
+    "test_blocks_that_are_right_are_accepted": (),
+    "test_states_of_blocks_are_those_of_the_formulas": ("speculators", "both-ways"),
+    "test_logits_are_those_of_the_formulas": ("sglang",),
+    "test_what_transformers_saves_under_names_of_its_own_is_read": (
+        *("longcat_flash-plain", "kimi_k25-plain", "dory-plain"),
+    ),
+    "test_a_model_is_saved_as_it_is": ("llama-plain", "gpt_oss-plain", "deepseek_v3-groups"),
+    "test_the_inverse_table_gives_the_bytes_of_the_source": (
+        *("llama", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_moe"),
+    ),
+    "test_without_out_the_name_says_the_target_and_the_config": ("args3-tiny-qwen3-nnx-int8_default",),
     "test_what_a_model_cannot_have_is_told": (),
     "test_pages_are_up_to_date": ("Qwen/Qwen3-8B",),
     "test_modules_of_transformers_lead_to_the_tensors_of_releases": (
