@@ -36,7 +36,7 @@ from helpers.families import BY_ID, CASES, FIRST, VISION
 from helpers.joined import joined
 from helpers.sights import SIGHTS
 from tpuconv import api, direct
-from tpuconv.api.quantization import quantizer_by
+from tpuconv.api.quantizers import quantizer_by
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.planning import planned_loading

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from helpers.checkpoints import qwen3_config, random_checkpoint
 from helpers.conversions import Options, convert
+from helpers.encoded import fp8, write_encoded
 from helpers.families import BY_ID
 from helpers.quantizing import ONE_OF_EACH, quantize
 from tpuconv import api
@@ -485,6 +486,28 @@ def test_only_whole_models_that_are_not_quantized_are_measured(ckpt, hf, tmp_pat
     convert(source, tmp_path / "part", Options(layers=range(1)))
     with pytest.raises(UsageError, match="a trial, not a complete model"):
         find_choices(read_manifest(tmp_path / "part"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama-plain",
+        pytest.param("deepseek_v3-groups", marks=pytest.mark.slow),
+        pytest.param("gemma3-plain", marks=pytest.mark.slow),
+    ],
+)
+def test_a_release_costs_what_its_checkpoint_costs(case, hf, tmp_path):
+    """Plain, in FP8, and with a tower."""
+    source, out = hf(BY_ID[case], "bfloat16"), tmp_path / "made" / "ckpt"
+    if case.startswith("deepseek"):
+        write_encoded(BY_ID[case], fp8, lambda case: hf(case, "bfloat16"), source := tmp_path / "fp8")
+    out.parent.mkdir()
+    api.convert(source, out)
+    beside = set(source.parent.iterdir())
+    ours, theirs = (api.sensitivity(place, method="nearest") for place in (out, source))
+    assert [group.to_json() for group in theirs.groups] == [group.to_json() for group in ours.groups]
+    assert set(source.parent.iterdir()) == beside
+    assert not theirs.reused
 
 
 def test_a_file_that_came_to_be_meanwhile_is_not_replaced(tmp_path):

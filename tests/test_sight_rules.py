@@ -17,7 +17,7 @@ from helpers.quantizing import leaves
 from helpers.sights import SIGHTS
 from helpers.whole_sights import difference, logits, made
 from tpuconv import api
-from tpuconv.api.quantization import quantizer_by
+from tpuconv.api.quantizers import quantizer_by
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.planning import planned_quantization
 from tpuconv.convert.run.conversion import run

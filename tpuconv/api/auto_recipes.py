@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tpuconv.api.calibration import CalibrationOptions
-from tpuconv.api.recipes import ROUNDING_METHODS, SensitivityRequest, choices_of, inputs_of, sensitivity
+from tpuconv.api.recipes import ROUNDING_METHODS, SensitivityRequest, inputs_of, sensitivity
 from tpuconv.location import Location
 from tpuconv.progress import Listener
 
@@ -40,11 +40,15 @@ def planned_rules(
 ) -> "tuple[QuantConfig, tuple[str, ...]]":
     """Returns the rules by the costs that an earlier call kept; the config as it is without these, and a note if they
     can be measured."""
+    from tpuconv.api.opened import OpenedModel
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.quantize.recipe.groups import find_choices
+
     if not _is_measurable(ckpt):
         return rules, ()
-    manifest, choices = choices_of(ckpt)
+    manifest = read_manifest(ckpt)
     asked = SensitivityRequest(ckpt, calibration=text.calibration, samples=text.samples, length=text.length)
-    groups = inputs_of(asked, manifest, choices)[2].read()
+    groups = inputs_of(asked, OpenedModel(manifest), find_choices(manifest))[2].read()
     return (rules, (UNMEASURED,)) if groups is None else (_cheapest(rules, groups), ())
 
 

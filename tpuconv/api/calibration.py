@@ -1,17 +1,19 @@
 """The text and the samples of a calibration."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tpuconv.errors import UsageError
-from tpuconv.location import Location, local_path
+from tpuconv.location import local_path
 from tpuconv.options import MOST_TOKENS, option
 from tpuconv.progress import Listener, Progress
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from tpuconv.checkpoint.manifest import Manifest
     from tpuconv.quantize.calibrate.data import CalibrationData
     from tpuconv.quantize.config import QuantConfig
 
@@ -88,8 +90,11 @@ class CalibrationOptions:
     length: int = option(CALIBRATION_LENGTH, "Tokens per sample.", least=2, most=MOST_TOKENS)
 
 
-def calibration_data(ckpt: Location, rules: "QuantConfig", asked: CalibrationOptions) -> "CalibrationData | None":
-    """Returns the samples for a config with a calibration; None for other configs.
+def calibration_data(
+    manifest: "Manifest", rules: "QuantConfig", asked: CalibrationOptions, load: Callable[[], Any]
+) -> "CalibrationData | None":
+    """Returns the samples for a config with a calibration of a checkpoint; None for other configs. `load` returns its
+    model, where that draws the samples.
 
     Raises:
         UsageError: there is a text and no calibration, or a sample has more tokens than the model has positions; or see
@@ -104,31 +109,26 @@ def calibration_data(ckpt: Location, rules: "QuantConfig", asked: CalibrationOpt
             )
         return None
     from tpuconv.checkpoint.companions import tokenizer_folder
-    from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.models.stored import check_positions
     from tpuconv.quantize.calibrate.data import SELF, CalibrationData, from_text
 
-    manifest = read_manifest(ckpt)
     check_positions(manifest, length, "a sample", hint="make `length=` smaller")
     if str(text) == SELF:
-        return CalibrationData(SELF, samples, length, "", lambda: _drawn(ckpt, samples, length))
+        return CalibrationData(SELF, samples, length, "", lambda: _drawn(manifest, load(), samples, length))
     file = None if text is None else local_path(text, "a text to calibrate on is a local file")
     with tokenizer_folder(manifest) as folder:
         return from_text(folder, file, samples, length)
 
 
-def _drawn(ckpt: Location, samples: int, length: int) -> "np.ndarray":
-    """Token ids [samples, length] that the model draws itself, at temperature 1, the same in every run. They begin with
-    the token that begins a text, or, if config.json names none, with a random one."""
+def _drawn(manifest: "Manifest", model: Any, samples: int, length: int) -> "np.ndarray":
+    """Token ids [samples, length] that the model of a checkpoint draws itself, at temperature 1, the same in every run.
+    They begin with the token that begins a text, or, if config.json names none, with a random one."""
     import numpy as np
 
-    from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import read_checkpoint_config
     from tpuconv.models.generate import Generator, Sampling
-    from tpuconv.restore import load
     from tpuconv.sources.config import parts_of
 
-    manifest = read_manifest(ckpt)
     vocabulary = manifest.arrays["embed.embedding"].shape[0]
     raw = read_checkpoint_config(manifest)
     begin = raw.get("bos_token_id", parts_of(raw)[-1].get("bos_token_id"))
@@ -136,7 +136,6 @@ def _drawn(ckpt: Location, samples: int, length: int) -> "np.ndarray":
         first = [begin] * samples
     else:
         first = np.random.default_rng(0).integers(0, vocabulary, samples).tolist()
-    model: Any = load(ckpt)
     generator = Generator(model, Sampling(temperature=1.0))
     out = np.empty((samples, length), np.int32)
     for start in range(0, samples, DRAWN_AT_ONCE):

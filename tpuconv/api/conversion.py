@@ -4,7 +4,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from tpuconv.api.converted import Conversion, ConversionPlan
-from tpuconv.api.quantization import find_rules, quantizer_by
+from tpuconv.api.quantizers import find_rules, quantizer_by
 from tpuconv.api.running import downloading_again, run_plan
 from tpuconv.convert.plan.options import Fetching, Options
 from tpuconv.hosts import ProcessPart

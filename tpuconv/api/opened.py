@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from tpuconv.api.quantization import find_rules, quantizer_by
+from tpuconv.api.quantizers import find_rules, quantizer_by
 from tpuconv.convert.plan.options import Options
 from tpuconv.errors import PushedCheckpoint, UsageError
 from tpuconv.location import BucketPath, Location, plain_path, to_location
@@ -16,6 +16,7 @@ from tpuconv.names import MANIFEST, OWN_TARGET
 if TYPE_CHECKING:
     from tpuconv.checkpoint.manifest import Manifest
     from tpuconv.convert.plan.types import Plan
+    from tpuconv.quantize.calibrate.layers import ReadArray
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,18 @@ class OpenedModel:
 
         reader = ReleaseArrays(self.plan, Limits.of_this_machine())
         return restore.load_from(self.manifest, reader, dtype, mesh, mtp=mtp)
+
+    @contextmanager
+    def reading(self) -> "Iterator[ReadArray | None]":
+        """Yields a function that makes the arrays of a release one at a time; None for a checkpoint of ours, whose
+        files have them."""
+        if self.plan is None:
+            yield None
+            return
+        from tpuconv.verify.weights.planned import made_arrays
+
+        with made_arrays(self.plan) as made:
+            yield lambda name, layer: made[name] if layer is None else made[name][layer]
 
     def load_on_all_devices(self, dtype: Any = None, *, mtp: bool = False, beside: "OpenedModel | None" = None) -> Any:
         """Returns the model, sharded over all devices (with `jax.distributed`, of all processes); with `mtp` and its

@@ -328,7 +328,7 @@ def _chosen_rules(rules: "QuantConfig", raw: Mapping[str, Any]) -> "QuantConfig"
 def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str, write_layouts: bool) -> dict[str, Any]:
     """Config, quantization and dtype of a source or a checkpoint, without its weights. `write_layouts` asks for a
     complete checkpoint."""
-    from tpuconv.api.quantization import find_rules
+    from tpuconv.api.quantizers import find_rules
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import check_logits
     from tpuconv.models.common.config_keys import without_keys

@@ -1,6 +1,5 @@
 """Quantize, and plan a quantization."""
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING
 from tpuconv.api.auto_recipes import measured_rules, planned_rules
 from tpuconv.api.calibration import CalibrationOptions, CalibrationText, calibration_data
 from tpuconv.api.converted import Conversion, ConversionPlan
+from tpuconv.api.quantizers import quantizer_by
 from tpuconv.api.running import run_plan
 from tpuconv.errors import UsageError
 from tpuconv.hosts import ProcessPart
@@ -27,11 +27,7 @@ from tpuconv.options import (
 from tpuconv.progress import Listener, ignore
 
 if TYPE_CHECKING:
-    from tpuconv.convert.plan.planning import Quantizer
-    from tpuconv.convert.plan.quantization import Quantization
     from tpuconv.convert.plan.types import Plan
-    from tpuconv.models.common.config import DecoderConfig
-    from tpuconv.models.registry import Family
     from tpuconv.quantize.calibrate.data import CalibrationData
     from tpuconv.quantize.config import QuantConfig
 
@@ -83,9 +79,10 @@ def quantize(asked: QuantizeRequest) -> Conversion:
     from tpuconv.convert.plan.planning import planned_quantization, workspace_folder
     from tpuconv.convert.run.conversion import read_ahead
     from tpuconv.convert.run.sizing import Limits
+    from tpuconv.quantize.config import find_config
 
     folder, out = to_location(asked.ckpt), to_location(asked.out) if asked.out else None
-    rules = _required_rules(asked.config)
+    rules = find_config(str(asked.config))
     if rules.target_bits is not None and asked.part is None:
         rules = measured_rules(rules, folder, asked, asked.progress)
     if asked.part is not None and rules.calibration is not None:
@@ -102,7 +99,7 @@ def quantize(asked: QuantizeRequest) -> Conversion:
             "has no calibration",
             hint="leave `workspace=` out",
         )
-    quantizer = quantizer_by(rules, calibration_data(folder, rules, asked))
+    quantizer = quantizer_by(rules, _calibration_data(folder, rules, asked))
     planned = planned_quantization(folder, quantizer, compress=asked.compress, ahead=read_ahead)
     planned.check()
     limits = Limits.of_this_machine(asked.jobs, asked.max_memory)
@@ -120,53 +117,25 @@ def plan_quantization(asked: PlanQuantizationRequest) -> ConversionPlan:
         TpuconvError: `ckpt` is no checkpoint that can be quantized, or the config does not fit it.
     """
     from tpuconv.convert.plan.planning import planned_quantization
+    from tpuconv.quantize.config import find_config
 
-    folder, rules = to_location(asked.ckpt), _required_rules(asked.config)
+    folder, rules = to_location(asked.ckpt), find_config(str(asked.config))
     notes: tuple[str, ...] = ()
     if rules.target_bits is not None:
         rules, notes = planned_rules(rules, folder, asked)
-    data = calibration_data(folder, rules, asked) if not notes else None
+    data = _calibration_data(folder, rules, asked) if not notes else None
     quantizer = quantizer_by(rules, data, notes)
     planned = planned_quantization(folder, quantizer, compress=asked.compress, ahead=None)
     planned.check()
     return replace(ConversionPlan.sized(planned, rules, asked), calibration=_text_of(planned))
 
 
-def find_rules(config: str | Path | None, encoding: str = "dequantize") -> "QuantConfig | None":
-    """Returns the quantization config of a name or path; None where none is given.
+def _calibration_data(ckpt: Location, rules: "QuantConfig", asked: QuantizationOptions) -> "CalibrationData | None":
+    """Returns the samples for a config with a calibration; None for other configs."""
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.restore import load
 
-    Raises:
-        ConfigError: it is no valid config.
-        UsageError: there is none of this name, or encoded weights are to be kept.
-    """
-    if config is None:
-        return None
-    if encoding == "keep":
-        raise UsageError(
-            '`encoding="keep"` and `quantize=` exclude each other: weights that stay encoded are not quantized again',
-            hint="give one of them",
-        )
-    return _required_rules(config)
-
-
-def quantizer_by(rules: "QuantConfig", data: "CalibrationData | None" = None, notes: Sequence[str] = ()) -> "Quantizer":
-    """Returns what decides by rules how the parameters of a plan are quantized; it imports jax when it is called. The
-    result has the notes."""
-
-    def quantizer(
-        plain: "Plan", family: "Family", config: "DecoderConfig", *, for_servers: bool = False
-    ) -> "Quantization":
-        from tpuconv.quantize.apply import quantization
-
-        return quantization(plain, family, config, rules, data, notes, for_servers=for_servers)
-
-    return quantizer
-
-
-def _required_rules(config: str | Path) -> "QuantConfig":
-    from tpuconv.quantize.config import find_config
-
-    return find_config(str(config))
+    return calibration_data(read_manifest(ckpt), rules, asked, lambda: load(ckpt))
 
 
 def _text_of(plan: "Plan") -> CalibrationText | None:

@@ -57,7 +57,7 @@ class _Planner:
 
     def plan(self, options: "Options", config: str | None = None) -> "Plan":
         """Returns a plan without faults; raises TpuconvError if the conversion is refused."""
-        from tpuconv.api.quantization import find_rules, quantizer_by
+        from tpuconv.api.quantizers import find_rules, quantizer_by
         from tpuconv.convert.plan.planning import plan_source
 
         rules = find_rules(config)
@@ -135,7 +135,7 @@ def recipe_of(source: "Source", src: str, model: str, *, from_headers: bool) -> 
 
 def _forms(planner: _Planner, plain: "Plan", *, has_experts: bool) -> Iterator[ModelForm]:
     """Yields the unquantized form, the form of the release if it is encoded, and the forms of packaged configs."""
-    from tpuconv.api.quantization import find_rules
+    from tpuconv.api.quantizers import find_rules
     from tpuconv.convert.plan.options import Options
 
     dtypes = sorted({array.dtype.name for array in plain.arrays.values() if not array.buffer})
@@ -180,7 +180,7 @@ def _device_bytes(plan: "Plan") -> int:
 
 def _quantized_bytes(planner: _Planner, plain: "Plan", rules: "QuantConfig") -> int:
     """Returns the bytes of all parameters in device memory, quantized by rules, with their scales."""
-    from tpuconv.api.quantization import quantizer_by
+    from tpuconv.api.quantizers import quantizer_by
     from tpuconv.convert.plan.options import Options
 
     chosen = quantizer_by(rules)(plain, planner.family, planner.config)

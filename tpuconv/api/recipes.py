@@ -14,8 +14,10 @@ from tpuconv.progress import Listener, Progress, ignore
 from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
+    from tpuconv.api.opened import OpenedModel
     from tpuconv.checkpoint.manifest import Manifest
     from tpuconv.quantize.calibrate.data import CalibrationData
+    from tpuconv.quantize.calibrate.layers import ReadArray
     from tpuconv.quantize.calibration_settings import Calibration
     from tpuconv.quantize.recipe.costs import KeptCosts
     from tpuconv.quantize.recipe.groups import Choices
@@ -64,7 +66,8 @@ class Sensitivity(OneLine):
     """KL(unquantized || one group quantized) for each group of parameters, in nats a token.
 
     Attributes:
-        checkpoint: the folder of the checkpoint.
+        checkpoint: the checkpoint, or the release.
+        is_release: whether it is a release.
         dtype: in which the model ran.
         method: how weights were rounded, of `ROUNDING_METHODS`.
         prompts: how many prompts it was measured on.
@@ -76,6 +79,7 @@ class Sensitivity(OneLine):
     """
 
     checkpoint: Location
+    is_release: bool
     dtype: str
     method: str
     prompts: int
@@ -117,7 +121,7 @@ class Sensitivity(OneLine):
 class SensitivityRequest(CalibrationOptions):
     """The arguments of `sensitivity`."""
 
-    ckpt: str | Location = field(metadata=argument("A checkpoint that is not quantized."))
+    ckpt: str | Location = field(metadata=argument("A checkpoint that is not quantized, or a release."))
     _: KW_ONLY
     target_bits: float | None = option(
         None, "Write the config with the lowest KL divergence at this many bits a weight, and stop."
@@ -143,30 +147,45 @@ class SensitivityRequest(CalibrationOptions):
 @takes(SensitivityRequest)
 def sensitivity(asked: SensitivityRequest) -> Sensitivity:
     """Measures, in float32 on prompts, what each group of parameters costs the model in each type of
-    `tpuconv.quantize.recipe.groups.OPTION_KINDS`, a layer at a time. The costs are kept beside the checkpoint, and used
-    again for the same checkpoint, prompts, and rounding; see `tpuconv.quantize.recipe.costs`.
+    `tpuconv.quantize.recipe.groups.OPTION_KINDS`, a layer at a time. The costs are kept beside a checkpoint, and used
+    again for the same checkpoint, prompts, and rounding; see `tpuconv.quantize.recipe.costs`. The weights of a release
+    are read and decoded a layer at a time, and nothing is kept.
 
     Raises:
         UsageError: no recipe takes so few bits, the checkpoint is quantized, or there is no text to calibrate on.
+        TpuconvError: the release cannot be planned; see `tpuconv.api.plan`.
         OutputError: the recipe's file exists.
         GateError: logits of the model are not finite, or no recipe holds the gates.
     """
-    from tpuconv.quantize.calibrate.memory import widest_input
-    from tpuconv.quantize.recipe import search
-    from tpuconv.quantize.recipe.layerwise import DTYPE, LayerwiseProbe
+    from tpuconv.api.opened import opened_model
+    from tpuconv.convert.plan.options import Options
     from tpuconv.storage.reports import check_free
 
     if asked.target_bits is not None and asked.gates:
         raise UsageError("a number of bits and gates exclude each other", hint="give one of them")
-    folder, out = to_location(asked.ckpt), local_path(asked.recipe)
-    manifest, choices = choices_of(folder)
+    out = local_path(asked.recipe)
     is_written = asked.target_bits is not None or bool(asked.gates)
     if is_written:
         for path in (out, out.with_suffix(PICTURE)):
             check_free(path, "recipe", overwrite=asked.overwrite)
+    with opened_model(asked.ckpt, Options()) as opened, opened.reading() as read:
+        return _measured_costs(asked, out, opened, read)
+
+
+def _measured_costs(
+    asked: SensitivityRequest, out: Path, opened: "OpenedModel", read: "ReadArray | None"
+) -> Sensitivity:
+    """Returns the costs of a model whose arrays `read` makes, and writes a recipe to `out` if one is asked for."""
+    from tpuconv.quantize.calibrate.memory import widest_input
+    from tpuconv.quantize.recipe import search
+    from tpuconv.quantize.recipe.groups import find_choices
+    from tpuconv.quantize.recipe.layerwise import DTYPE, LayerwiseProbe
+
+    folder, manifest = to_location(asked.ckpt), opened.manifest
+    choices, is_written = find_choices(manifest), asked.target_bits is not None or bool(asked.gates)
     if asked.target_bits is not None:
         choices.space.check(asked.target_bits)
-    ids, rounding, kept = inputs_of(asked, manifest, choices)
+    ids, rounding, kept = inputs_of(asked, opened, choices)
     data = rounding[1] if rounding else None
     tokens, text = sum(map(len, ids)), None
     if rounding:
@@ -175,9 +194,9 @@ def sensitivity(asked: SensitivityRequest) -> Sensitivity:
     groups, found = kept.read(), None
     reused = groups is not None
     if groups is not None and not is_written:
-        return Sensitivity(folder, DTYPE, asked.method, len(ids), tokens, groups, None, reused, text)
+        return Sensitivity(folder, read is not None, DTYPE, asked.method, len(ids), tokens, groups, None, reused, text)
     with TemporaryDirectory(dir=out.absolute().parent if is_written else None) as work:
-        probe = LayerwiseProbe(manifest, choices, ids, Path(work), rounding)
+        probe = LayerwiseProbe(manifest, choices, ids, Path(work), rounding, read)
         if groups is None:
             total = sum(group.options[0].bits for group in choices.space.groups) // 8
             groups = probe.each(lambda done, of: asked.progress(Progress("measuring", total * done // of, total)))
@@ -204,20 +223,11 @@ def sensitivity(asked: SensitivityRequest) -> Sensitivity:
                 chosen=chosen,
             )
             _write(manifest, space, sums, found, (ids, asked.prompts_from), (asked.method, data), asked.overwrite)
-    return Sensitivity(folder, DTYPE, asked.method, len(ids), tokens, groups, found, reused, text)
-
-
-def choices_of(folder: Location) -> "tuple[Manifest, Choices]":
-    """Returns the manifest of a checkpoint, and the types to choose from."""
-    from tpuconv.checkpoint.manifest import read_manifest
-    from tpuconv.quantize.recipe.groups import find_choices
-
-    manifest = read_manifest(folder)
-    return manifest, find_choices(manifest)
+    return Sensitivity(folder, read is not None, DTYPE, asked.method, len(ids), tokens, groups, found, reused, text)
 
 
 def inputs_of(
-    asked: SensitivityRequest, manifest: "Manifest", choices: "Choices"
+    asked: SensitivityRequest, opened: "OpenedModel", choices: "Choices"
 ) -> "tuple[list[list[int]], tuple[Calibration, CalibrationData] | None, KeptCosts]":
     """Returns the token ids of the prompts, the settings and the text of the rounding, and the costs that were kept
     with these."""
@@ -228,13 +238,14 @@ def inputs_of(
     from tpuconv.quantize.recipe.costs import KeptCosts
     from tpuconv.verify.preparation import tokenized
 
+    manifest = opened.manifest
     with tokenizer_folder(manifest) as tokenizer:
         ids = tokenized(manifest, tokenizer, asked.prompts)
     settings = None if asked.method == "nearest" else Calibration(asked.method)
     data = None
     if settings or asked.calibration is not None:
         named = QuantConfig(f'`method="{asked.method}"`', "", (), calibration=settings)
-        data = calibration_data(manifest.folder, named, asked)
+        data = calibration_data(manifest, named, asked, opened.load)
     rounding = (settings, data) if settings and data else None
     return ids, rounding, KeptCosts(manifest, choices.space, ids, rounding)
 

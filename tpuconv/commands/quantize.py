@@ -42,7 +42,7 @@ CONFIG = {
     "tpuconv quantize Qwen3-8B-orbax /data/Qwen3-8B-mine --config ./mine.yaml",
     "tpuconv quantize Qwen3-8B-orbax --config auto:4.5",
     "tpuconv quantize Qwen3-8B-orbax --sensitivity",
-    "tpuconv quantize Qwen3-8B-orbax --target-bits 5.5",
+    "tpuconv quantize Qwen/Qwen3-8B --target-bits 5.5",
     "tpuconv quantize Qwen3-8B-orbax --gate top1=0.99",
     "tpuconv quantize --list",
     "tpuconv quantize --show int4_weight_only > mine.yaml",
@@ -86,9 +86,9 @@ def quantize(
     With --config auto:4.5 the costs of groups of parameters are measured once, and OUT has the types that cost least at
     4.5 bits per quantized weight.
 
-    --sensitivity, --target-bits and --gate measure and do not quantize CKPT. The model runs on prompts, layer by layer
-    in float32, to measure the KL divergence of each group of parameters in int8 and in int4. --gate searches for the
-    smallest config that passes.
+    --sensitivity, --target-bits and --gate measure and do not quantize CKPT, which may be a release. The model runs on
+    prompts, layer by layer in float32, to measure the KL divergence of each group of parameters in int8 and in int4.
+    --gate searches for the smallest config that passes.
     """
     if as_list:
         _list_configs(as_json)
@@ -269,11 +269,14 @@ def _show_sensitivity(found: "api.Sensitivity", as_json: bool, calibrated: str) 
     kept = "; reused from an earlier run" if found.reused else ""
     show(f"  KL(unquantized || this group quantized), nats a token, worst first{kept}")
     if recipe:
+        quantizing = f"tpuconv quantize {found.checkpoint}"
+        if found.is_release:
+            quantizing = f"tpuconv convert {found.checkpoint}, and tpuconv quantize"
         show(
             (str(recipe.out), "bold"),
             f": {recipe.bits_per_weight:.2f} bits a weight; KL {recipe.measured_kl:.3g} and "
             f"top-1 {100 * recipe.measured_top1:.2f}% measured, KL {recipe.predicted_kl:.3g} predicted by the sum "
             "over groups; "
             f"plot: {recipe.picture}. "
-            f"Next: tpuconv quantize {found.checkpoint} --config {recipe.out}{calibrated}",
+            f"Next: {quantizing} --config {recipe.out}{calibrated}",
         )

@@ -29,6 +29,9 @@ from tpuconv.models.stored import model_config
 HEAD_STAGE = "lm_head"
 """The stage after the last layer: the product with the head."""
 
+ReadArray = Callable[[str, int | None], np.ndarray]
+"""Reads an array of a checkpoint by its name, or the slice of one layer if its first axis is L."""
+
 Weights = dict[str, jax.Array]
 """The arrays of a stage, by the names that they have in a model of separate layers."""
 
@@ -89,8 +92,9 @@ class LayerRunner:
     """Runs the stages of a model: its layers, and `HEAD_STAGE`, if it has a matrix of its own.
 
     Args:
-        manifest: the checkpoint, not quantized.
+        manifest: the checkpoint, or the planned one of a release, not quantized.
         length: tokens of each sample.
+        read: reads its arrays; None for a checkpoint, whose files are read.
 
     Raises:
         UnsupportedConfig: some layers run several times.
@@ -100,7 +104,7 @@ class LayerRunner:
         changing: how many of them, the first ones, layers change.
     """
 
-    def __init__(self, manifest: Manifest, length: int):
+    def __init__(self, manifest: Manifest, length: int, read: ReadArray | None = None):
         family = get_family(manifest.family)
         config = model_config(manifest)
         if len(config.executed_layers) > config.num_hidden_layers:
@@ -108,7 +112,7 @@ class LayerRunner:
                 f"the layers of {config.model_type} cannot be calibrated or measured one by one: {config.inseparable}",
                 hint="give a config of rules, without calibration",
             )
-        self.manifest = manifest
+        self.manifest, self._read_array = manifest, read or partial(read_array, manifest)
         self.model = nnx.eval_shape(lambda: family.model_class(config, dtype=jnp.float32))
         layers = len(self.model.layers)
         self.stages = [f"layers.{i}" for i in range(layers)] + [HEAD_STAGE] * (self.model.lm_head is not None)
@@ -208,7 +212,7 @@ class LayerRunner:
         """Reads the arrays of a module before the layers: embeddings, which are large, in the dtype that they are
         stored in; all others in the model's dtype, in which functions of them are computed."""
         dtypes = _names({name: getattr(self.model, name)})
-        arrays = {n: read_array(self.manifest, n, None) for n in dtypes}
+        arrays = {n: self._read_array(n, None) for n in dtypes}
         return {n: jnp.asarray(x if n.endswith(".embedding") else x.astype(dtypes[n])) for n, x in arrays.items()}
 
     def names(self, stage: str) -> dict[str, Any]:
@@ -229,7 +233,7 @@ class LayerRunner:
 
     def _read(self, modules: Mapping[str, Any]) -> Weights:
         names = _names(modules).items()
-        return {n: jnp.asarray(read_array(self.manifest, *self.stored_name(n)).astype(dtype)) for n, dtype in names}
+        return {n: jnp.asarray(self._read_array(*self.stored_name(n)).astype(dtype)) for n, dtype in names}
 
     def observe(self, stage: str, weights: Weights, x_TD: np.ndarray) -> list[Observed]:
         """Runs a stage on the states [T, W] of one sample. Returns the inputs of its products with kernels. A kernel

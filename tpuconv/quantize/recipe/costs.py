@@ -24,10 +24,10 @@ COSTS_SCHEMA = {"facts": dict, "costs": [[float]]}
 
 class KeptCosts:
     """The costs of one checkpoint, in the file `.<CHECKPOINT>.sensitivity.json` beside it. Nothing is kept of one in a
-    bucket, nor where the file cannot be written.
+    bucket or of a release, nor where the file cannot be written.
 
     Args:
-        manifest: the checkpoint.
+        manifest: the checkpoint, or the planned one of a release.
         space: the groups and their options.
         prompts: the token ids of each prompt.
         calibration: the settings of GPTQ and its data; None if weights are rounded to nearest.
@@ -42,7 +42,7 @@ class KeptCosts:
     ):
         folder = manifest.folder
         self.path = None
-        if isinstance(folder, Path):
+        if isinstance(folder, Path) and manifest.sealed.identity:
             folder = folder.absolute()
             self.path = folder.with_name(f".{folder.name}.sensitivity.json")
         self._space = space

@@ -20,7 +20,7 @@ from tpuconv.errors import GateError, ResourceError, UsageError
 from tpuconv.models.logits import divergences, log_softmax
 from tpuconv.models.stored import model_config
 from tpuconv.quantize.calibrate.data import CalibrationData
-from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, Weights
+from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, ReadArray, Weights
 from tpuconv.quantize.calibrate.rounding import Rounding
 from tpuconv.quantize.calibrate.run import HiddenStates
 from tpuconv.quantize.calibrate.scaled import rounded_by_scales, stage_inputs
@@ -73,11 +73,12 @@ class LayerwiseProbe:
     """Measures on a checkpoint, layer by layer.
 
     Args:
-        manifest: the checkpoint, not quantized.
+        manifest: the checkpoint, or the planned one of a release, not quantized.
         choices: what to measure.
         prompts: the token ids of each.
         folder: for the files, on a disk with room for the states of all variants.
         calibration: the settings of GPTQ or AWQ and what the model runs on for it; None to round to nearest.
+        read: reads its arrays; None for a checkpoint, whose files are read.
 
     Its methods raise GateError if the states or the logits are not finite.
 
@@ -93,6 +94,7 @@ class LayerwiseProbe:
         prompts: Sequence[Sequence[int]],
         folder: Path,
         calibration: tuple[Calibration, CalibrationData] | None = None,
+        read: ReadArray | None = None,
     ):
         length, numbers = max(map(len, prompts)), count()
         self._choices, self._prompts, self._calibration = choices, prompts, calibration
@@ -104,12 +106,12 @@ class LayerwiseProbe:
                 hint=f"give prompts of at most {limit} tokens",
             )
         ids_PT = np.array([[*ids, *[0] * (length - len(ids))] for ids in prompts], np.int32)
-        self._runner = LayerRunner(manifest, length)
+        self._runner = LayerRunner(manifest, length, read)
         self._texts = _Sequences(self._runner, ids_PT, folder, numbers)
         self._samples = None
         if calibration:
             data = calibration[1]
-            self._samples = _Sequences(LayerRunner(manifest, data.length), data.ids(), folder, numbers)
+            self._samples = _Sequences(LayerRunner(manifest, data.length, read), data.ids(), folder, numbers)
         tokens = ids_PT.size * (2 + sum(len(self._quantizing(group)) for group in choices.space.groups))
         tokens += 2 * calibration[1].samples * calibration[1].length if calibration else 0
         needed = 4 * tokens * self._runner.width

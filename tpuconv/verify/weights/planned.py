@@ -26,9 +26,7 @@ def parameters(manifest: Manifest, plan: Plan | None) -> Iterator[dict[str, Weig
     if plan is None:
         yield dict(layer_weights(manifest))
         return
-    reader = plan.source.open(lambda: None, hashes=())
-    try:
-        made = MadeArrays(plan, reader)
+    with made_arrays(plan) as made:
         yield {
             name: PlannedWeight(
                 name=name,
@@ -43,6 +41,14 @@ def parameters(manifest: Manifest, plan: Plan | None) -> Iterator[dict[str, Weig
             )
             for name, array in plan.arrays.items()
         }
+
+
+@contextmanager
+def made_arrays(plan: Plan) -> "Iterator[MadeArrays]":
+    """Yields the arrays of a plan, and checks at the end that the source is still the same."""
+    reader = plan.source.open(lambda: None, hashes=())
+    try:
+        yield MadeArrays(plan, reader)
         reader.check_unchanged()
     finally:
         reader.close()
