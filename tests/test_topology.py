@@ -199,6 +199,10 @@ def test_fewer_key_value_heads_than_chips(context, holders, exchanges, tmp_path)
     counts = {entry["op"]: entry["count"] for entry in one["programs"]["decode"]["collectives"]}
     assert counts["all-reduce"] == 2 * 3 + 1
     assert counts.get("all-to-all", 0) == exchanges * 3
+    prefill = one["programs"]["prefill"]
+    gathered = sum(entry["bytes"] for entry in prefill["collectives"] if entry["op"] == "all-gather")
+    hidden_states = 2 * 4 * prefill["tokens"] * 256
+    assert gathered < hidden_states  # of one layer: queries, keys and values are made of the same
 
 
 @compiler
