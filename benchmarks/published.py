@@ -167,7 +167,7 @@ def compiled(step: Step, layers: int) -> dict[str, float]:
     return {
         "peak": done.memory_analysis().peak_memory_in_bytes,
         "floor": sum(schedule.hbm) / chip.bandwidth,
-        "estimate": schedule.estimate(chip.bandwidth, chip.ici, chip.clock),
+        "estimate": schedule.estimate(chip.bandwidth, chip.ici, chip.clock).seconds,
     }
 
 

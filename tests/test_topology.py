@@ -28,7 +28,8 @@ from tpuconv.notation.sharding import (
 )
 from tpuconv.verify.topology import request as tpu
 from tpuconv.verify.topology.chips import CHIPS, Slice, parse_topologies
-from tpuconv.verify.topology.hlo import Schedule, values
+from tpuconv.verify.topology.hlo import Schedule
+from tpuconv.verify.topology.instructions import values
 
 MANY = """
 import json, re, sys
@@ -198,6 +199,10 @@ def test_fewer_key_value_heads_than_chips(context, holders, exchanges, tmp_path)
     counts = {entry["op"]: entry["count"] for entry in one["programs"]["decode"]["collectives"]}
     assert counts["all-reduce"] == 2 * 3 + 1
     assert counts.get("all-to-all", 0) == exchanges * 3
+    prefill = one["programs"]["prefill"]
+    gathered = sum(entry["bytes"] for entry in prefill["collectives"] if entry["op"] == "all-gather")
+    hidden_states = 2 * 4 * prefill["tokens"] * 256
+    assert gathered < hidden_states  # of one layer: queries, keys and values are made of the same
 
 
 @compiler
@@ -582,7 +587,7 @@ def test_a_schedule_is_read_with_its_loops():
     # the prefetch; five turns of the loop; the product with the weight; the copy; what is updated in place reads x
     assert read == large + 5 * small + (small + weight) + large + small
     assert written == 5 * small + large + row
-    assert schedule.estimate(819e9, 45e9, 1.5e9) > (read + written) / 819e9
+    assert schedule.estimate(819e9, 45e9, 1.5e9).seconds > (read + written) / 819e9
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, apply_rope_to_neighbours, attention
+from tpuconv.models.common.placement import placed
 from tpuconv.models.common.steps import Step
 from tpuconv.notation.letters import with_letters
 
@@ -37,6 +38,9 @@ class Attention(nnx.Module):
         self.o = Einsum("BTNH,NHD->BTD", sizes, bias=out_bias, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        if x_BTD.shape[1] > 1:
+            # With a cache that is sharded over the batch, XLA would norm each chip's sequences and gather them for `q`.
+            x_BTD = placed(x_BTD, "B T D")
         q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
         kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
         visible_BTS, bias_BNS = step.visible(window), self.score_bias(step)

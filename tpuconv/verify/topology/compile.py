@@ -184,6 +184,7 @@ class _Compilation:
         schedule = Schedule(str(compiled.as_text()))
         read, written = schedule.hbm
         chip = self.topology.chip
+        estimate = schedule.estimate(chip.bandwidth, chip.ici, chip.clock)
         return Program(
             name=name,
             tokens=tokens,
@@ -195,12 +196,12 @@ class _Compilation:
             hbm_written=written,
             floor=(read + written) / chip.bandwidth,
             expected_floor=schedule.hbm_expected / chip.bandwidth,
-            estimate=schedule.estimate(chip.bandwidth, chip.ici, chip.clock),
+            estimate=estimate.seconds,
             collectives=schedule.collectives(),
             products=schedule.products(),
             copies=schedule.copies(),
             custom_calls=schedule.custom_calls(),
-            communication=schedule.communication(chip.ici),
+            communication=estimate.communication,
         )
 
     def _see(self) -> Any:

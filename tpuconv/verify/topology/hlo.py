@@ -2,10 +2,7 @@
 estimate of its time.
 
 XLA's own cost analysis counts a loop's body once, and a prefetch several times. `Schedule` follows the instructions in
-the order of execution, and counts a loop's body once per iteration. A shape in the text says which memory a value is
-in: `S(1)` is on the chip (VMEM), no `S` is HBM.
-
-One file because parser, traffic and statistics share the `Instruction` and are read together.
+the order of execution, and counts a loop's body once per iteration.
 """
 
 import re
@@ -14,16 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-TYPE_BITS: Mapping[str, int] = {
-    **{"pred": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "f4e2m1fn": 4},
-    **{"f8e4m3fn": 8, "f8e5m2": 8, "f8e4m3b11fnuz": 8, "f8e8m0fnu": 8, "f8e4m3": 8, "f8e3m4": 8},
-    **{"bf16": 16, "f16": 16, "s16": 16, "u16": 16, "f32": 32, "s32": 32, "u32": 32, "s64": 64, "u64": 64, "f64": 64},
-}
-_SHAPE = re.compile(rf"\b({'|'.join(sorted(TYPE_BITS, key=len, reverse=True))})\[([0-9,]*)\](?:\{{([^{{}}]*)\}})?")
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(")
+from tpuconv.verify.topology.collectives import SENT_SHARES, Collective, find_collective
+from tpuconv.verify.topology.instructions import TYPE_BITS, Computation, Instruction, Value, read_computations
 
 FREE = frozenset(
     {
@@ -39,7 +30,6 @@ FREE = frozenset(
     }
 )
 """Instructions that move no data."""
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "ragged-all-to-all", "all-to-all", "collective-permute")
 VIEWS = frozenset({"bitcast", "copy", "convert", "reshape", "transpose"})
 """Instructions of a fused computation whose result has the elements of their operand."""
 BOOKKEEPING = frozenset({"ConcatBitcast", "SliceBitcast", "AssumeGatherIndicesInBound", "AllocateBuffer"})
@@ -50,135 +40,16 @@ LARGE_COPY = 1 << 20
 
 
 @dataclass(frozen=True)
-class Value:
-    """One array of a result. `space` is its memory space, 0 for HBM; `nbytes` includes the padding of its tiles."""
-
-    dtype: str
-    dims: tuple[int, ...]
-    space: int
-    nbytes: int
-
-
-def values(text: str) -> list[Value]:
-    """Returns the arrays of a shape, such as `bf16[8,128]{1,0:T(8,128)(2,1)S(1)}`, or of a tuple of shapes."""
-    out = []
-    for dtype, dims_text, layout in _SHAPE.findall(text):
-        dims = tuple(int(size) for size in dims_text.split(",") if size)
-        padded, space = list(dims), 0
-        if layout:
-            order = [int(axis) for axis in layout.partition(":")[0].split(",") if axis]
-            in_space, tile = re.search(r"S\((\d+)\)", layout), re.search(r"T\(([0-9,]+)\)", layout)
-            space = int(in_space[1]) if in_space else 0
-            if tile and len(order) == len(dims):
-                for size, axis in zip(reversed(tile[1].split(",")), order, strict=False):
-                    padded[axis] = -(-padded[axis] // int(size)) * int(size)
-        out.append(Value(dtype, dims, space, prod(padded) * TYPE_BITS[dtype] // 8))
-    return out
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One instruction.
-
-    Attributes:
-        name: unique in its computation.
-        result: the text of its shape.
-        op: such as "fusion".
-        operands: names of the instructions that it takes.
-        arguments: the text between its brackets.
-        attributes: the text after its brackets.
-        is_root: whether its value is the result of the computation.
-    """
-
-    name: str
-    result: str
-    op: str
-    operands: tuple[str, ...]
-    arguments: str
-    attributes: str
-    is_root: bool
-
-    @cached_property
-    def values(self) -> list[Value]:
-        """The arrays of the result."""
-        return values(self.result)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the result."""
-        return sum(value.nbytes for value in self.values)
-
-    @property
-    def hbm(self) -> int:
-        """The bytes of the result that are in HBM."""
-        return sum(value.nbytes for value in self.values if value.space == 0)
-
-    @property
-    def kind(self) -> str:
-        """The op, without `-start`."""
-        return self.op.removesuffix("-start")
-
-    @property
-    def cycles(self) -> int:
-        """The compiler's estimate of its clock cycles; 0 if there is none."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
-        return int(found[1]) if found else 0
-
-    @property
-    def accessed(self) -> int | None:
-        """The bytes that a custom call reads and writes by its own cost estimate; None if it has none."""
-        found = re.search(r'"bytes_accessed":"(\d+)"', self.attributes) if self.op == "custom-call" else None
-        return int(found[1]) if found else None
-
-    def called(self, attribute: str) -> str:
-        """Returns the name of the computation that `attribute` refers to, or ""."""
-        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
-        return found[1] if found else ""
-
-    @property
-    def source(self) -> str:
-        """The operation of the model that this instruction was compiled from, or ""."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
-
-    @property
-    def kernel(self) -> str:
-        """The name of a kernel without its number. Newer compilers may append the name of the parameter that takes the
-        result: `few_rows.2.x`."""
-        return re.sub(r"\.\d+(\..*)?$", "", self.name)
-
-    @property
-    def target(self) -> str:
-        """The target of a custom call, or ""."""
-        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
-        return found[1] if found else ""
-
-
-def _split_type(text: str) -> tuple[str, str]:
-    """Splits `operands), attributes` into operands and attributes."""
-    depth = 0
-    for at, letter in enumerate(text):
-        if letter in "([{":
-            depth += 1
-        elif letter in ")]}":
-            if depth == 0:
-                return text[:at], text[at + 1 :]
-            depth -= 1
-    return text, ""
-
-
-Computation = dict[str, Instruction]
-
-
-@dataclass(frozen=True)
 class ScheduledStep:
-    """An instruction of the schedule: how often it runs, and the HBM bytes that it reads and writes each time."""
+    """An instruction of the schedule: how often it runs, the HBM bytes that it reads and writes each time, and the
+    collective that it is, starts or ends."""
 
     instruction: Instruction
     computation: str
     times: int
     read: int
     written: int
+    collective: Collective | None = None
 
     @property
     def expected(self) -> int:
@@ -188,26 +59,20 @@ class ScheduledStep:
         return nbytes if accessed is None else min(nbytes, accessed)
 
 
+class Estimate(NamedTuple):
+    """The estimated seconds of a program, and of these the seconds in which the core waits for collectives."""
+
+    seconds: float
+    communication: float
+
+
 class Schedule:
     """The scheduled program of one device. `text` is the compiled program's HLO."""
 
     def __init__(self, text: str):
-        self.computations: dict[str, Computation] = {}
-        self.entry = ""
-        current: Computation = {}
-        for line in text.splitlines():
-            if not line.startswith(" "):
-                head = _COMPUTATION.match(line)
-                if head and line.rstrip().endswith("{"):
-                    current = self.computations.setdefault(head[2], {})
-                    self.entry = head[2] if head[1] else self.entry
-                continue
-            if found := _INSTRUCTION.match(line):
-                arguments, attributes = _split_type(found[5])
-                operands = tuple(re.findall(r"%([\w.\-]+)", arguments))
-                current[found[2]] = Instruction(
-                    found[2], found[3], found[4], operands, arguments, attributes, bool(found[1])
-                )
+        self.computations, self.entry = read_computations(text)
+        devices = re.search(r"\bnum_partitions=(\d+)", text)
+        self.devices = int(devices[1]) if devices else 1
         self._users: dict[str, Mapping[str, list[tuple[Instruction, int]]]] = {}
 
     # -- order of execution -------------------------------------------------------------------------------------------
@@ -228,7 +93,9 @@ class Schedule:
                 branch = branches[1] if branches else i.called("true_computation")
                 yield from self.steps(branch, times)
             else:
-                yield ScheduledStep(i, computation, times, *self._traffic(i, computation))
+                found = find_collective(i, self.computations[computation], self.computations, self.devices)
+                read, written = (0, 0) if found else self._traffic(i, computation)
+                yield ScheduledStep(i, computation, times, read, written, found)
 
     def _iterations(self, condition: str) -> int:
         """Returns the iterations of a loop: the constant in its condition; 1 if there is none."""
@@ -246,7 +113,7 @@ class Schedule:
         """Returns the bytes that an instruction reads from HBM and writes to HBM, each time it runs."""
         instructions = self.computations[computation]
         operands = [instructions[name] for name in i.operands if name in instructions]
-        if i.op.endswith("-done") or i.kind in COLLECTIVES:
+        if i.op.endswith("-done"):
             return 0, 0
         if i.op == "fusion":
             return self._fusion_traffic(i, instructions)
@@ -275,7 +142,7 @@ class Schedule:
         roots = [inner[name] for name in root.operands] if root.op == "tuple" else [root]
         written = 0
         for value, result in zip(i.values, roots, strict=False):
-            if value.space == 0:
+            if value.space == 0 and result.op != "parameter" and result.op not in SENT_SHARES:  # else carried along
                 written += self._written(inner, result, value.nbytes)
         return read, written
 
@@ -293,8 +160,8 @@ class Schedule:
         for i, at in found:
             if i.op in ("dynamic-slice", "slice", "gather") and at == 0:
                 total += i.nbytes
-            elif i.op == "dynamic-update-slice" and at == 0:
-                continue
+            elif (i.op == "dynamic-update-slice" and at == 0) or i.op == "tuple" or i.op in SENT_SHARES:
+                continue  # updated in place, or carried along for a collective that is under way
             elif depth < 12 and i.op in VIEWS:
                 total += self._bytes_read(computation, i.name, full, depth + 1)
             elif depth < 12 and i.op == "fusion":
@@ -342,13 +209,13 @@ class Schedule:
         return sum(s.times * s.expected for s in self.all_steps)
 
     def collectives(self) -> list[dict[str, Any]]:
-        """Returns, for each kind of collective, their count and the bytes of their results on one device."""
+        """Returns, for each kind of collective, their count and their `Collective.nbytes`."""
         out: dict[str, list[int]] = {}
         for step in self.all_steps:
-            if (op := _collective(step.instruction)) and not step.instruction.op.endswith("-done"):
-                count = out.setdefault(op, [0, 0])
+            if (found := step.collective) and found.end != "done":
+                count = out.setdefault(found.op, [0, 0])
                 count[0] += step.times
-                count[1] += step.times * _moved(step.instruction)
+                count[1] += step.times * found.nbytes
         return [{"op": op, "count": count, "bytes": nbytes} for op, (count, nbytes) in sorted(out.items())]
 
     def products(self) -> list[dict[str, Any]]:
@@ -406,12 +273,14 @@ class Schedule:
             for kernel, (count, nbytes, expected) in sorted(out.items())
         ]
 
-    def estimate(self, bandwidth: float, ici: float, clock: float) -> float:
-        """Returns the estimated seconds of one run. Experimental.
+    def estimate(self, bandwidth: float, ici: float, clock: float) -> Estimate:
+        """Returns the estimated time of one run. Experimental.
 
-        The schedule is simulated with two timelines: the core's, and the HBM's, on which prefetches wait for each
-        other. The core waits for the prefetches that it needs. Two constants are fitted to published times
-        (benchmarks/published.py): the core needs 0.8 of the compiler's cycles, and a collective has 6 hops of 0.25 us.
+        The schedule is simulated with three timelines: of the core, of the HBM, on which prefetches wait for each
+        other, and of the links, on which collectives do. The core waits for the prefetches that it needs, and for a
+        collective until it is done. So an asynchronous collective takes no time of its own if the work between its
+        start and its done takes longer; it is assumed to slow that work by nothing. The core needs 0.8 of the
+        compiler's cycles, which is fitted to published times (benchmarks/published.py).
 
         Args:
             bandwidth: of the HBM in bytes/s.
@@ -419,29 +288,29 @@ class Schedule:
             clock: of the core in Hz.
         """
         cycles_share = 0.8
-        core = memory = 0.0
+        core = memory = communication = 0.0
         arrives: dict[str, float] = {}
+        links: dict[str, float] = defaultdict(float)
         for step in self._unrolled():
-            i = step.instruction
-            if i.op in ("copy-start", "slice-start"):
+            i, collective = step.instruction, step.collective
+            if collective:
+                if collective.end != "done":
+                    links[collective.lane] = max(links[collective.lane], core) + collective.seconds(ici)
+                    arrives[collective.pair] = links[collective.lane]
+                if collective.end != "start":
+                    waits = max(0.0, arrives.get(collective.pair, core) - core)
+                    core, communication = core + waits, communication + waits
+            elif i.op in ("copy-start", "slice-start"):
                 memory = max(memory, core) + max(step.read, step.written) / bandwidth
                 arrives[i.name] = memory
             elif i.op.endswith("-done"):
                 core = max(core, arrives.get(i.operands[0], core))
-            elif _collective(i):
-                core += _collective_seconds(i, ici)
             else:
                 nbytes = step.expected
                 if nbytes:
                     memory = max(memory, core) + nbytes / bandwidth
                 core += cycles_share * i.cycles / clock if i.cycles else nbytes / bandwidth
-        return max(core, memory)
-
-    def communication(self, ici: float) -> float:
-        """Returns the seconds of `estimate` that are spent in collectives."""
-        return sum(
-            _collective_seconds(step.instruction, ici) for step in self._unrolled() if _collective(step.instruction)
-        )
+        return Estimate(max(core, memory), communication)
 
     def _unrolled(self) -> Iterator[ScheduledStep]:
         """Yields each step as often as it runs. Consecutive steps of one loop are repeated together."""
@@ -457,28 +326,6 @@ class Schedule:
             for _ in range(steps[at].times):
                 yield from steps[at:end]
             at = end
-
-
-def _collective(i: Instruction) -> str:
-    """Returns the kind of collective that an instruction is or starts, or ""."""
-    if i.kind in COLLECTIVES:
-        return i.kind
-    if i.op == "async-start":
-        return next((name for name in COLLECTIVES if name in i.called("calls") or name in i.name), "")
-    return ""
-
-
-def _collective_seconds(i: Instruction, ici: float) -> float:
-    """Returns the estimated seconds of a collective over links of `ici` bytes/s. An all-reduce is a reduce-scatter and
-    an all-gather."""
-    hop_seconds, hops, links = 0.25e-6, 6, 2
-    phases = 2 if _collective(i) == "all-reduce" else 1
-    return phases * (hop_seconds * hops + _moved(i) / (links * ici))
-
-
-def _moved(i: Instruction) -> int:
-    """Returns the bytes of a collective's result. The result of a start includes the operands."""
-    return i.nbytes // 2 if i.op.endswith("-start") else i.nbytes
 
 
 def _operand_types(instructions: Computation, name: str) -> tuple[str, str]:

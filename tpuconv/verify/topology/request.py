@@ -35,8 +35,8 @@ ENVIRONMENT = {
 ESTIMATE_ERROR = "of eleven published times 0.8 to 1.25, at batch 1 twice; none was measured here"
 """The accuracy of estimated times. Two constants of the estimate are fitted to eleven published decode steps of three
 programs on v5e and v6e (benchmarks/published.py). At batch 1 these programs compute products element by element, for
-which the compiler's cycles give twice the measured time. The time of collectives is added in full, although other work
-may overlap with it."""
+which the compiler's cycles give twice the measured time. Collectives use the links as on a ring, and an asynchronous
+one does not slow the work beside it (`tpuconv.verify.topology.hlo.Schedule.estimate`)."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Program:
         expected_floor: the same, if tokens choose experts uniformly and kernels read only the chosen ones.
         estimate: seconds, by a simulation of the schedule (see `ESTIMATE_ERROR`).
         collectives, products, copies, custom_calls: see the functions of `tpuconv.verify.topology.hlo.Schedule`.
-        communication: the seconds of `estimate` that are spent in collectives.
+        communication: the seconds of `estimate` in which the core waits for collectives.
     """
 
     name: str
