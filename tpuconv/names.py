@@ -25,6 +25,9 @@ QVALUE, SCALE, ZERO_POINT = ".array.qvalue", ".array.scale", ".array.zero_point"
 INPUT_SCALE = ".einsum0_lhs_scale.array"
 """The suffix that Qwix appends to a module's name for the static scale of the input of its product."""
 
+CACHE_SCALES = (".k_scale", ".v_scale")
+"""The suffixes after an attention's name for the static scales of its cached keys and values."""
+
 
 def is_beside(name: str) -> bool:
     """Returns whether a file of an output is one of `ADDED_FILES`, or in one."""

@@ -26,6 +26,9 @@ from tpuconv.progress import Bar
 DTYPE_CHOICES = ("auto", "bfloat16", "float32")
 ENCODING_CHOICES = ("dequantize", "keep")
 CACHE_DTYPES = ("int8", "float8_e4m3fn")
+KV_CACHES: Mapping[str, str] = {"fp8": "tensor", "fp8_per_head": "attn_head"}
+"""The choices of `kv_cache` in a calibration, and the strategy of each in compressed-tensors: one scale for a layer's
+keys and one for its values, or one for each head."""
 SCHEME_CHOICES = ("compressed-tensors", "fp8", "awq", "mxfp4")
 DRAFT_FORMS = ("speculators", "sglang")
 FORM_CHOICES = ("released", "transformers", *DRAFT_FORMS)
@@ -187,9 +190,10 @@ COMPUTE_DTYPE_OPTION = described_as(
     "Compute dtype of both models. auto: float32, so that any difference is a bug, not rounding.", choices=DTYPE_CHOICES
 )
 CACHE_DTYPE_OPTION = described_as(
-    "Dtype of the KV cache; int8 and FP8 halve its memory (one scale per head and token).",
+    "Dtype of the KV cache; int8 and FP8 halve its memory (one scale per head and token; in FP8 the static scales of "
+    "the checkpoint, if it has any).",
     python="Dtype of the KV cache, by default the dtype of the model; int8 and FP8 halve its memory (one scale per "
-    "head and token).",
+    "head and token; in FP8 the static scales of the checkpoint, if it has any).",
     choices=CACHE_DTYPES,
 )
 ENCODING_OPTION = described_as(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tpuconv.checkpoint.reader import Checkpoint
-from tpuconv.convert.plan.quantization import Quantization
+from tpuconv.convert.plan.quantization import FoundArray, Quantization
 from tpuconv.convert.plan.types import Plan
 from tpuconv.encodings.adapted import Adapted
 from tpuconv.encodings.decode import Tensor
@@ -71,6 +71,7 @@ def quantization(
         notes.append(rules.summary)
     check_rules(rules, family.table_without_release(plain.table.returns, config.parts).modules(config))
     import jax.numpy as jnp
+    from flax import nnx
 
     from tpuconv.quantize.encode import QwixEncoder, prepare
     from tpuconv.quantize.rules import resolve_rules
@@ -99,8 +100,15 @@ def quantization(
             f"{rules.name} has a calibration, which runs the model of a converted checkpoint",
             hint="convert without `quantize=`, then use `tpuconv quantize`",
         )
+    from tpuconv.quantize.cache_scales import scale_arrays, scale_counts
+
+    cached: Mapping[str, FoundArray] = {}
+    if rules.calibration.kv_cache:
+        model = nnx.eval_shape(lambda: family.model_class(config, dtype=jnp.bfloat16))
+        counts = scale_counts(model, rules.calibration.kv_cache)
+        cached = scale_arrays(plain.source.manifest, counts, stacks)
     heads = config.num_attention_heads
-    calibration = LayerwiseCalibration(plain.source.manifest, encoders, rules.calibration, data, heads)
+    calibration = LayerwiseCalibration(plain.source.manifest, encoders, rules.calibration, data, heads, cached)
     facts["calibration_data"] = data.to_json()
     return Quantization(encoders, facts, report_page, passthrough, calibration, dict(calibration.found_arrays))
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tpuconv.options import KV_CACHES
 from tpuconv.quantize.strict_yaml import YamlValue
 
 
@@ -38,7 +39,7 @@ CALIBRATION_FIELDS: Mapping[str, tuple[str, ...]] = {
     "nearest": (),
 }
 """The methods of calibration, and the settings of each. `nearest` rounds weights to nearest: it is for the scales of
-activations alone."""
+activations and of KV caches alone."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,19 @@ class Calibration:
         damping: gptq: what is added to the diagonal of the Hessian, relative to its mean.
         act_order: gptq: whether inputs are rounded in the order of their size, the largest first.
         refine: gptq: how often each quantized value, and each scale of `mse`, takes its best with all others fixed.
+        kv_cache: of `KV_CACHES`, for any method: the static scales of KV caches to find; None for none.
     """
 
     method: str
     damping: float = 0.01
     act_order: bool = True
     refine: int = 1
+    kv_cache: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the method and its settings."""
-        return {name: getattr(self, name) for name in ("method", *CALIBRATION_FIELDS[self.method])}
+        names = ("method", *CALIBRATION_FIELDS[self.method], *(["kv_cache"] if self.kv_cache else []))
+        return {name: getattr(self, name) for name in names}
 
 
 MOST_ROUNDS = 100
@@ -73,6 +77,15 @@ def _rounds(value: YamlValue) -> int:
     return number
 
 
+def _kv_cache(value: YamlValue) -> str:
+    if value.is_scalar("int8"):
+        raise value.error(
+            "no server reads scales of int8 KV caches from a checkpoint",
+            hint="use fp8; or leave it out: `cache_dtype=` rounds to int8 with a scale for each vector, without scales",
+        )
+    return str(value.choice(tuple(KV_CACHES), null=False))
+
+
 def parse_calibration(value: YamlValue, rules: Iterable[RuleTypes]) -> Calibration:
     """Parses the `calibration` of a config with these rules.
 
@@ -80,11 +93,11 @@ def parse_calibration(value: YamlValue, rules: Iterable[RuleTypes]) -> Calibrati
         ConfigError: a setting is not valid, or not for such rules.
     """
     every = tuple(dict.fromkeys(name for names in CALIBRATION_FIELDS.values() for name in names))
-    fields = value.mapping("method", *every)
+    fields = value.mapping("method", "kv_cache", *every)
     if "method" not in fields:
         raise value.error("has no 'method'", hint=f"known are {', '.join(CALIBRATION_FIELDS)}")
     method = str(fields["method"].choice(tuple(CALIBRATION_FIELDS), null=False))
-    for name in fields.keys() - {"method", *CALIBRATION_FIELDS[method]}:
+    for name in fields.keys() - {"method", "kv_cache", *CALIBRATION_FIELDS[method]}:
         raise fields[name].error(f"{method} has no such setting")
     given: dict[str, Any] = {}
     if "damping" in fields:
@@ -95,10 +108,12 @@ def parse_calibration(value: YamlValue, rules: Iterable[RuleTypes]) -> Calibrati
         given["act_order"] = fields["act_order"].boolean()
     if "refine" in fields:
         given["refine"] = _rounds(fields["refine"])
-    if method == "nearest" and not any(rule.act_static_scale for rule in rules):
+    if "kv_cache" in fields:
+        given["kv_cache"] = _kv_cache(fields["kv_cache"])
+    if method == "nearest" and "kv_cache" not in fields and not any(rule.act_static_scale for rule in rules):
         raise value.error(
-            "nearest finds scales of activations, and no rule has act_static_scale",
-            hint="leave `calibration` out: weights are rounded to nearest without it",
+            "nearest finds scales of activations or of KV caches, and no rule has act_static_scale",
+            hint="leave `calibration` out: weights are rounded to nearest without it; or add `kv_cache: fp8`",
         )
     for rule in rules:
         if method == "gptq" and rule.tile_axes == "block":

@@ -18,6 +18,7 @@ from tpuconv.models.common.periods import LayerStacks
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT, collapse
 from tpuconv.notation.layout import Shape
 from tpuconv.private import flax_util, ptq, qarray
+from tpuconv.quantize.cache_scales import add_scales, scale_counts
 from tpuconv.quantize.config import MSE, NAMED_ALONE, QuantConfig, Rule, config_names
 from tpuconv.quantize.input_scale import InputScale, input_scales
 from tpuconv.quantize.matches import check_parts, check_rules, check_used
@@ -100,6 +101,8 @@ def abstract_quantized_model(
         if "rules" in quantization:  # others are names, escaped
             check_rules(config, _modules(model))
         model = quantized(model, Provider(config))
+        if kv_cache := quantization.get("calibration", {}).get("kv_cache"):
+            add_scales(model, scale_counts(model, kv_cache))
         if stacks is not None:
             model.stack_layers()
         return model

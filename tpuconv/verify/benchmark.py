@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv.errors import ResourceError, UsageError
-from tpuconv.names import INPUT_SCALE, SCALE, ZERO_POINT
+from tpuconv.names import CACHE_SCALES, INPUT_SCALE, SCALE, ZERO_POINT
 from tpuconv.verify.topology.chips import CHIPS
 
 PROMPT = "Once upon a time, there was a little"
@@ -213,7 +213,7 @@ class Roofline:
             found = np.zeros(2, int)
             for path, value in nnx.to_flat_state(nnx.state(part)):
                 x, name = value.get_value(), "." + ".".join(map(str, path))
-                is_weight = not name.endswith((SCALE, ZERO_POINT, INPUT_SCALE))
+                is_weight = not name.endswith((SCALE, ZERO_POINT, INPUT_SCALE, *CACHE_SCALES))
                 found += (x.size * jax.dtypes.itemsize_bits(x.dtype), x.size * is_weight)
             return found
 

@@ -7,6 +7,7 @@ from typing import Any
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.convert.export.array_source import ArraySource, exported_config
 from tpuconv.convert.export.carried import Carried
+from tpuconv.convert.export.serving.caches import with_cache_scales
 from tpuconv.convert.export.serving.formats import IN_COMPRESSED, IN_MXFP4
 from tpuconv.errors import UsageError
 from tpuconv.models.common.saved import BY_TRANSFORMERS, saved_release
@@ -67,6 +68,7 @@ def describe_exporting(
     if scheme is not None:
         raw = _encoded(raw, scheme)
     table, config = _form(manifest, family, raw, manifest.scan_layers, form)
+    table = with_cache_scales(table, manifest)
     return Exporting(table, config, family.name, beside, scheme)
 
 

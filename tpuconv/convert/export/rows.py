@@ -13,6 +13,7 @@ import numpy as np
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES
 from tpuconv.convert.export.array_source import ArraySource
+from tpuconv.convert.export.serving.caches import cache_scales_of
 from tpuconv.convert.export.serving.description import describe_encoding
 from tpuconv.convert.export.serving.formats import WeightGroup
 from tpuconv.convert.export.serving.rows import quantized_row
@@ -99,7 +100,8 @@ def export_pieces(
             if not number:
                 _check_shapes(manifest, rows, ranges)
             pieces.append(_in_slabs(binding, rows, ranges))
-    return _by_layer(pieces), describe_encoding(scheme, groups, plain) if quantized and scheme else None
+    encoding = describe_encoding(scheme, groups, plain, cache_scales_of(manifest)) if quantized and scheme else None
+    return _by_layer(pieces), encoding
 
 
 def _by_layer(pieces: Sequence[ExportPiece]) -> list[ExportPiece]:

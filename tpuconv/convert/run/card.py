@@ -109,7 +109,8 @@ Converted by tpuconv from {origin}, family {code(manifest["family"])}.{_changed(
 
 
 SERVED_MODEL = """```bash
-vllm serve OUT                     # this folder, or its name on the Hub
+vllm serve OUT                         # this folder, or its name on the Hub
+MODEL_IMPL_TYPE=vllm vllm serve OUT    # on a TPU: by the models of vLLM
 ```
 
 ```python

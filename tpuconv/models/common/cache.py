@@ -3,8 +3,8 @@
 Each slot has the position of its token; -1 marks an empty slot or padding. So one rule (`layers.is_visible`) is enough
 for left padding, right padding, prefill and decode.
 
-An int8 or FP8 cache has values of that type and one scale for each vector. Attention multiplies its scores and weights
-by the scales; the cache is not dequantized.
+An int8 or FP8 cache has values of that type and one scale for each vector, or static scales of each layer. Attention
+multiplies its scores and weights by the scales; the cache is not dequantized.
 """
 
 from collections.abc import Mapping
@@ -22,6 +22,8 @@ from tpuconv.models.common.placement import placed, rules_for, sharding
 
 LARGEST_CACHED: Mapping[str, float] = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """The types of a cache with scales, and what the largest value of each vector becomes."""
+STATIC_DTYPE = "float8_e4m3fn"
+"""The type of a cache with static scales."""
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +59,43 @@ class KV:
         if self.v_scale_BSK is not None:
             weights_BKGTS = weights_BKGTS * _by_key(self.v_scale_BSK)
         return jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS.astype(dtype), to_compute_dtype(self.v_BSKH, dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StaticKV(KV):
+    """The FP8 keys and values of one layer with static scales [1, 1, 1], or [1, 1, K] with a scale for each head. The
+    scales belong to the layer's attention: a new cache has zeros in their place, and each call of the model sets
+    them."""
+
+    axes: ClassVar[tuple[str, ...]] = ("B S K H", "B S K H", "1 1 K", "1 1 K")
+
+    @classmethod
+    def of(cls, kv: Any, block: Any) -> Any:
+        """Returns an empty cache of a layer with room for the static scales of its block; unchanged if the block has
+        none, or the cache is another one."""
+        attention: Any = getattr(block, "attn", None)
+        if type(kv) is not KV or kv.k_BSKH.dtype != jnp.dtype(STATIC_DTYPE) or not hasattr(attention, "k_scale"):
+            return kv
+        *stacked, count = attention.k_scale.shape
+        zeros = jnp.zeros((*stacked, 1, 1, count), jnp.float32)
+        return cls(kv.k_BSKH, kv.v_BSKH, zeros, zeros)
+
+    def written(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Array | int) -> Self:
+        """Returns the cache with these keys and values at `slot`. Larger ones than a scale allows are clipped, as
+        servers do."""
+
+        def write(old_BSKH: jax.Array, new_BTKH: jax.Array, scale: jax.Array | None) -> jax.Array:
+            assert scale is not None
+            largest = LARGEST_CACHED[STATIC_DTYPE]
+            values = jnp.clip(new_BTKH.astype(jnp.float32) / scale[..., None], -largest, largest)
+            return jax.lax.dynamic_update_slice(old_BSKH, values.astype(old_BSKH.dtype), (0, slot, 0, 0))
+
+        return replace(
+            self,
+            k_BSKH=write(self.k_BSKH, k_BTKH, self.k_scale_BSK),
+            v_BSKH=write(self.v_BSKH, v_BTKH, self.v_scale_BSK),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -177,8 +216,18 @@ def append_kv(kv: KV | None, k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Arr
     k_BTKH, v_BTKH = (placed(new, "B T K H", rules) for new in (k_BTKH, v_BTKH))
     if kv is None:
         return KV(k_BTKH, v_BTKH)
+    if isinstance(kv, StaticKV):
+        return kv.written(k_BTKH, v_BTKH, slot)
     out: KV = write_slots(kv, KV(k_BTKH, v_BTKH), slot)
     return out
+
+
+def scaled_kv(kv: Any, block: Any) -> Any:
+    """Returns the cache of a layer with the static scales of its block, if it takes them."""
+    if not isinstance(kv, StaticKV):
+        return kv
+    k_scale, v_scale = (scale[...][None, None] for scale in (block.attn.k_scale, block.attn.v_scale))
+    return replace(kv, k_scale_BSK=k_scale, v_scale_BSK=v_scale)
 
 
 def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.errors import UnsupportedConfig, UsageError
-from tpuconv.models.common.cache import KV, Cache, has_scales
+from tpuconv.models.common.cache import KV, Cache, StaticKV, has_scales, scaled_kv
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.explicit import call_on_explicit_mesh, is_explicit
 from tpuconv.models.common.heads import SCORES
@@ -173,7 +173,8 @@ class Decoder(nnx.Module):
             self.config.check_rounded_cache()
 
         def empty(layer: int, *stacked: int) -> Any:
-            return self.cached(self.config, layer, (*stacked, batch, length), dtype)
+            kv = self.cached(self.config, layer, (*stacked, batch, length), dtype)
+            return StaticKV.of(kv, self.block_of(layer)[0]) if layer < self.config.num_hidden_layers else kv
 
         mtp = empty(self.config.num_hidden_layers) if hasattr(self, "mtp") else None
         if not self.scan_layers:
@@ -369,8 +370,7 @@ class Decoder(nnx.Module):
         return step, handed
 
     def adjusted(self, logits_BTV: jax.Array) -> jax.Array:
-        """Returns the logits [B, T, V], made of the products with the head. Families with a factor or a limit override
-        this."""
+        """Returns the logits [B, T, V] of the products with the head. Families with factors or limits override it."""
         return logits_BTV
 
     def _run(self, x_BTD: jax.Array, steps: Steps, kvs: Any) -> tuple[jax.Array, Any]:
@@ -393,7 +393,7 @@ class Decoder(nnx.Module):
         """Runs blocks one after the other. `kvs` are their caches, or None."""
         new_kvs = []
         for i, layer in enumerate(layers):
-            kv = None if kvs is None else kvs[i]
+            kv = None if kvs is None else scaled_kv(kvs[i], blocks[i])
             steps.enter(layer, x_BTD)
             x_BTD, kv = blocks[i](placed(x_BTD, "B T D"), steps[layer], windows[layer], kv)
             x_BTD = steps.deepened(x_BTD, layer)
@@ -418,7 +418,8 @@ class Decoder(nnx.Module):
                 step = steps.kinds[of_place[0]]
                 if len(set(of_place)) > 1:
                     step = step._replace(cos_sin=jax.tree.map(lambda each, kind=kind: each[kind], cos_sins))
-                x_BTD, new_kv = nnx.merge(graph, state)(placed(x_BTD, "B T D"), step, window, kv)
+                block = nnx.merge(graph, state)
+                x_BTD, new_kv = block(placed(x_BTD, "B T D"), step, window, scaled_kv(kv, block))
                 x_BTD = x_BTD if layer is None else steps.deepened(x_BTD, layer)
                 new_kvs.append(None if kv is None else new_kv)
             return x_BTD, tuple(new_kvs)

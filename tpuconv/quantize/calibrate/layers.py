@@ -123,6 +123,7 @@ class LayerRunner:
         # Not by nnx.jit, whose modules are in cycles of references: they would hold the arrays of each sample.
         self._run = jax.jit(partial(_by_number, _run, self._graphs), static_argnames=("number", "window"))
         self._observe = jax.jit(partial(_by_number, _observe, self._graphs), static_argnames=("number", "window"))
+        self._largest = jax.jit(partial(_by_number, _largest, self._graphs), static_argnames=("number", "window"))
         self._sources = [self.model.source_of(i) for i in range(layers)]
         self._plan_columns(length)
 
@@ -297,6 +298,15 @@ class LayerRunner:
             self._handed[i].write(states_TW, self.model.handed_on(result))
         return states_TW
 
+    def largest_cached(self, stage: str, weights: Weights, x_TD: np.ndarray) -> list[np.ndarray]:
+        """Returns the largest magnitudes [K] of the keys, and of the values, that a layer caches of one sample: of each
+        head, after norms and rotary positions."""
+        i = int(stage.rpartition(".")[2])
+        number, state = self._numbered(*_split(self.model.layers[i], stage, weights))
+        with jax.default_matmul_precision("highest"):
+            largest = self._largest(number, state, *self._arguments(i, x_TD), window=self.windows[i])
+        return list(map(np.asarray, largest))
+
     def _numbered(self, graph: Any, state: Any) -> tuple[int, Any]:
         """Returns the number of a graph, by which a function is compiled once for equal ones, and the state. A graph
         may have attributes without a hash, and cannot be a static argument then."""
@@ -352,6 +362,11 @@ def _by_number(function: Callable[..., Any], graphs: Sequence[Any], number: int,
 def _run(graph: Any, state: Any, x_BTD: jax.Array, step: Any, kv: Any, window: int) -> tuple[jax.Array, Any]:
     result: tuple[jax.Array, Any] = nnx.merge(graph, state)(x_BTD, step, window, kv)
     return result
+
+
+def _largest(graph: Any, state: Any, x_BTD: jax.Array, step: Any, kv: Any, window: int) -> tuple[jax.Array, jax.Array]:
+    _, cached = _run(graph, state, x_BTD, step, kv, window)
+    return jnp.abs(cached.k_BSKH).max((0, 1, 3)), jnp.abs(cached.v_BSKH).max((0, 1, 3))
 
 
 def _observe(

@@ -8,7 +8,7 @@ layer an entry in the journal: a killed run goes on after the last complete laye
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from tpuconv.convert.plan.quantization import FoundArray
 from tpuconv.convert.run.calibrated import QVALUES, SCALES, VALUES, CalibratedValues
 from tpuconv.errors import GateError, UnsupportedConfig
 from tpuconv.jsonfile import Each, Optional, Size
-from tpuconv.names import INPUT_SCALE, collapse
+from tpuconv.names import CACHE_SCALES, INPUT_SCALE, collapse
+from tpuconv.quantize.cache_scales import found_scales
 from tpuconv.quantize.calibrate.data import CalibrationData
 from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, Weights
 from tpuconv.quantize.calibrate.memory import calibration_memory, scale_bytes, widest_input
@@ -35,7 +36,11 @@ from tpuconv.quantize.input_scale import InputScale, MeanScale
 from tpuconv.storage import disk
 from tpuconv.storage.journal import CALIBRATED, Journal
 
-LAYER_ENTRY = {"parameters": Each(CALIBRATED_SCHEMA), "input_scales": Optional(Each({"place": Size, "value": float}))}
+LAYER_ENTRY = {
+    "parameters": Each(CALIBRATED_SCHEMA),
+    "input_scales": Optional(Each({"place": Size, "value": float})),
+    "cache_scales": Optional(Each({"place": Size, "values": [float]})),
+}
 """Schema of the journal's entry for a layer: what `results` says of its parameters; the static scales, by the names of
 their arrays, with the place of the layer in these."""
 
@@ -86,6 +91,7 @@ class LayerwiseCalibration:
         settings: the method.
         data: what the model runs on.
         heads: of attention, in the layer with the most.
+        cached: the arrays of static scales of KV caches; empty without these.
     """
 
     manifest: Manifest
@@ -93,6 +99,7 @@ class LayerwiseCalibration:
     settings: Calibration
     data: CalibrationData
     heads: int
+    cached: Mapping[str, FoundArray] = field(default_factory=dict)
 
     @property
     def memory(self) -> int:
@@ -138,7 +145,10 @@ class LayerwiseCalibration:
                 samples = (self._sample(runner, states, i) for i in range(self.data.samples))
                 outputs = (runner.run(stage, weights, x_TD) for x_TD in samples)
                 self._states(journal, number + 1).write(outputs, stage)
-            journal.record(layer_entry(number), {"parameters": facts} | ({"input_scales": scales} if scales else {}))
+            facts = {"parameters": facts} | ({"input_scales": scales} if scales else {})
+            if self.cached and stage != HEAD_STAGE:
+                facts["cache_scales"] = self._cache_scales(runner, stage, weights, states)
+            journal.record(layer_entry(number), facts)
             disk.remove(states.path)
 
     def results(self, journal: Journal) -> dict[str, dict[str, Any]]:
@@ -165,6 +175,7 @@ class LayerwiseCalibration:
                 )
                 form = FoundArray((*layers, *[1] * scale.axes), " ".join([*letters, *["1"] * scale.axes]))
                 yield _scale_name(name), form
+        yield from self.cached.items()
 
     def found(self, journal: Journal) -> dict[str, np.ndarray]:
         """Returns the values of these arrays."""
@@ -173,17 +184,20 @@ class LayerwiseCalibration:
         while (done := journal.done(layer_entry(number), LAYER_ENTRY)) is not None:
             for name, scale in done.get("input_scales", {}).items():
                 out[name].reshape(-1)[scale["place"]] = scale["value"]
+            for name, scale in done.get("cache_scales", {}).items():
+                out[name].reshape(-1, len(scale["values"]))[scale["place"]] = scale["values"]
             number += 1
         return out
 
     def _stages(self, runner: LayerRunner) -> list[str]:
-        """Returns the stages up to the last with a quantized parameter."""
+        """Returns the stages up to the last with a quantized parameter, or with cached keys and values to scale."""
         quantized = [
             i
             for i, stage in enumerate(runner.stages)
             if any(self._encoder(runner, name) for name in runner.names(stage))
         ]
-        return runner.stages[: max(quantized, default=-1) + 1]
+        layers = len(runner.windows) if self.cached else 0
+        return runner.stages[: max(max(quantized, default=-1) + 1, layers)]
 
     def _encoder(self, runner: LayerRunner, name: str) -> QwixEncoder | None:
         return self.encoders.get(runner.stored_name(name)[0])
@@ -247,6 +261,22 @@ class LayerwiseCalibration:
             _scale_name(stored[name][0]): {"place": stored[name][1] or 0, "value": mean.scale}
             for name, mean in means.items()
         }
+
+    def _cache_scales(
+        self, runner: LayerRunner, stage: str, weights: Weights, states: HiddenStates
+    ) -> dict[str, dict[str, Any]]:
+        """Returns the static scales of a layer's cached keys and values with the quantized weights, by the names of
+        their arrays; nothing of a layer without them."""
+        if runner.stored_name(f"{stage}.attn{CACHE_SCALES[0]}")[0] not in self.cached:
+            return {}
+        samples = (self._sample(runner, states, number) for number in range(self.data.samples))
+        seen = [runner.largest_cached(stage, weights, x_TD) for x_TD in samples]
+        found = {}
+        for suffix, largest in zip(CACHE_SCALES, zip(*seen, strict=True), strict=True):
+            name, place = runner.stored_name(f"{stage}.attn{suffix}")
+            scales = found_scales(np.max(largest, axis=0), self.cached[name].shape[-1])
+            found[name] = {"place": place or 0, "values": scales.tolist()}
+        return found
 
     def _static_scales(self, runner: LayerRunner, stage: str) -> dict[str, InputScale]:
         """Returns the parameters of a stage whose products have inputs with static scales."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tpuconv.checkpoint.device_layouts import DeviceLayout
 from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.models.common.beside import VISION
+from tpuconv.notation.layout import UNIT
 from tpuconv.notation.sharding import MESH_AXES, decoding_mesh, format_mesh
 from tpuconv.verify.topology.chips import Slice
 from tpuconv.verify.topology.hlo import Schedule
@@ -84,13 +85,13 @@ class _Compilation:
         self.seen = 0  # bytes of the features, which are there while the prompt is read
 
     def _param(self, path: tuple[Any, ...], value: Any) -> Any:
-        """Returns a parameter's shape with its sharding. Qwix's quantized values and scales have the parameter's
-        axes."""
+        """Returns a parameter's shape with its sharding. Qwix's quantized values and scales have the parameter's axes;
+        static scales, which no row of the table has, are on each device."""
         from tpuconv.models.common.placement import sharding
 
         names = list(map(str, path))
         prefixes = (".".join(names[:n]) for n in range(len(names), 0, -1))
-        axes = next(self.axes[name] for name in prefixes if name in self.axes)
+        axes = next((self.axes[name] for name in prefixes if name in self.axes), " ".join([UNIT] * len(value.shape)))
         return _with_sharding(value, sharding(axes, value.shape, self.mesh, MESH_AXES))
 
     def _images(self) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from tpuconv.encodings.tensors import decode_names
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.location import Location, to_location
 from tpuconv.models.common.periods import LayerStacks
-from tpuconv.names import INPUT_SCALE, MANIFEST, QVALUE, SCALE, ZERO_POINT, collapse
+from tpuconv.names import CACHE_SCALES, INPUT_SCALE, MANIFEST, QVALUE, SCALE, ZERO_POINT, collapse
 from tpuconv.sources.headers import read_header
 from tpuconv.sources.hub import resolve
 from tpuconv.sources.reader import Reader
@@ -135,6 +135,7 @@ def array_weights(manifest: Manifest) -> list[ArrayWeight]:
         parts = tuple(name for name in _part_names(target, parameter) if name in manifest.arrays)
         values[parts[0]] = parameter, facts["qtype"], parts[1:]
     scales = {name for _, _, beside in values.values() for name in beside}
+    static = (INPUT_SCALE, *CACHE_SCALES)
     out = []
     for name, array in manifest.arrays.items():
         parameter, qtype, beside = values.get(name, (name, None, ()))
@@ -148,7 +149,7 @@ def array_weights(manifest: Manifest) -> list[ArrayWeight]:
                 qtype = None
         weight = ArrayWeight(
             name=name,
-            parameter="" if name in scales or name.endswith(INPUT_SCALE) or (beside and not qtype) else parameter,
+            parameter="" if name in scales or name.endswith(static) or (beside and not qtype) else parameter,
             dtype=array.dtype,
             stored_shape=array.shape,
             nbytes=prod(array.shape) * element_bytes(array.dtype),

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from tpuconv.convert.export.serving.caches import cache_scheme
 from tpuconv.convert.export.serving.formats import IN_AWQ, IN_COMPRESSED, IN_FP8, IN_MXFP4, WeightGroup
 from tpuconv.encodings.scheme import is_head
 from tpuconv.errors import UsageError
@@ -35,23 +36,31 @@ Groups = Mapping[WeightGroup, list[str]]
 """The modules of each group."""
 
 
-def describe_encoding(scheme: str, groups: Groups, plain: Iterable[str]) -> dict[str, Any]:
+def describe_encoding(scheme: str, groups: Groups, plain: Iterable[str], kv_cache: str | None = None) -> dict[str, Any]:
     """Returns the `quantization_config` of config.json.
 
     Args:
         scheme: the `quant_method`.
         groups: the modules of each group.
         plain: linear layers that are not quantized.
+        kv_cache: the static scales of KV caches, of `tpuconv.options.KV_CACHES`; None for none.
 
     Raises:
-        UsageError: servers join modules of different formats, or the scheme cannot tell the groups apart.
+        UsageError: servers join modules of different formats, the scheme cannot tell the groups apart, or it has no
+            scales of KV caches.
     """
+    if kv_cache is not None and scheme != IN_COMPRESSED:
+        raise UsageError(
+            f"the checkpoint has static scales of KV caches, which {scheme} does not describe",
+            hint='export with `scheme="compressed-tensors"`',
+        )
     module_group = {module: group for group, modules in groups.items() for module in modules}
     plain = list(plain)
     if not any(map(is_head, (*module_group, *plain))):
         plain.append(HEAD)  # tied to the embedding, it is a linear layer to servers
     _check_fused(module_group, plain)
-    return DESCRIPTIONS[scheme](groups, list(dict.fromkeys(map(_in_server, plain))))
+    described = DESCRIPTIONS[scheme](groups, list(dict.fromkeys(map(_in_server, plain))))
+    return described if kv_cache is None else described | {"kv_cache_scheme": cache_scheme(kv_cache)}
 
 
 def _compressed(groups: Groups, plain: list[str]) -> dict[str, Any]:
