@@ -1,10 +1,12 @@
 """The text model of Kimi K3, after the code of servers (vLLM's `kimi_k3`, mlxcel's `kimi_k3.rs`), without cache. Kimi
-delta attention is computed token by token; padding is taken out first."""
+delta attention is computed token by token; padding is taken out first. All is in float64: in float32 this model departs
+from it by 1.7e-5 of the largest logit where a query and the state are nearly orthogonal and a norm follows."""
 
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -56,7 +58,7 @@ class Norm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -98,7 +100,7 @@ class DeltaAttention(nn.Module):
         f = (self.f_b_proj(self.f_a_proj(x)) + self.dt_bias).unflatten(-1, (self.heads, self.size))
         rate = self.A_log[: self.heads, None].exp()
         g = -rate * nn.functional.softplus(f) if self.bound is None else self.bound * torch.sigmoid(rate * f)
-        beta, state, out = torch.sigmoid(self.b_proj(x)), torch.zeros(self.heads, self.size, self.size), []
+        beta, state, out = torch.sigmoid(self.b_proj(x)), x.new_zeros(self.heads, self.size, self.size), []
         for t in range(len(x)):
             state = state * g[t].exp()[..., None]
             change = beta[t, :, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
@@ -267,9 +269,10 @@ class KimiK3ForConditionalGeneration(PreTrainedModel, GenerationMixin):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> CausalLMOutputWithPast:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         logits = torch.zeros(*input_ids.shape, self.config.vocab_size)
+        wide = {name: x.double() for name, x in self.language_model.state_dict().items()}
         for row, kept in enumerate(mask > 0):
             if kept.any():
-                logits[row, kept] = self.language_model(input_ids[row, kept])
+                logits[row, kept] = functional_call(self.language_model, wide, (input_ids[row, kept],)).float()
         return CausalLMOutputWithPast(logits=logits)
 
 
