@@ -237,8 +237,8 @@ class Body(nn.Module):
         self.output_attn_res_norm, self.output_attn_res_proj = Norm(width, eps), linear(width, 1)
         self.norm = Norm(width, eps)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x, blocks = self.embed_tokens(ids), []
+    def forward(self, x: Tensor) -> Tensor:
+        blocks: list[Tensor] = []
         for layer in self.layers:
             x, blocks = layer(x, blocks)
         return self.norm(mixed([*blocks, x], self.output_attn_res_norm, self.output_attn_res_proj))
@@ -249,8 +249,13 @@ class Text(nn.Module):
         super().__init__()
         self.model, self.lm_head = Body(config), linear(config.hidden_size, config.vocab_size)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.lm_head(self.model(ids))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lm_head(self.model(x))
+
+
+def widened(module: nn.Module, *inputs: Tensor) -> Any:
+    """What a module computes with its weights in float64."""
+    return functional_call(module, {name: x.double() for name, x in module.state_dict().items()}, inputs)
 
 
 class KimiK3ForConditionalGeneration(PreTrainedModel, GenerationMixin):
@@ -269,10 +274,10 @@ class KimiK3ForConditionalGeneration(PreTrainedModel, GenerationMixin):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> CausalLMOutputWithPast:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         logits = torch.zeros(*input_ids.shape, self.config.vocab_size)
-        wide = {name: x.double() for name, x in self.language_model.state_dict().items()}
+        x = self.get_input_embeddings()(input_ids).double()
         for row, kept in enumerate(mask > 0):
             if kept.any():
-                logits[row, kept] = functional_call(self.language_model, wide, (input_ids[row, kept],)).float()
+                logits[row, kept] = widened(self.language_model, x[row, kept]).float()
         return CausalLMOutputWithPast(logits=logits)
 
 

@@ -1,4 +1,4 @@
-"""Kimi K3, text: config and mapping table."""
+"""Kimi K3: config and mapping table of the text model."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -10,6 +10,7 @@ from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.kimi_linear import family as kimi_linear
 from tpuconv.models.kimi_linear.family import KDA_CONVOLUTIONS, KDA_INPUTS, KIMI_NORMS
 from tpuconv.models.registry import family
+from tpuconv.models.towers.modalities import KIMI_K3_VISION
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
 
@@ -21,7 +22,8 @@ GATE_KEYS = ("gate_lower_bound", "use_full_rank_gate")
 
 @family_config
 class Config(WrapperConfig, kimi_linear.Config):
-    """The keys of `text_config`, which may stand at the root. Defaults are the values of the release."""
+    """The keys of `text_config`, which may stand at the root. What Kimi Linear does not have defaults to the values
+    of the release. Without `gate_lower_bound` decays have no bound."""
 
     model_type: ClassVar[str] = "kimi_k3"
     flat: ClassVar[bool] = True
@@ -40,6 +42,7 @@ class Config(WrapperConfig, kimi_linear.Config):
     attn_res_block_size: int = 12
     gate_lower_bound: float | None = None
     routed_expert_hidden_size: int = 3584
+    routed_scaling_factor: float = 1.0
 
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,4 +122,4 @@ K3_TEXT_TABLE = decoder_table(
 )
 TABLE = inside(K3_TEXT_TABLE, "language_model.model.", {"vision_tower": SEES, "mm_projector": BRINGS})
 
-FAMILY = family(Config, TABLE, "Kimi K3, text", "KimiK3ForConditionalGeneration")
+FAMILY = family(Config, TABLE, "Kimi K3", "KimiK3ForConditionalGeneration", modalities=(KIMI_K3_VISION,))
