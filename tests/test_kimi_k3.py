@@ -15,6 +15,7 @@ import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import restore, same_bits
 from helpers.encoded import dequantized
+from helpers.released import KIMI_K3_MXFP4, KIMI_K3_VISION
 from helpers.released_code.kimi_vision import Config, KimiK3ForConditionalGeneration
 from helpers.sights import GRIDS, IMAGE, TEXT, Sight, noise, tiny, without_head_dim
 from helpers.whole_sights import difference, logits
@@ -47,69 +48,17 @@ K3_TEXT = {
     "rms_norm_eps": 1e-3,
 }
 K3_VISION = {
-    "activation_func": "gelu_pytorch_tanh",
-    "attn_bias": False,
+    **KIMI_K3_VISION,
     "init_pos_emb_height": 5,
-    "init_pos_emb_time": 4,
     "init_pos_emb_width": 5,
-    "linear_bias": False,
-    "merge_kernel_size": [2, 2],
-    "merge_type": "sd2_tpool",
-    "mlp_type": "mlp2",
     "mm_hidden_size": 24,
-    "mm_projector_type": "patchmergerv2",
-    "norm_type": "rmsnorm",
-    "patch_embed_proj_bias": False,
     "patch_size": 4,
-    "pos_emb_interpolation_mode": "bilinear",
-    "pos_emb_type": "divided_fixed",
-    "projector_hidden_act": "gelu",
-    "projector_ln_eps": 1e-5,
     "qkv_hidden_size": 48,
     "vt_hidden_size": 24,
     "vt_intermediate_size": 40,
     "vt_num_attention_heads": 3,
     "vt_num_hidden_layers": 2,
 }
-
-K3_MXFP4 = {
-    "config_groups": {
-        "group_0": {
-            "format": "mxfp4-pack-quantized",
-            "input_activations": None,
-            "output_activations": None,
-            "targets": ["Linear"],
-            "weights": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": False,
-                "group_size": 32,
-                "num_bits": 4,
-                "observer": "minmax",
-                "observer_kwargs": {},
-                "scale_dtype": "torch.uint8",
-                "strategy": "group",
-                "symmetric": True,
-                "type": "float",
-                "zp_dtype": None,
-            },
-        }
-    },
-    "format": "mxfp4-pack-quantized",
-    "global_compression_ratio": None,
-    "ignore": [
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-        "re:.*lm_head.*",
-        "re:.*vision_tower.*",
-        "re:.*mm_projector.*",
-    ],
-    "kv_cache_scheme": None,
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-}
-"""The description of the release, in `text_config`."""
 
 
 @cache
@@ -164,7 +113,7 @@ def in_mxfp4(src: Path, folder: Path) -> dict[str, torch.Tensor]:
     from compressed_tensors.quantization import QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    group = K3_MXFP4["config_groups"]["group_0"]
+    group = KIMI_K3_MXFP4["config_groups"]["group_0"]
     scheme = QuantizationScheme(**group)
     library = packing.BaseCompressor.get_value_from_registry(group["format"])
     tensors, values = {}, {}
@@ -179,7 +128,7 @@ def in_mxfp4(src: Path, folder: Path) -> dict[str, torch.Tensor]:
         values[name] = library.decompress(packed, scheme)["weight"].float()
     config = json.loads((src / "config.json").read_text())
     write_checkpoint(
-        folder, {**config, "text_config": {**config["text_config"], "quantization_config": K3_MXFP4}}, tensors
+        folder, {**config, "text_config": {**config["text_config"], "quantization_config": KIMI_K3_MXFP4}}, tensors
     )
     return values
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.configs import config_json
+from helpers.released import KIMI_K3_MXFP4, KIMI_K3_VISION
 from tpuconv.encodings.modelopt import MODELOPT_NVFP4
 from tpuconv.encodings.schemes import groups, schemes
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
@@ -101,6 +102,7 @@ KIMI_K3_TEXT = {
     },
     "mla_use_nope": True,
     "mla_use_output_gate": True,
+    "max_position_embeddings": 1048576,
     "moe_intermediate_size": 3072,
     "moe_layer_freq": 1,
     "moe_renormalize": True,
@@ -111,10 +113,12 @@ KIMI_K3_TEXT = {
     "num_experts_per_token": 16,
     "num_hidden_layers": 93,
     "num_key_value_heads": 96,
+    "num_nextn_predict_layers": 0,
     "num_shared_experts": 2,
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
+    "quantization_config": KIMI_K3_MXFP4,
     "rms_norm_eps": 1e-5,
     "routed_expert_hidden_size": 3584,
     "routed_scaling_factor": 1.0,
@@ -127,9 +131,12 @@ KIMI_K3_TEXT = {
 KIMI_K3 = {
     "architectures": ["KimiK3ForConditionalGeneration"],
     "model_type": "kimi_k3",
+    "ignore_index": -100,
+    "image_placeholder": "<|kimi_image_placeholder|>",
     "media_placeholder_token_id": 163605,
     "text_config": KIMI_K3_TEXT,
-    "vision_config": {"vt_hidden_size": 1024},
+    "tie_word_embeddings": False,
+    "vision_config": KIMI_K3_VISION,
 }
 K_EXAONE = {
     "architectures": ["ExaoneMoEForCausalLM"],
@@ -299,6 +306,21 @@ def test_releases_are_read(raw: dict[str, Any], billions: float) -> None:
 def test_releases_have_their_size(raw: dict[str, Any], billions: float) -> None:
     family = find_family(raw)
     assert parameters(family, family.read_config(raw)) == pytest.approx(billions * 1e9, rel=0.01)
+
+
+@pytest.mark.slow
+def test_kimi_k3_has_the_tensors_of_its_release() -> None:
+    """The numbers of tensors and of stored elements in its 96 files."""
+    family = find_family(KIMI_K3)
+    config = family.check_config(KIMI_K3, parts=("vision",)).config
+    (experts,) = groups(encoding_of(KIMI_K3))
+    table = family.table_without_release(parts=config.parts)
+    shapes = {name: shape for row in table.bind(config) for name, shape in row.src_shapes().items()}
+    packed = {name for name in shapes if experts.takes(name.removesuffix(".weight")) and ".experts." in name}
+    assert len(packed) == 92 * 896 * 3
+    assert len(shapes) + len(packed) == 497_220
+    stored = sum(prod(shape) // 32 * 17 if name in packed else prod(shape) for name, shape in shapes.items())
+    assert stored == 1_503_647_073_024
 
 
 def test_mosaics_objects_are_read() -> None:

@@ -167,13 +167,25 @@ class Gate(nn.Linear):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config.hidden_size, config.num_experts, bias=False)
+        self.config = config
         self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        config, scores = self.config, torch.sigmoid(super().forward(x))
+        groups = (scores + self.e_score_correction_bias).unflatten(-1, (config.num_expert_group, -1))
+        best = groups.topk(2, -1)[0].sum(-1).topk(config.topk_group, -1)[1]
+        chosen = torch.zeros(groups.shape[:-1], dtype=torch.bool).scatter(-1, best, True)
+        ids = groups.masked_fill(~chosen[..., None], -torch.inf).flatten(-2).topk(config.num_experts_per_token, -1)[1]
+        weights = scores.gather(-1, ids)
+        if config.moe_renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return ids, weights * config.routed_scaling_factor
 
 
 class Experts(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.config, width, latent = config, config.hidden_size, config.routed_expert_hidden_size
+        width, latent = config.hidden_size, config.routed_expert_hidden_size
         self.gate = Gate(config)
         self.routed_expert_down_proj, self.routed_expert_up_proj = linear(width, latent), linear(latent, width)
         self.routed_expert_norm = Norm(latent, config.rms_norm_eps)
@@ -182,16 +194,7 @@ class Experts(nn.Module):
         self.shared_experts = MLP(config, shared) if shared else None
 
     def forward(self, x: Tensor) -> Tensor:
-        config, scores = self.config, torch.sigmoid(self.gate(x))
-        groups = (scores + self.gate.e_score_correction_bias).unflatten(-1, (config.num_expert_group, -1))
-        best = groups.topk(2, -1)[0].sum(-1).topk(config.topk_group, -1)[1]
-        chosen = torch.zeros(groups.shape[:-1], dtype=torch.bool).scatter(-1, best, True)
-        wanted = groups.masked_fill(~chosen[..., None], -torch.inf).flatten(-2)
-        ids = wanted.topk(config.num_experts_per_token, -1)[1]
-        weights = scores.gather(-1, ids)
-        if config.moe_renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        weights, latent = weights * config.routed_scaling_factor, self.routed_expert_down_proj(x)
+        (ids, weights), latent = self.gate(x), self.routed_expert_down_proj(x)
         y = torch.zeros_like(latent)
         for number, expert in enumerate(self.experts):
             y = y + expert(latent) * (weights * (ids == number)).sum(-1, keepdim=True)

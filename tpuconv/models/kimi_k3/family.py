@@ -27,6 +27,7 @@ class Config(WrapperConfig, kimi_linear.Config):
 
     model_type: ClassVar[str] = "kimi_k3"
     flat: ClassVar[bool] = True
+    outside_keys: ClassVar[frozenset[str]] = frozenset({"ignore_index"})
     only: ClassVar = {
         **kimi_linear.Config.only,
         "hidden_act": ("situ",),
