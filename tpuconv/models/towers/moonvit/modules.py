@@ -46,8 +46,8 @@ from tpuconv.models.towers.places import (
 from tpuconv.models.towers.qwen_vit.modules import Merger
 from tpuconv.models.towers.vit import MLP, Attention, Block, CosSin
 
-TORCH_EPS = float(jnp.finfo(jnp.float32).eps)
-"""Of PyTorch's RMSNorm where none is given, in bfloat16 too."""
+TORCH_EPS = 2.0**-23
+"""Of PyTorch's RMSNorm where none is given, of bfloat16 too."""
 
 
 class PackedVit(FeatureEncoder):
@@ -227,7 +227,8 @@ class MoonMerger2(nnx.Module):
         self.norm = ScaledRMSNorm("O", sizes, config.projection_layer_norm_eps, dtype=dtype)
 
     def __call__(self, x_BPD: jax.Array) -> jax.Array:
-        return self.norm(self.down(gelu(self.up(x_BPD.reshape(len(x_BPD), -1, self.merged)))))
+        y_BPO: jax.Array = self.norm(self.down(gelu(self.up(x_BPD.reshape(len(x_BPD), -1, self.merged)))))
+        return y_BPO
 
 
 class MuseVit(PackedVit):
