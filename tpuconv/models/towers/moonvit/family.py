@@ -143,7 +143,7 @@ class MoonVit2Config(MoonVitConfig):
     qkv_hidden_size: int = 1536
 
 
-POSITIONS = Map("patch_embed.pos_emb.weight", "positions", "S R D -> (S R) D")
+MOON_POSITIONS = Map("patch_embed.pos_emb.weight", "positions", "S R D -> (S R) D")
 
 MOONVIT = Tower(
     "moonvit",
@@ -151,7 +151,7 @@ MOONVIT = Tower(
     MoonVitConfig,
     (
         *with_bias("patch_embed.proj", "patch", PATCH_MATRIX, "D"),
-        POSITIONS,
+        MOON_POSITIONS,
         *under(
             "encoder.blocks.{L}",
             "layers.{L}",
@@ -174,7 +174,7 @@ MOONVIT2 = Tower(
     MoonVit2Config,
     (
         *without_bias("patch_embed.proj", "patch", PATCH_MATRIX),
-        POSITIONS,
+        MOON_POSITIONS,
         *under(
             "encoder.blocks.{L}",
             "layers.{L}",

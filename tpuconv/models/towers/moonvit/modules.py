@@ -47,7 +47,7 @@ from tpuconv.models.towers.qwen_vit.modules import Merger
 from tpuconv.models.towers.vit import MLP, Attention, Block, CosSin
 
 TORCH_EPS = 2.0**-23
-"""Of PyTorch's RMSNorm where none is given, of bfloat16 too."""
+"""The eps of PyTorch's RMSNorm where none is given, of bfloat16 too."""
 
 
 class PackedVit(FeatureEncoder):
