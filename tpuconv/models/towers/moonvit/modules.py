@@ -227,8 +227,7 @@ class MoonMerger2(nnx.Module):
         self.norm = ScaledRMSNorm("O", sizes, config.projection_layer_norm_eps, dtype=dtype)
 
     def __call__(self, x_BPD: jax.Array) -> jax.Array:
-        y_BPO: jax.Array = self.norm(self.down(gelu(self.up(x_BPD.reshape(len(x_BPD), -1, self.merged)))))
-        return y_BPO
+        return self.norm(self.down(gelu(self.up(x_BPD.reshape(len(x_BPD), -1, self.merged)))))
 
 
 class MuseVit(PackedVit):
@@ -246,7 +245,7 @@ class MuseVit(PackedVit):
     def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray]:
         return random_patches(rng, grids, self.config.tower.merge, self.config.sizes["C"])
 
-    def last_norm(self, config: Any, dtype: DTypeLike) -> Any:
+    def last_norm(self, config: Any, dtype: DTypeLike) -> LayerNorm:
         return LayerNorm("D", config.sizes, config.layer_norm_eps, dtype=dtype)
 
     def taps(self, h: int, w: int) -> Taps:
