@@ -63,6 +63,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "bailing_moe",
         "bailing_moe_v2_5",
         "internlm2",
+        "kimi_k3",
         "mimo_v2",
         "minimax_m1",
         "minimax_text_01",

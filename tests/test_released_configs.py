@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.configs import config_json
+from helpers.released import KIMI_K3_MXFP4, KIMI_K3_VISION
 from tpuconv.encodings.modelopt import MODELOPT_NVFP4
 from tpuconv.encodings.schemes import groups, schemes
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
@@ -78,6 +79,64 @@ LING_2_6_FLASH = {
     "use_qk_norm": True,
     "use_qkv_bias": False,
     "vocab_size": 157184,
+}
+KIMI_K3_TEXT = {
+    "model_type": "kimi_linear",
+    "activation_situ_beta": 4.0,
+    "activation_situ_linear_beta": 25.0,
+    "attn_res_block_size": 12,
+    "first_k_dense_replace": 1,
+    "hidden_act": "situ",
+    "hidden_size": 7168,
+    "intermediate_size": 33792,
+    "kv_lora_rank": 512,
+    "latent_moe_use_norm": True,
+    "linear_attn_config": {
+        "full_attn_layers": [*range(4, 93, 4), 93],
+        "gate_lower_bound": -5.0,
+        "head_dim": 128,
+        "kda_layers": [layer for layer in range(1, 93) if layer % 4],
+        "num_heads": 96,
+        "short_conv_kernel_size": 4,
+        "use_full_rank_gate": True,
+    },
+    "mla_use_nope": True,
+    "mla_use_output_gate": True,
+    "max_position_embeddings": 1048576,
+    "moe_intermediate_size": 3072,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 96,
+    "num_expert_group": 1,
+    "num_experts": 896,
+    "num_experts_per_token": 16,
+    "num_hidden_layers": 93,
+    "num_key_value_heads": 96,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 2,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": KIMI_K3_MXFP4,
+    "rms_norm_eps": 1e-5,
+    "routed_expert_hidden_size": 3584,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "use_grouped_topk": True,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+KIMI_K3 = {
+    "architectures": ["KimiK3ForConditionalGeneration"],
+    "model_type": "kimi_k3",
+    "ignore_index": -100,
+    "image_placeholder": "<|kimi_image_placeholder|>",
+    "media_placeholder_token_id": 163605,
+    "text_config": KIMI_K3_TEXT,
+    "tie_word_embeddings": False,
+    "vision_config": KIMI_K3_VISION,
 }
 K_EXAONE = {
     "architectures": ["ExaoneMoEForCausalLM"],
@@ -219,6 +278,7 @@ RELEASES = [
     pytest.param(GLM_5_2 | {"num_experts": 256, "mlp_bias": False}, 744, id="GLM-5.2-NVFP4"),
     pytest.param(LING_3_FLASH, 124, id="Ling-3.0-flash"),
     pytest.param(LING_2_6_FLASH, 104, id="Ling-2.6-flash"),
+    pytest.param(KIMI_K3, 2780, id="Kimi-K3"),
     pytest.param(K_EXAONE, 236, id="K-EXAONE"),
     pytest.param(PHI_TINY_MOE, 3.76, id="Phi-tiny-MoE"),
     pytest.param(QWEN_3_5_WITHOUT_TOWER, 25.1, id="Qwen3.5-REAP"),
@@ -246,6 +306,21 @@ def test_releases_are_read(raw: dict[str, Any], billions: float) -> None:
 def test_releases_have_their_size(raw: dict[str, Any], billions: float) -> None:
     family = find_family(raw)
     assert parameters(family, family.read_config(raw)) == pytest.approx(billions * 1e9, rel=0.01)
+
+
+@pytest.mark.slow
+def test_kimi_k3_has_the_tensors_of_its_release() -> None:
+    """The numbers of tensors and of stored elements in its 96 files."""
+    family = find_family(KIMI_K3)
+    config = family.check_config(KIMI_K3, parts=("vision",)).config
+    (experts,) = groups(encoding_of(KIMI_K3))
+    table = family.table_without_release(parts=config.parts)
+    shapes = {name: shape for row in table.bind(config) for name, shape in row.src_shapes().items()}
+    packed = {name for name in shapes if experts.takes(name.removesuffix(".weight")) and ".experts." in name}
+    assert len(packed) == 92 * 896 * 3
+    assert len(shapes) + len(packed) == 497_220
+    stored = sum(prod(shape) // 32 * 17 if name in packed else prod(shape) for name, shape in shapes.items())
+    assert stored == 1_503_647_073_024
 
 
 def test_mosaics_objects_are_read() -> None:

@@ -104,6 +104,7 @@ EVEN = {
         "rope_parameters": {"rope_type": "default", "mrope_section": [4, 4, 4, 4]},
     },
     "olmo_hybrid": {"num_attention_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "kimi_k3": {**MLA, "num_key_value_heads": 4, "linear_head_dim": 32, "routed_expert_hidden_size": 32},
     "bailing_moe_v2_5": {**MLA, "head_dim": 32, "partial_rotary_factor": 1.0},
     "bailing_hybrid": {key: x for key, x in MLA.items() if key != "q_lora_rank"} | {"head_dim": 32},
     "deepseek_v4": {"head_dim": 32, "q_lora_rank": 64, "o_lora_rank": 32, "index_head_dim": 32},

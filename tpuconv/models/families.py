@@ -29,6 +29,7 @@ FAMILIES: Mapping[str, str] = {
     "qwen3_vl": "lineages.qwen",
     "qwen3_vl_moe": "lineages.qwen",
     "kimi_k25": "lineages.deepseek",
+    "kimi_k3": "kimi_k3.family",
     "phi3": "lineages.phi",
     "glm": "lineages.glm",
     "glm4": "lineages.glm",

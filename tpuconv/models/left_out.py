@@ -21,7 +21,6 @@ _BEHIND_ENCODER = "decoders of models with an encoder"
 MODELS_LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(("zamba2", "zamba"), _SHARED),
     "deepseek_v41": "compressed keys that layers share, and tables of n-grams of many gigabytes: not written yet",
-    "kimi_k3": "attention over residuals, and experts that read a latent vector: not written yet",
     "cpmant": "attention biased by distance, with learned biases",
     "ernie4_5_vl_moe": "experts for images beside those for text in each layer, so the text model alone is not the "
     "released model",

@@ -113,7 +113,7 @@ class KimiDelta(nnx.Module):
         """Returns the logarithms [B, T, n, k] of the decays that these inputs give, in float32; between `bound` and 0
         if there is one."""
         f_BTnk = f_BTnk.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
-        rate_n1 = jnp.exp(self.a_log[...].astype(jnp.float32))[:, None]
+        rate_n1 = jnp.exp(self.a_log[...].astype(jnp.float32))[: f_BTnk.shape[2], None]
         if self.bound is None:
             return -rate_n1 * nnx.softplus(f_BTnk)
         return self.bound * nnx.sigmoid(rate_n1 * f_BTnk)

@@ -15,7 +15,7 @@ class Block(HybridBlock):
 
     attention_type: ClassVar[Any] = Attention
     mixer_type = KimiDelta
-    moe_type = MoE
+    moe_type: ClassVar[Any] = MoE
 
 
 class Model(HybridDecoder):

@@ -1,4 +1,4 @@
-"""MoonViT and the vision encoder of Muse: configs and tables."""
+"""MoonViT, its second version and the vision encoder of Muse: configs and tables."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -6,7 +6,17 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
 from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
-from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, UP, layer_norm, with_bias, without_bias
+from tpuconv.models.towers.rows import (
+    DOWN,
+    IN_HEADS,
+    OUT_OF_HEADS,
+    PATCH_MATRIX,
+    UP,
+    layer_norm,
+    rms_norm,
+    with_bias,
+    without_bias,
+)
 from tpuconv.notation.table import Map, under
 
 MOONVIT_MODULES = "tpuconv.models.towers.moonvit.modules"
@@ -14,8 +24,14 @@ MOONVIT_MODULES = "tpuconv.models.towers.moonvit.modules"
 
 @dataclass(frozen=True, kw_only=True)
 class PackedVitConfig(TowerConfig):
-    """The keys of `vision_config` that both have. M is the width of joined patches, S and R are the rows and columns of
-    the table of positions."""
+    """The keys of `vision_config` that all of them have. M is the width of joined patches, S and R are the rows and
+    columns of the table of positions.
+
+    Attributes:
+        heads_key: the key that says the width of all heads together.
+    """
+
+    heads_key: ClassVar[str] = "hidden_size"
 
     hidden_size: int
     intermediate_size: int
@@ -29,10 +45,15 @@ class PackedVitConfig(TowerConfig):
 
     def contradictions(self) -> Iterator[str]:
         heads = max(1, self.num_attention_heads)
-        if self.hidden_size % (4 * heads):
-            yield f"hidden_size={self.hidden_size} is no multiple of 4 for each of {heads} heads"
+        if self.width_of_heads % (4 * heads):
+            yield f"{self.heads_key}={self.width_of_heads} is no multiple of 4 for each of {heads} heads"
         if self.pos_emb_height != self.pos_emb_width:
             yield f"pos_emb_height={self.pos_emb_height} is not pos_emb_width={self.pos_emb_width}"
+
+    @property
+    def width_of_heads(self) -> int:
+        """The width of all heads together."""
+        return int(getattr(self, self.heads_key))
 
     @property
     def merge(self) -> int:
@@ -45,7 +66,7 @@ class PackedVitConfig(TowerConfig):
         return {
             "D": self.hidden_size,
             "N": self.num_attention_heads,
-            "H": self.hidden_size // self.num_attention_heads,
+            "H": self.width_of_heads // self.num_attention_heads,
             "F": self.intermediate_size,
             "L": self.num_hidden_layers,
             "X": 3,
@@ -98,13 +119,39 @@ class MoonVitConfig(PackedVitConfig):
         return self.merge_kernel_size[0]
 
 
+@dataclass(frozen=True, kw_only=True)
+class MoonVit2Config(MoonVitConfig):
+    """The keys of Kimi K3, by the names of the release."""
+
+    heads_key: ClassVar[str] = "qkv_hidden_size"
+    aliases: ClassVar[Mapping[str, str]] = {**MoonVitConfig.aliases, "activation_func": "hidden_act"}
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **MoonVitConfig.only,
+        "attn_bias": (False,),
+        "linear_bias": (False,),
+        "mlp_type": ("mlp2",),
+        "mm_projector_type": ("patchmergerv2",),
+        "norm_type": ("rmsnorm",),
+        "patch_embed_proj_bias": (False,),
+        "pos_emb_interpolation_mode": ("bilinear",),
+        "projector_hidden_act": ("gelu",),
+    }
+
+    hidden_size: int = 1024
+    intermediate_size: int = 4096
+    num_attention_heads: int = 12
+    qkv_hidden_size: int = 1536
+
+
+MOON_POSITIONS = Map("patch_embed.pos_emb.weight", "positions", "S R D -> (S R) D")
+
 MOONVIT = Tower(
     "moonvit",
     "Kimi K2.5",
     MoonVitConfig,
     (
-        *with_bias("patch_embed.proj", "patch", "D X p q -> (X p q) D", "D"),
-        Map("patch_embed.pos_emb.weight", "positions", "S R D -> (S R) D"),
+        *with_bias("patch_embed.proj", "patch", PATCH_MATRIX, "D"),
+        MOON_POSITIONS,
         *under(
             "encoder.blocks.{L}",
             "layers.{L}",
@@ -121,10 +168,32 @@ MOONVIT = Tower(
     f"{MOONVIT_MODULES}:MoonVit",
 )
 
+MOONVIT2 = Tower(
+    "moonvit2",
+    "Kimi K3",
+    MoonVit2Config,
+    (
+        *without_bias("patch_embed.proj", "patch", PATCH_MATRIX),
+        MOON_POSITIONS,
+        *under(
+            "encoder.blocks.{L}",
+            "layers.{L}",
+            *rms_norm("norm0", "attn_norm"),
+            *rms_norm("norm1", "mlp_norm"),
+            replace(JOINED_QKV, hf="wqkv.weight"),
+            *without_bias("wo", "attn.o", OUT_OF_HEADS),
+            *without_bias("mlp.fc0", "mlp.up", UP),
+            *without_bias("mlp.fc1", "mlp.down", DOWN),
+        ),
+        *rms_norm("encoder.final_layernorm", "norm"),
+    ),
+    f"{MOONVIT_MODULES}:MoonVit2",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoonMergerConfig(ProjectorConfig):
-    """The keys of the projector of Kimi K2.5."""
+    """The keys of the projectors of Kimi K2.5 and K3."""
 
     projection_layer_norm_eps: float = 1e-5
 
@@ -147,6 +216,17 @@ MOON_MERGER = Projector(
     f"{MOONVIT_MODULES}:MoonMerger",
 )
 """A norm of each patch, then blocks of patches are joined, and two matrices."""
+
+MOON_MERGER2 = Projector(
+    MoonMergerConfig,
+    (
+        *without_bias("proj.0", "up", "W M -> M W"),
+        *without_bias("proj.2", "down", "O W -> W O"),
+        *rms_norm("post_norm", "norm", "O"),
+    ),
+    f"{MOONVIT_MODULES}:MoonMerger2",
+)
+"""Blocks of patches are joined, then two matrices, and a norm of each feature."""
 
 
 @dataclass(frozen=True, kw_only=True)

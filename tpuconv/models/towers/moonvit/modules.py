@@ -1,4 +1,5 @@
-"""MoonViT and the vision encoder of Muse. The patches of all images are one sequence, each image row by row."""
+"""MoonViT, its second version and the vision encoder of Muse. The patches of all images are one sequence, each image
+row by row."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -14,8 +15,10 @@ from tpuconv.models.common.layers import (
     Einsum,
     Keys,
     LayerNorm,
+    ScaledRMSNorm,
     apply_rope,
     apply_rope_to_neighbours,
+    gelu,
     normal,
     normalize,
 )
@@ -31,9 +34,20 @@ from tpuconv.models.towers.encoder import (
     random_patches,
     read_taps,
 )
-from tpuconv.models.towers.places import Taps, bicubic_taps, block_order, bucket, raster, zero_padded_taps
+from tpuconv.models.towers.places import (
+    Taps,
+    bicubic_taps,
+    bilinear_taps_of_centers,
+    block_order,
+    bucket,
+    raster,
+    zero_padded_taps,
+)
 from tpuconv.models.towers.qwen_vit.modules import Merger
 from tpuconv.models.towers.vit import MLP, Attention, Block, CosSin
+
+TORCH_EPS = 2.0**-23
+"""The eps of PyTorch's RMSNorm where none is given, of bfloat16 too."""
 
 
 class PackedVit(FeatureEncoder):
@@ -41,12 +55,13 @@ class PackedVit(FeatureEncoder):
 
     Attributes:
         joins_frames: whether the frames of a clip see each other, and a feature is the mean over them.
-        has_patch_bias: whether the matrix of patches has a bias.
-        eps: of the norms of layers.
+        has_bias: whether the matrices of layers have biases.
+        has_patch_bias: whether the matrix of patches has one.
     """
 
     takes = ("pixel_values", "image_grid_thw")
     joins_frames: ClassVar[bool]
+    has_bias: ClassVar[bool] = True
     has_patch_bias: ClassVar[bool]
     rotate: ClassVar[Any]
     config: Any
@@ -55,13 +70,14 @@ class PackedVit(FeatureEncoder):
         sizes = config.sizes
         self.patch = Einsum("BPC,CD->BPD", sizes, bias=self.has_patch_bias, dtype=dtype, keys=keys)
         self.positions = nnx.Param(normal(keys(), (sizes["P"], sizes["D"]), dtype))
+        bias, act = self.has_bias, ACTS_BY_NAME[config.hidden_act]
         self.layers = nnx.List(
             [
                 Block(
                     config,
-                    lambda: LayerNorm("D", sizes, 1e-5, dtype=dtype),
-                    Attention(config, rotate=self.rotate, dtype=dtype, keys=keys),
-                    MLP(config, ACTS_BY_NAME[config.hidden_act], dtype=dtype, keys=keys),
+                    lambda: self.layer_norm(config, dtype),
+                    Attention(config, bias=bias, out_bias=bias, rotate=self.rotate, dtype=dtype, keys=keys),
+                    MLP(config, act, bias=bias, dtype=dtype, keys=keys),
                     dtype=dtype,
                 )
                 for _ in range(sizes["L"])
@@ -69,9 +85,13 @@ class PackedVit(FeatureEncoder):
         )
         self.norm = self.last_norm(config, dtype)
 
-    def last_norm(self, config: Any, dtype: DTypeLike) -> LayerNorm:
-        """Returns a norm before or behind all layers."""
+    def layer_norm(self, config: Any, dtype: DTypeLike) -> Any:
+        """Returns a norm of a layer."""
         return LayerNorm("D", config.sizes, 1e-5, dtype=dtype)
+
+    def last_norm(self, config: Any, dtype: DTypeLike) -> Any:
+        """Returns a norm before or behind all layers."""
+        return self.layer_norm(config, dtype)
 
     def taps(self, h: int, w: int) -> Taps:
         """Returns which learned positions the patches of an image of h x w read."""
@@ -180,6 +200,34 @@ class MoonMerger(Merger):
     def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
         self.norm.eps = config.projection_layer_norm_eps
+
+
+class MoonVit2(MoonVit):
+    """MoonViT of Kimi K3: RMS norms, no biases, and learned positions by bilinear interpolation."""
+
+    has_bias = False
+    has_patch_bias = False
+
+    def layer_norm(self, config: Any, dtype: DTypeLike) -> Any:
+        return ScaledRMSNorm("D", config.sizes, TORCH_EPS, dtype=dtype)
+
+    def taps(self, h: int, w: int) -> Taps:
+        return bilinear_taps_of_centers(h, w, self.config.pos_emb_height, self.config.pos_emb_width)
+
+
+class MoonMerger2(nnx.Module):
+    """The projector of Kimi K3: joins s x s patches, [B, P, D] to [B, P / s^2, O], by two matrices with GELU between,
+    and normalizes the features."""
+
+    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
+        sizes = config.sizes
+        self.merged = sizes["M"]
+        self.up = Einsum("BPM,MW->BPW", sizes, dtype=dtype, keys=keys)
+        self.down = Einsum("BPW,WO->BPO", sizes, dtype=dtype, keys=keys)
+        self.norm = ScaledRMSNorm("O", sizes, config.projection_layer_norm_eps, dtype=dtype)
+
+    def __call__(self, x_BPD: jax.Array) -> jax.Array:
+        return self.norm(self.down(gelu(self.up(x_BPD.reshape(len(x_BPD), -1, self.merged)))))
 
 
 class MuseVit(PackedVit):
