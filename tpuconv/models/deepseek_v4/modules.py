@@ -65,9 +65,9 @@ class WindowKeys:
         return cls(jnp.zeros((*shape[:-1], config.sliding_window - 1, config.sizes["H"]), dtype))
 
 
-def empty_cache(config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[Any, ...]:
-    """Returns the empty cache of a layer; `shape` is [B, S]."""
-    kind, sizes = config.kind_of(layer), config.sizes
+def empty_cache(config: Config, kind: str, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[Any, ...]:
+    """Returns the empty cache of a layer of this kind; `shape` is [B, S]."""
+    sizes = config.sizes
     local = WindowKeys.empty(config, shape, dtype)
     if kind == SLIDING:
         return (local,)
@@ -189,7 +189,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         sizes, eps, kind = with_letters(config.sizes, LEGEND), config.rms_norm_eps, config.kind_of(layer)
-        self.config, self.layer, self.dtype = config, layer, dtype
+        self.config, self.kind, self.dtype = config, kind, dtype
         self.q_a = Einsum("BTD,DQ->BTQ", sizes, dtype=dtype, keys=keys)
         self.q_a_norm = ScaledRMSNorm("Q", sizes, eps, dtype=dtype)
         self.q = Einsum("BTQ,QNH->BTNH", sizes, dtype=dtype, keys=keys)
@@ -212,7 +212,7 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, step: Step, window: jax.Array | int, state: tuple[Any, ...] | None
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         if state is None:
-            state = empty_cache(self.config, self.layer, x_BTD.shape[:2], x_BTD.dtype)
+            state = empty_cache(self.config, self.kind, x_BTD.shape[:2], x_BTD.dtype)
         packed = PackedTokens.of(x_BTD, step)
         x_BTD, tokens = packed.x_BTD, Tokens.of(packed, step)
         cos_sin = rope_cos_sin(self.rope, self.config.rope_dim, tokens.pos_BT)
@@ -369,4 +369,4 @@ class Model(Decoder):
 
     def cached(self, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Returns the empty cache of a layer; `shape` is [B, S]."""
-        return empty_cache(config, layer, shape, dtype)
+        return empty_cache(config, config.kind_of(layer), shape, dtype)
