@@ -161,10 +161,16 @@ def test_scales_of_blocks_and_of_a_tensor_are_found_in_their_products(divided: b
 def test_kept_nvfp4_comes_back(tmp_path: Path) -> None:
     modelopt("NVFP4", tmp_path / "hf")
     api.convert(tmp_path / "hf", tmp_path / "kept", encoding="keep")
-    api.export(tmp_path / "kept", tmp_path / "out")
-    want, have = read_tensors(tmp_path / "hf"), read_tensors(tmp_path / "out")
-    assert {name for name in want if not name.endswith(("input_scale", "k_scale"))} == have.keys()
-    assert not [name for name in have if not same_bits(have[name], want[name])]
+    with pytest.raises(UsageError, match="without the scales of activations and caches that its config"):
+        api.export(tmp_path / "kept", tmp_path / "out")
+    api.export(tmp_path / "kept", tmp_path / "out", with_skipped=tmp_path / "hf")
+    api.convert(tmp_path / "hf", tmp_path / "at-once", encoding="keep", target="huggingface")
+    want = read_tensors(tmp_path / "hf")
+    assert [name for name in want if name.endswith(("input_scale", "k_scale"))]
+    for out in ("out", "at-once"):
+        have = read_tensors(tmp_path / out)
+        assert want.keys() == have.keys()
+        assert not [name for name in have if not same_bits(have[name], want[name])]
 
 
 def test_experts_of_gpt_oss_are_in_its_own_mxfp4(tmp_path: Path) -> None:

@@ -152,10 +152,13 @@ def _affine_fault(
     return None
 
 
+OF_ACTIVATIONS = "of quantized activations, which the model computes without"
+"""The reason why such scales are skipped."""
+
 _OF_ACTIVATIONS = re.compile(r".*\.((activation|(input|output|[qkv])(_global)?)_(scale|zero_point)|weight_scale_2)")
 
 
 def unused_reason(name: str) -> str | None:
     """Returns the reason why a tensor of a quantized checkpoint does not concern the weights; None if it may. A second
     scale that no scheme takes brings weights to the range of FP8, for products with activations in FP8."""
-    return "of quantized activations, which the model computes without" if _OF_ACTIVATIONS.fullmatch(name) else None
+    return OF_ACTIVATIONS if _OF_ACTIVATIONS.fullmatch(name) else None

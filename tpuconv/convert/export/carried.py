@@ -120,8 +120,7 @@ def skipped_tensors(plan: Plan) -> Carried | None:
         for name, tensor in plan.tensors.items()
         if mapped.isdisjoint((name, *(info.name for info in tensor.stored)))  # encoded ones are mapped as stored
         and name not in plan.copies
-        and not unused_reason(name)
-        and (is_encoded or tensor.scheme is None)
+        and (is_encoded or (tensor.scheme is None and not unused_reason(name)))
         for info in tensor.stored
     ]
     return _as_they_are(plan.source, infos) if infos else None

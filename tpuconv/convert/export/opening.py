@@ -14,6 +14,7 @@ from tpuconv.convert.export.lora.work import trained_adapter
 from tpuconv.convert.export.options import ExportOptions
 from tpuconv.convert.export.trained import check_converted, open_trained, resolved_source, trained_arrays
 from tpuconv.convert.plan.types import Skip
+from tpuconv.encodings.tensors import OF_ACTIVATIONS
 from tpuconv.errors import UsageError, shorten
 from tpuconv.location import Location
 from tpuconv.models.common.wrapper import is_outside
@@ -66,7 +67,7 @@ def _converted(
     arrays, family = CheckpointArrays(manifest), get_family(manifest.family)
     beside, with_skipped = None, asked.with_skipped
     if with_skipped is None:
-        _check_whole(manifest)
+        _check_whole(manifest, as_released=asked.scheme is None)
     else:
         origin = manifest.raw["source"]
         revision = origin["commit"] if str(with_skipped) == origin["repo"] else None
@@ -83,18 +84,30 @@ def _converted(
     return arrays, describe_exporting(arrays, asked.scheme, beside, asked.form)
 
 
-def _check_whole(manifest: Manifest) -> None:
-    """Raises UsageError if a checkpoint contains only the text model of a multimodal model: the config.json of its
-    export would describe missing parts, which transformers fills with random numbers."""
+def _check_whole(manifest: Manifest, *, as_released: bool) -> None:
+    """Checks that the config.json of an export describes nothing that the checkpoint lacks: programs fill what is
+    missing with random numbers.
 
-    lost = [skip for skip in manifest.raw["skipped"] if is_outside(skip["reason"])]
+    Args:
+        manifest: of the checkpoint.
+        as_released: whether encoded weights are written as they were released.
+
+    Raises:
+        UsageError: the checkpoint has only the text model of a multimodal model, or lacks the static scales of
+            activations and caches of a release that stayed encoded.
+    """
+    skipped = manifest.raw["skipped"]
+    if lost := [skip for skip in skipped if is_outside(skip["reason"])]:
+        what = "contains only the text model, and its config.json describes a multimodal model"
+    elif manifest.passthrough and as_released and not manifest.is_rounded:
+        lost = [skip for skip in skipped if skip["reason"] == OF_ACTIVATIONS]
+        what = "has encoded weights without the scales of activations and caches that its config.json describes"
     if lost:
         origin = manifest.raw["source"]
         count, source = sum(skip["count"] for skip in lost), origin.get("repo") or origin.get("folder")
         shown = repr(source) if source else "SRC"
         raise UsageError(
-            f"{manifest.folder} contains only the text model, and its config.json describes a multimodal model: "
-            f"{format_count(count, 'tensor')} would be missing",
+            f"{manifest.folder} {what}: {format_count(count, 'tensor')} would be missing",
             details=shorten([f"{skip['pattern']}: {skip['reason']}" for skip in lost]),
             hint=f"for a complete model give the source, which has them: `with_skipped={shown}`",
         )
