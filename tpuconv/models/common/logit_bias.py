@@ -11,7 +11,7 @@ from tpuconv.models.common.decoder import Decoder
 
 
 class LogitBias(nnx.Module):
-    """Adds a bias to logits [B, T, V]."""
+    """A bias of each logit, where the embedding may be the head: logits [B, T, V] to [B, T, V]."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike):
         self.bias = nnx.Param(jnp.zeros(config.sizes["V"], dtype))
