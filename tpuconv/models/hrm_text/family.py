@@ -78,7 +78,7 @@ class Config(DecoderConfig):
         return LOOPED
 
 
-LAYER_ROWS = (
+HRM_ROWS = (
     Map(
         "attn.gqkv_proj.weight",
         ("attn.gate.kernel", "attn.q.kernel", "attn.k.kernel", "attn.v.kernel"),
@@ -92,8 +92,8 @@ TABLE = MappingTable(
     (
         Map("model.embed_tokens.weight", "embed.embedding", "V D"),
         Map("model.z_L_init", "low.start", "D"),
-        *under("model.L_module.layers.{stack_layers}", "layers.{stack_layers+stack_layers}", *LAYER_ROWS),
-        *under("model.H_module.layers.{stack_layers}", "layers.{stack_layers+stack_layers+1}", *LAYER_ROWS),
+        *under("model.L_module.layers.{stack_layers}", "layers.{stack_layers+stack_layers}", *HRM_ROWS),
+        *under("model.H_module.layers.{stack_layers}", "layers.{stack_layers+stack_layers+1}", *HRM_ROWS),
         Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
     ),
     copies={"lm_head.weight": "model.embed_tokens.weight"},

@@ -10,10 +10,10 @@ from tpuconv.models.common.windows import ROPES_BY_KIND, TwoRopesConfig
 from tpuconv.models.registry import family
 from tpuconv.notation.table import Map, MappingTable, under
 
-THETA_KEYS = {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"}
+BASE_KEYS = {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"}
 """The keys of the bases of rotary positions in a config.json without `rope_parameters`."""
 
-WITHOUT_EFFECT = frozenset(
+MODERNBERT_LEFT_OUT = frozenset(
     {
         "num_key_value_heads",  # as many as queries
         "sliding_window",  # half of `local_attention`
@@ -30,7 +30,7 @@ class Config(TwoRopesConfig):
     hf_names: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "norm_eps", "sliding_window": "local_attention"}
     derived: ClassVar[frozenset[str]] = TwoRopesConfig.derived | {"num_key_value_heads", "head_dim"}
     only: ClassVar = {"hidden_activation": ("gelu",), "classifier_activation": ("gelu",)}
-    left_out: ClassVar[frozenset[str]] = WITHOUT_EFFECT
+    left_out: ClassVar[frozenset[str]] = MODERNBERT_LEFT_OUT
     least: ClassVar[Mapping[str, int]] = {"sliding_window": 2}
 
     norm_bias: bool
@@ -49,8 +49,8 @@ class Config(TwoRopesConfig):
         """As `DecoderConfig.read_ropes`, of older files too."""
         out = {}
         for kind, field in ROPES_BY_KIND.items():
-            theta = raw.get(THETA_KEYS[kind])
-            default = getattr(cls, THETA_KEYS[kind]) if theta is None else theta
+            theta = raw.get(BASE_KEYS[kind])
+            default = getattr(cls, BASE_KEYS[kind]) if theta is None else theta
             own = rope_of_layers(raw, kind, default, raw.get("rope_scaling"))
             out[field] = Rope.from_hf(own, cls.model_type, context)
         return out
@@ -95,12 +95,12 @@ class Config(TwoRopesConfig):
         return {**super().sizes, "A": self.hidden_size}
 
 
-def norm_rows(hf: str, jax: str) -> tuple[Map, ...]:
+def layer_norm_rows(hf: str, jax: str) -> tuple[Map, ...]:
     """Returns the rows of a layer norm."""
     return Map(f"{hf}.weight", f"{jax}.scale", "D"), Map(f"{hf}.bias", f"{jax}.bias", "D", when="norm_bias")
 
 
-LAYER_ROWS = (
+MODERNBERT_ROWS = (
     Map("attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
     Map("attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
     Map("attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
@@ -112,7 +112,7 @@ LAYER_ROWS = (
         Map("attn.v_proj.bias", "attn.v.bias", "(K H) -> K H"),
         Map("attn.Wo.bias", "attn.o.bias", "D"),
     ),
-    *norm_rows("mlp_norm", "mlp_norm"),
+    *layer_norm_rows("mlp_norm", "mlp_norm"),
     Map("mlp.Wi.weight", ("mlp.gate.kernel", "mlp.up.kernel"), "(F + F) D -> D F, D F"),
     Map("mlp.Wo.weight", "mlp.down.kernel", "D F -> F D"),
     *when(
@@ -125,10 +125,10 @@ LAYER_ROWS = (
 TABLE = MappingTable(
     (
         Map("model.embeddings.tok_embeddings.weight", "embed.embedding", "V D"),
-        *norm_rows("model.embeddings.norm", "embed_norm"),
-        *under("model.layers.{later_layers}", "layers.{later_layers}", *norm_rows("attn_norm", "attn_norm")),
-        *under("model.layers.{L}", "layers.{L}", *LAYER_ROWS),
-        *norm_rows("model.final_norm", "norm"),
+        *layer_norm_rows("model.embeddings.norm", "embed_norm"),
+        *under("model.layers.{later_layers}", "layers.{later_layers}", *layer_norm_rows("attn_norm", "attn_norm")),
+        *under("model.layers.{L}", "layers.{L}", *MODERNBERT_ROWS),
+        *layer_norm_rows("model.final_norm", "norm"),
         Map("lm_head.dense.weight", "norm.dense.kernel", "D A -> A D", when="has_logits"),
         Map("lm_head.dense.bias", "norm.dense.bias", "D", when="has_dense_bias"),
         Map("lm_head.norm.weight", "norm.head_norm.scale", "D", when="has_logits"),

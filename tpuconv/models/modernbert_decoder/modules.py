@@ -14,7 +14,7 @@ from tpuconv.models.common.steps import Step
 from tpuconv.models.modernbert_decoder.family import Config
 
 
-def new_norm(config: Config, dtype: DTypeLike) -> LayerNorm:
+def new_layer_norm(config: Config, dtype: DTypeLike) -> LayerNorm:
     """Returns a norm, which has a bias if the config says so."""
     return LayerNorm("D", config.sizes, config.rms_norm_eps, bias=config.norm_bias, dtype=dtype)
 
@@ -38,9 +38,9 @@ class Block(nnx.Module):
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         bias = config.attention_bias
-        self.attn_norm = new_norm(config, dtype) if layer else None
+        self.attn_norm = new_layer_norm(config, dtype) if layer else None
         self.attn = Attention(config, bias=bias, out_bias=bias, dtype=dtype, keys=keys)
-        self.mlp_norm = new_norm(config, dtype)
+        self.mlp_norm = new_layer_norm(config, dtype)
         self.mlp = MLP(config, bias=config.mlp_bias, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
@@ -50,7 +50,7 @@ class Block(nnx.Module):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD)), kv
 
 
-class LastNorm(LayerNorm):
+class HeadedNorm(LayerNorm):
     """The last norm, x [B, T, D] to [B, T, D]; in a model with logits a dense layer and another norm follow."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
@@ -58,7 +58,7 @@ class LastNorm(LayerNorm):
         self.has_logits = config.has_logits
         if config.has_logits:
             self.dense = Einsum("BTA,AD->BTD", config.sizes, bias=config.classifier_bias, dtype=dtype, keys=keys)
-            self.head_norm = new_norm(config, dtype)
+            self.head_norm = new_layer_norm(config, dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = super().__call__(x)
@@ -80,8 +80,8 @@ class Model(BiasedLogits):
         rngs: nnx.Rngs | None = None,
     ):
         super().__init__(config, scan_layers=scan_layers, dtype=dtype, rngs=rngs)
-        self.embed_norm = new_norm(config, dtype)
-        self.norm = LastNorm(config, dtype=dtype, keys=Keys((rngs or nnx.Rngs(0)).params()))
+        self.embed_norm = new_layer_norm(config, dtype)
+        self.norm = HeadedNorm(config, dtype=dtype, keys=Keys((rngs or nnx.Rngs(0)).params()))
 
     @property
     def input_modules(self) -> tuple[str, ...]:

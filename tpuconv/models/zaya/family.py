@@ -22,8 +22,8 @@ declare(
     router_choices=Word("experts of a router, and the choice of none"),
 )
 
-KINDS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
-"""The `layer_types` of config.json, and those of other families."""
+ZAYA_KINDS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+"""The `layer_types` of config.json, and the names that other families have for them."""
 
 
 @family_config
@@ -54,9 +54,9 @@ class Config(ChosenExperts, TwoPartialRopesConfig):
         the rotary positions of each type of layer, which transformers ignores."""
         out = super().in_our_keys(raw)
         if isinstance(kinds := out.get("layer_types"), list):
-            out["layer_types"] = [KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+            out["layer_types"] = [ZAYA_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
         if isinstance(ropes := out.get("rope_parameters"), Mapping):
-            out["rope_parameters"] = {KINDS.get(key, key): own for key, own in ropes.items() if key != "rope_type"}
+            out["rope_parameters"] = {ZAYA_KINDS.get(key, key): own for key, own in ropes.items() if key != "rope_type"}
         return out
 
     @classmethod
@@ -124,7 +124,7 @@ def scaling_rows(hf: str, jax: str) -> tuple[Map, ...]:
     )
 
 
-ATTENTION_ROWS = (
+CONVOLVED_ATTENTION = (
     *under(
         "qkv_proj",
         "",
@@ -148,7 +148,7 @@ ATTENTION_ROWS = (
     Map("o_proj.weight", "o.kernel", "D (N H) -> N H D"),
     Map("o_proj.bias", "o.bias", "D", when="attention_bias"),
 )
-ROUTER_ROWS = (
+CHAINED_ROUTER = (
     Map("down_proj.weight", "down.kernel", "router_dim D -> D router_dim"),
     Map("down_proj.bias", "down.bias", "router_dim"),
     Map("router_mlp.norm.weight", "norm.scale", "router_dim"),
@@ -166,9 +166,9 @@ ROUTER_ROWS = (
 
 TABLE = decoder_table(
     *PRE_NORMS,
-    *under("self_attn", "attn", *ATTENTION_ROWS),
+    *under("self_attn", "attn", *CONVOLVED_ATTENTION),
     *scaling_rows("post_attention_residual_scale", "attn_join"),
-    *under("mlp", "moe", *under("gate", "router", *ROUTER_ROWS), *STACKED_EXPERTS),
+    *under("mlp", "moe", *under("gate", "router", *CHAINED_ROUTER), *STACKED_EXPERTS),
     *scaling_rows("post_mlp_residual_scale", "mlp_join"),
     others=(
         Map(

@@ -52,7 +52,7 @@ class HeadProduct(Einsum):
 
 class HeadConvolution(nnx.Module):
     """Two causal convolutions of queries or keys x [B, T, N, H] along the tokens: of each channel, then of all channels
-    of a head. `heads` is the letter of the heads; the last taps are those of the current token."""
+    of a head. `heads` is the letter of the heads; the last taps belong to the current token."""
 
     def __init__(self, heads: str, sizes: Any, *, dtype: DTypeLike, keys: Keys):
         shape = tuple(sizes[letter] for letter in f"{heads}H")
@@ -174,7 +174,7 @@ class MoE(GatedExperts):
         return super().__call__(x_BTD, ids_BTX, weights_BTX), router_BTr
 
 
-class Entry(nnx.Module):
+class ScaledEntry(nnx.Module):
     """Embeddings [B, T, D] with a bias, then a factor, for each dimension."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike):
@@ -185,7 +185,7 @@ class Entry(nnx.Module):
         return (x_BTD + self.bias[...]) * self.scale[...]
 
 
-class Join(Entry):
+class Join(ScaledEntry):
     """The sum of hidden states in float32 and of the output of a part, both [B, T, D] with a bias, then a factor, for
     each dimension."""
 
@@ -222,7 +222,7 @@ class Block(nnx.Module):
         return jnp.concatenate([x_BTD, router_BTr.astype(x_BTD.dtype)], axis=-1), (keys, last)
 
 
-class LastNorm(RMSNorm):
+class HiddenNorm(RMSNorm):
     """The last norm, of [B, T, (D + r)] to [B, T, D] in the dtype of the model."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -234,13 +234,13 @@ class Model(BiasedLogits, HybridDecoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
-    norm_type = LastNorm
+    norm_type = HiddenNorm
     state_type = LastInputs
     config: Config
 
     def __init__(self, config: Config, *, dtype: DTypeLike = jnp.bfloat16, **options: Any):
         super().__init__(config, dtype=dtype, **options)
-        self.entry = Entry(config, dtype=dtype)
+        self.entry = ScaledEntry(config, dtype=dtype)
 
     @property
     def input_modules(self) -> tuple[str, ...]:
@@ -251,6 +251,6 @@ class Model(BiasedLogits, HybridDecoder):
         return KV.empty(config, layer, shape, dtype), LastInputs.empty(config, *shape[:-1])
 
     def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
-        """Returns the hidden states, in float32, and those of no router, [B, T, (D + r)]."""
+        """Returns the hidden states, in float32, and zeros for a router before, [B, T, (D + r)]."""
         x_BTD = self.entry(x_BTD).astype(jnp.float32)
         return jnp.pad(x_BTD, ((0, 0), (0, 0), (0, self.config.sizes["router_dim"])))
