@@ -82,7 +82,7 @@ def rows() -> list[Any]:
         marks = [pytest.mark.slow] * (name not in CORE)
         table = get_family(name).table
         layers = [x for row in table for x in row_indices(row)[0] if f"layers.{{{x}}}." in row.jax_names[0]]
-        stacked = table.stack_layers(SimpleNamespace(sizes={}, layer_sets=dict.fromkeys(layers, range(2))))
+        stacked = table.stack_layers(SimpleNamespace(sizes={}, layer_sets=dict.fromkeys(("L", *layers), range(2))))
         for each in (table, stacked):
             for row in each:
                 alike = row.layout, str(row_indices(row))

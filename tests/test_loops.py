@@ -70,3 +70,14 @@ def test_layers_are_counted_with_and_without_their_mlps():
     config = find_family(raw).config
     assert config.from_hf(alone).executed_layers == config.from_hf(raw).executed_layers
     assert np.array_equal(config.from_hf(alone).windows, config.from_hf(raw).windows)
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_stacks_of_hrm_text_run_in_turn(is_older):
+    raw = BY_ID["hrm_text-more-cycles"].hf_config().to_dict()
+    assert raw["num_hidden_layers"] == 9  # as transformers writes it: an entry of the cache for each execution
+    if is_older:
+        raw |= {"num_hidden_layers": raw.pop("num_layers_per_stack")}
+    config = find_family(raw).config.from_hf(raw)
+    assert config.num_hidden_layers == 2
+    assert config.executed_layers == (0, 0, 1) * 3

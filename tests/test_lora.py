@@ -75,6 +75,7 @@ NOT_BY_PEFT = {
     "longcat_flash": "peft counts the experts that compute nothing",
 }
 KNOWN_TO_PEFT = {
+    "zaya": r".*(attn/(q|k|v|v_delayed|o)|moe)(/.*)?",  # the convolutions of heads are no linear layers
     # peft renames the pairs of `weight_proj` while it loads them, also its own, and does not find them; the head of
     # transformers has no rows for tokens without logits.
     "inkling2_text": r".*(attn/(q|k|v|o|gate|sinks)|mlp|moe)(/.*)?",

@@ -37,7 +37,7 @@ LIMIT = 2e-5  # of the largest logit
 COUNT_PADDING = (
     *("llama4", "lfm2", "lfm3", "granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "deepseek_v4"),
     *("minimax_m3", "nemo_speechlm", "mamba", "falcon_mamba", "jamba", "recurrent_gemma"),
-    *("inkling_text", "inkling_mm_model"),
+    *("inkling_text", "inkling_mm_model", "zaya"),
 )
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
 EVERY_FORM = pytest.mark.parametrize(
@@ -588,12 +588,14 @@ def test_windows_are_those_of_transformers(case: Case) -> None:
     windowed |= {"phimoe", "deepseek_v4"}
     kinds = getattr(hf, "layer_types", None) if hf.model_type != "deepseek_v4" else None  # there they compress keys
     kinds = kinds or ["sliding_attention" if hf.model_type in windowed else ""] * 9
-    named = {"minimax": "full_attention", **dict.fromkeys(("inkling_text", "inkling2_text"), "hybrid_sliding")}
+    named = {"minimax": "full_attention", **dict.fromkeys(("inkling_text", "inkling2_text", "zaya"), "hybrid_sliding")}
     with_window = named.get(hf.model_type, "sliding_attention")
     windows = [hf.sliding_window if kind == with_window else None for kind in kinds]
     if hf.model_type == "gpt_neo":
         windows = [hf.window_size if kind == "local" else None for kind in hf.attention_layers]
     layers = getattr(hf, "num_layers", hf.num_hidden_layers)  # LongCat's have two attentions each
+    if hf.model_type == "hrm_text":  # whose executions it counts
+        layers = 2 * hf.num_layers_per_stack
     assert list(config.windows) == windows[:layers]
     if "layer_types" not in case.config and case.family != "dory":  # older files do without; Dory's list MLPs too
         raw.pop("layer_types", None)
@@ -684,6 +686,8 @@ UNSUPPORTED = {
     "activation": ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not implemented for llama, only 'silu'"),
     "bidirectional": ("qwen3", {"is_causal": False}, "is_causal=False"),
     "window of llama": ("llama", {"sliding_window": 5}, "sliding_window=5"),
+    "two experts of zaya": ("zaya", {"num_experts_per_tok": 2}, "num_experts_per_tok=2 is not implemented for zaya"),
+    "head of modernbert": ("modernbert-decoder", {"classifier_activation": "relu"}, "classifier_activation='relu'"),
     "bias of mistral": (
         "mistral",
         {"attention_bias": True},
@@ -899,6 +903,9 @@ INVALID = {
     ),
     "thetas of layers": ("muse_glimmer", {"text_config": {"layer_rope_theta": [0]}}, "layer_rope_theta has 1 entries"),
     "eps of muse": ("muse_glimmer", {"text_config": {"post_norm_eps": -1.0}}, r"post_norm_eps=-1\.0 is negative"),
+    "window of modernbert": ("modernbert-decoder", {"local_attention": 1}, "local_attention=1 is less than 2"),
+    "window of zaya": ("zaya", {"layer_types": ["hybrid_sliding"] * 40}, "with sliding_window=None"),
+    "embeddings of hrm_text": ("hrm_text", {"initializer_range": 0.0}, r"initializer_range=0\.0 is not positive"),
     "no thinker": ("qwen3_omni_moe", {"thinker_config": 3}, "thinker_config=3 is not an object"),
     "rope object": ("llama", {"rope_scaling": "linear"}, "rope_scaling='linear' is not an object"),
 }

@@ -135,7 +135,7 @@ def test_every_parameter_that_qwix_quantizes_is_in_one_group(case, orbax, monkey
     names = [name for group in choices.space.groups for name in group.names]
     assert len(names) == len(set(names))
     left = {name for name in all_names - set(names) if ".router." not in name}
-    assert left <= {"per_layer.projection.kernel", "norm.kernel"}  # of no layer, and not the head
+    assert left <= {"per_layer.projection.kernel", "norm.kernel", "norm.dense.kernel"}  # of no layer, and not the head
     assert set(names) <= all_names
     assert set(names) == set(choices.encoders["int8"]) == set(choices.encoders["int4/32"])
     assert ("lm_head" in {group.pattern for group in choices.space.groups}) == ("lm_head.kernel" in manifest.arrays)

@@ -167,12 +167,24 @@ OF_OTHERS = (".fc_in", ".fc_out", ".input_linear", ".output_linear", ".linear_ga
 OF_MOLMO = (".attn_out", ".ff_out")
 OF_CTRL = (".Wq", ".Wk", ".Wv", ".ffn.0", ".ffn.2")
 OF_MODERNBERT = (".Wi", ".Wo")
+OF_ZAYA = ("_proj_current", "_proj_delayed")
 OF_GRIFFIN = tuple(f".temporal_block.linear_{part}" for part in ("x", "y", "out"))
 PARTS = (
     *(*OF_OTHERS, ".c_fc", ".c_fc_0", ".c_fc_1", ".c_attn", "_proj", "_mqa", "_input_gate", "_projection"),
-    *(*OF_DEEPSEEK, *OF_MISTRAL, *OF_MOLMO, *OF_STREAMS, *OF_NEOX, *OF_GRIFFIN, *OF_CTRL, *OF_MODERNBERT, *IN_PROJ),
+    *(
+        *OF_DEEPSEEK,
+        *OF_MISTRAL,
+        *OF_MOLMO,
+        *OF_STREAMS,
+        *OF_NEOX,
+        *OF_GRIFFIN,
+        *OF_CTRL,
+        *OF_MODERNBERT,
+        *OF_ZAYA,
+        *IN_PROJ,
+    ),
 )
-UNENCODED = ("vision", "indexer.weights_proj")
+UNENCODED = ("vision", "indexer.weights_proj", "mlp.gate.")
 
 
 def fp8_stacked(name, x):

@@ -264,6 +264,10 @@ def uniform_bounds(family: str, name: str) -> tuple[float, float] | None:
         return 0.5, 1.5
     if family == "dory" and name.endswith((".sqk", ".s_gate", ".lambda_1", ".lambda_2")):
         return 0.1, 0.4
+    if family == "zaya" and name.endswith(("_scale", ".temp")):
+        return 0.5, 1.5
+    if name.endswith(".z_L_init"):
+        return -1, 1
     if family == "dory" and name.endswith(".logit_scale"):
         return 1, 4
     return None
@@ -318,7 +322,9 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
                 # The padding token's too, which is zero when new; and of inputs that are divided by the width.
                 parameter.normal_(0, 0.25 if "embed" in name else 5)
         for name, buffer in model.named_buffers():
-            if "e_score_correction_bias" in name or name.endswith(("expert_bias", "rotary_emb.alpha")):
+            if "e_score_correction_bias" in name or name.endswith(
+                ("expert_bias", "balancing_biases", "rotary_emb.alpha")
+            ):
                 buffer.normal_(0, 0.2)
             elif name.endswith("tid2eid"):
                 buffer.copy_(torch.randint(0, case.config["n_routed_experts"], buffer.shape))

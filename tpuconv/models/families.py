@@ -187,6 +187,9 @@ FAMILIES: Mapping[str, str] = {
     "openai-gpt": "lineages.older",
     "ctrl": "lineages.older",
     "gpt_neox_japanese": "lineages.gpt",
+    "zaya": "zaya.family",
+    "modernbert_decoder": "modernbert_decoder.family",
+    "hrm_text": "hrm_text.family",
 }
 
 SHARED_TYPES: Mapping[str, Mapping[str, str]] = {"bailing_hybrid": {"BailingMoeV2_5": "bailing_moe_v2_5"}}

@@ -21,11 +21,9 @@ _BEHIND_ENCODER = "decoders of models with an encoder"
 MODELS_LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(("zamba2", "zamba"), _SHARED),
     "deepseek_v41": "compressed keys that layers share, and tables of n-grams of many gigabytes: not written yet",
-    "cpmant": "attention biased by distance, with learned biases",
+    "cpmant": "tokens of a text see those behind them, so that its logits depend on how a text is cut into calls",
     "ernie4_5_vl_moe": "experts for images beside those for text in each layer, so the text model alone is not the "
     "released model",
-    "zaya": "queries and keys that are compressed and convolved, routers that read the one before",
-    "hrm_text": "tokens of an instruction see those behind them; two stacks of layers run in turn, several times",
     **dict.fromkeys(("inkling2_loop", "inkling2_loop_text"), _MESSAGES),
     "diffusion_gemma": "text that is made by denoising blocks of tokens, not token by token",
     "blt": "bytes that are joined to patches by another model",
@@ -49,7 +47,6 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     ),
     "pi0": "actions of a robot, not tokens",
     "shieldgemma2": "probabilities of policies, not tokens",
-    "modernbert-decoder": "a head with a layer of its own: not written yet",
     **dict.fromkeys(("rwkv", "xlstm"), _RECURRENT),
     **dict.fromkeys(
         (

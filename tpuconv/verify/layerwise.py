@@ -204,7 +204,7 @@ class _Reference:
         self._fill(embedding, "embed.", *(["embed_norm."] if hasattr(embedding, "embed_norm") else []))
         self._fill(self.norm, "norm.")
         for name, target in INPUT_NAMES.items():
-            if hasattr(self.decoder, name):
+            if hasattr(self.decoder, name) and any(parameter.startswith(target) for parameter in self.sources):
                 self._fill(getattr(self.decoder, name), target)
 
         with ExitStack() as stack:

@@ -17,7 +17,7 @@ DECODER_NAMES = ("language_model", "text_model", "decoder")
 
 INPUT_NAMES = {
     **dict.fromkeys(("wpe", "embed_positions", "positions_embed"), "positions."),
-    "word_embeddings_layernorm": "embed_norm.",
+    **dict.fromkeys(("word_embeddings_layernorm", "embeddings"), "embed_norm."),
 }
 """The names that they have for what makes the first layer's input besides the embedding, and ours."""
 

@@ -22,6 +22,7 @@ declare(
     full_layers=Word("layers that see all tokens, in a model where others have a sliding window"),
     full_heads=Word("query heads of layers that see all tokens", as_="N"),
     full_kv_heads=Word("key-value heads of layers that see all tokens", as_="K"),
+    later_layers=Word("layers after the first, in a model whose first layer lacks something"),
     # Indexers, which select the tokens that attention sees
     indexer_layers=Word("layers with an indexer"),
     index_heads=Word("heads of an indexer", as_="K"),

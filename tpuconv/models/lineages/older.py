@@ -66,8 +66,8 @@ class CtrlConfig(UnrotatedConfig):
         return self.max_position_embeddings
 
     @property
-    def has_logits(self) -> bool:
-        """True if there is a bias for each logit."""
+    def has_logit_bias(self) -> bool:
+        """True if the logits have a bias."""
         return not self.head.kind
 
 
@@ -104,7 +104,7 @@ CTRL = decoder(
             Map("ffn.2.weight", "mlp.down.kernel", "D F -> F D"),
             Map("ffn.2.bias", "mlp.down.bias", "D"),
         ),
-        head=(Map("lm_head.bias", "logit_bias.bias", "V", when="has_logits"),),
+        head=(Map("lm_head.bias", "logit_bias.bias", "V", when="has_logit_bias"),),
         embed="w.weight",
         norm="layernorm",
     ),

@@ -12,6 +12,7 @@ from tpuconv.models.common.alibi import alibi
 from tpuconv.models.common.cache import KV
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, sinusoids, times
+from tpuconv.models.common.logit_bias import BiasedLogits
 from tpuconv.models.common.positions import PositionedDecoder
 from tpuconv.models.common.steps import Step
 
@@ -121,34 +122,12 @@ class SinusoidDecoder(ScaledDecoder):
         return x_BTD + sinusoids(pos_BT + FIRST_POSITION, x_BTD.shape[-1]).astype(x_BTD.dtype)
 
 
-class LogitBias(nnx.Module):
-    """A bias of each logit, where the embedding may be the head: logits [B, T, V] to [B, T, V]."""
-
-    def __init__(self, config: Any, *, dtype: DTypeLike):
-        self.bias = nnx.Param(jnp.zeros(config.sizes["V"], dtype))
-
-    def __call__(self, logits_BTV: jax.Array) -> jax.Array:
-        return logits_BTV + self.bias[...]
-
-
-class OpenSinusoidDecoder(ScaledDecoder):
+class OpenSinusoidDecoder(BiasedLogits, ScaledDecoder):
     """Such a decoder with sines of the positions from 0 on, with the rates of the paper, and with a bias of each
     logit."""
 
-    def __init__(self, config: Any, *, dtype: DTypeLike = jnp.bfloat16, **options: Any):
-        super().__init__(config, dtype=dtype, **options)
-        if config.has_logits:
-            self.logit_bias = LogitBias(config, dtype=dtype)
-
-    @property
-    def output_modules(self) -> tuple[str, ...]:
-        return ("logit_bias",)
-
     def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
         return x_BTD + sinusoids(pos_BT, x_BTD.shape[-1], open_ended=True).astype(x_BTD.dtype)
-
-    def adjusted(self, logits_BTV: jax.Array) -> jax.Array:
-        return self.logit_bias(logits_BTV)
 
 
 class ScaledPositionedDecoder(ScaledDecoder, PositionedDecoder):
