@@ -83,6 +83,7 @@ def quantize(asked: QuantizeRequest) -> Conversion:
 
     folder, out = to_location(asked.ckpt), to_location(asked.out) if asked.out else None
     rules = find_config(str(asked.config))
+    _check_no_release(folder, asked.config, rules)
     if rules.target_bits is not None and asked.part is None:
         rules = measured_rules(rules, folder, asked, asked.progress)
     if asked.part is not None and rules.calibration is not None:
@@ -120,6 +121,7 @@ def plan_quantization(asked: PlanQuantizationRequest) -> ConversionPlan:
     from tpuconv.quantize.config import find_config
 
     folder, rules = to_location(asked.ckpt), find_config(str(asked.config))
+    _check_no_release(folder, asked.config, rules)
     notes: tuple[str, ...] = ()
     if rules.target_bits is not None:
         rules, notes = planned_rules(rules, folder, asked)
@@ -128,6 +130,19 @@ def plan_quantization(asked: PlanQuantizationRequest) -> ConversionPlan:
     planned = planned_quantization(folder, quantizer, compress=asked.compress, ahead=None)
     planned.check()
     return replace(ConversionPlan.sized(planned, rules, asked), calibration=_text_of(planned))
+
+
+def _check_no_release(ckpt: Location, config: str | Path, rules: "QuantConfig") -> None:
+    """Raises UsageError for a release, with the commands that quantize it by a config."""
+    from tpuconv.names import MANIFEST
+    from tpuconv.sources.files import CONFIG_FILE
+    from tpuconv.storage.places import is_there
+
+    if is_there(ckpt / CONFIG_FILE) and not is_there(ckpt / MANIFEST):
+        apart = f"`, then `tpuconv quantize --config {config}`" if rules.calibration else f" --quantize {config}`"
+        raise UsageError(
+            f"{ckpt} is a release, and `quantize` reads checkpoints", hint=f"run `tpuconv convert {ckpt}{apart}"
+        )
 
 
 def _calibration_data(ckpt: Location, rules: "QuantConfig", asked: QuantizationOptions) -> "CalibrationData | None":
