@@ -951,8 +951,9 @@ def test_tensors_that_are_not_converted() -> None:
         front = embedding.removesuffix("embed_tokens.weight")
         attn = "temporal_block" if family.name == "recurrent_gemma" else "self_attn"
         ignored = family.table.ignored(config)(f"{front}layers.11.{attn}.rotary_emb.inv_freq")
-        # Learned positions are not rotary, and some models have none.
-        assert bool(ignored) == (config.position_limit is None) or not any(config.ropes)
+        # Learned positions are not rotary, some models have none, and HRM-Text has layers elsewhere.
+        is_rotary = any(config.ropes) and family.name != "hrm_text"
+        assert bool(ignored) == (config.position_limit is None) or not is_rotary
         own = {"biogpt.": "output_projection."} | PREFIXES
         head = own.get(front, re.sub(r"\bmodel\..*", "", front) + "lm_head.")
         assert family.table.copies_of(config) == {f"{head}weight": embedding}

@@ -16,13 +16,15 @@ from helpers.checkpoints import qwen3_config, random_checkpoint
 from helpers.configs import config_json
 from tpuconv import api
 from tpuconv.api.auto_recipes import UNMEASURED
-from tpuconv.api.recipes import SensitivityRequest, choices_of, inputs_of
+from tpuconv.api.opened import OpenedModel
+from tpuconv.api.recipes import SensitivityRequest, inputs_of
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.cli import tpuconv as command
 from tpuconv.errors import UsageError
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.registry import find_family
 from tpuconv.quantize.config import QuantConfig, Rule, find_config
+from tpuconv.quantize.recipe.groups import find_choices
 from tpuconv.quantize.recipe.layerwise import LayerwiseProbe
 from tpuconv.quantize.recipe.roles import ROLES, recipe_for_bits
 from tpuconv.quantize.rules import ParamQuant, resolve_rules
@@ -237,8 +239,9 @@ def with_costs(tmp_path, monkeypatch) -> Path:
     """A checkpoint with kept costs, by which attention of layer 3 is worth bits first."""
     ckpt = api.convert(EXAMPLES / "tiny-qwen3", tmp_path / "plain").out
     assert api.plan_quantization(ckpt, config="auto:5", **TEXT).notes[0] == UNMEASURED
-    manifest, choices = choices_of(ckpt)
-    kept = inputs_of(SensitivityRequest(ckpt, **TEXT), manifest, choices)[2]
+    manifest = read_manifest(ckpt)
+    choices = find_choices(manifest)
+    kept = inputs_of(SensitivityRequest(ckpt, **TEXT), OpenedModel(manifest), choices)[2]
     costs = {None: 0.0, "int8": 1e-6, "int4": 1e-4}
     favoured = "layers/3/attn/.*"
     kept.write(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tpuconv.api.auto_recipes import measured_rules, planned_rules
 from tpuconv.api.calibration import CalibrationOptions, CalibrationText, calibration_data
 from tpuconv.api.converted import Conversion, ConversionPlan
+from tpuconv.api.opened import OpenedModel
 from tpuconv.api.quantizers import quantizer_by
 from tpuconv.api.running import run_plan
 from tpuconv.errors import UsageError
@@ -139,18 +140,20 @@ def _check_no_release(ckpt: Location, config: str | Path, rules: "QuantConfig") 
     from tpuconv.storage.places import is_there
 
     if is_there(ckpt / CONFIG_FILE) and not is_there(ckpt / MANIFEST):
-        apart = f"`, then `tpuconv quantize --config {config}`" if rules.calibration else f" --quantize {config}`"
         raise UsageError(
-            f"{ckpt} is a release, and `quantize` reads checkpoints", hint=f"run `tpuconv convert {ckpt}{apart}"
+            f"{ckpt} is a release, and `quantize` reads checkpoints",
+            hint=f"run `tpuconv convert {ckpt}`, then `tpuconv quantize --config {config}`"
+            if rules.calibration
+            else f"run `tpuconv convert {ckpt} --quantize {config}`",
         )
 
 
 def _calibration_data(ckpt: Location, rules: "QuantConfig", asked: QuantizationOptions) -> "CalibrationData | None":
     """Returns the samples for a config with a calibration; None for other configs."""
     from tpuconv.checkpoint.manifest import read_manifest
-    from tpuconv.restore import load
 
-    return calibration_data(read_manifest(ckpt), rules, asked, lambda: load(ckpt))
+    manifest = read_manifest(ckpt)
+    return calibration_data(manifest, rules, asked, OpenedModel(manifest).load)
 
 
 def _text_of(plan: "Plan") -> CalibrationText | None:
