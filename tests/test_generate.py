@@ -167,11 +167,11 @@ def test_the_cache_is_donated_and_a_shape_is_compiled_once(greedy: Generator) ->
     batch, tokens = ids_BT.shape
     decode = greedy.decode(batch, tokens + NEW)
     assert greedy.decode(batch, tokens + NEW) is decode
-    ids_B, cache = greedy.read(ids_BT, mask_BT, NEW, key)
+    ids_B1, cache = greedy.read(ids_BT, mask_BT, NEW, key)
     before = cache.layers[0].k_BSKH
     at = before.unsafe_buffer_pointer()
     for _ in range(3):
-        ids_B, cache = decode(greedy.weights, ids_B, cache, key)
+        ids_B1, cache = decode(greedy.weights, ids_B1, cache, key)
     assert before.is_deleted()
     assert cache.layers[0].k_BSKH.unsafe_buffer_pointer() == at
 

@@ -4,6 +4,7 @@ arguments."""
 import io
 import json
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,10 +27,13 @@ from tpuconv.notation.sharding import (
     partition,
     shard_shape,
 )
+from tpuconv.quantize.config import find_config
 from tpuconv.verify.topology import request as tpu
 from tpuconv.verify.topology.chips import CHIPS, Slice, parse_topologies
 from tpuconv.verify.topology.hlo import Schedule
 from tpuconv.verify.topology.instructions import values
+
+ROOT = Path(__file__).parents[1]
 
 MANY = """
 import json, re, sys
@@ -221,6 +225,18 @@ def test_an_int8_cache_is_read_as_it_lies(tmp_path):
     less = wide["programs"]["decode"]["hbm_read"] - narrow["programs"]["decode"]["hbm_read"]
     assert 0.9 * saved < less < 1.1 * saved
     assert narrow["programs"]["decode"]["copies"] == []
+
+
+@compiler
+@pytest.mark.slow
+def test_a_decode_step_of_80_layers_waits_for_no_weights():
+    """From the first layer to the last the compiler prefetches weights while it computes. With ids [B] instead of
+    [B, 1] it stopped doing so at the ninth of 80 layers, and not at all in 60."""
+    config = json.loads((ROOT / "benchmarks" / "configs" / "llama-3.3-70b.json").read_text())
+    quantize = find_config("int8_weight_only").to_json()
+    request = tpu.CompileRequest(config, 8, 2048, quantize=quantize, cache_dtype="int8", programs=("decode",))
+    decode = next(tpu.ask(request, [[Slice("v5e:4x4")]])).program("decode")
+    assert decode.estimate < 1.1 * decode.floor
 
 
 VL = {

@@ -147,7 +147,7 @@ class Generator:
     once for each shape. Where jax would refuse the weights (`refused_when_compiled`), a step is a `JittedProgram`, and
     the cache has the default layout.
 
-    - `decode(batch, length)` returns the compiled (weights, ids [B], cache, key) -> (next ids [B], cache).
+    - `decode(batch, length)` returns the compiled (weights, ids [B, 1], cache, key) -> (next ids [B, 1], cache).
     - `prefill(batch, tokens, length)` returns the compiled (weights, ids [B, T], mask [B, T], cache, key) -> the same.
     - `empty_cache(batch, length)` returns the cache of `length` slots that both take.
 
@@ -163,8 +163,8 @@ class Generator:
         free_layouts: let the compiler choose the layouts of the weights.
     """
 
-    ids_of_step: tuple[int, ...] = ()
-    """The shape of the ids of each sequence that `decode` takes: one id."""
+    ids_of_step: int = 1
+    """The number of ids of each sequence that `decode` takes."""
 
     ids_ahead: ClassVar[int] = 0
     """The ids of each sequence after its tokens that `prefill` takes."""
@@ -197,7 +197,7 @@ class Generator:
         formats = self._cache_shardings(cache)
         if not self.by_jit:
             formats = jax.tree.map(lambda sharding: Format(Layout.AUTO, sharding), formats)
-        ids = jax.ShapeDtypeStruct((batch, *self.ids_of_step), jnp.int32)  # type: ignore[no-untyped-call]
+        ids = jax.ShapeDtypeStruct((batch, self.ids_of_step), jnp.int32)  # type: ignore[no-untyped-call]
         return self._compile(self._decode_step, self._weight_formats(), formats, ids, cache=cache)
 
     def _prefill(self, batch: int, tokens: int, length: int) -> Compiled | JittedProgram:
@@ -213,18 +213,18 @@ class Generator:
             return [x.sharding for x in self.weights]
         return [Format(Layout.AUTO, x.sharding) if self.free_layouts else x.format for x in self.weights]
 
-    def _decode_step(self, weights: list[jax.Array], ids_B: jax.Array, cache: Cache, key: jax.Array) -> Any:
+    def _decode_step(self, weights: list[jax.Array], ids_B1: jax.Array, cache: Cache, key: jax.Array) -> Any:
         """Returns the function that `decode` compiles."""
-        return self._prefill_step(weights, ids_B[:, None], None, cache, key)
+        return self._prefill_step(weights, ids_B1, None, cache, key)
 
     def _prefill_step(
         self, weights: list[jax.Array], ids_BT: jax.Array, mask_BT: Any, cache: Cache, key: jax.Array
     ) -> Any:
-        """Returns the function that `prefill` compiles. Returns the next token [B] of each sequence after `ids_BT`, and
-        the cache with these tokens."""
+        """Returns the function that `prefill` compiles. Returns the next token [B, 1] of each sequence after `ids_BT`,
+        and the cache with these tokens."""
         model = self._merged(weights)
         logits_B1V, cache = model(ids_BT, mask_BT, cache=cache, first=-1)
-        return self.sampling(logits_B1V[:, 0], jax.random.fold_in(key, cache.used)), cache
+        return self.sampling(logits_B1V[:, 0], jax.random.fold_in(key, cache.used))[:, None], cache
 
     def _merged(self, weights: list[jax.Array]) -> Any:
         """Returns the model with these weights."""
@@ -298,7 +298,7 @@ class Generator:
             key: random key for sampling.
 
         Returns:
-            The next token [B] of each prompt, and the cache.
+            The next token [B, 1] of each prompt, and the cache.
         """
         batch, tokens = ids_BT.shape
         chunk = self.chunk(batch, tokens)
@@ -309,8 +309,8 @@ class Generator:
         prefill, cache = self.prefill(batch, chunk, length), self.empty_cache(batch, length)
         for start in range(0, tokens + more, chunk):
             columns, and_ahead = slice(start, start + chunk), slice(start, start + chunk + self.ids_ahead)
-            ids_B, cache = prefill(self.weights, ids_BT[:, and_ahead], mask_BT[:, columns], cache, key)
-        return ids_B, cache
+            ids_B1, cache = prefill(self.weights, ids_BT[:, and_ahead], mask_BT[:, columns], cache, key)
+        return ids_B1, cache
 
     def slots(self, batch: int, tokens: int, new_tokens: int) -> int:
         """Returns the `length` of the cache for prompts of `tokens` tokens and `new_tokens` after them."""
@@ -349,12 +349,12 @@ class Generator:
         ended_B = np.zeros(len(prompts), bool)
         batch, tokens = ids_BT.shape
         decode = self.decode(batch, self.slots(batch, tokens, max_new_tokens))
-        ids_B, cache = self.read(ids_BT, mask_BT, max_new_tokens, key)
+        ids_B1, cache = self.read(ids_BT, mask_BT, max_new_tokens, key)
         for step in range(max_new_tokens):
-            chosen_B = ids_B
+            chosen_B1 = ids_B1
             if step + 1 < max_new_tokens:  # the device computes the next token while the caller processes this one
-                ids_B, cache = decode(self.weights, ids_B, cache, key)
-            out_B = np.where(ended_B, ENDED, np.asarray(chosen_B))
+                ids_B1, cache = decode(self.weights, ids_B1, cache, key)
+            out_B = np.where(ended_B, ENDED, np.asarray(chosen_B1)[:, 0])
             yield out_B
             ended_B |= np.isin(out_B, list(eos))
             if ended_B.all():

@@ -48,16 +48,16 @@ class SeeingGenerator(Generator):
         ids_BT, mask_BT = (np.pad(array, ((0, 0), (more, 0))) for array in (ids_BT, mask_BT))
         seen = self.model.see(ids_BT, mask_BT, **self.features)
         length = self.slots(batch, tokens, new_tokens)
-        cache, ids_B = self.empty_cache(batch, length), None
+        cache, ids_B1 = self.empty_cache(batch, length), None
         for start in range(0, tokens + more, chunk):
             columns = slice(start, start + chunk)
             part = _columns(seen, mask_BT, start, start + chunk)
             prefill = self._prefill_seen(batch, chunk, length, part)
-            ids_B, cache = prefill(self.weights, ids_BT[:, columns], mask_BT[:, columns], part, cache, key)
-        return ids_B, cache
+            ids_B1, cache = prefill(self.weights, ids_BT[:, columns], mask_BT[:, columns], part, cache, key)
+        return ids_B1, cache
 
     def _prefill_seen(self, batch: int, tokens: int, length: int, seen: Seen) -> Any:
-        """Returns the compiled (weights, ids [B, T], mask [B, T], seen, cache, key) -> (next ids [B], cache)."""
+        """Returns the compiled (weights, ids [B, T], mask [B, T], seen, cache, key) -> (next ids [B, 1], cache)."""
         leaves, form = jax.tree.flatten(seen)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         known = self.__dict__.setdefault("_prefills", {})
@@ -76,7 +76,7 @@ class SeeingGenerator(Generator):
     ) -> Any:
         """Returns what the step of a prefill returns."""
         logits_B1V, cache = self._merged(weights)(ids_BT, mask_BT, cache=cache, seen=seen, first=-1)
-        return self.sampling(logits_B1V[:, 0], jax.random.fold_in(key, cache.used)), cache
+        return self.sampling(logits_B1V[:, 0], jax.random.fold_in(key, cache.used))[:, None], cache
 
 
 def _columns(seen: Seen, mask_BT: np.ndarray, start: int, end: int) -> Seen:

@@ -107,7 +107,7 @@ class Speculator(Generator):
                 hint="generate without them, for the same text",
             )
         super().__init__(model, sampling, cache_dtype)
-        self.ids_of_step = (1 + self.ahead,)
+        self.ids_of_step = 1 + self.ahead
         self.drafts = Drafts()
 
     def _decode_step(self, weights: list[jax.Array], ids_BI: jax.Array, cache: Cache, key: jax.Array) -> Any:

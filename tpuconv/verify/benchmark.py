@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import product
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -336,19 +335,19 @@ def _measure_workload(
         tokens_per_step = statistics.mean(taken[1:])
         accepted_share = (tokens_per_step - 1) / generator.ahead
     else:
-        ids_B, cache = generator.read(*_batched(prompt, ids_BT.shape), new, key)
-        new_ids = [int(ids_B[0])]
+        ids_B1, cache = generator.read(*_batched(prompt, ids_BT.shape), new, key)
+        new_ids = [int(ids_B1[0, 0])]
         for _ in range(new - 1):
-            ids_B, cache = decode(weights, ids_B, cache, key)
-            new_ids.append(int(ids_B[0]))
+            ids_B1, cache = decode(weights, ids_B1, cache, key)
+            new_ids.append(int(ids_B1[0, 0]))
         for _ in range(repeats):
             began = time.perf_counter()
-            ids_B, cache = generator.read(ids_BT, mask_BT, new, key)
-            np.asarray(ids_B)
+            ids_B1, cache = generator.read(ids_BT, mask_BT, new, key)
+            np.asarray(ids_B1)
             first = time.perf_counter()
             for _ in range(new - 1):
-                ids_B, cache = decode(weights, ids_B, cache, key)
-            np.asarray(ids_B)
+                ids_B1, cache = decode(weights, ids_B1, cache, key)
+            np.asarray(ids_B1)
             firsts.append(first - began)
             steps.append((time.perf_counter() - first) / (new - 1))
 
@@ -362,7 +361,7 @@ def _measure_workload(
         compile_seconds=compile_seconds,
         first_token_seconds=statistics.median(firsts),
         step_seconds=statistics.median(steps),
-        step_bytes=roofline.step_bytes(B * prod(generator.ids_of_step), cache_bytes),
+        step_bytes=roofline.step_bytes(B * generator.ids_of_step, cache_bytes),
         prefill_flops=roofline.prefill_flops(B, T),
         memory_bytes=sum(parts) - memory.alias_size_in_bytes,
         peak_memory_bytes=(jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
