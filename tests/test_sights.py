@@ -158,6 +158,19 @@ def test_releases_of_molmo_count_layers_without_tensors(whole, tmp_path):
     assert api.compare(tmp_path / "out", source=tmp_path / "src").passed
 
 
+@pytest.mark.slow
+def test_crops_of_molmo_must_have_the_patches_of_features(whole):
+    case, model = made("molmo2"), tpuconv.load(whole("molmo2")[1])
+    crops, pooled = case.features["pixel_values"], case.features["image_token_pooling"]
+    for changed, fault in (
+        ({"pixel_values": crops[:, 1:]}, r"crops of \(14, 48\), the model of 15 patches"),
+        ({"pixel_values": crops[:3]}, r"the patch \d+, and the crops have 45"),
+        ({"image_token_pooling": pooled[1:]}, "16 features, image_grids 17"),
+    ):
+        with pytest.raises(UsageError, match=fault):
+            model.see(case.ids_BT, case.mask_BT, **{**case.features, **changed})
+
+
 def test_text_alone_is_what_it_was(whole, tmp_path):
     """Bit for bit, and the same program is compiled."""
     import jax

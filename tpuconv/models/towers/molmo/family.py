@@ -12,7 +12,7 @@ from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, UP, layer_n
 from tpuconv.notation.table import Map, under
 
 MOLMO_MODULES = "tpuconv.models.towers.molmo.modules"
-LAYERS = "num_hidden_layers"
+COUNTED_LAYERS = "num_hidden_layers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,9 @@ class MolmoVitConfig(TowerConfig):
                 f"num_attention_heads={self.num_attention_heads} is no multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
-        if len(self.image_size or (1, 1)) != 2:
-            yield f"image_size={short(self.image_size)} is not a height and a width"
+        sides = list(self.image_size or (378, 378))
+        if len(sides) != 2:
+            yield f"image_size={short(sides)} is not a height and a width"
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def _biased(name: str, param: str, layout: str, bias: str, when: str) -> tuple[M
     return Map(f"{name}.weight", f"{param}.kernel", layout), Map(f"{name}.bias", f"{param}.bias", bias, when=when)
 
 
-KV_HEADS = "(K H) D -> D K H"
+IN_KV_HEADS = "(K H) D -> D K H"
 
 MOLMO_VIT = Tower(
     "molmo_vit",
@@ -89,8 +90,8 @@ MOLMO_VIT = Tower(
             *layer_norm("attention_norm", "attn_norm"),
             *layer_norm("ffn_norm", "mlp_norm"),
             *_biased("attention.wq", "attn.q", IN_HEADS, "(N H) -> N H", "attention_bias"),
-            *_biased("attention.wk", "attn.k", KV_HEADS, "(K H) -> K H", "attention_bias"),
-            *_biased("attention.wv", "attn.v", KV_HEADS, "(K H) -> K H", "attention_bias"),
+            *_biased("attention.wk", "attn.k", IN_KV_HEADS, "(K H) -> K H", "attention_bias"),
+            *_biased("attention.wv", "attn.v", IN_KV_HEADS, "(K H) -> K H", "attention_bias"),
             *_biased("attention.wo", "attn.o", OUT_OF_HEADS, "D", "attention_bias"),
             *with_bias("feed_forward.w1", "mlp.up", UP, "F"),
             *with_bias("feed_forward.w2", "mlp.down", DOWN, "D"),
@@ -103,8 +104,8 @@ MOLMO_VIT = Tower(
 @dataclass(frozen=True, kw_only=True)
 class PoolingConfig(ProjectorConfig):
     """The keys of `adapter_config`, under names that the tower does not have, and ids of tokens beside it. M is the
-    width of hidden states side by side, A that of the attention, with G heads of width E and R heads of keys and
-    values; W is the width of the MLP."""
+    width of hidden states side by side, A the width of the attention's output, with G heads of width E and R heads of
+    keys and values; W is the width of the MLP."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "hidden_size": "pooling_width",
@@ -210,11 +211,11 @@ class MolmoModality(Modality):
         vit, adapter = outer.get("vit_config"), outer.get("adapter_config") or {}
         if outer.get("vision_config") is not None or not isinstance(vit, Mapping) or not isinstance(adapter, Mapping):
             return super().read(outer, text)
-        count = checked_values(vit, {LAYERS: int}).get(LAYERS, MolmoVitConfig.num_hidden_layers)
+        count = checked_values(vit, {COUNTED_LAYERS: int}).get(COUNTED_LAYERS, MolmoVitConfig.num_hidden_layers)
         given = checked_values(adapter, {"vit_layers": tuple[int, ...], "vision_feature_layer": tuple[int, ...]})
         layers = [layer % max(1, count) for layer in next(iter(given.values()), RELEASED_LAYERS)]
         read = {key: value for key, value in adapter.items() if key != "vit_layers"} | {"vision_feature_layer": layers}
-        trimmed = {**vit, LAYERS: max(layers, default=count - 1) + 1}
+        trimmed = {**vit, COUNTED_LAYERS: max(layers, default=count - 1) + 1}
         return super().read({**outer, "vision_config": trimmed, "adapter_config": read}, text)
 
 
