@@ -84,7 +84,8 @@ def test_what_transformers_saves_cut_at_other_rows_is_read(case, dtype, tmp_path
     for path in saved.iterdir():
         store.put(f"src/{path.name}", path.read_bytes())
     (tmp_path / "workspace").mkdir()
-    api.convert("gs://bkt/src", tmp_path / "streamed-ckpt", dtype=dtype, workspace=tmp_path / "workspace")
+    workspace = tmp_path / "workspace"
+    api.convert("gs://bkt/src", tmp_path / "streamed-ckpt", dtype=dtype, workspace=workspace, text_only=True)
     plan = convert(saved, tmp_path / "saved-ckpt", Options(dtype=dtype))
     assert plan.mapped + sum(skip.count for skip in plan.skipped) == len(plan.source.tensors)
     convert(released, tmp_path / "released-ckpt", Options(dtype=dtype))

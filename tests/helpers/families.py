@@ -389,7 +389,7 @@ def _unwrap(folder: Path, architecture: str) -> None:
     (folder / "config.json").write_text(json.dumps(text | {"architectures": [architecture]}))
 
 
-def _resplit_embedding(path: Path, vocabulary: int) -> None:
+def resplit_embedding(path: Path, vocabulary: int) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -474,7 +474,7 @@ def as_released(case: Case, folder: Path) -> Path:
     if case.family == "olmo_hybrid":  # transformers writes three convolutions of the same size
         _resplit(folder / "model.safetensors")
     if case.family == "molmo2":  # transformers writes two halves of the embedding
-        _resplit_embedding(folder / "model.safetensors", (SIZES | dict(case.config))["vocab_size"])
+        resplit_embedding(folder / "model.safetensors", (SIZES | dict(case.config))["vocab_size"])
     if case.family == "nemo_speechlm":  # transformers writes experts one by one
         _stack_experts(folder / "model.safetensors")
     if case.family == "dory":  # transformers writes attention and MLP as one layer

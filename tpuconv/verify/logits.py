@@ -371,7 +371,9 @@ class _Compared(NamedTuple):
 def _compared(ids: Sequence[int], hf_TV: np.ndarray, ours_TV: np.ndarray, dtype: str) -> _Compared:
     difference_TV = np.abs(hf_TV - ours_TV)
     p, q = log_softmax(hf_TV), log_softmax(ours_TV)
-    predicted = np.arange(len(ids) - 1), list(ids)[1:]
+    next_T = np.array(ids[1:], int)
+    (at,) = np.nonzero(next_T < p.shape[-1])  # placeholders may have ids beyond the head's
+    predicted = at, next_T[at]
     return _Compared(
         float(difference_TV.max()),
         float(difference_TV.sum(dtype=np.float64)),

@@ -255,6 +255,9 @@ def _seen(model: Any, windows: Sequence[SightWindow], dtype: str) -> Reference:
     logits, rounding_kl = run(), None
     places = [np.array(window.ids) == window.placeholder for window in windows]
     found = [each[place] for each, place in zip(features, places, strict=True)]
+    if model.config.model_type in ADDS_FEATURES:
+        embedding_VD = model.get_input_embeddings().weight.detach().float().numpy()
+        found = [each - embedding_VD[window.placeholder] for each, window in zip(found, windows, strict=True)]
     if dtype != "float32":
         moved = True
         rounding_kl = compare_logits([window.ids for window in windows], logits, run(), dtype, {}).mean_kl
@@ -271,6 +274,9 @@ def _text_model(model: Any) -> Any:
 KINDS_OF_TOKENS = {"token_type_ids": {"vision": 1}, "mm_token_type_ids": {"vision": 1, "audio": 3}}
 """Arguments by which transformers' models tell placeholders from text, and the numbers that processors give them."""
 
+
+ADDS_FEATURES = ("molmo2",)
+"""Models that add features to the embeddings of placeholders."""
 
 MASKS_OF_GENERATE = ("gemma4_unified",)
 """Models whose tokens of an image see each other in `generate` alone: a call without masks is causal."""

@@ -126,6 +126,17 @@ class ProjectorConfig:
         return False
 
     @property
+    def adds_features(self) -> bool:
+        """True if features are added to the embeddings of placeholders, which they replace in most models."""
+        return False
+
+    @property
+    def block_tokens(self) -> tuple[int, ...]:
+        """The ids of tokens that see each other, whichever image of a text they belong to; none where the placeholders
+        of each image are a block of their own."""
+        return ()
+
+    @property
     def merge(self) -> int:
         """The number of patches that it joins along each side."""
         return 1

@@ -30,6 +30,7 @@ class Seen:
             rotary positions count tokens.
         delta_B1: what is added to the position of later tokens; None like `at_3BT`.
         deep: features [X, D] that are added to the output of each of the first layers.
+        added: whether features are added to the embeddings of placeholders, which they replace in most models.
     """
 
     features_XD: jax.Array
@@ -38,13 +39,14 @@ class Seen:
     at_3BT: jax.Array | None = None
     delta_B1: jax.Array | None = None
     deep: tuple[jax.Array, ...] = ()
+    added: bool = field(default=False, metadata={"static": True})
 
     def merged(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the first layer's input [B, T, D], with features in place of placeholders; each residual stream of D
-        begins with them."""
+        """Returns the first layer's input [B, T, D], with features in place of placeholders, or added to their
+        embeddings; each residual stream of D begins with them."""
         streams = x_BTD.shape[-1] // self.features_XD.shape[-1]
         features_BTD = jnp.tile(self.features_XD[self.slot_BT].astype(x_BTD.dtype), streams)
-        return jnp.where(self.slot_BT[..., None] < 0, x_BTD, features_BTD)
+        return jnp.where(self.slot_BT[..., None] < 0, x_BTD, x_BTD + features_BTD if self.added else features_BTD)
 
     def deepened(self, x_BTD: jax.Array, layer: jax.Array | int) -> jax.Array:
         """Returns the output [B, T, D] of a layer with the features of this layer added; `layer` may be traced."""
@@ -130,6 +132,8 @@ def see(
             slot_BT[(ids_BT == token) & mask_BT] = number + first
         if part == VISION:
             block_BT[is_placeholder] = np.cumsum(starts).reshape(starts.shape)[is_placeholder] - 1
+            if encoder.config.block_tokens:
+                block_BT[np.isin(ids_BT, encoder.config.block_tokens) & mask_BT] = 0
         encoded.append(_encode(encoder, found.arrays))
         first += len(encoded[-1][0])
     if not encoded:
@@ -143,6 +147,7 @@ def see(
         at_3BT,
         delta_B1,
         _deep(encoded),
+        added=any(encoders[part].config.adds_features for part in prepared),
     )
 
 

@@ -22,6 +22,7 @@ from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.common.wrapper import BRINGS
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
+from tpuconv.models.towers.fuyu.family import FUYU_VISION
 from tpuconv.notation.table import Map, MappingTable, under
 
 PHI_EPS = {"rms_norm_eps": "layer_norm_eps"}
@@ -125,7 +126,7 @@ OF_PATCHES = frozenset({"patch_size", "num_channels"})
 
 FUYU = wrapper(
     "fuyu",
-    "Fuyu 8B, text",
+    "Fuyu 8B",
     "FuyuForCausalLM",
     text=PERSIMMON,
     prefix="language_model.model.",
@@ -133,6 +134,7 @@ FUYU = wrapper(
     flat=True,
     left_out=PERSIMMON.config.left_out | OF_PATCHES,
     outside_keys=OF_PATCHES,
+    modalities=(FUYU_VISION,),
 )
 
 LONGROPE = ("longrope", "su", "yarn")

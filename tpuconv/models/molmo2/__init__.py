@@ -1,1 +1,1 @@
-"""Molmo 2, of which the text model is converted."""
+"""Molmo 2."""

@@ -1,4 +1,4 @@
-"""Molmo 2: the text model's config and mapping table."""
+"""Molmo 2: the text model's config and mapping table, and how it sees."""
 
 from typing import ClassVar
 
@@ -9,6 +9,7 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import HEAD_NORMS, NORMS_OF_ALL_HEADS, when
 from tpuconv.models.common.wrapper import SEES, WrapperConfig, inside
 from tpuconv.models.registry import family
+from tpuconv.models.towers.molmo.family import MOLMO_VISION
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
 
@@ -43,6 +44,14 @@ class Config(WrapperConfig, DecoderConfig):
     def ropes(self) -> tuple[Rope | None, ...]:
         scaled, plain, layers = self.rope_scaling_layers, Rope(theta=self.rope.theta), range(self.num_hidden_layers)
         return tuple(self.rope if scaled is None or layer in scaled else plain for layer in layers)
+
+    @property
+    def sees_images(self) -> str:
+        return "all"
+
+    @property
+    def placeholder_as(self) -> None:
+        return None
 
     @property
     def norm_before(self) -> bool:
@@ -96,4 +105,4 @@ TABLE = inside(
     head="lm_head.",
 )
 
-FAMILY = family(Config, TABLE, "Molmo 2, text", "Molmo2ForConditionalGeneration")
+FAMILY = family(Config, TABLE, "Molmo 2", "Molmo2ForConditionalGeneration", modalities=(MOLMO_VISION,))

@@ -1,0 +1,1 @@
+"""The tower of Molmo 2 and its pooling."""
