@@ -239,9 +239,9 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
     "test_interrupted_while_xla_computes_it_ends_all_the_same": (),
     "test_a_padded_batch_of_a_model_that_sees_behind": ("left-layers",),
     # three kinds of drafts, in one loop
-    "test_quantized_drafts_are_near": ("speculators",),
+    "test_quantized_drafts_are_near": (),
     "test_quantized_blocks_are_near": ("muse",),
-    "test_quantized_assistants_are_near": ("clusters",),
+    "test_quantized_assistants_are_near": (),
     "test_assistants_change_no_token": (),
     "test_blocks_that_are_right_are_accepted": (),
     "test_states_of_blocks_are_those_of_the_formulas": ("speculators", "both-ways"),
