@@ -13,7 +13,7 @@ import pytest
 import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import convert
-from helpers.drafts import save_target
+from helpers.drafts import assert_exported_as_released, save_target
 from helpers.families import BY_ID, PROMPTS, save
 from tpuconv import api
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
@@ -157,11 +157,7 @@ def test_logits_are_those_of_transformers(name: str, sources: dict[str, Path], c
 @pytest.mark.parametrize("name", CASES)
 def test_export_gives_the_tensors_back(name: str, sources: dict[str, Path], checkpoints: dict[str, Path]) -> None:
     out = checkpoints[name].parent / "back"
-    api.export(str(checkpoints[name]), str(out))
-    have, want = read_tensors(out), read_tensors(sources[name])
-    assert {name: (x.dtype, x.tobytes()) for name, x in have.items()} == {
-        name: (x.dtype, x.tobytes()) for name, x in want.items()
-    }
+    assert_exported_as_released(checkpoints[name], sources[name], out)
     assert json.loads((out / "config.json").read_text()) == json.loads((sources[name] / "config.json").read_text())
 
 

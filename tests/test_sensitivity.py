@@ -25,10 +25,13 @@ from helpers.encoded import fp8, write_encoded
 from helpers.families import BY_ID
 from helpers.quantizing import ONE_OF_EACH, quantize
 from tpuconv import api
+from tpuconv.api.opened import opened_model
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.cli import tpuconv as command
+from tpuconv.convert.run.slab_arrays import SlabArrays
 from tpuconv.errors import GateError, OutputError, ResourceError, UsageError
 from tpuconv.quantize.calibrate.data import from_ids
+from tpuconv.quantize.calibrate.layers import LayerRunner
 from tpuconv.quantize.calibration_settings import Calibration
 from tpuconv.quantize.config import find_config, parse_config
 from tpuconv.quantize.recipe import groups as recipe_groups
@@ -507,6 +510,19 @@ def test_a_release_costs_what_its_checkpoint_costs(case, hf, tmp_path):
     assert [group.to_json() for group in theirs.groups] == [group.to_json() for group in ours.groups]
     assert not list(source.parent.glob(f".{source.name}*"))
     assert not theirs.reused
+
+
+def test_what_is_made_of_one_tensor_is_made_once(hf, monkeypatch):
+    """In the order in which a layer has its arrays, in which others are between those of one tensor."""
+    with opened_model(hf(BY_ID["phi3-plain"], "bfloat16"), Options()) as opened, opened.reading() as read:
+        made, boxes = [], SlabArrays.boxes
+        monkeypatch.setattr(SlabArrays, "boxes", lambda self, slab, _: made.append(slab) or boxes(self, slab, _))
+        runner = LayerRunner(opened.manifest, 8, read)
+        for _ in range(2):
+            made.clear()
+            runner.weights("layers.0")
+            assert len(made) == len({id(slab) for slab in made})
+            assert len(made) < len(runner.names("layers.0"))
 
 
 def test_a_file_that_came_to_be_meanwhile_is_not_replaced(tmp_path):

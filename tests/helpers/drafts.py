@@ -7,6 +7,7 @@ import numpy as np
 
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.families import Case, save
+from tpuconv import api
 from tpuconv.models.registry import get_family
 
 OUTPUTS = (
@@ -92,3 +93,12 @@ def name_of_norm(names: object) -> str:
     """Returns the name of the last norm."""
     ends = ("model.norm.weight", "language_model.norm.weight", "backbone.norm_f.weight")
     return next(name for name in names if name.endswith(ends) or name == "norm.weight")
+
+
+def assert_exported_as_released(checkpoint: Path, source: Path, out: Path) -> None:
+    """Exports a checkpoint to `out`, whose tensors must be those of the source, bit for bit."""
+    api.export(checkpoint, out)
+    have, want = (
+        {name: (x.dtype, x.tobytes()) for name, x in read_tensors(folder).items()} for folder in (out, source)
+    )
+    assert have == want

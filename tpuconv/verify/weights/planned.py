@@ -55,8 +55,8 @@ def made_arrays(plan: Plan) -> "Iterator[MadeArrays]":
 
 
 class MadeArrays:
-    """Makes the arrays of a plan. Those that are made of the same tensors are made together, and kept until others are
-    asked for.
+    """Makes the arrays of a plan. Those that are made of the same tensors are made together. The last array that was
+    asked for is kept, and those that were made but not asked for yet.
 
     Args:
         plan: without quantized arrays.
@@ -70,17 +70,22 @@ class MadeArrays:
             for stack in slab.binding.dst:
                 self._by_name.setdefault(stack.names[0], []).append(slab)
         self._kept: dict[str, np.ndarray] = {}
+        self._asked: set[str] = set()
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Returns an array. Raises SourceError if it cannot be read."""
         if name not in self._kept:
             slabs = self._by_name[name]
+            for asked in self._asked & self._kept.keys():  # before the others take memory
+                del self._kept[asked]
             made = [self._plan.arrays[stack.names[0]] for stack in slabs[0].binding.dst]
-            self._kept.clear()  # before the others take memory
-            self._kept = {array.name: np.empty(array.shape, array.dtype) for array in made}
+            new = {array.name: np.empty(array.shape, array.dtype) for array in made}
             for slab in slabs:
                 for array, box, values in self._slabs.boxes(slab, {}):
-                    self._kept[array.name][box] = values.view(array.dtype)
+                    new[array.name][box] = values.view(array.dtype)
+            self._kept |= new
+            self._asked -= new.keys()
+        self._asked.add(name)
         return self._kept[name]
 
 
