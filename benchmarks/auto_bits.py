@@ -13,13 +13,13 @@ import tempfile
 from math import prod
 from pathlib import Path
 
+from example import MODEL, prompts
+
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.quantize.report import report
 from tpuconv.verify.logits import compare_logits, model_logits, tokenize
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
-PIECE = 512
 ROLES = {
     "attn/(q|k|v)": "inputs of attention",
     "attn/o": "outputs of attention",
@@ -35,13 +35,12 @@ BITS = (4.5, 5.0, 6.0)
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bytes", type=int, default=16384)
-    text = (EXAMPLES / "sample.txt").read_text()[: parser.parse_args().bytes]
-    prompts = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
+    texts = prompts(parser.parse_args().bytes)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plain = folder / "plain"
-        api.convert(EXAMPLES / "tiny-qwen3", plain)
-        ids = tokenize(plain, prompts, 0)
+        api.convert(MODEL, plain)
+        ids = tokenize(plain, texts, 0)
         reference = {dtype: model_logits(plain, ids, dtype) for dtype in ("float32", "bfloat16")}
 
         def divergence(out: Path, dtype: str) -> float:
@@ -78,7 +77,7 @@ def main() -> None:
         for bits in BITS:
             config = f"auto:{bits:g}"
             out = folder / "out"
-            api.convert(EXAMPLES / "tiny-qwen3", out, quantize=config, overwrite=True)
+            api.convert(MODEL, out, quantize=config, overwrite=True)
             found = [row(f"`convert --quantize {config}`", out)]
             api.quantize(plain, out, config=config, overwrite=True)
             found.append(row(f"`quantize --config {config}`", out))

@@ -11,13 +11,13 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from example import MODEL, PIECE, prompts
+
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.quantize.report import report
 from tpuconv.verify.logits import compare_logits, model_logits, tokenize
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
-PIECE = 512
 INT4 = "{module_path: 'layers/\\d+/(attn|mlp)/.*', weight_qtype: int4, tile_size: 32%s}"
 INT8 = "{module_path: 'layers/\\d+/(attn|mlp)/.*', weight_qtype: int8, act_qtype: int8}"
 STATIC = "act_static_scale: true, act_batch_axes: [0, 1]}"
@@ -66,12 +66,11 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=16384)
     parser.add_argument("--only", nargs="*", default=list(RUNS))
     options = parser.parse_args()
-    text = (EXAMPLES / "sample.txt").read_text()[: options.bytes]
-    prompts = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
+    texts = prompts(options.bytes)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        api.convert(EXAMPLES / "tiny-qwen3", folder / "plain")
-        ids = tokenize(folder / "plain", prompts, 0)
+        api.convert(MODEL, folder / "plain")
+        ids = tokenize(folder / "plain", texts, 0)
         reference = model_logits(folder / "plain", ids, "bfloat16")
         print("| quantization | bits a weight | mean KL | p99.9 KL | top-1 | perplexity |")
         print("|---|---|---|---|---|---|")

@@ -8,15 +8,14 @@ benchmarks/recipes.py. Prints the rows of docs/calibration.md.
 """
 
 import argparse
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from example import MODEL, prompts
+
+from tpuconv import api
 from tpuconv.verify.logits import compare_logits, model_logits, tokenize
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
-PIECE = 512
 RULES = r"""
 qwix: {rules: [{module_path: 'layers/\d+/(attn|mlp)/.*', weight_qtype: int8}]}
 gates: none
@@ -33,24 +32,17 @@ WAYS = {
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bytes", type=int, default=16384)
-    text = (EXAMPLES / "sample.txt").read_text()[: parser.parse_args().bytes]
-    prompts = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
+    texts = prompts(parser.parse_args().bytes)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tpuconv = [sys.executable, "-m", "tpuconv"]
-        run = {"check": True, "stdout": subprocess.DEVNULL}
-        subprocess.run([*tpuconv, "convert", str(EXAMPLES / "tiny-qwen3"), str(folder / "plain")], **run)
+        api.convert(MODEL, folder / "plain")
         plain = folder / "none"
-        subprocess.run(
-            [*tpuconv, "quantize", str(folder / "plain"), str(plain), "--config", "int8_weight_only"],
-            **run,
-        )
-        ids = tokenize(folder / "plain", prompts, 0)
+        api.quantize(folder / "plain", plain, config="int8_weight_only")
+        ids = tokenize(folder / "plain", texts, 0)
         for kv_cache in ("fp8", "fp8_per_head"):
             config = folder / f"{kv_cache}.yaml"
             config.write_text(RULES % kv_cache)
-            out = folder / kv_cache
-            subprocess.run([*tpuconv, "quantize", str(folder / "plain"), str(out), "--config", str(config)], **run)
+            api.quantize(folder / "plain", folder / kv_cache, config=config)
         print("| cache | mean KL | p99.9 KL | top-1 |\n|---|---|---|---|")
         for way, (kv_cache, dtype) in WAYS.items():
             ckpt = plain if kv_cache is None else folder / kv_cache

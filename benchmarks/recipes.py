@@ -13,28 +13,27 @@ import sys
 import tempfile
 from pathlib import Path
 
+from example import MODEL, prompts
+
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.quantize.config import config_names, find_config
 from tpuconv.quantize.report import report
 from tpuconv.verify.logits import compare_logits, model_logits, tokenize
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
-PIECE = 512
 TARGETS = ("6.2", "5")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bytes", type=int, default=16384)
-    text = (EXAMPLES / "sample.txt").read_text()[: parser.parse_args().bytes]
-    prompts = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
+    texts = prompts(parser.parse_args().bytes)
     failed = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tpuconv = [sys.executable, "-m", "tpuconv"]
         run = {"check": True, "stdout": subprocess.DEVNULL}
-        subprocess.run([*tpuconv, "convert", str(EXAMPLES / "tiny-qwen3"), str(folder / "plain")], **run)
-        ids = tokenize(folder / "plain", prompts, 0)
+        subprocess.run([*tpuconv, "convert", str(MODEL), str(folder / "plain")], **run)
+        ids = tokenize(folder / "plain", texts, 0)
         reference = model_logits(folder / "plain", ids, "bfloat16")
         plain = compare_logits(ids, reference, reference, "bfloat16", {})
         nbytes = read_manifest(folder / "plain").raw["bytes"]

@@ -9,16 +9,15 @@ are as in benchmarks/recipes.py. Prints the rows of docs/quantization.md.
 """
 
 import argparse
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from example import MODEL, prompts
+
+from tpuconv import api
 from tpuconv.quantize.config import find_config
 from tpuconv.verify.logits import compare_logits, model_logits, tokenize
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
-PIECE = 512
 RULES = r"""
 qwix:
   rules:
@@ -40,20 +39,17 @@ WAYS = {
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bytes", type=int, default=16384)
-    text = (EXAMPLES / "sample.txt").read_text()[: parser.parse_args().bytes]
-    prompts = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
+    texts = prompts(parser.parse_args().bytes)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tpuconv = [sys.executable, "-m", "tpuconv"]
-        run = {"check": True, "stdout": subprocess.DEVNULL}
-        subprocess.run([*tpuconv, "convert", str(EXAMPLES / "tiny-qwen3"), str(folder / "plain")], **run)
-        ids = tokenize(folder / "plain", prompts, 0)
+        api.convert(MODEL, folder / "plain")
+        ids = tokenize(folder / "plain", texts, 0)
         reference = model_logits(folder / "plain", ids, "bfloat16")
         print("| experts | mean KL | p99.9 KL | top-1 |\n|---|---|---|---|")
         for number, (way, rules) in enumerate(WAYS.items()):
             config, out = folder / f"way{number}.yaml", folder / f"way{number}"
             config.write_text(rules)
-            subprocess.run([*tpuconv, "quantize", str(folder / "plain"), str(out), "--config", str(config)], **run)
+            api.quantize(folder / "plain", out, config=config)
             logits = model_logits(out, ids, "bfloat16")
             found = compare_logits(ids, reference, logits, "bfloat16", find_config(str(config)).gates)
             print(f"| {way} | {found.mean_kl:.2g} | {found.p999_kl:.2g} | {100 * found.top1:.2f}% |", flush=True)
