@@ -14,6 +14,7 @@ from helpers.conversions import convert
 from helpers.dflash import CASES, block_states, facts, save_dflash, save_muse
 from helpers.drafts import assert_exported_as_released, save_target
 from helpers.families import BY_ID, PROMPTS
+from helpers.logits import forward
 from tpuconv import api
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.models.drafts import DraftSpeculator
@@ -57,7 +58,7 @@ def inputs(model: Any, tokens: int = 11) -> tuple[np.ndarray, np.ndarray]:
 
 def ours(model: Any, states: np.ndarray, embedded: np.ndarray) -> np.ndarray:
     ids = jnp.zeros(embedded.shape[:2], jnp.int32)
-    return np.asarray(model(ids, jnp.asarray(states), embedded_BTD=jnp.asarray(embedded))[0])
+    return np.asarray(forward(model, ids, jnp.asarray(states), embedded_BTD=jnp.asarray(embedded))[0])
 
 
 @pytest.mark.parametrize("name", CASES)

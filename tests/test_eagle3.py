@@ -12,6 +12,7 @@ import tpuconv
 from helpers.checkpoints import read_tensors
 from helpers.drafts import assert_exported_as_released
 from helpers.eagle3 import CASES, WITH_EMBEDDING, count_of_states, drafted, keys_of, save_draft
+from helpers.logits import forward
 from tpuconv import api
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.models.named import example_config, families_named
@@ -52,7 +53,8 @@ def test_logits_are_those_of_the_formulas(name: str, sources: dict[str, Path], c
     want, states = drafted(
         CASES[name], read_tensors(sources[name]), given["states_BTX"], given["embedded_BTD"], given["pos_BT"]
     )
-    have: Any = model(
+    have: Any = forward(
+        model,
         jnp.asarray(given["ids_BT"]),
         jnp.asarray(given["states_BTX"]),
         embedded_BTD=None if name in WITH_EMBEDDING else jnp.asarray(given["embedded_BTD"]),
@@ -121,7 +123,8 @@ def test_quantized_drafts_are_near(name: str, sources: dict[str, Path], checkpoi
     given = inputs(name, sources[name])
     logits = [
         np.asarray(
-            tpuconv.load(folder)(
+            forward(
+                tpuconv.load(folder),
                 jnp.asarray(given["ids_BT"]),
                 jnp.asarray(given["states_BTX"]),
                 embedded_BTD=jnp.asarray(given["embedded_BTD"]),
@@ -146,7 +149,8 @@ def test_formats_hold_the_same_draft(sources: dict[str, Path], checkpoints: dict
     assert all(x.tobytes() == have[name.replace("midlayer.", "layers.0.")].tobytes() for name, x in want.items())
     given = inputs("sglang", source)
     logits = [
-        tpuconv.load(folder)(
+        forward(
+            tpuconv.load(folder),
             jnp.asarray(given["ids_BT"]),
             jnp.asarray(given["states_BTX"]),
             embedded_BTD=jnp.asarray(given["embedded_BTD"]),

@@ -7,7 +7,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
 import tpuconv
@@ -16,6 +15,7 @@ from helpers.checkpoints import qwen3_config, read_tensors, write_checkpoint
 from helpers.conversions import convert, plan_for
 from helpers.encoded import same_bits
 from helpers.families import BY_ID, CASES, FIRST, LABELS, VISION, Case, hf_model, save
+from helpers.logits import forward
 from helpers.quantizing import quantize
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -125,7 +125,6 @@ def test_a_padded_batch_of_a_model_that_sees_behind(scan: bool, left: bool, conv
     for row, own in enumerate(rows):
         columns = slice(20 - len(own), 20) if left else slice(len(own))
         ids[row, columns], mask[row, columns] = own, True
-    forward = nnx.jit(lambda model, *given: model(*given))
     found = np.asarray(forward(model, jnp.array(ids), jnp.array(mask)))
     for row, own in enumerate(rows):
         alone = np.asarray(forward(model, jnp.array(own)[None]))[0]
@@ -142,7 +141,7 @@ def test_an_embedding_model_that_sees_behind_is_quantized_and_compared(
     assert api.compare(out).passed
     api.quantize(out, tmp_path / "int8", config="int8_weight_only")
     api.convert(headless(SEEING_BEHIND[0], HIDDEN), tmp_path / "at-once", quantize="int8_weight_only")
-    one, other = (np.asarray(tpuconv.load(tmp_path / name)(jnp.array(IDS[:1]))) for name in ("int8", "at-once"))
+    one, other = (np.asarray(forward(tpuconv.load(tmp_path / name), np.array(IDS[:1]))) for name in ("int8", "at-once"))
     assert np.array_equal(one, other)
 
 
@@ -166,19 +165,19 @@ def test_a_language_model_that_sees_behind_does_not_decode(converted_headless: A
             call()
     ids = from_ids("ids", np.random.default_rng(0).integers(3, 100, (4, 24)))
     quantize(out, tmp_path / "static", parse_config(STATIC.encode(), "static", "static.yaml"), ids)
-    assert np.isfinite(np.asarray(tpuconv.load(tmp_path / "static")(jnp.array(IDS[:1])))).all()
+    assert np.isfinite(np.asarray(forward(tpuconv.load(tmp_path / "static"), np.array(IDS[:1])))).all()
 
 
 @pytest.mark.slow
 def test_scores_of_a_padded_batch(converted_headless: Any) -> None:
     model = tpuconv.load(converted_headless(PLAIN, SCORES))
-    alone = [np.asarray(model(jnp.array([ids]))) for ids in ([5, 17, 99], [9, 4, 31, 8, 44])]
+    alone = [np.asarray(forward(model, jnp.array([ids]))) for ids in ([5, 17, 99], [9, 4, 31, 8, 44])]
     for left in (False, True):
         padding = [np.array([3, 3]), np.array([], int)]  # not the id of padding: the mask tells
         rows = [np.concatenate([pad, ids] if left else [ids, pad]) for ids, pad in
                 zip(([5, 17, 99], [9, 4, 31, 8, 44]), padding, strict=True)]  # fmt: skip
         mask = np.array([[False, False, True, True, True] if left else [True, True, True, False, False], [True] * 5])
-        scores = np.asarray(model(jnp.array(np.stack(rows), int), mask))
+        scores = np.asarray(forward(model, jnp.array(np.stack(rows), int), mask))
         assert np.abs(scores - np.concatenate(alone)).max() <= 1e-5 * np.abs(scores).max()
 
 
@@ -252,11 +251,11 @@ def test_names_of_releases(headless: Any, converted_headless: Any, tmp_path: Pat
     folder = headless(PLAIN, HIDDEN)
     prefixed = released(folder, tmp_path / "prefixed", lambda name: f"model.{name}")
     misnamed = released(folder, tmp_path / "misnamed", lambda name: name, architectures=["LlamaForCausalLM"])
-    want = np.asarray(tpuconv.load(converted_headless(PLAIN, HIDDEN))(jnp.array(IDS[:1])))
+    want = np.asarray(forward(tpuconv.load(converted_headless(PLAIN, HIDDEN)), np.array(IDS[:1])))
     for source in (prefixed, misnamed):
         plan = convert(source, tmp_path / f"{source.name}-out")
         assert plan.table.release.spelling == ({} if source is prefixed else {"model": ""})
-        assert np.array_equal(tpuconv.load(tmp_path / f"{source.name}-out")(jnp.array(IDS[:1])), want)
+        assert np.array_equal(forward(tpuconv.load(tmp_path / f"{source.name}-out"), np.array(IDS[:1])), want)
         api.export(tmp_path / f"{source.name}-out", tmp_path / f"{source.name}-back")
         assert read_tensors(tmp_path / f"{source.name}-back").keys() == read_tensors(source).keys()
         assert api.compare(tmp_path / f"{source.name}-out").statistics.to_json()["passed"]
@@ -327,7 +326,7 @@ def test_every_command_takes_them(returns: str, headless: Any, converted_headles
     quantized = api.compare(tmp_path / "int8")
     assert quantized.passed is None  # gates of configs are for logits
     assert 1e-4 < quantized.statistics.to_json()["relative_error"] < 0.1
-    one, other = (np.asarray(tpuconv.load(tmp_path / name)(jnp.array(IDS[:1]))) for name in ("int8", "at-once"))
+    one, other = (np.asarray(forward(tpuconv.load(tmp_path / name), np.array(IDS[:1]))) for name in ("int8", "at-once"))
     assert np.array_equal(one, other)
     api.export(tmp_path / "int8", tmp_path / "w8")
     ignored = json.loads((tmp_path / "w8" / "config.json").read_text())["quantization_config"]["ignore"]

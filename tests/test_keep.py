@@ -42,6 +42,7 @@ from helpers.encoded import (
     write_encoded,
 )
 from helpers.families import CASES, CORE, FIRST, Case
+from helpers.logits import forward
 from helpers.schemes import BF16, FP8, MODELOPT, compressed_config, fp8_config, modelopt
 from helpers.times import ProcessorTime
 from tpuconv.checkpoint.manifest import read_manifest
@@ -346,7 +347,7 @@ def test_what_was_dequantized_comes_back_as_a_plain_checkpoint(saved, tmp_path):
     ids = np.random.default_rng(0).integers(3, 100, (2, 9))
     with torch.no_grad():
         theirs = model(torch.from_numpy(ids)).logits.numpy()
-    ours = np.asarray(tpuconv.load(tmp_path / "out", "float32")(ids))
+    ours = np.asarray(forward(tpuconv.load(tmp_path / "out", "float32"), ids))
     assert np.abs(ours - theirs).max() < 2e-5 * np.abs(theirs).max()
 
 
@@ -418,7 +419,7 @@ def test_two_scales_that_became_one_make_the_same_model(tmp_path):
     convert(tmp_path / "hf", tmp_path / "kept", Options(encoding="keep"))
     convert(tmp_path / "hf", tmp_path / "plain", Options(dtype="float32"))
     ids = np.random.default_rng(0).integers(3, 90, (2, 9))
-    have, want = (np.asarray(tpuconv.load(tmp_path / name, "float32")(ids)) for name in ("kept", "plain"))
+    have, want = (np.asarray(forward(tpuconv.load(tmp_path / name, "float32"), ids)) for name in ("kept", "plain"))
     assert np.abs(have - want).max() < 1e-5 * np.abs(want).max()
 
 
@@ -505,7 +506,7 @@ def test_what_has_the_type_that_is_asked_for_is_kept(saved, tmp_path):
     }
     assert how == {name: own or "requantized" for name, own in wanted.items()}
     assert sorted(set(how.values())) == ["kept", "requantized"]
-    assert np.isfinite(np.asarray(tpuconv.load(tmp_path / "out")(np.array([[3, 1, 4, 1, 5]])))).all()
+    assert np.isfinite(np.asarray(forward(tpuconv.load(tmp_path / "out"), np.array([[3, 1, 4, 1, 5]])))).all()
     with pytest.raises(UsageError, match="cannot be exported as quantized safetensors"):
         exported(tmp_path / "out", tmp_path / "back")
 
@@ -520,7 +521,7 @@ def test_mxfp4_is_kept_where_mxfp4_is_asked_for(scan_layers, saved, tmp_path):
     assert have.keys() == want.keys()
     assert not [name for name in want if not same_bits(have[name], want[name])]
     ids = np.array([[3, 1, 4, 1, 5]])
-    logits = [np.asarray(tpuconv.load(tmp_path / name, "float32")(ids)) for name in ("out", "kept")]
+    logits = [np.asarray(forward(tpuconv.load(tmp_path / name, "float32"), ids)) for name in ("out", "kept")]
     np.testing.assert_array_equal(*logits)
 
 

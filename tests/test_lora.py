@@ -24,6 +24,7 @@ import tpuconv
 from helpers.checkpoints import read_tensors
 from helpers.conversions import assert_same
 from helpers.families import FIRST, STATES_ALONE, Case, hf_model, one_fast_of_each
+from helpers.logits import forward
 from helpers.peft_models import adapter_of_peft, peft_logits
 from helpers.trainers import changed_leaf, save_standard, trained_tree
 from tpuconv import api
@@ -100,7 +101,7 @@ def test_an_adapter_of_qwix(case: Case, hf, tmp_path: Path) -> None:
     done = api.export(tmp_path / "run", tmp_path / "lora", config=hf(case), adapter=True, lora_alpha=ALPHA)
     api.verify(tmp_path / "lora").check()
     assert done.target == "tpuconv"
-    assert_close(model(IDS_BT), peft_logits(case, tmp_path / "lora", IDS_BT))
+    assert_close(forward(model, IDS_BT), peft_logits(case, tmp_path / "lora", IDS_BT))
 
 
 def test_a_model_with_lora_is_saved_as_an_adapter(hf, tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_a_model_with_lora_is_saved_as_an_adapter(hf, tmp_path: Path) -> None:
     with pytest.raises(OutputError):
         tpuconv.save(model, tmp_path / "lora", tmp_path / "base", lora_alpha=2 * ALPHA)
     api.verify(tmp_path / "lora").check()
-    assert_close(model(IDS_BT), peft_logits(case, tmp_path / "lora", IDS_BT))
+    assert_close(forward(model, IDS_BT), peft_logits(case, tmp_path / "lora", IDS_BT))
 
 
 @pytest.mark.parametrize("qtype", ["int8", "nf4"])
@@ -124,7 +125,7 @@ def test_the_model_may_be_quantized(qtype: str, hf, tmp_path: Path) -> None:
     model = trained(case, hf(case), tmp_path, weight_qtype=qtype, tile_size=4)
     tpuconv.save(model, tmp_path / "lora", tmp_path / "base", lora_alpha=ALPHA)
     wanted = peft_logits(case, tmp_path / "lora", IDS_BT)
-    assert np.abs(np.asarray(model(IDS_BT)) - wanted).max() < limit * np.abs(wanted).max()
+    assert np.abs(np.asarray(forward(model, IDS_BT)) - wanted).max() < limit * np.abs(wanted).max()
     if qtype == "int8":  # Orbax saves no 4 bits
         save_standard(tmp_path / "run", nnx.to_pure_dict(nnx.state(model)))
         done = api.export(tmp_path / "run", tmp_path / "again", config=hf(case), adapter=True, lora_alpha=ALPHA)
@@ -143,7 +144,7 @@ def test_merged(family: str, hf, tmp_path: Path) -> None:
     api.export(tmp_path / "run", tmp_path / "merged", config=hf(case), merge=True, lora_alpha=ALPHA)
     with torch.no_grad():
         merged = type(hf_model(case)).from_pretrained(tmp_path / "merged", dtype=torch.float32)
-        assert_close(model(IDS_BT), merged(torch.from_numpy(np.array(IDS_BT))).logits.numpy())
+        assert_close(forward(model, IDS_BT), merged(torch.from_numpy(np.array(IDS_BT))).logits.numpy())
 
 
 ON_MESHES = """
@@ -340,7 +341,7 @@ def test_a_kept_adapter_is_trained_further(family: str, hf, tmp_path: Path) -> N
     for path, parameter in flat.items():
         parameter[...] = jnp.array(reduce(getitem, map(str, path), tree))
     nnx.update(model, nnx.from_flat_state(flat))
-    assert_close(model(IDS_BT), peft_logits(case, tmp_path / "lora", IDS_BT))
+    assert_close(forward(model, IDS_BT), peft_logits(case, tmp_path / "lora", IDS_BT))
 
 
 @pytest.mark.parametrize("case", [FIRST["qwen3"], GEMMA2, FIRST["qwen3_moe"]], ids=str)

@@ -8,6 +8,7 @@ import tpuconv
 from helpers.checkpoints import read_tensors
 from helpers.conversions import same_bits
 from helpers.families import Case, save
+from helpers.logits import forward
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import UnsupportedConfig, UsageError
@@ -105,7 +106,7 @@ def test_stacked_layers_are_quantized_as_separate_ones(made, tmp_path):
         api.quantize(made / name, tmp_path / name, config="int8_weight_only")
     apart, stacked = (read_manifest(tmp_path / name) for name in ("apart", "stacked"))
     ids = np.random.default_rng(1).integers(3, 90, (1, 8))
-    want, have = (np.asarray(tpuconv.load(tmp_path / name)(ids)) for name in ("apart", "stacked"))
+    want, have = (np.asarray(forward(tpuconv.load(tmp_path / name), ids)) for name in ("apart", "stacked"))
     assert np.abs(have - want).max() < 2e-5 * np.abs(want).max()
     assert stacked.arrays["layers.1.attn.q.kernel.array.scale"].shape[0] == 2
     assert len(apart.quantization["parameters"]) > len(stacked.quantization["parameters"])
@@ -115,8 +116,8 @@ def test_stacked_layers_are_quantized_as_separate_ones(made, tmp_path):
 def test_a_mesh_shards_stacked_layers(made):
     mesh = jax.make_mesh((1,), ("tensor",))
     ids = np.random.default_rng(0).integers(3, 90, (1, 6))
-    want = np.asarray(tpuconv.load(made / "stacked")(ids))
-    assert np.array_equal(np.asarray(tpuconv.load(made / "stacked", mesh=mesh)(ids)), want)
+    want = np.asarray(forward(tpuconv.load(made / "stacked"), ids))
+    assert np.array_equal(np.asarray(forward(tpuconv.load(made / "stacked", mesh=mesh), ids)), want)
 
 
 def test_layers_that_do_not_repeat_and_parts_of_periods_are_refused(made, tmp_path):

@@ -15,6 +15,7 @@ from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors
 from helpers.commands import tpuconv as command
 from helpers.conversions import assert_same, flatten, same_bits
 from helpers.families import CASES, Case
+from helpers.logits import forward
 from helpers.trainers import adam_state, save_step, trained_tree
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -103,7 +104,7 @@ def test_every_command_reads_the_output(qwen3, tmp_path):
     api.convert(qwen3, tmp_path / "a")
     api.reshard(tmp_path / "a", tmp_path / "b", mesh={"fsdp": 4})
     ids_BT = np.array([[1, 2, 3, 4]])
-    assert np.array_equal(tpuconv.load(tmp_path / "b")(ids_BT), tpuconv.load(tmp_path / "a")(ids_BT))
+    assert np.array_equal(forward(tpuconv.load(tmp_path / "b"), ids_BT), forward(tpuconv.load(tmp_path / "a"), ids_BT))
     api.export(tmp_path / "b", tmp_path / "hf")
     assert_same(read_tensors(tmp_path / "hf"), read_tensors(qwen3))
     api.quantize(tmp_path / "b", tmp_path / "q", config="int8_weight_only")

@@ -8,6 +8,7 @@ from flax import nnx
 import tpuconv
 from helpers.conversions import assert_same, convert, restore
 from helpers.families import BY_ID, FIRST, Case, one_fast_of_each
+from helpers.logits import forward
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
@@ -36,7 +37,7 @@ def test_a_changed_model_goes_all_the_way(orbax, tmp_path):
     assert api.verify(tmp_path / "out").passed
     again = tpuconv.load(tmp_path / "out")
     ids = np.array([[3, 1, 4, 1, 5]])
-    np.testing.assert_array_equal(np.asarray(again(ids)), np.asarray(model(ids)))
+    np.testing.assert_array_equal(np.asarray(forward(again, ids)), np.asarray(forward(model, ids)))
     exported = api.export(tmp_path / "out", tmp_path / "hf")
     api.convert(exported.out, tmp_path / "back")
     assert_same(restore(tmp_path / "back"), restore(tmp_path / "out"))

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
+from helpers.logits import forward
 from helpers.sights import IMAGE
 from helpers.whole_sights import EACH, difference, logits, made
 from tpuconv import api
@@ -53,21 +54,21 @@ def test_logits_with_images_or_sounds(name, whole, record_property, request):
     want = case.reference(ids_BT, mask_BT, case.features)[mask_BT]
     model: Any = tpuconv.load(whole(name)[1])
     seen = model.see(ids_BT, mask_BT, **case.features)
-    have = np.asarray(model(ids_BT, mask_BT, seen=seen))[mask_BT]
+    have = np.asarray(forward(model, ids_BT, mask_BT, seen=seen))[mask_BT]
     record_property("logits", difference(have, want))
     assert difference(have, want) < case.tolerance
     assert (have.argmax(axis=-1) == want.argmax(axis=-1)).all()
-    without = np.asarray(model(jnp.where(seen.slot_BT < 0, ids_BT, 0), mask_BT))[mask_BT]
+    without = np.asarray(forward(model, jnp.where(seen.slot_BT < 0, ids_BT, 0), mask_BT))[mask_BT]
     assert difference(without, want) > 0.01  # the reference has seen something
 
     cache = model.init_cache(*(len(ids_BT), ids_BT.shape[1] + 2), jnp.float32)
-    have, cache = model(ids_BT, mask_BT, cache=cache, seen=seen)
+    have, cache = forward(model, ids_BT, mask_BT, cache=cache, seen=seen)
     cached = [difference(np.asarray(have)[mask_BT], want)]
     later_BT = np.array(case.later)[: len(ids_BT)]
     longer_BT = np.concatenate([ids_BT, later_BT], axis=1)
     want = case.reference(longer_BT, np.pad(mask_BT, ((0, 0), (0, 2)), constant_values=True), case.features)[:, -2:]
     for token in range(2):
-        have, cache = model(later_BT[:, token : token + 1], cache=cache)
+        have, cache = forward(model, later_BT[:, token : token + 1], cache=cache)
         cached.append(difference(have[:, 0], want[:, token]))
     record_property("with the cache", max(cached))
     assert max(cached) < case.tolerance
@@ -183,7 +184,7 @@ def test_text_alone_is_what_it_was(whole, tmp_path):
         model: Any = tpuconv.load(folder)
         for part in read_manifest(folder).parts:
             delattr(model, part)
-        found.append(model(ids_BT))
+        found.append(forward(model, ids_BT))
         graph, state = nnx.split(model)
         programs.append(jax.jit(lambda state, ids, graph=graph: nnx.merge(graph, state)(ids)).lower(state, ids_BT))
     assert (found[0] == found[1]).all()

@@ -11,6 +11,7 @@ import yaml
 
 import tpuconv
 from helpers.families import BY_ID, CASES, Case, hf_model, save
+from helpers.logits import forward
 from helpers.oracles import ask, repository
 from helpers.released import GPT_OSS_ROPE, KIMI, KIMI_ROPE, LATENT, LLAMA31
 from tpuconv import api
@@ -194,7 +195,7 @@ def test_a_program_computes_the_logits_of_transformers(name, quantize, tmp_path)
     model = hf_model(case)
     if quantize:
         api.convert(tmp_path / "hf", tmp_path / "own", **options)
-        want = np.asarray(tpuconv.load(tmp_path / "own")(ids))
+        want = np.asarray(forward(tpuconv.load(tmp_path / "own"), ids))
     else:
         with torch.no_grad():
             want = model(torch.from_numpy(ids)).logits.numpy()

@@ -170,11 +170,11 @@ def _measure_limits(devices: int) -> HardwareLimits:
     import jax
     import jax.numpy as jnp
 
-    on_gpu = jax.local_devices()[0].platform == "gpu"
+    platform = jax.local_devices()[0].platform
     multiply = jax.jit(jnp.matmul)
-    rows = jnp.ones((1 << (17 if on_gpu else 15), 1 << 13), jnp.float32)
+    rows = jnp.ones((1 << {"gpu": 17, "cpu": 14}.get(platform, 15), 1 << 13), jnp.float32)
     bandwidth = rows.nbytes / _best(multiply, rows, jnp.ones(rows.shape[1]))
-    n = 1 << (13 if on_gpu else 11)
+    n = 1 << {"gpu": 13, "cpu": 10}.get(platform, 11)
     squares = [jnp.ones((n, n), dtype) for dtype in (jnp.bfloat16, jnp.float32)]
     peak = max(2 * n**3 / _best(multiply, square, square) for square in squares)
     return HardwareLimits(bandwidth * devices, peak * devices, measured=True)
