@@ -1,5 +1,5 @@
-"""Ring Linear 2 (Bailing) after `bailing_moe_linear.py` of sgl-project/sglang: the layers of `ling.py`, with attention as in
-Ling 2."""
+"""Ring Linear 2 (Bailing) after `bailing_moe_linear.py` of sgl-project/sglang: the layers of `ling.py`, with attention
+as in Ling 2."""
 
 from helpers.released_code import ling
 

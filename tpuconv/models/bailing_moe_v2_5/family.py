@@ -152,12 +152,12 @@ LING_LINEAR_ROWS = (
 
 LING_LATENT_ROWS = latent_rows("attention_bias", "has_query_latent_bias")
 
-LIGHTNING_ROWS = under("model.layers.{state_layers}.attention", "layers.{state_layers}.attn", *LING_LINEAR_ROWS)
+LING_LIGHTNING_ROWS = under("model.layers.{state_layers}.attention", "layers.{state_layers}.attn", *LING_LINEAR_ROWS)
 DECAYS_IGNORE = {"model.layers.{state_layers}.attention.slope": "computed from config.json"}
 
 TABLE = ling_table(
     *under("model.layers.{attention_layers}", "layers.{attention_layers}", *LING_LATENT_ROWS),
-    *LIGHTNING_ROWS,
+    *LING_LIGHTNING_ROWS,
     further=LING_LATENT_ROWS,
     ignore=DECAYS_IGNORE,
 )

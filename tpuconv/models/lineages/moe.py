@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from tpuconv.models.bailing_hybrid.family import ling_table
-from tpuconv.models.bailing_moe_v2_5.family import DECAYS_IGNORE, LIGHTNING_ROWS, LightningConfig
+from tpuconv.models.bailing_moe_v2_5.family import DECAYS_IGNORE, LING_LIGHTNING_ROWS, LightningConfig
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS
@@ -199,7 +199,7 @@ BAILING_MOE_LINEAR = BAILING_MOE.but(
     defaults={"layer_group_size": 1, "group_norm_size": 1},
     table=ling_table(
         *under("model.layers.{attention_layers}", "layers.{attention_layers}", *LING2_ROWS),
-        *LIGHTNING_ROWS,
+        *LING_LIGHTNING_ROWS,
         ignore=DECAYS_IGNORE,
     ),
 )
