@@ -61,6 +61,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
                 unknown.add(model_type)
     assert unknown == {
         "bailing_moe",
+        "bailing_moe_linear",
         "bailing_moe_v2_5",
         "internlm2",
         "kimi_k3",

@@ -620,27 +620,46 @@ def test_ling_2_6_is_refused(wrong: dict[str, Any], error: type[Exception]) -> N
         find_family(LING_2_6_FLASH).check_config({**LING_2_6_FLASH, **wrong})
 
 
-def test_ling_2_has_the_published_size() -> None:
-    raw = {
-        **{"architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe", "auto_map": {}},
-        **{"attention_dropout": 0.0, "embedding_dropout": 0.0, "output_dropout": 0.0, "hidden_act": "silu"},
-        **{"num_hidden_layers": 20, "hidden_size": 2048, "intermediate_size": 5120, "first_k_dense_replace": 1},
-        **{"moe_intermediate_size": 512, "moe_shared_expert_intermediate_size": 512, "num_shared_experts": 1},
-        **{"num_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True},
-        **{"routed_scaling_factor": 2.5, "score_function": "sigmoid", "moe_router_enable_expert_bias": True},
-        **{"router_dtype": "fp32", "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128},
-        **{"use_qk_norm": True, "use_qkv_bias": False, "use_bias": False, "use_rmsnorm": True, "rope_scaling": None},
-        **{"partial_rotary_factor": 0.5, "rope_theta": 600_000, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
-        **{"vocab_size": 157_184, "max_position_embeddings": 32_768, "num_nextn_predict_layers": 0},
-    }
+LING_2_MINI: dict[str, Any] = {
+    **{"architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe", "auto_map": {}},
+    **{"attention_dropout": 0.0, "embedding_dropout": 0.0, "output_dropout": 0.0, "hidden_act": "silu"},
+    **{"num_hidden_layers": 20, "hidden_size": 2048, "intermediate_size": 5120, "first_k_dense_replace": 1},
+    **{"moe_intermediate_size": 512, "moe_shared_expert_intermediate_size": 512, "num_shared_experts": 1},
+    **{"num_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True},
+    **{"routed_scaling_factor": 2.5, "score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    **{"router_dtype": "fp32", "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128},
+    **{"use_qk_norm": True, "use_qkv_bias": False, "use_bias": False, "use_rmsnorm": True, "rope_scaling": None},
+    **{"partial_rotary_factor": 0.5, "rope_theta": 600_000, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    **{"vocab_size": 157_184, "max_position_embeddings": 32_768, "num_nextn_predict_layers": 0},
+}
+RING_LINEAR_MINI = {
+    **LING_2_MINI,
+    **{"architectures": ["BailingMoeLinearV2ForCausalLM"], "model_type": "bailing_moe_linear"},
+    **{"layer_group_size": 5, "group_norm_size": 4, "linear_silu": False, "max_position_embeddings": 131_072},
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "name", "published"), [(LING_2_MINI, "bailing_moe", 16.26), (RING_LINEAR_MINI, "bailing_moe_linear", 16.4)]
+)
+def test_ling_2_has_the_published_size(raw: dict[str, Any], name: str, published: float) -> None:
     family = find_family(raw)
     config = family.check_config(raw).config
     rows = family.table.bind(config)
     billions = sum(prod(shape) for row in rows for shape in row.dst_shapes().values()) / 1e9
-    assert (family.name, config.rope_dim, config.sizes["W"]) == ("bailing_moe", 64, 512)
-    assert billions == pytest.approx(16.26, rel=2e-3)
+    assert (family.name, config.rope_dim, config.sizes["W"]) == (name, 64, 512)
+    assert billions == pytest.approx(published, rel=2e-3)
     with pytest.raises(ConfigError, match="moe_shared_expert_intermediate_size=8"):
         family.check_config(raw | {"moe_shared_expert_intermediate_size": 8})
+
+
+def test_of_ring_linear_other_attention_is_refused() -> None:
+    family = find_family(RING_LINEAR_MINI)
+    for wrong in ({"linear_silu": True}, {"num_nextn_predict_layers": 1}, {"use_qkv_bias": True}):
+        with pytest.raises(UnsupportedConfig):
+            family.check_config(RING_LINEAR_MINI | wrong)
+    with pytest.raises(ConfigError, match="group_norm_size=3"):
+        family.check_config(RING_LINEAR_MINI | {"group_norm_size": 3})
 
 
 def test_the_layer_for_further_tokens_of_glm_ocr_is_left_out() -> None:

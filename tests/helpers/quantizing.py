@@ -121,7 +121,10 @@ EVEN = {
         for name in ("qwen4_exp_text", "qwen4_exp")
     },
     **{name: LINEAR | SHARED for name in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")},
-    **{name: {"head_dim": 32, "moe_intermediate_size": 64} for name in ("glm4_moe", "bailing_moe", "sarvam_moe")},
+    **{
+        name: {"head_dim": 32, "moe_intermediate_size": 64}
+        for name in ("glm4_moe", "bailing_moe", "bailing_moe_linear", "sarvam_moe")
+    },
     "ernie4_5_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     **{
         name: {"head_dim": 32, "swa_head_dim": 32, "d_rel": 32, "moe_intermediate_size": 64}

@@ -91,6 +91,7 @@ FAMILIES: Mapping[str, str] = {
     "bailing_hybrid": "bailing_hybrid.family",
     "bailing_moe_v2_5": "bailing_moe_v2_5.family",
     "bailing_moe": "lineages.moe",
+    "bailing_moe_linear": "lineages.moe",
     "exaone": "lineages.exaone",
     "internlm2": "lineages.llama",
     "mimo": "lineages.qwen",

@@ -13,9 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 EPS_OF_LATENTS = 1e-6
 
 
-class Config(PreTrainedConfig):
-    model_type = "bailing_moe_v2_5"
-
+class CommonConfig(PreTrainedConfig):
     vocab_size: int = 157184
     hidden_size: int = 2048
     intermediate_size: int = 5120
@@ -40,6 +38,11 @@ class Config(PreTrainedConfig):
     first_k_dense_replace: int = 1
     num_nextn_predict_layers: int = 0
     routed_scaling_factor: float = 1.0
+
+
+class Config(CommonConfig):
+    model_type = "bailing_moe_v2_5"
+
     kv_lora_rank: int = 512
     q_lora_rank: int | None = None
     qk_rope_head_dim: int = 64
@@ -83,7 +86,7 @@ def slopes(heads: int) -> list[float]:
 
 
 class LinearAttention(nn.Module):
-    def __init__(self, config: Config, layer: int) -> None:
+    def __init__(self, config: CommonConfig, layer: int) -> None:
         super().__init__()
         self.heads, self.head_dim = config.num_attention_heads, config.head_dim
         width, eps = self.heads * self.head_dim, config.rms_norm_eps
@@ -141,6 +144,31 @@ class LatentAttention(nn.Module):
         return self.dense((scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(-2))
 
 
+class GroupedAttention(nn.Module):
+    """The attention of the models whose keys have no latent vector, with rotary positions as in linear attention."""
+
+    def __init__(self, config: CommonConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.query_key_value = linear(width, (self.heads + 2 * self.kv_heads) * self.head_dim)
+        self.query_layernorm, self.key_layernorm = Norm(self.head_dim, eps), Norm(self.head_dim, eps)
+        self.dense = linear(self.heads * self.head_dim, width)
+
+    def forward(self, x: Tensor, seen: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        heads = self.query_key_value(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        q, k = turned(self.query_layernorm(q), angles), turned(self.key_layernorm(k), angles)
+        k, v = (y.repeat_interleave(self.heads // self.kv_heads, 1) for y in (k, v))
+        scores = (q @ k.transpose(-1, -2)).float() * self.head_dim**-0.5
+        scores = scores.masked_fill(~seen, torch.finfo(torch.float32).min)
+        return self.dense((scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(-2))
+
+
 class MLP(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -157,7 +185,7 @@ class MLP(nn.Module):
 class Gate(nn.Linear):
     expert_bias: Tensor
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: CommonConfig) -> None:
         super().__init__(config.hidden_size, config.num_experts, bias=False)
         self.config = config
         self.register_buffer("expert_bias", torch.zeros(config.num_experts))
@@ -174,7 +202,7 @@ class Gate(nn.Linear):
 
 
 class Experts(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: CommonConfig) -> None:
         super().__init__()
         width, hidden = config.hidden_size, config.moe_intermediate_size
         self.gate = Gate(config)
@@ -192,11 +220,12 @@ class Experts(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: Config, layer: int) -> None:
+    def __init__(self, config: CommonConfig, layer: int) -> None:
         super().__init__()
         size, width, eps = config.layer_group_size, config.hidden_size, config.rms_norm_eps
-        is_latent = (layer + 1) % size == 0 or layer >= config.num_hidden_layers // size * size
-        self.attention = LatentAttention(config) if is_latent else LinearAttention(config, layer)
+        is_linear = (layer + 1) % size and layer < config.num_hidden_layers // size * size
+        softmax = LatentAttention if isinstance(config, Config) else GroupedAttention
+        self.attention = LinearAttention(config, layer) if is_linear else softmax(config)
         dense = layer < config.first_k_dense_replace
         self.mlp = MLP(width, config.intermediate_size) if dense else Experts(config)
         self.input_layernorm, self.post_attention_layernorm = Norm(width, eps), Norm(width, eps)
@@ -213,7 +242,7 @@ class Pretrained(PreTrainedModel):
 
 
 class BailingMoeV2_5Model(Pretrained):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: CommonConfig) -> None:
         super().__init__(config)
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_hidden_layers))
@@ -253,7 +282,7 @@ class BailingMoeV2_5Model(Pretrained):
 class BailingMoeV2_5ForCausalLM(Pretrained, GenerationMixin):
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.word_embeddings.weight"}
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: CommonConfig) -> None:
         super().__init__(config)
         self.model = BailingMoeV2_5Model(config)
         self.lm_head = linear(config.hidden_size, config.vocab_size)

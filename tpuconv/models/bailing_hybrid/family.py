@@ -114,31 +114,36 @@ LING_EXPERT_ROWS = (
     *under("shared_experts", "shared", *when("has_shared_experts", *SHARED)),
 )
 
-TABLE = MappingTable(
-    (
-        Map("model.word_embeddings.weight", "embed.embedding", "V D"),
-        *under(
-            "model.layers.{L}",
-            "layers.{L}",
-            *PRE_NORMS,
+
+def ling_table(*rows: Map, further: tuple[Map, ...] = (), ignore: Mapping[str, str] | None = None) -> MappingTable:
+    """Returns the table of a model of the Ling series.
+
+    Args:
+        rows: of the attention of all layers.
+        further: of the attention of a layer for multi-token prediction, below this layer.
+        ignore: as of `MappingTable`, besides what all of them ignore.
+    """
+    beside = under("mlp", "moe", *LING_EXPERT_ROWS)
+    return MappingTable(
+        (
+            Map("model.word_embeddings.weight", "embed.embedding", "V D"),
+            *under("model.layers.{L}", "layers.{L}", *PRE_NORMS),
+            *rows,
+            *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
+            *under("model.layers.{J}", "layers.{J}", *beside),
+            *(under("model.layers.{U}", "mtp.{U}", *PRE_NORMS, *further, *beside, *MTP_FINAL) if further else ()),
+            Map("model.norm.weight", "norm.scale", "D"),
+            Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
         ),
-        *under("model.layers.{attention_layers}", "layers.{attention_layers}", *LING_FULL_ROWS),
-        *under("model.layers.{state_layers}.attention", "layers.{state_layers}.attn", *LING_DELTA_ROWS),
-        *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
-        *under("model.layers.{J}.mlp", "layers.{J}.moe", *LING_EXPERT_ROWS),
-        *under(
-            "model.layers.{U}",
-            "mtp.{U}",
-            *PRE_NORMS,
-            *LING_FULL_ROWS,
-            *under("mlp", "moe", *LING_EXPERT_ROWS),
-            *MTP_FINAL,
-        ),
-        Map("model.norm.weight", "norm.scale", "D"),
-        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
-    ),
-    ignore=MTP_IGNORE,
-    copies={"lm_head.weight": "model.word_embeddings.weight"},
+        ignore={**(MTP_IGNORE if further else {}), **(ignore or {})},
+        copies={"lm_head.weight": "model.word_embeddings.weight"},
+    )
+
+
+TABLE = ling_table(
+    *under("model.layers.{attention_layers}", "layers.{attention_layers}", *LING_FULL_ROWS),
+    *under("model.layers.{state_layers}.attention", "layers.{state_layers}.attn", *LING_DELTA_ROWS),
+    further=LING_FULL_ROWS,
 )
 
 FAMILY = family(Config, TABLE, "Ling 3", "BailingHybridForCausalLM", "BailingMoeV3ForCausalLM")

@@ -1,41 +1,96 @@
 """Ling and Ring 2.5 and 2.6 (Bailing): config and mapping table."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.models.bailing_hybrid.family import LING_EXPERT_ROWS, latent_rows
+from tpuconv.models.bailing_hybrid.family import latent_rows, ling_table
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.partial_rope import PartialRopeConfig
-from tpuconv.models.common.rows import MLP, MTP_FINAL, MTP_IGNORE, PRE_NORMS
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import family
-from tpuconv.notation.table import Map, MappingTable, under
+from tpuconv.notation.table import Map, under
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightningConfig(PartialRopeConfig, StateConfig):
+    """A decoder in which the last of every `layer_group_size` layers has softmax attention, and so have the layers
+    behind the last whole group. The others have lightning attention with as many heads for keys as for queries, whose
+    output is normalized in `group_norm_size` parts."""
+
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **StateConfig.only,
+        **dict.fromkeys(("moe_router_enable_expert_bias", "moe_router_enable_routed_scaling"), (True,)),
+        **dict.fromkeys(("moe_router_enable_shared_expert", "norm_topk_prob", "use_qk_norm", "use_rmsnorm"), (True,)),
+        **dict.fromkeys(("norm_head", "norm_softmax", "use_bias", "attention_bias", "use_sliding_window"), (False,)),
+        **dict.fromkeys(("linear_silu", "use_linear_silu"), (False,)),
+        "linear_rope": (True,),
+        "router_dtype": ("fp32",),
+        "score_function": ("sigmoid",),
+    }
+    least: ClassVar[Mapping[str, int]] = {"num_kv_heads_for_linear_attn": 0}
+
+    layer_types: tuple[str, ...] | None = None
+    layer_group_size: int
+    group_norm_size: int
+    num_kv_heads_for_linear_attn: int | None = None
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        heads, head = self.num_attention_heads, self.linear_head
+        if self.num_kv_heads_for_linear_attn not in (None, 0, heads):
+            yield f"num_kv_heads_for_linear_attn={self.num_kv_heads_for_linear_attn} is not num_attention_heads={heads}"
+        if heads * head % self.group_norm_size:
+            yield f"{heads} heads of {head} cannot be divided into group_norm_size={self.group_norm_size} groups"
+        if self.num_hidden_layers == 1 and self.layers_of("linear_attention"):
+            yield "num_hidden_layers=1: the decays of linear attention divide by the number of the last layer, 0"
+
+    @property
+    def linear_head(self) -> int:
+        """The dimension of a head of linear attention."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.layer_types is not None:
+            return self.layer_types
+        size, layers = self.layer_group_size, self.num_hidden_layers
+        whole = layers // size * size
+        return tuple("linear_attention" if (i + 1) % size and i < whole else "full_attention" for i in range(layers))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        head = self.linear_head
+        return {**super().sizes, "groups": self.num_attention_heads, "key_dim": head, "value_dim": head}
+
+    @property
+    def unscannable(self) -> str:
+        return (
+            "each layer with linear attention has decays of its own"
+            if self.layer_sets["state_layers"]
+            else super().unscannable
+        )
 
 
 @family_config
-class Config(deepseek_v3.Config, PartialRopeConfig, StateConfig):
-    """The keys of config.json, whose defaults are the defaults of the release's code. The last of every
-    `layer_group_size` layers has latent attention, and so have the layers behind the last whole group. `head_dim` is
-    the head dimension of linear attention, which has as many heads for keys as for queries."""
+class Config(deepseek_v3.Config, LightningConfig):
+    """The keys of config.json, whose defaults are the defaults of the release's code. Softmax attention is latent;
+    `head_dim` is the head dimension of linear attention."""
 
     model_type: ClassVar[str] = "bailing_moe_v2_5"
     only: ClassVar = {
         **deepseek_v3.Config.only,
-        **dict.fromkeys(("moe_router_enable_expert_bias", "moe_router_enable_routed_scaling"), (True,)),
-        **dict.fromkeys(("moe_router_enable_shared_expert", "norm_topk_prob", "use_qk_norm", "use_rmsnorm"), (True,)),
-        **dict.fromkeys(("rope_interleave", "linear_rope"), (True,)),
-        **dict.fromkeys(("norm_head", "norm_softmax", "use_bias", "attention_bias", "use_sliding_window"), (False,)),
-        **dict.fromkeys(("linear_silu", "use_linear_silu", "use_mla_nope", "use_nGPT", "value_norm"), (False,)),
-        **dict.fromkeys(("up_proj_norm", "scale_router_input", "rope_traditional"), (False,)),
+        **LightningConfig.only,
+        **dict.fromkeys(("use_mla_nope", "use_nGPT", "value_norm", "up_proj_norm", "scale_router_input"), (False,)),
         "full_attention_type": ("mla",),
-        "router_dtype": ("fp32",),
-        "score_function": ("sigmoid",),
+        "rope_interleave": (True,),
+        "rope_traditional": (False,),
     }
     least: ClassVar = {
         **deepseek_v3.Config.least,
+        **LightningConfig.least,
         "num_experts_per_tok": 2,  # the weight of a single expert is not normalized
-        "num_kv_heads_for_linear_attn": 0,
     }
     default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": 600000.0}
     aliases: ClassVar = {
@@ -64,10 +119,8 @@ class Config(deepseek_v3.Config, PartialRopeConfig, StateConfig):
     head_dim: int | None = 128
     partial_rotary_factor: float = 0.5
     rotary_dim: int | None = None
-    layer_types: tuple[str, ...] | None = None
     layer_group_size: int = 5
     group_norm_size: int = 4
-    num_kv_heads_for_linear_attn: int | None = None
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -79,52 +132,8 @@ class Config(deepseek_v3.Config, PartialRopeConfig, StateConfig):
             yield f"partial_rotary_factor={self.partial_rotary_factor} of head_dim={head} is not qk_rope_head_dim"
         if self.rotary_dim not in (None, rotary):
             yield f"rotary_dim={self.rotary_dim} is not qk_rope_head_dim={self.qk_rope_head_dim}"
-        if self.num_kv_heads_for_linear_attn not in (None, 0, heads):
-            yield f"num_kv_heads_for_linear_attn={self.num_kv_heads_for_linear_attn} is not num_attention_heads={heads}"
-        if heads * head % self.group_norm_size:
-            yield f"{heads} heads of {head} cannot be divided into group_norm_size={self.group_norm_size} groups"
         if (width := self.moe_shared_expert_intermediate_size) not in (None, self.moe_intermediate_size):
             yield f"moe_shared_expert_intermediate_size={width} is not moe_intermediate_size"
-        if self.num_hidden_layers == 1 and self.layers_of("linear_attention"):
-            yield "num_hidden_layers=1: the decays of linear attention divide by the number of the last layer, 0"
-
-    @property
-    def linear_head(self) -> int:
-        """The dimension of a head of linear attention."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        if self.layer_types is not None:
-            return self.layer_types
-        size, layers = self.layer_group_size, self.num_hidden_layers
-        whole = layers // size * size
-        return tuple("linear_attention" if (i + 1) % size and i < whole else "full_attention" for i in range(layers))
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {
-            **super().sizes,
-            "groups": self.num_attention_heads,
-            "key_dim": self.linear_head,
-            "value_dim": self.linear_head,
-        }
-
-    @property
-    def layer_sets(self) -> dict[str, Sequence[int]]:
-        return {
-            **super().layer_sets,
-            "attention_layers": self.layers_of("full_attention"),
-            "state_layers": self.layers_of("linear_attention"),
-        }
-
-    @property
-    def unscannable(self) -> str:
-        return (
-            "each layer with linear attention has decays of its own"
-            if self.layer_sets["state_layers"]
-            else super().unscannable
-        )
 
 
 LING_LINEAR_ROWS = (
@@ -143,27 +152,14 @@ LING_LINEAR_ROWS = (
 
 LING_LATENT_ROWS = latent_rows("attention_bias", "has_query_latent_bias")
 
-TABLE = MappingTable(
-    (
-        Map("model.word_embeddings.weight", "embed.embedding", "V D"),
-        *under("model.layers.{L}", "layers.{L}", *PRE_NORMS),
-        *under("model.layers.{attention_layers}", "layers.{attention_layers}", *LING_LATENT_ROWS),
-        *under("model.layers.{state_layers}.attention", "layers.{state_layers}.attn", *LING_LINEAR_ROWS),
-        *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
-        *under("model.layers.{J}.mlp", "layers.{J}.moe", *LING_EXPERT_ROWS),
-        *under(
-            "model.layers.{U}",
-            "mtp.{U}",
-            *PRE_NORMS,
-            *LING_LATENT_ROWS,
-            *under("mlp", "moe", *LING_EXPERT_ROWS),
-            *MTP_FINAL,
-        ),
-        Map("model.norm.weight", "norm.scale", "D"),
-        Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
-    ),
-    ignore={**MTP_IGNORE, "model.layers.{state_layers}.attention.slope": "computed from config.json"},
-    copies={"lm_head.weight": "model.word_embeddings.weight"},
+LING_LIGHTNING_ROWS = under("model.layers.{state_layers}.attention", "layers.{state_layers}.attn", *LING_LINEAR_ROWS)
+DECAYS_IGNORE = {"model.layers.{state_layers}.attention.slope": "computed from config.json"}
+
+TABLE = ling_table(
+    *under("model.layers.{attention_layers}", "layers.{attention_layers}", *LING_LATENT_ROWS),
+    *LING_LIGHTNING_ROWS,
+    further=LING_LATENT_ROWS,
+    ignore=DECAYS_IGNORE,
 )
 
 FAMILY = family(Config, TABLE, "Ling and Ring 2.5, 2.6", "BailingMoeV2_5ForCausalLM")

@@ -1,6 +1,6 @@
 """Ling and Ring 2.5 and 2.6 (Bailing): lightning attention with rotary positions, and latent attention."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common import mtp
 from tpuconv.models.common.alibi import alibi_slopes
 from tpuconv.models.common.layers import Keys, RMSNorm, apply_rope, normalize, times
-from tpuconv.models.common.lightning import LEGEND, LightningAttention, LightningState
+from tpuconv.models.common.lightning import LEGEND, LightningAttention, LightningBlock, LightningDecoder
 from tpuconv.models.common.steps import Step
 from tpuconv.models.kimi_linear import modules as kimi_linear
 from tpuconv.notation.letters import with_letters
@@ -57,13 +57,10 @@ class LinearAttention(LightningAttention):
         return times(q_BTnk, q_BTnk.shape[-1] ** -0.5), k_BTnk, self.v(x_BTD)
 
 
-class Block(kimi_linear.Block):
+class Block(LightningBlock, kimi_linear.Block):
     """One layer: linear or latent attention, then experts or an MLP, each after a norm, with residual connections."""
 
-    def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
-        if layer in config.layer_sets["state_layers"]:
-            return LinearAttention(config, layer, dtype=dtype, keys=keys)
-        return self.attention_type(config, dtype=dtype, keys=keys)
+    mixer_type: ClassVar[Any] = LinearAttention
 
 
 class MTPLayer(mtp.MTPLayer, Block):
@@ -76,9 +73,8 @@ class MTPModule(mtp.MTPModule):
     layer_type = MTPLayer
 
 
-class Model(kimi_linear.Model):
+class Model(LightningDecoder, kimi_linear.Model):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
-    state_type = LightningState
     mtp_type = MTPModule

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.layers import Einsum, Keys
 from tpuconv.models.common.mamba2 import state_space
-from tpuconv.models.common.recurrence import LayerState
+from tpuconv.models.common.recurrence import HybridBlock, HybridDecoder, LayerState
 from tpuconv.models.common.steps import Step
 from tpuconv.notation.letters import with_letters
 
@@ -75,3 +75,16 @@ class LightningAttention(nnx.Module):
     def heads(self, x_BTD: jax.Array, step: Step) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns queries and keys [B, T, n, k], and values [B, T, n, w]."""
         raise NotImplementedError
+
+
+class LightningBlock(HybridBlock):
+    """One layer: lightning or softmax attention, then experts or an MLP. Each layer has decays of its own."""
+
+    def new_mixer(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
+        return self.mixer_type(config, layer, dtype=dtype, keys=keys)
+
+
+class LightningDecoder(HybridDecoder):
+    """A decoder with lightning attention in `state_layers`."""
+
+    state_type: ClassVar[Any] = LightningState

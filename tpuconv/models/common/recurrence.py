@@ -174,8 +174,13 @@ class HybridBlock(PreNormBlock):
     mixer_type: ClassVar[Callable[..., Any]]
 
     def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
-        kind = self.mixer_type if layer in config.layer_sets["state_layers"] else self.attention_type
-        return kind(config, dtype=dtype, keys=keys)
+        if layer in config.layer_sets["state_layers"]:
+            return self.new_mixer(config, layer, dtype=dtype, keys=keys)
+        return self.attention_type(config, dtype=dtype, keys=keys)
+
+    def new_mixer(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
+        """Returns the part with a state."""
+        return self.mixer_type(config, dtype=dtype, keys=keys)
 
 
 class HybridDecoder(Decoder):

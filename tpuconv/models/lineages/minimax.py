@@ -150,7 +150,7 @@ MINIMAX = decoder(
     Norms(module="modules.minimax:WeightedBlock"),
     Attn(),
     Experts(module="modules.experts:NormalizedExperts"),
-    base="modules.minimax:LightningDecoder",
+    base="common.lightning:LightningDecoder",
     types={"MiniMaxText01ForCausalLM": "minimax_text_01", "MiniMaxM1ForCausalLM": "minimax_m1"},
     variants=dict.fromkeys(("minimax_text_01", "minimax_m1"), ReleasedConfig),
     config=MiniMaxConfig,

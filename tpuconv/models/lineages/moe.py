@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from tpuconv.models.bailing_hybrid.family import LING_EXPERT_ROWS
+from tpuconv.models.bailing_hybrid.family import ling_table
+from tpuconv.models.bailing_moe_v2_5.family import DECAYS_IGNORE, LING_LIGHTNING_ROWS, LightningConfig
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS
@@ -16,9 +17,7 @@ from tpuconv.models.common.rows import (
     EXPERT_MLPS,
     FURTHER_TOKENS,
     HEAD_NORMS,
-    MLP,
     MTP_FINAL,
-    MTP_IGNORE,
     NUMBERED_EXPERT_MLPS,
     O_BIAS,
     PRE_NORMS,
@@ -35,7 +34,7 @@ from tpuconv.models.common.windows import ROPES_OF_WINDOWS, OneWindow, PatternCo
 from tpuconv.models.declare import decoder
 from tpuconv.models.lineages.glm import GLM4_MOE
 from tpuconv.models.parts import Attn, Experts, Factors, Mtp, Norms
-from tpuconv.notation.table import Map, MappingTable, under
+from tpuconv.notation.table import Map, under
 
 MIXTRAL = decoder(
     "mixtral",
@@ -151,7 +150,6 @@ class SharedOfOneWidth:
 
 
 LING2_ROWS = (
-    *PRE_NORMS,
     Map("attention.query_key_value.weight", GPT_QKV, "((N + K + K) H) D -> D N H, D K H, D K H"),
     *when("attention_bias", Map("attention.query_key_value.bias", GPT_QKV_BIAS, "((N + K + K) H) -> N H, K H, K H")),
     Map("attention.query_layernorm.weight", "attn.q_norm.scale", "H"),
@@ -185,18 +183,24 @@ BAILING_MOE = GLM4_MOE.but(
         **{"n_group": 8, "topk_group": 4, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6},
         **{"partial_rotary_factor": 1.0, "use_qk_norm": True},
     },
-    table=MappingTable(
-        (
-            Map("model.word_embeddings.weight", "embed.embedding", "V D"),
-            *under("model.layers.{L}", "layers.{L}", *LING2_ROWS),
-            *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
-            *under("model.layers.{J}.mlp", "layers.{J}.moe", *LING_EXPERT_ROWS),
-            *under("model.layers.{U}", "mtp.{U}", *LING2_ROWS, *under("mlp", "moe", *LING_EXPERT_ROWS), *MTP_FINAL),
-            Map("model.norm.weight", "norm.scale", "D"),
-            Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
-        ),
-        ignore=MTP_IGNORE,
-        copies={"lm_head.weight": "model.word_embeddings.weight"},
+    table=ling_table(*under("model.layers.{L}", "layers.{L}", *LING2_ROWS), further=LING2_ROWS),
+)
+
+BAILING_MOE_LINEAR = BAILING_MOE.but(
+    "bailing_moe_linear",
+    "Ring Linear 2",
+    "BailingMoeLinearV2ForCausalLM",
+    Norms(module="bailing_moe_v2_5.modules:Block"),
+    base="common.lightning:LightningDecoder",
+    config=(BAILING_MOE.config, LightningConfig),
+    only={**BAILING_MOE.config.only, **LightningConfig.only, "num_nextn_predict_layers": (0,)},
+    least={**BAILING_MOE.config.least, **LightningConfig.least},
+    # As servers read a file without them.
+    defaults={"layer_group_size": 1, "group_norm_size": 1},
+    table=ling_table(
+        *under("model.layers.{attention_layers}", "layers.{attention_layers}", *LING2_ROWS),
+        *LING_LIGHTNING_ROWS,
+        ignore=DECAYS_IGNORE,
     ),
 )
 

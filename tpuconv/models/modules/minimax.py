@@ -9,9 +9,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, times
-from tpuconv.models.common.lightning import LightningAttention, LightningState
+from tpuconv.models.common.lightning import LightningAttention, LightningBlock
 from tpuconv.models.common.placement import placed
-from tpuconv.models.common.recurrence import HybridBlock, HybridDecoder
 from tpuconv.models.common.steps import Step
 
 LIGHTNING_EPS = 1e-6
@@ -57,9 +56,11 @@ class NormedLightning(LightningAttention):
         return nnx.silu(self.q(x_BTD)), nnx.silu(self.k(x_BTD)), nnx.silu(self.v(x_BTD))
 
 
-class WeightedBlock(HybridBlock):
+class WeightedBlock(LightningBlock):
     """One layer: lightning or softmax attention, then experts. What a norm returns is the residual too; it and the
     output of a part have factors."""
+
+    mixer_type = NormedLightning
 
     def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, layer, dtype=dtype, keys=keys)
@@ -67,11 +68,6 @@ class WeightedBlock(HybridBlock):
         linear = config.linear_attn_alpha_factor, config.linear_attn_beta_factor
         self.attn_factors = linear if layer in config.layer_sets["state_layers"] else full
         self.moe_factors = config.mlp_alpha_factor, config.mlp_beta_factor
-
-    def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
-        if layer in config.layer_sets["state_layers"]:
-            return NormedLightning(config, layer, dtype=dtype, keys=keys)
-        return self.attention_type(config, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
         x_BTD = self.attn_norm(x_BTD)
@@ -83,9 +79,3 @@ class WeightedBlock(HybridBlock):
 def weighted_sum(x_BTD: jax.Array, y_BTD: jax.Array, factors: tuple[float, float]) -> jax.Array:
     """Returns the sum of both, each times its factor."""
     return times(x_BTD, factors[0]) + times(y_BTD, factors[1])
-
-
-class LightningDecoder(HybridDecoder):
-    """A decoder with lightning attention in the layers l."""
-
-    state_type = LightningState
