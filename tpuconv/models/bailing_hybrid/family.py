@@ -1,6 +1,6 @@
 """Ling 3 (Bailing, hybrid): config and mapping table."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -71,14 +71,6 @@ class Config(deepseek_v3.Config, StateConfig):
             "key_dim": self.linear_head_dim,
             "value_dim": self.linear_head_dim,
             "taps": self.linear_conv_kernel_dim,
-        }
-
-    @property
-    def layer_sets(self) -> dict[str, Sequence[int]]:
-        return {
-            **super().layer_sets,
-            "attention_layers": self.layers_of("full_attention"),
-            "state_layers": self.layers_of("linear_attention"),
         }
 
 

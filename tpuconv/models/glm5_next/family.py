@@ -1,6 +1,6 @@
 """GLM-5.3-Flash: the text model's config and mapping table."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from tpuconv.models.common.defaults import family_config
@@ -120,14 +120,6 @@ class Config(WrapperConfig, glm_moe_dsa.Config, StateConfig):
             "pool_tokens": self.index_kpool,
             "streams": self.hc_mult,
             "stream_weights": (2 + self.hc_mult) * self.hc_mult,
-        }
-
-    @property
-    def layer_sets(self) -> dict[str, Sequence[int]]:
-        return {
-            **super().layer_sets,
-            "attention_layers": self.layers_of(GLM_INDEXED),
-            "state_layers": self.layers_of(GLM_LINEAR),
         }
 
     @property

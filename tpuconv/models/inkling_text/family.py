@@ -1,6 +1,6 @@
 """Inkling: config and mapping table."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -146,10 +146,6 @@ class Config(MixedMLPs, RelativeConfig):
         if self.layer_types is not None or self.local_layer_ids is None:
             return super().kinds
         return tuple(HYBRID_WINDOW if i in self.local_layer_ids else HYBRID_FULL for i in range(self.num_hidden_layers))
-
-    @property
-    def layer_sets(self) -> dict[str, Sequence[int]]:
-        return super().layer_sets
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Kimi Linear: config and mapping table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeGuard
 
 from tpuconv.models.common.defaults import family_config
@@ -83,14 +83,6 @@ class Config(deepseek_v3.Config, StateConfig):
             "key_dim": self.linear_head_dim,
             "value_dim": self.linear_head_dim,
             "taps": self.linear_conv_kernel_dim,
-        }
-
-    @property
-    def layer_sets(self) -> dict[str, Sequence[int]]:
-        return {
-            **super().layer_sets,
-            "attention_layers": self.layers_of("full_attention"),
-            "state_layers": self.layers_of("linear_attention"),
         }
 
 
