@@ -24,6 +24,11 @@ MOST_DAMPING = 1.0
 """The damping after which a Hessian counts as singular."""
 
 
+PROPAGATION_DAMPING = 0.1
+"""What is added to the diagonal of the Hessian, relative to its mean, where the errors of earlier layers are made up
+for. Less fits the correction to the samples (docs/log.md)."""
+
+
 class SingularHessian(Exception):
     """The Hessian cannot be factorized."""
 
@@ -134,6 +139,25 @@ def factorize(hessian: np.ndarray, damping: float, order: np.ndarray) -> Factor:
             return Factor(matrix[::-1, ::-1], order)
         damping *= 10
     raise SingularHessian
+
+
+def propagation(hessian: np.ndarray, change: np.ndarray, part: float) -> np.ndarray:
+    """Returns the matrix P [I, I] by which a kernel W [I, O] makes up for errors of earlier layers as W + P W (QEP,
+    arXiv:2504.09629): P = part (H + d I)^-1 C.
+
+    Args:
+        hessian: H = X^T X, of the inputs X [tokens, I] in the quantized model.
+        change: C = X^T (Y - X), of the inputs Y in the model that is not quantized; replaced by P.
+        part: of the errors, from 0 to 1.
+
+    Raises:
+        SingularHessian: H + d I has no inverse.
+    """
+    upper = factorize(hessian, PROPAGATION_DAMPING, np.arange(len(hessian))).upper
+    change[...] = product(upper, change)
+    change[...] = product(upper.T, change)
+    change *= np.float32(part)
+    return change
 
 
 def adjusted(kernel: np.ndarray, factor: Factor, scales: KernelScales, grid: Grid) -> np.ndarray:

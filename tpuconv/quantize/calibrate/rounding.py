@@ -19,6 +19,7 @@ from tpuconv.quantize.calibrate.gptq import (
     input_order,
     output_errors,
 )
+from tpuconv.quantize.calibrate.triangular import product
 from tpuconv.quantize.clipping import SCALE_FACTORS
 from tpuconv.quantize.config import MSE
 from tpuconv.quantize.encode import QwixEncoder, symmetric_bound
@@ -88,7 +89,9 @@ class Rounding:
         """Leaves a matrix at the nearest values."""
         self.left.append(why)
 
-    def adjust(self, matrix: int, hessian: np.ndarray, factor: Factor, refine: int) -> None:
+    def adjust(
+        self, matrix: int, hessian: np.ndarray, factor: Factor, refine: int, propagated: np.ndarray | None = None
+    ) -> None:
         """Rounds a matrix by GPTQ. A column whose output would have a larger error keeps the nearest values.
 
         Args:
@@ -96,6 +99,7 @@ class Rounding:
             hessian: of its inputs [I, I].
             factor: of the Hessian, in the order of `order`.
             refine: rounds of descent after GPTQ.
+            propagated: P [I, I], where W + P W is rounded in place of the matrix W.
         """
         view = self._matrices(self.qbytes)[matrix]
         kernel, qbytes = self._flat(self._matrices(self.values)[matrix]), self._flat(view)
@@ -111,6 +115,8 @@ class Rounding:
         def round_columns(start: int) -> tuple[float, float]:
             columns = slice(start, start + step)
             part, of_part = np.ascontiguousarray(kernel[:, columns]), scales.outputs(start, start + step)
+            if propagated is not None:
+                part = part + product(propagated, part)
             nearest = output_errors(hessian, of_part.weights(byte_values[qbytes[:, columns]]) - part)
             if dtype is not None:
                 rounded = fitted(part, factor, of_part, self.grid, tried, dtype)
