@@ -165,9 +165,9 @@ class _Reference:
         self.sources = sources_by_target(table, config)
         config = reference_config(source)
         with torch.device("meta"), empty_weights():
-            auto = reference_class(config)
-            attention = attention_of(config)
-            self.model = auto.from_config(config, dtype=self.dtype, attn_implementation=attention).eval()
+            found = reference_class(config)
+            create = getattr(found, "from_config", None) or found._from_config  # of a model without an automatic class
+            self.model = create(config, dtype=self.dtype, attn_implementation=attention_of(config)).eval()
         self.conversions = get_model_conversion_mapping(self.model)
         base = getattr(self.model, "model", self.model.base_model)
         self.decoder = next((getattr(base, name) for name in DECODER_NAMES if hasattr(base, name)), base)
