@@ -16,7 +16,6 @@ Prints wall time, its ratio to the copy of the same pair, processor time, and pe
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -31,6 +30,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from here import here
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -189,10 +189,7 @@ def main() -> None:
 
 
 def report(runs: dict[str, list[Run]], total: int, cold: bool) -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    cpu = next((x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "")
-    print(f"{total / 1e9:.2f} GB, {'cold' if cold else 'warm'}; {cpu.partition(': ')[2]}, {os.cpu_count()} processors,")
-    print(f"Python {platform.python_version()}, commit {commit.stdout.strip()}")
+    print(f"{total / 1e9:.2f} GB, {'cold' if cold else 'warm'}; {here()}")
     print()
     print("| what | wall s | wall / copy | cpu s | cpu / naive | private MB | resident MB |")
     print("|---|---|---|---|---|---|---|")

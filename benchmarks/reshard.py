@@ -5,7 +5,7 @@
 Makes a release of the shape of Qwen3-1.7B (3.4 GB in bfloat16; with more layers it is larger), and converts it with
 layers apart. Each round, with an empty page cache before each step (as root):
 
-- cp: `cp -r` of the checkpoint, and `sync`;
+- cp: `cp -r` of the checkpoint, and `sync` of every file, as `reshard` does (`sync` of a folder writes none);
 - fsdp=64: `tpuconv reshard --mesh fsdp=64`;
 - scanned: the same with `--scan-layers`;
 - apart: `tpuconv reshard --unscan-layers` of that.
@@ -50,7 +50,8 @@ def main() -> None:
                 is_cold = empty_page_cache()
                 began = time.monotonic()
                 if name == "cp":
-                    subprocess.run(f"cp -r {src} {out} && sync {out}", shell=True, cwd=work, check=True)
+                    copied = f"cp -r {src} {out} && find {out} -type f -exec sync {{}} +"
+                    subprocess.run(copied, shell=True, cwd=work, check=True)
                 else:
                     command = [sys.executable, "-m", "tpuconv", "reshard", src, out, *words, "--json"]
                     done = subprocess.run(command, cwd=work, check=True, capture_output=True, text=True)

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import time
 
+from here import here
+
 BLOCKED, AT_ONCE = "block by block", "at once"
 
 
@@ -72,6 +74,7 @@ def main() -> int:
         peak, seconds = out.stdout.split()
         return int(peak), float(seconds)
 
+    print(here())
     before, _ = of_child(BLOCKED, "inputs")
     print(f"{args.patches:,} patches, {args.heads} heads of {args.head_dim}, {args.dtype}")
     print(f"all scores {scores / 1e6:,.0f} MB")

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.logits import forward
-from helpers.sights import IMAGE
+from helpers.sights import IMAGE, SIGHTS
 from helpers.whole_sights import EACH, difference, logits, made
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -218,6 +218,20 @@ def test_a_comparison_has_images_and_sounds(name, whole, record_property):
     if found.sights:
         record_property("features", max(sight.features for sight in found.sights))
     assert all(sight.features < 1e-5 and sight.items == 2 for sight in found.sights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIGHTS)
+def test_layers_of_the_text_are_compared_one_by_one(name, whole):
+    src, out = whole(name)
+    if model_config(read_manifest(out)).inseparable:
+        with pytest.raises(UsageError, match="cannot be compared layer by layer"):
+            api.compare(out, source=src, layerwise=True)
+        return
+    found = api.compare(out, source=src, layerwise=True)
+    assert found.passed
+    assert sorted(found.unseen) == sorted(made(name).parts)
+    assert max(layer.own_error for layer in found.layers) < 1e-5
 
 
 def test_a_broken_tower_is_seen(whole, tmp_path):

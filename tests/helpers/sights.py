@@ -86,10 +86,10 @@ class Sight:
             save_file(tensors, folder / "model.safetensors")
 
     def reference(self, ids_BT: np.ndarray, mask_BT: np.ndarray, features: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The logits [B, T, V] of transformers."""
+        """The logits [B, T, V] of transformers, in float32. Features are rounded to the dtype of the model."""
         import torch
 
-        kinds = {}
+        kinds, arrays = {}, {name: torch.tensor(value) for name, value in features.items()}
         for name, numbers in self.kinds.items():
             kinds[name] = torch.tensor(sum(number * (ids_BT == token) for token, number in numbers.items()))
         mask = torch.tensor(mask_BT.astype(np.int64))
@@ -100,9 +100,9 @@ class Sight:
                 input_ids=torch.tensor(ids_BT),
                 attention_mask=mask,
                 **kinds,
-                **{name: torch.tensor(value) for name, value in features.items()},
+                **{name: x.to(self.model.dtype) if x.is_floating_point() else x for name, x in arrays.items()},
             )
-        return np.asarray(out.logits)
+        return np.asarray(out.logits.float())
 
 
 SIGHTS: dict[str, Callable[[], Sight]] = {}

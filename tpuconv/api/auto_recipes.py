@@ -1,7 +1,7 @@
 """The rules of a config that names a number of bits, such as `auto:4.5`, for a checkpoint.
 
-A checkpoint whose model can run on text gets the types that cost least, by the costs of its groups. They are measured
-once, and kept. Other checkpoints, and conversions from a source, get types by the roles of parameters
+A checkpoint of tpuconv whose model can run on text gets the types that cost least, by the costs of its groups. They are
+measured once, and kept. Other checkpoints, and conversions from a source, get types by the roles of parameters
 (`tpuconv.quantize.recipe.roles`).
 """
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tpuconv.api.calibration import CalibrationOptions
 from tpuconv.api.recipes import ROUNDING_METHODS, SensitivityRequest, inputs_of, sensitivity
 from tpuconv.location import Location
+from tpuconv.names import OWN_TARGET
 from tpuconv.progress import Listener
 
 if TYPE_CHECKING:
@@ -53,14 +54,15 @@ def planned_rules(
 
 
 def _is_measurable(ckpt: Location) -> bool:
-    """Returns True if the model of a checkpoint returns logits, and has a tokenizer for the text."""
+    """Returns True if the model of a checkpoint can be calibrated: the arrays have our names, it returns logits, and it
+    has a tokenizer for the text."""
     from tpuconv.checkpoint.companions import tokenizer_folder
     from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.models.tokenizer import has_tokenizer
 
     manifest = read_manifest(ckpt)
     with tokenizer_folder(manifest) as folder:
-        return not manifest.returns and has_tokenizer(folder)
+        return manifest.target == OWN_TARGET and not manifest.returns and has_tokenizer(folder)
 
 
 def _cheapest(rules: "QuantConfig", groups: "Sequence[ParamGroup]") -> "QuantConfig":

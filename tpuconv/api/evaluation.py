@@ -191,12 +191,6 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
         )
     if asked.layerwise or manifest.returns == AS_DRAFT:
         check_logits(manifest)
-    if asked.layerwise and opened.plan is not None:
-        what = "a release" if stored is None else f"a checkpoint for {stored.target}"
-        raise UsageError(
-            f"`layerwise=True` reads the layers of a checkpoint of tpuconv, and this is {what}",
-            hint="convert it, and give the checkpoint; or leave `layerwise=` out",
-        )
     made = stored or manifest
     adapters = merged_adapters(made, asked.adapter) if asked.adapter or asked.source is None else []
     origin = manifest.raw["source"]
@@ -210,7 +204,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     own = local_path(resolved.folder, "transformers reads local files only")
     with resolved, plain_path(own) as source_folder, plain_path(manifest.folder) as folder:
         check_sizes(manifest, own)
-        layerwise = asked.layerwise or needs_decoded(manifest, own, asked.mesh, is_stored=opened.plan is None)
+        layerwise = asked.layerwise or needs_decoded(manifest, own, asked.mesh)
         if layerwise and adapters:
             raise UsageError(
                 f"{asked.ckpt} has merged adapters, and is compared layer by layer with a source that has not",
@@ -235,9 +229,10 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
             windows = without_media_tokens(manifest, [*windows, *further])
         if layerwise:
             asked.progress(Progress("comparing layers"))
-            layers, expected, ours = compare_layers(
-                replace(manifest, folder=folder), source_folder, windows, compute, asked.on_layer
-            )
+            with opened.reading() as read:
+                layers, expected, ours = compare_layers(
+                    replace(manifest, folder=folder), source_folder, windows, compute, asked.on_layer, read
+                )
             theirs = Reference(expected, None)
         else:
             asked.progress(Progress("running transformers"))

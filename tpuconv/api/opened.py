@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.api.quantizers import find_rules, quantizer_by
@@ -15,8 +15,8 @@ from tpuconv.names import MANIFEST, OWN_TARGET
 
 if TYPE_CHECKING:
     from tpuconv.checkpoint.manifest import Manifest
+    from tpuconv.checkpoint.reader import ReadArray
     from tpuconv.convert.plan.types import Plan
-    from tpuconv.quantize.calibrate.layers import ReadArray
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _placed(manifest: "Manifest", options: Options) -> OpenedModel:
     from tpuconv.convert.plan.planning import plan_of_source
     from tpuconv.convert.run.describe import planned_manifest
 
-    plan = plan_of_source(exported_source(manifest), options)
+    plan = plan_of_source(exported_source(manifest), replace(options, allow_config=manifest.allow_config))
     return OpenedModel(planned_manifest(plan), plan, manifest)
 
 

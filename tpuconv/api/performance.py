@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuconv.api.opened import OpenedModel, Speculation, check_draft, opened_draft, opened_model
+from tpuconv.api.opened import OpenedModel, Speculation, check_draft, checkpoint_at, opened_draft, opened_model
 from tpuconv.convert.plan.options import Options
 from tpuconv.errors import GateError, UsageError
 from tpuconv.location import Location, to_location
@@ -329,11 +329,10 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
     """Config, quantization and dtype of a source or a checkpoint, without its weights. `write_layouts` asks for a
     complete checkpoint."""
     from tpuconv.api.quantizers import find_rules
-    from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.checkpoint.reader import check_logits
     from tpuconv.models.common.config_keys import without_keys
     from tpuconv.models.registry import find_family
-    from tpuconv.names import MANIFEST
+    from tpuconv.names import MANIFEST, OWN_TARGET
     from tpuconv.sources.hub import fetch_config
     from tpuconv.storage.places import is_file
     from tpuconv.verify.topology.request import source_passthrough
@@ -342,24 +341,26 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
     quantization: Mapping[str, Any] | None = rules.to_json() if rules else None
     checkpoint, stored = None, "bfloat16"
     allowed: Sequence[str] = ()
-    if is_file(to_location(src) / MANIFEST):
+    manifest = checkpoint_at(src) if is_file(to_location(src) / MANIFEST) else None
+    if manifest is not None:
         if encoding == "keep":
             raise UsageError(
                 f"{src} is converted already: its weights are used as stored", hint="leave `encoding=` out"
             )
-        manifest = read_manifest(to_location(src))
         check_logits(manifest)
-        stored, allowed = manifest.dtype, manifest.allow_config
+        with opened_model(src, Options()) as opened:
+            stored, allowed = opened.manifest.dtype, manifest.allow_config
         if manifest.quantization and quantization:
             raise UsageError(
                 f"{src} is quantized already, by {manifest.quantization['name']}", hint="leave `quantize=` out"
             )
         quantization = quantization or manifest.quantization
-        checkpoint = str(manifest.folder.absolute()) if rules is None else None
+        if rules is None and manifest.target == OWN_TARGET:
+            checkpoint = str(manifest.folder.absolute())
         if write_layouts:
             manifest.check_complete()
     if write_layouts and not checkpoint:
-        state = "not quantized yet" if rules else "not a checkpoint of tpuconv"
+        state = "not quantized yet" if rules else "not a checkpoint with the names of tpuconv"
         raise UsageError(
             f"`write_layouts=True` writes into a checkpoint: {src} is {state}",
             hint="make one first, with `tpuconv quantize` or `tpuconv convert`",

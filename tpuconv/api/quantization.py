@@ -1,5 +1,6 @@
 """Quantize, and plan a quantization."""
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from tpuconv.api.running import run_plan
 from tpuconv.errors import UsageError
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, named_path, to_location
+from tpuconv.names import OWN_TARGET
 from tpuconv.options import (
     CKPT_ARGUMENT,
     COMPRESS_OPTION,
@@ -28,6 +30,7 @@ from tpuconv.options import (
 from tpuconv.progress import Listener, ignore
 
 if TYPE_CHECKING:
+    from tpuconv.convert.plan.planning import Quantizer
     from tpuconv.convert.plan.types import Plan
     from tpuconv.quantize.calibrate.data import CalibrationData
     from tpuconv.quantize.config import QuantConfig
@@ -70,14 +73,15 @@ class PlanQuantizationRequest(Budget, QuantizationOptions):
 @takes(QuantizeRequest)
 def quantize(asked: QuantizeRequest) -> Conversion:
     """Quantizes a checkpoint by the Qwix rules of a config: the arrays are those that Qwix makes of the model, bit for
-    bit. If the config has a `calibration`, its method chooses the quantized values instead.
+    bit. A checkpoint for another program becomes one of tpuconv. If the config has a `calibration`, its method chooses
+    the quantized values instead.
 
     The output appears complete or not at all; interrupted, the same call continues.
 
     Raises:
         TpuconvError: see `tpuconv.errors` for its children.
     """
-    from tpuconv.convert.plan.planning import planned_quantization, workspace_folder
+    from tpuconv.convert.plan.planning import workspace_folder
     from tpuconv.convert.run.conversion import read_ahead
     from tpuconv.convert.run.sizing import Limits
     from tpuconv.quantize.config import find_config
@@ -102,7 +106,7 @@ def quantize(asked: QuantizeRequest) -> Conversion:
             hint="leave `workspace=` out",
         )
     quantizer = quantizer_by(rules, _calibration_data(folder, rules, asked))
-    planned = planned_quantization(folder, quantizer, compress=asked.compress, ahead=read_ahead)
+    planned = _planned(folder, quantizer, compress=asked.compress, ahead=read_ahead)
     planned.check()
     limits = Limits.of_this_machine(asked.jobs, asked.max_memory)
     if (text := _text_of(planned)) is not None:
@@ -118,7 +122,6 @@ def plan_quantization(asked: PlanQuantizationRequest) -> ConversionPlan:
     Raises:
         TpuconvError: `ckpt` is no checkpoint that can be quantized, or the config does not fit it.
     """
-    from tpuconv.convert.plan.planning import planned_quantization
     from tpuconv.quantize.config import find_config
 
     folder, rules = to_location(asked.ckpt), find_config(str(asked.config))
@@ -128,31 +131,64 @@ def plan_quantization(asked: PlanQuantizationRequest) -> ConversionPlan:
         rules, notes = planned_rules(rules, folder, asked)
     data = _calibration_data(folder, rules, asked) if not notes else None
     quantizer = quantizer_by(rules, data, notes)
-    planned = planned_quantization(folder, quantizer, compress=asked.compress, ahead=None)
+    planned = _planned(folder, quantizer, compress=asked.compress, ahead=None)
     planned.check()
     return replace(ConversionPlan.sized(planned, rules, asked), calibration=_text_of(planned))
 
 
 def _check_no_release(ckpt: Location, config: str | Path, rules: "QuantConfig") -> None:
-    """Raises UsageError for a release, with the commands that quantize it by a config."""
+    """Raises UsageError for a release or an export, with the commands that quantize it by a config."""
     from tpuconv.names import MANIFEST
     from tpuconv.sources.files import CONFIG_FILE
     from tpuconv.storage.places import is_there
+    from tpuconv.storage.sealed import SAFETENSORS, kind_of
 
-    if is_there(ckpt / CONFIG_FILE) and not is_there(ckpt / MANIFEST):
+    is_release = is_there(ckpt / CONFIG_FILE) and not is_there(ckpt / MANIFEST)
+    if is_release or kind_of(ckpt) == SAFETENSORS:
+        what = "a release" if is_release else "an export"
         raise UsageError(
-            f"{ckpt} is a release, and `quantize` reads checkpoints",
+            f"{ckpt} is {what}, and `quantize` reads checkpoints",
             hint=f"run `tpuconv convert {ckpt}`, then `tpuconv quantize --config {config}`"
             if rules.calibration
             else f"run `tpuconv convert {ckpt} --quantize {config}`",
         )
 
 
+def _planned(
+    ckpt: Location, quantizer: "Quantizer", *, compress: bool, ahead: "Callable[[Plan], None] | None"
+) -> "Plan":
+    """Returns the plan to quantize a checkpoint: ours in the form that it has, a checkpoint for another program under
+    our names. See `tpuconv.convert.plan.planning.planned_quantization`."""
+    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.checkpoint.reader import check_unquantized
+    from tpuconv.convert.export.exported_source import exported_source
+    from tpuconv.convert.plan.options import Options
+    from tpuconv.convert.plan.planning import plan_of_source, planned_quantization
+
+    manifest = read_manifest(ckpt)
+    if manifest.target == OWN_TARGET:
+        return planned_quantization(ckpt, quantizer, compress=compress, ahead=ahead)
+    check_unquantized(manifest)
+    options = Options(compress=compress, include_mtp=manifest.include_mtp, allow_config=manifest.allow_config)
+    return plan_of_source(exported_source(manifest), options, quantizer)
+
+
 def _calibration_data(ckpt: Location, rules: "QuantConfig", asked: QuantizationOptions) -> "CalibrationData | None":
-    """Returns the samples for a config with a calibration; None for other configs."""
+    """Returns the samples for a config with a calibration; None for other configs.
+
+    Raises:
+        UsageError: a checkpoint for another program cannot be calibrated.
+    """
     from tpuconv.checkpoint.manifest import read_manifest
 
     manifest = read_manifest(ckpt)
+    if rules.calibration is not None and manifest.target != OWN_TARGET:
+        raise UsageError(
+            f"{rules.name} has a calibration, which reads the layers of a checkpoint of tpuconv, and {ckpt} is a "
+            f"checkpoint for {manifest.target}",
+            hint="`tpuconv export` it, `tpuconv convert` the export, and quantize that; or give a config without "
+            "`calibration`",
+        )
     return calibration_data(manifest, rules, asked, OpenedModel(manifest).load)
 
 

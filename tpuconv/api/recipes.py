@@ -16,8 +16,8 @@ from tpuconv.text import OneLine
 if TYPE_CHECKING:
     from tpuconv.api.opened import OpenedModel
     from tpuconv.checkpoint.manifest import Manifest
+    from tpuconv.checkpoint.reader import ReadArray
     from tpuconv.quantize.calibrate.data import CalibrationData
-    from tpuconv.quantize.calibrate.layers import ReadArray
     from tpuconv.quantize.calibration_settings import Calibration
     from tpuconv.quantize.recipe.costs import KeptCosts
     from tpuconv.quantize.recipe.groups import Choices

@@ -101,8 +101,11 @@ class ReshardOptions:
         """Raises UsageError for options that do not go together."""
         if self.scan_layers and self.unscan_layers:
             raise UsageError("`scan_layers=` and `unscan_layers=` exclude each other", hint="give one of them")
-        if not (self.mesh or self.scan_layers or self.unscan_layers):
-            raise UsageError("nothing is to be changed", hint="give `mesh=`, `scan_layers=` or `unscan_layers=`")
+        if not (self.mesh or self.scan_layers or self.unscan_layers or self.config):
+            raise UsageError(
+                "nothing is to be changed",
+                hint="give `mesh=`, `scan_layers=` or `unscan_layers=`; for the run of a trainer `config=`",
+            )
         if self.target is not None and self.config is None:
             why, hint = WITH_CONFIG["target"]
             raise UsageError(f"`target=` {why}", hint=hint)

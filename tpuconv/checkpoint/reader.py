@@ -175,11 +175,7 @@ def open_checkpoint(folder: Location) -> Checkpoint:
     """
     manifest = read_manifest(folder)
     manifest.check_own()
-    if manifest.quantization is not None:
-        raise UsageError(
-            f"{folder} is quantized already, with {manifest.quantization['name']}",
-            hint="give the checkpoint that it was made from",
-        )
+    check_unquantized(manifest)
     tensors = {
         a.name: TensorInfo(
             a.name, SAFETENSORS_DTYPES[a.dtype], a.shape, a.name, 0, prod(a.shape) * element_bytes(a.dtype)
@@ -190,6 +186,15 @@ def open_checkpoint(folder: Location) -> Checkpoint:
     return Checkpoint(
         folder, read_checkpoint_config(manifest), tensors, shards, companions=companions_of(manifest), manifest=manifest
     )
+
+
+def check_unquantized(manifest: Manifest) -> None:
+    """Raises UsageError if parameters of a checkpoint were quantized by rules."""
+    if manifest.quantization is not None:
+        raise UsageError(
+            f"{manifest.folder} is quantized already, with {manifest.quantization['name']}",
+            hint="give the checkpoint that it was made from",
+        )
 
 
 def read_checkpoint_config(manifest: Manifest) -> dict[str, Any]:
@@ -230,6 +235,10 @@ def read_box(manifest: Manifest, name: str, box: Sequence[slice | int], out: np.
             f"{folder} cannot be read: {_error_text(e)}",
             hint=f"`tpuconv verify {manifest.folder}` names all damaged arrays",
         ) from None
+
+
+ReadArray = Callable[[str, int | None], np.ndarray]
+"""Reads an array of a checkpoint by its name, or the slice of one layer if its first axis is L."""
 
 
 def read_array(manifest: Manifest, name: str, layer: int | None) -> np.ndarray:

@@ -120,7 +120,7 @@ def _read_manifest(path: Location) -> bytes:
                 )
             raise UsageError(
                 f"{path.parent} is not a checkpoint made by tpuconv: it has no {MANIFEST}",
-                hint="make one with `tpuconv convert SRC`",
+                hint="make one with `tpuconv convert SRC`, or from a run with `tpuconv reshard RUN OUT --config SRC`",
             )
     return read_bytes(path, MAX_MANIFEST_BYTES, CorruptOutput)
 

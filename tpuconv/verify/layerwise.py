@@ -2,8 +2,8 @@
 
 The modules of transformers are created on torch's meta device, without memory. Each decoder layer is loaded from the
 source, run, and moved back to the meta device. The other inputs of a layer (masks, rotary positions) are recorded
-beforehand, by a forward pass whose layers are replaced by the identity. Our blocks are loaded from the checkpoint one
-at a time.
+beforehand, by a forward pass whose layers are replaced by the identity. Our blocks are loaded one at a time, from
+the checkpoint or the release.
 """
 
 import ctypes
@@ -11,13 +11,14 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
-from tpuconv.checkpoint.reader import read_array
+from tpuconv.checkpoint.reader import ReadArray, read_array
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.reshaped import shaped
 from tpuconv.encodings.scheme import MXFP4
@@ -81,15 +82,17 @@ def compare_layers(
     windows: Sequence[Window],
     dtype: str,
     show: Callable[[LayerError], None] = lambda layer: None,
+    read: ReadArray | None = None,
 ) -> tuple[list[LayerError], list[np.ndarray], list[np.ndarray]]:
     """Compares the embedding and every layer with transformers.
 
     Args:
-        manifest: the checkpoint.
+        manifest: the checkpoint, or the planned one of a release or of a checkpoint for another program.
         source: the folder of its source.
         windows: what the models run on.
         dtype: of parameters and activations.
         show: called with each layer's error as soon as it is known.
+        read: reads the arrays; None for a checkpoint, whose files are read.
 
     Returns:
         The errors; then transformers' logits and ours, [T, V] in float32 for each window, from its first token that
@@ -108,7 +111,7 @@ def compare_layers(
             f"{manifest.folder} cannot be compared layer by layer: {config.inseparable}", hint="leave `layerwise=` out"
         )
     _return_freed_memory()
-    theirs, ours = _Reference(source, manifest, windows, dtype), _Ours(manifest, windows, dtype)
+    theirs, ours = _Reference(source, manifest, windows, dtype), _Ours(manifest, windows, dtype, read)
     errors: list[LayerError] = []
 
     def add(name: str, reference: Sequence[np.ndarray], on_reference: Any, accumulated: Any) -> None:
@@ -165,9 +168,9 @@ class _Reference:
         self.sources = sources_by_target(table, config)
         config = reference_config(source)
         with torch.device("meta"), empty_weights():
-            auto = reference_class(config)
-            attention = attention_of(config)
-            self.model = auto.from_config(config, dtype=self.dtype, attn_implementation=attention).eval()
+            found = reference_class(config)
+            create = getattr(found, "from_config", None) or found._from_config  # of a model without an automatic class
+            self.model = create(config, dtype=self.dtype, attn_implementation=attention_of(config)).eval()
         self.conversions = get_model_conversion_mapping(self.model)
         base = getattr(self.model, "model", self.model.base_model)
         self.decoder = next((getattr(base, name) for name in DECODER_NAMES if hasattr(base, name)), base)
@@ -350,7 +353,7 @@ class _Ours:
     """Our model, without arrays. `hidden` are its hidden states [1, T, D] after the last layer that ran. Texts are
     padded on the right to few lengths, so that each kind of block is compiled for few."""
 
-    def __init__(self, manifest: Manifest, windows: Sequence[Window], dtype: str):
+    def __init__(self, manifest: Manifest, windows: Sequence[Window], dtype: str, read: ReadArray | None):
         import jax
         import jax.numpy as jnp
         from flax import nnx
@@ -358,7 +361,7 @@ class _Ours:
         from tpuconv.models.common.steps import NO_WINDOW, Steps
         from tpuconv.restore import abstract_model
 
-        self.manifest, self.jax, self.nnx = manifest, jax, nnx
+        self.jax, self.nnx, self._read = jax, nnx, read or partial(read_array, manifest)
         self.model = abstract_model(manifest, dtype)
         config = self.model.config
         self.windows = [min(window or NO_WINDOW, NO_WINDOW) for window in config.windows]
@@ -436,6 +439,6 @@ class _Ours:
         graph, state = self.nnx.split(part)
         flat = []
         for path, value in self.nnx.to_flat_state(state):
-            array = read_array(self.manifest, ".".join(map(str, (prefix, *path))), layer)
+            array = self._read(".".join(map(str, (prefix, *path))), layer)
             flat.append((path, value.replace(self.jax.numpy.asarray(array, value.dtype))))
         return self.nnx.merge(graph, self.nnx.from_flat_state(flat))

@@ -35,7 +35,7 @@ def find_source_folder(manifest: Manifest) -> Path:
     return folder
 
 
-def needs_decoded(manifest: Manifest, source: Path, mesh: Mapping[str, int] | None, *, is_stored: bool = True) -> bool:
+def needs_decoded(manifest: Manifest, source: Path, mesh: Mapping[str, int] | None) -> bool:
     """Returns True if transformers needs decoded weights, which are compared layer by layer. On the encoded source it
     would round the inputs of matrices, and the converted model does not.
 
@@ -49,7 +49,6 @@ def needs_decoded(manifest: Manifest, source: Path, mesh: Mapping[str, int] | No
         *([f"it returns {manifest.returns}"] if manifest.returns else []),
         *([why] if (why := model_config(manifest).inseparable) else []),
         *(["a mesh was given"] if mesh else []),
-        *([] if is_stored else ["it is no checkpoint of tpuconv, with its layers"]),
     ]
     if cannot:
         raise UsageError(

@@ -1,6 +1,7 @@
 """The source of the arrays of an export: a checkpoint, or the plan of a conversion (`planned_arrays`)."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,10 +11,12 @@ from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import check_contents, read_box, read_checkpoint_config
 from tpuconv.convert.run.engine import RunProgress
 from tpuconv.location import Location
+from tpuconv.names import SCALE
 from tpuconv.notation.layout import Axes, Ranges, Shape, lead
 from tpuconv.sources.config import with_encoding, without_encoding
 from tpuconv.storage.sealed import Sealed
 from tpuconv.storage.sinks import Sink
+from tpuconv.targets.registry import get_target
 
 
 class ArraySource(Protocol):
@@ -136,10 +139,15 @@ class IdentifiedArrays:
 
 
 class CheckpointArrays(IdentifiedArrays):
-    """The arrays of a checkpoint. Their chunks have checksums."""
+    """The arrays of a checkpoint. Their chunks have checksums. Scales that lack axes in a target have all here."""
 
     def __init__(self, manifest: Manifest):
-        self.manifest = manifest
+        self._stored, self._dropped = manifest, _dropped_axes(manifest)
+        arrays = {
+            name: replace(manifest.arrays[name], shape=_with_axes(manifest.arrays[name].shape, axes))
+            for name, axes in self._dropped.items()
+        }
+        self.manifest = replace(manifest, arrays={**manifest.arrays, **arrays})
         self.companions = companions_of(manifest)
         self.file_config = read_checkpoint_config(manifest)
         self.config = with_encoding(self.file_config, manifest.folder, self.companions)
@@ -150,18 +158,37 @@ class CheckpointArrays(IdentifiedArrays):
 
     def check(self) -> None:
         """Raises CorruptOutput if files hold other chunks than the manifest says."""
-        check_contents(self.manifest, self.manifest.arrays)
+        check_contents(self._stored, self._stored.arrays)
 
     def read_box(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
         """See `BoxSource`. Raises CorruptOutput if it cannot be read."""
         values = np.empty([part.stop - part.start for part in box], np.dtype(self.manifest.arrays[name].dtype))
-        read_box(self.manifest, name, box, values)
+        dropped = self._dropped.get(name, ())
+        stored = [part for i, part in enumerate(box) if i not in dropped]
+        read_box(self._stored, name, stored, values.squeeze(dropped))
         return values
 
     def finish(self, hashes: Mapping[str, str]) -> dict[str, Any]:
         """See `ArraySource`. Raises SourceError if the checkpoint was replaced."""
         self.manifest.check_current()
         return self.manifest.origin
+
+
+def _dropped_axes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    """Returns the axes that scales of a checkpoint lack, by their names: in some targets the axes that are
+    contracted."""
+    target = get_target(manifest.target)
+    if manifest.quantization is None or not target.squeezes_scales:
+        return {}
+    return {
+        target.part(name, SCALE.removeprefix(".")): tuple(i for i, n in enumerate(facts["tiles"]) if n > 1)
+        for name, facts in manifest.quantization["parameters"].items()
+    }
+
+
+def _with_axes(shape: Shape, axes: Sequence[int]) -> Shape:
+    """Returns a shape with axes of size 1 at these places."""
+    return tuple(int(n) for n in np.expand_dims(np.empty(shape, bool), axes).shape)
 
 
 def array_box(axes: Axes, shape: Shape, ranges: Ranges) -> tuple[slice, ...]:

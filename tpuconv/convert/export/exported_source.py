@@ -67,7 +67,8 @@ def exported_source(manifest: Manifest) -> ExportedSource:
     tensors, pieces, shards = {}, {}, []
     for piece in layout.pieces:
         first = piece.tensors[0].name
-        shards.append(SourceShard(first, sum(tensor.nbytes for tensor in piece.tensors), digest=""))
+        nbytes = sum(tensor.nbytes for tensor in piece.tensors)
+        shards.append(SourceShard(first, nbytes, digest=manifest.sealed.identity))
         for number, tensor in enumerate(piece.tensors):
             tensors[tensor.name] = TensorInfo(tensor.name, tensor.dtype, tensor.shape, first, 0, tensor.nbytes)
             pieces[tensor.name] = piece, number

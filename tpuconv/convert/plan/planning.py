@@ -113,13 +113,14 @@ def planned_loading(src: str, options: Options, quantizer: Quantizer | None) -> 
             revision = resolved.commit
 
 
-def plan_of_source(source: Source, options: Options) -> Plan:
-    """Returns the plan for a source that is open, under our own names.
+def plan_of_source(source: Source, options: Options, quantizer: Quantizer | None = None) -> Plan:
+    """Returns the plan for a source that is open, under our own names. The quantizer chooses how parameters are
+    quantized; None leaves them as they are.
 
     Raises:
         TpuconvError: see `tpuconv.api.plan`.
     """
-    plan = _plan_release(source, options, None, None)
+    plan = _plan_release(source, options, quantizer, None)
     plan.check()
     return plan
 

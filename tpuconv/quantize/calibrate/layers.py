@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from tpuconv.checkpoint.manifest import Manifest
-from tpuconv.checkpoint.reader import read_array
+from tpuconv.checkpoint.reader import ReadArray, read_array
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.common.observe import observing
 from tpuconv.models.common.periods import LayerStacks
@@ -28,9 +28,6 @@ from tpuconv.models.stored import model_config
 
 HEAD_STAGE = "lm_head"
 """The stage after the last layer: the product with the head."""
-
-ReadArray = Callable[[str, int | None], np.ndarray]
-"""Reads an array of a checkpoint by its name, or the slice of one layer if its first axis is L."""
 
 Weights = dict[str, jax.Array]
 """The arrays of a stage, by the names that they have in a model of separate layers."""

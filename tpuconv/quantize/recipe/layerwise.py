@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.checkpoint.reader import ReadArray
 from tpuconv.errors import GateError, ResourceError, UsageError
 from tpuconv.models.logits import divergences, log_softmax
 from tpuconv.models.stored import model_config
 from tpuconv.quantize.calibrate.data import CalibrationData
-from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, ReadArray, Weights
+from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, Weights
 from tpuconv.quantize.calibrate.rounding import Rounding
 from tpuconv.quantize.calibrate.run import HiddenStates
 from tpuconv.quantize.calibrate.scaled import rounded_by_scales, stage_inputs
