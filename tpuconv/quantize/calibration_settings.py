@@ -62,6 +62,11 @@ class Calibration:
     propagate: float = 0.0
     kv_cache: str | None = None
 
+    @property
+    def propagates(self) -> bool:
+        """True if layers make up for errors of earlier ones: the model that is not quantized runs too."""
+        return self.method == "gptq" and self.propagate > 0
+
     def to_json(self) -> dict[str, Any]:
         """Returns the method and its settings."""
         names = ("method", *CALIBRATION_FIELDS[self.method], *(["kv_cache"] if self.kv_cache else []))

@@ -7,6 +7,7 @@ scales of rounding to nearest, so that only the quantized values change; then th
 Hessian [I, I] of the squared error of the output is X^T X, of the inputs X [tokens, I].
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,23 +142,25 @@ def factorize(hessian: np.ndarray, damping: float, order: np.ndarray) -> Factor:
     raise SingularHessian
 
 
-def propagation(hessian: np.ndarray, change: np.ndarray, part: float) -> np.ndarray:
-    """Returns the matrix P [I, I] by which a kernel W [I, O] makes up for errors of earlier layers as W + P W (QEP,
-    arXiv:2504.09629): P = part (H + d I)^-1 C.
+def propagation(hessian: np.ndarray, change: np.ndarray, part: float) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns the function that makes of a kernel W [I, O] one that makes up for errors of earlier layers (QEP,
+    arXiv:2504.09629): W + part (H + d I)^-1 C W.
 
     Args:
         hessian: H = X^T X, of the inputs X [tokens, I] in the quantized model.
-        change: C = X^T (Y - X), of the inputs Y in the model that is not quantized; replaced by P.
+        change: C = X^T (Y - X), of the inputs Y in the model that is not quantized.
         part: of the errors, from 0 to 1.
 
     Raises:
         SingularHessian: H + d I has no inverse.
     """
     upper = factorize(hessian, PROPAGATION_DAMPING, np.arange(len(hessian))).upper
-    change[...] = product(upper, change)
-    change[...] = product(upper.T, change)
-    change *= np.float32(part)
-    return change
+
+    def corrected(kernel: np.ndarray) -> np.ndarray:
+        shift = product(upper.T, product(upper, product(change, kernel)))
+        return np.asarray(kernel + np.float32(part) * shift)
+
+    return corrected
 
 
 def adjusted(kernel: np.ndarray, factor: Factor, scales: KernelScales, grid: Grid) -> np.ndarray:

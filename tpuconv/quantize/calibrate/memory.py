@@ -90,5 +90,6 @@ def calibration_memory(
     others = {"layers", LAYERS_APART, "norm", "lm_head", "mtp"}
     embeddings = [array for name, array in manifest.arrays.items() if name.partition(".")[0] not in others]
     first = 2 * sum(prod(array.shape) * element_bytes(array.dtype) for array in embeddings)
-    layer = max(weights.values()) + held + 2 * hessian_bytes(widest) + rounding + activations
+    factors = (3 if propagates else 2) * hessian_bytes(widest)
+    layer = max(weights.values()) + held + factors + rounding + activations
     return BASE_BYTES + max(first, layer)

@@ -106,9 +106,7 @@ class LayerwiseCalibration:
     @property
     def memory(self) -> int:
         """The private memory in bytes that it needs at most."""
-        return calibration_memory(
-            self.manifest, self.encoders, self.heads, self.data.length, bool(self.settings.propagate)
-        )
+        return calibration_memory(self.manifest, self.encoders, self.heads, self.data.length, self.settings.propagates)
 
     @property
     def widest(self) -> int:
@@ -130,7 +128,7 @@ class LayerwiseCalibration:
             shapes = {name: self.manifest.arrays[name].shape for name in self.encoders}
             rounded = sum(prod(shapes[name]) + scale_bytes(each, shapes[name]) for name, each in self.encoders.items())
             of_layer = 4 * self.data.samples * self.data.length * runner.width
-            propagates = bool(self.settings.propagate)
+            propagates = self.settings.propagates
             kept = kept_bytes(runner, stages, self.data.samples, propagates) if self.settings.method == "gptq" else 0
             room = rounded + (4 if propagates else 2) * of_layer + kept
             disk.check_room(journal.folder, room, "the calibration", "an OUT or a `workspace=`")
@@ -218,7 +216,7 @@ class LayerwiseCalibration:
 
     def _exact_states(self, journal: Journal, number: int) -> HiddenStates | None:
         """Returns the states in the model that is not quantized, where errors are propagated."""
-        if not self.settings.propagate:
+        if not self.settings.propagates:
             return None
         return HiddenStates(journal.folder / CALIBRATED / f"exact-{number}", self.data.length)
 

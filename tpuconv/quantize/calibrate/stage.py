@@ -203,9 +203,9 @@ def _round(
             rounding.leave("no token reached it")
         return
     try:
-        propagated = None if change is None else propagation(hessian, change, settings.propagate)
+        corrected = None if change is None else propagation(hessian, change, settings.propagate)
     except SingularHessian:
-        propagated = None
+        corrected = None
     factor: Factor | None = None
     for rounding in sorted(roundings, key=lambda rounding: rounding.fits_scales):  # most share an order, and a factor
         if not rounding.is_channelwise:
@@ -219,4 +219,4 @@ def _round(
             except SingularHessian:
                 rounding.leave("its Hessian is singular")
                 continue
-        rounding.adjust(matrix, hessian, factor, settings.refine, propagated)
+        rounding.adjust(matrix, hessian, factor, settings.refine, corrected)
