@@ -49,6 +49,7 @@ CONFIGS = {
     "gptq": f"{RULE}\ncalibration: {{method: gptq}}",
     "mse": MSE_RULE,
     "gptq-mse": f"{MSE_RULE}\ncalibration: {{method: gptq}}",
+    "gptq-propagate": f"{MSE_RULE}\ncalibration: {{method: gptq, propagate: 0.5}}",
 }
 TARGETS = {"bits-8": "8", "bits-7": "7"}
 SAMPLES = ("--calibration", "calibration.txt", "--samples", "64", "--length", "512")
@@ -61,6 +62,7 @@ RUNS = {
     "int4, GPTQ": "gptq",
     "int4, nearest, `tile_axes: all`, scales by `mse`": "mse",
     "int4, GPTQ, `tile_axes: all`, scales by `mse`": "gptq-mse",
+    "the same, `propagate: 0.5`": "gptq-propagate",
     "`--target-bits 8`": "bits-8",
     "`--target-bits 7`": "bits-7",
 }
@@ -152,7 +154,7 @@ def main() -> None:
             if config in TARGETS and not file.exists():
                 search = ("--target-bits", TARGETS[config], "--out-config", file.name)
                 tpuconv(folder, "quantize", "plain", *search, *SAMPLES)
-            calibrated = SAMPLES if config in ("awq", "gptq", "gptq-mse", *TARGETS) else ()
+            calibrated = SAMPLES if config in TARGETS or "calibration" in CONFIGS.get(config, "") else ()
             out = f"quantized-{config}"
             tpuconv(folder, "quantize", "plain", out, "--config", file.name if file.exists() else config, *calibrated)
             found = tpuconv(folder, "compare", "plain", out, *TEXT)

@@ -35,7 +35,7 @@ from tpuconv.errors import ConfigError, CorruptOutput, GateError, ResourceError,
 from tpuconv.models.logits import forward
 from tpuconv.models.registry import get_family
 from tpuconv.private import qarray
-from tpuconv.quantize.calibrate import gptq, scaled, smoothing
+from tpuconv.quantize.calibrate import gptq, scaled, smoothing, triangular
 from tpuconv.quantize.calibrate import run as calibrate
 from tpuconv.quantize.calibrate import stage as calibrate_stage
 from tpuconv.quantize.calibrate.data import from_ids, from_text
@@ -175,6 +175,40 @@ def test_scales_that_gptq_chose_are_stored(scan, hf, tmp_path):
     facts = [read_manifest(tmp_path / name).quantization["parameters"] for name in ("out", "plain")]
     sums = [sum(each["calibration"]["calibrated"] for each in found.values()) for found in facts]
     assert sums[0] < sums[1]
+
+
+# -- errors of earlier layers -----------------------------------------------------------------------------------------
+
+
+def test_a_kernel_makes_up_for_errors_of_earlier_layers():
+    rng = np.random.default_rng(3)
+    y = rng.normal(size=(400, 300)).astype(np.float32)  # more inputs than are summed at once
+    x = y + 0.3 * rng.normal(size=y.shape).astype(np.float32)
+    w = rng.normal(size=(300, 7)).astype(np.float32)
+    hessian, change = x.T @ x, np.zeros((300, 300), np.float32)
+    for rows in (slice(150), slice(150, None)):
+        triangular.add_product(change, x[rows], (y - x)[rows])
+    np.testing.assert_allclose(change, x.T @ (y - x), rtol=0, atol=1e-3)
+    damped = hessian + gptq.PROPAGATION_DAMPING * np.diag(hessian).mean() * np.eye(300)
+    want = w + 0.5 * np.linalg.solve(damped.astype(np.float64), change @ w)
+    have = gptq.propagation(hessian, change, 0.5)(w)
+    np.testing.assert_allclose(have, want, rtol=0, atol=1e-4)
+    assert np.square(x @ have - y @ w).sum() < 0.8 * np.square(x @ w - y @ w).sum()
+
+
+def test_errors_are_propagated_from_the_second_layer_on(orbax, tmp_path, monkeypatch):
+    """An interrupted run ends in the same bits, and so does one that keeps inputs in files."""
+    ckpt, mine = orbax(ONE_OF_EACH["qwen3"], "bfloat16"), config(calibration="{method: gptq, propagate: 0.5}")
+    quantize(ckpt, tmp_path / "alone", config(), DATA)
+    quantize(ckpt, tmp_path / "out", mine, DATA)
+    have, alone = restore(tmp_path / "out"), restore(tmp_path / "alone")
+    changed = {name for name in have if not same_bits(np.asarray(have[name]), np.asarray(alone[name]))}
+    assert {".".join(name.split(".")[:2]) for name in changed} == {"layers.1", "layers.2"}
+    with interrupted("calibrated-00001", "before"):
+        quantize(ckpt, tmp_path / "again", mine, DATA)
+    monkeypatch.setattr(calibrate_stage, "HESSIAN_BYTES", 1)
+    quantize(ckpt, tmp_path / "again", mine, DATA)
+    assert same_arrays(tmp_path / "out", tmp_path / "again")
 
 
 # -- every product ----------------------------------------------------------------------------------------------------
@@ -529,9 +563,9 @@ def test_an_interrupted_calibration_goes_on_after_its_last_layer(last, when, orb
     assert not (tmp_path / "out").exists()
     real, calibrated = calibrate.LayerwiseCalibration._calibrate, []
 
-    def counted(self, runner, stage, *args):
+    def counted(self, runner, stage, *args, **named):
         calibrated.append(stage)
-        return real(self, runner, stage, *args)
+        return real(self, runner, stage, *args, **named)
 
     monkeypatch.setattr(calibrate.LayerwiseCalibration, "_calibrate", counted)
     quantize(ckpt, tmp_path / "out", config(), DATA)
@@ -646,6 +680,8 @@ def test_what_is_calibrated_is_kept_until_the_output_is_complete(in_bucket, tmp_
         (INT4, "{method: gptq, act_order: 1}", "true or false"),
         (INT4, "{method: gptq, refine: 0.5}", "whole number"),
         (INT4, "{method: gptq, refine: -1}", "from 0 to 100"),
+        (INT4, "{method: gptq, propagate: 1.5}", "from 0 to 1"),
+        (INT4, "{method: awq, propagate: 0.5}", "awq has no such setting"),
         ("{weight_qtype: int4, tile_axes: all}", None, "needs a tile_size"),
         ("{weight_qtype: int8, act_qtype: int8, tile_size: 8, tile_axes: all}", None, "weights only"),
         ("{weight_qtype: int8, tile_axes: some}", None, "unknown value"),
@@ -657,13 +693,14 @@ def test_a_config_that_cannot_be_is_an_error(rule, calibration, message):
 
 
 def test_a_config_with_a_calibration_is_read_back_from_a_manifest():
-    mine = config(INT4, "{method: gptq, damping: 0.1, act_order: false, refine: 2}")
+    mine = config(INT4, "{method: gptq, damping: 0.1, act_order: false, refine: 2, propagate: 0.25}")
     again = QuantConfig.from_json(json.loads(json.dumps(mine.to_json())))
     assert again.calibration == mine.calibration
     assert again.to_json() == mine.to_json()
     assert "calibration" not in config(calibration=None).to_json()
     before = mine.to_json() | {"calibration": {"method": "gptq", "damping": 0.1, "act_order": False}}
-    assert QuantConfig.from_json(before).calibration.refine == 0
+    of_before = QuantConfig.from_json(before).calibration
+    assert (of_before.refine, of_before.propagate) == (0, 0)
     with pytest.raises(CorruptOutput):
         QuantConfig.from_json(mine.to_json() | {"calibration": {"method": "?"}})
 

@@ -33,7 +33,7 @@ class RuleTypes(Protocol):
 
 
 CALIBRATION_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "gptq": ("damping", "act_order", "refine"),
+    "gptq": ("damping", "act_order", "refine", "propagate"),
     "awq": (),
     "smooth_quant": (),
     "nearest": (),
@@ -51,6 +51,7 @@ class Calibration:
         damping: gptq: what is added to the diagonal of the Hessian, relative to its mean.
         act_order: gptq: whether inputs are rounded in the order of their size, the largest first.
         refine: gptq: how often each quantized value, and each scale of `mse`, takes its best with all others fixed.
+        propagate: gptq: the part of the errors of the layers before it that a layer makes up for, from 0 to 1.
         kv_cache: of `KV_CACHES`, for any method: the static scales of KV caches to find; None for none.
     """
 
@@ -58,7 +59,13 @@ class Calibration:
     damping: float = 0.01
     act_order: bool = True
     refine: int = 1
+    propagate: float = 0.0
     kv_cache: str | None = None
+
+    @property
+    def propagates(self) -> bool:
+        """True if layers make up for errors of earlier ones: the model that is not quantized runs too."""
+        return self.method == "gptq" and self.propagate > 0
 
     def to_json(self) -> dict[str, Any]:
         """Returns the method and its settings."""
@@ -108,6 +115,8 @@ def parse_calibration(value: YamlValue, rules: Iterable[RuleTypes]) -> Calibrati
         given["act_order"] = fields["act_order"].boolean()
     if "refine" in fields:
         given["refine"] = _rounds(fields["refine"])
+    if "propagate" in fields:
+        given["propagate"] = float(fields["propagate"].number(1, least=0))
     if "kv_cache" in fields:
         given["kv_cache"] = _kv_cache(fields["kv_cache"])
     if method == "nearest" and "kv_cache" not in fields and not any(rule.act_static_scale for rule in rules):

@@ -7,6 +7,7 @@ scales of rounding to nearest, so that only the quantized values change; then th
 Hessian [I, I] of the squared error of the output is X^T X, of the inputs X [tokens, I].
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,11 @@ OUTPUTS_AT_ONCE = 64
 """Outputs whose scales are tried at once: their weights in a group are in the processor's first cache."""
 MOST_DAMPING = 1.0
 """The damping after which a Hessian counts as singular."""
+
+
+PROPAGATION_DAMPING = 0.1
+"""What is added to the diagonal of the Hessian, relative to its mean, where the errors of earlier layers are made up
+for. Less fits the correction to the samples (docs/log.md)."""
 
 
 class SingularHessian(Exception):
@@ -134,6 +140,27 @@ def factorize(hessian: np.ndarray, damping: float, order: np.ndarray) -> Factor:
             return Factor(matrix[::-1, ::-1], order)
         damping *= 10
     raise SingularHessian
+
+
+def propagation(hessian: np.ndarray, change: np.ndarray, part: float) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns the function that makes of a kernel W [I, O] one that makes up for errors of earlier layers (QEP,
+    arXiv:2504.09629): W + part (H + d I)^-1 C W.
+
+    Args:
+        hessian: H = X^T X, of the inputs X [tokens, I] in the quantized model.
+        change: C = X^T (Y - X), of the inputs Y in the model that is not quantized.
+        part: of the errors, from 0 to 1.
+
+    Raises:
+        SingularHessian: H + d I has no inverse.
+    """
+    upper = factorize(hessian, PROPAGATION_DAMPING, np.arange(len(hessian))).upper
+
+    def corrected(kernel: np.ndarray) -> np.ndarray:
+        shift = product(upper.T, product(upper, product(change, kernel)))
+        return np.asarray(kernel + np.float32(part) * shift)
+
+    return corrected
 
 
 def adjusted(kernel: np.ndarray, factor: Factor, scales: KernelScales, grid: Grid) -> np.ndarray:

@@ -41,11 +41,13 @@ class Observed:
         summed_axes: the axes of each kernel that the product sums over, by the kernel's name within the stage.
         x: [tokens, I], I in the order of these axes; or rows sorted by expert.
         counts_E: the rows of each expert; None without experts.
+        change: by how much x differs in the model that is not quantized, where errors are propagated; else None.
     """
 
     summed_axes: Mapping[str, tuple[int, ...]]
     x: np.ndarray
     counts_E: np.ndarray | None
+    change: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

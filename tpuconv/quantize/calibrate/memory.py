@@ -19,6 +19,12 @@ def hessian_bytes(width: int) -> int:
     return 4 * width * width
 
 
+def sums_bytes(width: int, propagates: bool) -> int:
+    """Returns the bytes of what is added up over the tokens of such an input: the Hessian, and where errors are
+    propagated the product of the input and its change."""
+    return hessian_bytes(width) * (2 if propagates else 1)
+
+
 def scale_bytes(encoder: QwixEncoder, shape: tuple[int, ...]) -> int:
     """Returns the bytes of the scales of a parameter of this shape, or of a layer of it."""
     return encoder.scale_dtype.itemsize * prod(shape) // prod(encoder.quant.group_shape)
@@ -41,7 +47,9 @@ def _shape_of_layer(manifest: Manifest, name: str) -> tuple[int, ...]:
     return shape[1:] if manifest.scan_layers and name.startswith("layers.") else shape
 
 
-def calibration_memory(manifest: Manifest, encoders: Mapping[str, QwixEncoder], heads: int, length: int) -> int:
+def calibration_memory(
+    manifest: Manifest, encoders: Mapping[str, QwixEncoder], heads: int, length: int, propagates: bool = False
+) -> int:
     """Returns the private memory in bytes that a calibration needs at most. Of the stage with most: its weights in
     float32, their quantized values and scales; the Hessians, and two copies of the largest while it is factorized; a
     parameter while it is rounded; the activations of one sample.
@@ -51,6 +59,8 @@ def calibration_memory(manifest: Manifest, encoders: Mapping[str, QwixEncoder], 
         encoders: of the parameters that are quantized.
         heads: of attention.
         length: tokens of a sample.
+        propagates: whether the errors of earlier layers are made up for, which takes a matrix besides each Hessian, and
+            a factor of its own.
     """
     weights: dict[str, int] = {}
     hessians: dict[str, int] = {}
@@ -71,14 +81,15 @@ def calibration_memory(manifest: Manifest, encoders: Mapping[str, QwixEncoder], 
             width = _width(manifest, name, encoder)
             axes = array.axes.split()
             matrices = array.shape[axes.index("E")] if "E" in axes else 1
-            hessians[stage] = hessians.get(stage, 0) + matrices * hessian_bytes(width)
+            hessians[stage] = hessians.get(stage, 0) + matrices * sums_bytes(width, propagates and matrices == 1)
             widths[stage] = widths.get(stage, 0) + width
             largest, widest = max(largest, prod(shape)), max(widest, width)
-    held = max(min(HESSIAN_BYTES, max(hessians.values(), default=0)), hessian_bytes(widest))
+    held = max(min(HESSIAN_BYTES, max(hessians.values(), default=0)), sums_bytes(widest, propagates))
     rounding = 12 * largest + 8 * min(THREADS * COLUMN_BYTES, 4 * largest)
     activations = 4 * length * (3 * heads * length + 4 * max(widths.values(), default=0))
     others = {"layers", LAYERS_APART, "norm", "lm_head", "mtp"}
     embeddings = [array for name, array in manifest.arrays.items() if name.partition(".")[0] not in others]
     first = 2 * sum(prod(array.shape) * element_bytes(array.dtype) for array in embeddings)
-    layer = max(weights.values()) + held + 2 * hessian_bytes(widest) + rounding + activations
+    factors = (3 if propagates else 2) * hessian_bytes(widest)
+    layer = max(weights.values()) + held + factors + rounding + activations
     return BASE_BYTES + max(first, layer)

@@ -1,7 +1,7 @@
 """One parameter while it is rounded: as matrices [I, O], of all inputs and outputs of its product, one for each
 expert."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
@@ -88,7 +88,14 @@ class Rounding:
         """Leaves a matrix at the nearest values."""
         self.left.append(why)
 
-    def adjust(self, matrix: int, hessian: np.ndarray, factor: Factor, refine: int) -> None:
+    def adjust(
+        self,
+        matrix: int,
+        hessian: np.ndarray,
+        factor: Factor,
+        refine: int,
+        corrected: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> None:
         """Rounds a matrix by GPTQ. A column whose output would have a larger error keeps the nearest values.
 
         Args:
@@ -96,6 +103,7 @@ class Rounding:
             hessian: of its inputs [I, I].
             factor: of the Hessian, in the order of `order`.
             refine: rounds of descent after GPTQ.
+            corrected: makes of the matrix [I, O] the one that is rounded, where errors are propagated.
         """
         view = self._matrices(self.qbytes)[matrix]
         kernel, qbytes = self._flat(self._matrices(self.values)[matrix]), self._flat(view)
@@ -111,6 +119,8 @@ class Rounding:
         def round_columns(start: int) -> tuple[float, float]:
             columns = slice(start, start + step)
             part, of_part = np.ascontiguousarray(kernel[:, columns]), scales.outputs(start, start + step)
+            if corrected is not None:
+                part = corrected(part)
             nearest = output_errors(hessian, of_part.weights(byte_values[qbytes[:, columns]]) - part)
             if dtype is not None:
                 rounded = fitted(part, factor, of_part, self.grid, tried, dtype)

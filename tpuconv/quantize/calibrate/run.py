@@ -2,13 +2,15 @@
 
 For each layer: its weights are read; the layer runs on the hidden states of all samples, and the Hessian X^T X of each
 distinct input of its products is added up (for GPTQ; for AWQ and SmoothQuant the size of each element); its parameters
-are rounded; it runs again with these weights, which gives the inputs of the next layer. So each layer makes up for the
-errors of those before it. What is found, and the hidden states after a layer, are files in the work folder, and the
-layer an entry in the journal: a killed run goes on after the last complete layer, to the same bits.
+are rounded; it runs again with these weights, which gives the inputs of the next layer. So each layer is rounded for
+the inputs that it will have. With `propagate` the model that is not quantized runs beside it, and each layer makes up
+for a part of the errors of those before it. What is found, and the hidden states after a layer, are files in the work
+folder, and the layer an entry in the journal: a killed run goes on after the last complete layer, to the same bits.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -104,7 +106,7 @@ class LayerwiseCalibration:
     @property
     def memory(self) -> int:
         """The private memory in bytes that it needs at most."""
-        return calibration_memory(self.manifest, self.encoders, self.heads, self.data.length)
+        return calibration_memory(self.manifest, self.encoders, self.heads, self.data.length, self.settings.propagates)
 
     @property
     def widest(self) -> int:
@@ -126,30 +128,37 @@ class LayerwiseCalibration:
             shapes = {name: self.manifest.arrays[name].shape for name in self.encoders}
             rounded = sum(prod(shapes[name]) + scale_bytes(each, shapes[name]) for name, each in self.encoders.items())
             of_layer = 4 * self.data.samples * self.data.length * runner.width
-            kept = kept_bytes(runner, stages, self.data.samples) if self.settings.method == "gptq" else 0
-            disk.check_room(
-                journal.folder, rounded + 2 * of_layer + kept, "the calibration", "an OUT or a `workspace=`"
-            )
+            propagates = self.settings.propagates
+            kept = kept_bytes(runner, stages, self.data.samples, propagates) if self.settings.method == "gptq" else 0
+            room = rounded + (4 if propagates else 2) * of_layer + kept
+            disk.check_room(journal.folder, room, "the calibration", "an OUT or a `workspace=`")
         for number, stage in enumerate(stages):
             if journal.done(layer_entry(number), LAYER_ENTRY) is not None:
                 continue
             yield f"layer {number + 1} of {len(stages)}" if stage != HEAD_STAGE else "the head"
-            states = self._states(journal, number)
+            states, exact = self._states(journal, number), self._exact_states(journal, number)
+            is_run = number + 1 < len(stages) and stage != HEAD_STAGE
             if number == 0:
-                states.write(runner.embedded(self.data.ids()), "the embedding")
+                for each in filter(None, (states, exact)):
+                    each.write(runner.embedded(self.data.ids()), "the embedding")
             weights = runner.weights(stage)
-            calibrate = {"gptq": self._calibrate, "nearest": self._round}.get(self.settings.method, self._smooth)
+            if is_run and exact is not None:  # before its weights are rounded
+                self._run(runner, stage, weights, exact, self._exact_states(journal, number + 1))
+            of_method: Mapping[str, Callable[..., dict[str, dict[str, Any]]]] = {
+                "gptq": partial(self._calibrate, exact=exact),
+                "nearest": self._round,
+            }
+            calibrate: Callable[..., dict[str, dict[str, Any]]] = of_method.get(self.settings.method, self._smooth)
             facts = calibrate(runner, stage, weights, states, CalibratedValues(journal.folder))
             scales = self._input_scales(runner, stage, weights, states)
-            if number + 1 < len(stages) and stage != HEAD_STAGE:
-                samples = (self._sample(runner, states, i) for i in range(self.data.samples))
-                outputs = (runner.run(stage, weights, x_TD) for x_TD in samples)
-                self._states(journal, number + 1).write(outputs, stage)
+            if is_run:
+                self._run(runner, stage, weights, states, self._states(journal, number + 1))
             facts = {"parameters": facts} | ({"input_scales": scales} if scales else {})
             if self.cached and stage != HEAD_STAGE:
                 facts["cache_scales"] = self._cache_scales(runner, stage, weights, states)
             journal.record(layer_entry(number), facts)
-            disk.remove(states.path)
+            for each in filter(None, (states, exact)):
+                disk.remove(each.path)
 
     def results(self, journal: Journal) -> dict[str, dict[str, Any]]:
         """Returns the manifest's facts of each parameter: sums over the layers of stacked parameters."""
@@ -205,32 +214,44 @@ class LayerwiseCalibration:
     def _states(self, journal: Journal, number: int) -> HiddenStates:
         return HiddenStates(journal.folder / CALIBRATED / f"states-{number}", self.data.length)
 
-    @staticmethod
-    def _sample(runner: LayerRunner, states: HiddenStates, sample: int) -> np.ndarray:
-        return states.read(sample, runner.width)
+    def _exact_states(self, journal: Journal, number: int) -> HiddenStates | None:
+        """Returns the states in the model that is not quantized, where errors are propagated."""
+        if not self.settings.propagates:
+            return None
+        return HiddenStates(journal.folder / CALIBRATED / f"exact-{number}", self.data.length)
+
+    def _samples(self, runner: LayerRunner, states: HiddenStates) -> Iterator[np.ndarray]:
+        return (states.read(number, runner.width) for number in range(self.data.samples))
+
+    def _run(
+        self, runner: LayerRunner, stage: str, weights: Weights, states: HiddenStates, after: HiddenStates | None
+    ) -> None:
+        """Writes the states after a layer."""
+        assert after is not None
+        after.write((runner.run(stage, weights, x_TD) for x_TD in self._samples(runner, states)), stage)
 
     def _calibrate(
-        self, runner: LayerRunner, stage: str, weights: Weights, states: HiddenStates, found: CalibratedValues
+        self,
+        runner: LayerRunner,
+        stage: str,
+        weights: Weights,
+        states: HiddenStates,
+        found: CalibratedValues,
+        exact: HiddenStates | None,
     ) -> dict[str, dict[str, Any]]:
         """Rounds the quantized parameters of a stage: replaces them in `weights` by what their quantized values stand
         for, and writes these to `found`. Returns the facts of each parameter."""
-
-        def samples() -> Iterator[np.ndarray]:
-            return (self._sample(runner, states, number) for number in range(self.data.samples))
-
+        samples = partial(self._samples, runner, states)
+        others = None if exact is None else partial(self._samples, runner, exact)
         folder = states.path.parent
-        (roundings,) = rounded_by_gptq(runner, stage, weights, samples, [self.encoders], self.settings, folder)
+        (roundings,) = rounded_by_gptq(runner, stage, weights, samples, [self.encoders], self.settings, folder, others)
         return self._finish(runner, stage, weights, roundings, found)
 
     def _smooth(
         self, runner: LayerRunner, stage: str, weights: Weights, states: HiddenStates, found: CalibratedValues
     ) -> dict[str, dict[str, Any]]:
         """As `_calibrate`, by AWQ or SmoothQuant: replaces weights by scaled ones and writes these, too."""
-
-        def samples() -> Iterator[np.ndarray]:
-            return (self._sample(runner, states, number) for number in range(self.data.samples))
-
-        inputs = stage_inputs(runner, stage, weights, samples, self.data.samples)
+        inputs = stage_inputs(runner, stage, weights, partial(self._samples, runner, states), self.data.samples)
         roundings, changed = rounded_by_scales(runner, stage, weights, inputs, self.encoders, self.settings)
         for name, values in changed.items():
             stored, layer = runner.stored_name(name)
@@ -252,8 +273,8 @@ class LayerwiseCalibration:
         """Returns the static scales of a stage with the quantized weights, by the names of their arrays."""
         wanted = self._static_scales(runner, stage)
         means = {name: MeanScale(scale.qwix_how) for name, scale in wanted.items()}
-        for sample in range(self.data.samples) if wanted else ():
-            for observed in runner.observe(stage, weights, self._sample(runner, states, sample)):
+        for x_TD in self._samples(runner, states) if wanted else ():
+            for observed in runner.observe(stage, weights, x_TD):
                 for name in (name for kernel in observed.summed_axes if (name := f"{stage}.{kernel}") in wanted):
                     means[name].add(observed.x)
         stored = {name: runner.stored_name(name) for name in wanted}
@@ -269,8 +290,7 @@ class LayerwiseCalibration:
         their arrays; nothing of a layer without them."""
         if runner.stored_name(f"{stage}.attn{CACHE_SCALES[0]}")[0] not in self.cached:
             return {}
-        samples = (self._sample(runner, states, number) for number in range(self.data.samples))
-        seen = [runner.largest_cached(stage, weights, x_TD) for x_TD in samples]
+        seen = [runner.largest_cached(stage, weights, x_TD) for x_TD in self._samples(runner, states)]
         found = {}
         for suffix, largest in zip(CACHE_SCALES, zip(*seen, strict=True), strict=True):
             name, place = runner.stored_name(f"{stage}.attn{suffix}")

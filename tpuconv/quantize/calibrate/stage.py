@@ -4,16 +4,17 @@ inputs are kept in files, so that the stage runs once."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from tpuconv.errors import SourceError
-from tpuconv.quantize.calibrate.gptq import Factor, SingularHessian, factorize
+from tpuconv.quantize.calibrate.gptq import Factor, SingularHessian, factorize, propagation
 from tpuconv.quantize.calibrate.layers import LayerRunner, Observed, Weights
-from tpuconv.quantize.calibrate.memory import HESSIAN_BYTES, hessian_bytes
+from tpuconv.quantize.calibrate.memory import HESSIAN_BYTES, sums_bytes
 from tpuconv.quantize.calibrate.rounding import Rounding
-from tpuconv.quantize.calibrate.triangular import add_square, mirror
+from tpuconv.quantize.calibrate.triangular import add_product, add_square, mirror
 from tpuconv.quantize.calibration_settings import Calibration
 from tpuconv.quantize.encode import QwixEncoder
 from tpuconv.storage import disk
@@ -56,6 +57,7 @@ def rounded_by_gptq(
     encoder_sets: Sequence[Mapping[str, QwixEncoder]],
     settings: Calibration,
     folder: Path,
+    exact: Samples | None = None,
 ) -> list[dict[str, Rounding]]:
     """Returns the quantized parameters of a stage, for each set of encoders, by their names in a model of separate
     layers. Those whose inputs are not seen are left out.
@@ -68,6 +70,7 @@ def rounded_by_gptq(
         encoder_sets: of the parameters, by their names in the checkpoint.
         settings: of GPTQ.
         folder: for files with inputs. They are removed again.
+        exact: what runs through it in the model that is not quantized, where errors are propagated.
 
     Raises:
         SourceError: a parameter is not finite.
@@ -91,25 +94,37 @@ def rounded_by_gptq(
     del seen
 
     def run() -> Iterator[Sequence[Observed]]:
-        return (runner.observe(stage, weights, x_TD) for x_TD in samples())
+        seen = (runner.observe(stage, weights, x_TD) for x_TD in samples())
+        if exact is None:
+            return seen
+        return map(_with_changes, seen, (runner.observe(stage, weights, y_TD) for y_TD in exact()))
 
-    parts = list(_parts(hessians))
+    parts = list(_parts(hessians, exact is not None))
     with nullcontext(run) if len(parts) < 2 else _kept(run(), folder) as each_sample:
         for part in parts:
             sums = _sums(each_sample, [item[:3] for item in part])
             for _, expert, _, of_input in part:
-                _round(of_input, expert, sums.pop(0), settings)
+                _round(of_input, expert, *sums.pop(0), settings)
     return results
 
 
-def _parts(hessians: Sequence[_Hessian]) -> Iterator[Sequence[_Hessian]]:
+def _with_changes(seen: Sequence[Observed], exact: Sequence[Observed]) -> Sequence[Observed]:
+    """Returns the inputs with their changes in the model that is not quantized. Experts, which may get other tokens
+    there, have none."""
+    return [
+        have if have.counts_E is not None else replace(have, change=want.x - have.x)
+        for have, want in zip(seen, exact, strict=True)
+    ]
+
+
+def _parts(hessians: Sequence[_Hessian], propagates: bool) -> Iterator[Sequence[_Hessian]]:
     """Yields the Hessians in parts that fit in memory, or are a single one."""
     start = held = 0
     for at, (_, _, width, _) in enumerate(hessians):
-        held += hessian_bytes(width)
+        held += sums_bytes(width, propagates)
         if held > HESSIAN_BYTES and at > start:
             yield hessians[start:at]
-            start, held = at, hessian_bytes(width)
+            start, held = at, sums_bytes(width, propagates)
     if hessians:
         yield hessians[start:]
 
@@ -119,11 +134,16 @@ def _kept(each_sample: Iterator[Sequence[Observed]], folder: Path) -> Iterator[E
     """Writes the inputs of all samples to files. Within the `with` they are read from there."""
     paths: list[Path] = []
 
-    def keep(seen: Observed) -> Callable[[], Observed]:
-        path, axes, shape, counts_E = folder / f"input-{len(paths)}", seen.summed_axes, seen.x.shape, seen.counts_E
+    def written(values: np.ndarray) -> Callable[[], np.ndarray]:
+        path, shape = folder / f"input-{len(paths)}", values.shape
         paths.append(path)
-        disk.write_file(path, np.ascontiguousarray(seen.x), flush=False)
-        return lambda: Observed(axes, np.memmap(path, np.float32, "r", shape=shape), counts_E)
+        disk.write_file(path, np.ascontiguousarray(values), flush=False)
+        return lambda: np.memmap(path, np.float32, "r", shape=shape)
+
+    def keep(seen: Observed) -> Callable[[], Observed]:
+        axes, counts_E, x = seen.summed_axes, seen.counts_E, written(seen.x)
+        change = None if seen.change is None else written(seen.change)
+        return lambda: Observed(axes, x(), counts_E, None if change is None else change())
 
     try:
         samples = [[keep(each) for each in seen] for seen in each_sample]
@@ -133,8 +153,9 @@ def _kept(each_sample: Iterator[Sequence[Observed]], folder: Path) -> Iterator[E
             disk.remove(path)
 
 
-def kept_bytes(runner: LayerRunner, stages: Sequence[str], samples: int) -> int:
+def kept_bytes(runner: LayerRunner, stages: Sequence[str], samples: int, propagates: bool = False) -> int:
     """Returns the most that the inputs of a stage take on the disk, where its Hessians do not fit in memory at once."""
+    each = 2 if propagates else 1
     arrays = runner.manifest.arrays
     kinds = {
         tuple(
@@ -143,32 +164,48 @@ def kept_bytes(runner: LayerRunner, stages: Sequence[str], samples: int) -> int:
         for stage in stages
     }
     sizes = [runner.input_bytes(stage) for stage in kinds.values()]
-    return samples * max((inputs for inputs, sums in sizes if sums > HESSIAN_BYTES), default=0)
+    return each * samples * max((inputs for inputs, sums in sizes if each * sums > HESSIAN_BYTES), default=0)
 
 
-def _sums(each_sample: EachSample, places: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
-    """Returns the Hessians [I, I] of inputs, over all samples. `places` has for each the number of the input, the
-    expert, and I."""
+def _sums(
+    each_sample: EachSample, places: Sequence[tuple[int, int, int]]
+) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    """Returns the Hessians [I, I] of inputs over all samples, and the products [I, I] of inputs and their changes,
+    where there are changes. `places` has for each the number of the input, the expert, and I."""
     hessians = [np.zeros((width, width), np.float32) for *_, width in places]
+    changes: dict[int, np.ndarray] = {}
     for seen in each_sample():
-        for hessian, (number, expert, _) in zip(hessians, places, strict=True):
-            rows, counts_E = seen[number].x, seen[number].counts_E
+        for place, (hessian, (number, expert, _)) in enumerate(zip(hessians, places, strict=True)):
+            rows, counts_E, change = seen[number].x, seen[number].counts_E, seen[number].change
             if counts_E is not None:
                 end = int(counts_E[: expert + 1].sum())
                 rows = rows[end - int(counts_E[expert]) : end]
             if len(rows):
                 add_square(hessian, rows)
+            if change is not None:
+                add_product(changes.setdefault(place, np.zeros_like(hessian)), rows, change)
     for hessian in hessians:
         mirror(hessian)
-    return hessians
+    return [(hessian, changes.get(place)) for place, hessian in enumerate(hessians)]
 
 
-def _round(roundings: Sequence[Rounding], matrix: int, hessian: np.ndarray, settings: Calibration) -> None:
-    """Rounds one matrix of the parameters that share an input."""
+def _round(
+    roundings: Sequence[Rounding],
+    matrix: int,
+    hessian: np.ndarray,
+    change: np.ndarray | None,
+    settings: Calibration,
+) -> None:
+    """Rounds one matrix of the parameters that share an input. `change` is the product of the input and its change,
+    where errors are propagated."""
     if not hessian.any():
         for rounding in roundings:
             rounding.leave("no token reached it")
         return
+    try:
+        corrected = None if change is None else propagation(hessian, change, settings.propagate)
+    except SingularHessian:
+        corrected = None
     factor: Factor | None = None
     for rounding in sorted(roundings, key=lambda rounding: rounding.fits_scales):  # most share an order, and a factor
         if not rounding.is_channelwise:
@@ -182,4 +219,4 @@ def _round(roundings: Sequence[Rounding], matrix: int, hessian: np.ndarray, sett
             except SingularHessian:
                 rounding.leave("its Hessian is singular")
                 continue
-        rounding.adjust(matrix, hessian, factor, settings.refine)
+        rounding.adjust(matrix, hessian, factor, settings.refine, corrected)

@@ -83,6 +83,13 @@ def add_square(sums: np.ndarray, rows: np.ndarray) -> None:
     ssyrk(1.0, rows.T, beta=1.0, c=sums.T, lower=1, overwrite_c=1)
 
 
+def add_product(sums: np.ndarray, rows: np.ndarray, others: np.ndarray) -> None:
+    """Adds rows^T others, of [n, I] both, to sums [I, I]. One block of rows of the sums is held besides."""
+    for start in range(0, len(sums), ROWS_OF_BLOCK):
+        own = slice(start, start + ROWS_OF_BLOCK)
+        sums[own] += product(rows[:, own].T, others)
+
+
 def mirror(sums: np.ndarray) -> None:
     """Copies the upper triangle of a square matrix to the lower one."""
     for start in range(0, len(sums), ROWS_OF_BLOCK):

@@ -9,6 +9,7 @@ inputs that it has in the unquantized model, or, in a recipe as a whole, in the 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -70,6 +71,20 @@ class _Sequences:
         return HiddenStates(self.folder / f"states-{next(self.numbers)}", self.ids_ST.shape[1])
 
 
+@dataclass(frozen=True)
+class _Streams:
+    """What weights are rounded for: the states of all samples, and those in the unquantized model, where errors are
+    propagated."""
+
+    states: HiddenStates
+    exact: HiddenStates | None = None
+
+    def remove(self) -> None:
+        """Removes the files."""
+        for each in filter(None, (self.states, self.exact)):
+            disk.remove(each.path)
+
+
 class LayerwiseProbe:
     """Measures on a checkpoint, layer by layer.
 
@@ -114,10 +129,12 @@ class LayerwiseProbe:
             data = calibration[1]
             self._samples = _Sequences(LayerRunner(manifest, data.length, read), data.ids(), folder, numbers)
         tokens = ids_PT.size * (2 + sum(len(self._quantizing(group)) for group in choices.space.groups))
-        tokens += 2 * calibration[1].samples * calibration[1].length if calibration else 0
+        propagates = calibration is not None and calibration[0].propagates
+        streams = 2 if propagates else 1
+        tokens += 2 * streams * calibration[1].samples * calibration[1].length if calibration else 0
         needed = 4 * tokens * self._runner.width
         if calibration and calibration[0].method == "gptq":
-            needed += kept_bytes(self._runner, self._runner.stages, calibration[1].samples)
+            needed += kept_bytes(self._runner, self._runner.stages, calibration[1].samples, propagates)
         if needed > (free := shutil.disk_usage(folder).free):
             raise ResourceError(
                 f"the hidden states of {tokens} tokens need {format_size(needed)}, and {folder.parent} has "
@@ -132,7 +149,7 @@ class LayerwiseProbe:
         how many."""
         groups = self._choices.space.groups
         plain = self._texts.begin()
-        samples = self._samples.begin() if self._samples else None
+        samples = _Streams(self._samples.begin()) if self._samples else None
         variants: dict[tuple[int, int], HiddenStates] = {}
         for done, stage in enumerate(self._layers):
             weights = self._runner.weights(stage)
@@ -147,7 +164,7 @@ class LayerwiseProbe:
             following = self._texts.after(stage, weights, plain)
             disk.remove(plain.path)
             plain = following
-            samples = self._advanced(stage, weights, samples)
+            samples = self._advanced(stage, weights, weights, samples)
             on_layer(done + 1, len(self._layers) + 1)
         costs = self._costs(plain, variants, samples)
         self._plain = plain
@@ -161,16 +178,18 @@ class LayerwiseProbe:
         """Yields for each prompt the logits [T, V] of the unquantized model, and of that with these options of all
         groups."""
         encoders = self._choices.chosen(options)
-        states = self._texts.begin()
-        samples = self._samples.begin() if self._samples else None
+        states, samples = self._texts.begin(), None
+        if self._samples and self._calibration:
+            exact = self._samples.begin() if self._calibration[0].propagates else None
+            samples = _Streams(self._samples.begin(), exact)
         for stage in self._layers:
             weights = self._runner.weights(stage)
             (rounded,) = self._rounded(stage, weights, samples, [encoders])
-            weights = _replaced(weights, rounded)
-            following = self._texts.after(stage, weights, states)
+            own = _replaced(weights, rounded)
+            following = self._texts.after(stage, own, states)
             disk.remove(states.path)
             states = following
-            samples = self._advanced(stage, weights, samples)
+            samples = self._advanced(stage, own, weights, samples)
         plain, quantized = self._runner.logits_weights(), self._head([encoders], samples)[0]
         pairs = zip(self._prompts, self._texts.read(self._reference()), self._texts.read(states), strict=True)
         for ids, x_TD, y_TD in pairs:
@@ -204,9 +223,7 @@ class LayerwiseProbe:
     def _quantizing(group: ParamGroup) -> list[int]:
         return [number for number, option in enumerate(group.options) if option.qtype]
 
-    def _each_rounded(
-        self, stage: str, weights: Weights, samples: HiddenStates | None
-    ) -> dict[tuple[int, int], Decoded]:
+    def _each_rounded(self, stage: str, weights: Weights, samples: _Streams | None) -> dict[tuple[int, int], Decoded]:
         """Returns the weights of a stage with each option of each group alone, by the numbers of both. Rounding to
         nearest and GPTQ change a parameter by itself, so that all groups are rounded at once; AWQ scales what makes an
         input, which other groups may read."""
@@ -234,12 +251,12 @@ class LayerwiseProbe:
         self,
         stage: str,
         weights: Weights,
-        samples: HiddenStates | None,
+        samples: _Streams | None,
         encoder_sets: Sequence[Mapping[str, QwixEncoder]],
     ) -> Sequence[Decoded]:
         """Returns the weights of a stage, for each set of encoders, which are by stored names."""
         if self._scales and samples is not None:
-            return self._by_awq(stage, weights, samples, encoder_sets)
+            return self._by_awq(stage, weights, samples.states, encoder_sets)
         calibrated = (
             [{} for _ in encoder_sets] if samples is None else self._by_gptq(stage, weights, samples, encoder_sets)
         )
@@ -272,24 +289,34 @@ class LayerwiseProbe:
         return out
 
     def _by_gptq(
-        self, stage: str, weights: Weights, samples: HiddenStates, encoder_sets: Sequence[Mapping[str, QwixEncoder]]
+        self, stage: str, weights: Weights, samples: _Streams, encoder_sets: Sequence[Mapping[str, QwixEncoder]]
     ) -> list[dict[str, Rounding]]:
         assert self._samples is not None
         assert self._calibration is not None
-        sequences = self._samples
-        settings, folder = self._calibration[0], samples.path.parent
+        sequences, settings = self._samples, self._calibration[0]
         return rounded_by_gptq(
-            sequences.runner, stage, weights, lambda: sequences.read(samples), encoder_sets, settings, folder
+            sequences.runner,
+            stage,
+            weights,
+            partial(sequences.read, samples.states),
+            encoder_sets,
+            settings,
+            samples.states.path.parent,
+            None if samples.exact is None else partial(sequences.read, samples.exact),
         )
 
-    def _advanced(self, stage: str, weights: Weights, samples: HiddenStates | None) -> HiddenStates | None:
+    def _advanced(self, stage: str, weights: Weights, exact: Weights, samples: _Streams | None) -> _Streams | None:
+        """Returns the states after a layer with these weights, and with its exact ones."""
         if samples is None or self._samples is None:
             return None
-        following = self._samples.after(stage, weights, samples)
-        disk.remove(samples.path)
+        following = _Streams(
+            self._samples.after(stage, weights, samples.states),
+            None if samples.exact is None else self._samples.after(stage, exact, samples.exact),
+        )
+        samples.remove()
         return following
 
-    def _head(self, encoder_sets: Sequence[Mapping[str, QwixEncoder]], samples: HiddenStates | None) -> list[Weights]:
+    def _head(self, encoder_sets: Sequence[Mapping[str, QwixEncoder]], samples: _Streams | None) -> list[Weights]:
         """Returns the weights that make the logits, for each set of encoders. The last states of the samples are no
         longer needed."""
         weights = self._runner.logits_weights()
@@ -300,14 +327,14 @@ class LayerwiseProbe:
         else:
             heads = [weights for _ in encoder_sets]
         if samples:
-            disk.remove(samples.path)
+            samples.remove()
         return heads
 
     def _costs(
         self,
         plain: HiddenStates,
         variants: Mapping[tuple[int, int], HiddenStates],
-        samples: HiddenStates | None,
+        samples: _Streams | None,
     ) -> dict[tuple[int, int], float]:
         """Returns the mean KL of each variant, over all tokens, by the numbers of its group and option."""
         groups, weights, kinds = self._choices.space.groups, self._runner.logits_weights(), list(self._choices.encoders)
