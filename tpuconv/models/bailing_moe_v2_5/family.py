@@ -60,9 +60,13 @@ class LightningConfig(PartialRopeConfig, StateConfig):
         return tuple("linear_attention" if (i + 1) % size and i < whole else "full_attention" for i in range(layers))
 
     @property
+    def linear_sizes(self) -> dict[str, int]:
+        """The sizes of linear attention."""
+        return {"groups": self.num_attention_heads, "key_dim": self.linear_head, "value_dim": self.linear_head}
+
+    @property
     def sizes(self) -> dict[str, int]:
-        head = self.linear_head
-        return {**super().sizes, "groups": self.num_attention_heads, "key_dim": head, "value_dim": head}
+        return {**super().sizes, **self.linear_sizes}
 
     @property
     def unscannable(self) -> str:
@@ -134,6 +138,10 @@ class Config(deepseek_v3.Config, LightningConfig):
             yield f"rotary_dim={self.rotary_dim} is not qk_rope_head_dim={self.qk_rope_head_dim}"
         if (width := self.moe_shared_expert_intermediate_size) not in (None, self.moe_intermediate_size):
             yield f"moe_shared_expert_intermediate_size={width} is not moe_intermediate_size"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, **self.linear_sizes}
 
 
 LING_LINEAR_ROWS = (

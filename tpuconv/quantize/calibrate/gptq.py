@@ -26,8 +26,8 @@ MOST_DAMPING = 1.0
 
 
 PROPAGATION_DAMPING = 0.1
-"""What is added to the diagonal of the Hessian, relative to its mean, where the errors of earlier layers are made up
-for. Less fits the correction to the samples (docs/log.md)."""
+"""Damping of the Hessian, relative to its mean diagonal, where the errors of earlier layers are made up for. Less of it
+fits the correction to the samples (docs/log.md)."""
 
 
 class SingularHessian(Exception):

@@ -73,7 +73,7 @@ class _Sequences:
 
 @dataclass(frozen=True)
 class _Streams:
-    """What weights are rounded for: the states of all samples, and those in the unquantized model, where errors are
+    """The states of all samples that weights are rounded for, and the states in the unquantized model, where errors are
     propagated."""
 
     states: HiddenStates
