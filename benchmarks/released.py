@@ -50,6 +50,7 @@ CONFIGS = {
     "mse": MSE_RULE,
     "gptq-mse": f"{MSE_RULE}\ncalibration: {{method: gptq}}",
     "gptq-propagate": f"{MSE_RULE}\ncalibration: {{method: gptq, propagate: 0.5}}",
+    "gptq-propagate-all": f"{MSE_RULE}\ncalibration: {{method: gptq, propagate: 1}}",
 }
 TARGETS = {"bits-8": "8", "bits-7": "7"}
 SAMPLES = ("--calibration", "calibration.txt", "--samples", "64", "--length", "512")
@@ -63,6 +64,7 @@ RUNS = {
     "int4, nearest, `tile_axes: all`, scales by `mse`": "mse",
     "int4, GPTQ, `tile_axes: all`, scales by `mse`": "gptq-mse",
     "the same, `propagate: 0.5`": "gptq-propagate",
+    "the same, `propagate: 1`": "gptq-propagate-all",
     "`--target-bits 8`": "bits-8",
     "`--target-bits 7`": "bits-7",
 }

@@ -107,6 +107,29 @@ LING_EXPERT_ROWS = (
 )
 
 
+LING_ONLY: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("moe_router_enable_expert_bias", "moe_router_enable_routed_scaling"), (True,)),
+    **dict.fromkeys(("moe_router_enable_shared_expert", "norm_topk_prob", "use_qk_norm", "use_rmsnorm"), (True,)),
+    **dict.fromkeys(("norm_head", "norm_softmax", "use_bias", "use_sliding_window"), (False,)),
+    "router_dtype": ("fp32",),
+    "score_function": ("sigmoid",),
+}
+"""The values of keys of the Ling series before version 3 that are implemented."""
+
+
+class SharedOfOneWidth:
+    """The width of the shared experts follows from other keys."""
+
+    moe_intermediate_size: int
+    moe_shared_expert_intermediate_size: int | None
+
+    def contradictions(self) -> Iterator[str]:
+        """See `DecoderConfig.contradictions`."""
+        yield from super().contradictions()  # type: ignore[misc]
+        if (width := self.moe_shared_expert_intermediate_size) not in (None, self.moe_intermediate_size):
+            yield f"moe_shared_expert_intermediate_size={width} is not moe_intermediate_size"
+
+
 def ling_table(*rows: Map, further: tuple[Map, ...] = (), ignore: Mapping[str, str] | None = None) -> MappingTable:
     """Returns the table of a model of the Ling series.
 

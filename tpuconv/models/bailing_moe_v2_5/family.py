@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.models.bailing_hybrid.family import latent_rows, ling_table
+from tpuconv.models.bailing_hybrid.family import LING_ONLY, SharedOfOneWidth, latent_rows, ling_table
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.partial_rope import PartialRopeConfig
@@ -21,13 +21,9 @@ class LightningConfig(PartialRopeConfig, StateConfig):
 
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **StateConfig.only,
-        **dict.fromkeys(("moe_router_enable_expert_bias", "moe_router_enable_routed_scaling"), (True,)),
-        **dict.fromkeys(("moe_router_enable_shared_expert", "norm_topk_prob", "use_qk_norm", "use_rmsnorm"), (True,)),
-        **dict.fromkeys(("norm_head", "norm_softmax", "use_bias", "attention_bias", "use_sliding_window"), (False,)),
-        **dict.fromkeys(("linear_silu", "use_linear_silu"), (False,)),
+        **LING_ONLY,
+        **dict.fromkeys(("attention_bias", "linear_silu", "use_linear_silu"), (False,)),
         "linear_rope": (True,),
-        "router_dtype": ("fp32",),
-        "score_function": ("sigmoid",),
     }
     least: ClassVar[Mapping[str, int]] = {"num_kv_heads_for_linear_attn": 0}
 
@@ -78,7 +74,7 @@ class LightningConfig(PartialRopeConfig, StateConfig):
 
 
 @family_config
-class Config(deepseek_v3.Config, LightningConfig):
+class Config(SharedOfOneWidth, deepseek_v3.Config, LightningConfig):
     """The keys of config.json, whose defaults are the defaults of the release's code. Softmax attention is latent;
     `head_dim` is the head dimension of linear attention."""
 
@@ -136,8 +132,6 @@ class Config(deepseek_v3.Config, LightningConfig):
             yield f"partial_rotary_factor={self.partial_rotary_factor} of head_dim={head} is not qk_rope_head_dim"
         if self.rotary_dim not in (None, rotary):
             yield f"rotary_dim={self.rotary_dim} is not qk_rope_head_dim={self.qk_rope_head_dim}"
-        if (width := self.moe_shared_expert_intermediate_size) not in (None, self.moe_intermediate_size):
-            yield f"moe_shared_expert_intermediate_size={width} is not moe_intermediate_size"
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -1,9 +1,9 @@
 """Mixtures of experts with the attention of Llama or Qwen3."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
-from tpuconv.models.bailing_hybrid.family import ling_table
+from tpuconv.models.bailing_hybrid.family import LING_ONLY, SharedOfOneWidth, ling_table
 from tpuconv.models.bailing_moe_v2_5.family import DECAYS_IGNORE, LING_LIGHTNING_ROWS, LightningConfig
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
@@ -136,19 +136,6 @@ HY_V3 = decoder(
 )
 
 
-class SharedOfOneWidth:
-    """The width of the shared experts follows from other keys."""
-
-    moe_intermediate_size: int
-    moe_shared_expert_intermediate_size: int | None
-
-    def contradictions(self) -> Iterator[str]:
-        """See `DecoderConfig.contradictions`."""
-        yield from super().contradictions()  # type: ignore[misc]
-        if (width := self.moe_shared_expert_intermediate_size) not in (None, self.moe_intermediate_size):
-            yield f"moe_shared_expert_intermediate_size={width} is not moe_intermediate_size"
-
-
 LING2_ROWS = (
     Map("attention.query_key_value.weight", GPT_QKV, "((N + K + K) H) D -> D N H, D K H, D K H"),
     *when("attention_bias", Map("attention.query_key_value.bias", GPT_QKV_BIAS, "((N + K + K) H) -> N H, K H, K H")),
@@ -162,13 +149,7 @@ BAILING_MOE = GLM4_MOE.but(
     "Ling 2, Ring 2",
     "BailingMoeV2ForCausalLM",
     config=(SharedOfOneWidth, GLM4_MOE.config),
-    only={
-        **dict.fromkeys(("moe_router_enable_expert_bias", "moe_router_enable_routed_scaling"), (True,)),
-        **dict.fromkeys(("moe_router_enable_shared_expert", "norm_topk_prob", "use_qk_norm", "use_rmsnorm"), (True,)),
-        **dict.fromkeys(("norm_head", "norm_softmax", "rope_interleave", "use_bias", "use_sliding_window"), (False,)),
-        "router_dtype": ("fp32",),
-        "score_function": ("sigmoid",),
-    },
+    only={**LING_ONLY, "rope_interleave": (False,)},
     aliases={
         "num_experts": "n_routed_experts",
         "num_shared_experts": "n_shared_experts",
