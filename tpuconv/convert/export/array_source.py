@@ -186,7 +186,7 @@ def _dropped_axes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _with_axes(shape: Shape, axes: Sequence[int]) -> Shape:
+def _with_axes(shape: Shape, axes: tuple[int, ...]) -> Shape:
     """Returns a shape with axes of size 1 at these places."""
     return tuple(int(n) for n in np.expand_dims(np.empty(shape, bool), axes).shape)
 
