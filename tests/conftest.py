@@ -109,9 +109,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """The million objects of jax, torch and transformers stay: no garbage collection looks at them from now on."""
+    """The million objects of jax, torch and transformers stay: no garbage collection looks at them from now on, nor at
+    the programs and traces that a test leaves in their caches, once what it made is collected."""
     gc.collect()
     gc.freeze()
+
+
+pytest_runtest_logfinish = pytest_collection_finish
 
 
 settings.register_profile(
