@@ -77,7 +77,7 @@ NOT_BY_PEFT = {
 }
 KNOWN_TO_PEFT = {
     "zaya": r".*(attn/(q|k|v|v_delayed|o)|moe)(/.*)?",  # the convolutions of heads are no linear layers
-    # peft renames the pairs of `weight_proj` and of gates of messages while it loads them, also its own, and does not
+    # peft renames the pairs of `weight_proj` while it loads them, also its own, and does not
     # find them; the head of transformers has no rows for tokens without logits.
     **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), r".*(attn/(q|k|v|o|gate|sinks)|mlp|moe)(/.*)?"),
 }

@@ -18,6 +18,7 @@ SMALL = {
     "n_routed_experts": 16,
     "first_k_dense_replace": 1,
     "vocab_size": 64,
+    "unpadded_vocab_size": 64,
 }
 OF_TYPES = {
     **{name: {"num_hidden_layers": 4} for name in ("nemotron_h", "nemo_speechlm")},
