@@ -197,7 +197,7 @@ ODD = (
     *ODD_OUTPUTS,
     *("llama-linear", "gpt_oss-many-experts", "qwen3_moe-many-experts", "deepseek_v3-all-experts"),
     *("minimax_m2-many-experts", "granitemoe_swa-many-experts", "muse_spark-plain", "dots1-windows"),
-    *("dots3_note-window", "beam-all-experts"),
+    *("dots3_note-window", "beam-all-experts", "inkling2_loop_text-plain"),
     *("gpt_neox_japanese-one-layer", "ctrl-odd-heads", "ctrl-one-head"),
 )
 """Cases without a matrix whose sizes are both multiples of 8, which GPTQ's words hold."""

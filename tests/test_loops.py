@@ -81,3 +81,33 @@ def test_stacks_of_hrm_text_run_in_turn(is_older):
     config = find_family(raw).config.from_hf(raw)
     assert config.num_hidden_layers == 2
     assert config.executed_layers == (0, 0, 1) * 3
+
+
+def test_keys_of_loop_config_are_read():
+    raw = BY_ID["inkling2_loop_text-plain"].hf_config().to_dict()
+    config = find_family(raw).config
+    loop = {"core_start": 4, "core_end": 6, "num_passes": 2, "gate_rank": 5}
+    nested = config.from_hf(raw | {"loop_config": loop})
+    assert nested.executed_layers == (0, 1, 2, 3, 4, 5, 4, 5, 6)
+    assert nested.loop_gate_rank == 5
+    assert not config.ignored_keys(raw | {"loop_config": loop})
+    with pytest.raises(ConfigError, match="loop_config=3 is no object"):
+        config.from_hf(raw | {"loop_config": 3})
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"loop_layer_index_start": 3}, "loop_layer_index_start=3 is not a multiple of n_layers_per_attn_res_block=2"),
+        ({"loop_layer_index_end": 5}, "loop_layer_index_end=5 is not a multiple"),
+        ({"loop_layer_index_end": 8}, "from layer 2 to 8 is not inside of num_hidden_layers=7"),
+        ({"loop_layer_index_start": 6}, "from layer 6 to 6 is not inside"),
+        ({"loop_layer_index_start": 0}, "loop_layer_index_start=0 is less than 1"),
+        ({"loop_num_passes": 0}, "loop_num_passes=0 is less than 1"),
+    ],
+)
+def test_a_loop_of_inkling_2_is_checked(change, error):
+    raw = BY_ID["inkling2_loop_text-plain"].hf_config().to_dict() | change
+    with pytest.raises(ConfigError) as raised:
+        find_family(raw).config.from_hf(raw)
+    assert error in str(raised.value) + " ".join(map(str, raised.value.details))

@@ -77,9 +77,9 @@ NOT_BY_PEFT = {
 }
 KNOWN_TO_PEFT = {
     "zaya": r".*(attn/(q|k|v|v_delayed|o)|moe)(/.*)?",  # the convolutions of heads are no linear layers
-    # peft renames the pairs of `weight_proj` while it loads them, also its own, and does not find them; the head of
-    # transformers has no rows for tokens without logits.
-    "inkling2_text": r".*(attn/(q|k|v|o|gate|sinks)|mlp|moe)(/.*)?",
+    # peft renames the pairs of `weight_proj` while it loads them, also its own, and does not
+    # find them; the head of transformers has no rows for tokens without logits.
+    **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), r".*(attn/(q|k|v|o|gate|sinks)|mlp|moe)(/.*)?"),
 }
 """The parts of models whose adapters peft reads, where it does not read those of others."""
 NO_PAIRS = ("dbrx", "jetmoe", "deepseek_v4", "glm5_next", "recurrent_gemma", "inkling_text", "inkling_mm_model")

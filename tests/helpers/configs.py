@@ -18,10 +18,15 @@ SMALL = {
     "n_routed_experts": 16,
     "first_k_dense_replace": 1,
     "vocab_size": 64,
+    "unpadded_vocab_size": 64,
 }
 OF_TYPES = {
     **{name: {"num_hidden_layers": 4} for name in ("nemotron_h", "nemo_speechlm")},
     "dory": {"n_input_layers": 1, "n_output_layers": 0},
+    **{
+        name: {"n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 2}
+        for name in ("inkling2_loop_text", "inkling2_loop")
+    },
 }
 """What must be otherwise: the number of the layers whose kinds are the default, or of those that run once."""
 

@@ -130,6 +130,10 @@ EVEN = {
         name: {"head_dim": 32, "swa_head_dim": 32, "d_rel": 32, "moe_intermediate_size": 64}
         for name in ("inkling_text", "inkling_mm_model", "inkling2_text", "inkling2")
     },
+    **{
+        name: {"head_dim": 32, "swa_head_dim": 32, "d_rel": 32, "moe_intermediate_size": 64, "loop_gate_rank": 32}
+        for name in ("inkling2_loop_text", "inkling2_loop")
+    },
     "qwen2_moe": {"num_attention_heads": 2, **SHARED},
     **{name: {"head_dim": 32, "moe_intermediate_size": 64} for name in ("qwen3_moe", "qwen3_omni_moe")},
     **{name: {"head_dim": 32, "moe_intermediate_size": 64, "share_expert_dim": 64} for name in ("step3p5", "step3p7")},

@@ -10,7 +10,6 @@ _FACTORS = (
     "transformers 5.24 computes the logits of the whole without the factor that Cohere's and Granite's text models "
     "have: it is unclear which result is right"
 )
-_MESSAGES = "looped layers that read messages of the pass before: not written yet"
 _QUERIES = "OPT behind learned queries: not written yet"
 _CROSS = "decoders that attend to images or to sound, or that write sound"
 _ALONE = "a part of a multimodal model that tpuconv reads, saved on its own: not written yet"
@@ -24,7 +23,6 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     "cpmant": "tokens of a text see those behind them, so that its logits depend on how a text is cut into calls",
     "ernie4_5_vl_moe": "experts for images beside those for text in each layer, so the text model alone is not the "
     "released model",
-    **dict.fromkeys(("inkling2_loop", "inkling2_loop_text"), _MESSAGES),
     "diffusion_gemma": "text that is made by denoising blocks of tokens, not token by token",
     "blt": "bytes that are joined to patches by another model",
     "doge": "masks that are made of values",

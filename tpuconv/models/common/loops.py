@@ -6,7 +6,7 @@ import jax
 
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.placement import placed
-from tpuconv.models.common.steps import NO_WINDOW, Steps
+from tpuconv.models.common.steps import NO_WINDOW, Step, Steps
 
 
 class LoopedDecoder(Decoder):
@@ -17,6 +17,10 @@ class LoopedDecoder(Decoder):
         for what later executions of the same call need."""
         return x_BTD
 
+    def given_to(self, execution: int, step: Step, kept: dict[str, jax.Array]) -> Step:
+        """Returns the other inputs of an execution, made of the inputs of its layer. `kept` is as in `entering`."""
+        return step
+
     def _run(self, x_BTD: jax.Array, steps: Steps, kvs: Any) -> tuple[jax.Array, Any]:
         kept: dict[str, jax.Array] = {}
         new_kvs = []
@@ -25,6 +29,6 @@ class LoopedDecoder(Decoder):
             x_BTD = placed(self.entering(execution, x_BTD, kept), "B T D")
             steps.enter(layer, x_BTD)
             kv, window = None if kvs is None else kvs[execution], min(windows[layer] or NO_WINDOW, NO_WINDOW)
-            x_BTD, kv = self.layers[layer](x_BTD, steps[layer], window, kv)
+            x_BTD, kv = self.layers[layer](x_BTD, self.given_to(execution, steps[layer], kept), window, kv)
             new_kvs.append(kv)
         return x_BTD, tuple(new_kvs)

@@ -24,7 +24,7 @@ from tpuconv.models.common.relative import (
     temperature,
 )
 from tpuconv.models.common.steps import Step
-from tpuconv.models.inkling2_text.family import Config
+from tpuconv.models.inkling2_text.family import MixedBlocksConfig
 from tpuconv.models.inkling_text.modules import ConvolvedDecoder
 from tpuconv.notation.letters import with_letters
 
@@ -41,11 +41,16 @@ class BlockAttention(nnx.Module):
         self.query = nnx.Param(jnp.zeros((D,) if count == 1 else (count, D), jnp.float32))
 
     def __call__(self, x_BTrD: jax.Array) -> jax.Array:
-        x_BTrD, query = normalize(x_BTrD, 1, 1e-6), self.query[...].astype(jnp.float32)
-        query_qD = query.reshape(-1, x_BTrD.shape[-1])
-        scores_qBTr = (x_BTrD * query_qD[:, None, None, None]).sum(-1) * x_BTrD.shape[-1] ** -0.5
-        mixed_qBTD = exact_einsum("qBTr,BTrD->qBTD", nnx.softmax(scores_qBTr), x_BTrD)
+        query = self.query[...]
+        mixed_qBTD = mixed_streams(x_BTrD, query.reshape(-1, x_BTrD.shape[-1]))
         return mixed_qBTD[0] if query.ndim == 1 else mixed_qBTD
+
+
+def mixed_streams(x_BTrD: jax.Array, query_qD: jax.Array) -> jax.Array:
+    """Returns the mixture [q, B, T, D] of normalized streams that each query attends to, in float32."""
+    x_BTrD, query_qD = normalize(x_BTrD, 1, 1e-6), query_qD.astype(jnp.float32)
+    scores_qBTr = (x_BTrD * query_qD[:, None, None, None]).sum(-1) * x_BTrD.shape[-1] ** -0.5
+    return exact_einsum("qBTr,BTrD->qBTD", nnx.softmax(scores_qBTr), x_BTrD)
 
 
 def length_limited(x: jax.Array, limit: float) -> jax.Array:
@@ -211,7 +216,7 @@ class Block(nnx.Module):
     """One layer: attention, then experts, each after a norm and before a convolution. Each reads a mixture of the
     hidden states and of the outputs of the blocks before. The first layer of a block begins new hidden states."""
 
-    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+    def __init__(self, config: MixedBlocksConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
         self.is_full, self.is_first = config.windows[layer] is None, layer % config.n_layers_per_attn_res_block == 0
         self.blocks = -(-layer // config.n_layers_per_attn_res_block)
         self.config = config.of_layer(layer)
@@ -239,7 +244,7 @@ class Block(nnx.Module):
         keys, states = kv or (None, ConvolutionStates.empty(self.config, len(x_BTD)))
         x_BTrD = x_BTD.reshape(*x_BTD.shape[:2], -1, self.config.sizes["D"])
         x_BTD, blocks_BTrD = x_BTrD[:, :, 0], x_BTrD[:, :, 1 : 1 + self.blocks]
-        y_BTD, of_keys_BTD, of_values_BTD = self.attention_inputs(x_BTD, blocks_BTrD)
+        y_BTD, of_keys_BTD, of_values_BTD = self.attention_inputs(x_BTD, blocks_BTrD, step)
         bias_BNTS = self.relative(y_BTD, step)
         y_BTD, keys, (k_last, v_last) = self.attn(
             y_BTD, of_keys_BTD, of_values_BTD, bias_BNTS, step, window, keys, states
@@ -250,22 +255,25 @@ class Block(nnx.Module):
             blocks_BTrD = with_stream(blocks_BTrD, x_BTD)
         else:
             rest_BTD += x_BTD.astype(jnp.float32)
-        y_BTD = self.moe(self.mlp_norm(self.fed_by(blocks_BTrD, rest_BTD)).astype(x_BTD.dtype))
+        y_BTD = self.moe(self.mlp_norm(self.fed_by(blocks_BTrD, rest_BTD, step)).astype(x_BTD.dtype))
         y_BTD, mlp_last = self.mlp_conv.smoothed(y_BTD, step, states.mlp_BcD)
         x_BTD = (rest_BTD + y_BTD.astype(jnp.float32)).astype(x_BTD.dtype)
         x_BTrD = jnp.concatenate([x_BTD[:, :, None], blocks_BTrD, x_BTrD[:, :, 1 + blocks_BTrD.shape[2] :]], axis=2)
         return x_BTrD.reshape(*x_BTD.shape[:2], -1), (keys, ConvolutionStates(k_last, v_last, attn_last, mlp_last))
 
-    def attention_inputs(self, x_BTD: jax.Array, blocks_BTrD: jax.Array) -> list[jax.Array]:
+    def attention_inputs(self, x_BTD: jax.Array, blocks_BTrD: jax.Array, step: Step) -> list[jax.Array]:
         """Returns what queries, keys and values are made of, each [B, T, D]."""
-        mixed = self.attn_input(with_stream(blocks_BTrD, x_BTD)) if hasattr(self, "attn_input") else x_BTD
-        if not self.is_full:
-            return [self.attn_norm(mixed).astype(x_BTD.dtype)] * 3
-        inputs = mixed if mixed.ndim > x_BTD.ndim else [mixed] * 3
-        norms = (self.q_input_norm, self.k_input_norm, self.v_input_norm)
-        return [norm(each).astype(x_BTD.dtype) for norm, each in zip(norms, inputs, strict=True)]
+        norms = (self.q_input_norm, self.k_input_norm, self.v_input_norm) if self.is_full else (self.attn_norm,) * 3
+        mixtures = self.mixtures(x_BTD, blocks_BTrD, step)
+        return [norm(each).astype(x_BTD.dtype) for norm, each in zip(norms, mixtures, strict=True)]
 
-    def fed_by(self, blocks_BTrD: jax.Array, x_BTD: jax.Array) -> jax.Array:
+    def mixtures(self, x_BTD: jax.Array, blocks_BTrD: jax.Array, step: Step) -> list[jax.Array]:
+        """Returns the inputs of the norms before queries, keys and values, each [B, T, D]. Families whose layers read
+        something else besides override this and `fed_by`."""
+        mixed = self.attn_input(with_stream(blocks_BTrD, x_BTD)) if hasattr(self, "attn_input") else x_BTD
+        return list(mixed) if mixed.ndim > x_BTD.ndim else [mixed] * 3
+
+    def fed_by(self, blocks_BTrD: jax.Array, x_BTD: jax.Array, step: Step) -> jax.Array:
         """Returns what the experts read, [B, T, D] in float32."""
         return self.mlp_input(with_stream(blocks_BTrD, x_BTD))
 
@@ -291,9 +299,9 @@ class Model(ConvolvedDecoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block, embed_norm_type = Block, ScaledRMSNorm
-    config: Config
+    config: MixedBlocksConfig
 
-    def __init__(self, config: Config, *, dtype: DTypeLike = jnp.bfloat16, **options: Any):
+    def __init__(self, config: MixedBlocksConfig, *, dtype: DTypeLike = jnp.bfloat16, **options: Any):
         super().__init__(config, dtype=dtype, **options)
         self.norm = MixedNorm(config, dtype=dtype)
 

@@ -8,6 +8,7 @@ from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, inside
 from tpuconv.models.declare import wrapper
 from tpuconv.models.dots3_note_text.family import FAMILY as DOTS3_NOTE_TEXT
 from tpuconv.models.hy_v4.family import FAMILY as HY_V4
+from tpuconv.models.inkling2_loop_text.family import FAMILY as INKLING2_LOOP_TEXT
 from tpuconv.models.inkling2_text.family import FAMILY as INKLING2_TEXT
 from tpuconv.models.inkling_text.family import FAMILY as INKLING_TEXT
 from tpuconv.models.inkling_text.family import RELEASED_TABLE, W13_EXPERTS, W13_MLPS, W13_SHARED
@@ -179,4 +180,15 @@ INKLING2 = wrapper(
     outside={"visual": SEES, "vision_tower": SEES},
     forms=INKLING2_TEXT.forms,
     modules=INKLING2_TEXT.aliases,
+)
+
+INKLING2_LOOP = wrapper(
+    "inkling2_loop",
+    "Inkling 2 Mini, text",
+    "Inkling2LoopForConditionalGeneration",
+    text=INKLING2_LOOP_TEXT,
+    prefix="model.",
+    outside={"visual": SEES, "vision_tower": SEES},
+    forms=INKLING2_LOOP_TEXT.forms,
+    modules=INKLING2_LOOP_TEXT.aliases,
 )

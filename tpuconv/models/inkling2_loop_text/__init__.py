@@ -1,0 +1,1 @@
+"""Inkling 2 with looped layers."""
