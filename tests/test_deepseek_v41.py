@@ -1,6 +1,7 @@
 """DeepSeek V4.1 as it is released: its encodings, what is beside the text model, and the numbers of its tokens."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from helpers.schemes import FP4
 from tpuconv import api
 from tpuconv.errors import ConfigError, CorruptOutput
 from tpuconv.models.deepseek_v41.token_ids import joined_ids
+from tpuconv.models.registry import find_family, get_family
 from tpuconv.notation.sharding import partition
 
 LIMIT = 2e-5
@@ -154,4 +156,31 @@ def test_ngrams_of_joined_tokens(tmp_path: Path) -> None:
 
 def test_tables_of_ngrams_are_sharded() -> None:
     """By the elements of vectors, whose number has few divisors in the release."""
-    assert partition("ngrams engram_dim", (384016682, 256), {"data": 2, "tensor": 16}) == (None, "tensor")
+    (row,) = (row for row in get_family("deepseek_v41").table if row.jax_names[0].endswith("table.embedding"))
+    assert partition(row.layout, (384016682, 256), {"data": 2, "tensor": 16}) == (None, "tensor")
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"compress_ratios": [0, 0, 2, 2, 1]}, "compress_ratios has 5 numbers for 6 layers"),
+        ({"compress_ratios": [0, 0, 2, 2, 1, -1]}, "compress_ratios has -1, not 0 to"),
+        ({"compress_ratios": [0, 0, 2, 1, 1, 1]}, "layer 3 has no layer of kv_source_layer_ids with the same"),
+        ({"compress_ratios": [0, 2, 2, 2, 1, 1]}, "layer 1 has no layer of kv_source_layer_ids with the same"),
+        ({"compress_ratios": [0, 0, 2, 2, 1, 0]}, "compress_ratios is 0 for layer 5, which makes or selects"),
+        ({"kv_source_layer_ids": [4, 2]}, "kv_source_layer_ids are not numbers of layers in their order"),
+        ({"index_source_layer_ids": [2, 5]}, "index_source_layer_ids lacks layer 4 of kv_source_layer_ids"),
+        ({"candidate_source_layer_id": 3}, "candidate_source_layer_id=3 is not in index_source_layer_ids"),
+        ({"candidate_source_layer_id": 2}, "layers after candidate_source_layer_id=2 have other compress_ratios"),
+        ({"candidate_topk_blocks": 1}, "candidate_topk_blocks=1 may hold fewer keys than index_topk"),
+        ({"engram_num_embeddings": [255]}, "engram_num_embeddings has not one number for each layer"),
+        ({"engram_num_embeddings": [251, 410]}, "engram_num_embeddings=251 of layer 1 is less than the 252 hashes"),
+        ({"engram_num_embeddings": [255, 1 << 31]}, "engram_num_embeddings=2147483648 is more than"),
+        ({"engram_max_ngram_size": 1}, "engram_max_ngram_size=1 is less than 2"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 is less than 2"),
+    ],
+)
+def test_contradictions_are_refused(changes: dict[str, Any], why: str) -> None:
+    raw = PLAIN.hf_config().to_diff_dict()
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        find_family(raw).config.from_hf(raw | changes)

@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
+from tpuconv.models.common.config import MOST_OF_A_NUMBER, MOST_OF_A_SIZE
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import FURTHER_TOKENS
@@ -101,8 +102,8 @@ class Config(WrapperConfig, StreamsConfig):
         if len(self.compress_ratios) < self.num_hidden_layers:
             count = len(self.compress_ratios)
             yield f"compress_ratios has {count} numbers for {self.num_hidden_layers} layers"
-        elif any(ratio < 0 for ratio in self.compress_ratios):
-            yield "compress_ratios has a negative number"
+        elif wrong := [ratio for ratio in self.compress_ratios if not 0 <= ratio <= MOST_OF_A_NUMBER]:
+            yield f"compress_ratios has {wrong[0]}, not 0 to {MOST_OF_A_NUMBER}"
         else:
             yield from self._faults_of_sources()
         if len(self.engram_num_embeddings) != len(self.engram_layer_ids):
@@ -145,6 +146,8 @@ class Config(WrapperConfig, StreamsConfig):
             yield f"engram_layer_ids needs more than {MOST_HASHES} hashes of n-grams"
         else:
             for layer, rows in zip(self.engram_layer_ids, self.engram_num_embeddings, strict=True):
+                if rows > MOST_OF_A_SIZE:
+                    yield f"engram_num_embeddings={rows} is more than {MOST_OF_A_SIZE}"
                 need = self.hashes * self.engram_vocab_size  # at least
                 need = need if need > rows else sum(self.ngram_hash(layer).sizes)
                 if need > rows:
