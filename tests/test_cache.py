@@ -33,7 +33,7 @@ SAME_CHOICES, MEAN_KL_OF_SAME = 0.7, 0.01
 it, and their mean KL. Measured: 21 of 26 or more, and 3.3e-3 at most. They attend to the others, which are computed by
 other functions: one of GLM-5 is 0.57 nats off."""
 
-ALWAYS_FULL = {"deepseek_v4", *STATES_ALONE}
+ALWAYS_FULL = {"deepseek_v4", "deepseek_v41", *STATES_ALONE}
 """Families whose cache is always in the model's dtype, or holds states alone."""
 
 SAME_STEPS = 5e-3

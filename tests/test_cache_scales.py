@@ -132,6 +132,7 @@ def test_a_config_is_read_back_from_a_manifest():
     [
         ("deepseek_v3", "layer 0 caches Latent"),
         ("deepseek_v4", "compressed"),
+        ("deepseek_v41", "compressed"),
         ("gemma4_text", "layers read the keys and values of other layers"),
         ("falcon_h1", "layer 0 caches tuple"),
         ("mamba2", "states"),

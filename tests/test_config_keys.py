@@ -63,6 +63,8 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "bailing_moe",
         "bailing_moe_linear",
         "bailing_moe_v2_5",
+        "deepseek_v41",
+        "deepseek_v41_text",
         "internlm2",
         "kimi_k3",
         "mimo_v2",

@@ -179,6 +179,7 @@ def test_other_horizons_are_compared_too(kind: str, tmp_path: Path, monkeypatch:
         ("llama4_text", {"max_position_embeddings": 262144}, [8192]),
         ("deepseek_v32", {}, [2048]),
         ("deepseek_v4", {}, [128, 2048]),
+        ("deepseek_v41", {}, [128, 512, 1024, 16384]),
     ],
 )
 def test_the_horizons_of_released_sizes(model_type: str, config: dict[str, Any], horizons: list[int]) -> None:

@@ -82,7 +82,10 @@ KNOWN_TO_PEFT = {
     **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), r".*(attn/(q|k|v|o|gate|sinks)|mlp|moe)(/.*)?"),
 }
 """The parts of models whose adapters peft reads, where it does not read those of others."""
-NO_PAIRS = ("dbrx", "jetmoe", "deepseek_v4", "glm5_next", "recurrent_gemma", "inkling_text", "inkling_mm_model")
+NO_PAIRS = (
+    *("dbrx", "jetmoe", "deepseek_v4", "deepseek_v41", "glm5_next", "recurrent_gemma"),
+    *("inkling_text", "inkling_mm_model"),
+)
 """Families of which Qwix changes what is no matrix of PEFT: experts, groups or blocks in one, or no linear layer."""
 
 

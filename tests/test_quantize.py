@@ -64,6 +64,7 @@ from tpuconv.verify.checksums import check_checkpoint
 
 WITH_EXPERTS = {
     "deepseek_v4",
+    "deepseek_v41",
     "longcat_flash",
     "phimoe",
     "qwen3_moe",

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from helpers.configs import config_json
-from helpers.released import KIMI_K3_MXFP4, KIMI_K3_VISION
+from helpers.released import DEEPSEEK_V41_ENCODING, KIMI_K3_MXFP4, KIMI_K3_VISION
+from tpuconv.convert.plan.source_from_config import source_from_config
 from tpuconv.encodings.modelopt import MODELOPT_NVFP4
 from tpuconv.encodings.schemes import groups, schemes
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
@@ -137,6 +138,97 @@ KIMI_K3 = {
     "text_config": KIMI_K3_TEXT,
     "tie_word_embeddings": False,
     "vision_config": KIMI_K3_VISION,
+}
+DEEPSEEK_V41_FLASH = {
+    "architectures": ["DeepseekV41ForCausalLM"],
+    "model_type": "deepseek_v41",
+    "bos_token_id": 0,
+    "dtype": "bfloat16",
+    "eos_token_id": 1,
+    "image_token_id": 129264,
+    "pad_token_id": 2,
+    "quantization_config": DEEPSEEK_V41_ENCODING,
+    "text_config": {
+        "model_type": "deepseek_v41_text",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "candidate_block_size": 8,
+        "candidate_source_layer_id": 20,
+        "candidate_topk_blocks": 2048,
+        "compress_ratios": [0] * 2 + [2] * 18 + [1] * 20 + [0] * 3,
+        "compress_rope_theta": 160000,
+        "dspark_block_size": 5,
+        "dspark_markov_rank": 256,
+        "dspark_n_routed_experts": 128,
+        "dspark_noise_token_id": 128799,
+        "dspark_num_experts_per_tok": 3,
+        "dspark_target_layer_ids": [37, 38, 39],
+        "engram_compressed_vocab_size": 99092,
+        "engram_head_dim": 256,
+        "engram_layer_ids": [1, 14],
+        "engram_max_ngram_size": 4,
+        "engram_n_heads": 8,
+        "engram_num_embeddings": [384006168, 384016682],
+        "engram_pad_token_id": 2,
+        "engram_vocab_size": 16000000,
+        "hc_eps": 1e-6,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "head_dim": 512,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "index_head_dim": 128,
+        "index_n_heads": 32,
+        "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36],
+        "index_topk": 512,
+        "initializer_range": 0.02,
+        "kv_source_layer_ids": [2, 8, 14, 20],
+        "max_position_embeddings": 1048576,
+        "moe_intermediate_size": 2304,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 1,
+        "num_nextn_predict_layers": 3,
+        "o_groups": 8,
+        "o_lora_rank": 1024,
+        "q_lora_rank": 1280,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-20,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 16,
+            "original_max_position_embeddings": 65536,
+            "rope_type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "sqrtsoftplus",
+        "sliding_window": 128,
+        "swiglu_limit": 10.0,
+        "tie_word_embeddings": False,
+        "topk_method": "noaux_tc",
+        "use_cache": True,
+        "vocab_size": 129280,
+    },
+    "transformers_version": "5.6.0",
+    "vision_config": {
+        "model_type": "deepseek_v41_vision",
+        "downsample_ratio": 3,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "max_image_tokens": 1024,
+        "max_wh_ratio": None,
+        "min_pixels": 295936,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+        "patch_size": 14,
+        "rope_theta": 10000,
+    },
 }
 K_EXAONE = {
     "architectures": ["ExaoneMoEForCausalLM"],
@@ -279,6 +371,7 @@ RELEASES = [
     pytest.param(LING_3_FLASH, 124, id="Ling-3.0-flash"),
     pytest.param(LING_2_6_FLASH, 104, id="Ling-2.6-flash"),
     pytest.param(KIMI_K3, 2780, id="Kimi-K3"),
+    pytest.param(DEEPSEEK_V41_FLASH, 748, id="DeepSeek-V4.1-Flash"),  # 197 of them in the tables of n-grams
     pytest.param(K_EXAONE, 236, id="K-EXAONE"),
     pytest.param(PHI_TINY_MOE, 3.76, id="Phi-tiny-MoE"),
     pytest.param(QWEN_3_5_WITHOUT_TOWER, 25.1, id="Qwen3.5-REAP"),
@@ -321,6 +414,20 @@ def test_kimi_k3_has_the_tensors_of_its_release() -> None:
     assert len(shapes) + len(packed) == 497_220
     stored = sum(prod(shape) // 32 * 17 if name in packed else prod(shape) for name, shape in shapes.items())
     assert stored == 1_503_647_073_024
+
+
+def test_deepseek_v41_has_the_tables_and_tensors_of_its_release() -> None:
+    """The hashes of n-grams fill its tables; of its 96,085 tensors 93,418 are the text model's, 40 of them for images.
+    11 small matrices have no scales there, and should by its description."""
+    family = find_family(DEEPSEEK_V41_FLASH)
+    config = family.check_config(DEEPSEEK_V41_FLASH).config
+    assert [sum(config.ngram_hash(i).sizes) for i in config.ngram_layers] == [384006168, 384016682]
+    assert (config.compress_rope.theta, config.rope.theta) == (160000, 10000)
+    stored = source_from_config("x", DEEPSEEK_V41_FLASH, family.table, config).tensors
+    plain = [name for name in stored if name.endswith(".scale") and ("compressor" in name or "indexer.wk." in name)]
+    assert (len(plain), len(stored) - len(plain)) == (11, 93_418 - 40)
+    assert stored["layers.14.engram.embed.scale"].shape == (384016682, 8)
+    assert stored["layers.14.engram.wkv.scale"].shape == (800, 192)
 
 
 def test_mosaics_objects_are_read() -> None:

@@ -108,6 +108,10 @@ EVEN = {
     "bailing_moe_v2_5": {**MLA, "head_dim": 32, "partial_rotary_factor": 1.0},
     "bailing_hybrid": {key: x for key, x in MLA.items() if key != "q_lora_rank"} | {"head_dim": 32},
     "deepseek_v4": {"head_dim": 32, "q_lora_rank": 64, "o_lora_rank": 32, "index_head_dim": 32},
+    "deepseek_v41": {
+        **{"head_dim": 32, "q_lora_rank": 64, "o_lora_rank": 32, "index_head_dim": 32, "intermediate_size": 64},
+        "engram_head_dim": 32,
+    },
     "longcat_flash": {
         **{key: x for key, x in MLA.items() if key != "moe_intermediate_size"},
         **{"num_key_value_heads": 4, "head_dim": 32, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 64},

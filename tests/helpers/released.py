@@ -117,3 +117,11 @@ KIMI_K3_MXFP4 = {
     "quantization_status": "compressed",
 }
 """The description of encoded weights, which stands in `text_config`."""
+DEEPSEEK_V41_ENCODING = {
+    "activation_scheme": "dynamic",
+    "expert_dtype": "fp4",
+    "quant_method": "fp8",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [32, 32],
+}
+"""The description of encoded weights, which stands beside `text_config`."""

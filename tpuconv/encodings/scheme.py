@@ -351,6 +351,10 @@ def mxfp8_scheme(title: str, scales: str) -> Scheme:
     return replace(fp8_scheme(title, scales, (1, MX_GROUP)), scale_dtype="U8")
 
 
+FP8_BY_32 = replace(fp8_scheme("FP8, groups of 32", ".scale", (1, MX_GROUP)), scale_dtype="F8_E8M0")
+"""The tables of n-grams of DeepSeek V4.1, whose vectors are read one by one."""
+
+
 def is_block(block: Any) -> bool:
     """Returns True if a value of a description is a block: [rows, columns], both positive."""
     return isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)

@@ -12,6 +12,7 @@ from tpuconv.encodings.modelopt import MODELOPT, MODELOPT_NVFP4, modelopt_groups
 from tpuconv.encodings.scheme import (
     BY_SCALES,
     FP4_BY_32,
+    FP8_BY_32,
     FP8_SCALES,
     MX_GROUP,
     MXFP4,
@@ -44,6 +45,9 @@ METHOD_SCHEMAS: Mapping[Any, Any] = {
 """For each method, the keys of a description that are read, and their types."""
 
 
+NGRAM_TABLES = SchemeGroup((FP8_BY_32,), lambda module: module.endswith(".engram.embed"))
+"""The tables of n-grams beside FP8 in blocks of 32x32 and experts in FP4."""
+
 E4M3_NAMES = ("e4m3", "float8_e4m3fn")
 """The names of the type of numbers in `fmt`; MiniMax writes the second."""
 
@@ -74,7 +78,10 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
     check(quantization, METHOD_SCHEMAS.get(method, dict), where, ConfigError)
     if method == "fp8":
         other, experts = _unless_named(quantization, _fp8(quantization)), _experts(quantization)
-        return (other,) if experts is None else (SchemeGroup((experts,), lambda module: ".experts." in module), other)
+        if experts is None:
+            return (other,)
+        tables = (NGRAM_TABLES,) if quantization.get("weight_block_size") == [MX_GROUP, MX_GROUP] else ()
+        return (SchemeGroup((experts,), lambda module: ".experts." in module), *tables, other)
     if method == "fbgemm_fp8":
         return (_unless_named(quantization, (fp8_scheme("fbgemm FP8", ".weight_scale", BY_SCALES, by_row=True),)),)
     if method in ("modelopt", "modelopt_fp4"):

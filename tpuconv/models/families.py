@@ -88,6 +88,7 @@ FAMILIES: Mapping[str, str] = {
     "glm_moe_dsa": "glm_moe_dsa.family",
     "mimo_v2_flash": "mimo_v2_flash.family",
     "deepseek_v4": "deepseek_v4.family",
+    "deepseek_v41": "deepseek_v41.family",
     "bailing_hybrid": "bailing_hybrid.family",
     "bailing_moe_v2_5": "bailing_moe_v2_5.family",
     "bailing_moe": "lineages.moe",

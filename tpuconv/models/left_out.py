@@ -19,7 +19,6 @@ _BEHIND_ENCODER = "decoders of models with an encoder"
 
 MODELS_LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(("zamba2", "zamba"), _SHARED),
-    "deepseek_v41": "compressed keys that layers share, and tables of n-grams of many gigabytes: not written yet",
     "cpmant": "tokens of a text see those behind them, so that its logits depend on how a text is cut into calls",
     "ernie4_5_vl_moe": "experts for images beside those for text in each layer, so the text model alone is not the "
     "released model",

@@ -14,12 +14,13 @@ def model_config(manifest: Manifest) -> DecoderConfig:
     """Returns the config of a checkpoint's model.
 
     Raises:
-        CorruptOutput: config.json does not match the manifest.
+        CorruptOutput: config.json or another file that the model needs does not match the manifest.
         ConfigError: config.json holds no JSON object, or see `Family.read_config`.
     """
     raw = read_checkpoint_config(manifest)
     family = get_family(manifest.family)
-    return family.read_config(raw, manifest.allow_config, manifest.arrays, manifest.returns, manifest.parts)
+    config = family.read_config(raw, manifest.allow_config, manifest.arrays, manifest.returns, manifest.parts)
+    return config.with_files(manifest.read_file)
 
 
 def stored_table(source: Checkpoint) -> MappingTable:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import qwix
 from flax import nnx
 
+from tpuconv.checkpoint.manifest import AS_RELEASED
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Einsum
-from tpuconv.models.kernels import grouped
+from tpuconv.models.kernels import grouped, lookup
 from tpuconv.private import apply_interceptors, flax_util, ptq, qarray
 from tpuconv.private import qwix_einsum as einsum
 from tpuconv.private import qwix_ragged_dot as ragged_dot
@@ -63,7 +64,9 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
         """Qwix's functions to intercept, with the grouped product."""
         intercepted: dict[str, Callable[..., Any]] = super().get_intercept_map()
-        return intercepted | {"tpuconv.models.kernels.grouped.grouped_matmul": self.grouped_matmul}
+        intercepted |= {"tpuconv.models.kernels.grouped.grouped_matmul": self.grouped_matmul}
+        as_released = {"tpuconv.models.kernels.lookup.take_rows": self.take_rows}
+        return intercepted | (as_released if self.config.name == AS_RELEASED else {})
 
     def grouped_matmul(self, lhs: Any, rhs: Any, group_sizes: jax.Array, *, groups: int) -> Any:
         """`lhs` [T, D], group by group, times `rhs` [E, D, M]: [T, M]. Scales are as for the einsum TD,EDM->TEM."""
@@ -91,6 +94,20 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
             )
             lhs = ptq.quantize_act(lhs, how, rule, f"{op_id}_lhs")
         return ragged_dot(lhs, rhs, group_sizes)
+
+    def take_rows(self, table: Any, ids: jax.Array) -> jax.Array:
+        """Rows [..., D] of a table [V, D] that is encoded as it was released. Rules do not quantize such tables."""
+        rule, _ = self._get_current_rule_and_op_id("take_rows")
+        if isinstance(table, ptq.WithAux):
+            table = table.array
+        elif rule is not None and rule.weight_qtype is not None and (name := flax_util.find_param(table)):
+            how = qarray.HowToQuantize(qtype=rule.weight_qtype, channelwise_axes=[0], calibration_method="absmax")
+            table = ptq.create_quantized_param(name, table, how).array
+        if not isinstance(table, qarray.QArray):
+            return lookup.take_rows(table, ids)
+        qvalues, scales = (lookup.take_rows(x, ids) for x in (table.qvalue, table.scale))
+        values = qvalues.astype(jnp.float32).reshape(*scales.shape, -1) * scales.astype(jnp.float32)[..., None]
+        return values.reshape(qvalues.shape)
 
 
 def _is_plain_qarray(x: Any) -> bool:

@@ -5,7 +5,12 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-MODELS: Mapping[str, str] = {"bailing_moe_v2_5": "ling", "bailing_moe_linear": "ring", "kimi_k3": "kimi"}
+MODELS: Mapping[str, str] = {
+    "bailing_moe_v2_5": "ling",
+    "bailing_moe_linear": "ring",
+    "kimi_k3": "kimi",
+    "deepseek_v41": "deepseek",
+}
 """The model types, which are the names of families too, and the module of each, which has its `Config` and its `Model`
 with logits."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tpuconv.encodings.groups import SchemeGroup, within
 from tpuconv.encodings.scheme import Scheme
-from tpuconv.encodings.schemes import groups
+from tpuconv.encodings.schemes import NGRAM_TABLES, groups
 from tpuconv.errors import ConfigError
 from tpuconv.notation.layout import Shape
 from tpuconv.notation.sizes import HasSizes
@@ -69,7 +69,8 @@ def _stored(raw: Mapping[str, Any], table: MappingTable, config: HasSizes) -> It
         method="match",
     )
     for binding in bindings:
-        own, stacked = known if _is_multiplied(binding) else (), _has_stacked_experts(binding)
+        looked_up = [group for group in known if group is NGRAM_TABLES]
+        own, stacked = known if _is_multiplied(binding) else looked_up, _has_stacked_experts(binding)
         for name, shape in binding.src_shapes().items():
             scheme = _scheme(own, name, shape, stacked)
             plain = {name: (BUFFER_DTYPE if binding.row.buffer else WEIGHT_DTYPE, shape)}

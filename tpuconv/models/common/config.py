@@ -1,11 +1,10 @@
 """Strict reading of config.json. A key is a field of the family's Config, or has no effect on logits, or is not read by
 the reference (transformers) and is reported as ignored. Every other key is an error.
 
-If unknown keys were skipped, one of them might change the mathematics: the conversion would succeed, and the model
-would be wrong.
+If unknown keys were skipped, a conversion might succeed and its model be wrong.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self, get_args
 
@@ -178,6 +177,10 @@ class DecoderConfig:
         not say."""
         return raw
 
+    def with_files(self, read: Callable[[str], bytes]) -> Self:
+        """Returns this config with what other files of a checkpoint say, of which `read` returns the contents."""
+        return self
+
     @classmethod
     def _unread(cls, read: Mapping[str, Any]) -> dict[str, Any]:
         """`ignored_keys` of a config.json `in_our_keys`."""
@@ -311,8 +314,7 @@ class DecoderConfig:
 
     @property
     def layer_kinds(self) -> tuple[Any, ...]:
-        """A kind for each layer: layers of one kind have the same parameters and computation, besides windows and
-        rotary positions."""
+        """A kind for each layer: layers of one kind differ in windows and rotary positions alone."""
         sets = sets_of_layers(self).values()
         return tuple(tuple(layer in layers for layers in sets) for layer in range(self.num_hidden_layers))
 
@@ -373,8 +375,7 @@ class DecoderConfig:
     @property
     def horizons(self) -> frozenset[int]:
         """The numbers of tokens up to which a text does not show a part of the computation, such as a sliding window.
-        Families with chunks, with tokens that an indexer selects, or with other factors at later positions add
-        theirs."""
+        Families with chunks, with selected tokens or with other factors at later positions add theirs."""
         windows = {window for window in self.windows if window is not None}
         ropes = {rope for rope in self.ropes if rope is not None and rope.depends_on_length}
         return frozenset(windows | {rope.original_max_position_embeddings for rope in ropes})
@@ -427,10 +428,9 @@ def report_ignored(
     ignored = [IgnoredKey(key, given[key], "allowed by `allow_config=`") for key in allow]
     reason = f"not read by transformers for {config.model_type}"
     for key, value in type(config).ignored_keys(without_older_rope_keys(without_keys(raw, allow))).items():
-        has_meaning = bool(value) and not isinstance(value, str)
         shown = any(part in name for part in SHOWN_BY.get(key, ()) for name in tensors)
         warning = ""
-        if has_meaning and not shown:
+        if value and not isinstance(value, str) and not shown:
             near = near_key(key, known, SUPPORTED_VALUES) if len(ignored) < MOST_HINTS else ""
             warning = f"this may change the model, and no tensor shows that it does{near}"
         ignored.append(IgnoredKey(key, value, reason, warning))

@@ -41,8 +41,14 @@ class Streams(nnx.Module):
         self.mix_scale = nnx.Param(jnp.ones(1, jnp.float32))
 
     def __call__(self, x_BTrD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the input [B, T, D] of the part, the weights [B, T, r] of its output in each stream, and the mixing
-        matrices [B, T, r, w], whose rows and columns sum to 1 (Sinkhorn-Knopp; arXiv:2512.24880, section 4.2)."""
+        """Returns the input [B, T, D] of the part, and the other results of `weights`."""
+        pre_BTr, post_BTr, mix_BTrw = self.weights(x_BTrD)
+        return read_streams(x_BTrD, pre_BTr), post_BTr, mix_BTrw
+
+    def weights(self, x_BTrD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the weights [B, T, r] of the streams in the input of a part, the weights [B, T, r] of its output in
+        each stream, and the mixing matrices [B, T, r, w], whose rows and columns sum to 1 (Sinkhorn-Knopp;
+        arXiv:2512.24880, section 4.2)."""
         config, r, eps = self.config, self.config.hc_mult, self.config.hc_eps
         base = self.base[...].astype(jnp.float32)
         weights_BTk = exact_product("BTrD,rDk->BTk", normalize(x_BTrD, 2, config.rms_norm_eps), self.kernel[...])
@@ -58,7 +64,7 @@ class Streams(nnx.Module):
             return balanced_BTrw
 
         mix_BTrw = jax.lax.fori_loop(0, config.hc_sinkhorn_iters - 1, balanced, mix_BTrw)
-        return read_streams(x_BTrD, pre_BTr), post_BTr, mix_BTrw
+        return pre_BTr, post_BTr, mix_BTrw
 
     def written(self, x_BTrD: jax.Array, y_BTD: jax.Array, post_BTr: jax.Array, mix_BTrw: jax.Array) -> jax.Array:
         """Returns the streams [B, T, r, D], mixed, with the output of the part."""

@@ -128,7 +128,8 @@ class WrapperConfig:
         if not isinstance(text, Mapping):
             raise ConfigError(f"config.json: text_config={short(text)} is not an object")
         if cls._is_flat(raw):
-            text = {key: value for key, value in raw.items() if not _has_no_effect(key)}
+            known: list[str] = cls._known()  # type: ignore[attr-defined]
+            text = {key: value for key, value in raw.items() if key in known or not _has_no_effect(key)}
         tied = cls._is_tied(raw)
         encoding = {} if (found := encoding_of(raw)) is None else {ENCODING_KEYS[0]: found}
         return {**text, **encoding, "tie_word_embeddings": cls.tied if tied is None else tied}

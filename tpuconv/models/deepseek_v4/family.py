@@ -1,6 +1,7 @@
 """DeepSeek V4: config and mapping table."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
@@ -36,28 +37,21 @@ HASHED, SCORED = "hash_moe", "moe"
 OLDER_KEYS = ("compress_ratios", "num_hash_layers", "compress_rates", "partial_rotary_factor", "intermediate_size")
 
 
-@family_config
-class Config(OneWindow, DecoderConfig):
-    """The keys of config.json. `intermediate_size` is the width of an expert; the releases have `compress_ratios` in
-    place of `layer_types`, and `num_hash_layers` in place of `mlp_layer_types`."""
+@dataclass(frozen=True, kw_only=True)
+class StreamsConfig(OneWindow, DecoderConfig):
+    """The keys that DeepSeek V4 and V4.1 share: residual streams, one key for all heads, experts in all layers."""
 
-    model_type: ClassVar[str] = "deepseek_v4"
-    only: ClassVar = {
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "scoring_func": ("sqrtsoftplus",),
         "topk_method": ("noaux_tc",),
         "norm_topk_prob": (True,),
         "attention_bias": (False,),
-        "mlp_bias": (False,),
         "n_shared_experts": (1,),
         "num_key_value_heads": (1,),
-        "expert_dtype": ("fp4", "fp8", "bf16", "bfloat16"),  # read by tpuconv.encodings
     }
-    least: ClassVar = {"num_nextn_predict_layers": 0}
-    derived: ClassVar = DecoderConfig.derived | {"compress_rope"}
+    derived: ClassVar[frozenset[str]] = DecoderConfig.derived | {"compress_rope"}
     hf_names: ClassVar[Mapping[str, str]] = {"intermediate_size": "moe_intermediate_size"}
-    left_out: ClassVar[frozenset[str]] = frozenset(OLDER_KEYS)
 
-    num_nextn_predict_layers: int
     head_dim: int
     qk_rope_head_dim: int | None = None
     q_lora_rank: int
@@ -66,11 +60,7 @@ class Config(OneWindow, DecoderConfig):
     routed_scaling_factor: float
     swiglu_limit: float
     compress_rope: Rope = PLAIN_ROPE
-    compress_rope_theta: float
-    compress_rate_csa: int = 4
-    compress_rate_hca: int = 128
-    layer_types: tuple[str, ...] | None
-    mlp_layer_types: tuple[str, ...] | None
+    compress_rope_theta: float = 160000.0
     sliding_window: int
     hc_mult: int
     hc_sinkhorn_iters: int
@@ -98,6 +88,65 @@ class Config(OneWindow, DecoderConfig):
         }
         return {field: Rope.from_hf(given, cls.model_type, context) for field, given in ropes.items()}
 
+    def contradictions(self) -> Iterator[str]:
+        heads, groups = self.num_attention_heads, self.o_groups
+        if heads % groups:
+            yield f"num_attention_heads={heads} is not a multiple of o_groups={groups}"
+        if self.rope_dim % 2 or not 0 < self.rope_dim <= min(self.head_dim, self.index_head_dim):
+            yield f"qk_rope_head_dim={self.rope_dim} is not an even part of head_dim and index_head_dim"
+        if self.num_experts_per_tok > self.n_routed_experts:
+            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than n_routed_experts"
+        if self.rms_norm_eps < 0:
+            yield f"rms_norm_eps={self.rms_norm_eps} is negative"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {
+            **super().sizes,
+            "C": self.head_dim,  # a key is its value too: a latent vector that all heads share
+            "output_groups": self.o_groups,
+            "group_heads": self.num_attention_heads // self.o_groups,
+            "Q": self.q_lora_rank,
+            "group_dim": self.o_lora_rank,
+            "E": self.n_routed_experts,
+            "M": self.intermediate_size,
+            "W": self.intermediate_size,
+            "X": self.num_experts_per_tok,
+            "index_heads": self.index_n_heads,
+            "index_dim": self.index_head_dim,
+            "streams": self.hc_mult,
+            "stream_weights": (2 + self.hc_mult) * self.hc_mult,
+        }
+
+    @property
+    def rope_dim(self) -> int:
+        return self.head_dim // 8 if self.qk_rope_head_dim is None else self.qk_rope_head_dim
+
+    @property
+    def unrounded_cache(self) -> str:
+        return "rounded entries would be rounded again when they are compressed"
+
+
+@family_config
+class Config(StreamsConfig):
+    """The keys of config.json. `intermediate_size` is the width of an expert; the releases have `compress_ratios` in
+    place of `layer_types`, and `num_hash_layers` in place of `mlp_layer_types`."""
+
+    model_type: ClassVar[str] = "deepseek_v4"
+    only: ClassVar = {
+        **StreamsConfig.only,
+        "mlp_bias": (False,),
+        "expert_dtype": ("fp4", "fp8", "bf16", "bfloat16"),  # read by tpuconv.encodings
+    }
+    least: ClassVar = {"num_nextn_predict_layers": 0}
+    left_out: ClassVar[frozenset[str]] = frozenset(OLDER_KEYS)
+
+    num_nextn_predict_layers: int
+    compress_rate_csa: int = 4
+    compress_rate_hca: int = 128
+    layer_types: tuple[str, ...] | None
+    mlp_layer_types: tuple[str, ...] | None
+
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         out = super().in_our_keys(raw)
@@ -117,17 +166,9 @@ class Config(OneWindow, DecoderConfig):
         return out
 
     def contradictions(self) -> Iterator[str]:
-        heads, groups = self.num_attention_heads, self.o_groups
-        if heads % groups:
-            yield f"num_attention_heads={heads} is not a multiple of o_groups={groups}"
+        yield from super().contradictions()
         yield from faults_of_kinds("layer_types", self.kinds, self.num_hidden_layers, RATIOS.values())
         yield from faults_of_kinds("mlp_layer_types", self.mlp_kinds, self.num_hidden_layers, (HASHED, SCORED))
-        if self.rope_dim % 2 or not 0 < self.rope_dim <= min(self.head_dim, self.index_head_dim):
-            yield f"qk_rope_head_dim={self.rope_dim} is not an even part of head_dim and index_head_dim"
-        if self.num_experts_per_tok > self.n_routed_experts:
-            yield f"num_experts_per_tok={self.num_experts_per_tok} is more than n_routed_experts"
-        if self.rms_norm_eps < 0:
-            yield f"rms_norm_eps={self.rms_norm_eps} is negative"
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -153,23 +194,10 @@ class Config(OneWindow, DecoderConfig):
     def sizes(self) -> dict[str, int]:
         return {
             **super().sizes,
-            "C": self.head_dim,  # a key is its value too: a latent vector that all heads share
-            "output_groups": self.o_groups,
-            "group_heads": self.num_attention_heads // self.o_groups,
-            "Q": self.q_lora_rank,
-            "group_dim": self.o_lora_rank,
-            "E": self.n_routed_experts,
-            "M": self.intermediate_size,
-            "W": self.intermediate_size,
-            "X": self.num_experts_per_tok,
             "A": self.hidden_size,
-            "index_heads": self.index_n_heads,
-            "index_dim": self.index_head_dim,
             "sparse_tokens": self.compress_rate_csa,
             "heavy_tokens": self.compress_rate_hca,
-            "streams": self.hc_mult,
             "streams_out": self.hc_mult,
-            "stream_weights": (2 + self.hc_mult) * self.hc_mult,
         }
 
     @property
@@ -185,10 +213,6 @@ class Config(OneWindow, DecoderConfig):
         }
 
     @property
-    def rope_dim(self) -> int:
-        return self.head_dim // 8 if self.qk_rope_head_dim is None else self.qk_rope_head_dim
-
-    @property
     def ropes(self) -> tuple[Rope | None, ...]:
         return tuple(self.rope if kind == SLIDING else self.compress_rope for kind in self.kinds)
 
@@ -200,10 +224,6 @@ class Config(OneWindow, DecoderConfig):
     @property
     def unscannable(self) -> str:
         return "its layers compress keys and choose experts in different ways"
-
-    @property
-    def unrounded_cache(self) -> str:
-        return "rounded entries would be rounded again when they are compressed"
 
     @property
     def inseparable(self) -> str:

@@ -21,7 +21,7 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.selection import among_best, indexer_scores
 from tpuconv.models.common.steps import Step
 from tpuconv.models.common.streams import JoinedNorm, Streams, by_stream, to_streams
-from tpuconv.models.deepseek_v4.family import HASHED, HEAVY, SLIDING, SPARSE_SERIES, Config
+from tpuconv.models.deepseek_v4.family import HASHED, HEAVY, SLIDING, SPARSE_SERIES, Config, StreamsConfig
 from tpuconv.notation.letters import with_letters
 
 LEGEND = {"n": "index_heads", "x": "index_dim", "g": "output_groups", "G": "group_heads", "c": "group_dim"}
@@ -60,7 +60,7 @@ class WindowKeys:
     kv_BPH: jax.Array
 
     @classmethod
-    def empty(cls, config: Config, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
+    def empty(cls, config: StreamsConfig, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
         """Returns zeros; `shape` is [B, S]."""
         return cls(jnp.zeros((*shape[:-1], config.sliding_window - 1, config.sizes["H"]), dtype))
 
@@ -182,14 +182,14 @@ class EntryIndexer(nnx.Module):
         return among_best(indexer_scores(q_BTnx, weights_BTn, entries_BSx), self.count, visible_BTS)
 
 
-class Attention(nnx.Module):
-    """Attention of N heads to one key for each token of the window, and to the compressed entries of all tokens before,
-    x [B, T, D] to [B, T, D]. Keys are values too; so their rotary positions are taken off the output again. Each head
-    has a score without a value, and each group of heads a projection of its own."""
+class WindowAttention(nnx.Module):
+    """Attention of N heads to one key for each token of the window, and to further entries. Keys are values too; so
+    their rotary positions are taken off the output again. Each head has a score without a value, and each group of
+    heads a projection of its own. `rope` are the rotary positions of the layer."""
 
-    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        sizes, eps, kind = with_letters(config.sizes, LEGEND), config.rms_norm_eps, config.kind_of(layer)
-        self.config, self.kind, self.dtype = config, kind, dtype
+    def __init__(self, config: Any, rope: Rope, *, dtype: DTypeLike, keys: Keys):
+        sizes, eps = with_letters(config.sizes, LEGEND), config.rms_norm_eps
+        self.config, self.rope, self.dtype = config, rope, dtype
         self.q_a = Einsum("BTD,DQ->BTQ", sizes, dtype=dtype, keys=keys)
         self.q_a_norm = ScaledRMSNorm("Q", sizes, eps, dtype=dtype)
         self.q = Einsum("BTQ,QNH->BTNH", sizes, dtype=dtype, keys=keys)
@@ -198,12 +198,53 @@ class Attention(nnx.Module):
         self.o_a = Einsum("BTgGH,gGHc->BTgc", sizes, dtype=dtype, keys=keys)
         self.o_b = Einsum("BTgc,gcD->BTD", sizes, dtype=dtype, keys=keys)
         self.sinks = nnx.Param(jnp.zeros(sizes["N"], jnp.float32))
-        self.rope: Rope = config.rope if kind == SLIDING else config.compress_rope
-        self.rate = 0
-        if kind == HEAVY:
+
+    def cos_sin(self, pos_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns cosine and sine of the rotary angles at these positions."""
+        return rope_cos_sin(self.rope, self.config.rope_dim, pos_BT)
+
+    def window_keys(
+        self, x_BTD: jax.Array, tokens: Tokens, window: jax.Array | int, before: WindowKeys
+    ) -> tuple[jax.Array, jax.Array, WindowKeys]:
+        """Returns the keys [B, S, H] of the window and of these tokens, the mask [B, T, S] of those that each token
+        sees, and the cache with these tokens."""
+        new_BTH = turned(self.kv_norm(self.kv(x_BTD))[:, :, None], self.cos_sin(tokens.pos_BT))[:, :, 0]
+        count = before.kv_BPH.shape[1]
+        kv_BSH = jnp.concatenate([before.kv_BPH.astype(x_BTD.dtype), new_BTH], axis=1)
+        pos_BS = tokens.seen_B[:, None] - count + jnp.arange(kv_BSH.shape[1])
+        distance_BTS = tokens.pos_BT[:, :, None] - pos_BS[:, None]
+        visible_BTS = (pos_BS[:, None] >= 0) & (distance_BTS >= 0) & (distance_BTS < window)
+        return kv_BSH, visible_BTS, WindowKeys(tokens.last(kv_BSH, count))
+
+    def attend(self, q_BTNH: jax.Array, kv_BSH: jax.Array, visible_BTS: jax.Array, cos_sin: Any) -> jax.Array:
+        """Returns the output [B, T, D] of attention to the visible keys."""
+        y_BTNH = turned(self._weighted(q_BTNH, kv_BSH, visible_BTS), (cos_sin[0], -cos_sin[1]))
+        sizes = self.config.sizes
+        y_BTgGH = y_BTNH.reshape(*y_BTNH.shape[:2], sizes["output_groups"], sizes["group_heads"], sizes["H"])
+        return self.o_b(self.o_a(y_BTgGH))
+
+    def _weighted(self, q_BTNH: jax.Array, kv_BSH: jax.Array, visible_BTS: jax.Array) -> jax.Array:
+        scores_BNTS = jnp.einsum("BTNH,BSH->BNTS", q_BTNH, kv_BSH, preferred_element_type=jnp.float32)
+        scores_BNTS = jnp.where(visible_BTS[:, None], scores_BNTS * q_BTNH.shape[-1] ** -0.5, MASKED_SCORE)
+        sinks_N11 = self.sinks[...].astype(jnp.float32)[:, None, None]
+        sinks_BNT1 = jnp.broadcast_to(sinks_N11, (*scores_BNTS.shape[:-1], 1))
+        weights_BNTS = nnx.softmax(jnp.concatenate([scores_BNTS, sinks_BNT1], axis=-1))[..., :-1]
+        return jnp.einsum("BNTS,BSH->BTNH", weights_BNTS.astype(kv_BSH.dtype), kv_BSH)
+
+
+class Attention(WindowAttention):
+    """Attention to the window and to the compressed entries of all tokens before, x [B, T, D] to [B, T, D]. Queries are
+    normalized."""
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        self.kind = config.kind_of(layer)
+        rope = config.rope if self.kind == SLIDING else config.compress_rope
+        super().__init__(config, rope, dtype=dtype, keys=keys)
+        sizes, self.rate = config.sizes, 0
+        if self.kind == HEAVY:
             self.rate = sizes["heavy_tokens"]
             self.compressor = Compressor(config, "H", "heavy_tokens", 1, dtype=dtype, keys=keys)
-        elif kind != SLIDING:
+        elif self.kind != SLIDING:
             self.rate = sizes["sparse_tokens"]
             self.compressor = Compressor(config, "H", "sparse_tokens", 2, dtype=dtype, keys=keys)
             self.indexer = EntryIndexer(config, dtype=dtype, keys=keys)
@@ -215,19 +256,13 @@ class Attention(nnx.Module):
             state = empty_cache(self.config, self.kind, x_BTD.shape[:2], x_BTD.dtype)
         packed = PackedTokens.of(x_BTD, step)
         x_BTD, tokens = packed.x_BTD, Tokens.of(packed, step)
-        cos_sin = rope_cos_sin(self.rope, self.config.rope_dim, tokens.pos_BT)
+        cos_sin = self.cos_sin(tokens.pos_BT)
         x_BTQ = self.q_a_norm(self.q_a(x_BTD))
         q_BTNH = self.q(x_BTQ)
         length = jax.lax.rsqrt(jnp.square(q_BTNH.astype(jnp.float32)).mean(-1, keepdims=True) + self.q_a_norm.eps)
         q_BTNH = placed(turned(q_BTNH * length.astype(q_BTNH.dtype), cos_sin), "B T N H")
-        new_BTH = turned(self.kv_norm(self.kv(x_BTD))[:, :, None], cos_sin)[:, :, 0]
-
-        count = state[0].kv_BPH.shape[1]
-        kv_BSH = jnp.concatenate([state[0].kv_BPH.astype(x_BTD.dtype), new_BTH], axis=1)
-        pos_BS = tokens.seen_B[:, None] - count + jnp.arange(kv_BSH.shape[1])
-        distance_BTS = tokens.pos_BT[:, :, None] - pos_BS[:, None]
-        visible_BTS = (pos_BS[:, None] >= 0) & (distance_BTS >= 0) & (distance_BTS < window)
-        caches: list[Any] = [WindowKeys(tokens.last(kv_BSH, count))]
+        kv_BSH, visible_BTS, new = self.window_keys(x_BTD, tokens, window, state[0])
+        caches: list[Any] = [new]
         if self.rate:
             caches += [self.compressor(x_BTD, tokens, state[1])]
             entries_BSH = caches[1].entries_BSH
@@ -238,43 +273,30 @@ class Attention(nnx.Module):
                 seen_BTS = self.indexer(x_BTD, x_BTQ, cos_sin, caches[2].entries_BSH, seen_BTS)
             kv_BSH = jnp.concatenate([kv_BSH, entries_BSH.astype(kv_BSH.dtype)], axis=1)
             visible_BTS = jnp.concatenate([visible_BTS, seen_BTS], axis=2)
-        y_BTNH = turned(self._attend(q_BTNH, kv_BSH, visible_BTS), (cos_sin[0], -cos_sin[1]))
-        sizes = self.config.sizes
-        y_BTgGH = y_BTNH.reshape(*y_BTNH.shape[:2], sizes["output_groups"], sizes["group_heads"], sizes["H"])
-        return packed.unpacked(self.o_b(self.o_a(y_BTgGH))), tuple(caches)
-
-    def _attend(self, q_BTNH: jax.Array, kv_BSH: jax.Array, visible_BTS: jax.Array) -> jax.Array:
-        scores_BNTS = jnp.einsum("BTNH,BSH->BNTS", q_BTNH, kv_BSH, preferred_element_type=jnp.float32)
-        scores_BNTS = jnp.where(visible_BTS[:, None], scores_BNTS * q_BTNH.shape[-1] ** -0.5, MASKED_SCORE)
-        sinks_N11 = self.sinks[...].astype(jnp.float32)[:, None, None]
-        sinks_BNT1 = jnp.broadcast_to(sinks_N11, (*scores_BNTS.shape[:-1], 1))
-        weights_BNTS = nnx.softmax(jnp.concatenate([scores_BNTS, sinks_BNT1], axis=-1))[..., :-1]
-        return jnp.einsum("BNTS,BSH->BTNH", weights_BNTS.astype(kv_BSH.dtype), kv_BSH)
+        return packed.unpacked(self.attend(q_BTNH, kv_BSH, visible_BTS, cos_sin)), tuple(caches)
 
 
-class MoE(GatedExperts):
+class ScoredExperts(GatedExperts):
     """X experts of each token and one that all use, x [B, T, D] to [B, T, D]. Their weights are sqrt(softplus(score)),
-    normalized. Which they are says the token's id, or the highest weights with a correction."""
+    normalized; the experts with the highest weights, after a correction, are chosen."""
 
-    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+    def __init__(self, config: StreamsConfig, *, dtype: DTypeLike, keys: Keys):
         sizes = config.sizes
         super().__init__(sizes, nnx.silu, dtype=dtype, keys=keys)
         self.config = config
         self.router = Einsum("BTD,DE->BTE", sizes, dtype=dtype, keys=keys)
         self.shared = ClampedMLP(config, "W", dtype=dtype, keys=keys)
-        if layer < config.num_hidden_layers and config.mlp_kinds[layer] == HASHED:
-            self.experts_of_token = nnx.Param(jnp.zeros((sizes["V"], sizes["X"]), jnp.int32))
-        else:
-            self.correction = nnx.Param(jnp.zeros(sizes["E"], jnp.float32))
+        self.correction = nnx.Param(jnp.zeros(sizes["E"], jnp.float32))
+
+    def chosen(self, scores_BTE: jax.Array, ids_BT: jax.Array) -> jax.Array:
+        """Returns the experts [B, T, X] of tokens with these ids."""
+        wanted_BTE = scores_BTE + self.correction[...].astype(jnp.float32)
+        return jax.lax.top_k(wanted_BTE, self.config.num_experts_per_tok)[1]
 
     def weighted(self, x_BTD: jax.Array, ids_BT: jax.Array) -> jax.Array:
         """Returns the output [B, T, D] for tokens with these ids."""
         scores_BTE = jnp.sqrt(nnx.softplus(placed(self.router(x_BTD), "B T E").astype(jnp.float32)))
-        if hasattr(self, "correction"):
-            wanted_BTE = scores_BTE + self.correction[...].astype(jnp.float32)
-            ids_BTX = jax.lax.top_k(wanted_BTE, self.config.num_experts_per_tok)[1]
-        else:
-            ids_BTX = self.experts_of_token[...].astype(jnp.int32)[ids_BT]
+        ids_BTX = self.chosen(scores_BTE, ids_BT)
         weights_BTX = jnp.take_along_axis(scores_BTE, ids_BTX, axis=-1)
         weights_BTX /= weights_BTX.sum(axis=-1, keepdims=True) + 1e-20
         limit = self.config.swiglu_limit
@@ -285,6 +307,21 @@ class MoE(GatedExperts):
         matrices = (self.gate, self.up, self.down)
         y_BTD = routed(feed, matrices, x_BTD, ids_BTX, weights_BTX * self.config.routed_scaling_factor)
         return y_BTD + self.shared(x_BTD)
+
+
+class MoE(ScoredExperts):
+    """The same. In the first layers the token's id says which experts they are."""
+
+    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, dtype=dtype, keys=keys)
+        if layer < config.num_hidden_layers and config.mlp_kinds[layer] == HASHED:
+            del self.correction
+            self.experts_of_token = nnx.Param(jnp.zeros((config.sizes["V"], config.sizes["X"]), jnp.int32))
+
+    def chosen(self, scores_BTE: jax.Array, ids_BT: jax.Array) -> jax.Array:
+        if hasattr(self, "correction"):
+            return super().chosen(scores_BTE, ids_BT)
+        return self.experts_of_token[...].astype(jnp.int32)[ids_BT]
 
 
 class Block(nnx.Module):
@@ -335,7 +372,19 @@ class MTPModule(mtp.MTPModule):
     layer_type = MTPLayer
 
 
-class Model(Decoder):
+class WindowDecoder(Decoder):
+    """A decoder whose layers keep the window alone, and what a compressor makes of other tokens."""
+
+    def without(self, ids_BT: jax.Array, kept_BT: jax.Array, before: Cache, after: Cache) -> Cache:
+        """As `Decoder.without`. The window and what a compressor keeps cannot forget a token: if one is not kept, the
+        call is repeated."""
+        layers = jax.lax.cond(
+            kept_BT.all(), lambda: after.layers, lambda: self.run_layers(ids_BT, kept_BT, before)[1].layers
+        )
+        return replace(super().without(ids_BT, kept_BT, before, after), layers=layers)
+
+
+class Model(WindowDecoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block: ClassVar[Any] = Block
@@ -358,14 +407,6 @@ class Model(Decoder):
 
     def mtp_inputs(self, next_BT: jax.Array, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         return self.embed(next_BT), x_BTD
-
-    def without(self, ids_BT: jax.Array, kept_BT: jax.Array, before: Cache, after: Cache) -> Cache:
-        """As `Decoder.without`. The window and what a compressor keeps cannot forget a token: if one is not kept, the
-        call is repeated."""
-        layers = jax.lax.cond(
-            kept_BT.all(), lambda: after.layers, lambda: self.run_layers(ids_BT, kept_BT, before)[1].layers
-        )
-        return replace(super().without(ids_BT, kept_BT, before, after), layers=layers)
 
     def cached(self, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Returns the empty cache of a layer; `shape` is [B, S]."""

@@ -156,7 +156,7 @@ class Config(qwen3_5_moe_text.Config):
     def ngram_hash(self, layer: int) -> NGramHash:
         """Returns how the n-grams of a layer are numbered, as transformers' `Qwen4ExpTextNGramEmbedding` does."""
         place, heads = self.ngram_layers.index(layer), (self.ngram_size - 1) * self.heads_per_ngram
-        sizes = _primes(self.ngram_vocab_size_base, (place + 1) * heads)[place * heads :]
+        sizes = primes(self.ngram_vocab_size_base, (place + 1) * heads)[place * heads :]
         starts = (0, *accumulate(sizes))
         padding = -starts[-1] % self.make_ngram_vocab_size_divisible_by
         half = max(1, LARGEST_INT64 // self.vocab_size // 2)
@@ -215,7 +215,7 @@ def _split_mix(value: int) -> int:
 
 
 @cache
-def _primes(least: int, many: int) -> tuple[int, ...]:
+def primes(least: int, many: int) -> tuple[int, ...]:
     """Returns the first `many` prime numbers that are not smaller than `least`."""
     numbers = (n for n in count(max(least, 2)) if n == 2 or (n % 2 and all(n % d for d in range(3, isqrt(n) + 1, 2))))
     return tuple(islice(numbers, many))

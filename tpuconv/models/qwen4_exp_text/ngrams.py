@@ -44,7 +44,7 @@ def remainders(x: TwoWords, divisors: tuple[int, ...]) -> jax.Array:
     return rest
 
 
-def ngram_numbers(ids_BS: jax.Array, numbering: NGramHash, end: int) -> jax.Array:
+def ngram_numbers(ids_BS: jax.Array, numbering: NGramHash, end: int, fill: int | None = None) -> jax.Array:
     """Returns the numbers [B, T, n] of the n-grams that end with each token, shorter ones first: the remainders of the
     exclusive or of the products of its tokens and the multipliers.
 
@@ -52,6 +52,7 @@ def ngram_numbers(ids_BS: jax.Array, numbering: NGramHash, end: int) -> jax.Arra
         ids_BS: the tokens, after as many earlier ones as the longest n-gram has besides.
         numbering: the multipliers and hashes.
         end: the token that n-grams do not reach over; it stands for all before it.
+        fill: the token whose multiples are taken of `end`; by default `end` itself.
     """
     before = len(numbering.multipliers) - 1
     hashes = len(numbering.sizes) // before
@@ -59,7 +60,8 @@ def ngram_numbers(ids_BS: jax.Array, numbering: NGramHash, end: int) -> jax.Arra
     mixed, within, numbers = None, jnp.array(True), []
     for back, multiplier in enumerate(numbering.multipliers):
         ids_BT = jnp.where(within, ids_BS[:, before - back : before - back + tokens], end)
-        high, low = wide_product(ids_BT.astype(jnp.uint32), multiplier)
+        known_BT = ids_BT if fill is None else jnp.where(ids_BT == end, fill, ids_BT)
+        high, low = wide_product(known_BT.astype(jnp.uint32), multiplier)
         if mixed is None:
             mixed = high, low
             continue
