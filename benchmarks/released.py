@@ -53,6 +53,7 @@ CONFIGS = {
     "gptq-mse": f"{MSE_RULE}\ncalibration: {{method: gptq}}",
     "gptq-propagate": f"{MSE_RULE}\ncalibration: {{method: gptq, propagate: 0.5}}",
     "gptq-propagate-all": f"{MSE_RULE}\ncalibration: {{method: gptq, propagate: 1}}",
+    "int3-propagate": f"{MSE_RULE.replace('int4', 'int3')}\ncalibration: {{method: gptq, propagate: 0.5}}",
 }
 TARGETS = {"bits-8": "8", "bits-7": "7"}
 SAMPLES = ("--calibration", "calibration.txt", "--samples", "64", "--length", "512")
@@ -67,6 +68,7 @@ RUNS = {
     "int4, GPTQ, `tile_axes: all`, scales by `mse`": "gptq-mse",
     "the same, `propagate: 0.5`": "gptq-propagate",
     "the same, `propagate: 1`": "gptq-propagate-all",
+    "int3, `propagate: 0.5`": "int3-propagate",
     "`--target-bits 8`": "bits-8",
     "`--target-bits 7`": "bits-7",
 }
