@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from convert import Run, measure
 from peers import VERSIONS
-from released import TEXT, make_source, tpuconv, write_texts
+from released import TEXT, prepare, tpuconv
 
 from tpuconv.quantize.calibrate.data import from_text
 
@@ -64,12 +64,7 @@ def main() -> None:
     print(subprocess.run([args.python, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout)
     with tempfile.TemporaryDirectory() as name:
         folder = args.folder or Path(name)
-        folder.mkdir(exist_ok=True)
-        if not (folder / "source").exists():
-            make_source(folder)
-        write_texts(folder)
-        if not (folder / "plain").exists():
-            tpuconv(folder, "convert", "source", "plain")
+        prepare(folder)
         ids = from_text(folder / "source", folder / "calibration.txt", SAMPLES, LENGTH).ids()
         np.save(folder / "ids.npy", ids)
         print("| what | wall s | cpu s | private MB | mean KL | top-1 | perplexity |")

@@ -144,6 +144,16 @@ def tpuconv(folder: Path, *args: str) -> dict:
     return json.loads(done.stdout)
 
 
+def prepare(folder: Path) -> None:
+    """Makes in a folder the model, its checkpoint `plain` and the texts, but for what is there."""
+    folder.mkdir(exist_ok=True)
+    if not (folder / "source").exists():
+        make_source(folder)
+    write_texts(folder)
+    if not (folder / "plain").exists():
+        tpuconv(folder, "convert", "source", "plain")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", nargs="?", type=Path)
@@ -151,11 +161,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = options.folder or Path(name)
-        folder.mkdir(exist_ok=True)
-        if not (folder / "source").exists():
-            make_source(folder)
-        write_texts(folder)
-        tpuconv(folder, "convert", "source", "plain")
+        prepare(folder)
         print("| quantization | bits a weight | mean KL | top-1 | perplexity |")
         print("|---|---|---|---|---|")
         for number, row in enumerate(options.only):

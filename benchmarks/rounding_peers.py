@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from calibrated_peers import LENGTH, SAMPLES, print_row, run_once
 from convert import Run
-from released import CONFIGS, make_source, read_gguf, tpuconv, write_texts
+from released import CONFIGS, prepare, read_gguf, tpuconv
 
 from tpuconv.quantize.calibrate.data import from_text
 
@@ -56,12 +56,7 @@ def main() -> None:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     with tempfile.TemporaryDirectory() as name:
         folder = args.folder or Path(name)
-        folder.mkdir(exist_ok=True)
-        if not (folder / "source").exists():
-            make_source(folder)
-        write_texts(folder)
-        if not (folder / "plain").exists():
-            tpuconv(folder, "convert", "source", "plain")
+        prepare(folder)
         print("| what | wall s | cpu s | private MB | mean KL | top-1 | perplexity |")
         print("|---|---|---|---|---|---|---|")
         if args.llama_cpp:

@@ -68,8 +68,8 @@ def _stored(raw: Mapping[str, Any], table: MappingTable, config: HasSizes) -> It
         ConfigError,
         method="match",
     )
+    looked_up = [group for group in known if group is NGRAM_TABLES]
     for binding in bindings:
-        looked_up = [group for group in known if group is NGRAM_TABLES]
         own, stacked = known if _is_multiplied(binding) else looked_up, _has_stacked_experts(binding)
         for name, shape in binding.src_shapes().items():
             scheme = _scheme(own, name, shape, stacked)
