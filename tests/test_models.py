@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from helpers.families import BY_ID, CASES, LINEAR, LLAMA3, YARN, Case, hf_model, one_fast_of_each
+from helpers.families import BY_ID, CASES, FIRST, LINEAR, LLAMA3, YARN, Case, hf_model, one_fast_of_each
 from helpers.logits import forward
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.models import registry
@@ -36,7 +36,7 @@ LIMIT = 2e-5  # of the largest logit
 # In transformers padding changes tokens after it: the temperature of attention, convolutions of a bias, and blocks.
 COUNT_PADDING = (
     *("llama4", "lfm2", "lfm3", "granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "deepseek_v4"),
-    *("minimax_m3", "nemo_speechlm", "mamba", "falcon_mamba", "jamba", "recurrent_gemma"),
+    *("minimax_m3", "nemo_speechlm", "zamba2", "mamba", "falcon_mamba", "jamba", "recurrent_gemma"),
     *("inkling_text", "inkling_mm_model", "zaya"),
 )
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
@@ -242,6 +242,28 @@ def test_prefill_and_decode(case: Case, scan: bool, build: Any) -> None:
             for row, length in enumerate(lengths):
                 assert_same_logits(np.asarray(logits)[row], whole[row][length + step : length + step + 1])
         assert int(cache.used) == width + more
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FIRST.values(), ids=str)
+def test_a_cache_forgets_tokens(case: Case, build: Any) -> None:
+    """As `generate` with drafts: of the tokens of a call each sequence keeps as many as it accepts."""
+    built = build(case)
+    model, kept = built.model(False), (3, 1)
+    sequences = [tokens(1, 9 + many, seed=many) for many in kept]
+    prompt, last = (np.concatenate([ids[:, part] for ids in sequences]) for part in (slice(8), slice(-1, None)))
+    drafts = np.stack([np.resize(ids[0, 8:-1], 3) for ids in sequences])
+    _, cache = extend(model, prompt, np.ones(prompt.shape, bool), model.init_cache(2, 12))
+
+    @nnx.jit
+    def verified(model: Any, cache: Any) -> Any:
+        ones_BT = jnp.ones(drafts.shape, bool)
+        _, after = model.run_layers(jnp.asarray(drafts), ones_BT, cache)
+        return model.without(jnp.asarray(drafts), jnp.arange(3) < jnp.array(kept)[:, None], cache, after)
+
+    logits, _ = extend(model, last, np.ones(last.shape, bool), verified(model, cache))
+    for row, ids in enumerate(sequences):
+        assert_same_logits(np.asarray(logits)[row], built.reference(ids)[0, -1:])
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_each_type_of_transformers_is_read_or_has_its_reason() -> None:
 
 
 def test_the_reason_of_a_refused_model_is_told() -> None:
-    assert "several layers share" in left_out("ZambaForCausalLM")
+    assert "Mamba-1 in heads" in left_out("ZambaForCausalLM")
     with pytest.raises(UnsupportedConfig, match="recurrent networks without attention"):
         families_named("rwkv")
     with pytest.raises(UnsupportedConfig, match="denoising blocks of tokens") as caught:

@@ -75,6 +75,22 @@ def test_a_field_is_a_keyword_a_flag_a_key_of_the_manifest_and_a_line_of_the_doc
         work("x", least_rows=0)
 
 
+@dataclass
+class Several:
+    adapter: Sequence[str] = field(default=(), metadata=argument("Adapters."))
+
+
+@takes(Several)
+def given_to(asked: Several) -> Sequence[str]:
+    """Returns them."""
+    return asked.adapter
+
+
+def test_a_single_value_is_no_sequence_of_characters():
+    assert given_to(adapter="ab") == given_to(adapter=Path("ab")) == ("ab",)
+    assert given_to(adapter=["a", "b"]) == ["a", "b"]
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_option_of_a_function_is_an_option_of_its_command(name):
     command = tpuconv.command_of(

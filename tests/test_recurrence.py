@@ -1,6 +1,7 @@
 """Layers with states: Mamba-1, Mamba-2 and Kimi delta attention by their definitions, and states of long sequences
 against transformers."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,7 @@ LONG = {
     "bamba": {"num_hidden_layers": 2, "attn_layer_indices": []},
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "linear_attention"]},
     "falcon_h1": {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4},
+    "zamba2": {"num_hidden_layers": 2, "layers_block_type": ["linear_attention"] * 2},
     "kimi_linear": {**LINEAR, "mlp_layer_types": ["dense"] * 2},
     "minimax": {**LINEAR, "num_local_experts": 1, "num_experts_per_tok": 1},
 }
@@ -153,13 +155,14 @@ def test_a_state_after_10000_tokens_is_that_of_transformers(family: str, orbax: 
     theirs, ours = cache_of(reference), model.init_cache(1, tokens)
     # Without attention transformers' cache does not know its length.
     masks = {"attention_mask": {"full_attention": None, "linear_attention": None}} if LONG[family].keys() & NONE else {}
+    argument = "cache" if "cache" in inspect.signature(reference.forward).parameters else "past_key_values"
     run = nnx.jit(lambda model, ids, cache: model(ids, cache=cache, first=-1))
     for at in range(0, tokens, piece):
         _, ours = run(model, jnp.asarray(ids[:, at : at + piece]), ours)
         with torch.no_grad():
             positions = torch.arange(at, at + piece)[None]
             piece_ids = torch.tensor(ids[:, at : at + piece])
-            reference(piece_ids, position_ids=positions, past_key_values=theirs, use_cache=True, **masks)
+            reference(piece_ids, position_ids=positions, use_cache=True, **{argument: theirs}, **masks)
     compared = 0
     for layer, entry in enumerate(ours.layers):
         state = entry[1] if isinstance(entry, tuple) else entry

@@ -464,7 +464,7 @@ def test_the_original_context_beside_the_rotary_parameters() -> None:
 def test_other_names_of_keys_are_those_of_transformers() -> None:
     for config in (family.config for family in all_families()):
         for alias, key in aliases_of_reference(config.model_type).items():
-            if key in config._known() and alias not in config._known():
+            if key in config.known_keys() and alias not in config.known_keys():
                 assert config.in_our_keys({alias: 3})[key] == 3
     config = get_family("deepseek_v3").config
     assert config.from_hf({"num_local_experts": 64}) == config.from_hf({"n_routed_experts": 64})

@@ -13,6 +13,7 @@ as a flag.
 """
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -146,6 +147,7 @@ def takes(request: Callable[Arguments, Asked]) -> Callable[[Callable[[Asked], An
             if kwargs.get("progress") is True:
                 kwargs["progress"] = Bar()
             asked = request(*args, **kwargs)
+            _wrap_single_values(asked)
             check_values(asked)
             return function(asked)
 
@@ -154,6 +156,13 @@ def takes(request: Callable[Arguments, Asked]) -> Callable[[Callable[[Asked], An
         return call
 
     return decorate
+
+
+def _wrap_single_values(asked: Any) -> None:
+    """Makes a sequence of a single text or path, whose characters would be taken for several values."""
+    for each, _ in options_of(asked):
+        if each.default == () and isinstance(value := getattr(asked, each.name), str | os.PathLike):
+            setattr(asked, each.name, (os.fspath(value),))
 
 
 def check_values(asked: Any) -> None:

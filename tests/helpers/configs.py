@@ -22,6 +22,7 @@ SMALL = {
 }
 OF_TYPES = {
     **{name: {"num_hidden_layers": 4} for name in ("nemotron_h", "nemo_speechlm")},
+    "zamba2": {"num_hidden_layers": 54},
     "dory": {"n_input_layers": 1, "n_output_layers": 0},
     **{
         name: {"n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 2}

@@ -1,6 +1,7 @@
 """Whole checkpoints in each encoding, the values that they stand for, and the way back."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,8 @@ def encoded(plain: Path, folder: Path, encoding, shards: int = 3) -> dict[str, n
     for name, x in source.items():
         base = name.removesuffix(".weight")
         is_matrix = x.ndim == 2 or encoding in OF_STACKS
-        if base != name and is_matrix and base.endswith(PARTS) and not any(part in name for part in UNENCODED):
+        is_part = base.endswith(PARTS) or "_adapter_list." in base or re.search(r"layers\.\d+\.linear$", base)
+        if base != name and is_matrix and is_part and not any(part in name for part in UNENCODED):
             stored, own = (encoding if x.ndim == 2 else OF_STACKS[encoding])(base, x.astype("f4"))
             tensors |= stored
             values[name] = own.astype(BF16)

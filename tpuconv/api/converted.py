@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tpuconv.api.calibration import CalibrationText
     from tpuconv.convert.export.files import FileTensor
     from tpuconv.convert.plan.types import Plan, Skip
-    from tpuconv.models.common.config import IgnoredKey
+    from tpuconv.models.common.ignored import IgnoredKey
     from tpuconv.quantize.config import QuantConfig
     from tpuconv.quantize.report import Report
     from tpuconv.sources.adapter import Adapter

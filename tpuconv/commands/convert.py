@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tpuconv.convert.export.files import FileTensor
     from tpuconv.convert.plan.types import Skip
-    from tpuconv.models.common.config import IgnoredKey
+    from tpuconv.models.common.ignored import IgnoredKey
     from tpuconv.quantize.report import Report
     from tpuconv.sources.adapter import Adapter
     from tpuconv.sources.companions import LeftOut

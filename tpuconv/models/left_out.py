@@ -2,10 +2,6 @@
 
 from collections.abc import Mapping
 
-_SHARED = (
-    "attention blocks whose weights several layers share, each with an adapter of its own; a row of a table has one "
-    "parameter for one layer"
-)
 _FACTORS = (
     "transformers 5.24 computes the logits of the whole without the factor that Cohere's and Granite's text models "
     "have: it is unclear which result is right"
@@ -18,7 +14,7 @@ _ENCODERS = "encoders that may be run as decoders"
 _BEHIND_ENCODER = "decoders of models with an encoder"
 
 MODELS_LEFT_OUT: Mapping[str, str] = {
-    **dict.fromkeys(("zamba2", "zamba"), _SHARED),
+    "zamba": "Mamba-1 in heads, each with projections of its own: not written yet",
     "cpmant": "tokens of a text see those behind them, so that its logits depend on how a text is cut into calls",
     "ernie4_5_vl_moe": "experts for images beside those for text in each layer, so the text model alone is not the "
     "released model",

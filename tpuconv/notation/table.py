@@ -360,7 +360,8 @@ class MappingTable:
         self, groups: Iterable[tuple[str, ...]], config: HasSizes, include_mtp: bool
     ) -> Iterator[tuple[str, ...]]:
         for names in groups:
-            for indices in _steps(INDEX.findall(names[0]), self._values(config, include_mtp)):
+            letters = dict.fromkeys(x for name in names for x in INDEX.findall(name))
+            for indices in _steps(list(letters), self._values(config, include_mtp)):
                 yield tuple(_with_indices(name, indices) for name in names)
 
     @property

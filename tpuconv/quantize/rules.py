@@ -326,6 +326,7 @@ def _skip_repeated(model: Decoder, config: QuantConfig) -> None:
     modules, sizes, settings and window, and the same rules match each module."""
     kinds: list[tuple[Any, int]] = []
     needed = {source for i, source in enumerate(getattr(model.config, "kv_sources", ())) if source != i}
+    needed |= model.config.weight_sharing_layers
     for i, (layer, window) in enumerate(zip(model.layers, model.config.windows, strict=True)):
         graph, state = nnx.split(layer)
         sizes = [(path, x.shape, x.dtype) for path, x in nnx.to_flat_state(state)]
@@ -334,7 +335,7 @@ def _skip_repeated(model: Decoder, config: QuantConfig) -> None:
         kind = graph, sizes, window, matches  # not hashable: settings may be dicts
         if (like := next((first for known, first in kinds if known == kind), None)) is None:
             kinds.append((kind, i))
-        elif i not in needed:  # later layers use its keys and values
+        elif i not in needed:  # later layers use its keys and values, or its weights
             model.layers[i] = Skipped(like)
 
 

@@ -1,8 +1,10 @@
 """Where the changes of adapters go: an adapter names modules as transformers has them, a release as it likes."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
+
+import numpy as np
 
 from tpuconv.encodings.adapted import Placed
 from tpuconv.encodings.decode import Tensor
@@ -52,6 +54,42 @@ def changes_on_disk(
             missing += [] if found else [experts.name]
         out.append(Placed(adapter.name, changes, tuple(missing)))
     return out
+
+
+def of_shared_matrices(placed: Sequence[Placed], copies: Mapping[str, str]) -> tuple[list[Placed], list[str]]:
+    """Returns the changes with one for each matrix that layers share, for which PEFT has a change for each layer, and a
+    fault for each matrix that layers would change in different ways.
+
+    Args:
+        placed: the changes by the names on disk.
+        copies: the names of the matrices, by the names of their copies.
+    """
+    layers: dict[str, list[str]] = {}
+    for copy, original in copies.items():
+        if template(copy) == template(original):
+            layers.setdefault(original, [original]).append(copy)
+    out, faults = [], []
+    for each in placed:
+        changes = dict(each.changes)
+        for name, names in layers.items():
+            given = [changes.pop(one, None) for one in names]
+            if (first := given[0]) is not None and all(_is_same(first, other) for other in given[1:]):
+                changes[name] = first
+            elif any(change is not None for change in given):
+                apart = f"which the adapter {each.adapter} changes apart"
+                faults.append(f"{name}  is one matrix of {len(names)} layers, {apart}")
+        out.append(replace(each, changes=changes))
+    return out, faults
+
+
+def _is_same(change: Change, other: Change | None) -> bool:
+    """Returns True if both changes have the same values."""
+    if not isinstance(change, LowRank) or not isinstance(other, LowRank) or change.magnitude is not None:
+        return False
+    pairs = ((change.left, other.left), (change.right, other.right))
+    return change.scaling == other.scaling and all(
+        np.array_equal(change.file.values(mine), other.file.values(theirs)) for mine, theirs in pairs
+    )
 
 
 @dataclass

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from tpuconv.convert.plan.adapters import changes_on_disk
+from tpuconv.convert.plan.adapters import changes_on_disk, of_shared_matrices
 from tpuconv.convert.plan.cutting import cut_binding, gather
 from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.quantization import Quantization
@@ -27,7 +27,7 @@ from tpuconv.encodings.passthrough_rows import Passthrough, pass_through
 from tpuconv.encodings.reshaped import recut, shaped
 from tpuconv.encodings.tensors import decode_names, unused_reason
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
-from tpuconv.models.common.config import IgnoredKey
+from tpuconv.models.common.ignored import IgnoredKey
 from tpuconv.models.common.saved import INPUTS_FIRST
 from tpuconv.models.registry import get_family
 from tpuconv.names import OWN_TARGET, collapse
@@ -91,9 +91,10 @@ def make_plan(
     placed_changes = (
         changes_on_disk(options.adapters, reader, table.release, tensors, inputs_first=inputs_first) if reader else ()
     )
-    tensors, misfits = adapt(tensors, placed_changes, input_first)
-    faults += misfits
     known_copies = table.copies_of(config, mtp)
+    placed_changes, apart = of_shared_matrices(placed_changes, known_copies)
+    tensors, misfits = adapt(tensors, placed_changes, input_first)
+    faults += apart + misfits
     copies = {
         name: original
         for name in tensors

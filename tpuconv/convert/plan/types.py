@@ -19,8 +19,8 @@ from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough_rows import KEEP_FAULT, Passthrough
 from tpuconv.errors import MappingError, shorten
 from tpuconv.location import to_location
-from tpuconv.models.common.config import IgnoredKey
 from tpuconv.models.common.heads import headless_name, is_of_head
+from tpuconv.models.common.ignored import IgnoredKey
 from tpuconv.names import collapse
 from tpuconv.notation.layout import Ranges, cut_sizes, lead, parse_axes, runs
 from tpuconv.notation.sizes import HasSizes

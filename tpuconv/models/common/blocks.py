@@ -66,6 +66,17 @@ class Attention(nnx.Module):
         return None
 
 
+class JoinedAttention(Attention):
+    """Attention that reads an embedding and a hidden state, [B, T, 2 D] to [B, T, D]."""
+
+    def __init__(self, config: DecoderConfig, *, bias: bool = False, dtype: DTypeLike, keys: Keys):
+        sizes = with_letters(config.sizes, {"j": "joined_width"})
+        self.q = Einsum("BTj,jNH->BTNH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.k = Einsum("BTj,jKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.v = Einsum("BTj,jKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
+
+
 class NormedAttention(Attention):
     """Attention with queries and keys that are normalized before they get rotary positions: each head separately, or
     all heads together; with `norms_last` after they got them. In families where only some models have these norms,

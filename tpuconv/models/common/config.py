@@ -11,33 +11,14 @@ from typing import Any, ClassVar, Self, get_args
 from tpuconv.errors import ConfigError, UsageError
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import PartConfig
-from tpuconv.models.common.config_keys import (
-    MOST_HINTS,
-    SUPPORTED_VALUES,
-    aliases_of_reference,
-    given_keys,
-    ignored_keys,
-    near_key,
-    without_keys,
-)
+from tpuconv.models.common.config_keys import SUPPORTED_VALUES, aliases_of_reference, ignored_keys
 from tpuconv.models.common.heads import LANGUAGE_MODEL, Head
 from tpuconv.models.common.key_types import checked_values, hints_of
 from tpuconv.models.common.mrope import Mrope
 from tpuconv.models.common.periods import find_period
-from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope, check_rope_keys, with_default_rope
+from tpuconv.models.common.rope import PLAIN_ROPE, Rope, check_rope_keys, with_default_rope
 from tpuconv.models.common.rope_keys import without_older_rope_keys
 from tpuconv.notation.sizes import WithSizes, sets_of_layers
-from tpuconv.sources.config import INSIDE_KEYS
-
-SHOWN_BY: Mapping[str, tuple[str, ...]] = {
-    "qkv_bias": ("q_proj.bias", "q.bias"),
-    "use_qk_norm": ("q_norm",),
-    "qk_norm": ("q_norm",),
-    "qk_layernorm": ("q_norm",),
-    "add_qkv_bias": ("q_proj.bias", "q.bias"),
-    "shared_expert_intermediate_size": ("shared_expert",),
-}
-"""Keys that the reference may not read because the tensors show their value, and parts of the names of such tensors."""
 
 LARGEST_VALUES: Mapping[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "first_k_dense_replace"), 4096),
@@ -145,7 +126,7 @@ class DecoderConfig:
             if value is not None and out.setdefault(key, value) != value:
                 both = (f"{name}={short(raw[name])}" for name in raw if name in (other, key))
                 raise ConfigError(f"config.json: {', '.join(both)}")
-        aliases = cls._aliases()
+        aliases = cls.known_aliases()
         given = {key: out[alias] for alias, key in aliases.items() if out.get(alias) is not None}
         out = {key: value for key, value in out.items() if key not in aliases} | given
         return {key: value for key, value in out.items() if key not in cls.nullable or value is not None}
@@ -184,19 +165,19 @@ class DecoderConfig:
     @classmethod
     def _unread(cls, read: Mapping[str, Any]) -> dict[str, Any]:
         """`ignored_keys` of a config.json `in_our_keys`."""
-        known = cls._known()
+        known = cls.known_keys()
         supported = {key: values for key, values in SUPPORTED_VALUES.items() if key not in known}
         return ignored_keys(read, known, {**supported, **cls.only}, cls.model_type)
 
     @classmethod
-    def _aliases(cls) -> dict[str, str]:
+    def known_aliases(cls) -> dict[str, str]:
         """Returns the aliases of keys that this family reads."""
-        known = cls._known()
+        known = cls.known_keys()
         others = aliases_of_reference(cls.model_type).items()
         return {alias: key for alias, key in others if key in known and alias not in known} | dict(cls.aliases)
 
     @classmethod
-    def _known(cls) -> list[str]:
+    def known_keys(cls) -> list[str]:
         """Returns the keys that this family reads."""
         return [cls._key(field.name) for field in fields(cls) if field.name not in cls.derived]
 
@@ -289,6 +270,11 @@ class DecoderConfig:
         return range(self.num_hidden_layers)
 
     @property
+    def weight_sharing_layers(self) -> frozenset[int]:
+        """The layers that use the weights of another one, or whose weights another one uses."""
+        return frozenset()
+
+    @property
     def layer_sizes(self) -> Mapping[int, Mapping[str, int]]:
         """For layers in which letters have other sizes than in `sizes`, these sizes."""
         return {}
@@ -379,62 +365,6 @@ class DecoderConfig:
         windows = {window for window in self.windows if window is not None}
         ropes = {rope for rope in self.ropes if rope is not None and rope.depends_on_length}
         return frozenset(windows | {rope.original_max_position_embeddings for rope in ropes})
-
-
-@dataclass(frozen=True)
-class IgnoredKey:
-    """A key of config.json that is not read: `reason` says why; `warning` says why it may still matter, or is empty."""
-
-    key: str
-    value: Any
-    reason: str
-    warning: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the keys that docs/json.md lists."""
-        return {"key": self.key, "value": short(self.value), "reason": self.reason, "warning": self.warning or None}
-
-
-@dataclass(frozen=True)
-class ConfigReport:
-    """The result of `Family.check_config`: the config, and the keys of config.json that are not read."""
-
-    config: DecoderConfig
-    ignored: tuple[IgnoredKey, ...]
-
-
-def report_ignored(
-    config: DecoderConfig, raw: Mapping[str, Any], allow: Collection[str], tensors: Collection[str]
-) -> ConfigReport:
-    """Returns the config with the keys of config.json that are not read.
-
-    Args:
-        config: made from `raw` without the keys `allow`.
-        raw: the parsed config.json.
-        allow: keys that the user lets through.
-        tensors: names of the checkpoint's tensors.
-
-    Raises:
-        UsageError: a key of `allow` is not in config.json, or the conversion reads it.
-    """
-    given = given_keys(raw, allow)
-    read = (*config._known(), *config._aliases(), *config.synonyms, *config.left_out)
-    known = [key for key in read if key not in config.only]
-    for key in allow:
-        if key in known or key in ROPE_KEYS or key in ("model_type", "architectures", *INSIDE_KEYS):
-            raise UsageError(
-                f"`allow_config={[key]}`: the conversion reads this key", hint="edit config.json to change its value"
-            )
-    ignored = [IgnoredKey(key, given[key], "allowed by `allow_config=`") for key in allow]
-    reason = f"not read by transformers for {config.model_type}"
-    for key, value in type(config).ignored_keys(without_older_rope_keys(without_keys(raw, allow))).items():
-        shown = any(part in name for part in SHOWN_BY.get(key, ()) for name in tensors)
-        warning = ""
-        if value and not isinstance(value, str) and not shown:
-            near = near_key(key, known, SUPPORTED_VALUES) if len(ignored) < MOST_HINTS else ""
-            warning = f"this may change the model, and no tensor shows that it does{near}"
-        ignored.append(IgnoredKey(key, value, reason, warning))
-    return ConfigReport(config, tuple(ignored))
 
 
 def _refuse(faults: list[str]) -> None:

@@ -36,7 +36,7 @@ class StateConfig(DecoderConfig):
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         known = (self.state_kind, *self.other_kinds)
-        yield from faults_of_kinds("layer_types", self.kinds, self.num_hidden_layers, known)
+        yield from faults_of_kinds(self._key("layer_types"), self.kinds, self.num_hidden_layers, known)
 
     @property
     def kinds(self) -> tuple[str, ...]:

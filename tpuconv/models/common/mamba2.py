@@ -49,10 +49,10 @@ class MambaState(LayerState):
 
 
 class GatedGroupNorm(nnx.Module):
-    """RMS norm of each group of heads of y * silu(z), in float32."""
+    """RMS norm of each group of heads of y * silu(z), in float32. `eps` is by default the one of other norms."""
 
-    def __init__(self, config: Any, *, dtype: DTypeLike):
-        self.eps = config.rms_norm_eps
+    def __init__(self, config: Any, *, eps: float | None = None, dtype: DTypeLike):
+        self.eps = config.rms_norm_eps if eps is None else eps
         sizes = with_letters(config.sizes, LEGEND)
         self.scale = nnx.Param(jnp.ones(tuple(sizes[letter] for letter in "nrw"), dtype))
 

@@ -32,6 +32,7 @@ declare(
     streams_out=Word("residual streams, as an output"),
     stream_weights=Word("weights of residual streams"),
     expert_dim=Word("width of what experts read and write, if it is not the model's"),
+    joined_width=Word("width of an embedding and a hidden state together: the input of attention that reads both"),
 )
 ATTENTION = (
     Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
@@ -39,6 +40,14 @@ ATTENTION = (
     Map("self_attn.v_proj.weight", "attn.v.kernel", "(K H) D -> D K H"),
     Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
 )
+
+JOINED_ATTENTION = (
+    Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) joined_width -> joined_width N H"),
+    Map("self_attn.k_proj.weight", "attn.k.kernel", "(K H) joined_width -> joined_width K H"),
+    Map("self_attn.v_proj.weight", "attn.v.kernel", "(K H) joined_width -> joined_width K H"),
+    Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
+)
+"""Attention that reads an embedding and a hidden state."""
 
 QKV_BIAS = (
     Map("self_attn.q_proj.bias", "attn.q.bias", "(N H) -> N H"),

@@ -128,7 +128,7 @@ class WrapperConfig:
         if not isinstance(text, Mapping):
             raise ConfigError(f"config.json: text_config={short(text)} is not an object")
         if cls._is_flat(raw):
-            known: list[str] = cls._known()  # type: ignore[attr-defined]
+            known: list[str] = cls.known_keys()  # type: ignore[attr-defined]
             text = {key: value for key, value in raw.items() if key in known or not _has_no_effect(key)}
         tied = cls._is_tied(raw)
         encoding = {} if (found := encoding_of(raw)) is None else {ENCODING_KEYS[0]: found}

@@ -15,14 +15,13 @@ from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.jsonfile import short
 from tpuconv.models.common.config_keys import unnested
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.rows import MLP, MLP_BIAS, O_BIAS, QKV_BIAS, when
+from tpuconv.models.common.rows import JOINED_ATTENTION, MLP, MLP_BIAS, O_BIAS, QKV_BIAS, when
 from tpuconv.models.lineages.llama import LLAMA
 from tpuconv.models.registry import draft_family
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
 
 declare(
-    joined_width=Word("width of an embedding and a hidden state together: the input of a draft's attention"),
     target_states=Word("width of the hidden states of the target that a draft reads, together"),
     draft_vocab=Word("vocabulary of a draft: a part of the target's vocabulary", as_="V"),
 )
@@ -194,10 +193,7 @@ DEFAULT_STATES: Sequence[Callable[[int], int]] = (lambda n: 2, lambda n: n // 2,
 _IN_LAYER = (
     Map("input_layernorm.weight", "embed_norm.scale", "D"),
     Map("hidden_norm.weight", "hidden_norm.scale", "D"),
-    Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) joined_width -> joined_width N H"),
-    Map("self_attn.k_proj.weight", "attn.k.kernel", "(K H) joined_width -> joined_width K H"),
-    Map("self_attn.v_proj.weight", "attn.v.kernel", "(K H) joined_width -> joined_width K H"),
-    Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
+    *JOINED_ATTENTION,
     Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
     *under("mlp", "mlp", *MLP),
 )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.blocks import Attention, GatedMLP
+from tpuconv.models.common.blocks import GatedMLP, JoinedAttention
 from tpuconv.models.common.cache import KV, Cache
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.drafting import DRAFTS_AHEAD, Drafted, SharingDraft, at_column, check_unstacked
@@ -17,18 +17,7 @@ from tpuconv.models.common.steps import NO_WINDOW, Step
 from tpuconv.models.eagle3.family import Config
 from tpuconv.notation.letters import with_letters
 
-LEGEND = {"j": "joined_width", "s": "target_states"}
-
-
-class JoinedAttention(Attention):
-    """Attention that reads an embedding and a hidden state, [B, T, 2 D] to [B, T, D]."""
-
-    def __init__(self, config: Config, *, bias: bool, dtype: DTypeLike, keys: Keys):
-        sizes = with_letters(config.sizes, LEGEND)
-        self.q = Einsum("BTj,jNH->BTNH", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.k = Einsum("BTj,jKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.v = Einsum("BTj,jKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
+LEGEND = {"s": "target_states"}
 
 
 class Block(nnx.Module):

@@ -9,9 +9,9 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks, mamba2
 from tpuconv.models.common.cache import KV
-from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, normalize, times
 from tpuconv.models.common.mamba2 import LEGEND, MambaState
+from tpuconv.models.common.recurrence import HybridDecoder
 from tpuconv.models.common.steps import Step
 from tpuconv.models.falcon_h1.family import Config
 from tpuconv.notation.letters import with_letters
@@ -101,10 +101,11 @@ class Block(nnx.Module):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD)), (keys_values, state)
 
 
-class Model(Decoder):
+class Model(HybridDecoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
+    state_type = MambaState
     config: Config
 
     def cached(self, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:

@@ -96,7 +96,7 @@ class LayerRunner:
         read: reads its arrays; None for a checkpoint, whose files are read.
 
     Raises:
-        UnsupportedConfig: some layers run several times.
+        UnsupportedConfig: some layers run several times, or share weights.
 
     Attributes:
         width: columns W of the states of a token between two layers.
@@ -106,7 +106,7 @@ class LayerRunner:
     def __init__(self, manifest: Manifest, length: int, read: ReadArray | None = None):
         family = get_family(manifest.family)
         config = model_config(manifest)
-        if len(config.executed_layers) > config.num_hidden_layers:
+        if len(config.executed_layers) > config.num_hidden_layers or config.weight_sharing_layers:
             raise UnsupportedConfig(
                 f"the layers of {config.model_type} cannot be calibrated or measured one by one: {config.inseparable}",
                 hint="give a config of rules, without calibration",

@@ -21,6 +21,7 @@ from tpuconv.models.common.saved import is_transposed_by_peft, release_of_module
 from tpuconv.models.registry import Family
 from tpuconv.names import MANIFEST
 from tpuconv.notation.pairs import Pair
+from tpuconv.notation.spelling import template
 from tpuconv.notation.table import EXPERTS
 from tpuconv.sources.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tpuconv.storage.entries import RunJournal
@@ -57,16 +58,23 @@ def trained_adapter(
     pairs = explain_pairs(tree, family, raw["model_type"], by_modules, target)
     form = pairs.form
     names = [name for binding in form.table.bind(form.config) for stack in binding.src for name in stack.names]
+    # PEFT has a pair for each layer, also where layers share a matrix.
+    copies = {
+        copy: original
+        for copy, original in form.table.copies_of(form.config).items()
+        if template(copy) == template(original)
+    }
     is_whole = not any(isinstance(value, Mapping) and "model_type" in value for value in raw.values())
     rows = read_pairs(tree, pairs, alpha)
     released: dict[str, Pair] = {}
     for row, own in rows:
         swaps = is_transposed_by_peft(family.name, row)
         released |= {name: pair.transposed if swaps else pair for name, pair in row.released(own).items()}
+    released |= {copy: released[original] for copy, original in copies.items() if original in released}
     input_first = any(row.binding.row.input_first for row, _ in rows)
     adapter = peft_adapter(
         released,
-        names,
+        [*names, *copies],
         base,
         alpha,
         whole=is_whole,
