@@ -39,6 +39,9 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Commands in child processes keep their bytecode: it costs each of them a quarter of a second to compile the package.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# A collection of garbage while tests are collected would look at the objects of jax, torch and transformers again and
+# again: a quarter of the time of imports.
+gc.disable()
 
 # What conversions remember of their sources, theirs and those of child processes and workers, is removed at the end.
 # Wheels that pip downloads for oracles stay.
