@@ -312,7 +312,8 @@ def test_values_change_on_devices_as_in_numpy(change, dtype, users_compiler):
         applied = change.apply(x, sizes, arrays)
         return applied, change.undo(x, sizes, arrays), change.undo(applied, sizes, arrays)
 
-    have, want = jax.jit(lambda x: changed(x, JAX))(values), changed(values, NUMPY)
+    compiled = jax.jit(lambda x: changed(x, JAX), compiler_options=users_compiler)
+    have, want = compiled(values), changed(values, NUMPY)
     assert [same_bits(np.asarray(a), b) for a, b in zip(have, want, strict=True)] == [True] * 3
 
 

@@ -18,6 +18,7 @@ SAMPLE = EXAMPLE.parent / "sample.txt"
 
 SERVER = """
 import atexit, gc, json, os, signal, sys, time, traceback, warnings
+gc.disable()  # while modules are imported
 warnings.simplefilter("ignore")  # jax's, of forks: no backend of its own runs here yet, and no thread
 import numba, rich.console, rich.progress, rich.table
 import jax, qwix, torch, transformers, transformers.models.qwen3.modeling_qwen3
@@ -26,6 +27,7 @@ import tpuconv.encodings.kernels, tpuconv.models.generate, tpuconv.models.text_g
 import tpuconv.quantize.apply, tpuconv.restore, tpuconv.verify.checksums, tpuconv.verify.logits
 from tpuconv.cli import main
 warnings.resetwarnings()
+gc.enable()
 gc.freeze()
 for line in sys.stdin:
     job = json.loads(line)
