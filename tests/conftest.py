@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -36,9 +37,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # these tests is the compiler's. Tests of speed take `users_compiler`.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
+# XLA of jax 0.10 compiles a program in a third of the time by its former emitters, into one module of code.
+HAS_FORMER_EMITTERS = version("jaxlib").startswith("0.10.")
+QUICK_COMPILER = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
 # Commands in child processes keep their bytecode: it costs each of them a quarter of a second to compile the package.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# A collection of garbage while tests are collected would look at the objects of jax, torch and transformers again and
+# again: a quarter of the time of imports.
+gc.disable()
 
 # What conversions remember of their sources, theirs and those of child processes and workers, is removed at the end.
 # Wheels that pip downloads for oracles stay.
@@ -76,6 +84,8 @@ def pytest_configure(config: pytest.Config) -> None:
             config.option.markexpr = "not consumers and not oracles"
     elif config.option.markexpr != "not slow":
         settings.load_profile("slow")
+    elif HAS_FORMER_EMITTERS:
+        os.environ.setdefault("XLA_FLAGS", QUICK_COMPILER)
     if cache := getattr(config, "cache", None):
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("xla")))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -131,13 +141,14 @@ settings.load_profile("tpuconv")
 
 
 @pytest.fixture
-def users_compiler() -> Iterator[None]:
-    """The compiler with its optimizations again, and nothing that was compiled without them."""
+def users_compiler() -> Iterator[dict[str, bool]]:
+    """The compiler with its optimizations again, and nothing that was compiled without them. Yields the options that a
+    fast test gives `jax.jit`."""
     import jax
 
     jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", False)
-    yield
+    yield {"xla_cpu_use_fusion_emitters": True} if HAS_FORMER_EMITTERS else {}
     jax.config.update("jax_disable_most_optimizations", True)
     jax.clear_caches()
 

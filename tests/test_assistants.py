@@ -15,6 +15,7 @@ from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import convert
 from helpers.drafts import assert_exported_as_released, save_target
 from helpers.families import BY_ID, PROMPTS, save
+from helpers.logits import forward
 from tpuconv import api
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.models.common.cache import KV
@@ -127,8 +128,14 @@ def ours(model: Any, given: Mapping[str, Any]) -> Any:
     pos_BS = np.where(mask_BS, mask_BS.cumsum(axis=1) - 1, -1)
     kvs = {kind: KV(*map(jnp.asarray, pair)) for kind, pair in given["kvs"].items()}
     ids, pos_BT = jnp.zeros((2, 1), jnp.int32), jnp.asarray(mask_BS.sum(axis=1, keepdims=True))
-    return model(
-        ids, jnp.asarray(given["embedded"]), jnp.asarray(given["x"]), kvs=kvs, pos_BT=pos_BT, pos_BS=jnp.asarray(pos_BS)
+    return forward(
+        model,
+        ids,
+        jnp.asarray(given["embedded"]),
+        jnp.asarray(given["x"]),
+        kvs=kvs,
+        pos_BT=pos_BT,
+        pos_BS=jnp.asarray(pos_BS),
     )
 
 

@@ -106,7 +106,7 @@ def one_tensor(source, config, values, **how):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_part_of_an_encoded_tensor_is_decoded_to_the_bit(scheme, data, tmp_path):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     rows, columns = data.draw(st.integers(1, 23)), data.draw(st.integers(2, 70))

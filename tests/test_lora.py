@@ -47,7 +47,7 @@ def trained(case: Case, src: Path, folder: Path, path: str = LINEAR, **rule_keys
     rule = qwix.LoraProvider(module_path=path, rank=RANK, alpha=ALPHA, **rule_keys)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = qwix.apply_lora_to_model(model, rule, IDS_BT, rngs=nnx.Rngs(0))
+        model = nnx.jit(lambda model: qwix.apply_lora_to_model(model, rule, IDS_BT, rngs=nnx.Rngs(0)))(model)
     keys = iter(jax.random.split(jax.random.key(1), 1000))
     state = nnx.state(model, nnx.LoRAParam)
     nnx.update(model, jax.tree.map(lambda x: 0.1 * jax.random.normal(next(keys), x.shape, x.dtype), state))

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -55,10 +55,14 @@ EVERY_FORM = pytest.mark.parametrize(
 class Built:
     """A case on disk, and both sides of it in memory."""
 
-    hf: Any
+    case: Case
     family: Family
     config: DecoderConfig
     tensors: dict[str, np.ndarray]
+
+    @cached_property
+    def hf(self) -> Any:
+        return hf_model(self.case)
 
     def table(self, scan: bool) -> MappingTable:
         return self.family.table.stack_layers(self.config) if scan else self.family.table
@@ -96,7 +100,7 @@ def build(hf: Any) -> Any:
         folder = hf(case)
         raw = json.loads((folder / "config.json").read_text())
         family = find_family(raw)
-        return Built(hf_model(case), family, family.config.from_hf(raw), load_file(folder / "model.safetensors"))
+        return Built(case, family, family.config.from_hf(raw), load_file(folder / "model.safetensors"))
 
     return build
 

@@ -114,7 +114,7 @@ def test_tiles_are_not_cut_on_a_mesh(rule: str, limit: float, tmp_path: Path) ->
 
 def test_a_rule_is_the_one_that_qwix_takes_for_the_operation(tmp_path: Path) -> None:
     """The first rule is for grouped products alone, and matches the modules of others too."""
-    save(FIRST["mixtral"], tmp_path / "hf")
+    save(FIRST["mixtral"], tmp_path / "hf", "bfloat16")
     (tmp_path / "rules.yaml").write_text(
         "qwix:\n  rules:\n"
         "    - {module_path: 'layers/.*', op_names: [ragged_dot], weight_qtype: int4}\n"

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def test_scores_are_those_of_the_reference(case, dtype):
     at = np.concatenate([AT, [[-1, -1]]])[1:] if case == "llama 4" else AT
     want = reference(*(torch.tensor(x).to(getattr(torch, dtype)) for x in (Q, K)), torch.tensor(at))
     turns = cos_sin(angles(at, H, THETA), dtype if rounded else jnp.float32)
-    have = [apply(jnp.asarray(x, dtype), turns) for x in (Q, K)]
+    have = jax.jit(lambda *xs: [apply(x, turns) for x in xs])(*(jnp.asarray(x, dtype) for x in (Q, K)))
     assert {x.dtype for x in have} == {jnp.dtype(dtype)}
     q, k = (np.asarray(x, np.float32) for x in have)
     want_q, want_k = (x.float().numpy() for x in want)

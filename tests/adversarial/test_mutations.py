@@ -2,14 +2,16 @@
 
 The inputs are those of `mutations`; the same seed makes the same one again:
 
-    PYTHONPATH=tests python -m helpers.attacks.mutations FOLDER KIND SEED 1
+    PYTHONPATH=tests python -m helpers.attacks.mutations FOLDER KIND SEED 1 [KIND SEED 1 ...]
 """
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,27 +66,42 @@ def prepared(tmp_path_factory) -> Path:
     return base
 
 
-def attack(prepared: Path, name: str, first: int, trials: int) -> None:
+def attacked(prepared: Path, kinds: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
+    """How inputs of some kinds ended in one process, each kind with its first seed and the number of seeds."""
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Threads would each reserve addresses for memory of their own, which count as used.
     env = os.environ | {"PYTHONPATH": path, "MALLOC_ARENA_MAX": "1", "PYTHONWARNINGS": "ignore"}
-    for start in range(first, first + trials, BATCH):
-        n = min(BATCH, first + trials - start)
-        command = [sys.executable, "-m", mutations.__name__, prepared, name, start, n]
-        done = subprocess.run([*map(str, command)], env=env, capture_output=True, text=True, check=False, timeout=1200)
-        assert done.returncode == 0, f"{name}, one of {n} seeds from {start}: {done.stderr[-2000:]}"
-        result = json.loads(done.stdout.splitlines()[-1])
-        for end, number in result["ends"].items():
-            count(f"mutated {name}", end, number)
-        assert not result["failures"], f"{len(result['failures'])} of {n}:\n" + "\n".join(result["failures"][:20])
+    command = [sys.executable, "-m", mutations.__name__, prepared, *itertools.chain(*kinds)]
+    done = subprocess.run([*map(str, command)], env=env, capture_output=True, text=True, check=False, timeout=1200)
+    assert done.returncode == 0, f"one of {kinds}: {done.stderr[-2000:]}"
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"ends"')]
 
 
-@pytest.mark.parametrize("name", [name for name, (few, _) in TRIALS.items() if few])
-def test_a_few_mutations(name, prepared):
-    attack(prepared, name, FAST_SEED, TRIALS[name][0])
+def check(name: str, result: dict[str, Any]) -> None:
+    for end, number in result["ends"].items():
+        count(f"mutated {name}", end, number)
+    failures = result["failures"]
+    assert not failures, f"{len(failures)} of {sum(result['ends'].values())}:\n" + "\n".join(failures[:20])
+
+
+FEW = [name for name, (few, _) in TRIALS.items() if few]
+
+
+@pytest.fixture(scope="module")
+def few(prepared: Path) -> dict[str, dict[str, Any]]:
+    results = attacked(prepared, [(name, FAST_SEED, TRIALS[name][0]) for name in FEW])
+    return dict(zip(FEW, results, strict=True))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_few_mutations(name, few):
+    assert sum(few[name]["ends"].values()) == TRIALS[name][0]
+    check(name, few[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRIALS)
 def test_mutations(name, prepared):
-    attack(prepared, name, 0, TRIALS[name][1])
+    for start in range(0, TRIALS[name][1], BATCH):
+        (result,) = attacked(prepared, [(name, start, min(BATCH, TRIALS[name][1] - start))])
+        check(name, result)

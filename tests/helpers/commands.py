@@ -18,14 +18,22 @@ SAMPLE = EXAMPLE.parent / "sample.txt"
 
 SERVER = """
 import atexit, gc, json, os, signal, sys, time, traceback, warnings
+gc.disable()  # while modules are imported
 warnings.simplefilter("ignore")  # jax's, of forks: no backend of its own runs here yet, and no thread
 import numba, rich.console, rich.progress, rich.table
 import jax, qwix, torch, transformers, transformers.models.qwen3.modeling_qwen3
 import tpuconv.convert.export.export, tpuconv.convert.run.conversion, tpuconv.convert.run.transpose
 import tpuconv.encodings.kernels, tpuconv.models.generate, tpuconv.models.text_generator
 import tpuconv.quantize.apply, tpuconv.restore, tpuconv.verify.checksums, tpuconv.verify.logits
+import jax.experimental.pallas.tpu, jaxlib.mlir.dialects.mhlo, numba.core.registry
+import transformers.models.auto.tokenization_auto, tpuconv.verify.layerwise
 from tpuconv.cli import main
+from tpuconv.models.registry import all_families
+all_families()
+for context in (numba.core.registry.cpu_target.typing_context, numba.core.registry.cpu_target.target_context):
+    context.refresh()  # imports what compiled functions need
 warnings.resetwarnings()
+gc.enable()
 gc.freeze()
 for line in sys.stdin:
     job = json.loads(line)

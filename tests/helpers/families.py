@@ -241,7 +241,8 @@ def one_fast_of_each(families: Collection[str] = WITH_MODULES, cases: Sequence[C
 
     first = {case.family: case for case in reversed(cases) if case.family in families}
     return [
-        pytest.param(case, id=str(case), marks=[] if case in first.values() else [pytest.mark.slow]) for case in cases
+        pytest.param(case, id=str(case), marks=[] if case is first.get(case.family) else [pytest.mark.slow])
+        for case in cases
     ]
 
 

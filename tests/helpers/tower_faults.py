@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from helpers.logits import forward
 from helpers.sights import Sight
 from helpers.whole_sights import difference
 from tpuconv.models.common import seen as sights
@@ -313,8 +314,8 @@ def of_texts(case: Sight, model: Any, faults: Iterable[str] = TEXTS) -> dict[str
 
     def outputs(seen: Seen) -> list[np.ndarray]:
         cache = model.init_cache(len(ids_BT), ids_BT.shape[1] + 1, jnp.float32)
-        whole_BTV, cache = model(ids_BT, mask_BT, cache=cache, seen=seen)
-        next_B1V, _ = model(np.array(case.later)[: len(ids_BT), :1], cache=cache)
+        whole_BTV, cache = forward(model, ids_BT, mask_BT, cache=cache, seen=seen)
+        next_B1V, _ = forward(model, np.array(case.later)[: len(ids_BT), :1], cache=cache)
         return [np.asarray(whole_BTV)[mask_BT], np.asarray(next_B1V)]
 
     right, changes = outputs(seen), {fault: TEXTS[fault](seen) for fault in faults}

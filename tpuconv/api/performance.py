@@ -315,14 +315,13 @@ def _check_sees(src: str, request: "CompileRequest") -> None:
 
 def _chosen_rules(rules: "QuantConfig", raw: Mapping[str, Any]) -> "QuantConfig":
     """Returns the rules that a config with a number of bits has for a model."""
-    import jax.numpy as jnp
-
     from tpuconv.models.registry import find_family
     from tpuconv.quantize.recipe.roles import recipe_for_bits
+    from tpuconv.quantize.rules import ModelBuilder
 
     family = find_family(raw)
     config = family.read_config(raw)
-    return recipe_for_bits(rules, lambda: family.model_class(config, dtype=jnp.bfloat16))
+    return recipe_for_bits(rules, ModelBuilder(family.model_class, config))
 
 
 def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str, write_layouts: bool) -> dict[str, Any]:

@@ -74,10 +74,10 @@ def quantization(
     from flax import nnx
 
     from tpuconv.quantize.encode import QwixEncoder, prepare
-    from tpuconv.quantize.rules import resolve_rules
+    from tpuconv.quantize.rules import ModelBuilder, resolve_rules
 
     stacks = LayerStacks(config.num_hidden_layers, config.period) if plain.options.scan_layers else None
-    quants = resolve_rules(lambda: family.model_class(config, dtype=jnp.bfloat16), rules, stacks)
+    quants = resolve_rules(ModelBuilder(family.model_class, config), rules, stacks)
     if for_servers and _is_by_the_way(HEAD_KERNEL, quants):
         del quants[HEAD_KERNEL]
         notes.append(HEAD_NOTE)
@@ -117,9 +117,8 @@ def _chosen_rules(
     rules: QuantConfig, plain: Plan, family: Family, config: DecoderConfig, *, for_servers: bool
 ) -> QuantConfig:
     """Returns the rules for the number of bits of a config."""
-    import jax.numpy as jnp
-
     from tpuconv.quantize.recipe.roles import recipe_for_bits
+    from tpuconv.quantize.rules import ModelBuilder
 
     largest = max(plain.arrays.values(), key=lambda array: prod(array.shape))
     released = _released_in("mxfp4", plain)
@@ -129,7 +128,7 @@ def _chosen_rules(
         released = {name for array in released for name, _ in stacks.names_in(array)}
     return recipe_for_bits(
         rules,
-        lambda: family.model_class(config, dtype=jnp.bfloat16),
+        ModelBuilder(family.model_class, config),
         stacks,
         scale_bits=8 * largest.dtype.itemsize,
         released=released,

@@ -425,26 +425,26 @@ def _by_search(values: np.ndarray, kind: QuantKind, scale_dtype: np.dtype[Any]) 
 # -- by Qwix ----------------------------------------------------------------------------------------------------------
 
 
+@partial(jax.jit, static_argnums=2)
+def _statistics(weights: jax.Array, array: Any, bound: float) -> dict[str, jax.Array]:
+    """Returns the sums of squares of weights and of their errors, and the number of clipped weights."""
+    wide, scale = weights.astype(jnp.float32), array.scale.astype(jnp.float32)
+    lost = qarray.dequantize(array).astype(jnp.float32) - wide
+    far = jnp.abs(qarray.call_with_generic_broadcast(jnp.divide, wide, scale)) > bound * (1 + 1e-6)
+    clipped = jnp.sum(far) if array.zero_point is None else jnp.zeros(())
+    return {"signal": jnp.sum(jnp.square(wide)), "noise": jnp.sum(jnp.square(lost)), "clipped": clipped}
+
+
 @on_processor()
 def _by_qwix(values: np.ndarray, kind: QuantKind) -> Parts:
     """Encodes by Qwix itself."""
-    wide = jnp.asarray(values).astype(jnp.float32)
-    if not jnp.isfinite(wide).all():
+    if not np.isfinite(values).all():
         raise FloatingPointError
-    array = qarray.quantize(jnp.asarray(values), kind.in_qwix(values.shape))
-    decoded = qarray.dequantize(array).astype(jnp.float32)
-    quotient = jnp.abs(qarray.call_with_generic_broadcast(jnp.divide, wide, array.scale.astype(jnp.float32)))
-    clipped = 0 if array.zero_point is not None else jnp.sum(quotient > symmetric_bound(kind.qtype) * (1 + 1e-6))
-    statistics = {
-        "signal": float(jnp.sum(jnp.square(wide))),
-        "noise": float(jnp.sum(jnp.square(decoded - wide))),
-        "clipped": float(clipped),
-        "count": float(values.size),
-    }
+    weights = jnp.asarray(values)
+    array = qarray.quantize(weights, kind.in_qwix(values.shape))  # compiled as one program it rounds scales otherwise
+    sums = {name: float(x) for name, x in _statistics(weights, array, symmetric_bound(kind.qtype)).items()}
     shape = tuple(n // group for n, group in zip(values.shape, kind.group_shape, strict=True))
     qvalues = [array.qvalue] if array.zero_point is None else [array.qvalue, array.zero_point]
     qvalue_bytes, *zero_points = (as_bytes(np.asarray(part)) for part in qvalues)
-    return [
-        qvalue_bytes,
-        *(np.broadcast_to(part, shape) for part in (np.asarray(array.scale), *zero_points)),
-    ], statistics
+    shared = [np.broadcast_to(part, shape) for part in (np.asarray(array.scale), *zero_points)]
+    return [qvalue_bytes, *shared], {**sums, "count": float(values.size)}

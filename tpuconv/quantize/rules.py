@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd, prod
 from typing import Any
 
@@ -13,6 +14,7 @@ from flax import nnx
 from tpuconv.checkpoint.manifest import AS_RELEASED
 from tpuconv.encodings.passthrough_rows import Stored
 from tpuconv.errors import ConfigError, CorruptOutput, UnsupportedConfig
+from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT, collapse
@@ -126,6 +128,17 @@ def abstract_quantized_model(
     return nnx.merge(graphdef, nnx.from_flat_state(list(flat.values())))
 
 
+@dataclass(frozen=True)
+class ModelBuilder:
+    """Makes a model with separate layers in bfloat16."""
+
+    model_class: Callable[..., Any]
+    config: DecoderConfig
+
+    def __call__(self) -> Any:
+        return self.model_class(self.config, dtype=jnp.bfloat16)
+
+
 def resolve_rules(
     build: Callable[[], Any], config: QuantConfig, stacks: LayerStacks | None = None
 ) -> dict[str, ParamQuant]:
@@ -144,6 +157,11 @@ def resolve_rules(
             scale for other products than of each token with weights, or activations of an encoder.
         UnsupportedConfig: layers that are stacked are not quantized alike.
     """
+    return dict(_resolved(build, QuantConfig(config.name, "", config.rules), stacks))
+
+
+@lru_cache(maxsize=8)  # a command may ask several times: to choose rules, for a plan, and to carry it out
+def _resolved(build: Callable[[], Any], config: QuantConfig, stacks: LayerStacks | None) -> dict[str, ParamQuant]:
     provider = Provider(config)
     param_quants: dict[str, ParamQuant] = {}
 

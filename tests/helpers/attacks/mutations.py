@@ -759,7 +759,9 @@ def limit_memory(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + more, resource.RLIM_INFINITY))
 
 
-def main(base: Path, name: str, first: int, count: int) -> None:
+def attack(base: Path, name: str, first: int, count: int) -> None:
+    """Prints how the inputs of some seeds ended."""
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))  # of the kind before
     make = KINDS[name](base)
     attempt(make, name, -1, 10 * SECONDS)  # imports what it needs
     limit_memory(BYTES if "loaded" not in name else 8 * BYTES)
@@ -772,4 +774,5 @@ def main(base: Path, name: str, first: int, count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    for first in range(2, len(sys.argv), 3):
+        attack(Path(sys.argv[1]), sys.argv[first], *map(int, sys.argv[first + 1 : first + 3]))

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-import jax.numpy as jnp
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest, element_bytes
@@ -23,7 +22,7 @@ from tpuconv.quantize.calibrate.layers import HEAD_STAGE
 from tpuconv.quantize.config import MSE, QuantConfig, Rule
 from tpuconv.quantize.encode import QwixEncoder
 from tpuconv.quantize.recipe.search import Option, ParamGroup, SearchSpace
-from tpuconv.quantize.rules import LAYER, ParamQuant, resolve_rules
+from tpuconv.quantize.rules import LAYER, ModelBuilder, ParamQuant, resolve_rules
 
 OPTION_KINDS: tuple[tuple[str, tuple[int | None, ...]], ...] = (
     ("int8", (None,)),
@@ -76,7 +75,7 @@ def find_choices(manifest: Manifest) -> Choices:
 
     def quants(rules: Iterable[Rule], stacks: LayerStacks | None) -> dict[str, ParamQuant]:
         named = QuantConfig("sensitivity", "", tuple(rules))
-        return resolve_rules(lambda: family.model_class(config, dtype=jnp.bfloat16), named, stacks)
+        return resolve_rules(ModelBuilder(family.model_class, config), named, stacks)
 
     separate = quants([Rule(0, weight_qtype="int8")], None)
     groups = {
