@@ -144,7 +144,10 @@ def compare_on_meshes(cases: list[tuple[Path, Path, dict[str, Any]]], meshes: Se
     assert done.returncode == 0, done.stderr
 
 
-def test_on_a_mesh_each_device_has_its_shards(hf, tmp_path):
+@pytest.mark.parametrize(
+    "meshes", [MESHES[:2], pytest.param(MESHES[2:], marks=pytest.mark.slow)], ids=["several", "one"]
+)
+def test_on_a_mesh_each_device_has_its_shards(meshes, hf, tmp_path):
     fp8_source, plain = tmp_path / "fp8", tmp_path / "plain"
     write_encoded(BY_ID["deepseek_v3-groups"], fp8, lambda case: hf(case, "bfloat16"), fp8_source)
     config = qwen3_config(num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=2)
@@ -159,7 +162,7 @@ def test_on_a_mesh_each_device_has_its_shards(hf, tmp_path):
     for number, (source, options) in enumerate(forms):
         api.convert(source, tmp_path / f"out{number}", **options)
         cases.append((source, tmp_path / f"out{number}", options))
-    compare_on_meshes(cases, MESHES[:2])  # which have all axes
+    compare_on_meshes(cases, meshes)
 
 
 @pytest.mark.slow
