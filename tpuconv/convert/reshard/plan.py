@@ -7,7 +7,8 @@ from math import prod
 
 import numpy as np
 
-from tpuconv.checkpoint.manifest import Manifest, StoredArray
+from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.checkpoint.stored import StoredArray
 from tpuconv.convert.export.array_source import BoxSource
 from tpuconv.convert.export.exporting import target_form
 from tpuconv.convert.plan import sizes
