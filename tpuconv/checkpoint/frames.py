@@ -33,13 +33,13 @@ def make_frame(buffer: np.ndarray, nbytes: int) -> bytes:
         buffer: [frame_bytes(nbytes)] or more bytes.
         nbytes: bytes of the values.
     """
-    checksum = _checksum(buffer[:nbytes])
+    memory, end = buffer.data, frame_bytes(nbytes)
+    checksum = _checksum(memory[:nbytes])
     for start, place, size, header in reversed([*_blocks(nbytes)]):  # each moves behind values that did not move yet
-        buffer[place : place + size] = buffer[start : start + size]
-        buffer[place - len(header) : place] = np.frombuffer(header, np.uint8)
-    end = frame_bytes(nbytes)
-    buffer[:_HEADER_BYTES] = np.frombuffer(_header(nbytes), np.uint8)
-    buffer[end - CHECKSUM_BYTES : end] = np.frombuffer(checksum, np.uint8)
+        # It holds the interpreter's lock, unlike an array: to get that back takes longer than a block.
+        memory[place : place + size] = memory[start : start + size]
+        memory[place - len(header) : place] = header
+    memory[:_HEADER_BYTES], memory[end - CHECKSUM_BYTES : end] = _header(nbytes), checksum
     return checksum
 
 
@@ -54,15 +54,15 @@ def frame_values(frame: np.ndarray, nbytes: int, what: str) -> np.ndarray:
     Raises:
         ValueError: it is not the frame that `make_frame` makes of some values.
     """
-    values = frame if frame.flags.writeable else np.empty(nbytes, np.uint8)
-    checksum = frame[-CHECKSUM_BYTES:].tobytes()
-    is_ours = frame[:_HEADER_BYTES].tobytes() == _header(nbytes)
+    values = frame[:nbytes] if frame.flags.writeable else np.empty(nbytes, np.uint8)
+    source, target, checksum = frame.data, values.data, frame[-CHECKSUM_BYTES:].tobytes()
+    is_ours = source[:_HEADER_BYTES] == _header(nbytes)
     for start, place, size, header in _blocks(nbytes):
-        is_ours &= frame[place - len(header) : place].tobytes() == header
-        values[start : start + size] = frame[place : place + size]
-    if not is_ours or _checksum(values[:nbytes]) != checksum:
+        is_ours &= source[place - len(header) : place] == header
+        target[start : start + size] = source[place : place + size]
+    if not is_ours or _checksum(target) != checksum:
         raise ValueError(f"{what} does not hold its checksum")
-    return values[:nbytes]
+    return values
 
 
 def _blocks(nbytes: int) -> Iterator[tuple[int, int, int, bytes]]:
@@ -84,5 +84,5 @@ def _header(nbytes: int) -> bytes:
     return _MAGIC + _DESCRIPTORS + nbytes.to_bytes(8, "little")
 
 
-def _checksum(values: np.ndarray) -> bytes:
-    return xxhash.xxh64_intdigest(values.data).to_bytes(8, "little")[:CHECKSUM_BYTES]
+def _checksum(values: memoryview) -> bytes:
+    return xxhash.xxh64_intdigest(values).to_bytes(8, "little")[:CHECKSUM_BYTES]

@@ -133,6 +133,16 @@ class Manifest:
         return sizes
 
     @property
+    def pathways(self) -> bool:
+        """True if the arrays have zarr's format 2, as Pathways reads it."""
+        return bool(self.raw["options"].get("pathways"))
+
+    @property
+    def chunk_memory(self) -> int:
+        """The bytes that a thread needs to read a box, besides the box: a chunk for Pathways is read completely."""
+        return max((array.spec.shard_bytes for array in self.arrays.values() if array.zarr2), default=0)
+
+    @property
     def params(self) -> Location:
         """The folder of the Orbax checkpoint."""
         return self.folder / str(self.raw.get("folder", PARAMS))
