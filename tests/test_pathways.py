@@ -48,7 +48,7 @@ def small_files() -> Iterator[None]:
         patch.setattr(sizes, "CHUNK_BYTES", 400)
         patch.setattr(sizes, "SLAB_BYTES", 3000)
         patch.setattr(sizes, "UNIT_BYTES", 4000)
-        patch.setattr(frames, "BLOCK_BYTES", 256)
+        patch.setattr(frames, "RAW_BLOCK_BYTES", 256)
         yield
 
 

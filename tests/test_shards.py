@@ -114,7 +114,7 @@ def random(array: OutputArray) -> np.ndarray:
 def test_any_box_is_what_tensorstore_reads(case):
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalShard, "read_bytes", case.read_bytes)
-        patch.setattr(frames, "BLOCK_BYTES", case.block_bytes)
+        patch.setattr(frames, "RAW_BLOCK_BYTES", case.block_bytes)
         if case.direct:
             patch.setattr(local_files, "DIRECT_BYTES", 0)
             patch.setattr(LocalFile, "is_cached", lambda *_: False)  # they were written a moment ago
@@ -136,7 +136,7 @@ ALL = (slice(0, 5), slice(0, 6))
 @pytest.mark.parametrize("array", [SMALL, COMPRESSED, ZARR2], ids=["plain", "compressed", "zarr2"])
 def test_every_bit_is_checked(tmp_path, array, monkeypatch):
     """Of chunks, of the index and of their checksums; and every byte that is lost at the end."""
-    monkeypatch.setattr(frames, "BLOCK_BYTES", 5)
+    monkeypatch.setattr(frames, "RAW_BLOCK_BYTES", 5)
     manifest, out = write(array, tmp_path, random(SMALL)), np.empty((5, 6), "u2")
     for index in product(*map(range, array.grid)):
         path = tmp_path / "params" / "w" / array.shard_name(index)

@@ -11,19 +11,19 @@ from collections.abc import Iterator
 import numpy as np
 import xxhash
 
-BLOCK_BYTES = 128 << 10
+RAW_BLOCK_BYTES = 128 << 10
 """The most values of a block, and the window of the frame: all that a reader keeps."""
-CHECKSUM_BYTES = 4
+_CHECKSUM_BYTES = 4
 _BLOCK_HEADER_BYTES = 3
 _MAGIC = 0xFD2FB528.to_bytes(4, "little")
-_DESCRIPTORS = bytes([0b11000100, (BLOCK_BYTES.bit_length() - 11) << 3])
+_DESCRIPTORS = bytes([0b11000100, (RAW_BLOCK_BYTES.bit_length() - 11) << 3])
 """The frame states its size in 8 bytes and has a checksum; then its window, 2^(10 + exponent)."""
 _HEADER_BYTES = len(_MAGIC) + len(_DESCRIPTORS) + 8
 
 
 def frame_bytes(nbytes: int) -> int:
     """Returns the size of the frame of so many bytes of values."""
-    return _HEADER_BYTES + _BLOCK_HEADER_BYTES * _block_count(nbytes) + nbytes + CHECKSUM_BYTES
+    return _HEADER_BYTES + _BLOCK_HEADER_BYTES * _block_count(nbytes) + nbytes + _CHECKSUM_BYTES
 
 
 def make_frame(buffer: np.ndarray, nbytes: int) -> bytes:
@@ -39,7 +39,7 @@ def make_frame(buffer: np.ndarray, nbytes: int) -> bytes:
         # It holds the interpreter's lock, unlike an array: to get that back takes longer than a block.
         memory[place : place + size] = memory[start : start + size]
         memory[place - len(header) : place] = header
-    memory[:_HEADER_BYTES], memory[end - CHECKSUM_BYTES : end] = _header(nbytes), checksum
+    memory[:_HEADER_BYTES], memory[end - _CHECKSUM_BYTES : end] = _header(nbytes), checksum
     return checksum
 
 
@@ -55,7 +55,7 @@ def frame_values(frame: np.ndarray, nbytes: int, what: str) -> np.ndarray:
         ValueError: it is not the frame that `make_frame` makes of some values.
     """
     values = frame[:nbytes] if frame.flags.writeable else np.empty(nbytes, np.uint8)
-    source, target, checksum = frame.data, values.data, frame[-CHECKSUM_BYTES:].tobytes()
+    source, target, checksum = frame.data, values.data, frame[-_CHECKSUM_BYTES:].tobytes()
     is_ours = source[:_HEADER_BYTES] == _header(nbytes)
     for start, place, size, header in _blocks(nbytes):
         is_ours &= source[place - len(header) : place] == header
@@ -69,15 +69,15 @@ def _blocks(nbytes: int) -> Iterator[tuple[int, int, int, bytes]]:
     """Yields for each block where its values begin among all and in the frame, their size, and the block's header."""
     count = _block_count(nbytes)
     for number in range(count):
-        start = number * BLOCK_BYTES
-        size = min(BLOCK_BYTES, nbytes - start)
+        start = number * RAW_BLOCK_BYTES
+        size = min(RAW_BLOCK_BYTES, nbytes - start)
         is_last = number == count - 1
         header = (size << 3 | is_last).to_bytes(_BLOCK_HEADER_BYTES, "little")  # type 0: raw
         yield start, _HEADER_BYTES + _BLOCK_HEADER_BYTES * (number + 1) + start, size, header
 
 
 def _block_count(nbytes: int) -> int:
-    return max(1, -(-nbytes // BLOCK_BYTES))
+    return max(1, -(-nbytes // RAW_BLOCK_BYTES))
 
 
 def _header(nbytes: int) -> bytes:
@@ -85,4 +85,4 @@ def _header(nbytes: int) -> bytes:
 
 
 def _checksum(values: memoryview) -> bytes:
-    return xxhash.xxh64_intdigest(values).to_bytes(8, "little")[:CHECKSUM_BYTES]
+    return xxhash.xxh64_intdigest(values).to_bytes(8, "little")[:_CHECKSUM_BYTES]

@@ -135,7 +135,7 @@ class Manifest:
     @property
     def pathways(self) -> bool:
         """True if the arrays have zarr's format 2, as Pathways reads it."""
-        return bool(self.raw["options"].get("pathways"))
+        return any(array.zarr2 for array in self.arrays.values())
 
     @property
     def chunk_memory(self) -> int:

@@ -195,7 +195,7 @@ def _joined(chunks: Shape, shards: Shape, shape: Shape, leads: list[str], itemsi
 TENSOR = 2
 _RANKS = {letter: TENSOR if "tensor" in axes else 3 for letter, axes in MESH_AXES.items()}
 _RANKS |= {LAYERS: 0, PERIODS: 0, EXPERTS: 1}
-"""The order in which axes are cut: stacked ones, those of tensor parallelism, other axes of a mesh."""
+"""The order in which axes are cut: stacked axes, axes of tensor parallelism, other axes of a mesh."""
 
 
 def _rank(letter: str) -> int:
