@@ -20,7 +20,7 @@ from helpers.buckets import ROOT, in_memory, objects
 from helpers.checkpoints import read_tensors
 from helpers.commands import tpuconv as command
 from helpers.conversions import assert_same, flatten
-from helpers.families import BY_ID, hf_model, save
+from helpers.families import BY_ID, CASES, hf_model, save
 from helpers.maxtext_settings import settings
 from helpers.oracles import ask
 from helpers.pages import EIGHT_DEVICES
@@ -91,6 +91,22 @@ def test_the_arrays_are_those_of_the_other_format(plain, ckpt):
             array.chunks,
         )
     assert max(len(array.spec.shard_names()) for array in read_manifest(ckpt).arrays.values()) > 4
+
+
+CASES_OF_MAXTEXT = list({case.family: case for case in reversed(CASES) if case.model_type in MAXTEXT.trees}.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True], ids=["apart", "scanned"])
+@pytest.mark.parametrize("case", CASES_OF_MAXTEXT, ids=str)
+def test_every_family(case, scan, hf, tmp_path):
+    try:
+        api.convert(hf(case), tmp_path / "plain", target="maxtext", scan_layers=scan)
+    except UnsupportedConfig as error:
+        pytest.skip(error.message)
+    api.convert(hf(case), tmp_path / "pathways", target="maxtext", scan_layers=scan, pathways=True)
+    assert bits(tmp_path / "pathways") == bits(tmp_path / "plain")
+    assert api.verify(tmp_path / "pathways").passed
 
 
 @pytest.mark.slow
