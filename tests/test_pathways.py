@@ -163,7 +163,10 @@ def test_the_way_back_and_other_chunks(source, plain, ckpt, tmp_path):
     api.reshard(ckpt, tmp_path / "b", mesh=mesh)  # it stays for Pathways
     api.reshard(ckpt, tmp_path / "apart", unscan_layers=True)
     api.reshard(tmp_path / "apart", tmp_path / "c", scan_layers=True)
-    for name in "abc":
+    api.convert(source, tmp_path / "compressed", **OPTIONS, compress=True)
+    api.reshard(tmp_path / "compressed", tmp_path / "d", pathways=True)
+    assert read_manifest(tmp_path / "d").raw["options"] == read_manifest(ckpt).raw["options"]
+    for name in "abcd":
         assert bits(tmp_path / name) == bits(plain)
         assert api.verify(tmp_path / name).passed
     assert read_manifest(tmp_path / "a").arrays == read_manifest(tmp_path / "b").arrays

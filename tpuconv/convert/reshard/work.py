@@ -179,7 +179,9 @@ class ReshardWork(Work):
     def _described(self, source: Mapping[str, Any], result: UnitResult) -> dict[str, Any]:
         """Returns the manifest of the checkpoint with the arrays as they are now."""
         plan, raw = self.plan, self.plan.source.manifest.raw
-        arrays = plan.arrays.values()
+        arrays, options = plan.arrays.values(), {**raw["options"], "scan_layers": plan.scan_layers}
+        if plan.pathways:
+            options = {key: value for key, value in options.items() if key != "compress"} | {"pathways": True}
         facts = {
             "format": MANIFEST_FORMAT,
             "kind": CHECKPOINT,
@@ -188,11 +190,7 @@ class ReshardWork(Work):
             "family": raw["family"],
             "table": plan.table.fingerprint,
             **{key: raw[key] for key in ("release", "returns", "parts", "variant") if raw.get(key)},
-            "options": {
-                **raw["options"],
-                "scan_layers": plan.scan_layers,
-                **({"pathways": True} if plan.pathways else {}),
-            },
+            "options": options,
             **({"folder": plan.target.folder} if plan.target.folder != PARAMS else {}),
             "versions": {library: version(library) for library in LIBRARIES},
             "mesh": dict(plan.mesh),
