@@ -9,6 +9,7 @@ page cache (as root):
     convert          to our own tree
     adapter          convert --adapter, of rank 16 for every projection
     maxtext          convert --target maxtext --scan-layers
+    pathways         the same with --pathways
     tunix, nnx       convert --target of the same name
     huggingface      convert --target huggingface
     huggingface int8 convert --target huggingface --quantize int8_weight_only
@@ -102,12 +103,13 @@ def main() -> None:
     work = Path(tempfile.mkdtemp(dir=args.folder))
     source, adapter, ckpt, out = work / "hf", work / "adapter", work / "ckpt", work / "out"
     convert = [sys.executable, "-m", "tpuconv", "convert", str(source)]
-    huggingface = ["--target", "huggingface"]
+    huggingface, maxtext = ["--target", "huggingface"], ["--target", "maxtext", "--scan-layers"]
     writing = {
         "copy": ["sh", "-c", f"cp -r {source} {out} && sync"],
         "convert": [*convert, str(out)],
         "adapter": [*convert, str(out), "--adapter", str(adapter)],
-        "maxtext": [*convert, str(out), "--target", "maxtext", "--scan-layers"],
+        "maxtext": [*convert, str(out), *maxtext],
+        "pathways": [*convert, str(out), *maxtext, "--pathways"],
         "tunix": [*convert, str(out), "--target", "tunix"],
         "nnx": [*convert, str(out), "--target", "nnx"],
         "huggingface": [*convert, str(out), *huggingface],

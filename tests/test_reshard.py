@@ -120,10 +120,8 @@ def test_every_command_reads_the_output(qwen3, tmp_path):
 )
 def test_a_device_reads_complete_chunks(letters, mesh, chunk_bytes):
     axes, shape = " ".join(letters), tuple(letters.values())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizes, "CHUNK_BYTES", chunk_bytes)
-        chunks = device_chunks(axes, shape, 2, mesh)
-        files = file_shape(axes, shape, chunks, 4 * chunk_bytes)
+    chunks = device_chunks(axes, shape, 2, mesh, chunk_bytes)
+    files = file_shape(axes, shape, chunks, 4 * chunk_bytes)
     shard = shard_shape(shape, partition(axes, shape, mesh), mesh)
     assert all(own % chunk == 0 for own, chunk in zip(shard, chunks, strict=True))
     assert all(file % chunk == 0 for file, chunk in zip(files, chunks, strict=True))
@@ -132,7 +130,7 @@ def test_a_device_reads_complete_chunks(letters, mesh, chunk_bytes):
 
 def test_a_file_is_read_from_one_chunk_of_a_trainer():
     """MaxText saves all layers of a part of D in one chunk; each is decoded once."""
-    chunks = device_chunks("D F", (4096, 16384), 2, {})
+    chunks = device_chunks("D F", (4096, 16384), 2, {}, sizes.CHUNK_BYTES)
     assert file_shape("D F", (4096, 16384), chunks, 1 << 24) == (1024, 16384)
     assert file_shape("D F", (4096, 16384), chunks, 1 << 24, (128, 16384)) == (128, 16384)
 

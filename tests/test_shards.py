@@ -14,17 +14,20 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpuconv.checkpoint.manifest import Manifest, StoredArray
+from tpuconv.checkpoint import frames
+from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import read_box
 from tpuconv.checkpoint.shard_files import LocalShard
-from tpuconv.checkpoint.shards import ShardBuilder, shard_name
+from tpuconv.checkpoint.shards import ShardBuilder
+from tpuconv.checkpoint.stored import StoredArray
 from tpuconv.convert.plan.types import OutputArray
 from tpuconv.convert.run.store import Store
 from tpuconv.errors import CorruptOutput
 from tpuconv.storage import local_file as local_files
 from tpuconv.storage.disk import page_buffer
+from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.local_file import LocalFile
-from tpuconv.storage.sealed import Sealed
+from tpuconv.storage.sealed import MANIFEST_FORMAT, Sealed
 from tpuconv.storage.sinks import FolderSink
 
 DTYPES = ["int4", "float4_e2m1fn", "uint8", "int8", "bfloat16", "float8_e4m3fn", "float32", "float64"]
@@ -38,6 +41,8 @@ class Case:
     box: tuple[slice | int, ...]
     read_bytes: int
     """Read at once."""
+    block_bytes: int
+    """In a block of a chunk of zarr's format 2."""
     direct: bool
     """Whether around the page cache, which is for larger files otherwise."""
 
@@ -53,14 +58,18 @@ def cases(draw: st.DrawFn) -> Case:
         first = draw(st.integers(0, n - 1))
         box.append(first if draw(st.booleans()) else slice(first, draw(st.integers(first, n))))
     read_bytes = draw(st.sampled_from([1, 40, 1 << 20]))
-    array = OutputArray(shape, dtype, shards, chunks, "w", "", (), compressed=draw(st.booleans()))
-    return Case(array, tuple(box), read_bytes, draw(st.booleans()))
+    form = draw(st.sampled_from(["plain", "compressed", "zarr2"]))
+    array = OutputArray(shape, dtype, shards, chunks, "w", "", (), compressed=form == "compressed")
+    if form == "zarr2":
+        array = replace(array, shards=chunks, zarr2=True)
+    return Case(array, tuple(box), read_bytes, draw(st.sampled_from([5, 16, 1 << 17])), draw(st.booleans()))
 
 
 def write(array: OutputArray, folder: Path, values: np.ndarray) -> Manifest:
     store, buffer = Store(FolderSink(folder), "params", {"w": array}), page_buffer(array.shard_bytes)
     store.make_folders()
-    (folder / "params" / "w" / "zarr.json").write_text(json.dumps(array.zarr_json()))
+    metadata = json.dumps(array.metadata()).encode()
+    (folder / "params" / "w" / array.metadata_name).write_bytes(metadata)
     bits = values.view(f"u{values.itemsize}")
     for index in product(*map(range, array.grid)):
         shard = ShardBuilder(array, index, buffer)
@@ -80,11 +89,15 @@ def write(array: OutputArray, folder: Path, values: np.ndarray) -> Manifest:
         (),
         "",
         False,
-        None,
+        array.shards if array.zarr2 else None,
         None,
         () if array.compressed else None,
+        array.zarr2,
     )
-    return Manifest(folder, Sealed({"format": 1}, None, None), {"w": stored})
+    facts = {"format": 1}  # which says nothing about files; it has no format 2 of zarr
+    if array.zarr2:
+        facts = {"format": MANIFEST_FORMAT, "files": {f"params/w/{array.metadata_name}": hash_bytes(metadata)}}
+    return Manifest(folder, Sealed(facts, None, None), {"w": stored})
 
 
 def random(array: OutputArray) -> np.ndarray:
@@ -101,11 +114,13 @@ def random(array: OutputArray) -> np.ndarray:
 def test_any_box_is_what_tensorstore_reads(case):
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalShard, "read_bytes", case.read_bytes)
+        patch.setattr(frames, "RAW_BLOCK_BYTES", case.block_bytes)
         if case.direct:
             patch.setattr(local_files, "DIRECT_BYTES", 0)
             patch.setattr(LocalFile, "is_cached", lambda *_: False)  # they were written a moment ago
         manifest = write(case.array, Path(name), random(case.array))
-        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{name}/params/w"}}
+        driver = "zarr" if case.array.zarr2 else "zarr3"
+        spec = {"driver": driver, "kvstore": {"driver": "file", "path": f"{name}/params/w"}}
         want = ts.open(spec).result()[case.box].read().result()
         have = np.zeros(want.shape, case.array.dtype)
         read_box(manifest, "w", case.box, have)
@@ -114,15 +129,17 @@ def test_any_box_is_what_tensorstore_reads(case):
 
 SMALL = OutputArray((5, 6), np.dtype("u2"), (4, 6), (2, 3), "w", "", ())
 COMPRESSED = replace(SMALL, compressed=True)
+ZARR2 = replace(SMALL, shards=SMALL.chunks, zarr2=True)
 ALL = (slice(0, 5), slice(0, 6))
 
 
-@pytest.mark.parametrize("array", [SMALL, COMPRESSED], ids=["plain", "compressed"])
-def test_every_bit_is_checked(tmp_path, array):
+@pytest.mark.parametrize("array", [SMALL, COMPRESSED, ZARR2], ids=["plain", "compressed", "zarr2"])
+def test_every_bit_is_checked(tmp_path, array, monkeypatch):
     """Of chunks, of the index and of their checksums; and every byte that is lost at the end."""
+    monkeypatch.setattr(frames, "RAW_BLOCK_BYTES", 5)
     manifest, out = write(array, tmp_path, random(SMALL)), np.empty((5, 6), "u2")
-    for index in product(*map(range, SMALL.grid)):
-        path = tmp_path / "params" / "w" / shard_name(index)
+    for index in product(*map(range, array.grid)):
+        path = tmp_path / "params" / "w" / array.shard_name(index)
         data = path.read_bytes()
         for bit in range(8 * len(data)):
             path.write_bytes(data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :])

@@ -214,6 +214,9 @@ COMPRESS_OPTION = described_as(
     "Compress all arrays with zstd: smaller, slower. Quantized values of less than 8 bits are always compressed.",
     manifest=Key(),
 )
+PATHWAYS_OPTION = described_as(
+    "Write a checkpoint that MaxText reads on Pathways: zarr's format 2, without OCDBT.", manifest=Key()
+)
 QUANTIZE_OPTION = described_as(
     "Quantize during the conversion, by this config of `tpuconv quantize`; auto:4.5 chooses types by the roles of "
     "parameters.",

@@ -19,8 +19,9 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from tpuconv.checkpoint.device_layouts import read_layouts
-from tpuconv.checkpoint.manifest import Manifest, StoredArray, read_manifest
+from tpuconv.checkpoint.manifest import Manifest, read_manifest
 from tpuconv.checkpoint.reader import check_contents, check_mtp, read_box
+from tpuconv.checkpoint.stored import StoredArray
 from tpuconv.encodings.casts import cast, largest
 from tpuconv.errors import CorruptOutput, UsageError, root_cause, shorten
 from tpuconv.location import Location, to_location

@@ -27,7 +27,7 @@ from tpuconv.errors import ConfigError, CorruptOutput, SourceError, TpuconvError
 from tpuconv.storage.sealed import read_sealed
 from tpuconv.verify.checksums import update
 
-KINDS = ("checkpoint", "stacked", "quantized", "compressed", "kept", "maxtext",
+KINDS = ("checkpoint", "stacked", "quantized", "compressed", "kept", "maxtext", "pathways",
          "export", "export-of-kept", "huggingface", "serving")  # fmt: skip
 EXPORTS = {"export", "export-of-kept", "huggingface", "serving"}
 """Those that hold safetensors."""
@@ -61,6 +61,7 @@ def outputs(tmp_path_factory) -> Path:
             (rules := folder / "int4.yaml").write_text(INT4)
             made.convert_for("tpuconv", source, folder / "compressed", quantize=rules, compress=True)
             made.convert_for("maxtext", source, folder / "maxtext", scan_layers=True)
+            made.convert_for("maxtext", source, folder / "pathways", scan_layers=True, pathways=True)
             made.convert_for("huggingface", source, folder / "huggingface", dtype="float32")
             made.convert_for("huggingface", source, folder / "serving", quantize="int8_weight_only")
             made.convert(made.encoded_source(folder / "encoded", seed), folder / "kept", Options(encoding="keep"))
@@ -127,7 +128,7 @@ def damaged(folder: Path, name: str, twin: Path, change: str, rng: random.Random
 
 def arrays_of(kind: str) -> str:
     """The folder of the arrays, in an output that has one."""
-    return "0/items" if kind == "maxtext" else "params"
+    return "0/items" if kind in ("maxtext", "pathways") else "params"
 
 
 def expected(name: str) -> set[str]:

@@ -15,6 +15,7 @@ from tpuconv.memory import peak_memory
 from tpuconv.options import (
     MESH_OPTION,
     PART_ARGUMENT,
+    PATHWAYS_OPTION,
     PROGRESS_ARGUMENT,
     STORED_ARGUMENT,
     TRAINED_CONFIG_OPTION,
@@ -94,6 +95,7 @@ class ReshardOptions:
     mesh: Mapping[str, int] | None = field(default=None, metadata=MESH_OPTION)
     scan_layers: bool = option(False, "Stack the layers into one array each, for jax.lax.scan.")
     unscan_layers: bool = option(False, "Give each layer arrays of its own.")
+    pathways: bool = field(default=False, metadata=PATHWAYS_OPTION)
     config: str | Location | None = field(default=None, metadata=TRAINED_CONFIG_OPTION)
     target: str | None = field(default=None, metadata=TRAINED_TARGET_OPTION)
 
@@ -101,10 +103,10 @@ class ReshardOptions:
         """Raises UsageError for options that do not go together."""
         if self.scan_layers and self.unscan_layers:
             raise UsageError("`scan_layers=` and `unscan_layers=` exclude each other", hint="give one of them")
-        if not (self.mesh or self.scan_layers or self.unscan_layers or self.config):
+        if not (self.mesh or self.scan_layers or self.unscan_layers or self.pathways or self.config):
             raise UsageError(
                 "nothing is to be changed",
-                hint="give `mesh=`, `scan_layers=` or `unscan_layers=`; for the run of a trainer `config=`",
+                hint="give `mesh=`, `scan_layers=`, `unscan_layers=` or `pathways=`; for a trainer's run `config=`",
             )
         if self.target is not None and self.config is None:
             why, hint = WITH_CONFIG["target"]
@@ -185,7 +187,7 @@ def _planned(
     config = None if asked.config is None else str(asked.config)
     scan_layers = True if asked.scan_layers else False if asked.unscan_layers else None
     with opened_arrays(ckpt, config, asked.target, progress) as (arrays, skipped):
-        yield make_reshard_plan(arrays, mesh, scan_layers), skipped
+        yield make_reshard_plan(arrays, mesh, scan_layers, pathways=asked.pathways), skipped
 
 
 def _facts(planned: "ReshardPlan", skipped: "tuple[Skip, ...]") -> dict[str, Any]:

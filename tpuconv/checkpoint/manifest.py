@@ -10,10 +10,8 @@ whether a file holds the chunks of the manifest. Whether the chunks match their 
 them.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -22,15 +20,14 @@ import numpy as np
 import xxhash
 
 from tpuconv.checkpoint.schema import CHECKPOINT_SCHEMA
-from tpuconv.checkpoint.shards import MAX_SLOTS, ShardedArraySpec
+from tpuconv.checkpoint.stored import StoredArray, array_fault, stored_arrays
 from tpuconv.encodings.passthrough_rows import Passthrough
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.jsonfile import MAX_BYTES, check, read_bytes, short
 from tpuconv.location import Location
 from tpuconv.names import MANIFEST, OWN_TARGET, QVALUE, SCALE, ZERO_POINT
-from tpuconv.notation.layout import Shape, parse_axes
+from tpuconv.notation.layout import Shape
 from tpuconv.notation.release import Release
-from tpuconv.sources.headers import DTYPES
 from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.places import is_there, size_faults
 from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT, Sealed, check_current, read_sealed
@@ -42,11 +39,7 @@ ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
 AS_RELEASED = "as released"
 """The name of the quantization of parameters that stay encoded, where others have the name of a config."""
 LIBRARIES = ("tpuconv", "numpy", "ml_dtypes")
-PLAIN_DTYPES = {dtype.name for dtype in DTYPES.values()}
-"""Dtypes that a source may have."""
 MAX_LAYERS = 1 << 20
-MAX_CHUNKS = 10_000_000
-"""The most chunks of one array, which would have 5 TB."""
 
 
 def chunk_checksum(shape: Shape, chunks: Shape, start: Shape, chunk: np.ndarray) -> int:
@@ -76,42 +69,6 @@ def add_statistics(total: dict[str, float], part: Mapping[str, float]) -> None:
     """Adds the statistics of a part of a parameter to the statistics of other parts."""
     for name, value in part.items():
         total[name] = total.get(name, 0) + value
-
-
-@dataclass(frozen=True)
-class StoredArray:
-    """An array as the manifest describes it. `shards` and `crc32c` are None in manifests of format 1. `shard_bytes` are
-    the sizes of the files of a compressed array, in row-major order of their grid; None for others."""
-
-    name: str
-    shape: Shape
-    dtype: str
-    axes: str
-    chunks: Shape
-    sources: tuple[str, ...]
-    xxh3: str
-    buffer: bool
-    shards: Shape | None
-    crc32c: str | None
-    shard_bytes: tuple[int, ...] | None = None
-
-    @property
-    def spec(self) -> ShardedArraySpec:
-        """The division of the array into files. Not for manifests of format 1."""
-        assert self.shards is not None
-        return ShardedArraySpec(
-            self.shape,
-            np.dtype(self.dtype),
-            self.shards,
-            self.chunks,
-            compressed=self.is_compressed,
-            file_bytes=self.shard_bytes or (),
-        )
-
-    @property
-    def is_compressed(self) -> bool:
-        """True if the chunks are zstd frames."""
-        return self.shard_bytes is not None
 
 
 @dataclass(frozen=True)
@@ -174,6 +131,16 @@ class Manifest:
         for array in self.arrays.values():
             sizes |= {self.path_of(f"{array.name}/{name}"): n for name, n in array.spec.shard_sizes().items()}
         return sizes
+
+    @property
+    def pathways(self) -> bool:
+        """True if the arrays have zarr's format 2, as Pathways reads it."""
+        return any(array.zarr2 for array in self.arrays.values())
+
+    @property
+    def chunk_memory(self) -> int:
+        """The bytes that a thread needs to read a box, besides the box: a chunk for Pathways is read completely."""
+        return max((array.spec.shard_bytes for array in self.arrays.values() if array.zarr2), default=0)
 
     @property
     def params(self) -> Location:
@@ -370,33 +337,13 @@ def manifest_of(folder: Location, sealed: Sealed) -> Manifest:
     if layers is not None and not (len(layers) == 2 and layers[0] <= layers[1] <= MAX_LAYERS):
         raise CorruptOutput(f"{path}: options.layers is not a range of layers, but {short(layers)}")
     for name, array in arrays.items():
-        if fault := _array_fault(array, sealed.is_sealed, raw):
+        if fault := array_fault(array, sealed.is_sealed, raw):
             raise CorruptOutput(f"{path}: arrays.{name} {fault}", hint="move the checkpoint away, and convert it again")
     if "target" not in raw["options"]:  # others have names of their own for the parts of a parameter
         for name in (raw.get("quantization") or {}).get("parameters", ()):
             if fault := _quantized_fault(name, arrays, raw["quantization"]):
                 raise CorruptOutput(f"{path}: quantization.parameters.{name} {fault}")
     return Manifest(folder, sealed, arrays)
-
-
-def stored_arrays(raw: Mapping[str, Any]) -> dict[str, StoredArray]:
-    """Returns the arrays of a parsed manifest."""
-    return {
-        name: StoredArray(
-            name=name,
-            shape=tuple(a["shape"]),
-            dtype=a["dtype"],
-            axes=a["axes"],
-            chunks=tuple(a["chunks"]),
-            sources=tuple(a["sources"]),
-            xxh3=a["xxh3"],
-            buffer=a.get("buffer", False),
-            shards=tuple(a["shards"]) if "shards" in a else None,
-            crc32c=a.get("crc32c"),
-            shard_bytes=tuple(a.get("shard_bytes", ())) if "compression" in a else None,
-        )
-        for name, a in raw["arrays"].items()
-    }
 
 
 def _quantized_fault(name: str, arrays: Mapping[str, StoredArray], quantization: Mapping[str, Any]) -> str | None:
@@ -410,41 +357,4 @@ def _quantized_fault(name: str, arrays: Mapping[str, StoredArray], quantization:
         return f"has the tiles {facts['tiles']} for values of shape {values.shape}"
     if "rule" in facts and facts["rule"] >= len(quantization["rules"]):
         return f"has rule {facts['rule']} of {len(quantization['rules'])}"
-    return None
-
-
-@cache
-def _rank(axes: str) -> int | None:
-    """Returns the number of axes that letters stand for; None if they are not valid."""
-    try:
-        return len(parse_axes(axes)) if len(axes) <= 200 else None
-    except ValueError:
-        return None
-
-
-def _array_fault(array: StoredArray, is_sealed: bool, raw: Mapping[str, Any]) -> str | None:
-    """Returns the fault of the manifest's description of an array; None if it has none."""
-    is_quantized = raw.get("quantization") is not None
-    is_part = "target" in raw["options"] or array.name.endswith((QVALUE, SCALE, ZERO_POINT))
-    if array.dtype not in PLAIN_DTYPES and not (is_quantized and is_part):
-        return f"has the dtype {array.dtype}, which only quantized values have"
-    if not re.fullmatch(r"[^/\0]+", array.name) or array.name in (".", ".."):
-        return "has a name that cannot be a folder"
-    ranks = {len(array.shape), len(array.chunks), *([len(array.shards)] if array.shards is not None else [])}
-    if len(ranks) > 1:
-        return f"has shape {array.shape}, chunks {array.chunks} and shards {array.shards}"
-    if not all((*array.chunks, *(array.shards or ()))):
-        return f"has chunks {array.chunks} and shards {array.shards} without elements"
-    if _rank(array.axes) != len(array.shape):
-        return f"has the axes {short(array.axes)}, which do not match its shape"
-    if array.shards is None or array.crc32c is None:
-        return "has no shards or no crc32c" if is_sealed else None
-    if any(s < c or s % c for s, c in zip(array.shards, array.chunks, strict=True)):
-        return f"has shards {array.shards}, which are not multiples of its chunks {array.chunks}"
-    if prod(s // c for s, c in zip(array.shards, array.chunks, strict=True)) > MAX_SLOTS:
-        return f"has shards {array.shards} of more than {MAX_SLOTS} chunks"
-    if prod(-(-n // c) for n, c in zip(array.shape, array.chunks, strict=True)) > MAX_CHUNKS:
-        return f"has more than {MAX_CHUNKS} chunks"
-    if array.shard_bytes is not None and len(array.shard_bytes) != prod(array.spec.grid):
-        return f"has the sizes of {len(array.shard_bytes)} shards, but {prod(array.spec.grid)} shards"
     return None

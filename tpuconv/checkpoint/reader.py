@@ -17,7 +17,6 @@ from tpuconv import buckets
 from tpuconv.checkpoint.companions import companions_of, copy_companion
 from tpuconv.checkpoint.manifest import (
     Manifest,
-    StoredArray,
     add_checksums,
     chunk_checksum,
     crc_checksum,
@@ -29,11 +28,12 @@ from tpuconv.checkpoint.shards import (
     CRC_BYTES,
     INDEX_ENTRY,
     MAX_SLOTS,
+    ZARR_FILES,
     ShardedArraySpec,
     checked,
-    decoded,
-    shard_name,
+    chunk_values,
 )
+from tpuconv.checkpoint.stored import StoredArray
 from tpuconv.errors import ConfigError, CorruptOutput, UsageError, shorten
 from tpuconv.jsonfile import MIB, check, parse
 from tpuconv.location import BucketPath, Location
@@ -256,10 +256,11 @@ def _error_text(error: OSError | ValueError) -> str:
 
 
 def _stored_spec(manifest: Manifest, array: StoredArray) -> ShardedArraySpec:
-    data = b"".join(islice(blocks(manifest.params / array.name / "zarr.json", MAX_ZARR_BYTES), 1))
+    name = ZARR_FILES[array.zarr2]
+    data = b"".join(islice(blocks(manifest.params / array.name / name, MAX_ZARR_BYTES), 1))
     if manifest.sealed.is_sealed:
-        if hash_bytes(data) != manifest.sealed.files.get(manifest.path_of(f"{array.name}/zarr.json")):
-            raise ValueError("zarr.json was changed")
+        if hash_bytes(data) != manifest.sealed.files.get(manifest.path_of(f"{array.name}/{name}")):
+            raise ValueError(f"{name} was changed")
         return array.spec
     try:
         found = parse(data, "zarr.json", CorruptOutput)
@@ -267,7 +268,7 @@ def _stored_spec(manifest: Manifest, array: StoredArray) -> ShardedArraySpec:
         dtype = np.dtype(array.dtype)
         spec = ShardedArraySpec(array.shape, dtype, shards, array.chunks, compressed=array.is_compressed)
         divide = all(s and s % c == 0 for s, c in zip(shards, array.chunks, strict=True))
-        if divide and prod(spec.slots) <= MAX_SLOTS and found == spec.zarr_json():
+        if divide and prod(spec.slots) <= MAX_SLOTS and found == spec.metadata():
             return spec
     except (CorruptOutput, ValueError, KeyError, TypeError):
         pass
@@ -288,7 +289,7 @@ def _read_box(folder: Location, spec: ShardedArraySpec, box: Sequence[slice], ou
                 targets.append(tuple(slice(f - b.start, e - b.start) for (f, e), b in zip(ranges, box, strict=True)))
         if not slots:
             return
-        with open_shard(folder / shard_name(index), spec.size_of(index)) as file:
+        with open_shard(folder / spec.shard_name(index), spec.size_of(index)) as file:
             for chunk, source, target in zip(_read_chunks(file, spec, slots), sources, targets, strict=True):
                 out[target] = chunk.view(out.dtype).reshape(spec.chunks)[source]
 
@@ -312,7 +313,7 @@ def read_checksum(manifest: Manifest, name: str) -> str:
         spec = _stored_spec(manifest, array)
         for index in product(*map(range, spec.grid)):
             slots, starts = zip(*spec.starts(index), strict=True)
-            with open_shard(folder / shard_name(index), spec.size_of(index)) as file:
+            with open_shard(folder / spec.shard_name(index), spec.size_of(index)) as file:
                 for start, chunk in zip(starts, _read_chunks(file, spec, slots), strict=True):
                     total += chunk_checksum(spec.shape, spec.chunks, start, chunk)
     except (OSError, ValueError) as e:
@@ -354,11 +355,11 @@ def _content_fault(manifest: Manifest, name: str) -> tuple[str, str] | None:
     try:
         spec = _stored_spec(manifest, array)
         for index in product(*map(range, spec.grid)):
-            with open_shard(folder / shard_name(index), spec.size_of(index)) as file:
+            with open_shard(folder / spec.shard_name(index), spec.size_of(index)) as file:
                 file.begin_samples()
                 entries = _read_shard_index(file, spec)
                 if not spec.is_dense(index, entries, file.size):
-                    raise ValueError(f"{shard_name(index)} does not hold the chunks that tpuconv writes")
+                    raise ValueError(f"{spec.shard_name(index)} does not hold the chunks that tpuconv writes")
                 ends = (entries[spec.in_array(index)].sum(axis=1) - CRC_BYTES).tolist()
                 total += crc_checksum(spec.grid, index, b"".join(file.samples(ends, CRC_BYTES)))
                 file.end_samples()
@@ -386,13 +387,14 @@ def _read_chunks(file: ShardFile, spec: ShardedArraySpec, slots: Sequence[int]) 
         first = spans[0][0]
         data = file.read(first, spans[count - 1][1])
         for start, stop in spans[:count]:
-            what = f"a chunk of {file.name}"
-            yield decoded(checked(data[start - first : stop - first], what), spec, what)
+            yield chunk_values(data[start - first : stop - first], spec, f"a chunk of {file.name}")
         del spans[:count]
 
 
 def _read_shard_index(file: ShardFile, spec: ShardedArraySpec) -> np.ndarray:
     """[chunks, 2]: where each chunk of a shard begins, and how long it is."""
+    if spec.zarr2:
+        return np.array([[0, file.size]], INDEX_ENTRY)
     if file.size < spec.index_bytes:
         raise ValueError(f"{file.name} is too short")
     data = file.read(file.size - spec.index_bytes, file.size)

@@ -71,6 +71,7 @@ CHECKPOINT_SCHEMA = {
         "compress": Optional(bool),
         "allow_config": Optional([str]),
         "target": Optional(str),
+        "pathways": Optional(bool),
         "adapters": Optional([{"name": Optional(str), "weight": float, "xxh3_128": str}]),
     },
     "folder": Optional(str),

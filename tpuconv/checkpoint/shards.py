@@ -7,6 +7,8 @@ An array is a grid of shards, one file each. A shard is a grid of chunks, which 
 
 Chunks of compressed arrays are zstd frames. A code of 4 bits takes a byte in a chunk, since TensorStore holds it in
 one; of such values zstd leaves less than 4 bits.
+
+For Pathways, which reads zarr's format 2, a shard is one chunk, with its checksum (`tpuconv.checkpoint.frames`).
 """
 
 import threading
@@ -20,6 +22,7 @@ import crc32c
 import numpy as np
 import zstandard
 
+from tpuconv.checkpoint.frames import frame_bytes, frame_values, make_frame
 from tpuconv.notation.layout import Shape
 
 CHUNK_BYTES = 2 << 20
@@ -40,6 +43,9 @@ ZSTD_LEVEL = 1
 """Quantized values are noise: only their entropy can be taken. Higher levels look for matches, which costs more than it
 saves."""
 
+ZARR_FILES = ("zarr.json", ".zarray")
+"""The files with the metadata of an array in zarr's formats 3 and 2."""
+
 _own = threading.local()
 
 
@@ -47,7 +53,7 @@ _own = threading.local()
 class ShardedArraySpec:
     """An array in files of the shape `shards`, each divided into chunks of the shape `chunks`: a whole number along
     each axis. Those of a `compressed` array are zstd frames; when it is written, `file_bytes` are the sizes of its
-    files in row-major order."""
+    files in row-major order. With `zarr2` the files have zarr's format 2: one chunk each, not compressed."""
 
     shape: Shape
     dtype: np.dtype[Any]
@@ -55,6 +61,7 @@ class ShardedArraySpec:
     chunks: Shape
     compressed: bool = field(default=False, kw_only=True)
     file_bytes: tuple[int, ...] = field(default=(), kw_only=True)
+    zarr2: bool = field(default=False, kw_only=True)
 
     @property
     def grid(self) -> Shape:
@@ -74,12 +81,16 @@ class ShardedArraySpec:
     @property
     def slot_bytes(self) -> int:
         """The size of a chunk with its checksum, the largest possible one if it is compressed."""
+        if self.zarr2:
+            return frame_bytes(self.chunk_bytes)
         overhead = 8 * (self.chunk_bytes // 2048 + 16) if self.compressed else 0  # more than ZSTD_compressBound
         return self.chunk_bytes + overhead + CRC_BYTES
 
     @property
     def index_bytes(self) -> int:
         """The size of the index with its checksum."""
+        if self.zarr2:
+            return 0
         return 2 * INDEX_ENTRY.itemsize * prod(self.slots) + CRC_BYTES
 
     @property
@@ -125,7 +136,7 @@ class ShardedArraySpec:
 
     def shard_names(self) -> list[str]:
         """Returns the names of all shard files."""
-        return [shard_name(index) for index in product(*map(range, self.grid))]
+        return [self.shard_name(index) for index in product(*map(range, self.grid))]
 
     def size_of(self, index: Shape) -> int:
         """Returns the size of the file of a shard as tpuconv writes it; the largest possible one if it is compressed
@@ -136,10 +147,31 @@ class ShardedArraySpec:
 
     def shard_sizes(self) -> dict[str, int]:
         """Returns the sizes of all shard files, by name; see `size_of`."""
-        return {shard_name(index): self.size_of(index) for index in product(*map(range, self.grid))}
+        return {self.shard_name(index): self.size_of(index) for index in product(*map(range, self.grid))}
 
-    def zarr_json(self) -> dict[str, Any]:
+    def shard_name(self, index: Shape) -> str:
+        """Returns the file name of a shard, in the folder of its array."""
+        return ".".join(map(str, index or (0,))) if self.zarr2 else ".".join(("c", *map(str, index)))
+
+    @property
+    def metadata_name(self) -> str:
+        """The file with the array's zarr metadata."""
+        return ZARR_FILES[self.zarr2]
+
+    def metadata(self) -> dict[str, Any]:
         """Returns the array's zarr metadata, as JSON."""
+        if self.zarr2:
+            return {
+                "zarr_format": 2,
+                "shape": list(self.shape),
+                "chunks": list(self.chunks),
+                "dtype": self.dtype.str if self.dtype.isbuiltin == 1 else self.dtype.name,
+                "compressor": {"id": ZSTD, "level": ZSTD_LEVEL},
+                "fill_value": None,
+                "filters": None,
+                "order": "C",
+                "dimension_separator": ".",
+            }
         crc = {"name": "crc32c"}
         little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
         zstd = {"name": ZSTD, "configuration": {"level": ZSTD_LEVEL, "checksum": False}}
@@ -160,11 +192,6 @@ class ShardedArraySpec:
             "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
             "attributes": {},
         }
-
-
-def shard_name(index: Shape) -> str:
-    """Returns the file name of a shard, in the folder of its array."""
-    return ".".join(("c", *map(str, index)))
 
 
 class ShardBuilder:
@@ -190,6 +217,10 @@ class ShardBuilder:
     def close_chunk(self, slot: int) -> None:
         """Compresses a chunk that was built, if the array is compressed, and adds its checksum. Call it in the order of
         `place`: compressed chunks move to the end of those before, where their own values are not overwritten."""
+        if self.spec.zarr2:
+            self._crcs += make_frame(self.buffer, self.spec.chunk_bytes)
+            self._used = self.spec.shard_bytes
+            return
         first, start = self._places[slot], self._used
         content = self.buffer[first : first + self.spec.chunk_bytes]
         if self.spec.compressed:
@@ -202,7 +233,7 @@ class ShardBuilder:
         self.offsets[slot] = start, self._used - start
 
     def crcs(self) -> bytes:
-        """Returns the crc32c of each chunk, in the order of the file. Call it after all are built."""
+        """Returns the checksum of each chunk, in the order of the file. Call it after all are built."""
         return bytes(self._crcs)
 
     @property
@@ -212,6 +243,8 @@ class ShardBuilder:
 
     def close(self) -> np.ndarray:
         """Adds the index. Returns the file's bytes."""
+        if self.spec.zarr2:
+            return self.buffer[: self.nbytes]
         start, index = self._used, self.offsets.view(np.uint8).reshape(-1)
         self.buffer[start : start + index.size] = index
         self._add_crc(start, start + index.size)
@@ -222,6 +255,15 @@ class ShardBuilder:
         crc = crc32c.crc32c(self.buffer[start:end].data, gil_release_mode=0).to_bytes(CRC_BYTES, "little")
         self.buffer[end : end + CRC_BYTES] = np.frombuffer(crc, np.uint8)
         return crc
+
+
+def chunk_values(data: np.ndarray, spec: ShardedArraySpec, what: str) -> np.ndarray:
+    """Returns the values of a chunk as bytes, from what its file holds. They may take its place in memory.
+
+    Raises:
+        ValueError: it does not hold a chunk of the array; `what` names it.
+    """
+    return frame_values(data, spec.chunk_bytes, what) if spec.zarr2 else _decoded(checked(data, what), spec, what)
 
 
 def checked(data: np.ndarray, what: str) -> np.ndarray:
@@ -236,12 +278,8 @@ def checked(data: np.ndarray, what: str) -> np.ndarray:
     return content
 
 
-def decoded(data: np.ndarray, spec: ShardedArraySpec, what: str) -> np.ndarray:
-    """Returns the values of a chunk as bytes, from what its file holds without the checksum.
-
-    Raises:
-        ValueError: it does not hold a chunk of the array; `what` names it.
-    """
+def _decoded(data: np.ndarray, spec: ShardedArraySpec, what: str) -> np.ndarray:
+    """Returns the values of a chunk without its checksum, decompressed."""
     if not spec.compressed:
         return data
     try:

@@ -19,6 +19,7 @@ from tpuconv.text import format_count, format_size
     "reshard",
     "tpuconv reshard Qwen3-8B-maxtext Qwen3-8B-fsdp64 --mesh fsdp=64",
     "tpuconv reshard Qwen3-8B-orbax Qwen3-8B-scanned --scan-layers",
+    "tpuconv reshard Qwen3-8B-maxtext Qwen3-8B-pathways --pathways --mesh fsdp=64",
     "tpuconv reshard runs/sft Qwen3-8B-sft --config Qwen/Qwen3-8B --mesh tensor=8 --unscan-layers",
 )
 @click.argument("ckpt", type=LocationParam())

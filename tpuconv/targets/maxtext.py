@@ -396,6 +396,7 @@ MAXTEXT = Target(
     root="params.params.",
     layer_axis=1,
     custom_metadata=lambda scanned: {"scan_layers": scanned},
+    pathways="checkpoint_storage_use_zarr3=false checkpoint_storage_use_ocdbt=false",
     step_item="items",
     quantized={"array.qvalue": "", "array.scale": "_scale"},
     fp8_block=128,

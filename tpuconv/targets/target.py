@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpuconv.errors import UnsupportedConfig
+from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.names import OWN_TARGET, QVALUE, SCALE, ZERO_POINT
 from tpuconv.notation.arithmetic import Arithmetic
 from tpuconv.notation.letters import Word, declare
+
+PATHWAYS_DTYPES = ("bfloat16", "float32", "float64", *(f"{sign}int{8 << n}" for sign in ("", "u") for n in range(4)))
+"""Dtypes of arrays that Pathways reads: `cloud_pathways_helper` of Orbax 0.12 names them."""
 
 HALF_HEAD = "half_head"
 declare(**{HALF_HEAD: Word("half of the head dimension: rotary position pairs an element of each half")})
@@ -121,6 +124,7 @@ class Target:
         leaf: what stands after each name.
         layer_axis: the axis on which scanned layers are stacked; None if the target has no scanned layers.
         custom_metadata: for Orbax, from whether the layers are scanned.
+        pathways: the settings by which the program reads zarr's format 2 on Pathways. Empty if it does not run there.
         step_item: the name of the arrays in a step of a `CheckpointManager`, whose folder is the parent of `folder`.
         quantized: what is appended to a parameter's name for the arrays that hold it quantized, by our suffix. None if
             the target has no quantized parameters.
@@ -144,6 +148,7 @@ class Target:
     leaf: str = ""
     layer_axis: int | None = None
     custom_metadata: Callable[[bool], dict[str, Any]] = lambda scanned: {}
+    pathways: str = ""
     step_item: str = ""
     quantized: Mapping[str, str] | None = None
     fp8_block: int = 0
@@ -152,6 +157,32 @@ class Target:
     has_flat_pairs: bool = False
     has_lists: bool = False
     is_safetensors: bool = False
+
+    def check_pathways(self, dtypes: Mapping[str, str]) -> None:
+        """Checks that the program reads arrays on Pathways.
+
+        Args:
+            dtypes: of the arrays, by their names.
+
+        Raises:
+            UsageError: it does not run there.
+            UnsupportedConfig: Pathways does not read an array.
+        """
+        if not self.pathways:
+            raise UsageError(
+                f"the target {self.name} does not run on Pathways",
+                hint='leave out `pathways=`, or use `target="maxtext"`',
+            )
+        if others := {name: dtype for name, dtype in dtypes.items() if dtype not in PATHWAYS_DTYPES}:
+            first, dtype = next(iter(others.items()))
+            raise UnsupportedConfig(
+                f"Pathways does not read {dtype}, the dtype of {first}",
+                hint='convert to another `dtype=`, such as bfloat16, and leave out `encoding="keep"`',
+            )
+
+    def loading_of(self, pathways: bool) -> str:
+        """Returns how an output is loaded, written for Pathways or not."""
+        return f"{self.loading} {self.pathways}" if pathways else self.loading
 
     def part(self, parameter: str, suffix: str) -> str:
         """Returns the name of an array that holds a part of a quantized parameter, such as its scales.

@@ -1,8 +1,8 @@
 """Checks a checkpoint against its manifest. Reads every byte of every file once, with direct I/O and in bounded memory.
 A file that the manifest does not list is a fault.
 
-Shard files are read by `tpuconv.checkpoint.reader`, which checks the crc32c of each chunk as TensorStore does for
-Orbax. All other files, such as zarr.json and Orbax's metadata, are compared by hash.
+Shard files are read by `tpuconv.checkpoint.reader`, which checks the checksum of each chunk as TensorStore does
+for Orbax. All other files, such as zarr.json and Orbax's metadata, are compared by hash.
 """
 
 import os
@@ -15,8 +15,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tpuconv import buckets
-from tpuconv.checkpoint.manifest import ORBAX_FILES, Manifest, StoredArray, element_bytes
+from tpuconv.checkpoint.manifest import ORBAX_FILES, Manifest, element_bytes
 from tpuconv.checkpoint.reader import read_checksum
+from tpuconv.checkpoint.shards import ZARR_FILES
+from tpuconv.checkpoint.stored import StoredArray
 from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.location import BucketPath, Location
@@ -37,9 +39,6 @@ MEANINGS = {
     "generation_config.json": "sampling and end tokens may differ",
 }
 """The consequence of a change, by file."""
-
-ARRAY_FILE = "zarr.json"
-"""Beside the shards of each array."""
 
 UPDATABLE = (LAYOUTS, CARD, REPORT)
 """Files that `update` accepts when they were changed on purpose, besides the companions."""
@@ -118,7 +117,7 @@ def _meaning(name: str) -> str:
     path = Path(name)
     if path.name in ORBAX_FILES:
         return "Orbax may fail to restore, or restore different arrays"
-    if path.name == ARRAY_FILE:
+    if path.name in ZARR_FILES:
         return "Orbax may fail to restore the array"
     if name.startswith("tokenizer") or name.startswith("vocab"):
         return "tokenization may differ"

@@ -45,7 +45,7 @@ def lay_out(arrays: ArraySource, what: Exporting) -> FileLayout:
     files = divide_tensors([*(t for piece in pieces for t in piece.tensors), *(beside.tensors if beside else ())])
     carried = max((tensor.nbytes for tensor in beside.tensors), default=0) if beside else 0
     job_bytes = max((_job_bytes(piece, arrays.manifest) for piece in pieces), default=0)
-    return FileLayout(pieces, files, scheme, encoding, max(job_bytes, carried))
+    return FileLayout(pieces, files, scheme, encoding, max(job_bytes, carried) + arrays.manifest.chunk_memory)
 
 
 def _job_bytes(piece: ExportPiece, manifest: Manifest) -> int:

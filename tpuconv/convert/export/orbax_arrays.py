@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.checkpoint.manifest import Manifest, StoredArray
+from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.orbax_tree import TrainedTree
+from tpuconv.checkpoint.stored import StoredArray
 from tpuconv.convert.export.array_source import IdentifiedArrays
 from tpuconv.convert.export.lora.merged import MergedPairs
 from tpuconv.convert.export.way_back import Explained, Parameter

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.checkpoint.manifest import Manifest, add_statistics, stored_arrays
+from tpuconv.checkpoint.manifest import Manifest, add_statistics
+from tpuconv.checkpoint.stored import stored_arrays
 from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.convert.plan.types import FLOAT_DTYPES, Plan, Slab
 from tpuconv.convert.run.conversion import check_made_of

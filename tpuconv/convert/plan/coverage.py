@@ -155,8 +155,8 @@ def make_plan(
     for name, found in quantization.found.items() if quantization and not faults else ():
         shape = found.shape
         arrays[name] = OutputArray(shape, np.dtype(np.float32), shape, shape, name, found.axes, (), buffer=True)
-    if target.fp8_block and not faults:
-        _check_fp8(target, passthrough, arrays, {EXPERTS, PLACES, PERIODS, *config.layer_sets})
+    if not faults:
+        _check_forms(target, options, passthrough, arrays, {EXPERTS, PLACES, PERIODS, *config.layer_sets})
     skips = [Skip(p, len(names), why) for why, all_names in skipped.items() for p, names in collapse(all_names).items()]
     return Plan(
         source=source,
@@ -178,6 +178,21 @@ def make_plan(
         config=config,
         empty=tuple(f"{target.root}{name}" for name, is_empty in target.empty.items() if is_empty(config)),
     )
+
+
+def _check_forms(
+    target: Target,
+    options: Options,
+    passthrough: Mapping[str, Passthrough],
+    arrays: Mapping[str, OutputArray],
+    stacked: Collection[str],
+) -> None:
+    """Raises UsageError or UnsupportedConfig if the target does not read arrays in the form that they will have;
+    `stacked`: as `_check_fp8` takes them."""
+    if options.pathways:
+        target.check_pathways({name: array.dtype.name for name, array in arrays.items()})
+    if target.fp8_block:
+        _check_fp8(target, passthrough, arrays, stacked)
 
 
 def _check_fp8(

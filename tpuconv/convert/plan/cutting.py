@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from itertools import product
-from math import lcm, prod
+from math import gcd, lcm, prod
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ def cut_binding(
     values = first.dtype if is_fixed else FLOAT_DTYPES[options.dtype]
     itemsize = max(values.itemsize, first.dtype.itemsize)
     cuts = [
-        _Cut(axes, shape, encoders.get(stack.names[0]), values, letters)
+        _Cut(axes, shape, encoders.get(stack.names[0]), values, letters, options)
         for axes, shape, stack in zip(layout.dst, layout.dst_shapes(lengths), binding.dst, strict=True)
     ]
     steps: dict[str, int] = {}
@@ -80,7 +80,7 @@ def cut_binding(
     arrays = [
         array
         for cut, stack in zip(cuts, binding.dst, strict=True)
-        for array in cut.arrays(stack.names[0], lengths, steps, sources, binding.row.buffer, target, options.compress)
+        for array in cut.arrays(stack.names[0], lengths, steps, sources, binding.row.buffer, target)
     ]
     ranges = [[(x, (a, min(a + step, lengths[x]))) for a in range(0, lengths[x], step)] for x, step in steps.items()]
     return arrays, [Slab(binding, dict(box), values) for box in product(*ranges)]
@@ -90,9 +90,15 @@ class _Cut:
     """A parameter that is being divided: the first letters of its axes, the shape of its chunks, and its blocks."""
 
     def __init__(
-        self, axes: Axes, shape: Shape, encoder: Encoder | None, dtype: np.dtype[Any], letters: list[str]
+        self,
+        axes: Axes,
+        shape: Shape,
+        encoder: Encoder | None,
+        dtype: np.dtype[Any],
+        letters: list[str],
+        options: Options,
     ) -> None:
-        self.axes, self.shape = format_axes(axes), shape
+        self.axes, self.shape, self.options = format_axes(axes), shape, options
         self.leads = [lead(axis) for axis in axes]
         ones = (1,) * len(shape)
         self.parts = encoder.parts if encoder else (EncodedComponent("", dtype, ones, own=True),)
@@ -114,7 +120,6 @@ class _Cut:
         sources: tuple[str, ...],
         buffer: bool,
         target: Target,
-        compress: bool,
     ) -> Iterator[OutputArray]:
         slabs = tuple(
             n // lengths[x] * steps[x] if x in steps else n for x, n in zip(self.leads, self.shape, strict=True)
@@ -124,6 +129,8 @@ class _Cut:
             slab = tuple(n // b for n, b in zip(slabs, part.blocks, strict=True))
             chunks = self.chunks if part.own else slab
             shards = tuple(-(-n // c) * c for n, c in zip(slab, chunks, strict=True))
+            if self.options.pathways:
+                chunks = shards = _joined(chunks, shards, shape, self.leads, part.dtype.itemsize)
             full_name = target.part(name, part.suffix) if part.suffix else name
             is_buffer = buffer or not part.own
             array = OutputArray(
@@ -135,7 +142,8 @@ class _Cut:
                 self.axes,
                 sources,
                 is_buffer,
-                compressed=compress or (part.bits or element_bits(part.dtype)) < BYTE_BITS,
+                compressed=self.options.compress or (part.bits or element_bits(part.dtype)) < BYTE_BITS,
+                zarr2=self.options.pathways,
             )
             if target.squeezes_scales and part.suffix and not part.own:
                 dropped = tuple(i for i, (n, b) in enumerate(zip(shape, part.blocks, strict=True)) if n == 1 < b)
@@ -154,10 +162,7 @@ class _Cut:
 def _chunk_shape(shape: Shape, leads: list[str], letters: list[str], itemsize: int) -> Shape:
     """Returns the shape of an array's chunks. Stacked axes are cut first, then those that a mesh divides, eight ways
     unless the pieces become too small, then all others until a chunk is small enough."""
-    ranks = {letter: 2 if "tensor" in axes else 3 for letter, axes in MESH_AXES.items()}
-    ranks |= {LAYERS: 0, PERIODS: 0, EXPERTS: 1}
-    rank = [ranks.get(sharded_as(x), 4) for x in leads]
-    order = sorted((i for i, x in enumerate(leads) if x in letters), key=lambda i: (rank[i], i))
+    order = sorted((i for i, x in enumerate(leads) if x in letters), key=lambda i: (_rank(leads[i]), i))
     counts = [1] * len(shape)
 
     def nbytes() -> int:
@@ -173,6 +178,28 @@ def _chunk_shape(shape: Shape, leads: list[str], letters: list[str], itemsize: i
             while counts[i] < limit and nbytes() > enough:
                 counts[i] = _divisor(shape[i], 2 * counts[i])
     return tuple(-(-n // c) for n, c in zip(shape, counts, strict=True))
+
+
+def _joined(chunks: Shape, shards: Shape, shape: Shape, leads: list[str], itemsize: int) -> Shape:
+    """Returns the shape of the files for Pathways: chunks of a shard, joined up to a quarter of a slab. Axes of tensor
+    parallelism are joined first, since MaxText rather divides others; stacked ones last, since they are read one by
+    one."""
+    joined = list(chunks)
+    for i in sorted(range(len(leads)), key=lambda i: (_rank(leads[i]) < TENSOR, _rank(leads[i]), i)):
+        count = gcd(shards[i] // chunks[i], -(-shape[i] // chunks[i]))  # files fill up the shards and the array
+        fitting = sizes.SLAB_BYTES // 4 // (prod(joined) * itemsize)
+        joined[i] *= max((n for n in range(1, min(count, fitting) + 1) if count % n == 0), default=1)
+    return tuple(joined)
+
+
+TENSOR = 2
+_RANKS = {letter: TENSOR if "tensor" in axes else 3 for letter, axes in MESH_AXES.items()}
+_RANKS |= {LAYERS: 0, PERIODS: 0, EXPERTS: 1}
+"""The order in which axes are cut: stacked axes, axes of tensor parallelism, other axes of a mesh."""
+
+
+def _rank(letter: str) -> int:
+    return _RANKS.get(sharded_as(letter), 4)
 
 
 def element_bits(dtype: np.dtype[Any]) -> int:

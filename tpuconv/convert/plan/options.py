@@ -14,6 +14,7 @@ from tpuconv.options import (
     DTYPE_OPTION,
     ENCODING_OPTION,
     NONFINITE_OPTION,
+    PATHWAYS_OPTION,
     QUANTIZE_OPTION,
     REVISION_OPTION,
     SCAN_LAYERS_OPTION,
@@ -57,6 +58,7 @@ class Options:
         " plugin.",
         manifest=Key(),
     )
+    pathways: bool = field(default=False, metadata=PATHWAYS_OPTION)
     scheme: str | None = field(default=None, metadata=SCHEME_OPTION)
     adapter: "Sequence[str | Adapter]" = field(default=(), metadata=ADAPTER_OPTION)
     keep_adapter: bool = option(

@@ -218,6 +218,8 @@ def _check_target(target: Target, options: Options, *, is_quantized: bool) -> No
             f"the target {target.name} always has all layers, unstacked",
             hint="leave out `scan_layers=` and `layers=`",
         )
+    if options.pathways and options.compress:
+        raise UsageError("checkpoints for Pathways are not compressed", hint="leave out `compress=`")
     if options.scheme is not None and not target.is_safetensors:
         raise UsageError(
             f"the target {target.name} does not write formats of servers",

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -61,6 +62,14 @@ class OutputArray(ShardedArraySpec):
         axes = " ".join(map(str, kept(parse_axes(self.axes))))
         shape, shards, chunks = kept(self.shape), kept(self.shards), kept(self.chunks)
         return replace(self, shape=shape, shards=shards, chunks=chunks, axes=axes, dropped=tuple(dropped))
+
+    def parts(self, box: Sequence[slice]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """Yields for each shard of a box its part of the array, and of the box."""
+        grid = (range(b.start // n, -(-b.stop // n)) for b, n in zip(box, self.shards, strict=True))
+        for index in product(*grid):
+            places = list(zip(index, self.shards, box, strict=True))
+            part = tuple(slice(i * n, min((i + 1) * n, b.stop)) for i, n, b in places)
+            yield part, tuple(slice(p.start - b.start, p.stop - b.start) for p, b in zip(part, box, strict=True))
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from math import prod
 
-from tpuconv.convert.plan import sizes
 from tpuconv.notation.layout import Shape, lead, parse_axes
 from tpuconv.notation.sharding import partition, shard_shape
 from tpuconv.notation.table import EXPERTS, LAYERS, PERIODS, PLACES
@@ -12,19 +11,20 @@ MOST_PIECES = 4
 """An axis is left whole if its divisors would give more than this many times the pieces that are needed."""
 
 
-def device_chunks(axes: str, shape: Shape, itemsize: int, mesh: Mapping[str, int]) -> Shape:
-    """Returns the shape of the chunks of an array: the shard of a device, divided evenly until a chunk has
-    CHUNK_BYTES at most: along stacked axes first, so that a layer lies in few chunks, then from the outermost axis on.
+def device_chunks(axes: str, shape: Shape, itemsize: int, mesh: Mapping[str, int], most: int) -> Shape:
+    """Returns the shape of the chunks of an array: the shard of a device, divided evenly until a chunk has `most` bytes
+    at most: along stacked axes first, so that a layer lies in few chunks, then from the outermost axis on.
 
     Args:
         axes, shape: letters and shape of the array.
         itemsize: bytes of a value.
         mesh: size of each mesh axis.
+        most: the most bytes of a chunk, unless an axis has no divisor.
     """
     chunk = list(shard_shape(shape, partition(axes, shape, mesh), mesh))
     stacked = _stacked(axes)
     for axis in (*stacked, *_others(axes)):
-        enough = sizes.CHUNK_BYTES // 8 if axis in stacked else sizes.CHUNK_BYTES
+        enough = most // 8 if axis in stacked else most
         pieces = -(-prod(chunk) * itemsize // max(1, enough))
         if pieces > 1:
             chunk[axis] //= _divisor(chunk[axis], pieces)

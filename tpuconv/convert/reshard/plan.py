@@ -7,7 +7,8 @@ from math import prod
 
 import numpy as np
 
-from tpuconv.checkpoint.manifest import Manifest, StoredArray
+from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.checkpoint.stored import StoredArray
 from tpuconv.convert.export.array_source import BoxSource
 from tpuconv.convert.export.exporting import target_form
 from tpuconv.convert.plan import sizes
@@ -43,6 +44,7 @@ class ReshardPlan:
         source: the arrays of the checkpoint.
         mesh: size of each mesh axis.
         scan_layers: True if the layers of the output are stacked.
+        pathways: True if the output is for Pathways.
         target: the program that the checkpoint is for.
         table, config: from released tensors to the arrays of the output, and the family's reading of config.json.
         arrays: of the output, by name.
@@ -53,6 +55,7 @@ class ReshardPlan:
     source: BoxSource
     mesh: Mapping[str, int]
     scan_layers: bool
+    pathways: bool
     target: Target
     table: MappingTable
     config: HasSizes
@@ -172,17 +175,20 @@ def layers_together(source: BoxSource, place: LayerPlace) -> Shape:
     return tuple(1 if is_large else array.chunks[axis] for axis in place.at)
 
 
-def make_reshard_plan(source: BoxSource, mesh: Mapping[str, int], scan_layers: bool | None = None) -> ReshardPlan:
+def make_reshard_plan(
+    source: BoxSource, mesh: Mapping[str, int], scan_layers: bool | None = None, *, pathways: bool = False
+) -> ReshardPlan:
     """Plans a resharding. No values are read.
 
     Args:
         source: the arrays of a checkpoint.
         mesh: size of each mesh axis.
         scan_layers: stack the layers, or give each layer arrays of its own. None leaves them as they are.
+        pathways: write a checkpoint for Pathways, also if the source is none.
 
     Raises:
         UsageError: the checkpoint has only some layers, or quantized parameters, and its layers are to be changed.
-        UnsupportedConfig: the target has no stacked layers of this model.
+        UnsupportedConfig: the target has no stacked layers of this model, or Pathways does not read an array.
     """
     manifest = source.manifest
     is_changed = scan_layers is not None and scan_layers != manifest.scan_layers
@@ -202,14 +208,18 @@ def make_reshard_plan(source: BoxSource, mesh: Mapping[str, int], scan_layers: b
         else:
             places = layer_places(wanted, former)
         stored = _stored_as(wanted, stored, places, stacks)
+    target, pathways = get_target(manifest.target), pathways or manifest.pathways
+    if pathways:
+        target.check_pathways({name: array.dtype for name, array in stored.items()})
     return ReshardPlan(
         source=source,
         mesh=mesh,
         scan_layers=scanned,
-        target=get_target(manifest.target),
+        pathways=pathways,
+        target=target,
         table=table,
         config=config,
-        arrays={name: _output_array(array, mesh, source, places.get(name)) for name, array in stored.items()},
+        arrays={n: _output_array(array, mesh, source, places.get(n), pathways) for n, array in stored.items()},
         places=places,
         stacks=stacks,
     )
@@ -252,27 +262,30 @@ def _stored_as(
 
 
 def _output_array(
-    array: StoredArray, mesh: Mapping[str, int], source: BoxSource, place: LayerPlace | None
+    array: StoredArray, mesh: Mapping[str, int], source: BoxSource, place: LayerPlace | None, pathways: bool
 ) -> OutputArray:
     """Returns an array of the output, which lies at a place of the checkpoint if that has stacked layers."""
     dtype = np.dtype(array.dtype)
-    chunks = device_chunks(array.axes, array.shape, dtype.itemsize, mesh)
     within, most = None, sizes.SLAB_BYTES
     if place is not None:
         stack = source.manifest.arrays[place.stack]
         most //= prod(layers_together(source, place))
         if prod(stack.chunks) * dtype.itemsize > sizes.SLAB_BYTES:  # each is decoded once, for all its layers
             within = place.without_stack(stack.chunks)
+    chunk_bytes = most if pathways else sizes.CHUNK_BYTES
+    chunks = device_chunks(array.axes, array.shape, dtype.itemsize, mesh, chunk_bytes)
+    files = file_shape(array.axes, array.shape, chunks, most // dtype.itemsize, within)
     return OutputArray(
         array.shape,
         dtype,
-        file_shape(array.axes, array.shape, chunks, most // dtype.itemsize, within),
+        chunks if pathways else files,
         chunks,
         array.name,
         array.axes,
         array.sources,
         array.buffer,
-        compressed=array.is_compressed,
+        compressed=array.is_compressed and not pathways,
+        zarr2=pathways,
     )
 
 

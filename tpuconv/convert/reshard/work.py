@@ -59,11 +59,13 @@ class ReshardWork(Work):
             "table": plan.table.fingerprint,
             "mesh": dict(plan.mesh),
             "scan_layers": plan.scan_layers,
+            **({"pathways": True} if plan.pathways else {}),
         }
         files = {name: [array.shards, array.chunks] for name, array in plan.arrays.items()}
         self.fingerprint = hash_bytes(json.dumps([self.facts, files]).encode())["xxh3_128"]
         self._shard_bytes = max((array.shard_bytes for array in plan.arrays.values()), default=0)
-        job_bytes = 2 * plan.most_bytes + self._shard_bytes  # a layer is read apart from the array that it is put into
+        # A layer is read apart from the array that it is put into.
+        job_bytes = 2 * plan.most_bytes + self._shard_bytes + manifest.chunk_memory
         self.jobs = fitting_jobs(
             f"resharding {manifest.folder.name}", limits, job_bytes, BASE_MEMORY + plan.source.memory
         )
@@ -177,7 +179,9 @@ class ReshardWork(Work):
     def _described(self, source: Mapping[str, Any], result: UnitResult) -> dict[str, Any]:
         """Returns the manifest of the checkpoint with the arrays as they are now."""
         plan, raw = self.plan, self.plan.source.manifest.raw
-        arrays = plan.arrays.values()
+        arrays, options = plan.arrays.values(), {**raw["options"], "scan_layers": plan.scan_layers}
+        if plan.pathways:
+            options = {key: value for key, value in options.items() if key != "compress"} | {"pathways": True}
         facts = {
             "format": MANIFEST_FORMAT,
             "kind": CHECKPOINT,
@@ -186,7 +190,7 @@ class ReshardWork(Work):
             "family": raw["family"],
             "table": plan.table.fingerprint,
             **{key: raw[key] for key in ("release", "returns", "parts", "variant") if raw.get(key)},
-            "options": {**raw["options"], "scan_layers": plan.scan_layers},
+            "options": options,
             **({"folder": plan.target.folder} if plan.target.folder != PARAMS else {}),
             "versions": {library: version(library) for library in LIBRARIES},
             "mesh": dict(plan.mesh),

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv.checkpoint import manifest
-from tpuconv.checkpoint.shards import ShardBuilder, shard_name
+from tpuconv.checkpoint.shards import ShardBuilder
 from tpuconv.convert.plan.types import OutputArray
 from tpuconv.convert.run.results import UnitResult, add_sums
 from tpuconv.convert.run.strided import copy_strided
@@ -43,5 +43,5 @@ def build_shard(
         shard.close_chunk(slot)
     add_sums(result.checksums, array.name, (0, manifest.crc_checksum(array.grid, index, shard.crcs())))
     if array.compressed:
-        result.shard_bytes.setdefault(array.name, {})[shard_name(index)] = shard.nbytes
+        result.shard_bytes.setdefault(array.name, {})[array.shard_name(index)] = shard.nbytes
     return shard

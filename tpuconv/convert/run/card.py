@@ -56,14 +56,14 @@ params = ocp.StandardCheckpointer().restore(path_of_params)
 For vLLM, SGLang and transformers, `tpuconv export . OUT` writes safetensors."""
 
 
-def _loading(target: Target) -> str:
-    """Returns the text on loading the checkpoint in its target."""
+def _loading(target: Target, pathways: bool) -> str:
+    """Returns the text on loading the checkpoint in its target, or there on Pathways."""
     if target is OWN:
         return _OWN_LOADING
     return f"""It is for {code(target.name)} ({markdown(target.summary)}), where this folder, OUT, is loaded by:
 
 ```
-{target.loading}
+{target.loading_of(pathways)}
 ```
 
 `tpuconv families --target {target.name}` says what to know about it."""
@@ -102,7 +102,7 @@ Converted by tpuconv from {origin}, family {code(manifest["family"])}.{_changed(
 {place} is an Orbax checkpoint; `tpuconv.json` says for every array its shape, its axes, its source and its checksum.
 `{SOURCE_CARD}`, where there is one, is the card of the original, whose licence applies.
 
-{_loading(target)}
+{_loading(target, manifest["options"].get("pathways", False))}
 
 `tpuconv verify .` checks every array against its checksum.
 {f"{chr(10)}Not converted:{chr(10)}{chr(10)}{skipped}" if skipped else ""}"""

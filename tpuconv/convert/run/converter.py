@@ -57,7 +57,11 @@ class SlabConverter:
             SourceError: the source cannot be read, or holds values that are not finite.
         """
         boxes = self._arrays.boxes(slab, result.statistics)
-        return [self._write(array, box, values, result) for array, box, values in boxes]
+        return [
+            self._write(array, part, values[place], result)
+            for array, box, values in boxes
+            for part, place in array.parts(box)
+        ]
 
     def _write(self, array: OutputArray, box: tuple[slice, ...], values: np.ndarray, result: UnitResult) -> Future[str]:
         """Builds the shard of the `values`, unsigned integers that fill `box`, and begins to write it."""

@@ -7,8 +7,9 @@ from importlib.metadata import version
 from math import prod
 from typing import Any
 
-from tpuconv.checkpoint.manifest import LIBRARIES, PARAMS, Manifest, passthrough_facts, stored_arrays
+from tpuconv.checkpoint.manifest import LIBRARIES, PARAMS, Manifest, passthrough_facts
 from tpuconv.checkpoint.shards import ZSTD
+from tpuconv.checkpoint.stored import stored_arrays
 from tpuconv.convert.plan.types import OutputArray, Plan
 from tpuconv.convert.run.results import UnitResult
 from tpuconv.names import QVALUE

@@ -26,7 +26,9 @@ def written_names(target: Target, arrays: Iterable[OutputArray], companions: Col
     """
     inside = target.folder
     of_arrays = {
-        path_in(inside, f"{array.name}/{name}") for array in arrays for name in ("zarr.json", *array.shard_names())
+        path_in(inside, f"{array.name}/{name}")
+        for array in arrays
+        for name in (array.metadata_name, *array.shard_names())
     }
     orbax = {path_in(inside, name) for name in ORBAX_FILES}
     step = {f"{PurePosixPath(inside).parent}/{name}" for name in ORBAX_FILES[1:] if target.step_item}

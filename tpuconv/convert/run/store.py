@@ -1,17 +1,17 @@
-"""Writes Orbax checkpoints: zarr3 arrays in shard files, and the small files that Orbax reads. No other module does.
+"""Writes Orbax checkpoints: zarr arrays in shard files, and the small files that Orbax reads. No other module does.
 
 A shard is complete in memory before it is written, and may be written again. No two slabs share one, so that units need
 no merging and any process may do them.
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
 from tpuconv.checkpoint.manifest import ORBAX_FILES, path_in
-from tpuconv.checkpoint.shards import ShardBuilder, shard_name
+from tpuconv.checkpoint.shards import ShardBuilder
 from tpuconv.convert.plan.types import OutputArray
 from tpuconv.errors import OutputError
 from tpuconv.private import INTERFACES
@@ -51,7 +51,7 @@ class Store:
 
     def write(self, name: str, shard: ShardBuilder) -> str:
         """Writes a finished shard of an array. Returns its path in the output, for `sync`."""
-        path = self._path(f"{name}/{shard_name(shard.index)}")
+        path = self._path(f"{name}/{shard.spec.shard_name(shard.index)}")
         self.sink.write(path, shard.close())
         return path
 
@@ -81,8 +81,9 @@ class Store:
                 f"{self.sink.folder / name} {fault}",
                 hint=f"remove {self.sink.folder.parent} and convert again",
             )
-        # Without its zarr.json nobody takes an array that lacks shards for one of zeros.
-        files = {self._path(f"{a.name}/zarr.json"): json.dumps(a.zarr_json()).encode() for a in self.arrays.values()}
+        # Without its metadata nobody takes an array that lacks shards for one of zeros.
+        arrays = self.arrays.values()
+        files = {self._path(f"{a.name}/{a.metadata_name}"): json.dumps(a.metadata()).encode() for a in arrays}
         files |= {self._path(name): data for name, data in _orbax_files(self.arrays, self.tree).items()}
         return self.sink.write_all(files)
 
@@ -94,9 +95,9 @@ def step_files(item: str) -> dict[str, bytes]:
     return dict(zip(ORBAX_FILES[1:], contents, strict=True))
 
 
-def _orbax_files(names: Iterable[str], form: OrbaxTree) -> dict[str, bytes]:
+def _orbax_files(arrays: Mapping[str, OutputArray], form: OrbaxTree) -> dict[str, bytes]:
     """Returns the files that make a folder of arrays an Orbax checkpoint; the mark of success last."""
-    kinds = {name: ("np.ndarray", False) for name in names} | {name: ("None", True) for name in form.empty}
+    kinds = {name: ("np.ndarray", False) for name in arrays} | {name: ("None", True) for name in form.empty}
     tree = {
         str(tuple(name.split("."))): {
             # No sharding is stored: a restore must not need the mesh of whoever saved.
@@ -111,7 +112,7 @@ def _orbax_files(names: Iterable[str], form: OrbaxTree) -> dict[str, bytes]:
     metadata = {
         "tree_metadata": tree,
         "use_ocdbt": False,
-        "use_zarr3": True,
+        "use_zarr3": not any(array.zarr2 for array in arrays.values()),
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
