@@ -5,12 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from helpers.families import FIRST, save
 from tpuconv import api
 from tpuconv.checkpoint.manifest import MANIFEST, read_manifest
-from tpuconv.errors import LayoutError
+from tpuconv.errors import CorruptOutput, LayoutError
 from tpuconv.models.families import FAMILIES
 from tpuconv.models.registry import get_family
 from tpuconv.notation.letters import LETTERS, Word, declare, meaning, with_letters
@@ -98,6 +99,22 @@ def test_checkpoints_with_former_letters_are_read_as_before(
     assert {n: replace(a, crc32c=None) for n, a in arrays[0].items()} == {
         n: replace(a, crc32c=None) for n, a in arrays[1].items()
     }
+
+
+def test_a_word_that_no_family_has_is_corrupt(tmp_path: Path) -> None:
+    """The campaign found one in a manifest with a valid seal."""
+    api.convert(save(FIRST["qwen3"], tmp_path / "hf"), ckpt := tmp_path / "ckpt")
+    raw = json.loads((ckpt / MANIFEST).read_text())
+    raw["arrays"]["embed.embedding"]["axes"] = "V absmax"
+    (ckpt / MANIFEST).write_bytes(seal(raw))
+    mesh = jax.make_mesh((1,), ("tensor",))
+    for work in (
+        lambda: api.inspect(ckpt, mesh={"tensor": 2}),
+        lambda: api.load(ckpt, mesh=mesh),
+        lambda: api.reshard(ckpt, tmp_path / "out", mesh={"tensor": 2}),
+    ):
+        with pytest.raises(CorruptOutput, match=r"embed\.embedding has the axis 'absmax'"):
+            work()
 
 
 def test_forms_under_former_letters_are_found() -> None:

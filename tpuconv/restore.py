@@ -35,6 +35,7 @@ from tpuconv.notation.sharding import MESH_AXES, decoding_mesh
 from tpuconv.notation.table import MTP_PARAMETERS
 from tpuconv.storage.disk import aligned_array
 from tpuconv.storage.places import is_readable
+from tpuconv.targets.words import check_words
 from tpuconv.text import format_count
 
 MODEL_DTYPES = ("bfloat16", "float16", "float32")
@@ -309,6 +310,8 @@ def _formats(manifest: Manifest, dtypes: Mapping[str, str], mesh: Mesh | None) -
     device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
     if is_readable(manifest.folder / LAYOUTS):
         manifest.read_file(LAYOUTS)  # checks its hash
+    if mesh is not None:
+        check_words(manifest)
     layouts = read_layouts(manifest.folder, device.device_kind, {} if mesh is None else dict(mesh.shape))
     out = {}
     for name, dtype in dtypes.items():

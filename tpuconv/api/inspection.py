@@ -133,13 +133,12 @@ def _with_page(found: Inspection, asked: InspectRequest, page: Path) -> Inspecti
 def _our_tensors(path: Location, mesh: Mapping[str, int]) -> dict[str, dict[str, Any]]:
     """Returns the arrays of a checkpoint, and the part of each that one device of the mesh holds."""
     from tpuconv.checkpoint.manifest import element_bytes, read_manifest
-    from tpuconv.models.registry import get_family
     from tpuconv.notation.sharding import partition, shard_shape, undivided
-    from tpuconv.targets.registry import get_target
+    from tpuconv.targets.words import check_words
 
     manifest, tensors = read_manifest(path), {}
-    if mesh:  # these modules declare the words of axes, which have shardings
-        get_family(manifest.family), get_target(manifest.target)
+    if mesh:
+        check_words(manifest)
     for name, array in manifest.arrays.items():
         parts = partition(array.axes, array.shape, mesh) if mesh else (None,) * len(array.shape)
         itemsize = element_bytes(array.dtype)

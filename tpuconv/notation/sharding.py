@@ -13,7 +13,7 @@ from math import prod
 from tpuconv.errors import UsageError
 from tpuconv.jsonfile import short
 from tpuconv.notation.layout import UNIT, Axes, Shape, Sizes, lead, parse_axes
-from tpuconv.notation.letters import sharded_as
+from tpuconv.notation.letters import meaning, sharded_as
 
 Rules = Mapping[str, tuple[str, ...]]
 """For each letter the mesh axes that it may be sharded over, together. Earlier letters take mesh axes first."""
@@ -104,6 +104,11 @@ def _names(axes: str) -> list[str]:
     """Returns the name that each axis is sharded by: its outermost one. Query heads that lie in groups are query
     heads."""
     return ["N" if str(axis) == "(K G)" else lead(axis) for axis in parse_axes(axes)]
+
+
+def undeclared(axes: str) -> list[str]:
+    """Returns the words of an array's axes that no module declares which is loaded."""
+    return [name for name in _names(axes) if len(name) > 1 and not meaning(name)]
 
 
 def letter_sizes(tensor: Axes, sizes: Sizes) -> Shape:

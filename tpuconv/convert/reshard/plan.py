@@ -22,6 +22,7 @@ from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import Binding, MappingTable
 from tpuconv.targets.registry import get_target
 from tpuconv.targets.target import Target
+from tpuconv.targets.words import check_words
 
 ShardPlace = tuple[str, Shape]
 """The name of an array, and the place of a shard in its grid."""
@@ -191,6 +192,7 @@ def make_reshard_plan(
         UnsupportedConfig: the target has no stacked layers of this model, or Pathways does not read an array.
     """
     manifest = source.manifest
+    check_words(manifest)
     is_changed = scan_layers is not None and scan_layers != manifest.scan_layers
     if is_changed:
         _check_changeable(manifest)
