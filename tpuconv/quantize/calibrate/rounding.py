@@ -43,8 +43,6 @@ class Rounding:
         nearest, calibrated: squared errors of the outputs, summed over tokens and matrices, of rounding to nearest and
             of what it holds now.
         left: why matrices were left at the nearest, one reason for each.
-        means: of each matrix the mean input [I], and the mean of the errors of the input that it makes up for [I];
-            empty where biases are left alone.
     """
 
     def __init__(
@@ -60,7 +58,6 @@ class Rounding:
         self.matrices = len(values) if has_experts else 1
         self.nearest = self.calibrated = 0.0
         self.left: list[str] = []
-        self.means: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         first = 1 if has_experts else 0
         self._lead = tuple(range(first))
         self._outputs = tuple(axis for axis in range(first, values.ndim) if axis not in self.summed)
@@ -86,17 +83,6 @@ class Rounding:
     def decoded(self) -> np.ndarray:
         """The weights that the quantized values stand for, in float32."""
         return self.encoder.decoded([self.qbytes, self.scale, *(part.view(np.uint8) for part in self.zero_points)])
-
-    @property
-    def mean_error(self) -> np.ndarray:
-        """What the outputs lack on average, by `means`: an array of the shape of a bias."""
-        values, decoded = map(self._matrices, (self.values, self.decoded))
-        error = np.zeros((len(values), *values.shape[1 + len(self.summed) :]))
-        for matrix, (mean_I, lacks_I) in self.means.items():
-            kernel, quantized = self._flat(values[matrix]), self._flat(decoded[matrix])
-            outputs = mean_I @ (kernel - quantized) + lacks_I @ kernel
-            error[matrix] = outputs.reshape(error.shape[1:])
-        return error if self._lead else error[0]
 
     def leave(self, why: str) -> None:
         """Leaves a matrix at the nearest values."""

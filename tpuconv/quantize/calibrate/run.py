@@ -245,23 +245,7 @@ class LayerwiseCalibration:
         others = None if exact is None else partial(self._samples, runner, exact)
         folder = states.path.parent
         (roundings,) = rounded_by_gptq(runner, stage, weights, samples, [self.encoders], self.settings, folder, others)
-        if self.settings.biases:
-            self._correct(runner, weights, roundings, found)
         return self._finish(runner, stage, weights, roundings, found)
-
-    def _correct(
-        self, runner: LayerRunner, weights: Weights, roundings: Mapping[str, Rounding], found: CalibratedValues
-    ) -> None:
-        """Adds to the biases of a stage what their outputs lack on average (arXiv:1906.04721, 4.2), in `weights` and in
-        `found`."""
-        for name, rounding in roundings.items():
-            bias = f"{name.rpartition('.')[0]}.bias"
-            if bias in weights:
-                stored, layer = runner.stored_name(bias)
-                values = np.asarray(weights[bias]) + rounding.mean_error
-                values = values.astype(np.dtype(self.manifest.arrays[stored].dtype))
-                weights[bias] = jnp.asarray(values.astype(np.float32))
-                found.write(stored, layer, VALUES, values)
 
     def _smooth(
         self, runner: LayerRunner, stage: str, weights: Weights, states: HiddenStates, found: CalibratedValues

@@ -4,7 +4,7 @@ inputs are kept in files, so that the stage runs once."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +104,7 @@ def rounded_by_gptq(
         for part in parts:
             sums = _sums(each_sample, [item[:3] for item in part])
             for _, expert, _, of_input in part:
-                _round(of_input, expert, sums.pop(0), settings)
+                _round(of_input, expert, *sums.pop(0), settings)
     return results
 
 
@@ -167,66 +167,43 @@ def kept_bytes(runner: LayerRunner, stages: Sequence[str], samples: int, propaga
     return each * samples * max((inputs for inputs, sums in sizes if each * sums > HESSIAN_BYTES), default=0)
 
 
-@dataclass
-class _Sums:
-    """Sums over the tokens of all samples of an input x [I], and of its change in the model that is not quantized.
-
-    Attributes:
-        hessian: of x x^T [I, I].
-        inputs, changes: of x and of its change.
-        products: of x and its change [I, I]; None without changes.
-        count: of tokens.
-    """
-
-    hessian: np.ndarray
-    inputs: np.ndarray = field(init=False)
-    changes: np.ndarray = field(init=False)
-    products: np.ndarray | None = None
-    count: int = 0
-
-    def __post_init__(self) -> None:
-        self.inputs, self.changes = (np.zeros(len(self.hessian)) for _ in range(2))
-
-    def add(self, rows: np.ndarray, change: np.ndarray | None) -> None:
-        """Adds the tokens [T, I] of a sample, of which there is at least one."""
-        add_square(self.hessian, rows)
-        self.inputs += rows.sum(0, dtype=np.float64)
-        self.count += len(rows)
-        if change is not None:
-            self.products = np.zeros_like(self.hessian) if self.products is None else self.products
-            add_product(self.products, rows, change)
-            self.changes += change.sum(0, dtype=np.float64)
-
-
-def _sums(each_sample: EachSample, places: Sequence[tuple[int, int, int]]) -> list[_Sums]:
-    """Returns the sums of inputs. `places` has for each the number of the input, the expert, and I."""
-    sums = [_Sums(np.zeros((width, width), np.float32)) for *_, width in places]
+def _sums(
+    each_sample: EachSample, places: Sequence[tuple[int, int, int]]
+) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    """Returns the Hessians [I, I] of inputs over all samples, and the products [I, I] of inputs and their changes,
+    where there are changes. `places` has for each the number of the input, the expert, and I."""
+    hessians = [np.zeros((width, width), np.float32) for *_, width in places]
+    changes: dict[int, np.ndarray] = {}
     for seen in each_sample():
-        for each, (number, expert, _) in zip(sums, places, strict=True):
+        for place, (hessian, (number, expert, _)) in enumerate(zip(hessians, places, strict=True)):
             rows, counts_E, change = seen[number].x, seen[number].counts_E, seen[number].change
             if counts_E is not None:
                 end = int(counts_E[: expert + 1].sum())
                 rows = rows[end - int(counts_E[expert]) : end]
             if len(rows):
-                each.add(rows, change)
-    for each in sums:
-        mirror(each.hessian)
-    return sums
+                add_square(hessian, rows)
+            if change is not None:
+                add_product(changes.setdefault(place, np.zeros_like(hessian)), rows, change)
+    for hessian in hessians:
+        mirror(hessian)
+    return [(hessian, changes.get(place)) for place, hessian in enumerate(hessians)]
 
 
-def _round(roundings: Sequence[Rounding], matrix: int, sums: _Sums, settings: Calibration) -> None:
-    """Rounds one matrix of the parameters that share an input."""
-    hessian = sums.hessian
-    if sums.count and settings.biases:
-        for rounding in roundings:
-            rounding.means[matrix] = sums.inputs / sums.count, settings.propagate * sums.changes / sums.count
+def _round(
+    roundings: Sequence[Rounding],
+    matrix: int,
+    hessian: np.ndarray,
+    change: np.ndarray | None,
+    settings: Calibration,
+) -> None:
+    """Rounds one matrix of the parameters that share an input. `change` is the product of the input and its change,
+    where errors are propagated."""
     if not hessian.any():
         for rounding in roundings:
             rounding.leave("no token reached it")
         return
     try:
-        products = sums.products
-        corrected = None if products is None else propagation(hessian, products, settings.propagate)
+        corrected = None if change is None else propagation(hessian, change, settings.propagate)
     except SingularHessian:
         corrected = None
     factor: Factor | None = None
