@@ -371,7 +371,7 @@ def test_open_files_that_are_renamed(system, prefix, later, overwrite, source, t
     count("file systems that rename open files", f"{system}: the lock is open")
 
 
-@pytest.mark.parametrize(("system", "prefix", "later"), FORMS)
+@pytest.mark.parametrize(("system", "prefix", "later"), [pytest.param(*FORMS[0], marks=pytest.mark.slow), FORMS[1]])
 def test_an_old_output_that_a_server_has_open(system, prefix, later, source, tmp_path, monkeypatch):
     """It is replaced, and what stays of the old one until the server closes it is removed by the next run."""
     work = tmp_path / "work"
