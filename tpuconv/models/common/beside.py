@@ -193,6 +193,7 @@ class Modality:
         placeholder_id: that id, where config.json has none.
         config_key: the key of config.json that has the tower's config.
         other_prefixes: what other releases have in place of `prefix`.
+        other_parts: parts of names, and what transformers writes for them.
         defaults: keys of the tower's config that have other defaults in this family.
         tower_types: the values of `model_type` in the tower's config that mean this tower, in a family that has a
             choice of towers.
@@ -209,6 +210,7 @@ class Modality:
     placeholder_id: int | None = None
     config_key: str = "vision_config"
     other_prefixes: tuple[str, ...] = ()
+    other_parts: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     tower_types: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
@@ -247,10 +249,16 @@ class Modality:
     def aliases(self) -> dict[str, str]:
         """Templates of names in other releases, and of names in `rows`."""
         names = [name for row in self.rows for name in row.hf_names if name.startswith(self.prefix)]
-        return {
+        below_others = {
             template(other + name.removeprefix(self.prefix)): template(name)
             for other in self.other_prefixes
             for name in names
+        }
+        return below_others | {
+            template(name.replace(part, other)): template(name)
+            for part, other in self.other_parts.items()
+            for name in names
+            if part in name
         }
 
     def has_some(self, tensors: Collection[str]) -> bool:

@@ -348,6 +348,11 @@ COSMOS3_EDGE_VISION = replace(
     projector_prefix="model.projector.",
     replaces=("visual", "projector"),
     placeholder_id=19,
+    # transformers renames these layers as the text's when it saves them.
+    other_parts={
+        **{f".{x}_proj.": f".to_{x}." for x in "qkv"},
+        **{".fc1.": ".up_proj.", ".fc2.": ".down_proj."},
+    },
 )
 """Cosmos 3 Edge."""
 
