@@ -107,7 +107,7 @@ def _names(axes: str) -> list[str]:
 
 
 def undeclared(axes: str) -> list[str]:
-    """Returns the words of an array's axes that no module declares which is loaded."""
+    """Returns the words of an array's axes that no loaded module declares."""
     return [name for name in _names(axes) if len(name) > 1 and not meaning(name)]
 
 

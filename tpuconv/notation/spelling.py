@@ -30,6 +30,11 @@ def template(name: str) -> str:
     return INDEX_NUMBER.sub("#", INDEX.sub("#", name) if "{" in name else name)
 
 
+def copies_in_layers(copies: Mapping[str, str]) -> dict[str, str]:
+    """Returns the copies of matrices that layers share, by their names, of all copies that a table knows."""
+    return {copy: original for copy, original in copies.items() if template(copy) == template(original)}
+
+
 def numbers(name: str) -> list[str]:
     """Returns the numbers that `template` replaces in a name without indices."""
     return INDEX_NUMBER.findall(name)

@@ -11,7 +11,7 @@ from tpuconv.encodings.decode import Tensor
 from tpuconv.notation.forms import ReleaseReader
 from tpuconv.notation.layout import Layout
 from tpuconv.notation.release import Release
-from tpuconv.notation.spelling import numbers, template
+from tpuconv.notation.spelling import copies_in_layers, numbers, template
 from tpuconv.notation.table import EXPERTS, INDEX, Map
 from tpuconv.sources.adapter import Adapter
 from tpuconv.sources.adapter_changes import Change, JoinedExperts, LowRank
@@ -62,12 +62,11 @@ def of_shared_matrices(placed: Sequence[Placed], copies: Mapping[str, str]) -> t
 
     Args:
         placed: the changes by the names on disk.
-        copies: the names of the matrices, by the names of their copies.
+        copies: the names of tensors, by the names of their copies.
     """
     layers: dict[str, list[str]] = {}
-    for copy, original in copies.items():
-        if template(copy) == template(original):
-            layers.setdefault(original, [original]).append(copy)
+    for copy, original in copies_in_layers(copies).items():
+        layers.setdefault(original, [original]).append(copy)
     out, faults = [], []
     for each in placed:
         changes = dict(each.changes)

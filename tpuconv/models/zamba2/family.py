@@ -141,16 +141,12 @@ class Config(MambaConfig):
     @property
     def layer_sets(self) -> dict[str, Sequence[int]]:
         layers, shared = self.layers_of("hybrid"), self.num_mem_blocks
-        of_block = {
-            f"{name}_{block}": numbers
-            for block in range(MOST_SHARED)
-            for name, numbers in {
-                "sharing": layers[block : block + 1] if block < shared else (),
-                "repeating": layers[block + shared :: shared] if block < shared else (),
-                "uses": range(block, len(layers), shared) if block < shared else (),
-            }.items()
-        }
-        return {**super().layer_sets, "sharing_layers": layers[:shared], **of_block}
+        sets: dict[str, Sequence[int]] = {**super().layer_sets, "sharing_layers": layers[:shared]}
+        for block in range(MOST_SHARED):
+            uses = range(block, len(layers), shared) if block < shared else range(0)
+            users = tuple(layers[use] for use in uses)
+            sets |= {f"sharing_{block}": users[:1], f"repeating_{block}": users[1:], f"uses_{block}": uses}
+        return sets
 
     @property
     def weight_sharing_layers(self) -> frozenset[int]:

@@ -21,7 +21,7 @@ from tpuconv.models.common.saved import is_transposed_by_peft, release_of_module
 from tpuconv.models.registry import Family
 from tpuconv.names import MANIFEST
 from tpuconv.notation.pairs import Pair
-from tpuconv.notation.spelling import template
+from tpuconv.notation.spelling import copies_in_layers
 from tpuconv.notation.table import EXPERTS
 from tpuconv.sources.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tpuconv.storage.entries import RunJournal
@@ -59,11 +59,7 @@ def trained_adapter(
     form = pairs.form
     names = [name for binding in form.table.bind(form.config) for stack in binding.src for name in stack.names]
     # PEFT has a pair for each layer, also where layers share a matrix.
-    copies = {
-        copy: original
-        for copy, original in form.table.copies_of(form.config).items()
-        if template(copy) == template(original)
-    }
+    copies = copies_in_layers(form.table.copies_of(form.config))
     is_whole = not any(isinstance(value, Mapping) and "model_type" in value for value in raw.values())
     rows = read_pairs(tree, pairs, alpha)
     released: dict[str, Pair] = {}
