@@ -268,7 +268,7 @@ def test_layers_that_run_one_by_one_are_the_model(name, orbax):
     ckpt = orbax(CARRYING[name], "bfloat16")  # the model is in float32 all the same
     runner = LayerRunner(read_manifest(ckpt), DATA.length)
     want = forward(tpuconv.load(ckpt, "float32"), DATA.ids(), "float32")()
-    for states_TW, logits_TV in zip(runner.embedded(DATA.ids()), want, strict=True):
+    for states_TW, logits_TV in zip(runner.embedded(DATA.each()), want, strict=True):
         for stage in runner.stages:
             if stage != "lm_head":
                 states_TW = runner.run(stage, runner.weights(stage), states_TW)
@@ -283,7 +283,7 @@ def test_one_layer_is_in_memory_however_rarely_garbage_is_collected(orbax):
     gc.collect()
     gc.disable()
     try:
-        states_TW = next(runner.embedded(DATA.ids()))
+        states_TW = next(runner.embedded(DATA.each()))
         for stage in runner.stages[:3]:
             weights = runner.weights(stage)
             runner.observe(stage, weights, states_TW)
@@ -298,7 +298,7 @@ def test_one_layer_is_in_memory_however_rarely_garbage_is_collected(orbax):
 def test_samples_leave_nothing_in_memory_however_rarely_garbage_is_collected(family, orbax):
     manifest = read_manifest(orbax(ONE_OF_EACH[family], "bfloat16"))
     runner, live = LayerRunner(manifest, DATA.length), []
-    weights, states_TW = runner.weights("layers.0"), next(runner.embedded(DATA.ids()))
+    weights, states_TW = runner.weights("layers.0"), next(runner.embedded(DATA.each()))
     gc.disable()
     try:
         for _ in range(3):
@@ -321,7 +321,7 @@ def test_errors_are_those_of_the_outputs(orbax, tmp_path):
     facts = read_manifest(tmp_path / "out").quantization["parameters"]
     inputs: dict[str, list[np.ndarray]] = {}
     axes = {}
-    for x_TD in runner.embedded(DATA.ids()):
+    for x_TD in runner.embedded(DATA.each()):
         for observed in runner.observe("layers.0", weights, x_TD):
             for name, summed in observed.summed_axes.items():
                 inputs.setdefault(name, []).append(observed.x)

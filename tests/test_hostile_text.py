@@ -244,7 +244,7 @@ def test_a_folder_whose_name_is_no_utf8_goes_all_the_way(converted, tmp_path):
     facts = json.loads(tpuconv("verify", f"{name}-orbax", "--json", cwd=tmp_path)[0])
     assert facts["checkpoint"] == f"{name}-orbax"
     tpuconv("quantize", f"{name}-orbax", "q", "--config", "int8_default", cwd=tmp_path)
-    assert r"n\udcff\udcfe" in (tmp_path / "q" / "quantization.html").read_text()
+    assert "udcff" not in (tmp_path / "q" / "quantization.html").read_text()  # no name of this machine
 
 
 NUMBERS = {
@@ -461,7 +461,7 @@ def test_a_cache_larger_than_the_memory_is_refused(converted, monkeypatch):
 
     generator = Generator(load(converted / "orbax"))
     assert next(generator([[1]], 2)).shape == (1,)
-    monkeypatch.setattr(os, "sysconf", lambda _: 8)
+    monkeypatch.setattr("tpuconv.models.generate.available_memory", lambda: (8, 8))
     with pytest.raises(ResourceError, match="the cache of keys and values needs"):
         next(generator([[1]], 3))
 

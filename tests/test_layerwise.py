@@ -19,7 +19,7 @@ from tpuconv.convert.plan.types import Options
 from tpuconv.errors import SourceError, UnsupportedConfig, UsageError
 from tpuconv.models.logits import whole_texts
 from tpuconv.verify import reference
-from tpuconv.verify.layerwise import LayerError, compare_layers
+from tpuconv.verify.layerwise import ComparedLayers, compare_layers
 from tpuconv.verify.logits import model_logits
 
 RNG = np.random.default_rng(5)
@@ -27,9 +27,7 @@ PROMPTS = [list(map(int, RNG.integers(3, 90, length))) for length in (19, 7)]
 WHOLE = {case.family: case for case in CASES}.values()  # of ours in one piece a case of each family: it compiles long
 
 
-def compared(
-    out: Path, source: Path, dtype: str = "float32"
-) -> tuple[list[LayerError], list[np.ndarray], list[np.ndarray]]:
+def compared(out: Path, source: Path, dtype: str = "float32") -> ComparedLayers:
     return compare_layers(read_manifest(out), source, whole_texts(PROMPTS), dtype)
 
 
@@ -57,7 +55,8 @@ SEPARABLE = [case for case in CASES if not is_inseparable(case) and case.family 
 
 @pytest.mark.parametrize("case", one_fast_of_each(OWN_CACHE, SEPARABLE))
 def test_the_numbers_are_those_of_whole_models(case: Case, hf: Any, orbax: Any, aligned: None) -> None:
-    parts, theirs, ours = compared(orbax(case), hf(case))
+    parts, reference_outputs, ours, _ = compared(orbax(case), hf(case))
+    theirs = reference_outputs.logits
     layers = case.config.get("num_hidden_layers", 2)
     assert [part.name for part in parts] == ["embedding", *(f"layer {i}" for i in range(layers))]
     assert not [part for part in parts if part.diverges]
@@ -79,9 +78,10 @@ def test_encoded_matrices_are_decoded_for_transformers(source: str, tmp_path: Pa
     """In the order of axes that its modules have; for the whole model it wants packages that decode them."""
     convert(ENCODED / source, tmp_path / "out")
     prompts = [[3, 9, 5, 20, 7], [4, 4, 8]]
-    parts, theirs, ours = compare_layers(
+    parts, reference_outputs, ours, _ = compare_layers(
         read_manifest(tmp_path / "out"), ENCODED / source, whole_texts(prompts), "bfloat16"
     )
+    theirs = reference_outputs.logits
     assert not [part for part in parts if part.diverges]
     scale = max(np.abs(x).max() for x in theirs)
     assert max(np.abs(a - b).max() for a, b in zip(theirs, ours, strict=True)) <= 0.03 * scale
@@ -104,8 +104,8 @@ def test_stacked_layers_are_read_one_at_a_time(hf: Any, orbax: Any, tmp_path: Pa
     case = BY_ID["qwen2-windows"]
     convert(hf(case), tmp_path / "out", Options(scan_layers=True))
     stacked, plain = compared(tmp_path / "out", hf(case)), compared(orbax(case), hf(case))
-    assert stacked[0] == plain[0]
-    np.testing.assert_array_equal(stacked[2][0], plain[2][0])
+    assert stacked.errors == plain.errors
+    np.testing.assert_array_equal(stacked.ours[0], plain.ours[0])
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_the_first_layer_that_departs_is_named(tensor: str, first: str, dtype: s
     tensors[tensor][..., :20] *= -1
     config = json.loads((source / "config.json").read_text())
     convert(write_checkpoint(tmp_path / "damaged", config, tensors), tmp_path / "out")
-    parts, _, _ = compared(tmp_path / "out", source, dtype)
+    parts = compared(tmp_path / "out", source, dtype).errors
     assert [part.name for part in parts if part.diverges] == [first]  # by itself, whatever came before, no other does
     at = [part.name for part in parts].index(first)
     assert all(part.error > part.gate for part in parts[at:])
@@ -136,7 +136,7 @@ def test_a_source_in_fp8_is_compared_by_its_values(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
     encode(folder, (8, 12))
     convert(folder, tmp_path / "out")
-    parts, _, _ = compared(tmp_path / "out", folder)
+    parts = compared(tmp_path / "out", folder).errors
     assert max(part.error for part in parts) < 1e-5
 
 
@@ -150,7 +150,7 @@ def test_a_source_in_mxfp4_is_compared_by_its_values(tmp_path: Path) -> None:
         tensors[f"{name}_scales"] = rng.integers(122, 126, (experts, outputs, inputs // 32), np.uint8)
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
     convert(write_checkpoint(folder, config, tensors), tmp_path / "out")
-    parts, _, _ = compared(tmp_path / "out", folder)
+    parts = compared(tmp_path / "out", folder).errors
     assert max(part.error for part in parts) < 1e-5
 
 

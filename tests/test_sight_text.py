@@ -14,6 +14,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from helpers.sights import END, IMAGE, SIGHTS, START, Sight
 from tpuconv import api
+from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.cli import tpuconv
 from tpuconv.errors import UsageError
 from tpuconv.models import generate
@@ -107,3 +108,42 @@ def test_a_text_model_alone_does_not_see(seeing, images, tmp_path):
     api.convert(out.parent / "src", tmp_path / "text", text_only=True)
     with pytest.raises(UsageError, match="no part that sees"):
         api.generator(tmp_path / "text")(["t5"], 2, images=images)
+
+
+RULES = """
+qwix: {rules: [{module_path: 'layers/.*mlp/.*', weight_qtype: int4, tile_size: 16}]}
+calibration: {method: gptq}
+"""
+
+
+@pytest.mark.slow
+def test_a_model_is_calibrated_on_prompts_with_images(seeing, images, tmp_path):
+    out = seeing[1]
+    (tmp_path / "mine.yaml").write_text(RULES)
+    file = tmp_path / "prompts.jsonl"
+
+    def quantize(*prompts: dict[str, Any], length: int = 64) -> dict[str, Any]:
+        file.write_text("".join(f"{json.dumps(prompt)}\n" for prompt in prompts))
+        api.quantize(
+            out, tmp_path / "q", config=tmp_path / "mine.yaml", calibration=file, length=length, overwrite=True
+        )
+        manifest = read_manifest(tmp_path / "q")
+        return manifest.quantization["calibration_data"] | {"arrays": [x.xxh3 for x in manifest.arrays.values()]}
+
+    about_image, text = {"prompt": "t5 t9", "images": [images[0].name], "chat": True}, {"prompt": "t4 t8"}
+    seen = quantize(about_image, text)
+    assert (seen["text"], seen["samples"], seen["length"]) == ("prompts.jsonl", 2, 64)
+    other = quantize({**about_image, "images": [images[1].name]}, text)
+    alone = quantize({"prompt": "t5 t9", "chat": False}, text)
+    assert seen == quantize(about_image, text)
+    assert len({each["xxh3_128"] for each in (seen, other, alone)}) == 3
+    assert len({str(each["arrays"]) for each in (seen, other, alone)}) == 3
+    for wrong, fault in (
+        ({"prompt": "t5", "image": "0.png"}, "line 1 of .*image"),
+        ({"prompt": "t5", "images": ["absent.png"]}, "absent.png"),
+        ({"images": []}, "line 1 of .*prompt must be a text"),
+    ):
+        with pytest.raises(UsageError, match=fault):
+            quantize(wrong)
+    with pytest.raises(UsageError, match=r"line 2 of .* has \d+ tokens with its images"):
+        quantize(text, about_image, length=8)

@@ -222,15 +222,18 @@ def test_a_comparison_has_images_and_sounds(name, whole, record_property):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIGHTS)
-def test_layers_of_the_text_are_compared_one_by_one(name, whole):
+def test_layers_are_compared_one_by_one_with_images_and_sounds(name, whole):
+    """The numbers are those of the complete models."""
     src, out = whole(name)
     if model_config(read_manifest(out)).inseparable:
         with pytest.raises(UsageError, match="cannot be compared layer by layer"):
             api.compare(out, source=src, layerwise=True)
         return
-    found = api.compare(out, source=src, layerwise=True)
+    found, complete = (api.compare(out, source=src, layerwise=layerwise) for layerwise in (True, False))
     assert found.passed
-    assert sorted(found.unseen) == sorted(made(name).parts)
+    assert found.unseen == complete.unseen
+    assert [(sight.part, sight.items) for sight in found.sights] == [(s.part, s.items) for s in complete.sights]
+    assert all(sight.features < 1e-5 for sight in found.sights)
     assert max(layer.own_error for layer in found.layers) < 1e-5
 
 

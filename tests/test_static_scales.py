@@ -79,7 +79,7 @@ def test_a_checkpoint_has_the_scales_of_what_its_products_read(orbax, tmp_path):
     runner = LayerRunner(read_manifest(ckpt), DATA.length)
     weights = runner.weights("layers.0")
     largest = [
-        np.abs(runner.observe("layers.0", weights, x_TD)[0].x).max(1).mean() for x_TD in runner.embedded(DATA.ids())
+        np.abs(runner.observe("layers.0", weights, x_TD)[0].x).max(1).mean() for x_TD in runner.embedded(DATA.each())
     ]
     scales = {name: array for name, array in arrays.items() if name.endswith(INPUT_SCALE)}
     assert len(scales) == 7 * 3

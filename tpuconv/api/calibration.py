@@ -84,7 +84,7 @@ class CalibrationOptions:
     calibration: str | Path | None = option(
         None,
         'The text for a config with `calibration`, and for `method="gptq"` or awq: a file, or `self` to sample text '
-        "from the model.  [default: a text of this package]",
+        "from the model; a file.jsonl has prompts, with images and sounds too.  [default: a text of this package]",
     )
     samples: int = option(CALIBRATION_SAMPLES, "The largest number of samples of the text.", least=1)
     length: int = option(CALIBRATION_LENGTH, "Tokens per sample.", least=2, most=MOST_TOKENS)
@@ -109,15 +109,30 @@ def calibration_data(
             )
         return None
     from tpuconv.checkpoint.companions import tokenizer_folder
-    from tpuconv.models.stored import check_positions
-    from tpuconv.quantize.calibrate.data import SELF, CalibrationData, from_text
+    from tpuconv.models.common.config import context_of
+    from tpuconv.models.stored import check_positions, model_config
+    from tpuconv.models.text_generator import PromptEncoder
+    from tpuconv.models.tokenizer import load_tokenizer
+    from tpuconv.quantize.calibrate.data import (
+        PROMPTS_SUFFIX,
+        SELF,
+        CalibrationData,
+        check_tokenizer,
+        from_prompts,
+        from_text,
+    )
 
     check_positions(manifest, length, "a sample", hint="make `length=` smaller")
     if str(text) == SELF:
         return CalibrationData(SELF, samples, length, "", lambda: _drawn(manifest, load(), samples, length))
     file = None if text is None else local_path(text, "a text to calibrate on is a local file")
     with tokenizer_folder(manifest) as folder:
-        return from_text(folder, file, samples, length)
+        if file is None or file.suffix != PROMPTS_SUFFIX:
+            return from_text(folder, file, samples, length)
+        check_tokenizer(folder)
+        processors = (lambda: folder) if manifest.parts else None
+        encoder = PromptEncoder(load_tokenizer(folder), context_of(model_config(manifest)), processors)
+        return from_prompts(file, encoder, samples, length)
 
 
 def _drawn(manifest: "Manifest", model: Any, samples: int, length: int) -> "np.ndarray":

@@ -168,7 +168,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     from tpuconv.verify.layerwise import compare_layers
     from tpuconv.verify.merged import merged_adapters
     from tpuconv.verify.preparation import find_source_folder, free_beside_reference, needs_decoded, tokenized
-    from tpuconv.verify.reference import Reference, check_sizes, reference
+    from tpuconv.verify.reference import check_sizes, reference
     from tpuconv.verify.sights import (
         FEATURE_GATES,
         SightStatistics,
@@ -212,7 +212,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
                 "that folder by `source=`",
             )
         with_sights: Sequence[SightWindow] = []
-        unseen: Mapping[str, str] = dict.fromkeys(manifest.parts, "each layer is compared by itself")
+        unseen: Mapping[str, str] = {}
         changed: Sequence[str] | None = ()
         if stored is not None:
             asked.progress(Progress("comparing the source with the source of the conversion"))
@@ -227,18 +227,17 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
         else:
             further, horizons = long_prompts(config, ids, own, room)
             windows = without_media_tokens(manifest, [*windows, *further])
+        if not manifest.returns:
+            with_sights, unseen = sight_windows(manifest, config, ids)
         if layerwise:
             asked.progress(Progress("comparing layers"))
             with opened.reading() as read:
-                layers, expected, ours = compare_layers(
-                    replace(manifest, folder=folder), source_folder, windows, compute, asked.on_layer, read
+                layers, theirs, ours, features = compare_layers(
+                    replace(manifest, folder=folder), source_folder, windows, compute, asked.on_layer, read, with_sights
                 )
-            theirs = Reference(expected, None)
         else:
             asked.progress(Progress("running transformers"))
             adapted = bool(made.raw["options"].get("adapters")) and not adapters
-            if not manifest.returns:
-                with_sights, unseen = sight_windows(manifest, config, ids)
             theirs = reference(
                 source_folder,
                 windows,
@@ -252,21 +251,20 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     rounding_kl, gates = theirs.rounding_kl, logits.rounding_gates(compute, theirs.rounding_kl)
     if not layerwise:
         asked.progress(Progress("running the converted model"))
-        features: list[Any] = []
-        every = [*windows, *with_sights]
+        features, every = [], [*windows, *with_sights]
         ours = list(logits.each_logits(opened.load, every, compute, devices, on_seen=features.append))
-        ours, seen = ours[: len(windows)], ours[len(windows) :]
-        if manifest.is_rounded and manifest.quantization and not manifest.returns:
-            gates = manifest.quantization["gates"]
-            if gates is None:
-                asked.progress(Progress("running another rounding of the model"))
-                rounding_kl = logits.rounding_divergence(
-                    scored,
-                    lambda: ours,
-                    lambda seed: logits.each_logits(opened.load, windows, compute, devices, rounding=seed),
-                    compute,
-                )
-                gates = logits.quantized_gates(compute, rounding_kl, manifest.quantization)
+    ours, seen = ours[: len(windows)], ours[len(windows) :]
+    if manifest.is_rounded and manifest.quantization and not manifest.returns:
+        gates = manifest.quantization["gates"]
+        if gates is None:
+            asked.progress(Progress("running another rounding of the model"))
+            rounding_kl = logits.rounding_divergence(
+                scored,
+                lambda: ours,
+                lambda seed: logits.each_logits(opened.load, windows, compute, devices, rounding=seed),
+                compute,
+            )
+            gates = logits.quantized_gates(compute, rounding_kl, manifest.quantization)
     if manifest.returns:
         statistics: LogitStatistics | VectorStatistics = compare_vectors(
             manifest.returns, scored, theirs.logits, ours, compute, {} if manifest.is_rounded else VECTOR_GATES[compute]

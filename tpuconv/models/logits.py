@@ -4,11 +4,14 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tpuconv.models.common.heads import SCORES
+
+if TYPE_CHECKING:
+    from tpuconv.models.common.seen import Seen
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,7 @@ def forward_each(
             with jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext():
                 seen = model.see(ids_BT, mask_BT, **window.features) if window.features else None
                 if seen is not None:
-                    slots = np.asarray(seen.slot_BT)
-                    on_seen(on_host(seen.features_XD).astype(np.float32)[slots[slots >= 0]])
+                    on_seen(features_in_order(seen))
                 outputs = on_host(logits(state, ids_BT, mask_BT, window.first, seen)).astype(np.float32)
             if returned == SCORES:
                 yield outputs
@@ -99,6 +101,13 @@ def forward_each(
                 yield outputs[0, window.first if returned else 0 :][: length - window.first]
 
     return run
+
+
+def features_in_order(seen: "Seen") -> np.ndarray:
+    """Returns the features [X, D] in float32, one for each placeholder, in the order of these."""
+    slots = np.asarray(seen.slot_BT)
+    features_XD = on_host(seen.features_XD).astype(np.float32)
+    return np.asarray(features_XD[slots[slots >= 0]])
 
 
 PADDED_FURTHER = 4

@@ -232,40 +232,55 @@ def _seen(model: Any, windows: Sequence[SightWindow], dtype: str) -> Reference:
     placeholders."""
     import torch
 
-    moved, features = False, []
-
-    def on_embeddings(module: Any, inputs: Any, named: dict[str, Any]) -> Any:
-        embedded = named.get("inputs_embeds")
-        if embedded is None:
-            return None
-        if moved:
-            return inputs, {**named, "inputs_embeds": _rounded_otherwise(module, inputs, embedded)}
-        # Granite multiplies embeddings and features behind this; our features have the factor
-        features.append(embedded[0].float().numpy() * getattr(module, "embedding_multiplier", 1.0))
-        return None
-
     def run() -> list[np.ndarray]:
         out = []
         for window in windows:
             with torch.no_grad():
-                out.append(model(**_inputs(model, window)).logits[0].float().numpy())
+                out.append(model(**inputs_of(model, window)).logits[0].float().numpy())
         return out
 
-    hook = _text_model(model).register_forward_pre_hook(on_embeddings, with_kwargs=True)
-    logits, rounding_kl = run(), None
-    places = [np.array(window.ids) == window.placeholder for window in windows]
-    found = [each[place] for each, place in zip(features, places, strict=True)]
+    with recorded_embeddings(model) as embedded:
+        logits, rounding_kl = run(), None
+    features = features_of(model, windows, embedded)
+    if dtype != "float32":
+        hook = text_model(model).register_forward_pre_hook(_features_rounded_otherwise, with_kwargs=True)
+        rounding_kl = compare_logits([window.ids for window in windows], logits, run(), dtype, {}).mean_kl
+        hook.remove()
+    return Reference(logits, rounding_kl, features=features)
+
+
+@contextlib.contextmanager
+def recorded_embeddings(model: Any) -> Iterator[list[np.ndarray]]:
+    """Within the context, what the text model gets in place of token ids [T, D] is added to the list, for each call."""
+    out: list[np.ndarray] = []
+
+    def record(module: Any, inputs: Any, named: Mapping[str, Any]) -> None:
+        if (embedded := named.get("inputs_embeds")) is not None:
+            # Granite multiplies embeddings and features behind this; our features have the factor
+            out.append(embedded[0].float().numpy() * getattr(module, "embedding_multiplier", 1.0))
+
+    hook = text_model(model).register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        yield out
+    finally:
+        hook.remove()
+
+
+def features_of(model: Any, windows: Sequence[SightWindow], embedded: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the features [X, D] of prompts, of what `recorded_embeddings` has of each."""
+    found = [each[np.array(window.ids) == window.placeholder] for each, window in zip(embedded, windows, strict=True)]
     if model.config.model_type in ADDS_FEATURES:
         embedding_VD = model.get_input_embeddings().weight.detach().float().numpy()
         found = [each - embedding_VD[window.placeholder] for each, window in zip(found, windows, strict=True)]
-    if dtype != "float32":
-        moved = True
-        rounding_kl = compare_logits([window.ids for window in windows], logits, run(), dtype, {}).mean_kl
-    hook.remove()
-    return Reference(logits, rounding_kl, features=found)
+    return found
 
 
-def _text_model(model: Any) -> Any:
+def _features_rounded_otherwise(module: Any, inputs: Any, named: dict[str, Any]) -> Any:
+    """Moves what the text model gets, as `_rounded_otherwise` does: a hook before it."""
+    return inputs, {**named, "inputs_embeds": _rounded_otherwise(module, inputs, named["inputs_embeds"])}
+
+
+def text_model(model: Any) -> Any:
     """Returns the module within transformers' multimodal model that has the layers of the text."""
     found = getattr(model.base_model, "language_model", None) or model.get_decoder()
     return getattr(found, "model", found)
@@ -293,7 +308,7 @@ def masks_of_generate(model: Any, mask_BT: Any, **kinds: Any) -> Any:
     return make(model.config, inputs, mask_BT, position_ids=None, **{cache: None}, **kinds)
 
 
-def _inputs(model: Any, window: SightWindow) -> dict[str, Any]:
+def inputs_of(model: Any, window: SightWindow) -> dict[str, Any]:
     """Returns the arguments of transformers' model for a prompt with images or sounds."""
     import torch
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any, ClassVar, Protocol, overload
+from typing import Any, ClassVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +22,7 @@ from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.seen import Seen, see
-from tpuconv.models.common.steps import NO_WINDOW, Entered, Step, Steps
-
-
-class Block(Protocol):
-    """One layer. Returns its output [B, T, D] and its cache with this call's tokens (`KV`, or the family's own
-    class)."""
-
-    def __call__(
-        self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None
-    ) -> tuple[jax.Array, Any]: ...
+from tpuconv.models.common.steps import NO_WINDOW, Block, Entered, Step, Steps
 
 
 class Decoder(nnx.Module):
@@ -283,11 +274,8 @@ class Decoder(nnx.Module):
         layers are stacked it takes none."""
         seen_B1 = 0 if cache is None else cache.positions_BS.max(axis=1, keepdims=True) + 1
         pos_BT = jnp.where(mask_BT, seen_B1 + jnp.cumsum(mask_BT, axis=1, dtype=jnp.int32) - 1, -1)
-        if seen is not None:  # the vocabulary may end before the id of a placeholder
-            stand_in = self.config.placeholder_as
-            ids_BT = ids_BT if stand_in is None else jnp.where(seen.slot_BT < 0, ids_BT, stand_in)
-        x_BTD = self.scaled(self.embed(ids_BT))
-        x_BTD = self.positioned(x_BTD if seen is None else seen.merged(x_BTD), pos_BT)
+        ids_BT = self.readable(ids_BT, seen)
+        x_BTD = self.first_input(self.embed(ids_BT), pos_BT, seen)
         inputs = self.layer_inputs(ids_BT, x_BTD)
         if cache is None:
             steps = Steps.of(self.config, pos_BT, pos_BT, 0, inputs, seen, entered=entered)
@@ -340,6 +328,17 @@ class Decoder(nnx.Module):
         pos_BT = jax.lax.dynamic_slice(after.positions_BS, (0, before.used), ids_BT.shape)
         pos_BT = jnp.where(kept_BT, pos_BT, -1)
         return replace(after, positions_BS=jax.lax.dynamic_update_slice(after.positions_BS, pos_BT, (0, before.used)))
+
+    def readable(self, ids_BT: jax.Array, seen: Seen | None) -> jax.Array:
+        """Returns token ids that all have an embedding: the vocabulary may end before the id of a placeholder."""
+        if seen is None or self.config.placeholder_as is None:
+            return ids_BT
+        return jnp.where(seen.slot_BT < 0, ids_BT, self.config.placeholder_as)
+
+    def first_input(self, x_BTD: jax.Array, pos_BT: jax.Array, seen: Seen | None = None) -> jax.Array:
+        """Returns the first layer's input [B, T, D], made of the embeddings of the tokens."""
+        x_BTD = self.scaled(x_BTD)
+        return self.positioned(x_BTD if seen is None else seen.merged(x_BTD), pos_BT)
 
     def scaled(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the first layer's input [B, T, D], made of the embeddings of the tokens. Families with a factor

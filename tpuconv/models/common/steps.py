@@ -1,8 +1,8 @@
 """The inputs of layers besides the hidden states."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,9 @@ Entered = dict[int, jax.Array | None]
 output of the last one. None until a layer runs."""
 
 
-class ImageBlocks(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ImageBlocks:
     """The images of the call's tokens and of all keys.
 
     Attributes:
@@ -32,7 +34,7 @@ class ImageBlocks(NamedTuple):
 
     block_BT: jax.Array
     block_BS: jax.Array
-    in_all_layers: bool
+    in_all_layers: bool = field(metadata={"static": True})
 
     def seen(self, window: jax.Array | int) -> jax.Array:
         """Returns which keys [B, T, S] are of a token's own image, in a layer with this window."""
@@ -75,6 +77,15 @@ class Step(NamedTuple):
             return visible_BTS
         distance_BTS = self.pos_BT[:, :, None] - self.pos_BS[:, None, :]
         return visible_BTS | (self.images.seen(window) & (distance_BTS < window))
+
+
+class Block(Protocol):
+    """One layer. Returns its output [B, T, D] and its cache with this call's tokens (`KV`, or the family's own
+    class)."""
+
+    def __call__(
+        self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None
+    ) -> tuple[jax.Array, Any]: ...
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,42 @@
 """The text that a model is calibrated on, as token ids."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
+from itertools import cycle, islice, repeat
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from tpuconv.errors import UsageError
+from tpuconv.jsonfile import Exactly, Optional, check, parse
+from tpuconv.models.text_generator import PromptEncoder
 from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer, text_ids
 
 SELF = "self"
 """The name of text that the model itself draws."""
 DEFAULT_TEXT = "calibration.txt"
 """The text of this package."""
+PROMPTS_SUFFIX = ".jsonl"
+"""How the name of a file with prompts ends."""
+LINE_SCHEMA = Exactly({"prompt": str, "images": Optional([str]), "sounds": Optional([str]), "chat": Optional(bool)})
+"""Schema of a line of it."""
+EXAMPLE_LINE = '{"prompt": "What is this?", "images": ["cat.png"], "chat": true}'
 
 
 def default_text() -> str:
     """Returns the text of this package."""
     return (files("tpuconv") / "quantize" / "calibrate" / DEFAULT_TEXT).read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids [T], and the features of their images and sounds as `tpuconv.models.common.decoder.Decoder.see` takes
+    them."""
+
+    ids: Sequence[int] | np.ndarray
+    features: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -32,6 +49,7 @@ class CalibrationData:
         digest: equal for equal ids.
         ids: makes the token ids [samples, length].
         asked: how many samples were asked for.
+        features: of each sample; empty for texts.
     """
 
     text: str
@@ -40,6 +58,17 @@ class CalibrationData:
     digest: str
     ids: Callable[[], np.ndarray]
     asked: int = 0
+    features: Sequence[Mapping[str, np.ndarray]] = ()
+
+    def each(self) -> Iterator[Sample]:
+        """Yields the samples."""
+        ids_ST = self.ids()
+        return map(Sample, ids_ST, self.features or repeat({}, len(ids_ST)))
+
+    @property
+    def example(self) -> Sample | None:
+        """A sample with images or sounds; None if there is none."""
+        return next((sample for sample in self.each() if sample.features), None) if self.features else None
 
     def to_json(self) -> dict[str, str | int]:
         """Returns the manifest's description of the text."""
@@ -54,6 +83,23 @@ def from_ids(text: str, ids_ST: np.ndarray) -> CalibrationData:
     return CalibrationData(text, samples, length, digest, lambda: ids_ST)
 
 
+def check_tokenizer(folder: Path) -> None:
+    """Raises UsageError if a folder has no tokenizer."""
+    if not has_tokenizer(folder):
+        raise UsageError(
+            "the checkpoint has no tokenizer for the text to calibrate on",
+            hint=f'copy tokenizer.json into its folder, or give `calibration="{SELF}"`, which draws text from the '
+            "model",
+        )
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"{file} is no text file: {e}") from None
+
+
 def from_text(folder: Path, file: Path | None, samples: int, length: int) -> CalibrationData:
     """At most `samples` samples of `length` tokens, evenly spaced over a text. Each begins with what the tokenizer puts
     before a text, such as BOS.
@@ -66,17 +112,8 @@ def from_text(folder: Path, file: Path | None, samples: int, length: int) -> Cal
     Raises:
         UsageError: there is no tokenizer, the file cannot be read, or it has less than one sample.
     """
-    if not has_tokenizer(folder):
-        raise UsageError(
-            "the checkpoint has no tokenizer for the text to calibrate on",
-            hint=f'copy tokenizer.json into its folder, or give `calibration="{SELF}"`, which draws text from the '
-            "model",
-        )
-    try:
-        text = file.read_text(encoding="utf-8") if file else default_text()
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"{file} is no text file: {e}") from None
-    begin, ids = text_ids(load_tokenizer(folder), text)
+    check_tokenizer(folder)
+    begin, ids = text_ids(load_tokenizer(folder), _read_text(file) if file else default_text())
     room = length - len(begin)
     count = min(samples, len(ids) // room) if room > 0 else 0
     name = file.name if file else DEFAULT_TEXT
@@ -88,3 +125,48 @@ def from_text(folder: Path, file: Path | None, samples: int, length: int) -> Cal
     starts = np.linspace(0, len(ids) - room, count).astype(int)
     found = from_ids(name, np.array([[*begin, *ids[start : start + room]] for start in starts]))
     return replace(found, asked=samples)
+
+
+def from_prompts(file: Path, encoder: PromptEncoder, samples: int, length: int) -> CalibrationData:
+    """The first `samples` prompts of a file, each filled up to `length` tokens with the text of this package.
+
+    Args:
+        file: of JSON, an object a line: `prompt`, and where wanted `images` and `sounds`, which are files beside it,
+            and `chat`.
+        encoder: of the model.
+        samples, length: how many, and of how many tokens.
+
+    Raises:
+        UsageError: the file has another form; or a prompt with images or sounds has more tokens than a sample, or see
+            `tpuconv.models.text_generator.PromptEncoder.encode_with`.
+    """
+    lines = [line for line in enumerate(_read_text(file).splitlines(), 1) if line[1].strip()][:samples]
+    if not lines:
+        raise UsageError(f"{file} has no prompt", hint=f"give a line for each, such as {EXAMPLE_LINE}")
+    _, filling = text_ids(encoder.tokenizer, default_text())
+    ids_ST: list[list[int]] = []
+    features: list[Mapping[str, np.ndarray]] = []
+    for number, line in lines:
+        what = f"line {number} of {file}"
+        prompt = check(parse(line.encode(), what, UsageError), LINE_SCHEMA, what, UsageError)
+        chat = prompt.get("chat", False)
+        media = [[file.parent / name for name in prompt.get(kind, ())] for kind in ("images", "sounds")]
+        if any(media):
+            ids, found = encoder.encode_with(prompt["prompt"], *media, chat=chat)
+        else:
+            [ids], found = encoder.encode([prompt["prompt"]], chat=chat), {}
+        if found and len(ids) > length:
+            raise UsageError(
+                f"the prompt in {what} has {len(ids)} tokens with its images and sounds, and a sample has {length}",
+                hint=f"make `length=` at least {len(ids)}",
+            )
+        start = len(ids_ST) * length % len(filling)
+        ids_ST.append([*ids, *islice(cycle(filling), start, start + length)][:length])
+        features.append(found)
+    data = from_ids(file.name, np.array(ids_ST))
+    hashed = xxhash.xxh3_128(data.digest.encode())
+    for each in features:
+        for name, values in sorted(each.items()):
+            hashed.update(f"{name} {values.dtype} {values.shape}".encode())
+            hashed.update(np.ascontiguousarray(values).tobytes())
+    return replace(data, digest=hashed.hexdigest(), asked=samples, features=features if any(features) else ())

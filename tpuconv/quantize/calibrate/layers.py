@@ -2,14 +2,13 @@
 
 Only one layer's weights are in memory. The hidden states between two layers are the caller's. In some families layers
 read more: inputs of their own (Gemma 4, DeepSeek V4), or what an earlier layer hands on (Gemma 4's keys and values,
-GLM-5's selected tokens). Then it is behind the hidden states of each token, as further columns.
+GLM-5's selected tokens), or what images change. Then it is behind the hidden states of each token, as further columns.
 """
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import jax
@@ -22,9 +21,12 @@ from tpuconv.checkpoint.reader import ReadArray, read_array
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.common.observe import observing
 from tpuconv.models.common.periods import LayerStacks
+from tpuconv.models.common.seen import Seen, see
 from tpuconv.models.common.steps import NO_WINDOW, Steps
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
+from tpuconv.quantize.calibrate.columns import Columns, SeenColumns
+from tpuconv.quantize.calibrate.data import Sample
 
 HEAD_STAGE = "lm_head"
 """The stage after the last layer: the product with the head."""
@@ -50,43 +52,6 @@ class Observed:
     change: np.ndarray | None = None
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """The columns of states that hold a tree of arrays.
-
-    Attributes:
-        start: the first column.
-        leaves: shape [1, T, ...] and dtype of each array.
-        form: of the tree.
-    """
-
-    start: int
-    leaves: Sequence[tuple[tuple[int, ...], Any]]
-    form: Any
-
-    @property
-    def stop(self) -> int:
-        """The column after the last one."""
-        return self.start + sum(prod(shape[2:]) for shape, _ in self.leaves)
-
-    def read(self, states_TW: np.ndarray) -> Any:
-        """Returns the tree."""
-        out, start = [], self.start
-        for shape, dtype in self.leaves:
-            stop = start + prod(shape[2:])
-            out.append(jnp.asarray(states_TW[:, start:stop].reshape(shape)).astype(dtype))
-            start = stop
-        return jax.tree.unflatten(self.form, out)
-
-    def write(self, states_TW: np.ndarray, tree: Any) -> None:
-        """Replaces the tree."""
-        start = self.start
-        for leaf in jax.tree.leaves(tree):
-            stop = start + prod(leaf.shape[2:])
-            states_TW[:, start:stop] = np.asarray(leaf, np.float32).reshape(len(states_TW), -1)
-            start = stop
-
-
 class LayerRunner:
     """Runs the stages of a model: its layers, and `HEAD_STAGE`, if it has a matrix of its own.
 
@@ -94,6 +59,7 @@ class LayerRunner:
         manifest: the checkpoint, or the planned one of a release, not quantized.
         length: tokens of each sample.
         read: reads its arrays; None for a checkpoint, whose files are read.
+        example: a sample with images or sounds, if there are some.
 
     Raises:
         UnsupportedConfig: some layers run several times, or share weights.
@@ -103,7 +69,7 @@ class LayerRunner:
         changing: how many of them, the first ones, layers change.
     """
 
-    def __init__(self, manifest: Manifest, length: int, read: ReadArray | None = None):
+    def __init__(self, manifest: Manifest, length: int, read: ReadArray | None = None, example: Sample | None = None):
         family = get_family(manifest.family)
         config = model_config(manifest)
         if len(config.executed_layers) > config.num_hidden_layers or config.weight_sharing_layers:
@@ -125,6 +91,7 @@ class LayerRunner:
         self._largest = jax.jit(partial(_by_number, _largest, self._graphs), static_argnames=("number", "window"))
         self._sources = [self.model.source_of(i) for i in range(layers)]
         self._plan_columns(length)
+        self._seen = self._seen_columns(example)
 
     def _plan_columns(self, length: int) -> None:
         """Finds the columns of the states: of hidden states, of what each layer hands on, of inputs."""
@@ -132,7 +99,7 @@ class LayerRunner:
         self._input_of: Sequence[int] | None = None
 
         def first(ids_BT: jax.Array, model: Any) -> tuple[jax.Array, list[jax.Array]]:
-            x_BTD = model.positioned(model.scaled(model.embed(ids_BT)), jnp.zeros_like(ids_BT))
+            x_BTD = model.first_input(model.embed(ids_BT), jnp.zeros_like(ids_BT))
             inputs = model.layer_inputs(ids_BT, x_BTD)
             distinct = {id(each): each for each in inputs or ()}
             self._input_of = None if inputs is None else [list(distinct).index(id(each)) for each in inputs]
@@ -140,7 +107,7 @@ class LayerRunner:
 
         x_BTD, inputs = nnx.eval_shape(first, ids_BT, self.model)
         self.hidden = self.width = x_BTD.shape[-1]
-        self._handed: dict[int, _Columns] = {}
+        self._handed: dict[int, Columns] = {}
         shapes: dict[int, Any] = {}
         for i in sorted({source for source in self._sources if source is not None}):
             graph, state = nnx.split(self.model.layers[i])
@@ -158,16 +125,32 @@ class LayerRunner:
         self.changing = self.width
         self._inputs = [self._columns(each) for each in inputs]
 
-    def _columns(self, shapes: Any) -> "_Columns":
+    def _columns(self, shapes: Any) -> Columns:
         """Columns for arrays [1, T, ...]."""
-        leaves, form = jax.tree.flatten(shapes)
-        columns = _Columns(self.width, [(leaf.shape, leaf.dtype) for leaf in leaves], form)
+        columns = Columns.of(self.width, shapes)
         self.width = columns.stop
         return columns
 
+    def _seen_columns(self, example: Sample | None) -> SeenColumns | None:
+        """Columns for images and sounds; None where the samples are texts."""
+        if example is None:
+            return None
+        encoders = {part: getattr(self.model, part) for part in self.model.config.parts}
+        columns = SeenColumns.of_seen(self.width, nnx.eval_shape(partial(self._see, example), encoders))
+        self.width = columns.stop
+        return columns
+
+    def _see(self, sample: Sample, encoders: Mapping[str, Any]) -> Seen:
+        ids_BT = np.asarray(sample.ids)[None]
+        return see(self.model.config, encoders, ids_BT, np.ones(ids_BT.shape, bool), sample.features)
+
     def _arguments(self, layer: int, states_TW: np.ndarray) -> tuple[jax.Array, Any, Any]:
         """Returns the hidden states, the step and the cache of a layer."""
-        step, kv = self.steps[layer], None
+        steps = self.steps
+        if self._seen is not None:
+            pos_BT = steps[layer].pos_BT
+            steps = Steps.of(self.model.config, pos_BT, pos_BT, 0, seen=self._seen.read_seen(states_TW))
+        step, kv = steps[layer], None
         if self._input_of is not None:
             step = step._replace(input=self._inputs[self._input_of[layer]].read(states_TW))
         if (source := self._sources[layer]) is not None:
@@ -187,25 +170,30 @@ class LayerRunner:
             return ".".join([prefix, *rest]), index
         return name, None
 
-    def embedded(self, ids_ST: np.ndarray) -> Any:
+    def embedded(self, samples: Iterable[Sample]) -> Iterator[np.ndarray]:
         """Yields the states [T, W] of each sample before the first layer."""
         names = ["embed", *self.model.input_modules]
-        whole = {name: _filled(getattr(self.model, name), name, self._read_input(name)) for name in names}
+        parts = self.model.config.parts if self._seen is not None else ()
+        whole = {name: _filled(getattr(self.model, name), name, self._read_input(name)) for name in (*names, *parts)}
         abstract = {name: getattr(self.model, name) for name in names[1:]}
-        for ids_T in ids_ST:
-            ids_BT = jnp.asarray(ids_T)[None]
+        for sample in samples:
+            ids_BT = jnp.asarray(sample.ids)[None]
             with jax.default_matmul_precision("highest"):
+                seen = self._see(sample, {part: whole[part] for part in parts}) if sample.features else None
                 for name in abstract:
                     setattr(self.model, name, whole[name])
-                x_BTD = self.model.scaled(whole["embed"](ids_BT).astype(jnp.float32))
-                x_BTD = self.model.positioned(x_BTD, jnp.arange(len(ids_T))[None])
+                ids_BT = self.model.readable(ids_BT, seen)
+                embedded = whole["embed"](ids_BT).astype(jnp.float32)
+                x_BTD = self.model.first_input(embedded, jnp.arange(ids_BT.shape[1])[None], seen)
                 inputs = self.model.layer_inputs(ids_BT, x_BTD)
                 for name, module in abstract.items():
                     setattr(self.model, name, module)
-            states_TW = np.zeros((len(ids_T), self.width), np.float32)
+            states_TW = np.zeros((ids_BT.shape[1], self.width), np.float32)
             states_TW[:, : self.hidden] = x_BTD[0]
             for number, each in zip(self._input_of or (), inputs or (), strict=True):
                 self._inputs[number].write(states_TW, each)
+            if self._seen is not None:
+                self._seen.write_seen(states_TW, seen)
             yield states_TW
 
     def _read_input(self, name: str) -> Weights:
@@ -289,6 +277,8 @@ class LayerRunner:
         number, state = self._numbered(*_split(self.model.layers[i], stage, weights))
         with jax.default_matmul_precision("highest"):
             y_BTD, result = self._run(number, state, *self._arguments(i, x_TD), window=self.windows[i])
+            if self._seen is not None:
+                y_BTD = self._seen.read_seen(x_TD).deepened(y_BTD, i)
         if self.width == self.hidden:
             return np.asarray(y_BTD[0])
         states_TW = x_TD.copy()

@@ -121,7 +121,7 @@ class LayerwiseCalibration:
             ResourceError: there is too little disk space.
             GateError: activations are not finite.
         """
-        runner = LayerRunner(self.manifest, self.data.length)
+        runner = LayerRunner(self.manifest, self.data.length, example=self.data.example)
         stages = self._stages(runner)
         self._check_inputs(runner, stages)
         if journal.done(layer_entry(0), LAYER_ENTRY) is None:
@@ -140,7 +140,7 @@ class LayerwiseCalibration:
             is_run = number + 1 < len(stages) and stage != HEAD_STAGE
             if number == 0:
                 for each in filter(None, (states, exact)):
-                    each.write(runner.embedded(self.data.ids()), "the embedding")
+                    each.write(runner.embedded(self.data.each()), "the embedding")
             weights = runner.weights(stage)
             if is_run and exact is not None:  # before its weights are rounded
                 self._run(runner, stage, weights, exact, self._exact_states(journal, number + 1))

@@ -21,7 +21,7 @@ from tpuconv.checkpoint.reader import ReadArray
 from tpuconv.errors import GateError, ResourceError, UsageError
 from tpuconv.models.logits import divergences, log_softmax
 from tpuconv.models.stored import model_config
-from tpuconv.quantize.calibrate.data import CalibrationData
+from tpuconv.quantize.calibrate.data import CalibrationData, Sample
 from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, Weights
 from tpuconv.quantize.calibrate.rounding import Rounding
 from tpuconv.quantize.calibrate.run import HiddenStates
@@ -47,19 +47,19 @@ class _Sequences:
     """Token sequences of one length that run through the model together, and the files of their states."""
 
     runner: LayerRunner
-    ids_ST: np.ndarray
+    samples: Sequence[Sample]
     folder: Path
     numbers: Iterator[int]
 
     def begin(self) -> HiddenStates:
         """Returns the states before the first layer."""
         states = self._new()
-        states.write(self.runner.embedded(self.ids_ST), "the embedding")
+        states.write(self.runner.embedded(self.samples), "the embedding")
         return states
 
     def read(self, states: HiddenStates) -> Iterator[np.ndarray]:
         """Yields the states [T, D] of each sequence."""
-        return (states.read(sample, self.runner.width) for sample in range(len(self.ids_ST)))
+        return (states.read(sample, self.runner.width) for sample in range(len(self.samples)))
 
     def after(self, stage: str, weights: Weights, states: HiddenStates) -> HiddenStates:
         """Returns the states after a layer."""
@@ -68,7 +68,7 @@ class _Sequences:
         return out
 
     def _new(self) -> HiddenStates:
-        return HiddenStates(self.folder / f"states-{next(self.numbers)}", self.ids_ST.shape[1])
+        return HiddenStates(self.folder / f"states-{next(self.numbers)}", len(self.samples[0].ids))
 
 
 @dataclass(frozen=True)
@@ -123,16 +123,20 @@ class LayerwiseProbe:
             )
         ids_PT = np.array([[*ids, *[0] * (length - len(ids))] for ids in prompts], np.int32)
         self._runner = LayerRunner(manifest, length, read)
-        self._texts = _Sequences(self._runner, ids_PT, folder, numbers)
+        self._texts = _Sequences(self._runner, list(map(Sample, ids_PT)), folder, numbers)
         self._samples = None
         if calibration:
             data = calibration[1]
-            self._samples = _Sequences(LayerRunner(manifest, data.length, read), data.ids(), folder, numbers)
+            runner = LayerRunner(manifest, data.length, read, data.example)
+            self._samples = _Sequences(runner, list(data.each()), folder, numbers)
         tokens = ids_PT.size * (2 + sum(len(self._quantizing(group)) for group in choices.space.groups))
         propagates = calibration is not None and calibration[0].propagates
         streams = 2 if propagates else 1
-        tokens += 2 * streams * calibration[1].samples * calibration[1].length if calibration else 0
+        of_samples = 2 * streams * calibration[1].samples * calibration[1].length if calibration else 0
         needed = 4 * tokens * self._runner.width
+        if self._samples:
+            needed += 4 * of_samples * self._samples.runner.width
+            tokens += of_samples
         if calibration and calibration[0].method == "gptq":
             needed += kept_bytes(self._runner, self._runner.stages, calibration[1].samples, propagates)
         if needed > (free := shutil.disk_usage(folder).free):
