@@ -153,31 +153,10 @@ def compare(asked: CompareRequest) -> Comparison:
         return _compared(asked, opened)
 
 
-def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
-    """Returns the comparison of an opened model."""
+def _check_request(asked: CompareRequest, opened: OpenedModel) -> None:
+    """Raises TpuconvError if what is asked for cannot be compared."""
     from tpuconv.checkpoint.reader import check_logits
     from tpuconv.models.common.heads import AS_DRAFT
-    from tpuconv.models.logits import whole_texts
-    from tpuconv.models.stored import model_config
-    from tpuconv.restore import mesh_of_processes
-    from tpuconv.sources.hub import resolve
-    from tpuconv.sources.origins import known_stamps
-    from tpuconv.sources.shard import changed_shards
-    from tpuconv.verify import logits
-    from tpuconv.verify.horizons import long_prompts, seen_horizons
-    from tpuconv.verify.layerwise import compare_layers
-    from tpuconv.verify.merged import merged_adapters
-    from tpuconv.verify.preparation import find_source_folder, free_beside_reference, needs_decoded, tokenized
-    from tpuconv.verify.reference import check_sizes, reference
-    from tpuconv.verify.sights import (
-        FEATURE_GATES,
-        SightStatistics,
-        SightWindow,
-        feature_error,
-        sight_windows,
-        without_media_tokens,
-    )
-    from tpuconv.verify.vectors import VECTOR_GATES, compare_vectors
 
     if asked.layerwise and asked.mesh:
         raise UsageError("`layerwise=True` runs on one device", hint="leave `mesh=` out")
@@ -191,6 +170,27 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
         )
     if asked.layerwise or manifest.returns == AS_DRAFT:
         check_logits(manifest)
+
+
+def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
+    """Returns the comparison of an opened model."""
+    from tpuconv.models.logits import whole_texts
+    from tpuconv.models.stored import model_config
+    from tpuconv.restore import mesh_of_processes
+    from tpuconv.sources.hub import resolve
+    from tpuconv.sources.origins import known_stamps
+    from tpuconv.sources.shard import changed_shards
+    from tpuconv.verify import logits
+    from tpuconv.verify.horizons import long_prompts, seen_horizons
+    from tpuconv.verify.layerwise import compare_layers
+    from tpuconv.verify.merged import merged_adapters
+    from tpuconv.verify.preparation import find_source_folder, free_beside_reference, needs_decoded, tokenized
+    from tpuconv.verify.reference import check_sizes, reference
+    from tpuconv.verify.sights import SightWindow, compare_sights, sight_windows, without_media_tokens
+    from tpuconv.verify.vectors import VECTOR_GATES, compare_vectors
+
+    _check_request(asked, opened)
+    manifest, stored = opened.manifest, opened.stored
     made = stored or manifest
     adapters = merged_adapters(made, asked.adapter) if asked.adapter or asked.source is None else []
     origin = manifest.raw["source"]
@@ -248,12 +248,12 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
                 sights=with_sights,
             )
     scored = [window.scored for window in windows]
-    rounding_kl, gates = theirs.rounding_kl, logits.rounding_gates(compute, theirs.rounding_kl)
     if not layerwise:
         asked.progress(Progress("running the converted model"))
         features, every = [], [*windows, *with_sights]
         ours = list(logits.each_logits(opened.load, every, compute, devices, on_seen=features.append))
     ours, seen = ours[: len(windows)], ours[len(windows) :]
+    rounding_kl, gates = theirs.rounding_kl, logits.rounding_gates(compute, theirs.rounding_kl)
     if manifest.is_rounded and manifest.quantization and not manifest.returns:
         gates = manifest.quantization["gates"]
         if gates is None:
@@ -272,15 +272,11 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     else:
         statistics = logits.compare_logits(scored, theirs.logits, ours, compute, gates, rounding_kl)
     sights = []
-    if with_sights and theirs.sights is not None:
-        of_sights = gates if manifest.is_rounded else logits.rounding_gates(compute, theirs.sights.rounding_kl)
-        each_seen = zip(with_sights, features, theirs.sights.features, seen, theirs.sights.logits, strict=True)
-        for window, our_features, their_features, our_logits, their_logits in each_seen:
-            compared = logits.compare_logits(
-                [window.ids], [their_logits], [our_logits], compute, of_sights, theirs.sights.rounding_kl
-            )
-            error = feature_error(our_features, their_features)
-            sights.append(SightStatistics(window.part, window.items, error, FEATURE_GATES[compute], compared))
+    if theirs.sights is not None:
+        of_theirs = theirs.sights.logits, theirs.sights.features
+        kl = theirs.sights.rounding_kl
+        of_sights = gates if manifest.is_rounded else logits.rounding_gates(compute, kl)
+        sights = compare_sights(with_sights, of_theirs, (seen, features), compute, of_sights, kl)
     return Comparison(
         checkpoint=manifest.folder,
         source=str(asked.source or (stored is not None and origin["repo"]) or own),

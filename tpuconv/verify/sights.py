@@ -4,7 +4,7 @@ processor makes them of files is not compared."""
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +13,7 @@ from tpuconv.checkpoint.reader import read_checkpoint_config
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.logits import Window
 from tpuconv.models.registry import get_family
-
-if TYPE_CHECKING:
-    from tpuconv.verify.logits import LogitStatistics
+from tpuconv.verify.logits import LogitStatistics, compare_logits
 
 FEATURE_GATES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.05}
 """The largest norm of the difference of all features, by the norm of the reference's."""
@@ -40,7 +38,7 @@ class SightStatistics:
     items: int
     features: float
     gate: float
-    logits: "LogitStatistics"
+    logits: LogitStatistics
 
     def failures(self) -> list[str]:
         """Returns the gates that failed, one sentence each."""
@@ -52,6 +50,35 @@ class SightStatistics:
         """Returns the keys that docs/json.md lists."""
         facts = {"part": self.part, "items": self.items, "features": self.features, "features_gate": self.gate}
         return {**facts, "logits": self.logits.to_json()}
+
+
+def compare_sights(
+    windows: Sequence["SightWindow"],
+    theirs: tuple[Sequence[np.ndarray], Sequence[np.ndarray]],
+    ours: tuple[Sequence[np.ndarray], Sequence[np.ndarray]],
+    dtype: str,
+    gates: Mapping[str, float],
+    rounding_kl: float | None,
+) -> list[SightStatistics]:
+    """Compares what two models make of prompts with images and sounds.
+
+    Args:
+        windows: the prompts.
+        theirs, ours: the logits [T, V] of each prompt, and its features [X, D].
+        dtype: of parameters and activations.
+        gates, rounding_kl: as of `tpuconv.verify.logits.compare_logits`.
+    """
+    each = zip(windows, *theirs, *ours, strict=True)
+    return [
+        SightStatistics(
+            window.part,
+            window.items,
+            feature_error(our_features, their_features),
+            FEATURE_GATES[dtype],
+            compare_logits([window.ids], [their_logits], [our_logits], dtype, gates, rounding_kl),
+        )
+        for window, their_logits, their_features, our_logits, our_features in each
+    ]
 
 
 @dataclass(frozen=True)
