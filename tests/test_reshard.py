@@ -52,7 +52,9 @@ def assert_equal(have: Path, want: Path) -> None:
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory) -> Path:
-    return random_checkpoint(tmp_path_factory.mktemp("qwen3") / "hf", qwen3_config())
+    folder = random_checkpoint(tmp_path_factory.mktemp("qwen3") / "hf", qwen3_config())
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# The model\n")
+    return folder
 
 
 # -- every family and target ------------------------------------------------------------------------------------------
@@ -152,6 +154,7 @@ def test_the_run_of_a_trainer(target, scan, qwen3, tmp_path):
     save_step(tmp_path / "run", 7, {"params": tree, "opt_state": adam_state(tree), "step": np.int32(7)})
     done = api.reshard(tmp_path / "run", tmp_path / "out", config=qwen3, mesh=MESH)
     assert done.target == target
+    assert "\nlicense: mit\n" in (tmp_path / "out" / "README.md").read_text()
     assert {skip.reason for skip in done.skipped} == {
         "arrays of an optimizer's state",
         "arrays with the number of a step",

@@ -42,6 +42,10 @@ class ArraySource(Protocol):
     def companions(self) -> Mapping[str, Mapping[str, Any]]:
         """The files that go with the weights, with size and hash."""
 
+    @property
+    def companions_folder(self) -> Location:
+        """The folder with these files."""
+
     def copy_companion(self, name: str, sink: Sink, target: str) -> None:
         """Copies one of these files into an output, as `target`."""
 
@@ -148,7 +152,7 @@ class CheckpointArrays(IdentifiedArrays):
             for name, axes in self._dropped.items()
         }
         self.manifest = replace(manifest, arrays={**manifest.arrays, **arrays})
-        self.companions = companions_of(manifest)
+        self.companions, self.companions_folder = companions_of(manifest), manifest.folder
         self.file_config = read_checkpoint_config(manifest)
         self.config = with_encoding(self.file_config, manifest.folder, self.companions)
 

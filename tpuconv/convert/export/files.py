@@ -115,7 +115,7 @@ def write_index_and_companions(
     undone = not arrays.manifest.passthrough  # what is exported is not encoded any more
     is_rounded = encoding is not None and arrays.manifest.is_rounded
     if encoding is not None and is_rounded:
-        kept = source_metadata(arrays.manifest.folder, arrays.companions)
+        kept = source_metadata(arrays.companions_folder, arrays.companions)
         write(CARD, served_card(arrays.manifest.raw, encoding["quant_method"], kept))
     for name, facts in arrays.companions.items():
         if undone and name in ENCODING_FILES:

@@ -45,7 +45,7 @@ class OrbaxArrays(IdentifiedArrays):
         merged: MergedPairs | None = None,
     ):
         self.tree, self.source, self._merged = tree, source, merged
-        self.companions = source.companions
+        self.companions, self.companions_folder = source.companions, source.folder
         self.file_config: Mapping[str, Any] = read_json(source.folder / CONFIG_FILE, ConfigError)
         self._names = explained.names
         raw = {

@@ -41,7 +41,7 @@ class PlannedArrays:
         self._cancelled = threading.Event()
         raw = describe_plan(plan)
         self.manifest = Manifest(plan.source.folder, Sealed(raw, plan.fingerprint, None), stored_arrays(raw))
-        self.companions = plan.source.companions
+        self.companions, self.companions_folder = plan.source.companions, plan.source.folder
         dtypes = {slab.binding.dst[0].names[0]: slab.dtype for unit in plan.units for slab in unit.slabs}
         self._made_by = {
             stored: (binding, dtypes[binding.dst[0].names[0]])

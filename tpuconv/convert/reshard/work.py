@@ -172,7 +172,7 @@ class ReshardWork(Work):
             step = step_files(target.step_item)
             files |= sink.write_all({f"{parent}/{name}": content for name, content in step.items()})
         facts = self._described(plan.source.finish({}), result)
-        card = model_card(facts, target, source_metadata(manifest.folder, plan.source.companions))
+        card = model_card(facts, target, source_metadata(plan.source.companions_folder, plan.source.companions))
         files |= sink.write_all({CARD: card.encode()})
         sink.write(MANIFEST, seal(facts | {"files": files}))
 
