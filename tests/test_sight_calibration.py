@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import tpuconv
-from helpers.whole_sights import EACH, difference
+from helpers.whole_sights import difference
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.logits import Window, forward_each
@@ -16,7 +16,9 @@ from tpuconv.verify.sights import sight_windows
 TEXT = np.random.default_rng(0).integers(3, 90, 60).tolist()
 
 
-@EACH
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "qwen3_vl" else [pytest.mark.slow]) for name in SIGHTS]
+)
 def test_layers_that_run_one_by_one_see_the_same(name, whole):
     """And a text among the samples is read as alone."""
     manifest = read_manifest(whole(name)[1])

@@ -66,6 +66,7 @@ def reading(base: Path) -> Iterator[Path]:
     hub = {
         "Qwen/Qwen3-8B": with_tokenizer(base / "qwen3"),
         "deepseek-ai/DeepSeek-R1": saved("deepseek_v3", base / "r1"),
+        "Qwen/Qwen3-Next-80B-A3B-Instruct": saved("qwen3_next", base / "next"),
         "Qwen/Qwen3-235B-A22B": saved("qwen3_moe", base / "moe", hidden_size=512, moe_intermediate_size=512),
         "meta-llama/Llama-3.3-70B-Instruct": saved("llama", base / "llama"),
     }

@@ -156,8 +156,8 @@ def read_taps(table_RD: jax.Array, index_PA: jax.Array, weight_PA: jax.Array) ->
 
 def patches_of(pixels_BCYX: jax.Array, patch: int) -> jax.Array:
     """Returns the patches [B, P, C] of images, in raster order. The values of a patch are channel first, as a
-    convolution has them."""
+    convolution has them. Of a numpy array they are one, too."""
     B, channels, Y, X = pixels_BCYX.shape
     h, w = Y // patch, X // patch
     x = pixels_BCYX[:, :, : h * patch, : w * patch].reshape(B, channels, h, patch, w, patch)
-    return jnp.transpose(x, (0, 2, 4, 1, 3, 5)).reshape(B, h * w, channels * patch * patch)
+    return x.transpose(0, 2, 4, 1, 3, 5).reshape(B, h * w, channels * patch * patch)
