@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import tpuconv
+from helpers.sights import SIGHTS
 from helpers.whole_sights import difference
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import UnsupportedConfig
