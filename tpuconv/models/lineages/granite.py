@@ -24,7 +24,7 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.windows import PatternConfig
-from tpuconv.models.common.wrapper import BRINGS, LLAVA, SEES, WrapperConfig, inside
+from tpuconv.models.common.wrapper import LLAVA, WrapperConfig, inside
 from tpuconv.models.declare import config_class, decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
 from tpuconv.models.towers.modalities import ARIA_VISION, DOCLING_VISION
@@ -60,7 +60,6 @@ GRANITE_DOCLING = wrapper(
     text=GRANITE,
     prefix="model.text_model.",
     head="lm_head.",
-    outside={"vision_model": SEES, "density_router": BRINGS},
     outside_keys=frozenset({"density_router_hidden_size", "density_router_threshold", "density_router_loss_weight"}),
     tied=True,
     defaults={"tie_word_embeddings": False},

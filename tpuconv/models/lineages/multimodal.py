@@ -30,7 +30,6 @@ LLAMA4 = wrapper(
     "Llama4ForConditionalGeneration",
     text=LLAMA4_TEXT,
     prefix="language_model.model.",
-    outside={"vision_model": SEES, "multi_modal_projector": BRINGS},
     modalities=(LLAMA4_VISION,),
 )
 
@@ -128,7 +127,6 @@ STEP3P7 = wrapper(
     "Step3p7ForConditionalGeneration",
     text=STEP3P5,
     prefix="model.",
-    outside={"vision_model": SEES, "vit_large_projector": BRINGS, "multi_modal_projector": BRINGS},
     modalities=(STEP_VISION,),
 )
 
