@@ -13,16 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.layers import Einsum, Keys, normalize
-from tpuconv.models.common.recurrence import (
-    CHUNK,
-    Convolution,
-    LayerState,
-    PackedTokens,
-    decays,
-    exact_einsum,
-    from_chunks,
-    in_chunks,
-)
+from tpuconv.models.common.recurrence import Convolution, LayerState, PackedTokens, decays, exact_einsum, scan_chunks
 from tpuconv.models.common.steps import Step
 from tpuconv.notation.letters import with_letters
 
@@ -117,15 +108,12 @@ def state_space(
     """Returns the outputs [B, T, n, r, w] and the state after these tokens, all in float32. For each token the state
     decays by exp(g), then the product of key and values is added; the output is the state's value for the query
     (arXiv:2405.21060, equation 2)."""
-    tokens = x_BTnrw.shape[1]
     inputs = (c_BTnk, b_BTnk, x_BTnrw, g_BTnr)
-    if tokens == 1:
+    if x_BTnrw.shape[1] == 1:
         c_Bnk, b_Bnk, x_Bnrw, g_Bnr = (x[:, 0] for x in inputs)
         s_Bnrkw = s_Bnrkw * jnp.exp(g_Bnr)[..., None, None] + b_Bnk[:, :, None, :, None] * x_Bnrw[..., None, :]
         return exact_einsum("Bnk,Bnrkw->Bnrw", c_Bnk, s_Bnrkw)[:, None], s_Bnrkw
-    chunks = tuple(in_chunks(x, min(CHUNK, tokens)) for x in inputs)
-    s_Bnrkw, y = jax.lax.scan(lambda s, x: _one_chunk(s, *x), s_Bnrkw, chunks)
-    return from_chunks(y, tokens), s_Bnrkw
+    return scan_chunks(_one_chunk, inputs, s_Bnrkw)
 
 
 def _one_chunk(
