@@ -25,7 +25,7 @@ class DecoderFamily(Family):
 
     Attributes:
         parts: its parts.
-        base: the class that its model derives from, if that is not `Decoder`: "common.positions:PositionedDecoder".
+        base: the class that its model derives from, if that is not `Decoder`: "modules.gpt:PositionedDecoder".
         said: the arguments of `decoder` that other families like it have too.
     """
 

@@ -13,7 +13,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.layers import Einsum, Keys, normalize
-from tpuconv.models.common.recurrence import Convolution, LayerState, PackedTokens, decays, exact_einsum, scan_chunks
+from tpuconv.models.common.recurrence import (
+    Convolution,
+    HybridBlock,
+    HybridDecoder,
+    LayerState,
+    PackedTokens,
+    decays,
+    exact_einsum,
+    scan_chunks,
+)
 from tpuconv.models.common.steps import Step
 from tpuconv.notation.letters import with_letters
 
@@ -127,3 +136,15 @@ def _one_chunk(
     y_Btnrw += exact_einsum("Btnk,Bnrkw->Btnrw", c_Btnk, s_Bnrkw) * jnp.moveaxis(until_Bnrt, -1, 1)[..., None]
     left_Btnrw = x_Btnrw * jnp.moveaxis(decay_Bnrts[..., -1, :], -1, 1)[..., None]
     return s_Bnrkw * until_Bnrt[..., -1, None, None] + exact_einsum("Btnk,Btnrw->Bnrkw", b_Btnk, left_Btnrw), y_Btnrw
+
+
+class MambaBlock(HybridBlock):
+    """One layer: attention or Mamba-2, then an MLP or experts, each after a norm, with residual connections."""
+
+    mixer_type = Mamba2
+
+
+class MambaDecoder(HybridDecoder):
+    """A decoder with Mamba-2 in `state_layers`."""
+
+    state_type = MambaState

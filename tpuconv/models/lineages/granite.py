@@ -268,7 +268,7 @@ class GraniteHybridConfig(MambaConfig):
 
 OF_MAMBA: Mapping[str, Any] = {"mamba_d_head": None, "time_step_limit": (0.0, NO_LIMIT)}
 """Defaults, which transformers writes as "auto" and infinity."""
-WITH_MAMBA = Norms(module="modules.hybrids:MambaBlock")
+WITH_MAMBA = Norms(module="common.mamba2:MambaBlock")
 OF_BOTH = (
     *under("model.layers.{attention_layers}", "layers.{attention_layers}", *Attn("attention_bias").table_rows),
     *under("model.layers.{state_layers}.mamba", "layers.{state_layers}.attn", *MAMBA_ROWS),
@@ -285,7 +285,7 @@ GRANITEMOEHYBRID = GRANITE.but(
     config=(GraniteHybridConfig, GRANITE.config),
     defaults={**OF_MAMBA},
     only={"mlp_bias": (False,)},
-    base="modules.hybrids:MambaDecoder",
+    base="common.mamba2:MambaDecoder",
     table=decoder_table(
         *PRE_NORMS,
         *under("block_sparse_moe", "moe", *when("has_experts", *FUSED_EXPERTS)),
@@ -323,7 +323,7 @@ BAMBA = decoder(
     Mlp(bias="mlp_bias"),
     config=BambaConfig,
     defaults=OF_MAMBA,
-    base="modules.hybrids:MambaDecoder",
+    base="common.mamba2:MambaDecoder",
     table=MappingTable(
         (
             Map("model.embed_tokens.weight", "embed.embedding", "V D"),

@@ -22,7 +22,6 @@ from tpuconv.models.towers.ovis.family import OVIS_VIT, VISUAL_WORDS
 from tpuconv.models.towers.packed_vit.family import EDGE_VIT, ENDED_ROWS, HY_VIT, MINIMAX_VIT, TWICE, WIDE_MERGER
 from tpuconv.models.towers.packed_vit.gated_family import GATED_VIT, NORMED_MERGER
 from tpuconv.models.towers.pixtral.family import PIXTRAL, RELEASED_PIXTRAL
-from tpuconv.models.towers.projectors import POOLED
 from tpuconv.models.towers.qwen_vit.family import (
     EXAONE_VIT,
     GLM5_VIT,
@@ -41,7 +40,7 @@ from tpuconv.models.towers.qwen_vit.family import (
     RMS_MERGER,
 )
 from tpuconv.models.towers.sam.family import GOT_SAM, HIGH_RESOLUTION, UPSAMPLER
-from tpuconv.models.towers.siglip.family import SIGLIP
+from tpuconv.models.towers.siglip.family import POOLED, SIGLIP
 from tpuconv.models.towers.siglip2.family import BLOCK_MATRICES, PADDLE_MATRICES, PADDLE_VIT, SIGLIP2, VIDEO_LLAMA_VIT
 from tpuconv.models.towers.step_vit.family import STEP_MATRIX, STEP_VIT
 
