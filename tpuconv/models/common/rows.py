@@ -246,7 +246,7 @@ MTP_COPIES = {
 
 
 def when(condition: str, *rows: Map) -> tuple[Map, ...]:
-    """Returns the rows under a condition, a property of the config."""
+    """Returns the rows under a condition, as `Map` has it."""
     return tuple(replace(row, when=condition) for row in rows)
 
 

@@ -260,11 +260,6 @@ class GraniteHybridConfig(MambaConfig):
         """True if all tokens pass an MLP beside experts."""
         return self.has_experts
 
-    @property
-    def is_dense(self) -> bool:
-        """True if there are no experts."""
-        return not self.has_experts
-
 
 OF_MAMBA: Mapping[str, Any] = {"mamba_d_head": None, "time_step_limit": (0.0, NO_LIMIT)}
 """Defaults, which transformers writes as "auto" and infinity."""
@@ -290,7 +285,7 @@ GRANITEMOEHYBRID = GRANITE.but(
         *PRE_NORMS,
         *under("block_sparse_moe", "moe", *when("has_experts", *FUSED_EXPERTS)),
         *under("shared_mlp", "moe.shared", *when("has_experts", *FUSED_SHARED)),
-        *under("shared_mlp", "mlp", *when("is_dense", *FUSED_SHARED)),
+        *under("shared_mlp", "mlp", *when("not has_experts", *FUSED_SHARED)),
         others=OF_BOTH,
     ),
 )
