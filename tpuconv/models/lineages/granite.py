@@ -182,7 +182,7 @@ class GraniteWindows(PatternConfig):
 
 
 SINKS = Map("model.layers.{L}.self_attn.sinks", "layers.{L}.attn.sinks", "N")
-SINK_ATTENTION = Attn("attention_bias", scale="attention_multiplier", module="modules.granite:SinkAttention")
+SINK_ATTENTION = Attn("attention_bias", scale="attention_multiplier", module="gpt_oss.modules:SinkAttention")
 
 GRANITE_SWA = GRANITE.but(
     "granite_swa",
