@@ -21,7 +21,7 @@ from helpers.oracles import ask
 from helpers.quantizing import ONE_OF_EACH, interrupted, quantize
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.convert.run.found import FOUND_STEP
+from tpuconv.convert.run.building import FOUND_STEP
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.common.cache import KV, StaticKV, append_kv
 from tpuconv.models.logits import forward_each, whole_texts

@@ -98,8 +98,8 @@ def rows() -> list[Any]:
 
 
 def bind(row: Map, sizes: dict[str, int]) -> Binding:
-    config = SimpleNamespace(sizes=sizes, layer_sets={}, **({row.when: True} if row.when else {}))
-    return MappingTable((row,)).bind(config, include_mtp=True)[0]
+    config = SimpleNamespace(sizes=sizes, layer_sets={})
+    return MappingTable((replace(row, when=None),)).bind(config, include_mtp=True)[0]
 
 
 class Memory:

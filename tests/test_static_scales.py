@@ -15,7 +15,7 @@ from helpers.conversions import Options, assert_same, convert, restore
 from helpers.quantizing import ONE_OF_EACH, interrupted, quantize
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.convert.run.found import FOUND_STEP
+from tpuconv.convert.run.building import FOUND_STEP
 from tpuconv.errors import ConfigError, UsageError
 from tpuconv.models.common.layers import Einsum, Keys
 from tpuconv.models.generate import Generator

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from helpers.families import CASES, Case, hf_model
 from tpuconv.errors import LayoutError
-from tpuconv.models.common.forms import ALL_FORMS
+from tpuconv.models.common.rows import ALL_FORMS
 from tpuconv.models.common.saved import forget_saved
 from tpuconv.models.registry import Family, find_family
 from tpuconv.notation.forms import ReleaseReader, places

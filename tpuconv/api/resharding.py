@@ -178,8 +178,7 @@ def _planned(
     ckpt: Location, asked: ReshardOptions, progress: Listener
 ) -> "Iterator[tuple[ReshardPlan, tuple[Skip, ...]]]":
     """Yields the plan of a resharding, and the arrays that are not written."""
-    from tpuconv.convert.reshard.opening import opened_arrays
-    from tpuconv.convert.reshard.plan import make_reshard_plan
+    from tpuconv.convert.reshard.plan import make_reshard_plan, opened_arrays
     from tpuconv.notation.sharding import named_mesh
 
     asked.check_together()

@@ -1,4 +1,5 @@
-"""Decoding by tables, as a compiled loop. `tpuconv.encodings.decode` imports it when it is first needed."""
+"""Compiled loops: decoding by tables, which `tpuconv.encodings.decode` imports when it is first needed, and the bits of
+bfloat16: numpy has no such type, and ml_dtypes converts number after number."""
 
 import numpy as np
 
@@ -38,3 +39,16 @@ def look_up(qvalues: np.ndarray, tables: np.ndarray, start: int, columns: int, w
                     part[i] = table[bytes_[i]]
             done += n
             column += n
+
+
+@compiled  # type: ignore[untyped-decorator]
+def to_float32(bits: np.uint16) -> np.float32:
+    """Returns the number that the bits of a bfloat16 stand for."""
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def to_bfloat16(value: np.float32) -> np.uint16:
+    """Returns the bits of the nearest bfloat16; the even one if two are equally near."""
+    wide = np.float32(value).view(np.uint32)
+    return np.uint16((wide + np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))

@@ -3,8 +3,8 @@
 
 import numpy as np
 
-from tpuconv.encodings.bfloat16 import to_bfloat16, to_float32
 from tpuconv.encodings.compiled import compiled, compiled_fused
+from tpuconv.encodings.kernels import to_bfloat16, to_float32
 
 COLUMNS_AT_ONCE = 512
 """The columns of the product that are computed at once: they take 32 KB for 16 rows of the right matrix."""

@@ -26,8 +26,9 @@ from tpuconv.models.common.layers import (
     times,
 )
 from tpuconv.models.declare import DecoderFamily
-from tpuconv.models.parts import Attn, Condition, Experts, Factors, Mlp, Mtp, Norms
+from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Mtp, Norms
 from tpuconv.models.registry import get_family
+from tpuconv.notation.sizes import holds
 
 NORMS: Mapping[str, Callable[..., Any]] = {
     "RMS": RMSNorm,
@@ -64,11 +65,6 @@ BLOCKS = {
     "parallel": blocks.ParallelBlock,
 }
 """The classes of layers, by the places of their norms."""
-
-
-def holds(condition: Condition, config: Any) -> bool:
-    """Returns what a condition says of a config."""
-    return bool(getattr(config, condition)) if isinstance(condition, str) else condition
 
 
 def class_named(module: str) -> Any:

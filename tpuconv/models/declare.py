@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar, get_origin
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import MTP_COPIES, MTP_IGNORE, NORM_BIAS, decoder_table
-from tpuconv.models.common.wrapper import WrapperConfig, inside
+from tpuconv.models.common.wrapper import WrapperConfig, inside, outside_of
 from tpuconv.models.parts import KEY_TYPES, WITH_BIAS, WITHOUT_SCALE, Experts, Factors, Mlp, Mtp, Norms, Part
 from tpuconv.models.registry import Family
 from tpuconv.notation.table import Map, MappingTable, under
@@ -25,7 +25,7 @@ class DecoderFamily(Family):
 
     Attributes:
         parts: its parts.
-        base: the class that its model derives from, if that is not `Decoder`: "common.positions:PositionedDecoder".
+        base: the class that its model derives from, if that is not `Decoder`: "modules.gpt:PositionedDecoder".
         said: the arguments of `decoder` that other families like it have too.
     """
 
@@ -222,7 +222,8 @@ def wrapper(
         name, summary: as of `decoder`.
         said: the architectures, and parts that replace parts of the text model.
         text: the family of the text model.
-        outside, prefix, head, tensors: as `inside` has them, and as `Wrapper` describes them.
+        outside, prefix, head, tensors: as `inside` has them, and as `Wrapper` describes them. By default the modules
+            outside are the modules of the modalities.
         mixins: classes that the Config derives from before the text model's Config.
         reads: the class that finds the config of the text model.
         table: the table, where it is not the text model's with a prefix.
@@ -230,7 +231,8 @@ def wrapper(
     """
     of_config = {key: value for key, value in facts.items() if key not in OF_FAMILIES}
     if table is None:
-        table = inside(text.table, prefix, outside or {}, tensors=tensors or {}, head=head)
+        outside = outside or outside_of(facts.get("modalities", ()))
+        table = inside(text.table, prefix, outside, tensors=tensors or {}, head=head)
     made: dict[str, Any] = {
         "name": name,
         "summary": summary,

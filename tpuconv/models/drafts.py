@@ -12,7 +12,7 @@ from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.common.cache import Cache
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.drafting import Draft
+from tpuconv.models.common.drafting import Draft, Kept
 from tpuconv.models.common.steps import Entered
 from tpuconv.models.generate import Generator, Sampling
 from tpuconv.models.speculate import Speculator, check_greedy
@@ -97,7 +97,7 @@ class DraftSpeculator(Speculator):
         self, merged: Any, states: Any, next_BT: jax.Array, column_B: jax.Array, cache: Cache, slot: jax.Array
     ) -> tuple[jax.Array, Cache]:
         draft: Draft = merged.draft
-        return draft.propose(merged.target, states, next_BT, column_B, cache, slot)
+        return draft.propose(merged.target, Kept(states, next_BT, column_B, slot), cache)
 
 
 def generator_of(

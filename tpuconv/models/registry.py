@@ -16,9 +16,9 @@ from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import Modality, PartConfig, modality_of
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.config_keys import given_keys, without_keys
-from tpuconv.models.common.forms import ALL_FORMS
 from tpuconv.models.common.heads import AS_DRAFT, LOGITS, Head, headed, named_head, shown_head
 from tpuconv.models.common.ignored import ConfigReport, report_ignored
+from tpuconv.models.common.rows import ALL_FORMS
 from tpuconv.models.common.saved import saved_names, saved_outside, saved_places
 from tpuconv.models.families import DRAFT_ARCHITECTURES, DRAFT_FAMILIES, FAMILIES, SHARED_TYPES
 from tpuconv.models.left_out import MODELS_LEFT_OUT

@@ -17,7 +17,7 @@ from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import Modality
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.wrapper import BRINGS, HEARS, LLAVA, SEES, WrapperConfig, inside
+from tpuconv.models.common.wrapper import BRINGS, HEARS, LLAVA, SEES, WrapperConfig, inside, outside_of
 from tpuconv.models.registry import Family, family_of_type
 from tpuconv.models.towers.llava_modalities import (
     LLAVA_NEXT_VIDEO_VISION,
@@ -61,12 +61,7 @@ IN_CAUSAL_MODEL, IN_MODEL, IN_IDEFICS = "language_model.model.", "model.language
 """Prefixes of the text model: of a causal model inside another, as until transformers 4.51; of a part of the model; and
 that of Idefics and SmolVLM."""
 
-IDEFICS = {"vision_model": SEES, "connector": BRINGS}
-DEEPSEEK_VL = {"vision_model": SEES, "aligner": BRINGS}
-MINICPM_V = {"vision_tower": SEES, "merger": BRINGS}
-INTERNVL_HUB = {"vision_model": SEES, "mlp1": BRINGS}
-SPEECH = {"audio_tower": HEARS, "multi_modal_projector": BRINGS}
-"""What lies outside of the text model, of several wrappers."""
+DEEPSEEK_VL = outside_of((DEEPSEEK_VL_VISION,))
 
 REPEATED_KEYS = ("vocab_size", "hidden_size", "ignore_index")
 """Keys that releases have beside `text_config` too, where they are of no use to the text model."""
@@ -90,8 +85,8 @@ class Wrapper:
         named: the architecture of config.json, without `end`.
         models: the models that were released.
         texts: the types of the text models that they have. The first one is that of a config.json that does not say it.
-        outside: names of the modules outside of the text model, and why they are skipped. They may stand below
-            `model.`.
+        skips: names of the modules outside of the text model, and why they are skipped, if these are not the modules of
+            the modalities. They may stand below `model.`.
         tensors: the same of single tensors.
         prefix: that of the text model in releases.
         head: the prefix of the head in releases; by default that of `tpuconv.models.common.wrapper.PREFIXES`.
@@ -105,7 +100,7 @@ class Wrapper:
     named: str
     models: str
     texts: tuple[str, ...]
-    outside: Mapping[str, str]
+    skips: Mapping[str, str] = field(default_factory=dict)
     _: KW_ONLY
     tensors: Mapping[str, str] = field(default_factory=dict)
     prefix: str = IN_MODEL
@@ -120,6 +115,11 @@ class Wrapper:
     def architecture(self) -> str:
         """The architecture of config.json."""
         return f"{self.named}{self.end}"
+
+    @property
+    def outside(self) -> Mapping[str, str]:
+        """Names of the modules outside of the text model, and why they are skipped."""
+        return self.skips or outside_of(self.modalities)
 
     @property
     def families(self) -> list[str]:
@@ -138,7 +138,6 @@ WRAPPER_ROWS = (
         "Llava",
         "LLaVA 1.5, Pixtral 12B, BakLLaVA",
         ("llama", "mistral", "qwen2"),
-        LLAVA,
         prefix=IN_CAUSAL_MODEL,
         modalities=LLAVA_VISION,
     ),
@@ -174,23 +173,14 @@ WRAPPER_ROWS = (
         modalities=ONEVISION_VISION,
     ),
     Wrapper(
-        "video_llava",
-        "VideoLlava",
-        "Video-LLaVA",
-        ("llama",),
-        {"image_tower": SEES, "video_tower": SEES, "multi_modal_projector": BRINGS},
-        prefix=IN_CAUSAL_MODEL,
-        modalities=VIDEO_LLAVA_VISION,
+        "video_llava", "VideoLlava", "Video-LLaVA", ("llama",), prefix=IN_CAUSAL_MODEL, modalities=VIDEO_LLAVA_VISION
     ),
-    Wrapper(
-        "vipllava", "VipLlava", "ViP-LLaVA", ("llama",), LLAVA, prefix=IN_CAUSAL_MODEL, modalities=VIP_LLAVA_VISION
-    ),
+    Wrapper("vipllava", "VipLlava", "ViP-LLaVA", ("llama",), prefix=IN_CAUSAL_MODEL, modalities=VIP_LLAVA_VISION),
     Wrapper(
         "internvl",
         "InternVL",
         "InternVL 2.5 to 3.5, in the form of transformers",
         ("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"),
-        LLAVA,
         prefix=IN_CAUSAL_MODEL,
         keys=("downsample_ratio",),
         tied=True,
@@ -201,32 +191,17 @@ WRAPPER_ROWS = (
         "QianfanOCR",
         "Qianfan-OCR",
         ("qwen3",),
-        INTERNVL_HUB,
         prefix=IN_CAUSAL_MODEL,
         keys=("downsample_ratio",),
         modalities=(QIANFAN_VISION,),
     ),
     Wrapper(
-        "got_ocr2",
-        "GotOcr2",
-        "GOT-OCR 2.0",
-        ("qwen2",),
-        LLAVA,
-        prefix=IN_CAUSAL_MODEL,
-        tied=True,
-        modalities=(GOT_VISION,),
+        "got_ocr2", "GotOcr2", "GOT-OCR 2.0", ("qwen2",), prefix=IN_CAUSAL_MODEL, tied=True, modalities=(GOT_VISION,)
     ),
     Wrapper(
-        "lfm2_vl",
-        "Lfm2Vl",
-        "LFM2-VL",
-        ("lfm2", "lfm2_moe"),
-        LLAVA,
-        keys=LFM2_VL_KEYS,
-        tied=True,
-        modalities=(LFM2_VISION,),
+        "lfm2_vl", "Lfm2Vl", "LFM2-VL", ("lfm2", "lfm2_moe"), keys=LFM2_VL_KEYS, tied=True, modalities=(LFM2_VISION,)
     ),
-    Wrapper("lfm3_vl", "Lfm3Vl", "LFM3-VL", ("lfm3",), LLAVA, tied=True, modalities=(LFM3_VISION,)),
+    Wrapper("lfm3_vl", "Lfm3Vl", "LFM3-VL", ("lfm3",), tied=True, modalities=(LFM3_VISION,)),
     Wrapper(
         "perception_lm",
         "PerceptionLM",
@@ -241,7 +216,6 @@ WRAPPER_ROWS = (
         "Ovis2",
         "Ovis 2",
         ("qwen2",),
-        {"vision_tower": SEES, "visual_embeddings_table": BRINGS},
         keys=("visual_indicator_token_ids",),
         tied=True,
         modalities=(OVIS_VISION,),
@@ -251,7 +225,6 @@ WRAPPER_ROWS = (
         "Idefics2",
         "Idefics 2",
         ("mistral",),
-        IDEFICS,
         prefix=IN_IDEFICS,
         head="lm_head.",
         keys=("perceiver_config",),
@@ -262,7 +235,6 @@ WRAPPER_ROWS = (
         "Idefics3",
         "Idefics 3, SmolVLM",
         ("llama",),
-        IDEFICS,
         prefix=IN_IDEFICS,
         head="lm_head.",
         keys=("scale_factor",),
@@ -273,15 +245,12 @@ WRAPPER_ROWS = (
         "SmolVLM",
         "SmolVLM 2",
         ("llama",),
-        IDEFICS,
         prefix=IN_IDEFICS,
         head="lm_head.",
         keys=("scale_factor",),
         modalities=(IDEFICS3_VISION,),
     ),
-    Wrapper(
-        "deepseek_vl", "DeepseekVL", "DeepSeek-VL", ("llama",), DEEPSEEK_VL, tied=True, modalities=(DEEPSEEK_VL_VISION,)
-    ),
+    Wrapper("deepseek_vl", "DeepseekVL", "DeepSeek-VL", ("llama",), tied=True, modalities=(DEEPSEEK_VL_VISION,)),
     Wrapper(
         "deepseek_vl_hybrid",
         "DeepseekVLHybrid",
@@ -317,29 +286,13 @@ WRAPPER_ROWS = (
         {"visual": SEES, "mtp": "predicts further tokens"},
         modalities=(EXAONE_VISION,),
     ),
-    Wrapper(
-        "lighton_ocr",
-        "LightOnOcr",
-        "LightOnOCR",
-        ("qwen3",),
-        {"vision_encoder": SEES, "vision_projection": BRINGS},
-        tied=True,
-        modalities=(LIGHTON_VISION,),
-    ),
-    Wrapper(
-        "video_llama_3",
-        "VideoLlama3",
-        "VideoLLaMA 3",
-        ("qwen2",),
-        {"vision_model": SEES, "projector": BRINGS},
-        modalities=(VIDEO_LLAMA3_VISION,),
-    ),
+    Wrapper("lighton_ocr", "LightOnOcr", "LightOnOCR", ("qwen3",), tied=True, modalities=(LIGHTON_VISION,)),
+    Wrapper("video_llama_3", "VideoLlama3", "VideoLLaMA 3", ("qwen2",), modalities=(VIDEO_LLAMA3_VISION,)),
     Wrapper(
         "minicpm_ocr",
         "MiniCPMOcr",
         "MiniCPM-OCR",
         ("qwen3_5_text",),
-        MINICPM_V,
         keys=MINICPM_V_KEYS,
         tied=True,
         modalities=(MINICPM_VISION,),
@@ -349,7 +302,6 @@ WRAPPER_ROWS = (
         "MiniCPMV4_6",
         "MiniCPM-V 4.6",
         ("qwen3_5_text",),
-        MINICPM_V,
         keys=MINICPM_V_KEYS,
         modalities=(MINICPM_VISION,),
     ),
@@ -358,7 +310,7 @@ WRAPPER_ROWS = (
         "MiniCPMV4_7",
         "MiniCPM-V 4.7",
         ("qwen3_5_text",),
-        MINICPM_V,
+        {"vision_tower": SEES, "merger": BRINGS},
         keys=(*MINICPM_V_KEYS, "slice_start_id", "slice_end_id", "newline_id"),
     ),
     Wrapper(
@@ -366,51 +318,34 @@ WRAPPER_ROWS = (
         "HyperCLOVAXVisionV2",
         "HyperCLOVA X SEED Think 32B",
         ("hyperclovax",),
-        {"vision_model": SEES, "vision_projector": BRINGS, "projector": BRINGS},
         head="model.language_model.lm_head.",
         released_as=("vlm", "HCXVisionV2ForCausalLM"),
         tied=True,
         modalities=(HYPERCLOVA_VISION,),
     ),
     Wrapper(
-        "cohere_compass",
-        "CohereCompass",
-        "North Micro Vision",
-        ("cohere_compass_text",),
-        {"visual": SEES},
-        modalities=(COMPASS_VISION,),
+        "cohere_compass", "CohereCompass", "North Micro Vision", ("cohere_compass_text",), modalities=(COMPASS_VISION,)
     ),
     Wrapper(
         "nemotron_h_omni",
         "NemotronH_Omni_Reasoning_V3",
         "Nemotron 3 Nano Omni",
         ("nemotron_h",),
-        {**INTERNVL_HUB, "sound_encoder": HEARS, "sound_projection": BRINGS},
+        {"vision_model": SEES, "mlp1": BRINGS, "sound_encoder": HEARS, "sound_projection": BRINGS},
         prefix="language_model.",
         head="language_model.lm_head.",  # the other names of Nemotron-H begin with `backbone.`
         keys=("force_image_size", "downsample_ratio"),
         end="",
     ),
     # what hears
-    Wrapper(
-        "qwen2_audio",
-        "Qwen2Audio",
-        "Qwen2-Audio",
-        ("qwen2",),
-        SPEECH,
-        prefix=IN_CAUSAL_MODEL,
-        modalities=(QWEN2_AUDIO,),
-    ),
-    Wrapper("voxtral", "Voxtral", "Voxtral", ("llama",), SPEECH, prefix=IN_CAUSAL_MODEL, modalities=(VOXTRAL_AUDIO,)),
-    Wrapper(
-        "glmasr", "GlmAsr", "GLM-ASR", ("llama",), SPEECH, prefix=IN_CAUSAL_MODEL, tied=True, modalities=(GLM_AUDIO,)
-    ),
+    Wrapper("qwen2_audio", "Qwen2Audio", "Qwen2-Audio", ("qwen2",), prefix=IN_CAUSAL_MODEL, modalities=(QWEN2_AUDIO,)),
+    Wrapper("voxtral", "Voxtral", "Voxtral", ("llama",), prefix=IN_CAUSAL_MODEL, modalities=(VOXTRAL_AUDIO,)),
+    Wrapper("glmasr", "GlmAsr", "GLM-ASR", ("llama",), prefix=IN_CAUSAL_MODEL, tied=True, modalities=(GLM_AUDIO,)),
     Wrapper(
         "audioflamingo3",
         "AudioFlamingo3",
         "Audio Flamingo 3",
         ("qwen2",),
-        SPEECH,
         prefix=IN_CAUSAL_MODEL,
         modalities=(FLAMINGO_AUDIO,),
     ),
@@ -419,7 +354,6 @@ WRAPPER_ROWS = (
         "MusicFlamingo",
         "Music Flamingo",
         ("qwen2",),
-        SPEECH,
         prefix=IN_CAUSAL_MODEL,
         keys=("rope_parameters", "head_dim", "max_position_embeddings"),
         modalities=(MUSIC_AUDIO,),
@@ -442,7 +376,6 @@ WRAPPER_ROWS = (
         "FunAsrNano",
         "Fun-ASR-Nano",
         ("qwen3",),
-        SPEECH,
         keys=("adaptor_config",),
         tied=True,
         modalities=(FUN_AUDIO,),
@@ -452,17 +385,21 @@ WRAPPER_ROWS = (
         "MossTranscribeDiarize",
         "MOSS-Transcribe-Diarize",
         ("qwen3",),
-        SPEECH,
         tied=True,
         modalities=(MOSS_AUDIO,),
     ),
-    Wrapper("omniasr", "OmniASR", "Omnilingual ASR, with a language model", ("llama",), SPEECH),
+    Wrapper(
+        "omniasr",
+        "OmniASR",
+        "Omnilingual ASR, with a language model",
+        ("llama",),
+        {"audio_tower": HEARS, "multi_modal_projector": BRINGS},
+    ),
     Wrapper(
         "qwen3_asr",
         "Qwen3ASR",
         "Qwen3-ASR",
         ("qwen3",),
-        SPEECH,
         keys=("token_classification_bias",),
         tied=True,
         modalities=(QWEN3_ASR_AUDIO,),

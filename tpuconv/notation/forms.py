@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tpuconv.notation.release import AS_TABLED, Release
-from tpuconv.notation.sizes import HasSizes, configs_by_part
+from tpuconv.notation.sizes import HasSizes, configs_by_part, holds
 from tpuconv.notation.spelling import (
     FRONTS,
     Speller,
@@ -125,8 +125,8 @@ class ReleaseReader:
         names_of = {new: [name for old in each for name in disk[old]] for new, each in found.items()}
         forms = {}
         for place in self.places:
-            is_there = place.when is None or getattr(config, place.when)
-            if is_there and (form := _form_at(place, names_of, _values(self.table, config, place.hf))) != place.home:
+            values = _values(self.table, config, place.hf)
+            if holds(place.when, config) and (form := _form_at(place, names_of, values)) != place.home:
                 forms[place.name] = form
         spelling, apart = self._spellings(found, disk)
         return self.release_table(Release(spelling, apart, forms), config)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 MTP = "U"
@@ -43,3 +44,12 @@ class WithSizes:
 def configs_by_part(config: HasSizes) -> dict[str, HasSizes]:
     """Returns the config of the text model, under an empty name, and of each part beside it."""
     return {"": config, **getattr(config, "parts", {})}
+
+
+def holds(condition: str | bool | None, config: Any) -> bool:
+    """Returns True if a condition of a row or a part of a model holds for a config: properties of the config joined by
+    "and", some of them after "not". None always holds."""
+    if not isinstance(condition, str):
+        return condition is not False
+    terms = condition.split(" and ")
+    return all(bool(attrgetter(x.removeprefix("not "))(config)) != x.startswith("not ") for x in terms)

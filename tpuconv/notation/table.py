@@ -20,7 +20,7 @@ from tpuconv.notation.arithmetic import Arithmetic
 from tpuconv.notation.layout import Layout, Shape, format_axes
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.release import AS_TABLED, Release
-from tpuconv.notation.sizes import MTP, HasSizes, configs_by_part, sets_of_layers
+from tpuconv.notation.sizes import MTP, HasSizes, configs_by_part, holds, sets_of_layers
 
 INDEX = re.compile(r"\{(#?\w+(?:\+\w+)*)\}")
 LAYERS, EXPERTS = "L", "E"
@@ -57,7 +57,7 @@ class Map:
     Attributes:
         hf, jax: names of the source tensors and of the parameters.
         layout: how the axes of the sources become the axes of the parameters.
-        when: a property of the config that must hold for the row to exist.
+        when: what must hold for the row to exist: properties of the config joined by "and", some of them after "not".
         buffer: whether it is not trained: never cast, and not counted as parameters.
         arithmetic: for each parameter, how its values differ from the sources; empty if none differ.
         input_first: whether the source is a matrix [in, out], as transformers' Conv1D has it. What adapters change and
@@ -242,9 +242,7 @@ class MappingTable:
     def _rows_of(self, config: HasSizes, include_mtp: bool) -> list[Map]:
         configs = configs_by_part(config)
         rows = (row for row in self.rows if include_mtp or not is_of_mtp(row))
-        return [
-            row for row in rows if row.part in configs and (row.when is None or getattr(configs[row.part], row.when))
-        ]
+        return [row for row in rows if row.part in configs and holds(row.when, configs[row.part])]
 
     def bind(self, config: HasSizes, include_mtp: bool = False) -> list[Binding]:
         """Every row that the config has, once for each value of its loop indices.

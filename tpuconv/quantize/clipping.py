@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.encodings.bfloat16 import to_bfloat16
 from tpuconv.encodings.compiled import compiled_sum
+from tpuconv.encodings.kernels import to_bfloat16
 from tpuconv.encodings.passthrough import BF16
 
 SCALE_FACTORS = np.linspace(0.5, 1.1, 25, dtype=np.float32)

@@ -5,8 +5,8 @@ Weights are the bits of bfloat16, [R, C]. Row r has its scales in row `group_row
 
 import numpy as np
 
-from tpuconv.encodings.bfloat16 import to_bfloat16, to_float32
 from tpuconv.encodings.compiled import compiled, compiled_sum
+from tpuconv.encodings.kernels import to_bfloat16, to_float32
 
 
 @compiled  # type: ignore[untyped-decorator]

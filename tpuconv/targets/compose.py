@@ -7,7 +7,7 @@ from dataclasses import replace
 from tpuconv.errors import LayoutError, UnsupportedConfig
 from tpuconv.names import OWN_TARGET
 from tpuconv.notation.layout import Axes, Axis, Layout, format_axes
-from tpuconv.notation.sizes import HasSizes, WithSizes, configs_by_part, sets_of_layers
+from tpuconv.notation.sizes import HasSizes, WithSizes, configs_by_part, holds, sets_of_layers
 from tpuconv.notation.table import (
     LAYERS,
     PERIODS,
@@ -159,7 +159,7 @@ def _is_looped(row: Map, configs: Mapping[str, HasSizes], include_mtp: bool) -> 
     config = configs.get(row.part)
     if config is None or (is_of_mtp(row) and not include_mtp):
         return False
-    if row.when is not None and not getattr(config, row.when):
+    if not holds(row.when, config):
         return False
     return all(config.layer_sets.get(letter) or config.sizes.get(letter) for letter in row_indices(row)[0])
 

@@ -16,8 +16,8 @@ TARGETS = {
     "maxtext": "tpuconv.targets.maxtext:MAXTEXT",
     "tunix": "tpuconv.targets.tunix:TUNIX",
     "gemma": "tpuconv.targets.gemma:GEMMA",
-    "nnx": "tpuconv.targets.nnx:NNX",
-    "huggingface": "tpuconv.targets.huggingface:HUGGINGFACE",
+    "nnx": "tpuconv.targets.target:NNX",
+    "huggingface": "tpuconv.targets.target:HUGGINGFACE",
     "jax-llm-examples": "tpuconv.targets.jax_llm_examples:JAX_LLM_EXAMPLES",
 }
 """The targets of this package besides the default, by name."""

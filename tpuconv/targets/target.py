@@ -209,3 +209,22 @@ OWN = Target(
     quantized=OWN_PARTS,
 )
 """The default target."""
+
+NNX = Target(
+    name="nnx",
+    summary="plain Flax NNX: StandardCheckpointer().restore into nnx.state(model)",
+    loading="StandardCheckpointer().restore(OUT/params, nnx.state(model))",
+    leaf=".value",
+    layer_axis=0,
+    quantized=OWN_PARTS,
+)
+"""Plain Flax NNX: our own tree as `nnx.state(model)` has it, in which every leaf is the value of a variable."""
+
+HUGGINGFACE = Target(
+    name="huggingface",
+    summary="transformers, vLLM, SGLang: safetensors; with `quantize=` in the formats of compressed-tensors",
+    loading="AutoModelForCausalLM.from_pretrained(OUT)",
+    quantized=OWN_PARTS,
+    is_safetensors=True,
+)
+"""Safetensors as transformers, vLLM and SGLang read them: the names of the release, with our own tree in between."""

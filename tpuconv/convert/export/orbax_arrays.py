@@ -9,7 +9,7 @@ from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.orbax_tree import TrainedTree
 from tpuconv.checkpoint.stored import StoredArray
 from tpuconv.convert.export.array_source import IdentifiedArrays
-from tpuconv.convert.export.lora.merged import MergedPairs
+from tpuconv.convert.export.lora.tree import MergedPairs
 from tpuconv.convert.export.way_back import Explained, Parameter
 from tpuconv.convert.plan.types import FLOAT_DTYPES
 from tpuconv.convert.run.engine import RunProgress

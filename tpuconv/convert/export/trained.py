@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpuconv.checkpoint.orbax_tree import TrainedTree, holds_tree, locate_tree
-from tpuconv.convert.export.lora.merged import MergedPairs
-from tpuconv.convert.export.lora.tree import explain_pairs, read_pairs
+from tpuconv.convert.export.lora.tree import MergedPairs, explain_pairs, read_pairs
 from tpuconv.convert.export.orbax_arrays import OrbaxArrays
 from tpuconv.convert.export.way_back import Reading, SavedForm, explain_tree, parameters_of, readings
 from tpuconv.convert.plan.types import Skip

@@ -1,25 +1,29 @@
 """The plan of a resharding: the arrays of the output, and the arrays of the checkpoint that each is read from."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from math import prod
 
 import numpy as np
 
-from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.checkpoint.manifest import Manifest, read_manifest
 from tpuconv.checkpoint.stored import StoredArray
-from tpuconv.convert.export.array_source import BoxSource
+from tpuconv.convert.export.array_source import BoxSource, CheckpointArrays
 from tpuconv.convert.export.exporting import target_form
+from tpuconv.convert.export.trained import check_converted, open_trained, trained_arrays
 from tpuconv.convert.plan import sizes
-from tpuconv.convert.plan.types import OutputArray
+from tpuconv.convert.plan.types import OutputArray, Skip
 from tpuconv.convert.reshard.chunks import device_chunks, file_shape
 from tpuconv.convert.reshard.places import LayerPlace, LayerStack, layer_places, layer_stacks
 from tpuconv.errors import UnsupportedConfig, UsageError
+from tpuconv.location import Location
 from tpuconv.notation.layout import Shape
 from tpuconv.notation.sharding import partition, shard_shape
 from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import Binding, MappingTable
+from tpuconv.progress import Listener
 from tpuconv.targets.registry import get_target
 from tpuconv.targets.target import Target
 from tpuconv.targets.words import check_words
@@ -293,3 +297,28 @@ def _output_array(
 
 def _bits(values: np.ndarray) -> np.ndarray:
     return values.view(f"u{values.itemsize}")
+
+
+@contextmanager
+def opened_arrays(
+    ckpt: Location, config: str | None, target: str | None, progress: Listener
+) -> Iterator[tuple[BoxSource, tuple[Skip, ...]]]:
+    """Opens a checkpoint. Yields its arrays, and the arrays of a trainer that are no parameters.
+
+    Args:
+        ckpt: a checkpoint of tpuconv; with `config` a trainer's.
+        config: the model that was trained.
+        target: whose tree a trainer's checkpoint has; None: of each target in turn.
+        progress: called while config.json is downloaded.
+
+    Raises:
+        UsageError: a checkpoint of tpuconv has `config`, or a trainer's has none.
+        TpuconvError: it cannot be read.
+    """
+    if config is None:
+        check_converted(ckpt)
+        yield CheckpointArrays(read_manifest(ckpt)), ()
+        return
+    with ExitStack() as stack:
+        arrays, _, skipped = trained_arrays(open_trained(ckpt, config, stack, progress), target)
+        yield arrays, skipped

@@ -1,14 +1,22 @@
-"""Builds the shard of an array from its values."""
+"""Builds the shards of arrays from their values."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from tpuconv.checkpoint import manifest
 from tpuconv.checkpoint.shards import ShardBuilder
-from tpuconv.convert.plan.types import OutputArray
+from tpuconv.convert.plan.types import OutputArray, Plan
 from tpuconv.convert.run.results import UnitResult, add_sums
+from tpuconv.convert.run.store import Store
 from tpuconv.convert.run.strided import copy_strided
+from tpuconv.storage.disk import page_buffer
+from tpuconv.storage.entries import RunJournal
+from tpuconv.storage.journal import CALIBRATED
+
+FOUND_STEP = f"{CALIBRATED}-arrays"
+"""The journal's entry of the arrays that a calibration finds, of the same form as the entry of a unit of work."""
 
 
 def build_shard(
@@ -45,3 +53,16 @@ def build_shard(
     if array.compressed:
         result.shard_bytes.setdefault(array.name, {})[array.shard_name(index)] = shard.nbytes
     return shard
+
+
+def write_found(plan: Plan, journal: RunJournal, store: Store, values: Mapping[str, np.ndarray]) -> None:
+    """Writes the arrays with these values that a calibration found, by name, and records them as done. They are small:
+    each is one shard with one chunk."""
+    result, paths = UnitResult(), []
+    for name, found in values.items():
+        array = plan.arrays[name]
+        box = tuple(slice(0, n) for n in array.shape)
+        shard = build_shard(array, box, found.view(np.uint32), page_buffer(array.shard_bytes), result)
+        paths.append(store.write(name, shard))
+    store.sync(paths)
+    journal.record(FOUND_STEP, result.to_json(), paths)

@@ -11,12 +11,12 @@ from pathlib import Path
 from tpuconv.checkpoint import manifest
 from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.convert.plan.types import Plan, WorkUnit
+from tpuconv.convert.run.building import FOUND_STEP, write_found
 from tpuconv.convert.run.calibrated import CalibrationRun, calibration_run
 from tpuconv.convert.run.card import model_card
 from tpuconv.convert.run.card_metadata import source_metadata
 from tpuconv.convert.run.describe import describe
 from tpuconv.convert.run.engine import WORKING, RunProgress, Work, make
-from tpuconv.convert.run.found import FOUND_STEP, write_found
 from tpuconv.convert.run.planned import planned_names
 from tpuconv.convert.run.results import HASH_ENTRY, UNIT_ENTRY, UnitResult
 from tpuconv.convert.run.share import entries_of, share_of

@@ -10,16 +10,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from tpuconv.convert.run.opening import open_journal
+from tpuconv.checkpoint.contents import contents_of
 from tpuconv.convert.run.stamps import Stale, check_same_files, forget_changed
 from tpuconv.errors import UsageError
 from tpuconv.hosts import ProcessPart
-from tpuconv.location import Location
+from tpuconv.location import BucketPath, Location
 from tpuconv.progress import Progress
 from tpuconv.sources.origins import remember
+from tpuconv.storage.bucket_journal import BucketJournal
 from tpuconv.storage.entries import RunJournal, State
+from tpuconv.storage.journal import Journal
 from tpuconv.storage.places import real
 from tpuconv.storage.sealed import read_sealed
+from tpuconv.storage.shared_journal import SharedJournal
 
 WORKING = "work"
 """The stage in which bytes are counted."""
@@ -177,3 +180,20 @@ def check_outside(folder: Location, out: Location) -> None:
         raise UsageError(f"{out} lies in the source folder", hint="give an OUT outside of it")
     if target in inside.parents:
         raise UsageError(f"{out} holds the source folder, {folder}", hint="give another OUT")
+
+
+def open_journal(
+    out: Location,
+    fingerprint: str,
+    facts: Mapping[str, Any],
+    names: Collection[str],
+    part: ProcessPart | None = None,
+    *,
+    overwrite: bool = False,
+) -> RunJournal:
+    """Returns the journal that fits an output: on a disk or in a bucket, of one process or, as a `part`, of several."""
+    if isinstance(out, BucketPath):
+        return BucketJournal(out, fingerprint, facts, names, part, overwrite=overwrite, contents_of=contents_of)
+    if part is not None:
+        return SharedJournal(out, fingerprint, facts, names, part, overwrite=overwrite, contents_of=contents_of)
+    return Journal(out, fingerprint, facts, names, overwrite=overwrite, contents_of=contents_of)

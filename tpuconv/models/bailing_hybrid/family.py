@@ -95,7 +95,7 @@ LING_DELTA_ROWS = (
 )
 
 LING_FULL_ROWS = (
-    *latent_rows("has_query_latent", "has_query_latent_bias"),
+    *latent_rows("has_query_latent", "has_query_latent and attention_bias"),
     Map("attention.g_proj.weight", "attn.gate.kernel", "N D -> D N"),
 )
 

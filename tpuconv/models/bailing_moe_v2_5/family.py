@@ -152,7 +152,7 @@ LING_LINEAR_ROWS = (
     Map("dense.weight", "o.kernel", "D (groups value_dim) -> groups value_dim D"),
 )
 
-LING_LATENT_ROWS = latent_rows("attention_bias", "has_query_latent_bias")
+LING_LATENT_ROWS = latent_rows("attention_bias", "has_query_latent and attention_bias")
 
 LING_LIGHTNING_ROWS = under("model.layers.{state_layers}.attention", "layers.{state_layers}.attn", *LING_LINEAR_ROWS)
 DECAYS_IGNORE = {"model.layers.{state_layers}.attention.slope": "computed from config.json"}

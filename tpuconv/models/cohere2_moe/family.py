@@ -94,16 +94,6 @@ class Config(ChosenExperts, MixedMLPs, PatternConfig):
         """True if there are experts that every token uses, which are stored as one MLP."""
         return bool(self.num_shared_experts)
 
-    @property
-    def all_shared(self) -> bool:
-        """True if every layer has shared experts."""
-        return self.all_experts and self.has_shared_experts
-
-    @property
-    def some_shared(self) -> bool:
-        """True if there are shared experts in layers beside dense layers."""
-        return self.some_dense and self.has_shared_experts
-
 
 CHOSEN_EXPERTS = (Map("gate.weight", "router.kernel", "E D -> D E"), *EXPERT_MLPS)
 
@@ -113,9 +103,13 @@ TABLE = decoder_table(
     *when("attention_bias", *QKV_BIAS, O_BIAS),
     others=(
         *when("all_experts", *under("model.layers.{L}.mlp", "layers.{L}.moe", *CHOSEN_EXPERTS)),
-        *when("all_shared", *under("model.layers.{L}.mlp", "layers.{L}.moe", *SHARED_EXPERT_ROWS)),
+        *when(
+            "all_experts and has_shared_experts", *under("model.layers.{L}.mlp", "layers.{L}.moe", *SHARED_EXPERT_ROWS)
+        ),
         *when("some_dense", *under("model.layers.{J}.mlp", "layers.{J}.moe", *CHOSEN_EXPERTS)),
-        *when("some_shared", *under("model.layers.{J}.mlp", "layers.{J}.moe", *SHARED_EXPERT_ROWS)),
+        *when(
+            "some_dense and has_shared_experts", *under("model.layers.{J}.mlp", "layers.{J}.moe", *SHARED_EXPERT_ROWS)
+        ),
         *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
     ),
 )

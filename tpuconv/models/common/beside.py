@@ -188,7 +188,8 @@ class Modality:
         part: `VISION`, `VIDEO` or `AUDIO`.
         tower, projector: what encodes, and what brings the features to the text.
         prefix, projector_prefix: what stands before their names on disk in releases.
-        replaces: the modules beside the text model that the two are, as the family's table skips them.
+        replaces: the modules beside the text model that the two are, as the family's table skips them; by default those
+            that the prefixes begin with.
         placeholder: the keys of config.json that may have the id of the token in whose place features stand.
         placeholder_id: that id, where config.json has none.
         config_key: the key of config.json that has the tower's config.
@@ -204,8 +205,8 @@ class Modality:
     tower: Tower
     projector: Projector
     prefix: str
-    projector_prefix: str
-    replaces: tuple[str, ...]
+    projector_prefix: str = "multi_modal_projector."
+    replaces: tuple[str, ...] = ()
     placeholder: tuple[str, ...] = ("image_token_id", "image_token_index")
     placeholder_id: int | None = None
     config_key: str = "vision_config"
@@ -214,6 +215,12 @@ class Modality:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     tower_types: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules beside the text model that tower and projector are."""
+        begins = (name.removeprefix("model.").partition(".")[0] for name in (self.prefix, self.projector_prefix))
+        return self.replaces or tuple(dict.fromkeys(filter(None, begins)))
 
     def read(self, outer: Mapping[str, Any], text: Any) -> "PartConfig":
         """Returns the config of this part.
@@ -263,12 +270,12 @@ class Modality:
 
     def has_some(self, tensors: Collection[str]) -> bool:
         """Returns whether some of the tensors are of this part."""
-        modules = tuple(f"{without_front(name)}." for name in self.replaces)
+        modules = tuple(f"{without_front(name)}." for name in self.modules)
         return any(without_front(name).startswith(modules) for name in tensors)
 
     def joined(self, table: MappingTable) -> MappingTable:
         """Returns the table of the text model with this part."""
-        fronts = tuple(f"{front}{name}" for name in self.replaces for front in ("", "model."))
+        fronts = tuple(f"{front}{name}" for name in self.modules for front in ("", "model."))
         kept = {
             pattern: why
             for pattern, why in table.ignore.items()

@@ -21,7 +21,7 @@ class Attention(nnx.Module):
     """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. `scale`
     is the factor of scores, by default H^-0.5, and `cap` their soft limit. With `float32_rope` rotary positions are
     applied in float32, with `pairs` to adjacent dimensions. Biases belong to queries, keys and values, and to the
-    output."""
+    output; `heads` is the letter or word of the number of query heads."""
 
     float32_rope: ClassVar[bool] = False
     pairs: ClassVar[bool] = False
@@ -29,9 +29,16 @@ class Attention(nnx.Module):
     cap: float | None = None
 
     def __init__(
-        self, config: DecoderConfig, *, bias: bool = False, out_bias: bool = False, dtype: DTypeLike, keys: Keys
+        self,
+        config: DecoderConfig,
+        *,
+        heads: str = "N",
+        bias: bool = False,
+        out_bias: bool = False,
+        dtype: DTypeLike,
+        keys: Keys,
     ):
-        sizes = config.sizes
+        sizes = with_letters(config.sizes, {"N": heads})
         self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, keys=keys)
         self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
         self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
@@ -43,9 +50,11 @@ class Attention(nnx.Module):
             x_BTD = placed(x_BTD, "B T D")
         q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
         kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
-        visible_BTS, bias_BNS = step.visible(window), self.score_bias(step)
-        y_BTNH = attention(q_BTNH, kv, visible_BTS, scale=self.scale, cap=self.cap, bias_BNS=bias_BNS)
-        return self.o(self.gated(x_BTD, y_BTNH)), kv
+        return self.o(self.gated(x_BTD, self.attended(q_BTNH, kv, step.visible(window), step))), kv
+
+    def attended(self, q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, step: Step) -> jax.Array:
+        """Returns the output [B, T, N, H] of each head, of the keys and values that tokens see."""
+        return attention(q_BTNH, kv, visible_BTS, scale=self.scale, cap=self.cap, bias_BNS=self.score_bias(step))
 
     def values(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the values [B, T, K, H]."""
@@ -89,6 +98,7 @@ class NormedAttention(Attention):
         self,
         config: DecoderConfig,
         *,
+        heads: str = "N",
         bias: bool = False,
         out_bias: bool = False,
         all_heads: bool = False,
@@ -96,7 +106,7 @@ class NormedAttention(Attention):
         dtype: DTypeLike,
         keys: Keys,
     ):
-        super().__init__(config, bias=bias, out_bias=out_bias, dtype=dtype, keys=keys)
+        super().__init__(config, heads=heads, bias=bias, out_bias=out_bias, dtype=dtype, keys=keys)
         if not normed:
             return
         queries, keys_ = ("NH", "KH") if all_heads else ("H", "H")
@@ -233,6 +243,22 @@ class PreNormBlock(FedBlock):
     def joined(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
         """Returns the hidden states with the output of a part."""
         return x_BTD + y_BTD
+
+
+class MoeNormBlock(FedBlock):
+    """One layer: attention and experts, each after a norm, with residual connections. The second norm is named after
+    the experts."""
+
+    def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
+        self.attn_norm = self.norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
+        self.attn = self.attention_type(config, dtype=dtype, keys=keys)
+        self.moe_norm = self.norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
+        self.add_feed(config, layer, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
+        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
+        x_BTD = x_BTD + y_BTD
+        return x_BTD + self.fed(self.moe_norm(x_BTD)), kv
 
 
 class ParallelBlock(nnx.Module):

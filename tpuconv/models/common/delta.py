@@ -11,16 +11,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm
-from tpuconv.models.common.recurrence import (
-    CHUNK,
-    Convolution,
-    LayerState,
-    PackedTokens,
-    decays,
-    exact_einsum,
-    from_chunks,
-    in_chunks,
-)
+from tpuconv.models.common.recurrence import Convolution, LayerState, PackedTokens, decays, exact_einsum, scan_chunks
 from tpuconv.models.common.steps import Step
 from tpuconv.notation.letters import with_letters
 
@@ -119,14 +110,11 @@ def gated_delta_rule(
     by exp(g), then its value for the key k moves towards v by the part b (arXiv:2412.06464, equation 10); the output is
     the state's value for the query."""
     v_BTnrw = v_BTnrw.astype(jnp.float32)
-    tokens = v_BTnrw.shape[1]
     inputs = (q_BTnk, k_BTnk, v_BTnrw, g_BTnr, b_BTnr)
-    if tokens == 1:
+    if v_BTnrw.shape[1] == 1:
         o_Bnrw, s_Bnrkw = _one_token(s_Bnrkw, *(x[:, 0] for x in inputs))
         return o_Bnrw[:, None], s_Bnrkw
-    chunks = tuple(in_chunks(x, min(CHUNK, tokens)) for x in inputs)
-    s_Bnrkw, o = jax.lax.scan(lambda s, x: _one_chunk(s, *x), s_Bnrkw, chunks)
-    return from_chunks(o, tokens), s_Bnrkw
+    return scan_chunks(_one_chunk, inputs, s_Bnrkw)
 
 
 def _one_token(

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.common.cache import Cache
-from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.layers import Embed
+from tpuconv.models.common.layers import Embed, Keys
 
 DRAFTS_AHEAD = 3
 """The number of drafts in a step, of drafts that do not set it."""
@@ -31,52 +31,97 @@ class Drafted(NamedTuple):
     kv: Any = None
 
 
-class Draft(Protocol):
-    """A model that drafts tokens of a target.
+def at_column(x_BT: jax.Array, column_B: jax.Array) -> jax.Array:
+    """Returns one column of each sequence, as an array whose second axis is 1."""
+    columns = column_B.reshape(-1, *[1] * (x_BT.ndim - 1))
+    return jnp.take_along_axis(x_BT, columns, axis=1)
+
+
+class Kept(NamedTuple):
+    """The tokens of a step that are kept, behind which a draft goes on.
 
     Attributes:
-        config: its config, a `DraftConfig`.
-        dtype: of its parameters and activations.
-        ahead: the number of drafts in a step.
-        reads: how often a step reads the weights of the draft.
-        looked_up: the module of which a step reads single rows; None if there is none.
+        states_BTs: the hidden states that `states_of` names, joined on the last axis.
+        next_BT: the token after each token.
+        column_B: the last token of each sequence that is kept.
+        slot: the slot of the first token.
     """
 
-    config: Any
-    dtype: Any
-    ahead: int
-    reads: int
+    states_BTs: jax.Array
+    next_BT: jax.Array
+    column_B: jax.Array
+    slot: jax.Array
+
+    def positions(self, cache: Cache) -> jax.Array:
+        """Returns the positions [B, T] of the tokens."""
+        return jax.lax.dynamic_slice(cache.positions_BS, (0, self.slot), self.next_BT.shape)
+
+    def last(self, x_BT: jax.Array) -> jax.Array:
+        """Returns the column of the last token of each sequence, as `at_column`."""
+        return at_column(x_BT, self.column_B)
+
+
+class Draft(nnx.Module):
+    """A model that drafts tokens of a target.
+
+    Args:
+        config: the config of the draft, a `DraftConfig`.
+        scan_layers: False: layers of a draft are not stacked.
+        dtype: of parameters and activations.
+        rngs: random keys for the initial weights.
+
+    Attributes:
+        ahead: the number of drafts in a step.
+        reads: how often a step reads the weights of the draft.
+
+    Raises:
+        UnsupportedConfig: `scan_layers` is asked for.
+    """
+
+    ahead: int = DRAFTS_AHEAD
+    reads: int = DRAFTS_AHEAD
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        scan_layers: bool = False,
+        dtype: DTypeLike = jnp.bfloat16,
+        rngs: nnx.Rngs | None = None,
+    ):
+        if scan_layers:
+            raise UnsupportedConfig(
+                f"scan_layers is not implemented for {config.model_type}: {config.unscannable}",
+                hint="leave scan_layers out",
+            )
+        self.config, self.dtype = config, dtype
+        self.build(config, dtype=dtype, keys=Keys((rngs or nnx.Rngs(0)).params()))
+
+    def build(self, config: Any, *, dtype: DTypeLike, keys: Keys) -> None:
+        """Creates the modules."""
+        raise NotImplementedError
 
     @property
-    def looked_up(self) -> Any: ...
+    def looked_up(self) -> Any:
+        """The module of which a step reads single rows; None if there is none."""
+        raise NotImplementedError
 
-    def init_cache(self, batch: int, length: int, dtype: Any) -> Any:
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
         """Returns an empty cache for `batch` sequences of `length` tokens; None for a draft without a cache."""
-        ...
+        raise NotImplementedError
 
-    def propose(
-        self,
-        target: Decoder,
-        states_BTs: jax.Array,
-        next_BT: jax.Array,
-        column_B: jax.Array,
-        cache: Cache,
-        slot: jax.Array,
-    ) -> tuple[jax.Array, Cache]:
+    def propose(self, target: Decoder, kept: Kept, cache: Cache) -> tuple[jax.Array, Cache]:
         """Drafts tokens.
 
         Args:
             target: the target.
-            states_BTs: the hidden states that `states_of` names, joined on the last axis.
-            next_BT: the token after each token.
-            column_B: the last token of each sequence that is kept.
-            cache: the cache of the target with the kept tokens; the cache of the draft is its `mtp`.
-            slot: the slot of the first token.
+            kept: the tokens that are kept.
+            cache: the cache of the target with these tokens; the cache of the draft is its `mtp`.
 
         Returns:
             The token after the last one and the drafts [B, 1 + ahead], and the cache.
         """
-        ...
+        raise NotImplementedError
 
 
 class DraftConfig(Protocol):
@@ -100,28 +145,11 @@ class DraftConfig(Protocol):
         ...
 
 
-def at_column(x_BT: jax.Array, column_B: jax.Array) -> jax.Array:
-    """Returns one column of each sequence, as an array whose second axis is 1."""
-    columns = column_B.reshape(-1, *[1] * (x_BT.ndim - 1))
-    return jnp.take_along_axis(x_BT, columns, axis=1)
-
-
-def check_unstacked(config: DecoderConfig, scan_layers: bool) -> None:
-    """Raises UnsupportedConfig if layers of a draft are to be stacked."""
-    if scan_layers:
-        raise UnsupportedConfig(
-            f"scan_layers is not implemented for {config.model_type}: {config.unscannable}",
-            hint="leave scan_layers out",
-        )
-
-
-class SharingDraft(nnx.Module):
+class SharingDraft(Draft):
     """A draft that may lack an embedding, which is then the target's, and that may have a part of the target's
     vocabulary: `d2t` has the distance from each of its ids to the id of the target, `t2d` says which ids are in the
     part."""
 
-    config: Any
-    dtype: Any
     embed: Embed | None
 
     def add_maps(self, config: Any) -> None:
@@ -147,5 +175,4 @@ class SharingDraft(nnx.Module):
 
     @property
     def looked_up(self) -> Any:
-        """See `Draft`."""
         return self.embed

@@ -11,15 +11,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.delta import unit_vectors
 from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm
-from tpuconv.models.common.recurrence import (
-    Convolution,
-    LayerState,
-    PackedTokens,
-    decays,
-    exact_einsum,
-    from_chunks,
-    in_chunks,
-)
+from tpuconv.models.common.recurrence import Convolution, LayerState, PackedTokens, decays, exact_einsum, scan_chunks
 from tpuconv.models.common.steps import Step
 from tpuconv.notation.letters import with_letters
 
@@ -125,17 +117,14 @@ def kimi_delta_rule(
     """Returns the outputs [B, T, n, w] and the state after these tokens, all in float32. For each token each row of the
     state decays by its exp(g), then the state's value for the key k moves towards v by the part b (arXiv:2510.26692,
     equation 1); the output is the state's value for the query."""
-    tokens = v_BTnw.shape[1]
     inputs = (q_BTnk, k_BTnk, v_BTnw, g_BTnk, b_BTn)
-    if tokens == 1:
+    if v_BTnw.shape[1] == 1:
         q_Bnk, k_Bnk, v_Bnw, g_Bnk, b_Bn = (x[:, 0] for x in inputs)
         s_Bnkw = s_Bnkw * jnp.exp(g_Bnk)[..., None]
         change_Bnw = b_Bn[..., None] * (v_Bnw - exact_einsum("Bnk,Bnkw->Bnw", k_Bnk, s_Bnkw))
         s_Bnkw = s_Bnkw + k_Bnk[..., None] * change_Bnw[:, :, None]
         return exact_einsum("Bnk,Bnkw->Bnw", q_Bnk, s_Bnkw)[:, None], s_Bnkw
-    chunks = tuple(in_chunks(x, min(KDA_CHUNK, tokens)) for x in inputs)
-    s_Bnkw, o = jax.lax.scan(lambda s, x: _one_chunk(s, *x), s_Bnkw, chunks)
-    return from_chunks(o, tokens), s_Bnkw
+    return scan_chunks(_one_chunk, inputs, s_Bnkw, KDA_CHUNK)
 
 
 def _one_chunk(

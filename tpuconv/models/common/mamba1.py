@@ -10,7 +10,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.layers import Einsum, Keys, PlainRMSNorm, RMSNorm
-from tpuconv.models.common.recurrence import Convolution, LayerState, PackedTokens, scan_tokens
+from tpuconv.models.common.recurrence import (
+    Convolution,
+    HybridBlock,
+    HybridDecoder,
+    LayerState,
+    PackedTokens,
+    scan_tokens,
+)
 from tpuconv.models.common.steps import Step
 from tpuconv.notation.letters import with_letters
 
@@ -112,3 +119,16 @@ def selective_scan(
         return s_Bkn, jnp.sum(s_Bkn * c_Bk[..., None], axis=1)
 
     return scan_tokens(step, (c_BTk, b_BTk, x_BTn * dt_BTn, dt_BTn), s_Bkn)
+
+
+class NormedMamba1Block(HybridBlock):
+    """One layer: attention or Mamba-1 with norms, then an MLP or experts, each after a norm, with residual
+    connections."""
+
+    mixer_type = NormedMamba1
+
+
+class Mamba1Hybrid(HybridDecoder):
+    """A decoder with Mamba-1 in `state_layers`."""
+
+    state_type = ChannelState

@@ -14,14 +14,14 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.layers import Einsum, Keys, normalize
 from tpuconv.models.common.recurrence import (
-    CHUNK,
     Convolution,
+    HybridBlock,
+    HybridDecoder,
     LayerState,
     PackedTokens,
     decays,
     exact_einsum,
-    from_chunks,
-    in_chunks,
+    scan_chunks,
 )
 from tpuconv.models.common.steps import Step
 from tpuconv.notation.letters import with_letters
@@ -117,15 +117,12 @@ def state_space(
     """Returns the outputs [B, T, n, r, w] and the state after these tokens, all in float32. For each token the state
     decays by exp(g), then the product of key and values is added; the output is the state's value for the query
     (arXiv:2405.21060, equation 2)."""
-    tokens = x_BTnrw.shape[1]
     inputs = (c_BTnk, b_BTnk, x_BTnrw, g_BTnr)
-    if tokens == 1:
+    if x_BTnrw.shape[1] == 1:
         c_Bnk, b_Bnk, x_Bnrw, g_Bnr = (x[:, 0] for x in inputs)
         s_Bnrkw = s_Bnrkw * jnp.exp(g_Bnr)[..., None, None] + b_Bnk[:, :, None, :, None] * x_Bnrw[..., None, :]
         return exact_einsum("Bnk,Bnrkw->Bnrw", c_Bnk, s_Bnrkw)[:, None], s_Bnrkw
-    chunks = tuple(in_chunks(x, min(CHUNK, tokens)) for x in inputs)
-    s_Bnrkw, y = jax.lax.scan(lambda s, x: _one_chunk(s, *x), s_Bnrkw, chunks)
-    return from_chunks(y, tokens), s_Bnrkw
+    return scan_chunks(_one_chunk, inputs, s_Bnrkw)
 
 
 def _one_chunk(
@@ -139,3 +136,15 @@ def _one_chunk(
     y_Btnrw += exact_einsum("Btnk,Bnrkw->Btnrw", c_Btnk, s_Bnrkw) * jnp.moveaxis(until_Bnrt, -1, 1)[..., None]
     left_Btnrw = x_Btnrw * jnp.moveaxis(decay_Bnrts[..., -1, :], -1, 1)[..., None]
     return s_Bnrkw * until_Bnrt[..., -1, None, None] + exact_einsum("Btnk,Btnrw->Bnrkw", b_Btnk, left_Btnrw), y_Btnrw
+
+
+class MambaBlock(HybridBlock):
+    """One layer: attention or Mamba-2, then an MLP or experts, each after a norm, with residual connections."""
+
+    mixer_type = Mamba2
+
+
+class MambaDecoder(HybridDecoder):
+    """A decoder with Mamba-2 in `state_layers`."""
+
+    state_type = MambaState

@@ -119,6 +119,27 @@ def from_chunks(x: jax.Array, tokens: int) -> jax.Array:
     return jnp.moveaxis(x, 0, 1).reshape(batch, count * size, *x.shape[3:])[:, :tokens]
 
 
+def scan_chunks(
+    run_chunk: Callable[..., tuple[jax.Array, jax.Array]],
+    inputs: tuple[jax.Array, ...],
+    s: jax.Array,
+    size: int = CHUNK,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the outputs [B, T, ...] and the state after these tokens.
+
+    Args:
+        run_chunk: returns the state [B, ...] after the tokens of a chunk and their outputs [B, t, ...], of the state
+            before them and their inputs [B, t, ...]. Inputs that are 0 leave the state as it is.
+        inputs: arrays [B, T, ...].
+        s: the state before these tokens.
+        size: tokens of a chunk.
+    """
+    tokens = inputs[0].shape[1]
+    chunks = tuple(in_chunks(x, min(size, tokens)) for x in inputs)
+    s, y = jax.lax.scan(lambda s, chunk: run_chunk(s, *chunk), s, chunks)
+    return from_chunks(y, tokens), s
+
+
 def decays(rate_Bnrt: jax.Array) -> jax.Array:
     """Returns the decay [B, n, r, t, s] of a state from after token s until token t of a chunk, 0 where s is later.
     `rate_Bnrt` are the logarithms of each token's decay.
@@ -147,20 +168,18 @@ def scan_tokens(
         inputs: arrays [B, T, ...] in float32.
         s: the state before these tokens, in float32.
     """
-    tokens = inputs[0].shape[1]
 
-    def run_chunk(s: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def run_chunk(s: jax.Array, *chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
         outputs = []
         for token in range(chunk[0].shape[1]):
             s, y = step(s, *(x[:, token] for x in chunk))
             outputs.append(y)
         return s, jnp.stack(outputs, axis=1)
 
-    if tokens == 1:
-        s, y = run_chunk(s, inputs)
+    if inputs[0].shape[1] == 1:
+        s, y = run_chunk(s, *inputs)
         return y, s
-    s, y = jax.lax.scan(run_chunk, s, tuple(in_chunks(x, UNROLLED) for x in inputs))
-    return from_chunks(y, tokens), s
+    return scan_chunks(run_chunk, inputs, s, UNROLLED)
 
 
 class HybridBlock(PreNormBlock):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from tpuconv.notation.forms import Forms
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
 
@@ -245,7 +246,7 @@ MTP_COPIES = {
 
 
 def when(condition: str, *rows: Map) -> tuple[Map, ...]:
-    """Returns the rows under a condition, a property of the config."""
+    """Returns the rows under a condition, as `Map` has it."""
     return tuple(replace(row, when=condition) for row in rows)
 
 
@@ -331,3 +332,28 @@ def decoder_table(
         copies={"lm_head.weight": "model.embed_tokens.weight", **(copies or {})},
         recut=recut,
     )
+
+
+GATE_AND_UP = ("gate.kernel", "up.kernel")
+
+EXPERT_FORMS: Forms = {
+    "one": EXPERT_MLPS,
+    "w1, w2, w3": NUMBERED_EXPERT_MLPS,
+    "stacked": STACKED_EXPERTS,
+    "one, gate and up": (
+        Map("experts.{E}.gate_up_proj.weight", GATE_AND_UP, "(M + M) D -> E D M, E D M"),
+        Map("experts.{E}.down_proj.weight", "down.kernel", "D M -> E M D"),
+    ),
+    "stacked, apart": (
+        Map("experts.gate_proj", "gate.kernel", "E M D -> E D M"),
+        Map("experts.up_proj", "up.kernel", "E M D -> E D M"),
+        Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
+    ),
+}
+"""The experts of a layer, each by itself or all in one tensor."""
+
+IN_FIRST_FORMS: Forms = {"stacked, in first": IN_FIRST_EXPERTS, "one": EXPERT_MLPS}
+"""The same of families that stack matrices [in, out]. If the sizes are equal, only the family tells them from
+[out, in]: no place has both."""
+
+ALL_FORMS = (EXPERT_FORMS, IN_FIRST_FORMS)

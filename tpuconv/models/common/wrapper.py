@@ -7,12 +7,13 @@ model is `model.language_model.`, and the head at the root. The table has the na
 (`tpuconv.notation.spelling`).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Self
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
+from tpuconv.models.common.beside import AUDIO, Modality
 from tpuconv.models.common.config_keys import NO_EFFECT, ignored_keys
 from tpuconv.models.common.heads import is_of_head
 from tpuconv.notation.table import MTP_PARAMETERS, MappingTable
@@ -41,6 +42,12 @@ BRINGS = "multimodal projector: the text model alone is converted"
 
 LLAVA = {"vision_tower": SEES, "multi_modal_projector": BRINGS}
 """The modules beside the text model in LLaVA and many models like it."""
+
+
+def outside_of(modalities: Sequence[Modality]) -> dict[str, str]:
+    """Returns the modules that the encoders and projectors of a multimodal model are, and why they are skipped."""
+    encoders = {each.modules[0]: HEARS if each.part == AUDIO else SEES for each in modalities}
+    return encoders | {name: BRINGS for each in modalities for name in each.modules[1:]}
 
 
 def is_outside(reason: str) -> bool:

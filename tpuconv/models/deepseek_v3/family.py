@@ -97,16 +97,6 @@ class Config(GroupedExperts, MixedMLPs, DecoderConfig):
         return self.q_lora_rank is not None
 
     @property
-    def has_plain_query(self) -> bool:
-        """True if queries are computed from the hidden state directly."""
-        return not self.has_query_latent
-
-    @property
-    def has_query_latent_bias(self) -> bool:
-        """True if the projection to the query's latent vector has a bias."""
-        return self.has_query_latent and self.attention_bias
-
-    @property
     def score_scale(self) -> float:
         """The factor of attention scores. YaRN's factor (arXiv:2309.00071) is `mscale_all_dim` here, and is applied to
         the scores, since only a part of each head has rotary positions."""
@@ -121,9 +111,9 @@ KEYS_VALUES = ("attn.kv_a.kernel", "attn.k_rope.kernel")
 
 ATTENTION_ROWS = (
     Map("input_layernorm.weight", "attn_norm.scale", "D"),
-    Map("self_attn.q_proj.weight", QUERIES, "(N (P + R)) D -> D N P, D N R", when="has_plain_query"),
+    Map("self_attn.q_proj.weight", QUERIES, "(N (P + R)) D -> D N P, D N R", when="not has_query_latent"),
     Map("self_attn.q_a_proj.weight", "attn.q_a.kernel", "Q D -> D Q", when="has_query_latent"),
-    Map("self_attn.q_a_proj.bias", "attn.q_a.bias", "Q", when="has_query_latent_bias"),
+    Map("self_attn.q_a_proj.bias", "attn.q_a.bias", "Q", when="has_query_latent and attention_bias"),
     Map("self_attn.q_a_layernorm.weight", "attn.q_a_norm.scale", "Q", when="has_query_latent"),
     Map("self_attn.q_b_proj.weight", QUERIES, "(N (P + R)) Q -> Q N P, Q N R", when="has_query_latent"),
     Map("self_attn.kv_a_proj_with_mqa.weight", KEYS_VALUES, "(C + R) D -> D C, D R"),

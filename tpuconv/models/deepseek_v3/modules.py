@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import mtp
+from tpuconv.models.common.blocks import PreNormBlock
 from tpuconv.models.common.cache import empty_vectors, to_compute_dtype, write_slots
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, RMSNorm, apply_rope, deinterleave, exact_product
@@ -189,19 +190,6 @@ def _scaled(x_BNTS: jax.Array, scale_BS: jax.Array | None) -> jax.Array:
     return x_BNTS if scale_BS is None else x_BNTS * scale_BS[:, None, None]
 
 
-class MLP(nnx.Module):
-    """Gated MLP (arXiv:2002.05202), x [B, T, D] to [B, T, D]. `F` is the letter of its width."""
-
-    def __init__(self, config: Config, F: str, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.sizes
-        self.gate = Einsum(f"BTD,D{F}->BT{F}", sizes, dtype=dtype, keys=keys)
-        self.up = Einsum(f"BTD,D{F}->BT{F}", sizes, dtype=dtype, keys=keys)
-        self.down = Einsum(f"BT{F},{F}D->BTD", sizes, dtype=dtype, keys=keys)
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(nnx.silu(self.gate(x_BTD)) * self.up(x_BTD))
-
-
 class Router(nnx.Module):
     """The router (arXiv:2412.19437, section 2.1.2): x [B, T, D] to the ids and weights [B, T, X] of each token's
     experts. First groups of experts are chosen, then X experts of these groups. `correction` balances how often experts
@@ -254,28 +242,13 @@ class MoE(RoutedExperts):
     """The chosen experts and the shared experts, if any, x [B, T, D] to [B, T, D]."""
 
     router_type: ClassVar[Callable[..., Any]] = Router
-    shared_type: ClassVar[Callable[..., Any]] = MLP
 
 
-class Block(nnx.Module):
+class Block(PreNormBlock):
     """One layer: attention, then an MLP or experts, each after a norm, with residual connections."""
 
-    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        self.attn_norm = RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
-        self.attn = Attention(config, dtype=dtype, keys=keys)
-        self.mlp_norm = RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
-        if layer in config.layer_sets["J"] or layer >= config.num_hidden_layers:
-            self.moe = MoE(config, dtype=dtype, keys=keys)
-        else:
-            self.mlp = MLP(config, "F", dtype=dtype, keys=keys)
-
-    def __call__(
-        self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Latent | None
-    ) -> tuple[jax.Array, Latent]:
-        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
-        x_BTD = x_BTD + y_BTD
-        mlp: Any = self.moe if hasattr(self, "moe") else self.mlp
-        return x_BTD + mlp(self.mlp_norm(x_BTD)), kv
+    attention_type: ClassVar[Callable[..., Any]] = Attention
+    moe_type: ClassVar[Callable[..., Any]] = MoE
 
 
 class MTPLayer(mtp.MTPLayer, Block):

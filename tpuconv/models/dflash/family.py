@@ -109,11 +109,6 @@ class Config(QWEN3.config):  # type: ignore[name-defined,misc]  # a class that i
         }
 
     @property
-    def has_plain_names(self) -> bool:
-        """True unless the release has the names of Muse Glimmer's assistant."""
-        return not self.is_muse
-
-    @property
     def windows(self) -> tuple[int | None, ...]:
         # transformers counts the window of Muse Glimmer's assistant without the token itself, others count it.
         return tuple(window and window + self.is_muse for window in super().windows)
@@ -149,7 +144,7 @@ TABLE = MappingTable(
         *(
             row
             for condition, fc, norm in (
-                ("has_plain_names", "fc", "hidden_norm"),
+                ("not is_muse", "fc", "hidden_norm"),
                 ("is_muse", "encoder.fc", "encoder.output_norm_enc"),
             )
             for row in when(

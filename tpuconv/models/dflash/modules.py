@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.blocks import NormedAttention, PreNormBlock
 from tpuconv.models.common.cache import KV, Cache, append_kv
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.drafting import SharingDraft, at_column, check_unstacked
+from tpuconv.models.common.drafting import Kept, SharingDraft
 from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, apply_rope, rope_cos_sin, times
 from tpuconv.models.common.steps import NO_WINDOW, Step
 from tpuconv.models.dflash.family import Config
@@ -38,29 +38,11 @@ class Block(PreNormBlock):
 
 
 class Model(SharingDraft):
-    """A draft: a block of tokens, and hidden states of the target before it, to hidden states of the block.
+    """A draft: a block of tokens, and hidden states of the target before it, to hidden states of the block."""
 
-    Args:
-        config: the config of the draft.
-        scan_layers: False: a draft has few layers.
-        dtype: of parameters and activations.
-        rngs: random keys for the initial weights.
-
-    Raises:
-        UnsupportedConfig: `scan_layers` is asked for.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        scan_layers: bool = False,
-        dtype: DTypeLike = jnp.bfloat16,
-        rngs: nnx.Rngs | None = None,
-    ):
-        check_unstacked(config, scan_layers)
-        keys, sizes = Keys((rngs or nnx.Rngs(0)).params()), with_letters(config.sizes, LEGEND)
-        self.config, self.dtype, self.ahead, self.reads = config, dtype, config.block_size - 1, 1
+    def build(self, config: Config, *, dtype: DTypeLike, keys: Keys) -> None:
+        sizes = with_letters(config.sizes, LEGEND)
+        self.ahead, self.reads = config.block_size - 1, 1
         self.embed = Embed(sizes, dtype=dtype, keys=keys) if config.has_embedding else None
         self.fc = Einsum("BTs,sD->BTD", sizes, dtype=dtype, keys=keys)
         self.hidden_norm = RMSNorm("D", sizes, config.rms_norm_eps, dtype=dtype)
@@ -123,29 +105,20 @@ class Model(SharingDraft):
             new_kvs.append(known)
         return self.norm(x_BTD), tuple(new_kvs)
 
-    def propose(
-        self,
-        target: Decoder,
-        states_BTs: jax.Array,
-        next_BT: jax.Array,
-        column_B: jax.Array,
-        cache: Cache,
-        slot: jax.Array,
-    ) -> tuple[jax.Array, Cache]:
+    def propose(self, target: Decoder, kept: Kept, cache: Cache) -> tuple[jax.Array, Cache]:
         """See `tpuconv.models.common.drafting.Draft`. The block is in slots behind the tokens, which the next step
         writes again."""
-        pos_BC = jax.lax.dynamic_slice(cache.positions_BS, (0, slot), next_BT.shape)
-        last_B1 = at_column(next_BT, column_B)
+        pos_BC, last_B1 = kept.positions(cache), kept.last(kept.next_BT)
         masks_BI = jnp.full((last_B1.shape[0], self.ahead), self.config.mask_token_id, last_B1.dtype)
         ids_BI = jnp.concatenate([last_B1, masks_BI], axis=1)
         y_BID, kvs = self(
             ids_BI,
-            states_BTs,
+            kept.states_BTs,
             embedded_BTD=self.embedded_by(target, ids_BI),
             pos_BC=pos_BC,
-            pos_BT=at_column(pos_BC, column_B) + 1 + jnp.arange(self.ahead + 1, dtype=jnp.int32),
+            pos_BT=kept.last(pos_BC) + 1 + jnp.arange(self.ahead + 1, dtype=jnp.int32),
             pos_BS=cache.positions_BS,
-            slot=slot,
+            slot=kept.slot,
             behind=cache.used,
             kvs=cache.mtp,
         )

@@ -136,31 +136,6 @@ class Config(LLAMA.config):  # type: ignore[name-defined,misc]  # a class that i
         }
 
     @property
-    def is_numbered(self) -> bool:
-        """True if the layer has the name `layers.0` in the release."""
-        return not self.is_midlayer
-
-    @property
-    def is_midlayer_with_attention_bias(self) -> bool:
-        """True if the attention of a layer `midlayer` has biases."""
-        return self.is_midlayer and self.attention_bias
-
-    @property
-    def is_midlayer_with_mlp_bias(self) -> bool:
-        """True if the MLP of a layer `midlayer` has biases."""
-        return self.is_midlayer and self.mlp_bias
-
-    @property
-    def is_numbered_with_attention_bias(self) -> bool:
-        """True if the attention of a layer `layers.0` has biases."""
-        return self.is_numbered and self.attention_bias
-
-    @property
-    def is_numbered_with_mlp_bias(self) -> bool:
-        """True if the MLP of a layer `layers.0` has biases."""
-        return self.is_numbered and self.mlp_bias
-
-    @property
     def unscannable(self) -> str:
         return "a draft has one layer"
 
@@ -204,7 +179,7 @@ def _layer(name: str, condition: str) -> Iterator[Map]:
     """Yields the rows of the layer under a name, where the condition holds."""
     yield from when(condition, *under(name, "layers.0", *_IN_LAYER))
     for key, rows in _LAYER_BIASES:
-        yield from when(f"{condition}_with_{key}", *under(name, "layers.0", *rows))
+        yield from when(f"{condition} and {key}", *under(name, "layers.0", *rows))
 
 
 TABLE = MappingTable(
@@ -213,7 +188,7 @@ TABLE = MappingTable(
         Map("input_norm.weight", "input_norm.scale", "target_states", when="norm_before_fc"),
         Map("fc.weight", "fc.kernel", "D target_states -> target_states D"),
         *_layer("midlayer", "is_midlayer"),
-        *_layer("layers.0", "is_numbered"),
+        *_layer("layers.0", "not is_midlayer"),
         Map("norm.weight", "norm.scale", "D"),
         Map("lm_head.weight", "lm_head.kernel", "draft_vocab D -> D draft_vocab"),
         Map("d2t", "d2t", "draft_vocab", when="has_maps", buffer=True),

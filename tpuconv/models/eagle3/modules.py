@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.blocks import GatedMLP, JoinedAttention
 from tpuconv.models.common.cache import KV, Cache
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.drafting import DRAFTS_AHEAD, Drafted, SharingDraft, at_column, check_unstacked
+from tpuconv.models.common.drafting import Drafted, Kept, SharingDraft, at_column
 from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, rope_cos_sin
 from tpuconv.models.common.steps import NO_WINDOW, Step
 from tpuconv.models.eagle3.family import Config
@@ -41,29 +41,10 @@ class Block(nnx.Module):
 
 
 class Model(SharingDraft):
-    """A draft: ids of tokens, and hidden states of the tokens before them, to the logits of the tokens after them.
+    """A draft: ids of tokens, and hidden states of the tokens before them, to the logits of the tokens after them."""
 
-    Args:
-        config: the config of the draft.
-        scan_layers: False: a draft has one layer.
-        dtype: of parameters and activations.
-        rngs: random keys for the initial weights.
-
-    Raises:
-        UnsupportedConfig: `scan_layers` is asked for.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        scan_layers: bool = False,
-        dtype: DTypeLike = jnp.bfloat16,
-        rngs: nnx.Rngs | None = None,
-    ):
-        check_unstacked(config, scan_layers)
-        keys, sizes = Keys((rngs or nnx.Rngs(0)).params()), with_letters(config.sizes, LEGEND)
-        self.config, self.dtype, self.ahead, self.reads = config, dtype, DRAFTS_AHEAD, DRAFTS_AHEAD
+    def build(self, config: Config, *, dtype: DTypeLike, keys: Keys) -> None:
+        sizes = with_letters(config.sizes, LEGEND)
         self.embed = Embed(sizes, dtype=dtype, keys=keys) if config.has_embedding else None
         self.input_norm = RMSNorm("s", sizes, config.rms_norm_eps, dtype=dtype) if config.norm_before_fc else None
         self.fc = Einsum("BTs,sD->BTD", sizes, dtype=dtype, keys=keys)
@@ -114,33 +95,22 @@ class Model(SharingDraft):
             x_BTD = at_column(x_BTD, column_B)
         return Drafted(self.lm_head(self.norm(x_BTD)).astype(jnp.float32), x_BTD, kv)
 
-    def propose(
-        self,
-        target: Decoder,
-        states_BTs: jax.Array,
-        next_BT: jax.Array,
-        column_B: jax.Array,
-        cache: Cache,
-        slot: jax.Array,
-    ) -> tuple[jax.Array, Cache]:
+    def propose(self, target: Decoder, kept: Kept, cache: Cache) -> tuple[jax.Array, Cache]:
         """See `tpuconv.models.common.drafting.Draft`. The draft runs once for the tokens that are kept, on their hidden
         states in the target, and then on its own hidden states, once for each further draft."""
-        B, T = next_BT.shape
-        positions_BS = cache.positions_BS
-        pos_BT = jax.lax.dynamic_slice(positions_BS, (0, slot), (B, T))
+        positions_BS, pos_BT = cache.positions_BS, kept.positions(cache)
         out = self(
-            next_BT,
-            states_BTs,
-            embedded_BTD=self.embedded_by(target, next_BT),
+            kept.next_BT,
+            kept.states_BTs,
+            embedded_BTD=self.embedded_by(target, kept.next_BT),
             pos_BT=pos_BT,
             pos_BS=positions_BS,
-            slot=slot,
+            slot=kept.slot,
             kv=cache.mtp,
-            column_B=column_B,
+            column_B=kept.column_B,
         )
         cache = replace(cache, mtp=out.kv)
-        pos_B1 = at_column(pos_BT, column_B)
-        ids_BI = [at_column(next_BT, column_B)]
+        pos_B1, ids_BI = kept.last(pos_BT), [kept.last(kept.next_BT)]
         # Further drafts are in slots behind the tokens, which the next step writes again.
         for further in range(1, self.ahead):
             ids_BI.append(self.most_likely(out.logits_BTV))

@@ -66,11 +66,6 @@ class Config(DecoderConfig):
         """True if attention and MLP are parallel, each after a norm of its own."""
         return self.new_decoder_architecture and self.num_ln_in_parallel_attn != 1
 
-    @property
-    def sequential(self) -> bool:
-        """True if the MLP follows attention."""
-        return not self.use_parallel_residual
-
 
 TABLE = MappingTable(
     (
@@ -81,7 +76,7 @@ TABLE = MappingTable(
             *when("one_norm", *norm_rows("input_layernorm", "norm")),
             *when("two_norms", *norm_rows("ln_attn", "attn_norm"), *norm_rows("ln_mlp", "mlp_norm")),
             *when(
-                "sequential",
+                "not use_parallel_residual",
                 *norm_rows("input_layernorm", "attn_norm"),
                 *norm_rows("post_attention_layernorm", "mlp_norm"),
             ),

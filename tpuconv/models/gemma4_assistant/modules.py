@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.cache import KV, Cache
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.drafting import DRAFTS_AHEAD, Drafted, at_column, check_unstacked
+from tpuconv.models.common.drafting import Draft, Drafted, Kept
 from tpuconv.models.common.layers import Einsum, Embed, Keys, ScaledRMSNorm
 from tpuconv.models.common.steps import NO_WINDOW, Steps
 from tpuconv.models.gemma4_assistant.family import Config
@@ -24,30 +24,11 @@ BEYOND_WINDOW = 2
 key, and transformers counts the window from that key, both ends included."""
 
 
-class Model(nnx.Module):
-    """A draft: embeddings and hidden states of the target, and its keys and values, to the logits of the next tokens.
+class Model(Draft):
+    """A draft: embeddings and hidden states of the target, and its keys and values, to the logits of next tokens."""
 
-    Args:
-        config: the config of the draft.
-        scan_layers: False: layers differ in the size of heads.
-        dtype: of parameters and activations.
-        rngs: random keys for the initial weights.
-
-    Raises:
-        UnsupportedConfig: `scan_layers` is asked for.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        scan_layers: bool = False,
-        dtype: DTypeLike = jnp.bfloat16,
-        rngs: nnx.Rngs | None = None,
-    ):
-        check_unstacked(config, scan_layers)
-        keys, sizes = Keys((rngs or nnx.Rngs(0)).params()), with_letters(config.sizes, LEGEND)
-        self.config, self.dtype, self.ahead, self.reads = config, dtype, DRAFTS_AHEAD, DRAFTS_AHEAD
+    def build(self, config: Config, *, dtype: DTypeLike, keys: Keys) -> None:
+        sizes = with_letters(config.sizes, LEGEND)
         self.embed = Embed(sizes, dtype=dtype, keys=keys)
         self.pre_projection = Einsum("BTj,jD->BTD", sizes, dtype=dtype, keys=keys)
         self.layers = nnx.List(
@@ -95,23 +76,13 @@ class Model(nnx.Module):
         x_BTD = self.norm(x_BTD)
         return Drafted(self._logits(x_BTD).astype(jnp.float32), self.post_projection(x_BTD))
 
-    def propose(
-        self,
-        target: Decoder,
-        states_BTs: jax.Array,
-        next_BT: jax.Array,
-        column_B: jax.Array,
-        cache: Cache,
-        slot: jax.Array,
-    ) -> tuple[jax.Array, Cache]:
+    def propose(self, target: Decoder, kept: Kept, cache: Cache) -> tuple[jax.Array, Cache]:
         """See `tpuconv.models.common.drafting.Draft`. All drafts of a step have the position of the first, as in
         transformers' `SinglePositionMultiTokenCandidateGenerator`."""
         config: Any = target.config
         kvs = {kind: cache.layers[layer] for kind, layer in config.last_keys.items()}
-        pos_BT = jax.lax.dynamic_slice(cache.positions_BS, (0, slot), next_BT.shape)
-        pos_B1 = at_column(pos_BT, column_B) + 1
-        x_B1w = target.norm(at_column(states_BTs, column_B))
-        ids_BI = [at_column(next_BT, column_B)]
+        pos_B1 = kept.last(kept.positions(cache)) + 1
+        x_B1w, ids_BI = target.norm(kept.last(kept.states_BTs)), [kept.last(kept.next_BT)]
         for _ in range(self.ahead):
             embedded_B1w = target.scaled(target.embed(ids_BI[-1]))
             out = self(ids_BI[-1], embedded_B1w, x_B1w, kvs=kvs, pos_BT=pos_B1, pos_BS=cache.positions_BS)
@@ -133,11 +104,9 @@ class Model(nnx.Module):
 
     @property
     def looked_up(self) -> Any:
-        """See `tpuconv.models.common.drafting.Draft`."""
         return self.embed if self.config.use_ordered_embeddings else None
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
-        """See `tpuconv.models.common.drafting.Draft`."""
         return None
 
     def _no_keys(self, batch: int, length: int) -> dict[str, KV]:

@@ -72,11 +72,6 @@ class Config(ChosenExperts, DecoderConfig):
             return tuple(None if i % 2 else self.sliding_window for i in range(self.num_hidden_layers))
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
 
-    @property
-    def is_plain(self) -> bool:
-        """True if the experts are stored as (in, out), the orientation of the product."""
-        return not self.is_mxfp4
-
 
 GATE_UP = ("moe.gate.kernel", "moe.up.kernel")
 
@@ -89,10 +84,10 @@ TABLE = decoder_table(
     Map("mlp.router.weight", "moe.router.kernel", "E D -> D E"),
     Map("mlp.router.bias", "moe.router.bias", "E"),
     # Rows or columns of gate and up alternate. The orientation depends on the encoding.
-    Map("mlp.experts.gate_up_proj", GATE_UP, "E D (M (1 + 1)) -> E D M, E D M", when="is_plain"),
+    Map("mlp.experts.gate_up_proj", GATE_UP, "E D (M (1 + 1)) -> E D M, E D M", when="not is_mxfp4"),
     Map("mlp.experts.gate_up_proj", GATE_UP, "E (M (1 + 1)) D -> E D M, E D M", when="is_mxfp4"),
     Map("mlp.experts.gate_up_proj_bias", ("moe.gate.bias", "moe.up.bias"), "E (M (1 + 1)) -> E M, E M"),
-    Map("mlp.experts.down_proj", "moe.down.kernel", "E M D", when="is_plain"),
+    Map("mlp.experts.down_proj", "moe.down.kernel", "E M D", when="not is_mxfp4"),
     Map("mlp.experts.down_proj", "moe.down.kernel", "E D M -> E M D", when="is_mxfp4"),
     Map("mlp.experts.down_proj_bias", "moe.down.bias", "E D"),
 )

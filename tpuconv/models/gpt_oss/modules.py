@@ -1,13 +1,16 @@
 """gpt-oss (arXiv:2508.10925)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.cache import KV, append_kv
+from tpuconv.models.common import blocks
+from tpuconv.models.common.cache import KV
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, ScaledRMSNorm, apply_rope
+from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, ScaledRMSNorm
 from tpuconv.models.common.moe import Expert, Rows, routed
 from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.common.steps import Step
@@ -32,22 +35,32 @@ def attention_with_sinks(
     return placed(y_BTKGH.reshape(B, T, N, -1), "B T N H").astype(q_BTNH.dtype)
 
 
-class Attention(nnx.Module):
-    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far."""
+class WithSinks:
+    """Attention whose heads each have a score without a value, `sinks`. A class of attention derives from this one and
+    from another, in this order."""
+
+    sinks: Any
+    scale: float | None
+
+    def attended(self, q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, step: Step) -> jax.Array:
+        """See `tpuconv.models.common.blocks.Attention`."""
+        return attention_with_sinks(q_BTNH, kv, visible_BTS, self.sinks[...], scale=self.scale)
+
+
+class SinkAttention(WithSinks, blocks.Attention):
+    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Each
+    head has a score without a value."""
+
+    def __init__(self, config: Any, **options: Any):
+        super().__init__(config, **options)
+        self.sinks = nnx.Param(jnp.zeros(config.sizes["N"], options["dtype"]))
+
+
+class Attention(SinkAttention):
+    """Attention whose biases `attention_bias` of config.json says."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        sizes, bias = config.sizes, config.attention_bias
-        self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.sinks = nnx.Param(jnp.zeros(sizes["N"], dtype))
-
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        cos_sin = step.cos_sin_in(x_BTD.dtype)
-        q_BTNH = apply_rope(self.q(x_BTD), cos_sin)
-        kv = append_kv(kv, apply_rope(self.k(x_BTD), cos_sin), self.v(x_BTD), step.slot)
-        return self.o(attention_with_sinks(q_BTNH, kv, step.visible(window), self.sinks[...])), kv
+        super().__init__(config, bias=config.attention_bias, out_bias=config.attention_bias, dtype=dtype, keys=keys)
 
 
 class MoE(nnx.Module):
@@ -74,19 +87,12 @@ class MoE(nnx.Module):
         return routed(feed, (self.gate, self.up, self.down), x_BTD, ids_BTX, nnx.softmax(scores_BTX))
 
 
-class Block(nnx.Module):
+class Block(blocks.MoeNormBlock):
     """One layer: attention and experts, each after a norm, with residual connections."""
 
-    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        self.attn_norm = ScaledRMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
-        self.attn = Attention(config, dtype=dtype, keys=keys)
-        self.moe_norm = ScaledRMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
-        self.moe = MoE(config, dtype=dtype, keys=keys)
-
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
-        x_BTD = x_BTD + y_BTD
-        return x_BTD + self.moe(self.moe_norm(x_BTD)), kv
+    attention_type = Attention
+    moe_type = MoE
+    norm_type = ScaledRMSNorm
 
 
 class Model(Decoder):

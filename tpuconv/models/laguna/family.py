@@ -93,11 +93,6 @@ class Config(SparseConfig, TwoPartialRopesConfig):
         """True if the output of attention has one gate for each head."""
         return self.gating != "per-element"
 
-    @property
-    def gates_elements(self) -> bool:
-        """True if the output of attention has a gate for each of its elements."""
-        return not self.gates_heads
-
 
 def query_rows(layers: str, heads: str) -> tuple[Map, ...]:
     """Returns the rows of these layers that depend on their number of query heads."""
@@ -108,7 +103,7 @@ def query_rows(layers: str, heads: str) -> tuple[Map, ...]:
         Map("o_proj.weight", "o.kernel", f"D ({heads} H) -> {heads} H D"),
         *when("attention_bias", Map("q_proj.bias", "q.bias", f"({heads} H) -> {heads} H")),
         *when("gates_heads", Map("g_proj.weight", "gate.kernel", f"{heads} D -> D {heads}")),
-        *when("gates_elements", Map("g_proj.weight", "gate.kernel", f"({heads} H) D -> D {heads} H")),
+        *when("not gates_heads", Map("g_proj.weight", "gate.kernel", f"({heads} H) D -> D {heads} H")),
     )
 
 

@@ -9,39 +9,27 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
-from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention, soft_capped
-from tpuconv.models.common.steps import Step
+from tpuconv.models.common.layers import Einsum, Keys, soft_capped
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.laguna.family import Config
 from tpuconv.notation.letters import with_letters
 
 
-class Attention(nnx.Module):
+class Attention(blocks.NormedAttention):
     """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Queries
     and keys are normalized, each head separately. The output has a gate for each head, or for each of its elements."""
 
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        heads = "full_heads" if layer in config.layer_sets["full_layers"] else "N"
-        sizes, bias = with_letters(config.sizes, {"N": heads}), config.attention_bias
-        self.q = Einsum("BTD,DNH->BTNH", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.k = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.v = Einsum("BTD,DKH->BTKH", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.q_norm = RMSNorm("H", sizes, config.rms_norm_eps, dtype=dtype)
-        self.k_norm = RMSNorm("H", sizes, config.rms_norm_eps, dtype=dtype)
-        gates = "N" if config.gates_heads else "NH"
+        heads, bias = "full_heads" if layer in config.layer_sets["full_layers"] else "N", config.attention_bias
+        super().__init__(config, heads=heads, bias=bias, out_bias=bias, dtype=dtype, keys=keys)
+        gates, self.gates_heads = "N" if config.gates_heads else "NH", config.gates_heads
+        sizes = with_letters(config.sizes, {"N": heads})
         self.gate = Einsum(f"BTD,D{gates}->BT{gates}", sizes, dtype=dtype, keys=keys)
-        self.gates_heads = config.gates_heads
 
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        cos_sin = step.cos_sin_in(x_BTD.dtype)
-        q_BTNH = apply_rope(self.q_norm(self.q(x_BTD)), cos_sin)
-        kv = append_kv(kv, apply_rope(self.k_norm(self.k(x_BTD)), cos_sin), self.v(x_BTD), step.slot)
+    def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:
         gate = nnx.softplus(self.gate(x_BTD).astype(jnp.float32)).astype(x_BTD.dtype)
-        gate_BTNH = gate[..., None] if self.gates_heads else gate
-        return self.o(attention(q_BTNH, kv, step.visible(window)) * gate_BTNH), kv
+        return y_BTNH * (gate[..., None] if self.gates_heads else gate)
 
 
 class Router(deepseek_v3.Router):

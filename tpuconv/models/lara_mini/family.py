@@ -18,8 +18,8 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.sparse import ChosenExperts
-from tpuconv.models.qwen3_5_text.family import FLAT_INPUTS
 from tpuconv.models.qwen3_next.family import LINEAR_ROWS, HybridConfig
+from tpuconv.models.qwen3_next.qwen3_5 import FLAT_INPUTS
 from tpuconv.models.registry import family
 from tpuconv.notation.table import Map, under
 

@@ -42,7 +42,6 @@ KIMI_K25 = wrapper(
     "Kimi_K25ForConditionalGeneration",
     text=KIMI_K2,
     prefix="language_model.model.",
-    outside={"vision_tower": SEES, "mm_projector": BRINGS},
     text_types=("kimi_k2", "deepseek_v3"),
     tied=True,
     modalities=(KIMI_VISION,),

@@ -6,7 +6,6 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, SHARED, when
-from tpuconv.models.common.wrapper import BRINGS, SEES
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Mlp, Mtp, Norms
 from tpuconv.models.towers.modalities import PADDLE_VISION
@@ -30,7 +29,6 @@ PADDLEOCR_VL = wrapper(
     text=ERNIE4_5,
     mixins=(MropeConfig,),
     prefix="model.",
-    outside={"visual": SEES, "mlp_AR": BRINGS, "projector": BRINGS},
     flat=True,
     tied=True,
     modalities=(PADDLE_VISION,),

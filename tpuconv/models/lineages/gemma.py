@@ -13,7 +13,7 @@ from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import GLOBAL_ROPE, PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, MLP_BIAS, O_BIAS, QKV_BIAS, when
 from tpuconv.models.common.windows import ROPES_BY_KIND, PatternConfig, read_older_ropes
-from tpuconv.models.common.wrapper import BRINGS, HEARS, LLAVA, SEES
+from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES
 from tpuconv.models.declare import decoder, like, wrapper
 from tpuconv.models.gemma3n_text.family import FAMILY as GEMMA3N_TEXT
 from tpuconv.models.gemma4_text.family import FAMILY as GEMMA4_TEXT
@@ -155,7 +155,6 @@ GEMMA3 = wrapper(
     "Gemma3ForConditionalGeneration",
     text=GEMMA3_TEXT,
     prefix="language_model.model.",
-    outside=LLAVA,
     tied=True,
     only={**Gemma3Config.only, **CAUSAL},
     sees_images="all",

@@ -40,7 +40,6 @@ GLM4V = wrapper(
     "Glm4vForConditionalGeneration",
     text=GLM4,
     mixins=(MropeConfig,),
-    outside={"visual": SEES},
     only={"attention_bias": (True,)},
     defaults={"head_dim": None, "partial_rotary_factor": 1.0},
     default_sections=(8, 12, 12),
@@ -50,7 +49,6 @@ GLM4V = wrapper(
 _AS_GLM46V: dict[str, Any] = {
     "text": GLM4,
     "mixins": (MropeConfig,),
-    "outside": {"visual": SEES},
     "text_types": ("glm4v_text",),
     "only": {"attention_bias": (True,)},
     "defaults": {
@@ -107,7 +105,6 @@ GLM4V_MOE = wrapper(
     "Glm4vMoeForConditionalGeneration",
     text=GLM4_MOE,
     mixins=(MropeConfig,),
-    outside={"visual": SEES},
     only={"use_qk_norm": (False,)},
     defaults={"num_nextn_predict_layers": 0},
     default_sections=(8, 12, 12),

@@ -39,7 +39,7 @@ declare(
     biased_layers=Word("layers whose attention has a bias of its output"),
 )
 
-POSITIONED = "common.positions:PositionedDecoder"
+POSITIONED = "modules.gpt:PositionedDecoder"
 
 GPT2 = decoder(
     "gpt2",

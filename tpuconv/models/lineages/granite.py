@@ -24,7 +24,7 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.windows import PatternConfig
-from tpuconv.models.common.wrapper import BRINGS, LLAVA, SEES, WrapperConfig, inside
+from tpuconv.models.common.wrapper import LLAVA, WrapperConfig, inside
 from tpuconv.models.declare import config_class, decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
 from tpuconv.models.towers.modalities import ARIA_VISION, DOCLING_VISION
@@ -60,7 +60,6 @@ GRANITE_DOCLING = wrapper(
     text=GRANITE,
     prefix="model.text_model.",
     head="lm_head.",
-    outside={"vision_model": SEES, "density_router": BRINGS},
     outside_keys=frozenset({"density_router_hidden_size", "density_router_threshold", "density_router_loss_weight"}),
     tied=True,
     defaults={"tie_word_embeddings": False},
@@ -183,7 +182,7 @@ class GraniteWindows(PatternConfig):
 
 
 SINKS = Map("model.layers.{L}.self_attn.sinks", "layers.{L}.attn.sinks", "N")
-SINK_ATTENTION = Attn("attention_bias", scale="attention_multiplier", module="modules.granite:SinkAttention")
+SINK_ATTENTION = Attn("attention_bias", scale="attention_multiplier", module="gpt_oss.modules:SinkAttention")
 
 GRANITE_SWA = GRANITE.but(
     "granite_swa",
@@ -261,15 +260,10 @@ class GraniteHybridConfig(MambaConfig):
         """True if all tokens pass an MLP beside experts."""
         return self.has_experts
 
-    @property
-    def is_dense(self) -> bool:
-        """True if there are no experts."""
-        return not self.has_experts
-
 
 OF_MAMBA: Mapping[str, Any] = {"mamba_d_head": None, "time_step_limit": (0.0, NO_LIMIT)}
 """Defaults, which transformers writes as "auto" and infinity."""
-WITH_MAMBA = Norms(module="modules.hybrids:MambaBlock")
+WITH_MAMBA = Norms(module="common.mamba2:MambaBlock")
 OF_BOTH = (
     *under("model.layers.{attention_layers}", "layers.{attention_layers}", *Attn("attention_bias").table_rows),
     *under("model.layers.{state_layers}.mamba", "layers.{state_layers}.attn", *MAMBA_ROWS),
@@ -286,12 +280,12 @@ GRANITEMOEHYBRID = GRANITE.but(
     config=(GraniteHybridConfig, GRANITE.config),
     defaults={**OF_MAMBA},
     only={"mlp_bias": (False,)},
-    base="modules.hybrids:MambaDecoder",
+    base="common.mamba2:MambaDecoder",
     table=decoder_table(
         *PRE_NORMS,
         *under("block_sparse_moe", "moe", *when("has_experts", *FUSED_EXPERTS)),
         *under("shared_mlp", "moe.shared", *when("has_experts", *FUSED_SHARED)),
-        *under("shared_mlp", "mlp", *when("is_dense", *FUSED_SHARED)),
+        *under("shared_mlp", "mlp", *when("not has_experts", *FUSED_SHARED)),
         others=OF_BOTH,
     ),
 )
@@ -324,7 +318,7 @@ BAMBA = decoder(
     Mlp(bias="mlp_bias"),
     config=BambaConfig,
     defaults=OF_MAMBA,
-    base="modules.hybrids:MambaDecoder",
+    base="common.mamba2:MambaDecoder",
     table=MappingTable(
         (
             Map("model.embed_tokens.weight", "embed.embedding", "V D"),

@@ -73,11 +73,6 @@ class StableLmConfig(PartialRopeConfig):
 
     use_parallel_residual: bool
 
-    @property
-    def has_two_norms(self) -> bool:
-        """True if the MLP has a norm of its own."""
-        return not self.use_parallel_residual
-
 
 STABLELM = decoder(
     "stablelm",
@@ -90,7 +85,7 @@ STABLELM = decoder(
             Map("input_layernorm.weight", "attn_norm.scale", "D"),
             Map("input_layernorm.bias", "attn_norm.bias", "D"),
             *when(
-                "has_two_norms",
+                "not use_parallel_residual",
                 Map("post_attention_layernorm.weight", "mlp_norm.scale", "D"),
                 Map("post_attention_layernorm.bias", "mlp_norm.bias", "D"),
             ),

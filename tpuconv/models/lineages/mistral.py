@@ -6,7 +6,7 @@ from typing import Any, Self
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.growing import BETA, GrowingQueries
 from tpuconv.models.common.windows import OneWindow
-from tpuconv.models.common.wrapper import LLAVA, WrapperConfig
+from tpuconv.models.common.wrapper import WrapperConfig
 from tpuconv.models.declare import config_class, decoder, wrapper
 from tpuconv.models.parts import Attn, Mlp, Norms
 from tpuconv.models.towers.modalities import MISTRAL3_VISION
@@ -73,7 +73,6 @@ MISTRAL3 = wrapper(
     text=MINISTRAL3,
     reads=ByTextType,
     prefix="language_model.model.",
-    outside=LLAVA,
     text_types=("mistral", "ministral3"),
     modalities=(MISTRAL3_VISION,),
     tied=True,

@@ -42,7 +42,7 @@ MIXTRAL = decoder(
     "MixtralForCausalLM",
     Norms(
         between=True,
-        module="modules.moe:MoeNormBlock",
+        module="common.blocks:MoeNormBlock",
         rows=(ATTN_NORM, Map("post_attention_layernorm.weight", "moe_norm.scale", "D")),
     ),
     Attn(),

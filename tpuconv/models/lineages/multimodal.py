@@ -17,9 +17,7 @@ from tpuconv.models.mimo_v2_flash.family import FAMILY as MIMO_V2_FLASH
 from tpuconv.models.mimo_v2_flash.family import FULL_QKV, V2_TABLE, WINDOW_QKV, AnyHeads
 from tpuconv.models.minimax_m3_vl_text.family import FAMILY as MINIMAX_M3_VL_TEXT
 from tpuconv.models.minimax_m3_vl_text.family import m3_table
-from tpuconv.models.qwen3_5_moe_text.family import FAMILY as QWEN3_5_MOE_TEXT
-from tpuconv.models.qwen3_5_text.family import FAMILY as QWEN3_5_TEXT
-from tpuconv.models.qwen3_5_text.family import OUTSIDE
+from tpuconv.models.qwen3_next.qwen3_5 import OUTSIDE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from tpuconv.models.qwen4_exp_text.family import FAMILY as QWEN4_EXP_TEXT
 from tpuconv.models.step3p5.family import FAMILY as STEP3P5
 from tpuconv.models.towers.modalities import HY4_VISION, LLAMA4_VISION, MINIMAX_VISION, QWEN35_VISION, STEP_VISION
@@ -30,7 +28,6 @@ LLAMA4 = wrapper(
     "Llama4ForConditionalGeneration",
     text=LLAMA4_TEXT,
     prefix="language_model.model.",
-    outside={"vision_model": SEES, "multi_modal_projector": BRINGS},
     modalities=(LLAMA4_VISION,),
 )
 
@@ -128,7 +125,6 @@ STEP3P7 = wrapper(
     "Step3p7ForConditionalGeneration",
     text=STEP3P5,
     prefix="model.",
-    outside={"vision_model": SEES, "vit_large_projector": BRINGS, "multi_modal_projector": BRINGS},
     modalities=(STEP_VISION,),
 )
 

@@ -186,7 +186,6 @@ QWEN2_5_VL = wrapper(
     reads=TiedInside,
     mixins=(MropeConfig,),
     prefix="model.",
-    outside={"visual": SEES},
     default_sections=(16, 24, 24),
     modalities=(QWEN25_VISION,),
 )
@@ -199,7 +198,6 @@ QWEN2_VL = wrapper(
     reads=TiedInside,
     mixins=(MropeConfig,),
     prefix="model.",
-    outside={"visual": SEES},
     default_sections=(16, 24, 24),
     modalities=(QWEN2_VISION,),
 )
@@ -226,7 +224,6 @@ QWEN3_VL = wrapper(
     "Qwen3VLForConditionalGeneration",
     text=QWEN3,
     mixins=(MropeConfig,),
-    outside={"visual": SEES},
     only=WITHOUT_WINDOW,
     interleaved=True,
     default_sections=(24, 20, 20),

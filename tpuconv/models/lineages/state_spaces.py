@@ -158,13 +158,13 @@ JAMBA = decoder(
     "jamba",
     "Jamba, Jamba 1.5 to 1.7, Jamba Reasoning",
     "JambaForCausalLM",
-    Norms(module="modules.hybrids:NormedMamba1Block"),
+    Norms(module="common.mamba1:NormedMamba1Block"),
     Attn(),
     Mlp(),
     Experts("some", module="modules.experts:ProbableExperts"),
     config=JambaConfig,
     defaults={"mamba_dt_rank": None},
-    base="modules.hybrids:Mamba1Hybrid",
+    base="common.mamba1:Mamba1Hybrid",
     table=MappingTable(
         (
             Map("model.embed_tokens.weight", "embed.embedding", "V D"),

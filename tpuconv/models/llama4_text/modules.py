@@ -1,15 +1,17 @@
 """Llama 4's text model, saved by itself or in its wrapper."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from tpuconv.models.common.blocks import GatedMLP, PreNormBlock
 from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, attention, deinterleave, normalize
+from tpuconv.models.common.layers import Einsum, Keys, apply_rope, attention, deinterleave, normalize
 from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.steps import Step
@@ -57,19 +59,6 @@ class Attention(nnx.Module):
         return jnp.log1p(floor) * self.config.attn_scale + 1
 
 
-class MLP(nnx.Module):
-    """Gated MLP (arXiv:2002.05202), x [B, T, D] to [B, T, D]. `F` is the letter of its width."""
-
-    def __init__(self, config: Config, F: str, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.sizes
-        self.gate = Einsum(f"BTD,D{F}->BT{F}", sizes, dtype=dtype, keys=keys)
-        self.up = Einsum(f"BTD,D{F}->BT{F}", sizes, dtype=dtype, keys=keys)
-        self.down = Einsum(f"BT{F},{F}D->BTD", sizes, dtype=dtype, keys=keys)
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(nnx.silu(self.gate(x_BTD)) * self.up(x_BTD))
-
-
 class MoE(GatedExperts):
     """The X chosen experts and the shared expert, x [B, T, D] to [B, T, D]. An expert's weight scales its input instead
     of its output."""
@@ -78,7 +67,7 @@ class MoE(GatedExperts):
         super().__init__(config.sizes, nnx.silu, dtype=dtype, keys=keys)
         self.chosen = config.num_experts_per_tok
         self.router = Einsum("BTD,DE->BTE", config.sizes, dtype=dtype, keys=keys)
-        self.shared = MLP(config, "M", dtype=dtype, keys=keys)
+        self.shared = GatedMLP(config, "M", dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
         B, T, D = x_BTD.shape
@@ -91,23 +80,13 @@ class MoE(GatedExperts):
         return self.shared(x_BTD) + y_BUD.reshape(B, T, self.chosen, D).sum(axis=2)
 
 
-class Block(nnx.Module):
+class Block(PreNormBlock):
     """One layer: attention, then an MLP or experts, each after a norm, with residual connections."""
 
-    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        self.attn_norm = RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
-        self.attn = Attention(config, layer, dtype=dtype, keys=keys)
-        self.mlp_norm = RMSNorm("D", config.sizes, config.rms_norm_eps, dtype=dtype)
-        if layer in config.layer_sets["J"]:
-            self.moe = MoE(config, dtype=dtype, keys=keys)
-        else:
-            self.mlp = MLP(config, "F", dtype=dtype, keys=keys)
+    moe_type: ClassVar[Callable[..., Any]] = MoE
 
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
-        x_BTD = x_BTD + y_BTD
-        mlp: Any = self.moe if hasattr(self, "moe") else self.mlp
-        return x_BTD + mlp(self.mlp_norm(x_BTD)), kv
+    def new_attention(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys) -> Attention:
+        return Attention(config, layer, dtype=dtype, keys=keys)
 
 
 class Model(Decoder):

@@ -76,16 +76,6 @@ class Config(TwoRopesConfig):
         return not self.head.kind
 
     @property
-    def has_head_norm_bias(self) -> bool:
-        """True if the norm of that layer has a bias."""
-        return self.has_logits and self.norm_bias
-
-    @property
-    def has_dense_bias(self) -> bool:
-        """True if that layer has a bias."""
-        return self.has_logits and self.classifier_bias
-
-    @property
     def has_logit_bias(self) -> bool:
         """True if the logits have a bias."""
         return self.has_logits and self.decoder_bias
@@ -130,9 +120,9 @@ TABLE = MappingTable(
         *under("model.layers.{L}", "layers.{L}", *MODERNBERT_ROWS),
         *layer_norm_rows("model.final_norm", "norm"),
         Map("lm_head.dense.weight", "norm.dense.kernel", "D A -> A D", when="has_logits"),
-        Map("lm_head.dense.bias", "norm.dense.bias", "D", when="has_dense_bias"),
+        Map("lm_head.dense.bias", "norm.dense.bias", "D", when="has_logits and classifier_bias"),
         Map("lm_head.norm.weight", "norm.head_norm.scale", "D", when="has_logits"),
-        Map("lm_head.norm.bias", "norm.head_norm.bias", "D", when="has_head_norm_bias"),
+        Map("lm_head.norm.bias", "norm.head_norm.bias", "D", when="has_logits and norm_bias"),
         Map("decoder.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
         Map("decoder.bias", "logit_bias.bias", "V", when="has_logit_bias"),
     ),

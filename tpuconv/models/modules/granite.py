@@ -3,30 +3,11 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
-from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.layers import Keys, RMSNorm
 from tpuconv.models.common.steps import Step
-from tpuconv.models.gpt_oss.modules import attention_with_sinks
-
-
-class SinkAttention(blocks.Attention):
-    """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Each
-    head has a score without a value."""
-
-    def __init__(self, config: Any, **options: Any):
-        super().__init__(config, **options)
-        self.sinks = nnx.Param(jnp.zeros(config.sizes["N"], options["dtype"]))
-
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
-        kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
-        y_BTNH = attention_with_sinks(q_BTNH, kv, step.visible(window), self.sinks[...], scale=self.scale)
-        return self.o(y_BTNH), kv
 
 
 class PostNormedBlock(blocks.PreNormBlock):

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
-from tpuconv.models.common.cache import KV, append_kv
+from tpuconv.models.common.cache import KV
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import (
     Embed,
@@ -148,15 +148,12 @@ class DifferenceAttention(blocks.Attention):
         self.lambda_q1, self.lambda_k1 = nnx.Param(zeros), nnx.Param(zeros)
         self.lambda_q2, self.lambda_k2 = nnx.Param(zeros), nnx.Param(zeros)
 
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
-        kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
-        visible_BTS = step.visible(window)
+    def attended(self, q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, step: Step) -> jax.Array:
         both = [attention(q_BTNH, half, visible_BTS) for half in _halves_of_values(kv)]
         first, second = jnp.split(jnp.concatenate(both, axis=-1), 2, axis=2)
         difference = first - self.weight().astype(first.dtype) * second
         normed = normalize(difference, 1, self.eps).astype(first.dtype) * (1 - self.initial)
-        return self.o(normed.reshape(q_BTNH.shape)), kv
+        return normed.reshape(q_BTNH.shape)
 
     def weight(self) -> jax.Array:
         """Returns the weight of what is subtracted, in float32."""

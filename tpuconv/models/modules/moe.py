@@ -8,27 +8,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
-from tpuconv.models.common.cache import append_kv
 from tpuconv.models.common.layers import Einsum, Keys, exact_product
 from tpuconv.models.common.placement import placed
 from tpuconv.models.deepseek_v3.modules import Router
-from tpuconv.models.gpt_oss.modules import attention_with_sinks
-
-
-class MoeNormBlock(blocks.FedBlock):
-    """One layer: attention and experts, each after a norm, with residual connections. The second norm is named after
-    the experts."""
-
-    def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
-        self.attn_norm = self.norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
-        self.attn = self.attention_type(config, dtype=dtype, keys=keys)
-        self.moe_norm = self.norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
-        self.add_feed(config, layer, dtype=dtype, keys=keys)
-
-    def __call__(self, x_BTD: jax.Array, step: Any, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
-        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
-        x_BTD = x_BTD + y_BTD
-        return x_BTD + self.fed(self.moe_norm(x_BTD)), kv
+from tpuconv.models.gpt_oss.modules import WithSinks
 
 
 class ScoreRouter(nnx.Module):
@@ -70,18 +53,13 @@ class GatedAttention(blocks.NormedAttention):
         return y_BTNH * nnx.sigmoid(self.gate(x_BTD))
 
 
-class SinksOfHeads(blocks.NormedAttention):
+class SinksOfHeads(WithSinks, blocks.NormedAttention):
     """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Each
     head has a score without a value."""
 
     def __init__(self, config: Any, **options: Any):
         super().__init__(config, **options)
         self.sinks = nnx.Param(jnp.zeros(config.sizes["N"], jnp.float32))
-
-    def __call__(self, x_BTD: jax.Array, step: Any, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
-        q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
-        kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
-        return self.o(attention_with_sinks(q_BTNH, kv, step.visible(window), self.sinks[...])), kv
 
 
 class PlainScoreRouter(nnx.Module):

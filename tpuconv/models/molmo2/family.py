@@ -54,31 +54,21 @@ class Config(WrapperConfig, DecoderConfig):
         return None
 
     @property
-    def norm_before(self) -> bool:
-        """True if norms precede attention and MLP."""
-        return not self.norm_after
-
-    @property
     def norms_all_heads(self) -> bool:
         """True if queries and keys are normalized over all heads together."""
         return self.qk_norm_type == "olmo"
-
-    @property
-    def norms_each_head(self) -> bool:
-        """True if queries and keys are normalized for each head separately."""
-        return not self.norms_all_heads
 
 
 MOLMO_ROWS = (
     Map("self_attn.att_proj.weight", GPT_QKV, "((N + K + K) H) D -> D N H, D K H, D K H"),
     *when("attention_bias", Map("self_attn.att_proj.bias", GPT_QKV_BIAS, "((N + K + K) H) -> N H, K H, K H")),
     Map("self_attn.attn_out.weight", "attn.o.kernel", "D (N H) -> N H D"),
-    *when("norms_each_head", *HEAD_NORMS),
+    *when("not norms_all_heads", *HEAD_NORMS),
     *when("norms_all_heads", *NORMS_OF_ALL_HEADS),
     Map("mlp.ff_proj.weight", ("mlp.up.kernel", "mlp.gate.kernel"), "(F + F) D -> D F, D F"),
     Map("mlp.ff_out.weight", "mlp.down.kernel", "D F -> F D"),
     *when(
-        "norm_before",
+        "not norm_after",
         Map("attn_norm.weight", "attn_norm.scale", "D"),
         Map("ff_norm.weight", "mlp_norm.scale", "D"),
     ),

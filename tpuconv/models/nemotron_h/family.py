@@ -154,11 +154,6 @@ class Config(GroupedExperts, MambaConfig):
         return self.moe_latent_size is not None
 
     @property
-    def has_latent_bias(self) -> bool:
-        """True if the projections to and from this vector have biases."""
-        return self.has_latent and self.mlp_bias
-
-    @property
     def has_mtp(self) -> bool:
         """True if there are layers for multi-token prediction, of the known kinds."""
         kinds = [OLDER_KINDS.get(kind, kind) for kind in self.mtp_layers_block_type or MTP_KINDS]
@@ -191,7 +186,7 @@ NEMOTRON_EXPERT_ROWS = (
         Map("fc2_latent_proj.weight", "from_latent.kernel", "D expert_dim -> expert_dim D"),
     ),
     *when(
-        "has_latent_bias",
+        "has_latent and mlp_bias",
         Map("fc1_latent_proj.bias", "to_latent.bias", "expert_dim"),
         Map("fc2_latent_proj.bias", "from_latent.bias", "D"),
     ),

@@ -64,6 +64,12 @@ class DeltaDecoder(HybridDecoder):
     mtp_type = JoinedDeltaLayer
 
 
+class DenseModel(DeltaDecoder):
+    """Qwen3.5 without experts: token ids [B, T] to logits [B, T, V]."""
+
+    block = DeltaBlock
+
+
 class Model(DeltaDecoder):
     """Token ids [B, T] to logits [B, T, V]."""
 

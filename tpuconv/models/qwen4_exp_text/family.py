@@ -8,8 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from tpuconv.models.common.config import MOST_OF_A_SIZE
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.qwen3_5_moe_text import family as qwen3_5_moe_text
-from tpuconv.models.qwen3_5_text.family import ATTENTION_OF_BOTH, OUTSIDE_TEXT
+from tpuconv.models.qwen3_next.qwen3_5 import ATTENTION_OF_BOTH, OUTSIDE_TEXT, SHARED_MOE_ROWS, Qwen35MoeConfig
 from tpuconv.models.registry import family
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
@@ -49,7 +48,7 @@ class NGramHash(NamedTuple):
 
 
 @family_config
-class Config(qwen3_5_moe_text.Config):
+class Config(Qwen35MoeConfig):
     """The keys of config.json. All layers have experts. Layers with full attention have an indexer; those of
     `ple_layer_ids`, which count from 1 and have linear attention, have embeddings of n-grams. transformers has no
     defaults of the indexer's sizes, and no model without them."""
@@ -63,7 +62,7 @@ class Config(qwen3_5_moe_text.Config):
     }
     least: ClassVar[Mapping[str, int]] = {"seed": 0, "eos_token_id": 0, "ngram_size": 2}
     most: ClassVar[Mapping[str, int]] = {"ngram_size": 64, "heads_per_ngram": MOST_HASHES, "split_ngram_parts": 1 << 16}
-    nullable: ClassVar[frozenset[str]] = qwen3_5_moe_text.Config.nullable | {
+    nullable: ClassVar[frozenset[str]] = Qwen35MoeConfig.nullable | {
         *("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio"),
     }
     left_out: ClassVar[frozenset[str]] = frozenset({"number_of_conv_states"})
@@ -272,7 +271,7 @@ TABLE = MappingTable(
             "model.layers.{attention_layers}.self_attn.indexer", "layers.{attention_layers}.attn.indexer", *INDEXER_ROWS
         ),
         *under("model.layers.{ngram_layers}.ple", "layers.{ngram_layers}.ngrams", *NGRAM_ROWS),
-        *under(THEIR_LAYER, OUR_LAYER, *qwen3_5_moe_text.SHARED_MOE_ROWS),
+        *under(THEIR_LAYER, OUR_LAYER, *SHARED_MOE_ROWS),
         *under("model.hyper_connection_mixer", "norm", *MIXER_ROWS),
         Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
     ),

@@ -9,42 +9,30 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
-from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys, apply_rope, attention
+from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys
 from tpuconv.models.common.moe import Expert, GatedExperts, Rows, routed
-from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3.modules import Router
 from tpuconv.models.step3p5.family import Config
 from tpuconv.notation.letters import with_letters
 
 
-class Attention(nnx.Module):
+class Attention(blocks.NormedAttention):
     """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Queries
     and keys are normalized, each head separately, and the output of each head has a gate. Layers with a sliding window
     have another number of query heads."""
 
+    norm_type = CenteredRMSNorm
+
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
         heads = "N" if layer in config.layer_sets["window_layers"] else "full_heads"
-        sizes, eps = with_letters(config.sizes, {"N": heads}), config.rms_norm_eps
+        super().__init__(config, heads=heads, dtype=dtype, keys=keys)
+        self.gate = Einsum("BTD,DN->BTN", with_letters(config.sizes, {"N": heads}), dtype=dtype, keys=keys)
         scalar = config.query_pre_attn_scalar
         self.scale = None if scalar is None else scalar**-0.5
-        self.q = Einsum("BTD,DNH->BTNH", sizes, dtype=dtype, keys=keys)
-        self.k = Einsum("BTD,DKH->BTKH", sizes, dtype=dtype, keys=keys)
-        self.v = Einsum("BTD,DKH->BTKH", sizes, dtype=dtype, keys=keys)
-        self.gate = Einsum("BTD,DN->BTN", sizes, dtype=dtype, keys=keys)
-        self.o = Einsum("BTNH,NHD->BTD", sizes, dtype=dtype, keys=keys)
-        self.q_norm = CenteredRMSNorm("H", sizes, eps, dtype=dtype)
-        self.k_norm = CenteredRMSNorm("H", sizes, eps, dtype=dtype)
 
-    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
-        cos_sin = step.cos_sin_in(x_BTD.dtype)
-        q_BTNH = apply_rope(self.q_norm(self.q(x_BTD)), cos_sin)
-        k_BTKH = apply_rope(self.k_norm(self.k(x_BTD)), cos_sin)
-        kv = append_kv(kv, k_BTKH, self.v(x_BTD), step.slot)
-        y_BTNH = attention(q_BTNH, kv, step.visible(window), scale=self.scale)
-        gate_BTN = nnx.sigmoid(self.gate(x_BTD).astype(jnp.float32)).astype(x_BTD.dtype)
-        return self.o(y_BTNH * gate_BTN[..., None]), kv
+    def gated(self, x_BTD: jax.Array, y_BTNH: jax.Array) -> jax.Array:
+        return y_BTNH * nnx.sigmoid(self.gate(x_BTD).astype(jnp.float32)).astype(x_BTD.dtype)[..., None]
 
 
 def limited(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:

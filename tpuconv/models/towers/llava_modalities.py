@@ -13,8 +13,6 @@ _LLAVA_CLIP = Modality(
     CLIP,
     LLAVA_MATRICES,
     prefix="vision_tower.vision_model.",
-    projector_prefix="multi_modal_projector.",
-    replaces=("vision_tower", "multi_modal_projector"),
     placeholder_id=32000,
     other_prefixes=("vision_tower.",),
     tower_types=("clip_vision_model",),
@@ -33,19 +31,14 @@ VIP_LLAVA_VISION = (replace(_LLAVA_CLIP, projector=VIP_LLAVA_MATRICES),)
 """ViP-LLaVA."""
 
 VIDEO_LLAVA_VISION = (
-    replace(
-        _LLAVA_CLIP,
-        prefix="image_tower.vision_model.",
-        replaces=("image_tower", "multi_modal_projector"),
-        other_prefixes=("image_tower.",),
-    ),
+    replace(_LLAVA_CLIP, prefix="image_tower.vision_model.", other_prefixes=("image_tower.",)),
     replace(
         _LLAVA_CLIP,
         part=VIDEO,
         tower=CLIP_OF_VIDEOS,
         projector=NO_PROJECTOR,
         prefix="video_tower.vision_model.",
-        replaces=("video_tower",),
+        projector_prefix="",
         placeholder=("video_token_id", "video_token_index"),
         placeholder_id=32001,
         other_prefixes=("video_tower.",),
@@ -53,7 +46,7 @@ VIDEO_LLAVA_VISION = (
 )
 """Video-LLaVA, which has a tower for images and one for videos."""
 
-_WITH_NEWLINE = (*_LLAVA_CLIP.replaces, "image_newline")
+_WITH_NEWLINE = (*_LLAVA_CLIP.modules, "image_newline")
 
 LLAVA_NEXT_VISION = tuple(
     replace(each, projector=TILED_MATRICES, projector_prefix="", replaces=_WITH_NEWLINE)
@@ -65,13 +58,7 @@ LLAVA_NEXT_VIDEO_VISION = tuple(replace(each, placeholder_id=32001) for each in 
 """The images of LLaVA-NeXT-Video."""
 
 ONEVISION_VISION = tuple(
-    replace(
-        each,
-        projector=ONEVISION_MATRICES,
-        projector_prefix="",
-        replaces=_WITH_NEWLINE,
-        placeholder_id=151646,
-    )
+    replace(each, projector=ONEVISION_MATRICES, projector_prefix="", replaces=_WITH_NEWLINE, placeholder_id=151646)
     for each in (_LLAVA_SIGLIP, _LLAVA_CLIP)
 )
 """LLaVA-OneVision."""

@@ -19,17 +19,9 @@ from tpuconv.models.towers.minicpm.family import MINICPM_VIT, ROUNDS
 from tpuconv.models.towers.moonvit.family import MOON_MERGER, MOON_MERGER2, MOONVIT, MOONVIT2, MUSE_ADAPTER, MUSE_VIT
 from tpuconv.models.towers.navit.family import JOINED_MATRIX, LEARNED_QUERIES, NAVIT, OLDER_NAVIT, PERCEIVER
 from tpuconv.models.towers.ovis.family import OVIS_VIT, VISUAL_WORDS
-from tpuconv.models.towers.packed_vit.family import (
-    EDGE_VIT,
-    ENDED_ROWS,
-    HY_VIT,
-    MINIMAX_VIT,
-    TWICE,
-    WIDE_MERGER,
-)
+from tpuconv.models.towers.packed_vit.family import EDGE_VIT, ENDED_ROWS, HY_VIT, MINIMAX_VIT, TWICE, WIDE_MERGER
 from tpuconv.models.towers.packed_vit.gated_family import GATED_VIT, NORMED_MERGER
 from tpuconv.models.towers.pixtral.family import PIXTRAL, RELEASED_PIXTRAL
-from tpuconv.models.towers.projectors import POOLED
 from tpuconv.models.towers.qwen_vit.family import (
     EXAONE_VIT,
     GLM5_VIT,
@@ -48,7 +40,7 @@ from tpuconv.models.towers.qwen_vit.family import (
     RMS_MERGER,
 )
 from tpuconv.models.towers.sam.family import GOT_SAM, HIGH_RESOLUTION, UPSAMPLER
-from tpuconv.models.towers.siglip.family import SIGLIP
+from tpuconv.models.towers.siglip.family import POOLED, SIGLIP
 from tpuconv.models.towers.siglip2.family import BLOCK_MATRICES, PADDLE_MATRICES, PADDLE_VIT, SIGLIP2, VIDEO_LLAMA_VIT
 from tpuconv.models.towers.step_vit.family import STEP_MATRIX, STEP_VIT
 
@@ -57,8 +49,6 @@ GEMMA3_VISION = Modality(
     SIGLIP,
     POOLED,
     prefix="vision_tower.vision_model.",
-    projector_prefix="multi_modal_projector.",
-    replaces=("vision_tower", "multi_modal_projector"),
     placeholder=("image_token_index", "image_token_id"),
     placeholder_id=262144,
     other_prefixes=("vision_tower.",),
@@ -70,23 +60,14 @@ GEMMA4_VISION = Modality(
     NORMED_MATRIX,
     prefix="model.vision_tower.",
     projector_prefix="model.embed_vision.",
-    replaces=("vision_tower", "embed_vision"),
     placeholder_id=258880,
 )
 
-GEMMA4_PATCHES = replace(
-    GEMMA4_VISION, tower=PATCHES, prefix="model.vision_embedder.", replaces=("vision_embedder", "embed_vision")
-)
+GEMMA4_PATCHES = replace(GEMMA4_VISION, tower=PATCHES, prefix="model.vision_embedder.")
 """Gemma 4 without encoders."""
 
 QWEN3_VISION = Modality(
-    VISION,
-    QWEN3_VIT,
-    MERGER,
-    prefix="model.visual.",
-    projector_prefix="model.visual.merger.",
-    replaces=("visual",),
-    placeholder_id=151655,
+    VISION, QWEN3_VIT, MERGER, prefix="model.visual.", projector_prefix="model.visual.merger.", placeholder_id=151655
 )
 """Qwen3-VL."""
 
@@ -94,11 +75,7 @@ QWEN35_VISION = replace(QWEN3_VISION, placeholder_id=248056, defaults={"deepstac
 """Qwen3.5."""
 
 QWEN25_VISION = replace(
-    QWEN3_VISION,
-    tower=QWEN25_VIT,
-    projector=RMS_MERGER,
-    prefix="visual.",
-    projector_prefix="visual.merger.",
+    QWEN3_VISION, tower=QWEN25_VIT, projector=RMS_MERGER, prefix="visual.", projector_prefix="visual.merger."
 )
 """Qwen2.5-VL."""
 
@@ -108,15 +85,7 @@ QWEN2_VISION = replace(QWEN25_VISION, tower=QWEN2_VIT, projector=OLDER_MERGER)
 GLM_VISION = replace(QWEN3_VISION, tower=GLM_VIT, projector=GLM_MERGER, placeholder_id=151343)
 """GLM-4V."""
 
-LLAMA4_VISION = Modality(
-    VISION,
-    LLAMA4_VIT,
-    LLAMA4_MATRIX,
-    prefix="vision_model.",
-    projector_prefix="multi_modal_projector.",
-    replaces=("vision_model", "multi_modal_projector"),
-    placeholder_id=200092,
-)
+LLAMA4_VISION = Modality(VISION, LLAMA4_VIT, LLAMA4_MATRIX, prefix="vision_model.", placeholder_id=200092)
 
 KIMI_VISION = Modality(
     VISION,
@@ -124,7 +93,6 @@ KIMI_VISION = Modality(
     MOON_MERGER,
     prefix="vision_tower.",
     projector_prefix="mm_projector.",
-    replaces=("vision_tower", "mm_projector"),
     placeholder=("image_token_id", "media_placeholder_token_id"),
     placeholder_id=163605,
     other_prefixes=("vision_tower.encoder.",),
@@ -154,14 +122,7 @@ QWEN3_OMNI_VISION = replace(
 QWEN25_OMNI_VISION = replace(QWEN3_OMNI_VISION, tower=QWEN25_OMNI_VIT, projector=RMS_MERGER)
 
 MISTRAL3_VISION = Modality(
-    VISION,
-    PIXTRAL,
-    MERGING_MATRICES,
-    prefix="vision_tower.",
-    projector_prefix="multi_modal_projector.",
-    replaces=("vision_tower", "multi_modal_projector"),
-    placeholder_id=10,
-    tower_types=("pixtral",),
+    VISION, PIXTRAL, MERGING_MATRICES, prefix="vision_tower.", placeholder_id=10, tower_types=("pixtral",)
 )
 """Mistral Small 3.1 and later."""
 
@@ -180,20 +141,12 @@ LIGHTON_VISION = replace(
     projector=LIGHTON_MATRICES,
     prefix="model.vision_encoder.",
     projector_prefix="model.vision_projection.",
-    replaces=("vision_encoder", "vision_projection"),
     placeholder_id=151655,
 )
 """LightOnOCR."""
 
 INTERNVL_VISION = Modality(
-    VISION,
-    INTERN_VIT,
-    SHUFFLED,
-    prefix="vision_tower.",
-    projector_prefix="multi_modal_projector.",
-    replaces=("vision_tower", "multi_modal_projector"),
-    placeholder_id=151667,
-    tower_types=("internvl_vision",),
+    VISION, INTERN_VIT, SHUFFLED, prefix="vision_tower.", placeholder_id=151667, tower_types=("internvl_vision",)
 )
 """InternVL in the form of transformers."""
 
@@ -203,7 +156,6 @@ QIANFAN_VISION = replace(
     projector=RELEASED_SHUFFLED,
     prefix="vision_model.",
     projector_prefix="mlp1.",
-    replaces=("vision_model", "mlp1"),
     defaults={"attention_bias": True},
     tower_types=("qianfan_ocr_vision",),
 )
@@ -215,7 +167,6 @@ IDEFICS3_VISION = Modality(
     JOINED_MATRIX,
     prefix="model.vision_model.",
     projector_prefix="model.connector.",
-    replaces=("vision_model", "connector"),
     placeholder_id=128257,
 )
 """Idefics 3 and SmolVLM."""
@@ -228,8 +179,6 @@ ARIA_VISION = Modality(
     NAVIT,
     LEARNED_QUERIES,
     prefix="vision_tower.",
-    projector_prefix="multi_modal_projector.",
-    replaces=("vision_tower", "multi_modal_projector"),
     placeholder_id=9,
     other_prefixes=("vision_tower.vision_model.",),
     tower_types=("idefics3_vision", "idefics3_vision_model", "aria_vision_model"),
@@ -242,7 +191,6 @@ DEEPSEEK_VL_VISION = Modality(
     ALIGNER,
     prefix="model.vision_model.",
     projector_prefix="model.aligner.",
-    replaces=("vision_model", "aligner"),
     placeholder_id=100015,
     other_prefixes=("model.vision_model.vision_model.",),
     tower_types=("siglip_vision_model",),
@@ -253,22 +201,11 @@ DEEPSEEK_VL_HYBRID_VISION = replace(
     DEEPSEEK_VL_VISION,
     projector=HIGH_RESOLUTION,
     projector_prefix="model.",
-    replaces=(
-        *DEEPSEEK_VL_VISION.replaces,
-        *(f"high_res_vision_{part}" for part in ("model", "neck", "proj", "alpha")),
-    ),
+    replaces=(*DEEPSEEK_VL_VISION.modules, *(f"high_res_vision_{part}" for part in ("model", "neck", "proj", "alpha"))),
 )
 """DeepSeek-VL 7B."""
 
-GOT_VISION = Modality(
-    VISION,
-    GOT_SAM,
-    UPSAMPLER,
-    prefix="vision_tower.",
-    projector_prefix="multi_modal_projector.",
-    replaces=("vision_tower", "multi_modal_projector"),
-    placeholder_id=151859,
-)
+GOT_VISION = Modality(VISION, GOT_SAM, UPSAMPLER, prefix="vision_tower.", placeholder_id=151859)
 """GOT-OCR 2.0."""
 
 JANUS_VISION = Modality(
@@ -277,7 +214,6 @@ JANUS_VISION = Modality(
     JANUS_ALIGNER,
     prefix="model.vision_model.",
     projector_prefix="model.aligner.",
-    replaces=("vision_model", "aligner"),
     placeholder_id=100581,
 )
 """Janus Pro."""
@@ -288,7 +224,6 @@ LFM2_VISION = Modality(
     BLOCK_MATRICES,
     prefix="model.vision_tower.vision_model.",
     projector_prefix="model.multi_modal_projector.",
-    replaces=("vision_tower", "multi_modal_projector"),
     placeholder_id=396,
     other_prefixes=("model.vision_tower.",),
     tower_types=("siglip2_vision_model",),
@@ -301,17 +236,12 @@ LFM3_VISION = Modality(
     NORMED_MERGER,
     prefix="model.vision_tower.",
     projector_prefix="model.multi_modal_projector.",
-    replaces=("vision_tower", "multi_modal_projector"),
     placeholder_id=125030,
 )
 """LFM3-VL."""
 
 EXAONE_VISION = replace(
-    QWEN25_VISION,
-    tower=EXAONE_VIT,
-    prefix="model.visual.",
-    projector_prefix="model.visual.merger.",
-    placeholder_id=67,
+    QWEN25_VISION, tower=EXAONE_VIT, prefix="model.visual.", projector_prefix="model.visual.merger.", placeholder_id=67
 )
 """EXAONE 4.5."""
 
@@ -346,13 +276,9 @@ COSMOS3_EDGE_VISION = replace(
     tower=EDGE_VIT,
     projector=WIDE_MERGER,
     projector_prefix="model.projector.",
-    replaces=("visual", "projector"),
     placeholder_id=19,
     # transformers renames these layers as the text's when it saves them.
-    other_parts={
-        **{f".{x}_proj.": f".to_{x}." for x in "qkv"},
-        **{".fc1.": ".up_proj.", ".fc2.": ".down_proj."},
-    },
+    other_parts={**{f".{x}_proj.": f".to_{x}." for x in "qkv"}, **{".fc1.": ".up_proj.", ".fc2.": ".down_proj."}},
 )
 """Cosmos 3 Edge."""
 
@@ -410,19 +336,11 @@ VIDEO_LLAMA3_VISION = Modality(
     READOUT,
     prefix="model.vision_model.",
     projector_prefix="model.projector.",
-    replaces=("vision_model", "projector"),
     placeholder_id=151655,
 )
 """VideoLLaMA 3."""
 
-MINICPM_VISION = Modality(
-    VISION,
-    MINICPM_VIT,
-    ROUNDS,
-    prefix="model.vision_tower.",
-    projector_prefix="model.merger.",
-    replaces=("vision_tower", "merger"),
-)
+MINICPM_VISION = Modality(VISION, MINICPM_VIT, ROUNDS, prefix="model.vision_tower.", projector_prefix="model.merger.")
 """MiniCPM-V 4.6 and MiniCPM-OCR."""
 
 DOCLING_VISION = Modality(
@@ -442,7 +360,6 @@ OVIS_VISION = Modality(
     VISUAL_WORDS,
     prefix="model.vision_tower.",
     projector_prefix="model.visual_embeddings_table",
-    replaces=("vision_tower", "visual_embeddings_table"),
     placeholder_id=151665,
 )
 """Ovis 2."""

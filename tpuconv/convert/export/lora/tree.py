@@ -4,6 +4,7 @@ Qwix, and with it Tunix and MaxText, puts them beside the parameter that they ch
 `kernel_lora_b` beside `kernel`. The parameters may be in the tree or not, quantized or not.
 """
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +21,7 @@ from tpuconv.models.registry import Family
 from tpuconv.names import collapse
 from tpuconv.notation.pairs import PAIR_ENDS, Pair, PairRow
 from tpuconv.notation.table import Binding
+from tpuconv.storage.hashes import hash_bytes
 
 
 class PairTree(Protocol):
@@ -178,3 +180,29 @@ def _pair(
             raise LayoutError(f"{each} has the dtype {stored[each].dtype}")
         found.append(tree.read(each, [slice(0, n) for n in stored[each].shape]))
     return row.arranged(name, found[0], found[1], alpha)
+
+
+class MergedPairs:
+    """Pairs that are added to the parameters that they change. Changes are computed in float32, and the sum is rounded
+    once, to the dtype of the parameter.
+
+    Args:
+        rows: the pairs of the tree.
+        alpha: of the training.
+    """
+
+    def __init__(self, rows: Sequence[ReadRow], alpha: float):
+        self._pairs = {name: (row, pair) for row, pairs in rows for name, pair in pairs.items()}
+        self._alpha = alpha
+
+    def identity(self, tree: str) -> str:
+        """Returns the identity of the sums, from the identity of the tree."""
+        return str(hash_bytes(json.dumps([tree, "merged", self._alpha]).encode())["xxh3_128"])
+
+    def added(self, name: str, box: Sequence[slice], values: np.ndarray) -> np.ndarray:
+        """Returns a box of a parameter, of which these are the values, with its change."""
+        if name not in self._pairs:
+            return values
+        row, pair = self._pairs[name]
+        merged: np.ndarray = (values.astype(np.float32) + row.change(name, pair, box)).astype(values.dtype)
+        return merged

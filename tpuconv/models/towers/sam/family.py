@@ -113,7 +113,6 @@ BESIDE = {"D": "d", "N": "j", "H": "h", "F": "f", "L": "l", "X": "x", "p": "u", 
 def beside(rows: tuple[Map, ...]) -> tuple[Map, ...]:
     """Returns rows of SAM in the letters of `BESIDE`."""
     letters = str.maketrans(BESIDE)
-    conditions = {"use_abs_pos": "sam_positions", "qkv_bias": "sam_bias", "use_rel_pos": "sam_distances"}
 
     def renamed(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name.replace("{L}", "{l}") for name in names)
@@ -124,7 +123,7 @@ def beside(rows: tuple[Map, ...]) -> tuple[Map, ...]:
             hf=renamed(row.hf_names),
             jax=renamed(row.jax_names),
             layout=row.layout.translate(letters),
-            when=row.when and conditions[row.when],
+            when=row.when and f"sam.{row.when}",
         )
         for row in rows
     )
@@ -184,21 +183,6 @@ class HighResolutionConfig(ProjectorConfig):
         super().check(tower)
         if not self.sam.global_attn_indexes:
             raise ConfigError(f"config.json: {HIGH_CONFIG} has no global_attn_indexes")
-
-    @property
-    def sam_positions(self) -> bool:
-        """True if SAM has learned positions."""
-        return self.sam.use_abs_pos
-
-    @property
-    def sam_bias(self) -> bool:
-        """True if queries, keys and values of SAM have biases."""
-        return self.sam.qkv_bias
-
-    @property
-    def sam_distances(self) -> bool:
-        """True if SAM has learned distances."""
-        return self.sam.use_rel_pos
 
     def sizes(self, tower: Any) -> dict[str, Any]:
         sam = {BESIDE.get(letter, letter): size for letter, size in self.sam.sizes.items()}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from tpuconv.models.common.beside import Tower, TowerConfig
+from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
 from tpuconv.models.towers.rows import CLIP_LAYERS, PATCH_MATRIX, joined_heads, layer_norm, with_bias
 from tpuconv.notation.table import Map, under
 
@@ -94,3 +94,21 @@ SIGLIP = Tower(
     ),
     "tpuconv.models.towers.siglip.modules:Siglip",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledConfig(ProjectorConfig):
+    """The keys of the projector of Gemma 3."""
+
+    mm_tokens_per_image: int = 256
+
+
+POOLED = Projector(
+    PooledConfig,
+    (
+        Map("mm_input_projection_weight", "matrix.kernel", "D O"),
+        Map("mm_soft_emb_norm.weight", "norm.scale", "D"),
+    ),
+    "tpuconv.models.towers.siglip.modules:Pooled",
+)
+"""A mean over neighbours, a norm and a matrix."""

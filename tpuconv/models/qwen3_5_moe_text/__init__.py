@@ -1,1 +1,0 @@
-"""Qwen3.5 with experts, the text model."""

@@ -1,1 +1,0 @@
-"""Qwen3.5, dense, the text model."""
