@@ -302,3 +302,9 @@ def test_rules_give_the_names_back(spelled: dict[str, str]) -> None:
     rules = rules_of(spelled)
     assert {name: respelled(name, rules) for name in spelled} == spelled
     assert len(rules) <= sum(ours != theirs for ours, theirs in spelled.items()) + 1
+
+
+def test_a_rule_is_for_a_module_where_all_its_names_agree() -> None:
+    layers = {f"model.{name}.w": f"language_model.model.{name}.w" for name in "abc"}
+    mtp = {"mtp.fc.w": "mtp.fc.w", "mtp.norm.w": "mtp.norm.w"}
+    assert rules_of(layers | mtp) == {"": "language_model", "mtp": "mtp"}

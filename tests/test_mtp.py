@@ -164,7 +164,7 @@ def test_layers_of_qwen_come_back(name, tmp_path):
         skipped = plan_for(source).skipped
         assert sum(skip.count for skip in skipped if "MTP" in skip.reason) == len(own)
         convert(source, out, Options(include_mtp=True))
-        assert read_manifest(out).release.forms == release.forms
+        assert read_manifest(out).release.forms.items() <= release.forms.items()  # not of layers that it has not
         D, arrays = config.hidden_size, restore(out)
         assert same_bits(arrays["mtp.from_embed.kernel"], np.ascontiguousarray(tensors["mtp.fc.weight"][:, :D].T))
         assert arrays["mtp.0.attn.q.kernel"].shape == arrays["mtp.0.attn.gate.kernel"].shape

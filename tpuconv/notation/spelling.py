@@ -7,7 +7,7 @@ that the 140,000 names of a large model are some dozens of templates.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from tpuconv.notation.table import INDEX, MappingTable
 
@@ -157,8 +157,26 @@ def rules_of(spelled: Mapping[str, str]) -> dict[str, str]:
             rules.setdefault(head, other)
     for ours, theirs in sorted(spelled.items(), key=lambda pair: pair[0].count(".")):
         if respelled(ours, rules) != theirs:
-            rules[ours] = theirs
+            head, other = next(pair for pair in _beginnings(ours, theirs) if _holds(*pair, spelled))
+            rules[head] = other
     return rules
+
+
+def _beginnings(ours: str, theirs: str) -> Iterator[tuple[str, str]]:
+    """Yields two names without ends that they share: the shortest first, the complete names last."""
+    mine, other = ours.split("."), theirs.split(".")
+    shared = next((n for n, (a, b) in enumerate(zip(mine[::-1], other[::-1], strict=False)) if a != b), len(mine))
+    for count in range(min(shared, len(mine) - 1, len(other) - 1), -1, -1):
+        yield ".".join(mine[: len(mine) - count]), ".".join(other[: len(other) - count])
+
+
+def _holds(head: str, other: str, spelled: Mapping[str, str]) -> bool:
+    """Returns True if all names that begin so are the others with the other beginning."""
+    return all(
+        theirs == other + ours.removeprefix(head)
+        for ours, theirs in spelled.items()
+        if ours == head or ours.startswith(f"{head}.")
+    )
 
 
 def _heads(ours: str, theirs: str) -> tuple[str, str]:
