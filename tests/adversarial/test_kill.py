@@ -94,24 +94,26 @@ def made(tmp_path_factory) -> dict[str, Path]:
     return {path.name: path for path in base.iterdir()}
 
 
-KILLS = {
-    "convert": (("convert", "new"), None, 200),
-    "convert --overwrite": (("convert", "new"), "other-orbax", 200),
-    "export": (("export", "new-orbax"), None, 150),
-    "export --overwrite": (("export", "new-orbax"), "other-export", 150),
-    "quantize": (("quantize", "new-orbax"), None, 75),
-    "quantize --overwrite": (("quantize", "new-orbax"), "other-orbax", 75),
-    "convert --quantize": (("convert", "new"), None, 75),
-    "convert --quantize --overwrite": (("convert", "new"), "other-orbax", 75),
+INT8 = ("int8_weight_only",)
+KILLS: dict[str, tuple[tuple[str, str, tuple[str, ...]], str | None, int]] = {
+    "convert": (("convert", "new", ()), None, 200),
+    "convert --overwrite": (("convert", "new", ()), "other-orbax", 200),
+    "convert --pathways": (("convert", "new", ("--target", "maxtext", "--pathways")), None, 75),
+    "export": (("export", "new-orbax", ()), None, 150),
+    "export --overwrite": (("export", "new-orbax", ()), "other-export", 150),
+    "quantize": (("quantize", "new-orbax", ("--config", *INT8)), None, 75),
+    "quantize --overwrite": (("quantize", "new-orbax", ("--config", *INT8)), "other-orbax", 75),
+    "convert --quantize": (("convert", "new", ("--quantize", *INT8)), None, 75),
+    "convert --quantize --overwrite": (("convert", "new", ("--quantize", *INT8)), "other-orbax", 75),
+    "reshard": (("reshard", "new-orbax", ("--mesh", "tensor=4")), None, 75),
+    "reshard --overwrite": (("reshard", "new-orbax", ("--mesh", "tensor=4")), "other-orbax", 75),
 }
+"""The command, what it reads and its options; what it replaces; how often it is killed."""
 
 
 def words_for(name: str, made: dict[str, Path], out: Path) -> list[str]:
-    (verb, source), _, _ = KILLS[name]
-    options = ["--overwrite"] * name.endswith("--overwrite") + ["--quantize", "int8_weight_only"] * ("--q" in name)
-    options += ["--config", "int8_weight_only"] * (verb == "quantize")
-    places = [str(made[source]), str(out)]
-    return [verb, *places, *options]
+    (verb, source, options), old, _ = KILLS[name]
+    return [verb, str(made[source]), str(out), *options, *["--overwrite"] * (old is not None)]
 
 
 def test_killed_at_random_times_a_few(made, tmp_path):
