@@ -33,6 +33,37 @@ def check_acts(raw: Mapping[str, Any]) -> None:
             raise UnsupportedConfig(f"{key}={short(value)} of an encoder is not implemented", hint=TEXT_ALONE)
 
 
+def in_our_keys(raw: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Returns an object of config.json with keys in place of their other names.
+
+    Raises:
+        ConfigError: two names of a key have different values.
+    """
+    out: dict[str, Any] = {}
+    for given, value in raw.items():
+        key = aliases.get(given, given)
+        if key in out and out[key] != value:
+            raise ConfigError(f"config.json: {key} of an encoder is {short(out[key])}, and by {given} {short(value)}")
+        out[key] = value
+    return out
+
+
+def rope_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of the rotary positions of an object of config.json.
+
+    Raises:
+        UnsupportedConfig: their kind is not implemented.
+        ConfigError: they are not an object.
+    """
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"config.json: rope_parameters={short(rope)} is not an object")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("axial", "default"):
+        raise UnsupportedConfig(f"rope_type={short(kind)} of an encoder is not implemented", hint=TEXT_ALONE)
+    return dict(rope)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TowerConfig:
     """The keys of `vision_config` or `audio_config` that a tower reads. Transformers has the same defaults.
@@ -51,11 +82,11 @@ class TowerConfig:
 
         Raises:
             UnsupportedConfig: a value is not implemented.
-            ConfigError: a value has a wrong type, or is not positive.
+            ConfigError: a value has a wrong type, or is not positive, or two names of a key have different values.
         """
-        raw = {cls.aliases.get(key, key): value for key, value in raw.items()}
-        if isinstance(rope := raw.get("rope_parameters"), Mapping):
-            raw |= {key: value for key, value in rope.items() if key in hints_of(cls)}
+        raw = in_our_keys(raw, cls.aliases)
+        if "rope_theta" in hints_of(cls):
+            raw |= rope_keys(raw)
         check_acts(raw)
         for key, values in cls.only.items():
             if key in raw and raw[key] not in values:

@@ -27,6 +27,8 @@ SPLIT_QKV = {
 class QwenVitConfig(TowerConfig):
     """The keys of `vision_config` that all of them have. M is the width of M patches."""
 
+    aliases: ClassVar[Mapping[str, str]] = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
+
     depth: int
     hidden_size: int
     intermediate_size: int
@@ -36,6 +38,7 @@ class QwenVitConfig(TowerConfig):
     patch_size: int
     spatial_merge_size: int = 2
     temporal_patch_size: int = 2
+    rope_theta: float = 1e4
     eps: ClassVar[float] = 1e-6
 
     @property
@@ -102,7 +105,11 @@ class Qwen3VitConfig(QwenVitConfig):
 class Qwen25VitConfig(QwenVitConfig):
     """The tower of Qwen2.5-VL, of which most layers see windows."""
 
-    aliases: ClassVar[Mapping[str, str]] = {"in_chans": "in_channels", "spatial_patch_size": "patch_size"}
+    aliases: ClassVar[Mapping[str, str]] = {
+        **QwenVitConfig.aliases,
+        "in_chans": "in_channels",
+        "spatial_patch_size": "patch_size",
+    }
 
     depth: int = 32
     hidden_size: int = 3584
@@ -119,8 +126,7 @@ class Qwen2VitConfig(QwenVitConfig):
     """The tower of Qwen2-VL, whose width is `embed_dim`."""
 
     aliases: ClassVar[Mapping[str, str]] = {
-        "in_chans": "in_channels",
-        "spatial_patch_size": "patch_size",
+        **Qwen25VitConfig.aliases,
         "hidden_size": "out_hidden_size",
         "embed_dim": "hidden_size",
     }

@@ -167,7 +167,7 @@ class QwenVit(FeatureEncoder):
         windows_P: jax.Array,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         x_BPD = self.embedded(patches_PC, index_PA, weight_PA)
-        turns = cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"]))
+        turns = cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"], self.config.rope_theta))
         deep = []
         for i, layer in enumerate(self.layers):
             x_BPD = layer(x_BPD, self.segments_of(i, frames_P[None], windows_P[None]), turns)

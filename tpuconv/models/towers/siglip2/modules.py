@@ -174,7 +174,7 @@ class PaddleVit(Siglip2):
         return merge
 
     def turns(self, at_P2: jax.Array) -> Any:
-        return cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"]))
+        return cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"], self.config.rope_theta))
 
 
 class VideoLlamaVit(Siglip):
@@ -231,7 +231,7 @@ class VideoLlamaVit(Siglip):
         weight_XA: jax.Array,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         x_BPD = self.patch(patches_PC[None].astype(self.patch.kernel.dtype))
-        turns = cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"]))
+        turns = cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"], self.config.rope_theta))
         x_BPD = states_of(self.layers, x_BPD, image_P[None], turns, wanted=(), norm=self.norm)
         x_XD = read_taps(x_BPD[0], index_XA, weight_XA).astype(x_BPD.dtype)
         return self.projector(x_XD[None]), ()
