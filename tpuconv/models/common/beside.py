@@ -26,10 +26,10 @@ ENCODER_ACTS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "silu", "
 """The activations of towers and projectors, as config.json names them."""
 
 
-def check_acts(raw: Mapping[str, Any]) -> None:
-    """Raises UnsupportedConfig if an object of config.json names an activation that no tower has."""
-    for key, value in raw.items():
-        if key.endswith("hidden_act") and value not in ENCODER_ACTS:
+def check_acts(config: Any) -> None:
+    """Raises UnsupportedConfig if the config of a tower or a projector names an activation that no tower has."""
+    for key, value in vars(config).items():
+        if key.endswith(("_act", "_activation")) and value not in ENCODER_ACTS:
             raise UnsupportedConfig(f"{key}={short(value)} of an encoder is not implemented", hint=TEXT_ALONE)
 
 
@@ -87,11 +87,12 @@ class TowerConfig:
         raw = in_our_keys(raw, cls.aliases)
         if "rope_theta" in hints_of(cls):
             raw |= rope_keys(raw)
-        check_acts(raw)
         for key, values in cls.only.items():
             if key in raw and raw[key] not in values:
                 raise UnsupportedConfig(f"{key}={short(raw[key])} of an encoder is not implemented", hint=TEXT_ALONE)
-        return cls(**checked_values(raw, hints_of(cls)))
+        config = cls(**checked_values(raw, hints_of(cls)))
+        check_acts(config)
+        return config
 
     def __post_init__(self) -> None:
         sizes = {name: value for name, value in vars(self).items() if type(value) is int}
@@ -129,8 +130,8 @@ class ProjectorConfig:
             UnsupportedConfig: a value is not implemented.
             ConfigError: a value has a wrong type, or does not fit the tower.
         """
-        check_acts(outer)
         config = cls(**{**checked_values(outer, hints_of(cls)), **cls.of_text(text)})
+        check_acts(config)
         config.check(tower)
         return config
 
