@@ -1,6 +1,6 @@
 """The towers of Qwen-VL and GLM-V: configs and tables."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -119,6 +119,15 @@ class Qwen25VitConfig(QwenVitConfig):
     patch_size: int = 14
     window_size: int = 112
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
+
+    @property
+    def window_side(self) -> int:
+        """The number of patches along one side of a window, which has whole squares of merged ones."""
+        return self.window_size // self.spatial_merge_size // self.patch_size * self.spatial_merge_size
+
+    def contradictions(self) -> Iterator[str]:
+        if not self.window_side:
+            yield f"window_size={self.window_size} is less than the pixels of one feature"
 
 
 @dataclass(frozen=True, kw_only=True)

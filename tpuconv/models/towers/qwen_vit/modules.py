@@ -215,7 +215,7 @@ class Qwen2Vit(QwenVit):
 
 
 class Qwen25Vit(QwenVit):
-    """The tower of Qwen2.5-VL: most layers see windows of `window_size` / p x `window_size` / p patches."""
+    """The tower of Qwen2.5-VL: most layers see windows of `window_side` x `window_side` patches."""
 
     kv: ClassVar[str] = "N"
 
@@ -229,8 +229,7 @@ class Qwen25Vit(QwenVit):
         )
 
     def window_numbers(self, at_P2: np.ndarray) -> np.ndarray:
-        side = self.config.window_size // self.config.patch_size
-        at = at_P2 // side
+        at = at_P2 // self.config.window_side
         numbers: np.ndarray = at[:, 0] * (at[:, 1].max() + 1) + at[:, 1]
         return numbers
 
