@@ -102,7 +102,7 @@ class TowerConfig:
                 wrong = list(self.contradictions())
                 _ = wrong or self.sizes  # which divides by sizes
             except ZeroDivisionError:
-                wrong = [f"{name}=0" for name, value in sizes.items() if not value]
+                wrong = [f"{name}=0" for name, value in vars(self).items() if type(value) in (int, float) and not value]
         if wrong:
             raise ConfigError("config.json contradicts itself about an encoder", details=wrong)
 

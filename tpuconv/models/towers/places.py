@@ -7,6 +7,7 @@ patches in a column and in a row. `raster`, `block_order` and the taps are of on
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,12 @@ class Taps:
 
     index_PA: IntArray
     weight_PA: Floats
+
+
+def as_wide(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Returns arrays [P, A] of several images with zeros behind the A of each up to the largest A."""
+    most = max(x_PA.shape[1] for x_PA in arrays)
+    return [np.pad(x_PA, [(0, 0), (0, most - x_PA.shape[1])]) for x_PA in arrays]
 
 
 def raster(h: int, w: int) -> IntArray:

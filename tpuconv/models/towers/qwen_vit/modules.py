@@ -23,7 +23,7 @@ from tpuconv.models.towers.encoder import (
     random_patches,
     read_taps,
 )
-from tpuconv.models.towers.places import Taps, bicubic_taps, bilinear_taps, block_order, bucket, raster
+from tpuconv.models.towers.places import Taps, as_wide, bicubic_taps, bilinear_taps, block_order, bucket, raster
 from tpuconv.models.towers.vit import MLP, Attention, Block, limited_factors
 
 
@@ -129,11 +129,12 @@ class QwenVit(FeatureEncoder):
                 )
                 frame, window = frame + 1, window + int(numbers.max()) + 1
         size = bucket(len(patches), multiple=s * s)
-        index, weight, at, frames, windows = (np.concatenate(each) for each in zip(*places, strict=True))
+        index, weight, *others = zip(*places, strict=True)
+        at, frames, windows = map(np.concatenate, others)
         arrays = (
             padded(patches, size),
-            padded(index, size),
-            padded(weight, size),
+            padded(np.concatenate(as_wide(index)), size),
+            padded(np.concatenate(as_wide(weight)), size),
             padded(at, size),
             padded(frames, size, -1),
             padded(windows, size, -1),
