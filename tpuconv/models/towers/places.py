@@ -92,10 +92,12 @@ def bilinear_taps(h: int, w: int, table_height: int, table_width: int) -> Taps:
 
 def bilinear_taps_of_centers(h: int, w: int, table_height: int, table_width: int, more: float = 0.0) -> Taps:
     """Returns four taps of bilinear interpolation: place i of n is at (i + 1/2) G / (n + more) - 1/2 of G rows, and
-    rows outside are the ones at the border (LLaVA-OneVision; Hy4-VL with 0.1 more)."""
+    rows outside are the ones at the border (LLaVA-OneVision; Hy4-VL with 0.1 more). torch copies an axis that keeps its
+    size, whatever `more` is."""
 
     def axis(size: int, rows: int) -> AxisTaps:
-        tap, distance = _neighbours(np.maximum(_centers(size, rows, more), np.float32(0)), rows, 0, 2)
+        centers = _centers(size, rows, 0 if size == rows else more)
+        tap, distance = _neighbours(np.maximum(centers, np.float32(0)), rows, 0, 2)
         return tap, np.maximum(1 - distance, np.float32(0))
 
     return _product(axis, h, w, table_height, table_width)
