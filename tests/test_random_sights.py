@@ -29,6 +29,8 @@ pytestmark = pytest.mark.slow
 
 LIMIT = 2e-5
 """As of the cases that were chosen: of the largest value."""
+LEFT_OUT = ("kimi_k3", "gemma4_with_sound")
+"""Cases of which transformers has no config, or no float64, by which roundings are told from faults."""
 COUNTS_DIFFER = re.compile(r"features and \w+ tokens do not match")
 """Said by transformers where a text has another number of placeholders than it makes features."""
 
@@ -68,7 +70,7 @@ def compare(case: Sight, model: Any, window: SightWindow) -> None:
     assert_nearer(features_XD, want.features[0], exact.features[0])
 
 
-@pytest.mark.parametrize("name", [name for name in SIGHTS if name != "kimi_k3"])  # transformers has no config of it
+@pytest.mark.parametrize("name", [name for name in SIGHTS if name not in LEFT_OUT])
 @given(data=st.data())
 @settings(
     max_examples=6,
