@@ -89,5 +89,5 @@ def test_scores_are_those_of_the_reference(case, dtype):
 
 
 def test_a_class_token_does_not_turn():
-    turns = cos_sin(from_one(np.array([[-1, -1]]), H))
+    turns = cos_sin(from_one(np.array([[-1, -1]]), H, THETA))
     np.testing.assert_array_equal(apply_rope(jnp.asarray(Q[:1]), turns), Q[:1])

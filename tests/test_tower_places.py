@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni
@@ -61,6 +61,18 @@ def test_taps_interpolate_as_torch_does(taps, how, h, w, height, width):
     table_HWD = np.random.default_rng(h * w).standard_normal((height, width, 3)).astype(np.float32)
     have = interpolated(taps(h, w, height, width), table_HWD, h, w)
     np.testing.assert_allclose(have, of_torch(table_HWD, h, w, **how), atol=2e-5)
+
+
+@pytest.mark.parametrize(("taps", "mode"), [(bilinear_taps_of_centers, "bilinear"), (bicubic_taps, "bicubic")])
+@given(h=SIZE, w=SIZE, side=TABLE)
+@example(h=8, w=4, side=4)
+def test_taps_of_factors_interpolate_as_torch_does(taps, mode, h, w, side):
+    """Hy4-VL gives torch factors for a tenth of a patch more."""
+    table_HWD = np.random.default_rng(h * w).standard_normal((side, side, 3)).astype(np.float32)
+    table_1DHW, factors = torch.tensor(table_HWD).permute(2, 0, 1)[None], ((h + 0.1) / side, (w + 0.1) / side)
+    want = torch.nn.functional.interpolate(table_1DHW, scale_factor=factors, mode=mode, align_corners=False)
+    have = interpolated(taps(h, w, side, side, 0.1), table_HWD, h, w)
+    np.testing.assert_allclose(have, want[0].permute(1, 2, 0).numpy(), atol=2e-5)
 
 
 @pytest.mark.parametrize(

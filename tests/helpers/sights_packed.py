@@ -26,7 +26,7 @@ def cosmos3_edge() -> Sight:
     config = AutoConfig.for_model(
         "cosmos3_edge",
         text_config=wide(4, 2, 2),
-        vision_config={**PACKED, "num_patches": 25},
+        vision_config={**PACKED, "num_patches": 64},
         projector_hidden_size=44,
         **QWEN_TOKENS,
     )

@@ -26,11 +26,42 @@ ENCODER_ACTS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "silu", "
 """The activations of towers and projectors, as config.json names them."""
 
 
-def check_acts(raw: Mapping[str, Any]) -> None:
-    """Raises UnsupportedConfig if an object of config.json names an activation that no tower has."""
-    for key, value in raw.items():
-        if key.endswith("hidden_act") and value not in ENCODER_ACTS:
+def check_acts(config: Any) -> None:
+    """Raises UnsupportedConfig if the config of a tower or a projector names an activation that no tower has."""
+    for key, value in vars(config).items():
+        if key.endswith(("_act", "_activation")) and value not in ENCODER_ACTS:
             raise UnsupportedConfig(f"{key}={short(value)} of an encoder is not implemented", hint=TEXT_ALONE)
+
+
+def in_our_keys(raw: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Returns an object of config.json with keys in place of their other names.
+
+    Raises:
+        ConfigError: two names of a key have different values.
+    """
+    out: dict[str, Any] = {}
+    for given, value in raw.items():
+        key = aliases.get(given, given)
+        if key in out and out[key] != value:
+            raise ConfigError(f"config.json: {key} of an encoder is {short(out[key])}, and by {given} {short(value)}")
+        out[key] = value
+    return out
+
+
+def rope_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of the rotary positions of an object of config.json.
+
+    Raises:
+        UnsupportedConfig: their kind is not implemented.
+        ConfigError: they are not an object.
+    """
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"config.json: rope_parameters={short(rope)} is not an object")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("axial", "default"):
+        raise UnsupportedConfig(f"rope_type={short(kind)} of an encoder is not implemented", hint=TEXT_ALONE)
+    return dict(rope)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +82,17 @@ class TowerConfig:
 
         Raises:
             UnsupportedConfig: a value is not implemented.
-            ConfigError: a value has a wrong type, or is not positive.
+            ConfigError: a value has a wrong type, or is not positive, or two names of a key have different values.
         """
-        raw = {cls.aliases.get(key, key): value for key, value in raw.items()}
-        if isinstance(rope := raw.get("rope_parameters"), Mapping):
-            raw |= {key: value for key, value in rope.items() if key in hints_of(cls)}
-        check_acts(raw)
+        raw = in_our_keys(raw, cls.aliases)
+        if "rope_theta" in hints_of(cls):
+            raw |= rope_keys(raw)
         for key, values in cls.only.items():
             if key in raw and raw[key] not in values:
                 raise UnsupportedConfig(f"{key}={short(raw[key])} of an encoder is not implemented", hint=TEXT_ALONE)
-        return cls(**checked_values(raw, hints_of(cls)))
+        config = cls(**checked_values(raw, hints_of(cls)))
+        check_acts(config)
+        return config
 
     def __post_init__(self) -> None:
         sizes = {name: value for name, value in vars(self).items() if type(value) is int}
@@ -70,7 +102,7 @@ class TowerConfig:
                 wrong = list(self.contradictions())
                 _ = wrong or self.sizes  # which divides by sizes
             except ZeroDivisionError:
-                wrong = [f"{name}=0" for name, value in sizes.items() if not value]
+                wrong = [f"{name}=0" for name, value in vars(self).items() if type(value) in (int, float) and not value]
         if wrong:
             raise ConfigError("config.json contradicts itself about an encoder", details=wrong)
 
@@ -98,8 +130,8 @@ class ProjectorConfig:
             UnsupportedConfig: a value is not implemented.
             ConfigError: a value has a wrong type, or does not fit the tower.
         """
-        check_acts(outer)
         config = cls(**{**checked_values(outer, hints_of(cls)), **cls.of_text(text)})
+        check_acts(config)
         config.check(tower)
         return config
 

@@ -11,31 +11,31 @@ from tpuconv.models.common.layers import apply_rope
 from tpuconv.models.common.rope import Rope
 
 
-def rows_then_columns(at_BP2: ArrayLike, head_dim: int, theta: float = 10_000.0) -> jax.Array:
+def rows_then_columns(at_BP2: ArrayLike, head_dim: int, theta: float) -> jax.Array:
     """Returns the angles [B, P, A] (row f, then column f) of patches at these rows and columns (Qwen-VL, GLM-4V)."""
     rates_A, _ = Rope(theta=theta).inverse_frequencies(head_dim // 2)
     angles_BP2A = jnp.asarray(at_BP2, jnp.float32)[..., None] * rates_A
     return angles_BP2A.reshape(*angles_BP2A.shape[:-2], -1)
 
 
-def columns_then_rows(at_BP2: ArrayLike, head_dim: int, theta: float = 10_000.0) -> jax.Array:
+def columns_then_rows(at_BP2: ArrayLike, head_dim: int, theta: float) -> jax.Array:
     """Returns the angles [B, P, A] (column f, then row f) (Gemma 4, see `apply_rope_by_halves`)."""
     return rows_then_columns(jnp.asarray(at_BP2)[..., ::-1], head_dim, theta)
 
 
-def from_one(at_BP2: ArrayLike, head_dim: int, theta: float = 10_000.0) -> jax.Array:
+def from_one(at_BP2: ArrayLike, head_dim: int, theta: float) -> jax.Array:
     """Returns the angles [B, P, A] ((column + 1) f, then (row + 1) f) (Llama 4). A class token is at (-1, -1): it does
     not turn."""
     return columns_then_rows(jnp.asarray(at_BP2) + 1, head_dim, theta)
 
 
-def interleaved(at_BP2: ArrayLike, head_dim: int, theta: float = 10_000.0) -> jax.Array:
+def interleaved(at_BP2: ArrayLike, head_dim: int, theta: float) -> jax.Array:
     """Returns the angles [B, P, A] (column f[0], row f[0], column f[1], row f[1], ...) (MoonViT)."""
     angles_BPA = columns_then_rows(at_BP2, head_dim, theta)
     return angles_BPA.reshape(*angles_BPA.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(angles_BPA.shape)
 
 
-def alternating(at_BP2: ArrayLike, head_dim: int, theta: float = 10_000.0) -> jax.Array:
+def alternating(at_BP2: ArrayLike, head_dim: int, theta: float) -> jax.Array:
     """Returns the angles [B, P, A] (row g[0], row g[2], ..., then column g[1], column g[3], ...) with rates g =
     theta^(-2j/H) of H/2 pairs (Pixtral)."""
     rates_A, _ = Rope(theta=theta).inverse_frequencies(head_dim)

@@ -7,6 +7,7 @@ patches in a column and in a row. `raster`, `block_order` and the taps are of on
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,12 @@ class Taps:
 
     index_PA: IntArray
     weight_PA: Floats
+
+
+def as_wide(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Returns arrays [P, A] of several images with zeros behind the A of each up to the largest A."""
+    most = max(x_PA.shape[1] for x_PA in arrays)
+    return [np.pad(x_PA, [(0, 0), (0, most - x_PA.shape[1])]) for x_PA in arrays]
 
 
 def raster(h: int, w: int) -> IntArray:
@@ -85,10 +92,12 @@ def bilinear_taps(h: int, w: int, table_height: int, table_width: int) -> Taps:
 
 def bilinear_taps_of_centers(h: int, w: int, table_height: int, table_width: int, more: float = 0.0) -> Taps:
     """Returns four taps of bilinear interpolation: place i of n is at (i + 1/2) G / (n + more) - 1/2 of G rows, and
-    rows outside are the ones at the border (LLaVA-OneVision; Hy4-VL with 0.1 more)."""
+    rows outside are the ones at the border (LLaVA-OneVision; Hy4-VL with 0.1 more). torch copies an axis that keeps its
+    size, whatever `more` is."""
 
     def axis(size: int, rows: int) -> AxisTaps:
-        tap, distance = _neighbours(np.maximum(_centers(size, rows, more), np.float32(0)), rows, 0, 2)
+        centers = _centers(size, rows, 0 if size == rows else more)
+        tap, distance = _neighbours(np.maximum(centers, np.float32(0)), rows, 0, 2)
         return tap, np.maximum(1 - distance, np.float32(0))
 
     return _product(axis, h, w, table_height, table_width)

@@ -98,7 +98,10 @@ GEMMA4_VIT = Tower(
 class UsmConfig(TowerConfig):
     """The keys of `audio_config`. C and E are the channels of the two convolutions, W is the width of the output."""
 
-    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"attention_context_right": (0,)}
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "attention_context_right": (0,),
+        "attention_invalid_logits_value": (-1e9,),
+    }
 
     hidden_size: int = 1024
     num_hidden_layers: int = 12

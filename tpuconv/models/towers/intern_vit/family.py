@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isclose
 from typing import Any, ClassVar, Self
 
 from tpuconv.errors import UnsupportedConfig
@@ -68,7 +69,8 @@ class ShuffledConfig(ProjectorConfig):
         super().check(tower)
         patches = tower.positions - self.drops_first
         side = int(patches**0.5)
-        if not 0 < self.downsample_ratio <= 1 or side**2 != patches or side % self.merge:
+        is_joined = 0 < self.downsample_ratio <= 1 and isclose(self.merge * self.downsample_ratio, 1)
+        if not is_joined or side**2 != patches or side % self.merge:
             raise UnsupportedConfig(
                 f"downsample_ratio={self.downsample_ratio} of {patches} patches is not implemented", hint=TEXT_ALONE
             )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isclose
 from typing import Any
 
 from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
@@ -32,8 +33,8 @@ class Llama4VitConfig(TowerConfig):
     def contradictions(self) -> Iterator[str]:
         if not self.patch_size or self.image_size % self.patch_size:
             yield f"image_size={self.image_size} is no multiple of patch_size={self.patch_size}"
-        elif self.side % self.merge:
-            yield f"{self.side} patches in a row are no multiple of {self.merge}"
+        elif self.side % self.merge or not isclose(self.merge * self.pixel_shuffle_ratio, 1):
+            yield f"pixel_shuffle_ratio={self.pixel_shuffle_ratio} does not join {self.side} patches in a row"
         if self.intermediate_size != self.hidden_size * self.merge**2:
             yield f"intermediate_size={self.intermediate_size} is not hidden_size x {self.merge} x {self.merge}"
         if not self.projector_input_dim == self.projector_output_dim == self.vision_output_dim:

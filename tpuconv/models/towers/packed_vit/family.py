@@ -22,7 +22,7 @@ from tpuconv.models.towers.rows import (
 from tpuconv.notation.table import Map, under
 
 PACKED_VIT_MODULES = "tpuconv.models.towers.packed_vit.modules"
-CLIP_KEYS = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads", "num_channels": "in_channels"}
+CLIP_KEYS = {**QwenVitConfig.aliases, "num_channels": "in_channels"}
 
 
 @dataclass(frozen=True, kw_only=True)

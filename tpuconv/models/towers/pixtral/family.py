@@ -1,8 +1,7 @@
 """The tower of Pixtral: config and table."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any
 
 from tpuconv.models.common.beside import Tower, TowerConfig
 from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, PATCH_MATRIX, UP, rms_norm, without_bias
@@ -13,8 +12,6 @@ from tpuconv.notation.table import Map, under
 class PixtralConfig(TowerConfig):
     """The keys of `vision_config`."""
 
-    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"rope_type": ("axial", "default")}
-
     hidden_size: int = 1024
     intermediate_size: int = 4096
     num_hidden_layers: int = 24
@@ -23,11 +20,6 @@ class PixtralConfig(TowerConfig):
     patch_size: int = 16
     hidden_act: str = "gelu"
     rope_theta: float = 10_000.0
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        rope = raw.get("rope_parameters")
-        return super().from_hf({**raw, **rope} if isinstance(rope, Mapping) else raw)
 
     @property
     def sizes(self) -> dict[str, Any]:

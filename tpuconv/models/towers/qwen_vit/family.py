@@ -1,6 +1,6 @@
 """The towers of Qwen-VL and GLM-V: configs and tables."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -27,6 +27,8 @@ SPLIT_QKV = {
 class QwenVitConfig(TowerConfig):
     """The keys of `vision_config` that all of them have. M is the width of M patches."""
 
+    aliases: ClassVar[Mapping[str, str]] = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
+
     depth: int
     hidden_size: int
     intermediate_size: int
@@ -36,6 +38,7 @@ class QwenVitConfig(TowerConfig):
     patch_size: int
     spatial_merge_size: int = 2
     temporal_patch_size: int = 2
+    rope_theta: float = 1e4
     eps: ClassVar[float] = 1e-6
 
     @property
@@ -102,7 +105,11 @@ class Qwen3VitConfig(QwenVitConfig):
 class Qwen25VitConfig(QwenVitConfig):
     """The tower of Qwen2.5-VL, of which most layers see windows."""
 
-    aliases: ClassVar[Mapping[str, str]] = {"in_chans": "in_channels", "spatial_patch_size": "patch_size"}
+    aliases: ClassVar[Mapping[str, str]] = {
+        **QwenVitConfig.aliases,
+        "in_chans": "in_channels",
+        "spatial_patch_size": "patch_size",
+    }
 
     depth: int = 32
     hidden_size: int = 3584
@@ -113,14 +120,22 @@ class Qwen25VitConfig(QwenVitConfig):
     window_size: int = 112
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
 
+    @property
+    def window_side(self) -> int:
+        """The number of patches along one side of a window, which has whole squares of merged ones."""
+        return self.window_size // self.spatial_merge_size // self.patch_size * self.spatial_merge_size
+
+    def contradictions(self) -> Iterator[str]:
+        if not self.window_side:
+            yield f"window_size={self.window_size} is less than the pixels of one feature"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VitConfig(QwenVitConfig):
     """The tower of Qwen2-VL, whose width is `embed_dim`."""
 
     aliases: ClassVar[Mapping[str, str]] = {
-        "in_chans": "in_channels",
-        "spatial_patch_size": "patch_size",
+        **Qwen25VitConfig.aliases,
         "hidden_size": "out_hidden_size",
         "embed_dim": "hidden_size",
     }

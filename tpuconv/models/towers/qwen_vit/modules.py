@@ -23,7 +23,7 @@ from tpuconv.models.towers.encoder import (
     random_patches,
     read_taps,
 )
-from tpuconv.models.towers.places import Taps, bicubic_taps, bilinear_taps, block_order, bucket, raster
+from tpuconv.models.towers.places import Taps, as_wide, bicubic_taps, bilinear_taps, block_order, bucket, raster
 from tpuconv.models.towers.vit import MLP, Attention, Block, limited_factors
 
 
@@ -129,11 +129,12 @@ class QwenVit(FeatureEncoder):
                 )
                 frame, window = frame + 1, window + int(numbers.max()) + 1
         size = bucket(len(patches), multiple=s * s)
-        index, weight, at, frames, windows = (np.concatenate(each) for each in zip(*places, strict=True))
+        index, weight, *others = zip(*places, strict=True)
+        at, frames, windows = map(np.concatenate, others)
         arrays = (
             padded(patches, size),
-            padded(index, size),
-            padded(weight, size),
+            padded(np.concatenate(as_wide(index)), size),
+            padded(np.concatenate(as_wide(weight)), size),
             padded(at, size),
             padded(frames, size, -1),
             padded(windows, size, -1),
@@ -167,7 +168,7 @@ class QwenVit(FeatureEncoder):
         windows_P: jax.Array,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         x_BPD = self.embedded(patches_PC, index_PA, weight_PA)
-        turns = cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"]))
+        turns = cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"], self.config.rope_theta))
         deep = []
         for i, layer in enumerate(self.layers):
             x_BPD = layer(x_BPD, self.segments_of(i, frames_P[None], windows_P[None]), turns)
@@ -215,7 +216,7 @@ class Qwen2Vit(QwenVit):
 
 
 class Qwen25Vit(QwenVit):
-    """The tower of Qwen2.5-VL: most layers see windows of `window_size` / p x `window_size` / p patches."""
+    """The tower of Qwen2.5-VL: most layers see windows of `window_side` x `window_side` patches."""
 
     kv: ClassVar[str] = "N"
 
@@ -229,8 +230,7 @@ class Qwen25Vit(QwenVit):
         )
 
     def window_numbers(self, at_P2: np.ndarray) -> np.ndarray:
-        side = self.config.window_size // self.config.patch_size
-        at = at_P2 // side
+        at = at_P2 // self.config.window_side
         numbers: np.ndarray = at[:, 0] * (at[:, 1].max() + 1) + at[:, 1]
         return numbers
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Self
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
-from tpuconv.models.common.key_types import checked_values, hints_of
 from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, UP, layer_norm, with_bias
 from tpuconv.notation.table import Map, under
 
@@ -124,7 +123,7 @@ class SanmAdaptorConfig(ProjectorConfig):
         if not isinstance(read, Mapping):
             raise ConfigError(f"config.json: adaptor_config={short(read)} is not an object")
         known = {cls.names[key]: value for key, value in read.items() if key in cls.names}
-        return cls(out=text.hidden_size, **checked_values(known, hints_of(cls)))
+        return super().from_hf(known, tower, text)
 
     def sizes(self, tower: Any) -> dict[str, Any]:
         return {

@@ -83,6 +83,7 @@ class PaddleVitConfig(ImageConfig):
     image_size: int = 384
     patch_size: int = 14
     spatial_merge_size: int = 2
+    rope_theta: float = 1e4
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -128,6 +129,8 @@ class VideoLlamaVitConfig(ImageConfig):
     """The keys of VideoLLaMA 3, whose tower has no learned positions."""
 
     vision_use_head: ClassVar[bool] = False
+
+    rope_theta: float = 1e4
 
     @property
     def positions(self) -> int:

@@ -26,6 +26,7 @@ from tpuconv.models.towers.image_encoder import states_of
 from tpuconv.models.towers.places import (
     Taps,
     antialiased_taps,
+    as_wide,
     bilinear_taps_of_centers,
     block_order,
     bucket,
@@ -102,7 +103,6 @@ class Siglip2(Siglip):
         patches, grids = self.images(features)
         s, taps = self.merge(), [self.taps(h, w) for h, w in grids]
         orders = [block_order(h, w, s) for h, w in grids]
-        most = max(each.index_PA.shape[1] for each in taps)
         size = bucket(sum(map(len, orders)), multiple=s * s)
 
         def joined(arrays: list[Any], value: float = 0) -> np.ndarray:
@@ -111,8 +111,8 @@ class Siglip2(Siglip):
 
         arrays = (
             joined(patches),
-            joined([np.pad(each.index_PA, ((0, 0), (0, most - each.index_PA.shape[1]))) for each in taps]),
-            joined([np.pad(each.weight_PA, ((0, 0), (0, most - each.weight_PA.shape[1]))) for each in taps]),
+            joined(as_wide([each.index_PA for each in taps])),
+            joined(as_wide([each.weight_PA for each in taps])),
             joined([raster(h, w) for h, w in grids]),
             joined([np.full(h * w, i, np.int32) for i, (h, w) in enumerate(grids)], -1),
         )
@@ -174,7 +174,7 @@ class PaddleVit(Siglip2):
         return merge
 
     def turns(self, at_P2: jax.Array) -> Any:
-        return cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"]))
+        return cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"], self.config.rope_theta))
 
 
 class VideoLlamaVit(Siglip):
@@ -231,7 +231,7 @@ class VideoLlamaVit(Siglip):
         weight_XA: jax.Array,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         x_BPD = self.patch(patches_PC[None].astype(self.patch.kernel.dtype))
-        turns = cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"]))
+        turns = cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"], self.config.rope_theta))
         x_BPD = states_of(self.layers, x_BPD, image_P[None], turns, wanted=(), norm=self.norm)
         x_XD = read_taps(x_BPD[0], index_XA, weight_XA).astype(x_BPD.dtype)
         return self.projector(x_XD[None]), ()

@@ -4,9 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from tpuconv.errors import ConfigError
-from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig, rope_keys
 from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, UP, layer_norm, with_bias, without_bias
 from tpuconv.notation.table import Map, under
 
@@ -118,7 +116,17 @@ class JoinedWhisperConfig(WhisperConfig):
         return {**super().sizes, "W": self.intermediate_size}
 
 
-VOXTRAL_WHISPER = _whisper("whisper_voxtral", "Voxtral", "Whisper", JoinedWhisperConfig)
+@dataclass(frozen=True, kw_only=True)
+class VoxtralWhisperConfig(JoinedWhisperConfig):
+    """The keys of Voxtral, whose sounds all have `max_source_positions` steps."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.max_source_positions % max(1, self.joined):
+            yield f"max_source_positions={self.max_source_positions} is no multiple of {self.joined}"
+
+
+VOXTRAL_WHISPER = _whisper("whisper_voxtral", "Voxtral", "Whisper", VoxtralWhisperConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,10 +229,7 @@ class MusicMlpConfig(FlamingoMlpConfig):
 
     @classmethod
     def from_hf(cls, outer: Mapping[str, Any], tower: Any, text: Any) -> Self:
-        rope = outer.get("rope_parameters") or {}
-        if not isinstance(rope, Mapping):
-            raise ConfigError(f"config.json: rope_parameters={short(rope)} is not an object")
-        return super().from_hf({**outer, **rope}, tower, text)
+        return super().from_hf({**outer, **rope_keys(outer)}, tower, text)
 
 
 @dataclass(frozen=True, kw_only=True)
