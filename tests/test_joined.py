@@ -23,7 +23,6 @@ from flax import nnx
 from tpuconv.api.models import join_processes, leave_processes
 part = join_processes()
 import tpuconv
-from tpuconv.restore import default_mesh
 from tpuconv.models.logits import forward
 folder = sys.argv[1]
 alone = tpuconv.load(folder)  # without a mesh: a copy of its own

@@ -176,7 +176,7 @@ def test_layouts_that_cannot_be_written_say_why(checkpoint, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(qwen3_config()))
     for args, answer in (
         ((checkpoint, "--write-layouts"), "Missing option '--topology'"),
-        ((tmp_path, "--topology", "v5e:1x1", "--write-layouts"), "is not a checkpoint of tpuconv"),
+        ((tmp_path, "--topology", "v5e:1x1", "--write-layouts"), "is not a checkpoint with the names of tpuconv"),
         (
             (checkpoint, "--topology", "v5e:1x1", "--write-layouts", "--quantize", "int8_default"),
             "is not quantized yet",

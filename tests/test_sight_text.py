@@ -41,7 +41,7 @@ def processor(name: str) -> Any:
     )
 
 
-@pytest.fixture(scope="module", params=["gemma3", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
 def seeing(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Sight, Path, str]:
     """A model with a tokenizer, an image processor and a chat template, and its checkpoint."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)

@@ -34,7 +34,7 @@ class SeeingGenerator(Generator):
 
     def _new_cache(self, batch: int, length: int) -> Cache:
         cache = super()._new_cache(batch, length)
-        return cache if self.model.config.mrope is None else replace(cache, delta_B1=jnp.zeros((batch, 1), jnp.int32))
+        return cache if self.model.config.mrope is None else replace(cache, delta_B=jnp.zeros(batch, jnp.int32))
 
     def chunk(self, batch: int, tokens: int) -> int:
         """Returns the tokens of each sequence in one prefill step: all, if the tokens of an image see each other."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import read_checkpoint_config
+from tpuconv.errors import UsageError
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.logits import Window
 from tpuconv.models.registry import get_family
@@ -141,7 +142,11 @@ def sight_windows(
         if features is None:
             without[part] = NO_EXAMPLE
             continue
-        prepared = encoder.prepare(features)
+        try:
+            prepared = encoder.prepare(features)
+        except UsageError as e:
+            without[part] = e.message
+            continue
         ends = (around.get(f"{part}_{place}_token_id") for place in ("start", "end"))
         begin, end = ([token] if type(token) is int else [] for token in ends)
         texts = [token for token in words if token not in prepared.others]

@@ -124,14 +124,15 @@ class Cache:
         positions_BS: position of the token in each slot, -1 for none.
         used: number of slots in use.
         mtp: the cache of the module for multi-token prediction, in the same slots; None without one.
-        delta_B1: what the images of earlier tokens add to the rotary positions of later ones; None without images.
+        delta_B: what the images of earlier tokens add to the rotary positions of later ones; None without images. Of
+            another shape than the ids [B, 1] of a step, for which XLA would take its memory.
     """
 
     layers: Any
     positions_BS: jax.Array
     used: jax.Array
     mtp: Any = None
-    delta_B1: jax.Array | None = None
+    delta_B: jax.Array | None = None
 
     @classmethod
     def empty(cls, layers: Any, batch: int, length: int, mtp: Any = None) -> Self:
@@ -156,7 +157,8 @@ class Cache:
         """Returns the cache after images that add this to the rotary positions of later tokens."""
         if delta_B1 is None:
             return self
-        return replace(self, delta_B1=delta_B1 if self.delta_B1 is None else self.delta_B1 + delta_B1)
+        delta_B = delta_B1[:, 0]
+        return replace(self, delta_B=delta_B if self.delta_B is None else self.delta_B + delta_B)
 
 
 def has_scales(dtype: DTypeLike) -> bool:
@@ -248,5 +250,5 @@ def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
         return jax.tree.unflatten(treedef, shardings)
 
     replicated: Any = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
-    delta = None if cache.delta_B1 is None else replicated
+    delta = None if cache.delta_B is None else replicated
     return Cache(entry(cache.layers), replicated, replicated, entry(cache.mtp), delta)

@@ -283,7 +283,7 @@ class Decoder(nnx.Module):
             steps.enter(self.config.num_hidden_layers, x_BTD)
             return x_BTD, None
         taken = cache.take(pos_BT)
-        steps = Steps.of(self.config, pos_BT, taken.positions_BS, cache.used, inputs, seen, cache.delta_B1, entered)
+        steps = Steps.of(self.config, pos_BT, taken.positions_BS, cache.used, inputs, seen, cache.delta_B, entered)
         x_BTD, layers = self._run(x_BTD, steps, cache.layers)
         steps.enter(self.config.num_hidden_layers, x_BTD)
         taken = taken if seen is None else taken.shifted(seen.delta_B1)

@@ -108,7 +108,7 @@ class Steps:
         slot: jax.Array | int,
         inputs: Sequence[Any] | None = None,
         seen: Seen | None = None,
-        delta_B1: jax.Array | None = None,
+        delta_B: jax.Array | None = None,
         entered: Entered | None = None,
     ) -> "Steps":
         """Returns the inputs of the layers of a model; the arguments are the fields of `Step`, and the `input` of each
@@ -116,13 +116,13 @@ class Steps:
 
         Args:
             seen: the images and sounds of the call.
-            delta_B1: what earlier images add to the rotary positions of later tokens; None without any.
+            delta_B: what earlier images add to the rotary positions of later tokens; None without any.
             entered: takes the hidden states that enter some layers.
         """
         slots = None if pos_BS is pos_BT else pos_BS.shape[1]
         rotations = list(zip(config.ropes, config.rope_dims, strict=True))
         kinds = list(dict.fromkeys(rotations))
-        at = rotary_positions(pos_BT, seen, delta_B1)
+        at = rotary_positions(pos_BT, seen, delta_B)
         images = None if seen is None else _image_blocks(seen, pos_BS, slot, config.sees_images)
         steps = []
         for rope, dim in kinds:
@@ -163,11 +163,11 @@ def _image_blocks(seen: Seen, pos_BS: jax.Array, slot: jax.Array | int, layers: 
     )
 
 
-def rotary_positions(pos_BT: jax.Array, seen: Seen | None, delta_B1: jax.Array | None) -> jax.Array:
+def rotary_positions(pos_BT: jax.Array, seen: Seen | None, delta_B: jax.Array | None) -> jax.Array:
     """Returns the rotary positions of tokens: [B, T], or with images of a model that has them by time, row and column
-    [3, B, T]. `delta_B1` is as in `Steps.of`."""
-    before_B1 = 0 if delta_B1 is None else delta_B1
+    [3, B, T]. `delta_B` is as in `Steps.of`."""
+    before_B1 = 0 if delta_B is None else delta_B[:, None]
     if seen is None or seen.at_3BT is None:
-        return pos_BT if delta_B1 is None else jnp.where(pos_BT < 0, pos_BT, pos_BT + before_B1)
+        return pos_BT if delta_B is None else jnp.where(pos_BT < 0, pos_BT, pos_BT + before_B1)
     first_B1 = jnp.max(pos_BT, axis=1, keepdims=True) - jnp.sum(pos_BT >= 0, axis=1, keepdims=True) + 1
     return jnp.where(pos_BT < 0, pos_BT, seen.at_3BT + first_B1 + before_B1)

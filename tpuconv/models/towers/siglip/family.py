@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from tpuconv.errors import UnsupportedConfig
-from tpuconv.models.common.beside import TEXT_ALONE, Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
 from tpuconv.models.towers.rows import CLIP_LAYERS, PATCH_MATRIX, joined_heads, layer_norm, with_bias
 from tpuconv.notation.table import Map, under
 
@@ -102,16 +101,6 @@ class PooledConfig(ProjectorConfig):
     """The keys of the projector of Gemma 3."""
 
     mm_tokens_per_image: int = 256
-
-    def check(self, tower: Any) -> None:
-        super().check(tower)
-        side = int(self.mm_tokens_per_image**0.5)
-        if not side or side**2 != self.mm_tokens_per_image or tower.side % side:
-            raise UnsupportedConfig(
-                f"mm_tokens_per_image={self.mm_tokens_per_image} of {tower.side} x {tower.side} patches is not "
-                "implemented",
-                hint=TEXT_ALONE,
-            )
 
 
 POOLED = Projector(

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from tpuconv.errors import UsageError
 from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys, LayerNorm, normal
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, given, patches_of
@@ -81,6 +82,11 @@ class Pooled(nnx.Module):
 
     def arranged(self, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Arranged]:
         """Returns the images as the tower takes them, and how their features follow each other."""
+        if not self.out_side or self.out_side**2 != self.tokens or self.side % self.out_side:
+            raise UsageError(
+                f"{self.side} x {self.side} patches cannot be {self.tokens} features",
+                hint="correct `mm_tokens_per_image` of config.json",
+            )
         pixels_BCYX = given(features, "pixel_values", 4)
         return pixels_BCYX, Arranged([self.tokens] * len(pixels_BCYX))
 
