@@ -30,14 +30,14 @@ class LayeredModel:
         import jax.numpy as jnp
         from flax import nnx
 
-        from tpuconv.models.common.steps import NO_WINDOW, Steps
+        from tpuconv.models.common.steps import Steps, windows_of
         from tpuconv.restore import abstract_model
 
         self.jax, self.nnx, self._read = jax, nnx, read or partial(read_array, manifest)
         self.model = abstract_model(manifest, dtype)
         config = self.model.config
         self.windows = windows
-        self.spans = [min(window or NO_WINDOW, NO_WINDOW) for window in config.windows]
+        self.spans = windows_of(config)
         self.lengths = [len(window.ids) for window in windows]
         widths = padded_widths(self.lengths)
         self.ids, self.positions = [], []

@@ -22,7 +22,7 @@ from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.seen import Seen, see
-from tpuconv.models.common.steps import NO_WINDOW, Block, Entered, Step, Steps
+from tpuconv.models.common.steps import Block, Entered, Step, Steps, windows_of
 
 
 class Decoder(nnx.Module):
@@ -374,7 +374,7 @@ class Decoder(nnx.Module):
 
     def _run(self, x_BTD: jax.Array, steps: Steps, kvs: Any) -> tuple[jax.Array, Any]:
         """Runs all blocks. `kvs` and the second result are the `layers` of a cache, or None."""
-        windows = [min(window or NO_WINDOW, NO_WINDOW) for window in self.config.windows]
+        windows = windows_of(self.config)
         if not self.scan_layers:
             return self._run_apart(x_BTD, range(len(windows)), self.layers, steps, windows, kvs)
         stacks = self._stacks

@@ -6,7 +6,7 @@ import jax
 
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.placement import placed
-from tpuconv.models.common.steps import NO_WINDOW, Step, Steps
+from tpuconv.models.common.steps import Step, Steps, windows_of
 
 
 class LoopedDecoder(Decoder):
@@ -24,11 +24,11 @@ class LoopedDecoder(Decoder):
     def _run(self, x_BTD: jax.Array, steps: Steps, kvs: Any) -> tuple[jax.Array, Any]:
         kept: dict[str, jax.Array] = {}
         new_kvs = []
-        windows = self.config.windows
+        windows = windows_of(self.config)
         for execution, layer in enumerate(self.config.executed_layers):
             x_BTD = placed(self.entering(execution, x_BTD, kept), "B T D")
             steps.enter(layer, x_BTD)
-            kv, window = None if kvs is None else kvs[execution], min(windows[layer] or NO_WINDOW, NO_WINDOW)
-            x_BTD, kv = self.layers[layer](x_BTD, self.given_to(execution, steps[layer], kept), window, kv)
+            kv = None if kvs is None else kvs[execution]
+            x_BTD, kv = self.layers[layer](x_BTD, self.given_to(execution, steps[layer], kept), windows[layer], kv)
             new_kvs.append(kv)
         return x_BTD, tuple(new_kvs)

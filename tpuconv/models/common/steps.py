@@ -16,6 +16,11 @@ NO_WINDOW = 2**31 - 1
 """The window of a layer without a sliding window: the largest int32, the dtype of positions."""
 
 
+def windows_of(config: DecoderConfig) -> list[int]:
+    """Returns the window of each layer, for layers without one `NO_WINDOW`."""
+    return [min(window or NO_WINDOW, NO_WINDOW) for window in config.windows]
+
+
 Entered = dict[int, jax.Array | None]
 """The hidden states [B, T, D] that enter layers, by the numbers of the layers; the number of layers stands for the
 output of the last one. None until a layer runs."""

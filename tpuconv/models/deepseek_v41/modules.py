@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.layers import Einsum, Embed, Keys, ScaledRMSNorm, normalize
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.recurrence import LayerState, PackedTokens
-from tpuconv.models.common.steps import NO_WINDOW, Step, Steps
+from tpuconv.models.common.steps import Step, Steps, windows_of
 from tpuconv.models.common.streams import Streams, by_stream, read_streams, to_streams
 from tpuconv.models.deepseek_v4.modules import (
     ScoredExperts,
@@ -268,12 +268,12 @@ class Model(WindowDecoder):
 
     def _run(self, x_BTD: jax.Array, steps: Steps, kvs: Any) -> tuple[jax.Array, Any]:
         new_kvs, handed = [], Handed()
+        windows = windows_of(self.config)
         for i, block in enumerate(self.layers):
             step = steps[i]
             step = step._replace(input=step.input._replace(handed=handed))
             steps.enter(i, x_BTD)
-            window = min(self.config.windows[i] or NO_WINDOW, NO_WINDOW)
-            x_BTD, out = block(placed(x_BTD, "B T D"), step, window, None if kvs is None else kvs[i])
+            x_BTD, out = block(placed(x_BTD, "B T D"), step, windows[i], None if kvs is None else kvs[i])
             kv, handed = out or (None, handed)  # while a quantization is traced some layers do nothing
             new_kvs.append(kv)
         return x_BTD, tuple(new_kvs)

@@ -55,47 +55,64 @@ class Columns:
         return cls(start, [(leaf.shape, leaf.dtype) for leaf in leaves], form)
 
 
-class SeenColumns(Columns):
-    """Columns of what images and sounds change in layers: which tokens see each other, rotary positions, and what is
-    added to the outputs of the first layers."""
-
-    @classmethod
-    def of_seen(cls, start: int, form: Seen) -> Self:
-        """Returns columns for samples whose abstract images have this form."""
-        return cls.of(start, jax.eval_shape(_by_token, form))
-
-    def write_seen(self, states_TW: np.ndarray, seen: Seen | None) -> None:
-        """Replaces the images; None of a text."""
-        self.write(states_TW, self._of_text(len(states_TW)) if seen is None else _by_token(seen))
-
-    def _of_text(self, length: int) -> "_ByToken":
-        shapes: _ByToken = jax.tree.unflatten(self.form, [shape for shape, _ in self.leaves])
-        at_BT3 = jnp.broadcast_to(jnp.arange(length)[:, None], (1, length, 3))
-        return _ByToken(
-            shapes.block_BT and jnp.full((1, length), -1),
-            shapes.at_BT3 and at_BT3,
-            tuple(jnp.zeros(shape) for shape in shapes.deep),
-        )
-
-    def read_seen(self, states_TW: np.ndarray) -> Seen:
-        """Returns the images, with a row of `deep` for each token."""
-        found: _ByToken = self.read(states_TW)
-        at_3BT = None if found.at_BT3 is None else jnp.moveaxis(found.at_BT3, -1, 0)
-        slot_BT = jnp.arange(len(states_TW))[None]
-        deep = tuple(each_BTD[0] for each_BTD in found.deep)
-        return Seen(jnp.zeros((1, 1)), slot_BT, found.block_BT, at_3BT, deep=deep)
-
-
-class _ByToken(NamedTuple):
-    """The fields of `Seen` that layers use, by token."""
+class _Places(NamedTuple):
+    """The places of images in a text, by token: `block_BT` of `Seen`, and `at_3BT` with its first axis last."""
 
     block_BT: Any
     at_BT3: Any
-    deep: tuple[Any, ...]
 
 
-def _by_token(seen: Seen) -> _ByToken:
+@dataclass(frozen=True)
+class SeenColumns:
+    """The columns of what images and sounds change in layers.
+
+    Attributes:
+        places: which tokens see each other, and rotary positions.
+        deep: what is added to the output of each of the first layers.
+    """
+
+    places: Columns
+    deep: Sequence[Columns]
+
+    @classmethod
+    def of(cls, start: int, form: Seen) -> Self:
+        """Returns columns for samples whose abstract images have this form."""
+        places, deep = jax.eval_shape(_by_token, form)
+        columns = [Columns.of(start, places)]
+        for each in deep:
+            columns.append(Columns.of(columns[-1].stop, each))
+        return cls(columns[0], columns[1:])
+
+    @property
+    def stop(self) -> int:
+        """The column after the last one."""
+        return (self.places, *self.deep)[-1].stop
+
+    def write(self, states_TW: np.ndarray, seen: Seen | None) -> None:
+        """Sets the columns, which are 0, for images; None of a text."""
+        places, deep = (self._of_text(len(states_TW)), ()) if seen is None else _by_token(seen)
+        self.places.write(states_TW, places)
+        for columns, each in zip(self.deep, deep, strict=False):
+            columns.write(states_TW, each)
+
+    def _of_text(self, length: int) -> _Places:
+        shapes: _Places = jax.tree.unflatten(self.places.form, [shape for shape, _ in self.places.leaves])
+        at_BT3 = jnp.broadcast_to(jnp.arange(length)[:, None], (1, length, 3))
+        return _Places(shapes.block_BT and jnp.full((1, length), -1), shapes.at_BT3 and at_BT3)
+
+    def read(self, states_TW: np.ndarray) -> Seen:
+        """Returns the places of images."""
+        found: _Places = self.places.read(states_TW)
+        at_3BT = None if found.at_BT3 is None else jnp.moveaxis(found.at_BT3, -1, 0)
+        return Seen(jnp.zeros((1, 1)), jnp.zeros((1, len(states_TW)), jnp.int32), found.block_BT, at_3BT)
+
+    def deepened(self, y_BTD: jax.Array, states_TW: np.ndarray, layer: int) -> jax.Array:
+        """Returns the output of a layer with what images add to it."""
+        return y_BTD + self.deep[layer].read(states_TW) if layer < len(self.deep) else y_BTD
+
+
+def _by_token(seen: Seen) -> tuple[_Places, list[jax.Array]]:
+    """Returns the places of images, and what is added to each layer's output [1, T, D]."""
     at_BT3 = None if seen.at_3BT is None else jnp.moveaxis(seen.at_3BT, 0, -1)
-    is_feature_BT1 = seen.slot_BT[..., None] >= 0
-    deep = tuple(jnp.where(is_feature_BT1, each_XD[seen.slot_BT], 0).astype(jnp.float32) for each_XD in seen.deep)
-    return _ByToken(seen.block_BT, at_BT3, deep)
+    nothing_BTD = jnp.zeros((*seen.slot_BT.shape, seen.features_XD.shape[-1]), jnp.float32)
+    return _Places(seen.block_BT, at_BT3), [seen.deepened(nothing_BTD, layer) for layer in range(len(seen.deep))]

@@ -22,7 +22,7 @@ from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.common.observe import observing
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.seen import Seen, see
-from tpuconv.models.common.steps import NO_WINDOW, Steps
+from tpuconv.models.common.steps import Steps, windows_of
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
 from tpuconv.quantize.calibrate.columns import Columns, SeenColumns
@@ -81,7 +81,7 @@ class LayerRunner:
         self.model = nnx.eval_shape(lambda: family.model_class(config, dtype=jnp.float32))
         layers = len(self.model.layers)
         self.stages = [f"layers.{i}" for i in range(layers)] + [HEAD_STAGE] * (self.model.lm_head is not None)
-        self.windows = [min(window or NO_WINDOW, NO_WINDOW) for window in config.windows]
+        self.windows = windows_of(config)
         pos_BT = jnp.arange(length)[None]
         self.steps = Steps.of(config, pos_BT, pos_BT, 0)
         self._graphs: list[Any] = []
@@ -136,7 +136,7 @@ class LayerRunner:
         if example is None:
             return None
         encoders = {part: getattr(self.model, part) for part in self.model.config.parts}
-        columns = SeenColumns.of_seen(self.width, nnx.eval_shape(partial(self._see, example), encoders))
+        columns = SeenColumns.of(self.width, nnx.eval_shape(partial(self._see, example), encoders))
         self.width = columns.stop
         return columns
 
@@ -149,7 +149,7 @@ class LayerRunner:
         steps = self.steps
         if self._seen is not None:
             pos_BT = steps[layer].pos_BT
-            steps = Steps.of(self.model.config, pos_BT, pos_BT, 0, seen=self._seen.read_seen(states_TW))
+            steps = Steps.of(self.model.config, pos_BT, pos_BT, 0, seen=self._seen.read(states_TW))
         step, kv = steps[layer], None
         if self._input_of is not None:
             step = step._replace(input=self._inputs[self._input_of[layer]].read(states_TW))
@@ -193,7 +193,7 @@ class LayerRunner:
             for number, each in zip(self._input_of or (), inputs or (), strict=True):
                 self._inputs[number].write(states_TW, each)
             if self._seen is not None:
-                self._seen.write_seen(states_TW, seen)
+                self._seen.write(states_TW, seen)
             yield states_TW
 
     def _read_input(self, name: str) -> Weights:
@@ -278,7 +278,7 @@ class LayerRunner:
         with jax.default_matmul_precision("highest"):
             y_BTD, result = self._run(number, state, *self._arguments(i, x_TD), window=self.windows[i])
             if self._seen is not None:
-                y_BTD = self._seen.read_seen(x_TD).deepened(y_BTD, i)
+                y_BTD = self._seen.deepened(y_BTD, x_TD, i)
         if self.width == self.hidden:
             return np.asarray(y_BTD[0])
         states_TW = x_TD.copy()
