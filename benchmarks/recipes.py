@@ -51,7 +51,8 @@ def main() -> None:
             out = folder / rules.name
             subprocess.run([*tpuconv, "quantize", str(folder / "plain"), str(out), "--config", config], **run)
             size = report(read_manifest(out).raw)
-            statistics = compare_logits(ids, reference, model_logits(out, ids, "bfloat16"), "bfloat16", rules.gates)
+            logits = model_logits(out, ids, "bfloat16")
+            statistics = compare_logits(ids, reference, logits, "bfloat16", rules.gates or {})
             failed += [f"{rules.name}: {failure}" for failure in statistics.failures()]
             print(
                 f"| `{rules.name}` | {size.weight_bits:.2f} | {size.bytes:,} "

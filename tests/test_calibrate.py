@@ -24,7 +24,7 @@ from helpers.buckets import ROOT, in_memory, objects
 from helpers.checkpoints import qwen3_config, random_checkpoint
 from helpers.conversions import Options, convert, restore, same_bits
 from helpers.families import CASES, is_inseparable
-from helpers.quantizing import ONE_OF_EACH, interrupted, quantize, quantize_source
+from helpers.quantizing import ONE_OF_EACH, interrupted, quantize
 from helpers.times import wait_for
 from tpuconv import api
 from tpuconv.api.calibration import CalibrationText
@@ -809,9 +809,59 @@ def test_activations_that_are_not_finite_are_named(orbax, tmp_path):
         quantize(ckpt, tmp_path / "out", config(), outside)
 
 
-def test_only_converted_checkpoints_are_calibrated(hf, tmp_path):
-    with pytest.raises(UsageError, match="runs the model of a converted checkpoint"):
-        quantize_source(hf(ONE_OF_EACH["qwen3"], "bfloat16"), tmp_path / "out", config())
+def test_a_conversion_does_not_calibrate(hf, tmp_path):
+    with pytest.raises(UsageError, match="has a calibration, which runs the model") as error:
+        api.convert(hf(ONE_OF_EACH["qwen3"], "bfloat16"), tmp_path / "out", quantize=written(tmp_path))
+    assert "`tpuconv quantize`" in error.value.hint
+
+
+# -- releases, and checkpoints for other programs ----------------------------------------------------------------------
+
+NUMBERS = {"samples": 2, "length": 24, "calibration": "self"}
+"""Text that the model draws: tiny models have no tokenizer."""
+
+
+def written(folder: Path, calibration: str = "{method: gptq}") -> Path:
+    """The file of a config."""
+    path = folder / "mine.yaml"
+    path.write_text(f"qwix: {{rules: [{INT4}]}}\ncalibration: {calibration}\n")
+    return path
+
+
+OTHERS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "gemma3", "llama4_text", "jamba")
+
+
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_a_release_is_quantized_as_its_checkpoint_is(family, hf, orbax, tmp_path):
+    case, rules = ONE_OF_EACH[family], written(tmp_path)
+    made = {"release": hf(case, "bfloat16"), "checkpoint": orbax(case, "bfloat16")}
+    for name, place in made.items():
+        assert api.plan_quantization(place, config=rules, **NUMBERS).calibration.tokens == 48
+        done = api.quantize(place, tmp_path / name, config=rules, **NUMBERS)
+        assert done.calibration.text == "self"
+    assert same_arrays(tmp_path / "release", tmp_path / "checkpoint")
+    facts = [read_manifest(tmp_path / name).quantization["parameters"] for name in made]
+    release, checkpoint = ({name: each["calibration"] for name, each in of_all.items()} for of_all in facts)
+    assert release == checkpoint
+
+
+@pytest.mark.slow
+def test_a_checkpoint_for_another_program_is_calibrated(hf, orbax, tmp_path):
+    case, rules = ONE_OF_EACH["qwen3"], written(tmp_path, "{method: awq}")
+    api.convert(hf(case, "bfloat16"), tmp_path / "tunix", target="tunix")
+    for name, place in (("theirs", tmp_path / "tunix"), ("ours", orbax(case, "bfloat16"))):
+        api.quantize(place, tmp_path / name, config=rules, **NUMBERS)
+    assert same_arrays(tmp_path / "theirs", tmp_path / "ours")
+
+
+@pytest.mark.slow
+def test_an_interrupted_calibration_of_a_release_goes_on(hf, tmp_path):
+    release, rules = hf(ONE_OF_EACH["qwen3"], "bfloat16"), written(tmp_path)
+    api.quantize(release, tmp_path / "whole", config=rules, **NUMBERS)
+    with interrupted("calibrated-00001", "before"):
+        api.quantize(release, tmp_path / "out", config=rules, **NUMBERS)
+    api.quantize(release, tmp_path / "out", config=rules, **NUMBERS)
+    assert same_arrays(tmp_path / "out", tmp_path / "whole")
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

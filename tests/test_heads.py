@@ -204,7 +204,15 @@ def test_scores_of_a_padded_batch(converted_headless: Any) -> None:
 def test_the_architecture_and_the_tensors_tell(architecture: str, tensors: tuple[str, ...], returns: str) -> None:
     family = find_family({"model_type": "llama", "architectures": [architecture]})
     assert family.returns({"architectures": [architecture]}, tensors) == returns
-    assert shown_head(named_head(architecture, family.architectures) or "", tensors) == returns
+    embedding = "model.embed_tokens.weight"
+    assert shown_head(named_head(architecture, family.architectures) or "", tensors, embedding) == returns
+
+
+def test_a_language_model_whose_names_have_no_prefix_may_be_tied() -> None:
+    raw = {"model_type": "cosmos3_omni", "architectures": ["Cosmos3OmniForConditionalGeneration"]}
+    names = ("layers.0.mlp.up_proj.weight", "embed_tokens.weight")
+    assert find_family(raw).returns(raw, names) == LOGITS
+    assert find_family(raw).returns({"architectures": ["Cosmos3OmniModel"]}, names) == HIDDEN
 
 
 def test_an_embedding_model_that_is_named_as_a_language_model_is_told_what_to_set(hf: Any, tmp_path: Path) -> None:

@@ -182,7 +182,11 @@ def test_stacked_experts_are_made_in_slabs(family, hf, tmp_path, monkeypatch):
     for quantize, folder in complete.items():
         one_pass(source, tmp_path / f"{quantize}-direct", quantize=quantize)
         api.export(folder.parent / "ckpt", tmp_path / f"{quantize}-again")
-        assert files(folder) == files(tmp_path / f"{quantize}-direct") == files(tmp_path / f"{quantize}-again")
+        made = [files(each) for each in (folder, tmp_path / f"{quantize}-direct", tmp_path / f"{quantize}-again")]
+        if quantize is None:  # the config of a plain export is the released one, without older keys for servers
+            for each in made:
+                del each["config.json"]
+        assert made[0] == made[1] == made[2]
     if config:
         assert_same(one_pass(complete[config], tmp_path / "slabs"), read_tensors(tmp_path / "decoded"))
         assert_same(one_pass(complete[config], tmp_path / "kept", encoding="keep"), read_tensors(complete[config]))

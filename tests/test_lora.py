@@ -264,7 +264,7 @@ def with_pairs(out: Path, tree: dict[str, Any]) -> tuple[dict[str, Any], dict[st
     pairs: dict[str, Any] = {}
     changed = tree
     for binding in table.bind(what.config):
-        if not re.search(r"(proj|kv_[ab]|lm_head|experts\.\w+)(\.weight)?$", binding.src[0].names[0]):
+        if not re.search(r"(proj|kv_[ab]|lm_head|experts\.\w+(?<!_bias))(\.weight)?$", binding.src[0].names[0]):
             continue
         row = PairRow(binding)
         for i, name in enumerate(row.parameters):

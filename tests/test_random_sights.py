@@ -19,7 +19,7 @@ from helpers.logits import forward
 from helpers.random_sights import changed_sights, windows
 from helpers.sights import SIGHTS, Sight
 from tpuconv import api
-from tpuconv.errors import TpuconvError
+from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.models.registry import find_family
 from tpuconv.verify.reference import Reference, _seen, mended
 from tpuconv.verify.sights import SightWindow
@@ -65,7 +65,9 @@ def compare(case: Sight, model: Any, window: SightWindow) -> None:
     features_XD = np.asarray(seen.features_XD)[np.asarray(seen.slot_BT)[ids_BT == window.placeholder]]
     if is_near(logits_TV, want.logits[0]) and is_near(features_XD, want.features[0]):
         return
-    exact = _seen(deepcopy(whole).double(), [window], "float32")  # enlarged roundings: as near as transformers is
+    precise = deepcopy(whole).double()
+    precise.set_experts_implementation("eager")  # the grouped products have no float64
+    exact = _seen(precise, [window], "float32")  # enlarged roundings: as near as transformers is
     assert_nearer(logits_TV, want.logits[0], exact.logits[0])
     assert_nearer(features_XD, want.features[0], exact.features[0])
 
@@ -96,5 +98,9 @@ def test_what_is_converted_sees_what_transformers_does(name: str, data: st.DataO
         assert back.keys() == {each for each in source if not re.search(case.derived, each)}
         assert all(np.array_equal(source[each], back[each]) for each in back)
         model, raw = tpuconv.load(folder / "out"), json.loads((folder / "hf" / "config.json").read_text())
-    for window in windows(case, model, find_family(raw).config.around_text(raw), changed.grids):
+        try:
+            seen = windows(case, model, find_family(raw).config.around_text(raw), changed.grids)
+        except UsageError:  # no image fits this config, such as 10 features for a square
+            return
+    for window in seen:
         compare(case, model, window)

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.commands import EXAMPLE, tpuconv
 from helpers.pages import Session, blocks_of, reading, run, run_command, saved
-from tpuconv.quantize.config import config_names
+from tpuconv.quantize.config import config_names, find_config
 
 ROOT = Path(__file__).parent.parent
 README, QUANTIZATION = ROOT / "README.md", ROOT / "docs" / "quantization.md"
@@ -33,7 +33,10 @@ def test_every_packaged_config_from_the_source_to_text(config: str, tmp_path: Pa
     if config in MADE_FOR:
         family, sizes = MADE_FOR[config]
         source = saved(family, tmp_path / "source", **sizes)
-    tpuconv("convert", source, "out", "--quantize", config, cwd=tmp_path)
+    if find_config(config).calibration is None:
+        tpuconv("convert", source, "out", "--quantize", config, cwd=tmp_path)
+    else:
+        tpuconv("quantize", source, "out", "--config", config, "--samples", "16", cwd=tmp_path)
     tpuconv("verify", "out", cwd=tmp_path)
     checked = tpuconv("verify", "out", "--compare-hf", "--json", cwd=tmp_path)
     assert json.loads(checked.stdout)["passed"]

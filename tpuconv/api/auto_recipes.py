@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tpuconv.api.calibration import CalibrationOptions
+from tpuconv.api.opened import OpenedModel
 from tpuconv.api.recipes import ROUNDING_METHODS, SensitivityRequest, inputs_of, sensitivity
-from tpuconv.location import Location
-from tpuconv.names import OWN_TARGET
 from tpuconv.progress import Listener
 
 if TYPE_CHECKING:
@@ -21,48 +20,50 @@ if TYPE_CHECKING:
 UNMEASURED = "planned by the roles of parameters: `quantize` measures the costs of groups first, and may choose others"
 
 
-def measured_rules(rules: "QuantConfig", ckpt: Location, text: CalibrationOptions, progress: Listener) -> "QuantConfig":
+def measured_rules(
+    rules: "QuantConfig", opened: OpenedModel, text: CalibrationOptions, progress: Listener
+) -> "QuantConfig":
     """Returns the rules by the costs of the groups of a checkpoint, which are measured unless they were kept; the
     config as it is if they cannot be measured.
 
     Raises:
         TpuconvError: see `tpuconv.api.sensitivity`, and `tpuconv.quantize.recipe.search.choose`.
     """
-    if not _is_measurable(ckpt):
+    if not _is_measurable(opened):
         return rules
     measured = sensitivity(
-        ckpt, calibration=text.calibration, samples=text.samples, length=text.length, progress=progress
+        opened.manifest.folder,
+        calibration=text.calibration,
+        samples=text.samples,
+        length=text.length,
+        progress=progress,
     )
     return _cheapest(rules, measured.groups)
 
 
 def planned_rules(
-    rules: "QuantConfig", ckpt: Location, text: CalibrationOptions
+    rules: "QuantConfig", opened: OpenedModel, text: CalibrationOptions
 ) -> "tuple[QuantConfig, tuple[str, ...]]":
     """Returns the rules by the costs that an earlier call kept; the config as it is without these, and a note if they
     can be measured."""
-    from tpuconv.api.opened import OpenedModel
-    from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.quantize.recipe.groups import find_choices
 
-    if not _is_measurable(ckpt):
+    if not _is_measurable(opened):
         return rules, ()
-    manifest = read_manifest(ckpt)
-    asked = SensitivityRequest(ckpt, calibration=text.calibration, samples=text.samples, length=text.length)
-    groups = inputs_of(asked, OpenedModel(manifest), find_choices(manifest))[2].read()
+    manifest = opened.manifest
+    asked = SensitivityRequest(manifest.folder, calibration=text.calibration, samples=text.samples, length=text.length)
+    groups = inputs_of(asked, opened, find_choices(manifest))[2].read()
     return (rules, (UNMEASURED,)) if groups is None else (_cheapest(rules, groups), ())
 
 
-def _is_measurable(ckpt: Location) -> bool:
-    """Returns True if the model of a checkpoint can be calibrated: the arrays have our names, it returns logits, and it
+def _is_measurable(opened: OpenedModel) -> bool:
+    """Returns True if the costs of a model can be measured and kept: it is a checkpoint of ours, returns logits, and
     has a tokenizer for the text."""
     from tpuconv.checkpoint.companions import tokenizer_folder
-    from tpuconv.checkpoint.manifest import read_manifest
     from tpuconv.models.tokenizer import has_tokenizer
 
-    manifest = read_manifest(ckpt)
-    with tokenizer_folder(manifest) as folder:
-        return manifest.target == OWN_TARGET and not manifest.returns and has_tokenizer(folder)
+    with tokenizer_folder(opened.manifest) as folder:
+        return opened.plan is None and not opened.manifest.returns and has_tokenizer(folder)
 
 
 def _cheapest(rules: "QuantConfig", groups: "Sequence[ParamGroup]") -> "QuantConfig":

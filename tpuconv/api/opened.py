@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,17 +51,12 @@ class OpenedModel:
         reader = ReleaseArrays(self.plan, Limits.of_this_machine())
         return restore.load_from(self.manifest, reader, dtype, mesh, mtp=mtp)
 
-    @contextmanager
-    def reading(self) -> "Iterator[ReadArray | None]":
-        """Yields a function that makes the arrays of a release one at a time; None for a checkpoint of ours, whose
-        files have them."""
-        if self.plan is None:
-            yield None
-            return
-        from tpuconv.verify.weights.planned import made_arrays
+    def reading(self) -> "AbstractContextManager[ReadArray | None]":
+        """Returns what yields a function that makes the arrays of a release one at a time; None for a checkpoint of
+        ours."""
+        from tpuconv.convert.run.made_arrays import reading
 
-        with made_arrays(self.plan) as made:
-            yield lambda name, layer: made[name] if layer is None else made[name][layer]
+        return reading(self.plan)
 
     def load_on_all_devices(self, dtype: Any = None, *, mtp: bool = False, beside: "OpenedModel | None" = None) -> Any:
         """Returns the model, sharded over all devices (with `jax.distributed`, of all processes); with `mtp` and its
@@ -115,9 +110,9 @@ def check_draft(opened: OpenedModel, draft: "OpenedModel | None", speculate: Spe
 
 
 @contextmanager
-def opened_model(src: str | Location, options: Options) -> Iterator[OpenedModel]:
+def opened_model(src: str | Location, options: Options, *, weights: bool = True) -> Iterator[OpenedModel]:
     """Yields the model of a checkpoint, for any program, or of a release, which is planned with the options. Either may
-    be on the Hub; a checkpoint there is downloaded to the Hub's cache.
+    be on the Hub; a checkpoint there, and with `weights` a release, is downloaded to the Hub's cache.
 
     Raises:
         UsageError: there is neither, or options are given for a checkpoint.
@@ -134,7 +129,8 @@ def opened_model(src: str | Location, options: Options) -> Iterator[OpenedModel]
     rules = find_rules(options.quantize, options.encoding)
     with ExitStack() as stack:
         try:
-            plan = stack.enter_context(planned_loading(str(src), options, quantizer_by(rules) if rules else None))
+            quantizer = quantizer_by(rules) if rules else None
+            plan = stack.enter_context(planned_loading(str(src), options, quantizer, weights=weights))
         except PushedCheckpoint:
             plan = None
         if plan is None:

@@ -67,7 +67,6 @@ class Sensitivity(OneLine):
 
     Attributes:
         checkpoint: the checkpoint, or the release.
-        is_release: whether it is a release.
         dtype: in which the model ran.
         method: how weights were rounded, of `ROUNDING_METHODS`.
         prompts: how many prompts it was measured on.
@@ -79,7 +78,6 @@ class Sensitivity(OneLine):
     """
 
     checkpoint: Location
-    is_release: bool
     dtype: str
     method: str
     prompts: int
@@ -194,7 +192,7 @@ def _measured_costs(
     groups, found = kept.read(), None
     reused = groups is not None
     if groups is not None and not is_written:
-        return Sensitivity(folder, read is not None, DTYPE, asked.method, len(ids), tokens, groups, None, reused, text)
+        return Sensitivity(folder, DTYPE, asked.method, len(ids), tokens, groups, None, reused, text)
     with TemporaryDirectory(dir=out.absolute().parent if is_written else None) as work:
         probe = LayerwiseProbe(manifest, choices, ids, Path(work), rounding, read)
         if groups is None:
@@ -223,7 +221,7 @@ def _measured_costs(
                 chosen=chosen,
             )
             _write(manifest, space, sums, found, (ids, asked.prompts_from), (asked.method, data), asked.overwrite)
-    return Sensitivity(folder, read is not None, DTYPE, asked.method, len(ids), tokens, groups, found, reused, text)
+    return Sensitivity(folder, DTYPE, asked.method, len(ids), tokens, groups, found, reused, text)
 
 
 def inputs_of(

@@ -39,6 +39,7 @@ CONFIG = {
     "quantize",
     "tpuconv quantize --config int8_default.yaml",
     "tpuconv quantize Qwen3-8B-orbax --config int4_weight_only --explain",
+    "tpuconv quantize Qwen/Qwen3-8B --config int4_gptq",
     "tpuconv quantize Qwen3-8B-orbax /data/Qwen3-8B-mine --config ./mine.yaml",
     "tpuconv quantize Qwen3-8B-orbax --config auto:4.5",
     "tpuconv quantize Qwen3-8B-orbax --sensitivity",
@@ -74,21 +75,22 @@ def quantize(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Quantize the checkpoint CKPT by Qwix rules to OUT (<CKPT>-<config>, beside it, by default).
+    """Quantize CKPT, a checkpoint or a release, by Qwix rules to OUT (by default <CKPT>-<config> beside a checkpoint,
+    ./<name>-orbax-<config> of a release).
 
     CKPT defaults to the newest unquantized checkpoint in the current folder. OUT appears complete or not at all. After
     an interruption the same command continues. OUT contains the arrays that Qwix computes, bit for bit, and a report,
     quantization.html.
 
-    If the config has `calibration: {method: gptq}`, the model runs on text, layer by layer, and weights are rounded
+    If the config has a calibration, as int4_gptq has, the model runs on text, layer by layer, and weights are rounded
     so that the outputs of each layer change less.
 
     With --config auto:4.5 the costs of groups of parameters are measured once, and OUT has the types that cost least at
     4.5 bits per quantized weight.
 
-    --sensitivity, --target-bits and --gate measure and do not quantize CKPT, which may be a release. The model runs on
-    prompts, layer by layer in float32, to measure the KL divergence of each group of parameters in int8 and in int4.
-    --gate searches for the smallest config that passes.
+    --sensitivity, --target-bits and --gate measure and do not quantize CKPT. The model runs on prompts, layer by layer
+    in float32, to measure the KL divergence of each group of parameters in int8 and in int4. --gate searches for the
+    smallest config that passes.
     """
     if as_list:
         _list_configs(as_json)
@@ -269,14 +271,11 @@ def _show_sensitivity(found: "api.Sensitivity", as_json: bool, calibrated: str) 
     kept = "; reused from an earlier run" if found.reused else ""
     show(f"  KL(unquantized || this group quantized), nats a token, worst first{kept}")
     if recipe:
-        quantizing = f"tpuconv quantize {found.checkpoint}"
-        if found.is_release:
-            quantizing = f"tpuconv convert {found.checkpoint}, and tpuconv quantize"
         show(
             (str(recipe.out), "bold"),
             f": {recipe.bits_per_weight:.2f} bits a weight; KL {recipe.measured_kl:.3g} and "
             f"top-1 {100 * recipe.measured_top1:.2f}% measured, KL {recipe.predicted_kl:.3g} predicted by the sum "
             "over groups; "
             f"plot: {recipe.picture}. "
-            f"Next: {quantizing} --config {recipe.out}{calibrated}",
+            f"Next: tpuconv quantize {found.checkpoint} --config {recipe.out}{calibrated}",
         )

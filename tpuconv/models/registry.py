@@ -84,7 +84,8 @@ class Family:
         names = [named_head(name, self.architectures) for name in raw.get("architectures") or ()]
         if undressed(first := next(iter(tensors), "")) != first:  # a trainer put segments before all names
             tensors = set(map(undressed, tensors))
-        return shown_head(next(filter(None, names), LOGITS), tensors)
+        embedding = next((row.hf_names[0] for row in self.table if row.jax_names[0].startswith("embed.")), "")
+        return shown_head(next(filter(None, names), LOGITS), tensors, embedding)
 
     @property
     def whole_table(self) -> MappingTable:

@@ -10,6 +10,7 @@ import numpy as np
 from tpuconv.checkpoint.reader import Checkpoint
 from tpuconv.convert.plan.quantization import FoundArray, Quantization
 from tpuconv.convert.plan.types import Plan
+from tpuconv.convert.run.describe import planned_manifest
 from tpuconv.encodings.adapted import Adapted
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough import POWERS_OF_TWO
@@ -95,20 +96,29 @@ def quantization(
         return Quantization(encoders, facts, report_page, passthrough)
     from tpuconv.quantize.calibrate.run import LayerwiseCalibration
 
-    if data is None or not isinstance(plain.source, Checkpoint):
+    if data is None:
         raise UsageError(
-            f"{rules.name} has a calibration, which runs the model of a converted checkpoint",
-            hint="convert without `quantize=`, then use `tpuconv quantize`",
+            f"{rules.name} has a calibration, which runs the model before it is quantized",
+            hint="give the source to `tpuconv quantize` instead",
         )
     from tpuconv.quantize.cache_scales import scale_arrays, scale_counts
 
+    stored = plain.source if isinstance(plain.source, Checkpoint) else None
+    manifest = stored.manifest if stored else planned_manifest(plain)
     cached: Mapping[str, FoundArray] = {}
     if rules.calibration.kv_cache:
         model = nnx.eval_shape(lambda: family.model_class(config, dtype=jnp.bfloat16))
         counts = scale_counts(model, rules.calibration.kv_cache)
-        cached = scale_arrays(plain.source.manifest, counts, stacks)
-    heads = config.num_attention_heads
-    calibration = LayerwiseCalibration(plain.source.manifest, encoders, rules.calibration, data, heads, cached)
+        cached = scale_arrays(manifest, counts, stacks)
+    calibration = LayerwiseCalibration(
+        manifest,
+        encoders,
+        rules.calibration,
+        data,
+        config.num_attention_heads,
+        cached,
+        plan=None if stored else plain,
+    )
     facts["calibration_data"] = data.to_json()
     return Quantization(encoders, facts, report_page, passthrough, calibration, dict(calibration.found_arrays))
 

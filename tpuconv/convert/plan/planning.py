@@ -86,10 +86,10 @@ def planned_conversion(
 
 
 @contextmanager
-def planned_loading(src: str, options: Options, quantizer: Quantizer | None) -> Iterator[Plan]:
+def planned_loading(src: str, options: Options, quantizer: Quantizer | None, *, weights: bool = True) -> Iterator[Plan]:
     """Yields the plan of a release whose model is loaded without a checkpoint. Its weights are read where they are, in
-    a folder or in a bucket; from the Hub they are downloaded to its cache when the plan is known to have no faults. The
-    arguments are as of `planned_conversion`.
+    a folder or in a bucket; from the Hub they are downloaded to its cache when the plan is known to have no faults, and
+    not without `weights`. Other arguments are as of `planned_conversion`.
 
     Raises:
         UsageError: the quantization has a calibration.
@@ -97,17 +97,17 @@ def planned_loading(src: str, options: Options, quantizer: Quantizer | None) -> 
     """
     options = options.with_adapters()
     revision = options.revision
-    for weights in (False, True):
-        with resolve(src, revision=revision, weights=weights) as resolved:
+    for whole in (False, True):
+        with resolve(src, revision=revision, weights=whole) as resolved:
             plan = _plan_release(_opened(resolved), options, quantizer, None)
             plan.check()
             if plan.quantization and plan.quantization.calibration:
                 raise UsageError(
                     f"{plan.quantization.config['name']} has a calibration, which runs the model before it is "
                     "quantized",
-                    hint="`tpuconv convert` the release, `tpuconv quantize` the checkpoint, and load that",
+                    hint="`tpuconv quantize` the release, and load that",
                 )
-            if weights or not resolved.headers_only:
+            if whole or not weights or not resolved.headers_only:
                 yield plan
                 return
             revision = resolved.commit

@@ -99,9 +99,15 @@ def is_of_head(name: str) -> bool:
     return any(module in name for module in HEAD_MODULES) or name in OWN_HEADS
 
 
-def shown_head(named: str, tensors: Collection[str]) -> str:
+def shown_head(named: str, tensors: Collection[str], embedding: str) -> str:
     """Returns what a model returns whose architecture says `named`, and that has tensors with these names. Releases of
-    embedding models keep the name of the language model that they were made of, and lack its head."""
+    embedding models keep the name of the language model that they were made of, and lack its head.
+
+    Args:
+        named: one of the kinds of heads.
+        tensors: the names of the tensors; none if they are not known.
+        embedding: the name of the embedding in a language model of the family.
+    """
     if not tensors:
         return named
     has_scores = any(name.startswith("score.") for name in tensors)
@@ -109,10 +115,10 @@ def shown_head(named: str, tensors: Collection[str]) -> str:
         return named if named == SCORES and has_scores else LOGITS
     if has_scores:
         return SCORES
-    # Language models and classifiers have a prefix, which a `...Model` of transformers does not write. Only releases
-    # with names of their authors have none.
+    # A `...Model` of transformers does not write the prefix that language models and classifiers have. Releases with
+    # names of their authors have none, nor has Cosmos.
     without_prefix = any(name.startswith(("layers.", "language_model.layers.")) for name in tensors)
-    without_prefix = without_prefix and not any(name in tensors for name in OWN_EMBEDDINGS)
+    without_prefix = without_prefix and not any(name in tensors for name in (*OWN_EMBEDDINGS, embedding))
     return HIDDEN if named == HIDDEN or without_prefix else named
 
 

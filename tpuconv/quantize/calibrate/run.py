@@ -21,7 +21,9 @@ import numpy as np
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.schema import CALIBRATED_SCHEMA
 from tpuconv.convert.plan.quantization import FoundArray
+from tpuconv.convert.plan.types import Plan
 from tpuconv.convert.run.calibrated import QVALUES, SCALES, VALUES, CalibratedValues
+from tpuconv.convert.run.made_arrays import made_bytes, reading
 from tpuconv.errors import GateError, UnsupportedConfig
 from tpuconv.jsonfile import Each, Optional, Size
 from tpuconv.names import CACHE_SCALES, INPUT_SCALE, collapse
@@ -88,12 +90,13 @@ class LayerwiseCalibration:
     """See the module, and `tpuconv.convert.plan.quantization.CalibrationPass`.
 
     Args:
-        manifest: the checkpoint that is quantized.
+        manifest: the model that is quantized.
         encoders: of its parameters.
         settings: the method.
         data: what the model runs on.
         heads: of attention, in the layer with the most.
         cached: the arrays of static scales of KV caches; empty without these.
+        plan: how a release, or a checkpoint for another program, is read; None for a checkpoint of ours.
     """
 
     manifest: Manifest
@@ -102,11 +105,15 @@ class LayerwiseCalibration:
     data: CalibrationData
     heads: int
     cached: Mapping[str, FoundArray] = field(default_factory=dict)
+    plan: Plan | None = None
 
     @property
     def memory(self) -> int:
         """The private memory in bytes that it needs at most."""
-        return calibration_memory(self.manifest, self.encoders, self.heads, self.data.length, self.settings.propagates)
+        of_layer = calibration_memory(
+            self.manifest, self.encoders, self.heads, self.data.length, self.settings.propagates
+        )
+        return of_layer + (made_bytes(self.plan) if self.plan else 0)
 
     @property
     def widest(self) -> int:
@@ -121,7 +128,11 @@ class LayerwiseCalibration:
             ResourceError: there is too little disk space.
             GateError: activations are not finite.
         """
-        runner = LayerRunner(self.manifest, self.data.length, example=self.data.example)
+        with reading(self.plan) as read:
+            yield from self._run_layers(LayerRunner(self.manifest, self.data.length, read, self.data.example), journal)
+
+    def _run_layers(self, runner: LayerRunner, journal: Journal) -> Iterator[str]:
+        """See `run`."""
         stages = self._stages(runner)
         self._check_inputs(runner, stages)
         if journal.done(layer_entry(0), LAYER_ENTRY) is None:

@@ -64,6 +64,13 @@ class JoinedConfig(ProjectorConfig):
     def merge(self) -> int:
         return self.scale_factor
 
+    def check(self, tower: Any) -> None:
+        super().check(tower)
+        if self.scale_factor > tower.side:
+            raise ConfigError(
+                f"config.json: scale_factor={self.scale_factor} joins more patches than the {tower.side} of a row"
+            )
+
     def sizes(self, tower: Any) -> dict[str, Any]:
         return {"O": self.out, "M": tower.sizes["D"] * self.scale_factor**2}
 

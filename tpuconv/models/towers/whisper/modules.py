@@ -99,11 +99,11 @@ class Whisper(FeatureEncoder):
         if len(lengths) != B:
             raise UsageError(f"input_features has {B} sounds, {self.mask_name} {len(lengths)}")
         in_steps = (lengths - 1) // 2 + 1
-        counts = self.counts(in_steps)
+        width = steps // self.per_feature
+        counts = np.minimum(self.counts(in_steps), width)
         count = padded_rows(B)
         is_sound_BP = (np.arange(steps) < in_steps[:, None]) | self.sees_silence
         segment_BP = padded(np.where(is_sound_BP, 0, -1).astype(np.int32), count, -1)
-        width = steps // self.per_feature
         rows = [row * width + np.arange(number) for row, number in enumerate(counts)]
         return Prepared((padded(mel_BMT, count), segment_BP), np.concatenate(rows), counts.tolist())
 
@@ -166,6 +166,9 @@ class GlmWhisper(Whisper):
     def check_length(self, frames: int) -> None:
         if frames % (2 * self.config.joined):
             raise UsageError(f"input_features has {frames} frames, no multiple of {2 * self.config.joined}")
+
+    def counts(self, steps_B: np.ndarray) -> np.ndarray:
+        return steps_B // 4  # whatever the number of steps that are joined
 
     def embedded(self, x_BPD: jax.Array) -> jax.Array:
         return x_BPD
