@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def test_every_command_of_the_readme_runs_in_its_order(folder: Path) -> None:
     said = [run_command(line, folder) for page in (README, QUANTIZATION) for line in commands(page)]
-    assert len(said) == 15
+    assert len(said) == 16
     made = {path.name for path in folder.iterdir()}
     assert {"Qwen3-8B-orbax", "DeepSeek-R1-orbax", "DeepSeek-R1-orbax-int8_default", "Qwen3-8B-orbax-recipe"} <= made
     assert {"recipe.yaml", "recipe.html"} <= made
