@@ -931,18 +931,20 @@ print(json.dumps({"planned": plan.peak_memory_bytes, "before": peaks[0], "peak":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [INT4, MSE], ids=["absmax", "mse"])
-def test_the_private_memory_is_at_most_what_the_plan_says(rule, tmp_path):
+@pytest.mark.parametrize(
+    ("rule", "place"), [(INT4, "ckpt"), (MSE, "ckpt"), (INT4, "hf")], ids=["absmax", "mse", "a release"]
+)
+def test_the_private_memory_is_at_most_what_the_plan_says(rule, place, tmp_path):
     """Anonymous pages of a process of its own, of a model whose layers take more than the interpreter. That a sample
     misses the very peak makes the first bound no stricter."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "head_dim": 64}
     source = random_checkpoint(tmp_path / "hf", qwen3_config(vocab_size=512, num_attention_heads=16, **sizes))
     convert(source, tmp_path / "ckpt")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "ckpt" / name).write_bytes((EXAMPLE / "tiny-qwen3" / name).read_bytes())
+        (tmp_path / place / name).write_bytes((EXAMPLE / "tiny-qwen3" / name).read_bytes())
     (tmp_path / "mine.yaml").write_text(f"qwix: {{rules: [{rule}]}}\ncalibration: {{method: gptq}}\n")
     (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times. " * 40)
-    paths = [tmp_path / name for name in ("ckpt", "out", "mine.yaml", "text.txt")]
+    paths = [tmp_path / name for name in (place, "out", "mine.yaml", "text.txt")]
     done = subprocess.run([sys.executable, "-c", MEASURED, *map(str, paths)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
