@@ -127,7 +127,7 @@ def make_plan(
             reason += BY_ADAPTER
         skipped.setdefault(reason, []).extend(info.name for info in tensor.stored)
     faults += [f"{p}  is changed by an adapter, and not converted" for p in collapse(lost)]
-    front = _strange_front(partial(get_family(family).release_reader, table.returns, parts), unmapped)
+    front = _strange_front(partial(get_family(family).release_reader, table.returns, parts), why_ignored, unmapped)
     faults += front or _coverage_faults(source, tensors, bindings, expected, unmapped, copies)
 
     passthrough: dict[str, Passthrough] = {}
@@ -282,14 +282,18 @@ def _coverage_faults(
     return faults + _dtype_faults(tensors, bindings)
 
 
-def _strange_front(reader: Callable[[], ReleaseReader], names: Sequence[str]) -> list[str]:
+def _strange_front(
+    reader: Callable[[], ReleaseReader], why_ignored: Callable[[str], str | None], names: Sequence[str]
+) -> list[str]:
     """The fault of a segment before all names without which all of them are in the table of a family, whose `reader` is
     made if it is needed."""
     front = names[0].partition(".")[0] + "." if names else ""
     if not front or not all(name.startswith(front) for name in names):
         return []
     speller = reader().speller
-    fits = all(speller.canonical(each) is not None for each in by_template(name.removeprefix(front) for name in names))
+    plain = [name.removeprefix(front) for name in names]
+    read = by_template(name for name in plain if not why_ignored(name))
+    fits = all(speller.canonical(each) is not None for each in read)
     is_strange = not any(map(speller.canonical, by_template(names)))
     return [f"every name begins with {front!r}, and all of them fit without it"] if fits and is_strange else []
 
