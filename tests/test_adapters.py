@@ -16,6 +16,7 @@ from helpers.conversions import assert_same, restore, same_bits
 from helpers.encoded import encoded, int4_asymmetric
 from helpers.families import CASES, FIRST, Case, hf_model
 from helpers.schemes import encode
+from helpers.sights import SIGHTS
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.encodings import adapted as adapted_tensors
@@ -44,6 +45,8 @@ def adapted(base: Path, out: Path, seed: int = 0, kind=None, dtype="auto", **opt
         # peft asks for an attribute that transformers renamed.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
         warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")
+        warnings.filterwarnings("ignore", "Model (has|with) `tie_word_embeddings=True`")
+        warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")
         wrapped = get_peft_model(model, LoraConfig(target_modules=targets, **{"r": 4, "lora_alpha": 7} | options))
         with torch.no_grad():
             for _, parameter in wrapped.named_parameters():
@@ -88,8 +91,10 @@ def test_a_merged_adapter_is_that_of_peft(case: Case, hf, tmp_path: Path) -> Non
         {"use_dora": True},
         {"modules_to_save": ["lm_head", "input_layernorm"]},
         {"bias": "all"},
+        {"trainable_token_indices": [95, 3, 7]},
+        {"trainable_token_indices": {"embed_tokens": [1, 2], "lm_head": [5]}},
     ],
-    ids=["rslora", "patterns", "embeddings", "rank", "dora", "modules_to_save", "bias"],
+    ids=["rslora", "patterns", "embeddings", "rank", "dora", "modules_to_save", "bias", "tokens", "tokens of two"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_forms_of_adapters(options: dict, dtype: str, tmp_path: Path) -> None:
@@ -99,17 +104,21 @@ def test_forms_of_adapters(options: dict, dtype: str, tmp_path: Path) -> None:
     assert not [name for name in ours if not same_bits(ours[name], merged[name])]
 
 
-def test_a_matrix_with_its_inputs_first_is_not_changed(hf, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_matrices_with_their_inputs_first(dtype: str, hf, tmp_path: Path) -> None:
     """GPT-2's, of which one is square: nothing but its row in the table tells."""
-    source = hf(FIRST["gpt2"])
-    adapted(source, tmp_path / "lora", target_modules=["c_proj"], fan_in_fan_out=True)
-    config = tmp_path / "lora" / "adapter_config.json"
-    with pytest.raises(UnsupportedConfig, match="fan_in_fan_out"):
-        exported(source, tmp_path, str(tmp_path / "lora"))
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"fan_in_fan_out": False}))
+    source = hf(FIRST["gpt2"], dtype)
+    options = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "bias": "lora_only"}
+    merged = saved(adapted(source, tmp_path / "lora", **options), tmp_path / "merged")
+    ours = exported(source, tmp_path, str(tmp_path / "lora"))
+    assert not [name for name in ours if not same_bits(ours[name], merged[name])]
+
+
+def test_columns_that_dora_scales_are_refused(hf, tmp_path: Path) -> None:
+    adapted(hf(FIRST["gpt2"]), tmp_path / "lora", target_modules=["c_proj"], fan_in_fan_out=True, use_dora=True)
     with pytest.raises(MappingError) as info:
-        exported(source, tmp_path, str(tmp_path / "lora"))
-    assert any("attn.c_proj.weight  is a matrix [in, out]" in line for line in info.value.details)
+        api.convert(hf(FIRST["gpt2"]), tmp_path / "out", adapter=[str(tmp_path / "lora")])
+    assert any("attn.c_proj.weight  is a matrix [in, out], whose columns" in line for line in info.value.details)
 
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -282,9 +291,55 @@ def test_a_change_of_a_copy_is_not_lost(target: str, tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     write_checkpoint(tmp_path / "hf", config, tensors)
     adapter = lora(tmp_path / "lora", matrices("lm_head", *tensors["lm_head.weight"].shape))
-    with pytest.raises(MappingError, match="not match the") as error:
+    with pytest.raises(MappingError, match="the head and the embedding of hf apart") as error:
         api.convert(tmp_path / "hf", tmp_path / "out", adapter=[adapter], target=target)
-    assert any("lm_head.weight  is changed by an adapter" in line for line in error.value.details)
+    assert any("lm_head.weight  shares its matrix" in line for line in error.value.details)
+
+
+TIED = {"tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["embed_tokens", "up_proj"]},
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        {"trainable_token_indices": [5, 9]},
+    ],
+    ids=["embeddings", "modules_to_save", "tokens"],
+)
+def test_adapters_of_tied_embeddings(options: dict, tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "hf", qwen3_config(**TIED), "float32")
+    merged = saved(adapted(tmp_path / "hf", tmp_path / "lora", **options), tmp_path / "merged")
+    ours = exported(tmp_path / "hf", tmp_path, str(tmp_path / "lora"))
+    assert not [name for name in ours if not same_bits(ours[name], merged[name])]
+
+
+def test_pairs_of_a_tied_head_are_merged_once(tmp_path: Path) -> None:
+    """peft computes with one change of the head and one of the embedding, and merges both into their one matrix."""
+    plain = read_tensors(random_checkpoint(tmp_path / "hf", qwen3_config(**TIED), "float32"))
+    adapted(tmp_path / "hf", tmp_path / "lora", target_modules=["embed_tokens"], ensure_weight_tying=True)
+    ours = exported(tmp_path / "hf", tmp_path, str(tmp_path / "lora"))
+    (a,), (b,) = ([x for n, x in _adapter_tensors(tmp_path / "lora").items() if f"embedding_{p}" in n] for p in "AB")
+    name = "model.embed_tokens.weight"
+    np.testing.assert_allclose(ours[name], plain[name] + (b @ a).T * np.float32(7 / 4), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["lm_head"]},
+    ],
+    ids=["both", "embedding", "head"],
+)
+def test_a_head_that_an_adapter_unties_is_refused(options: dict, tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "hf", qwen3_config(**TIED), "float32")
+    adapted(tmp_path / "hf", tmp_path / "lora", **options)
+    with pytest.raises(MappingError, match="the head and the embedding of hf apart") as error:
+        api.plan(tmp_path / "hf", adapter=[str(tmp_path / "lora")]).plan.check()
+    assert "save the model untied first" in str(error.value.hint)
 
 
 def test_a_change_of_a_tower_is_said_to_be_left_out(hf, tmp_path: Path) -> None:
@@ -356,19 +411,12 @@ def test_another_adapter_is_another_conversion(tmp_path: Path) -> None:
     assert any(not same_bits(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
-        ({"target_modules": ["embed_tokens"], "use_dora": True}, "lora_magnitude_vector"),
-    ],
-)
-def test_what_is_not_implemented_is_refused_by_name(options: dict, message: str, tmp_path: Path) -> None:
+def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path) -> None:
     random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
-    adapted(tmp_path / "hf", tmp_path / "lora", **options)
+    adapted(tmp_path / "hf", tmp_path / "lora", target_modules=["embed_tokens"], use_dora=True)
     with pytest.raises(UnsupportedConfig) as error:
         api.plan(tmp_path / "hf", adapter=[str(tmp_path / "lora")])
-    assert message in "\n".join([error.value.message, *error.value.details])
+    assert "lora_magnitude_vector" in "\n".join([error.value.message, *error.value.details])
 
 
 @pytest.mark.parametrize(
@@ -377,6 +425,7 @@ def test_what_is_not_implemented_is_refused_by_name(options: dict, message: str,
         ({"lora_B_layout": "grouped_by_expert"}, "lora_B_layout='grouped_by_expert', an unknown key"),
         ({"layer_replication": [[0, 1], [0, 2]]}, "layer_replication="),
         ({"kasa_config": {"beta": 1.0}}, "kasa_config="),
+        ({"lora_bias": True}, "lora_bias=True"),
         ({"target_parameters": EXPERTS, "peft_version": "0.18.1"}, "peft_version='0.18.1' with target_parameters"),
         ({"target_parameters": EXPERTS, "peft_version": "0.19.0"}, "peft_version='0.19.0'"),
         ({"target_parameters": EXPERTS, "peft_version": None}, "peft_version=None"),
@@ -534,6 +583,20 @@ def test_modules_of_transformers_lead_to_the_tensors_of_releases(
     assert_same(ours, theirs)
     api.convert(tmp_path / "hf", tmp_path / "plain", text_only=is_text)
     assert any(not same_bits(x, ours[name]) for name, x in restore(tmp_path / "plain").items())
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("internvl", marks=pytest.mark.slow)])
+def test_changes_of_a_tower(name: str, tmp_path: Path) -> None:
+    """Releases have other names of its modules than transformers. A text model alone leaves them out."""
+    model, folder = SIGHTS[name]().model, tmp_path / "hf"
+    model.save_pretrained(folder)
+    merged = saved(adapted(folder, tmp_path / "lora", 0, type(model), target_modules="all-linear"), tmp_path / "merged")
+    ours, before = exported(folder, tmp_path, str(tmp_path / "lora")), read_tensors(folder)
+    assert ours.keys() == merged.keys()
+    assert any("vis" in each for each in ours if not same_bits(ours[each], before[each]))
+    assert not [each for each in ours if not same_bits(ours[each], merged[each])]
+    done = api.convert(folder, tmp_path / "text", adapter=[str(tmp_path / "lora")], text_only=True)
+    assert any(skip.reason.endswith(", which an adapter changes") for skip in done.skipped)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])

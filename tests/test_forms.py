@@ -20,6 +20,7 @@ from helpers.conversions import assert_same, convert, plan_for, restore
 from helpers.encoded import encoded, fp8
 from helpers.experts import stacked
 from helpers.families import CASES, FIRST, Case, hf_model
+from helpers.sights import SIGHTS
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
@@ -232,10 +233,77 @@ def test_prefixes_of_trainers(prefix: str, name: str, hf: Any, orbax: Any, tmp_p
     assert_same(restore(tmp_path / "out"), restore(orbax(case)))
 
 
+def _with_prefix(modules: Tensors, tensors: Tensors) -> Tensors:
+    return {f"base_model.model.{n}": x for n, x in modules.items()}
+
+
+def _released_with_prefix(modules: Tensors, tensors: Tensors) -> Tensors:
+    return {f"_orig_mod.{n}": x for n, x in tensors.items()}
+
+
+def _with_a_buffer(modules: Tensors, tensors: Tensors) -> Tensors:
+    return {**tensors, "visual.rotary_pos_emb.inv_freq": np.ones(3, np.float32)}
+
+
+def _half_as_modules(modules: Tensors, tensors: Tensors) -> Tensors:
+    """The tensors with layer 1 under the names of modules."""
+    return {n: x for n, x in tensors.items() if ".1." not in n} | {n: x for n, x in modules.items() if ".1." in n}
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        pytest.param(_with_prefix, id="modules with a prefix"),
+        pytest.param(_half_as_modules, id="a layer of modules"),
+        pytest.param(_released_with_prefix, id="released names with a prefix", marks=pytest.mark.slow),
+        pytest.param(_with_a_buffer, id="a buffer", marks=pytest.mark.slow),
+    ],
+)
+def test_spellings_of_an_encoder(spelled: Callable[[Tensors, Tensors], Tensors], tmp_path: Path) -> None:
+    """The text model alone skips it in all of them."""
+    model = SIGHTS["qwen2_vl"]().model
+    model.save_pretrained(tmp_path / "plain")
+    modules = {name: x.numpy() for name, x in model.state_dict().items()}
+    source = rewritten(tmp_path / "plain", tmp_path / "hf", lambda tensors: spelled(modules, tensors))
+    api.convert(tmp_path / "plain", tmp_path / "wanted")
+    api.convert(source, tmp_path / "out")
+    wanted = restore(tmp_path / "wanted")
+    assert any(name.startswith("vision.") for name in wanted)
+    assert_same(restore(tmp_path / "out"), wanted)
+    api.convert(source, tmp_path / "text", text_only=True)
+    text = {name: x for name, x in wanted.items() if not name.startswith("vision.")}
+    assert_same(restore(tmp_path / "text"), text)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.rotary_emb.inv_freq",
+        "model.layers.9.self_attn.rotary_emb.inv_freq",
+        "vision_tower.vision_model.embeddings.position_ids",
+    ],
+)
+def test_buffers_that_follow_from_the_config(name: str, hf: Any, tmp_path: Path) -> None:
+    case = FIRST["gemma2"]
+    source = rewritten(hf(case), tmp_path / "hf", lambda tensors: {**tensors, name: np.ones(4, np.float32)})
+    plan = plan_for(source)
+    plan.check()
+    assert [skip.reason for skip in plan.skipped] == ["computed from config.json"]
+
+
 def test_an_unknown_prefix_is_named(hf: Any, tmp_path: Path) -> None:
     source = rewritten(hf(FIRST["llama"]), tmp_path / "hf", lambda tensors: {f"foo.{n}": x for n, x in tensors.items()})
     with pytest.raises(MappingError, match=r"every name begins with 'foo\.', and all of them fit without it"):
         plan_for(source).check()
+
+
+def test_an_unknown_prefix_of_a_multimodal_model_is_named(tmp_path: Path) -> None:
+    SIGHTS["qwen2_vl"]().model.save_pretrained(tmp_path / "plain")
+    spelled = rewritten(
+        tmp_path / "plain", tmp_path / "hf", lambda tensors: {f"foo.{n}": x for n, x in tensors.items()}
+    )
+    with pytest.raises(MappingError, match=r"every name begins with 'foo\.', and all of them fit without it"):
+        api.convert(spelled, tmp_path / "out")
 
 
 def test_tensors_of_two_forms_are_refused(hf: Any, tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ import numpy as np
 from tpuconv.encodings.decode import Tensor
 from tpuconv.errors import shorten
 from tpuconv.names import collapse
-from tpuconv.sources.adapter_changes import Change, LowRank, Product, Replacement
+from tpuconv.sources.adapter_changes import Change, LowRank, Product, ReplacedRows, Replacement
 from tpuconv.sources.reader import Reader
 
 BY_ADAPTER = ", which an adapter changes"
 """A phrase of the reason why a changed tensor is not converted."""
+
+ONE_MATRIX = "shares its matrix with"
+"""A phrase of the fault of a head that is tied to the embedding, where an adapter changes the two apart."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,23 @@ class Adapted(Tensor):
             self._replace(self.changes[0], start, out)
         else:
             self.base.read(reader, start, raw, out)
-            self._add(self.changes[0], first, inside, out)
+            self._change(self.changes[0], start, out)
         for change in self.changes[1:]:
-            if isinstance(change, Replacement):
-                self._replace(change, start, out)
-            else:
-                self._add(change, first, inside, out)
+            self._change(change, start, out)
+
+    def _change(self, change: Change, start: int, out: np.ndarray) -> None:
+        columns = self.shape[-1]
+        if isinstance(change, Product):
+            first = start // columns
+            self._add(change, first, slice(start - first * columns, start - first * columns + out.size), out)
+        elif isinstance(change, Replacement):
+            self._replace(change, start, out)
+        else:
+            for row, values in zip(change.rows, change.values, strict=True):
+                begin, end = max(row * columns, start), min((row + 1) * columns, start + out.size)
+                if begin < end:
+                    part = values[begin - row * columns : end - row * columns]
+                    self._set(change, part, out[begin - start : end - start])
 
     def _add(self, change: Product, first: int, inside: slice, out: np.ndarray) -> None:
         if out.dtype == ml_dtypes.bfloat16 and not change.rounded:
@@ -71,8 +85,11 @@ class Adapted(Tensor):
         np.copyto(out, part, casting="unsafe")
 
     def _replace(self, change: Replacement, start: int, out: np.ndarray) -> None:
-        values = change.file.values(change.values.reshape(-1)[start : start + out.size])
-        np.copyto(out, values.astype(self.dtype), casting="unsafe")  # peft keeps them in the dtype of the model
+        self._set(change, change.values.reshape(-1)[start : start + out.size], out)
+
+    def _set(self, change: Replacement | ReplacedRows, part: np.ndarray, out: np.ndarray) -> None:
+        # peft keeps them in the dtype of the model
+        np.copyto(out, change.file.values(part).astype(self.dtype), casting="unsafe")
 
 
 def _matrices(change: Product, first: int, last: int) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
@@ -135,12 +152,11 @@ def adapt(
     for placed in adapters:
         missing = [*placed.missing, *(name for name in placed.changes if name not in out)]
         faults += [f"{p}  is changed by the adapter {placed.adapter}, and not in the model" for p in collapse(missing)]
-        for name, change in placed.changes.items():
+        for name, given in placed.changes.items():
             if (tensor := out.get(name)) is None:
                 continue
-            if name in input_first and isinstance(change, Product):
-                faults.append(f"{name}  is a matrix [in, out], which the adapter {placed.adapter} cannot change")
-            elif fault := _fault(tensor, change, placed.adapter):
+            change = given.transposed if isinstance(given, LowRank) and name in input_first else given
+            if fault := _fault(tensor, change, placed.adapter):
                 faults.append(f"{name}  {fault}")
             elif isinstance(tensor, Adapted):
                 out[name] = replace(tensor, changes=(*tensor.changes, change))
@@ -153,6 +169,13 @@ def adapt(
 def _fault(tensor: Tensor, change: Change, adapter: str) -> str | None:
     if tensor.scheme is not None and tensor.scheme.input_first:
         return f"is stored as {tensor.scheme.title}, which the adapter {adapter} cannot change"
+    if isinstance(change, LowRank) and change.scales_columns:
+        return f"is a matrix [in, out], whose columns the adapter {adapter} would scale (DoRA)"
+    if isinstance(change, ReplacedRows):
+        size = (max(change.rows, default=-1) + 1, change.values.shape[1])
+        if len(tensor.shape) != 2 or tensor.shape[0] < size[0] or tensor.shape[1] != size[1]:
+            return f"has the shape {list(tensor.shape)}, and rows of it in the adapter {adapter} {list(size)}"
+        return None
     if tensor.shape != change.shape:
         return f"has the shape {list(tensor.shape)}, its change in the adapter {adapter} {list(change.shape)}"
     if isinstance(change, LowRank) and change.magnitude is not None and isinstance(tensor, Adapted):

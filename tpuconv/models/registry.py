@@ -24,7 +24,7 @@ from tpuconv.models.families import DRAFT_ARCHITECTURES, DRAFT_FAMILIES, FAMILIE
 from tpuconv.models.left_out import MODELS_LEFT_OUT
 from tpuconv.notation.forms import Forms, ReleaseReader
 from tpuconv.notation.release import Release
-from tpuconv.notation.spelling import undressed
+from tpuconv.notation.segments import all_undressed
 from tpuconv.notation.table import MappingTable
 
 WRAPPED = "tpuconv.models.wrappers:wrapped_family"
@@ -82,10 +82,8 @@ class Family:
         """Returns what a model of this family returns (`tpuconv.models.common.heads`), by its parsed config.json and
         the names of its tensors."""
         names = [named_head(name, self.architectures) for name in raw.get("architectures") or ()]
-        if undressed(first := next(iter(tensors), "")) != first:  # a trainer put segments before all names
-            tensors = set(map(undressed, tensors))
         embedding = next((row.hf_names[0] for row in self.table if row.jax_names[0].startswith("embed.")), "")
-        return shown_head(next(filter(None, names), LOGITS), tensors, embedding)
+        return shown_head(next(filter(None, names), LOGITS), all_undressed(tensors), embedding)
 
     @property
     def whole_table(self) -> MappingTable:
@@ -98,6 +96,7 @@ class Family:
 
     def parts_among(self, tensors: Collection[str]) -> tuple[str, ...]:
         """Returns the parts beside the text model of which there are tensors."""
+        tensors = all_undressed(tensors)
         return tuple(dict.fromkeys(each.part for each in self.modalities if each.has_some(tensors)))
 
     def table_without_release(self, returns: str = LOGITS, parts: Mapping[str, PartConfig] = NO_PARTS) -> MappingTable:

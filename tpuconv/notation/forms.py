@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tpuconv.notation.release import AS_TABLED, Release
+from tpuconv.notation.segments import FRONTS, without_front
 from tpuconv.notation.sizes import HasSizes, configs_by_part, holds
 from tpuconv.notation.spelling import (
-    FRONTS,
     Speller,
     by_template,
     filled,
@@ -23,7 +23,6 @@ from tpuconv.notation.spelling import (
     rules_of,
     template,
     with_indices_of,
-    without_front,
 )
 from tpuconv.notation.table import APART, INDEX, Map, MappingTable, row_indices, under
 
@@ -282,7 +281,11 @@ def _found(tensor: str, names_of: Mapping[str, Sequence[str]]) -> list[str]:
 def _values(table: MappingTable, config: HasSizes, hf: str) -> Sequence[int]:
     """The numbers of the layers that a row, or a place, is in; empty if it is in one place."""
     index = INDEX.search(hf)
-    return {**config.layer_sets, **table.layer_sets}.get(index[1].partition("+")[0], ()) if index else ()
+    if not index:
+        return ()
+    letter = index[1].partition("+")[0]
+    sets = {**config.layer_sets, **table.layer_sets}
+    return sets[letter] if letter in sets else range(config.sizes.get(letter, 0))  # a tower has a number of layers
 
 
 def _of_layers(row: Map, layers: tuple[int, ...], words: dict[tuple[int, ...], str]) -> Map:

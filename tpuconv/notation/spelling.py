@@ -9,19 +9,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+from tpuconv.notation.segments import FRONTS, undressed, without_front
 from tpuconv.notation.table import INDEX, MappingTable
 
 INDEX_NUMBER = re.compile(r"(?<![^._])\d+(?![^.])")
 """A number between dots, or after an underscore, as in `shard_3`."""
 _REPLACED = re.compile(f"{INDEX.pattern}|{INDEX_NUMBER.pattern}")
-FRONTS = frozenset({"model", "language_model", "text_model", "transformer", "thinker"})
-"""Leading segments that classes of transformers add or leave out."""
-INSERTED = re.compile(
-    r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|module|base_layer)(?:\.|$)"
-)
-"""Segments that trainers insert into names."""
-TRAINERS = re.compile(r"^(?:base_model\.model|pretrained_model|module|_orig_mod)\.")
-"""Segments that trainers put before names."""
 _HASHED = str.maketrans("123456789", "0" * 9)
 
 
@@ -75,18 +68,6 @@ def by_template(names: Iterable[str]) -> dict[str, list[str]]:
 def module_of(name: str) -> str:
     """Returns the name of the module of a tensor."""
     return name.rpartition(".")[0]
-
-
-def without_front(name: str, fronts: Collection[str] = FRONTS) -> str:
-    """Returns a name without its leading segments that are in `fronts`."""
-    while (front := name.partition("."))[0] in fronts and front[2]:
-        name = front[2]
-    return name
-
-
-def undressed(name: str) -> str:
-    """Returns a name without the segments of trainers."""
-    return INSERTED.sub("", TRAINERS.sub("", TRAINERS.sub("", name))).rstrip(".")
 
 
 def fronts_of(names: Collection[str]) -> set[str]:

@@ -20,6 +20,7 @@ from tpuconv.notation.arithmetic import Arithmetic
 from tpuconv.notation.layout import Layout, Shape, format_axes
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.release import AS_TABLED, Release
+from tpuconv.notation.segments import reason_by
 from tpuconv.notation.sizes import MTP, HasSizes, configs_by_part, holds, sets_of_layers
 
 INDEX = re.compile(r"\{(#?\w+(?:\+\w+)*)\}")
@@ -326,7 +327,7 @@ class MappingTable:
 
     def check_layers_alike(self) -> None:
         """Raises UnsupportedConfig if layers differ in the names or groups of their tensors: they cannot be stacked."""
-        if apart := [row for row in self.rows if any(x.startswith(APART) for x in row_indices(row)[0])]:
+        if apart := [r for r in self.rows if not r.part and any(x.startswith(APART) for x in row_indices(r)[0])]:
             raise UnsupportedConfig(
                 f"some layers of this release name or group the tensors of {apart[0].jax_names[0]} in another way than "
                 "the rest, and cannot be stacked with them",
@@ -344,7 +345,7 @@ class MappingTable:
         # Any number of a layer is ignored, beyond the model's too.
         sets = {x: layers for x, layers in config.layer_sets.items() if x != LAYERS}
         patterns = [(_compile_pattern(text, sets, config.sizes), why) for text, why in ignored.items()]
-        return lambda name: next((why for pattern, why in patterns if pattern.fullmatch(name)), None)
+        return reason_by(patterns)
 
     def copies_of(self, config: HasSizes, include_mtp: bool = False) -> dict[str, str]:
         """`copies` for this config: names without indices."""

@@ -2,12 +2,13 @@
 
 Each pair of matrices A [R, in] and B [out, R] changes a weight by B A times a factor: alpha / R, or alpha / sqrt(R)
 (rsLoRA, arXiv:2312.03732). With a magnitude the rows are scaled to it (DoRA, arXiv:2402.09353). Tensors that were
-trained as a whole (`modules_to_save`, biases) replace the tensors of the model. An adapter that changes weights in
+trained as a whole (`modules_to_save`, biases) replace the tensors of the model, and the embeddings of single tokens
+(`trainable_token_indices`) their rows. An adapter that changes weights in
 another way is refused by name.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from pathlib import Path
@@ -18,7 +19,7 @@ from tpuconv.errors import ConfigError, SourceError, UnsupportedConfig, UsageErr
 from tpuconv.jsonfile import check, parse, read_bytes
 from tpuconv.location import BucketPath, to_location
 from tpuconv.patterns import check_patterns
-from tpuconv.sources.adapter_changes import AdapterFile, Change, LowRank, Replacement
+from tpuconv.sources.adapter_changes import AdapterFile, Change, LowRank, ReplacedRows, Replacement
 from tpuconv.sources.adapter_config import check_adapter_config
 from tpuconv.sources.adapter_experts import NESTED, ExpertChange, parameters_by_wrapper
 from tpuconv.sources.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -30,6 +31,8 @@ PEFT_PREFIX = "base_model.model."
 MAX_ADAPTER_CONFIG_BYTES = 1 << 20
 _PART = re.compile(r"(.*)\.lora_(?:(embedding_)?([AB])|(magnitude_vector))(?:\.weight)?")
 MAGNITUDE = "magnitude"
+TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
+"""The end of the name of the rows of single tokens."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ def read_adapter(given: str) -> Adapter:
         else:
             pairs.setdefault(found[1], {})[found[3] or MAGNITUDE] = info
             embeddings |= {found[1]} if found[2] else set()
+    tokens = {name.removesuffix(TOKEN_ROWS): whole.pop(name) for name in list(whole) if name.endswith(TOKEN_ROWS)}
     # With an adapted embedding PEFT saves the unchanged matrix too.
     whole = {name.replace(NESTED, ""): x for name, x in whole.items() if not name.endswith(f"{NESTED}.weight")}
     unknown += [part.name for pair in pairs.values() if not {"A", "B"} <= pair.keys() for part in pair.values()]
@@ -118,6 +122,11 @@ def read_adapter(given: str) -> Adapter:
     named = [(f"{path}, alpha_pattern", pattern) for pattern in patterns.values()]
     check_patterns(named, [*pairs, *map(".".join, experts.values())], ConfigError, method="match")
     changes: dict[str, Change] = {name: Replacement(file.matrix(info), file) for name, info in whole.items()}
+    for module, info in tokens.items():
+        rows = _token_rows(module, config.get("trainable_token_indices") or ())
+        if len(info.shape) != 2 or info.shape[0] != len(rows):
+            raise SourceError(f"{weights}: {info.name} has not a row for each of {len(rows)} tokens")
+        changes[f"{module}.weight"] = ReplacedRows(file.matrix(info), rows, file)
     of_experts = []
     for module, pair in pairs.items():
         a, b = (file.matrix(pair[part]) for part in "AB")
@@ -144,6 +153,13 @@ def read_adapter(given: str) -> Adapter:
     file.check_unchanged()
     digest = hash_bytes(contents.encode())["xxh3_128"]
     return Adapter(place, weight, digest, changes, folder, tuple(of_experts), is_on_hub=_is_hub_id(place))
+
+
+def _token_rows(module: str, indices: Sequence[int] | Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    """The tokens whose rows of a module an adapter has: a list, or a list by the end of the module's name."""
+    if isinstance(indices, Mapping):
+        indices = next((rows for end, rows in indices.items() if module.endswith(end)), ())
+    return tuple(indices)
 
 
 def _parsed(given: str) -> tuple[str, float]:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +81,8 @@ class Product(ABC):
 @dataclass(frozen=True)
 class LowRank(Product):
     """`left` [rows, R] times `right` [R, columns], perhaps stacked. Both are parts of `file`, perhaps with their axes
-    swapped, and are read when they are needed. With a `magnitude` [rows] the changed rows are scaled to it (DoRA)."""
+    swapped, and are read when they are needed. With a `magnitude` [rows] the changed rows are scaled to it (DoRA), or
+    the columns of a weight [in, out], which is not implemented (`scales_columns`)."""
 
     left: np.ndarray
     right: np.ndarray
@@ -89,11 +90,18 @@ class LowRank(Product):
     file: AdapterFile
     rounded: bool = False
     magnitude: np.ndarray | None = None
+    scales_columns: bool = False
 
     @property
     def shape(self) -> Shape:
         """See `Product`."""
         return *self.left.shape[:-1], self.right.shape[-1]
+
+    @property
+    def transposed(self) -> "LowRank":
+        """The change of a weight [in, out]."""
+        left, right = self.right.swapaxes(-1, -2), self.left.swapaxes(-1, -2)
+        return replace(self, left=left, right=right, scales_columns=self.magnitude is not None)
 
     def factors(self, matrix: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
         """See `Product`."""
@@ -169,4 +177,14 @@ class Replacement:
         return self.values.shape
 
 
-Change = Product | Replacement
+@dataclass(frozen=True)
+class ReplacedRows:
+    """Rows of a matrix that were trained as a whole, such as the embeddings of single tokens: `values` [n, columns], a
+    part of `file`, instead of the model's `rows`."""
+
+    values: np.ndarray
+    rows: tuple[int, ...]
+    file: AdapterFile
+
+
+Change = Product | Replacement | ReplacedRows

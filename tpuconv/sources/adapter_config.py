@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
-from tpuconv.jsonfile import Each, Optional, check, short
+from tpuconv.jsonfile import AtLeast, Each, Optional, check, short
 
 SCHEMA = {
     "peft_type": str,
@@ -17,6 +17,7 @@ SCHEMA = {
     "use_rslora": Optional((bool, None)),
     "use_dora": Optional((bool, None)),
     "target_parameters": Optional(([str], None)),
+    "trainable_token_indices": Optional(([AtLeast(0)], Each([AtLeast(0)]), None)),
     "peft_version": Optional((str, None)),
 }
 """The keys that are read."""
@@ -29,6 +30,8 @@ NO_EFFECT_ON_MERGED = frozenset(
         # how it was trained
         *("lora_dropout", "inference_mode", "task_type", "runtime_config", "megatron_core", "qalora_group_size"),
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
+        # the model tells which of its matrices are [in, out]
+        "fan_in_fan_out",
         # of which model
         *("base_model_name_or_path", "revision"),
     )
@@ -37,9 +40,8 @@ NO_EFFECT_ON_MERGED = frozenset(
 
 REFUSED = frozenset(
     (
-        *("fan_in_fan_out", "lora_bias", "use_qalora", "megatron_config", "alora_invocation_tokens"),
-        *("trainable_token_indices", "layer_replication", "use_bdlora", "arrow_config", "kasa_config"),
-        "monteclora_config",
+        *("lora_bias", "use_qalora", "megatron_config", "alora_invocation_tokens"),
+        *("layer_replication", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"),
     )
 )
 """Keys that change weights in a way that is not implemented, unless they are false or empty."""

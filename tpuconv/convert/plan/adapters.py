@@ -1,12 +1,12 @@
 """Where the changes of adapters go: an adapter names modules as transformers has them, a release as it likes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
 
-from tpuconv.encodings.adapted import Placed
+from tpuconv.encodings.adapted import ONE_MATRIX, Placed
 from tpuconv.encodings.decode import Tensor
 from tpuconv.notation.forms import ReleaseReader
 from tpuconv.notation.layout import Layout
@@ -14,7 +14,7 @@ from tpuconv.notation.release import Release
 from tpuconv.notation.spelling import copies_in_layers, numbers, template
 from tpuconv.notation.table import EXPERTS, INDEX, Map
 from tpuconv.sources.adapter import Adapter
-from tpuconv.sources.adapter_changes import Change, JoinedExperts, LowRank
+from tpuconv.sources.adapter_changes import Change, JoinedExperts, LowRank, ReplacedRows, Replacement
 from tpuconv.sources.adapter_experts import ExpertChange
 
 
@@ -81,8 +81,56 @@ def of_shared_matrices(placed: Sequence[Placed], copies: Mapping[str, str]) -> t
     return out, faults
 
 
+def of_tied_head(placed: Sequence[Placed], heads: Mapping[str, str]) -> tuple[list[Placed], list[str]]:
+    """Returns the changes without the changes of heads that share the embedding's matrix, which PEFT may have too, and
+    a fault for each matrix that the model would not share any more.
+
+    Args:
+        placed: the changes by the names on disk.
+        heads: the names of the embeddings, by the names of the heads that share them.
+    """
+    out, faults = [], []
+    for each in placed:
+        changes = dict(each.changes)
+        for head, embedding in heads.items():
+            of_head, first = changes.pop(head, None), changes.get(embedding)
+            # PEFT merges pairs of the embedding and rows of tokens into the matrix of both.
+            if not _is_same(of_head, first) if of_head is not None else isinstance(first, Replacement):
+                one, other = (head, embedding) if of_head else (embedding, head)
+                how = "in another way" if of_head and first else "alone"
+                faults.append(f"{one}  {ONE_MATRIX} {other}, which the adapter {each.adapter} changes {how}")
+        out.append(replace(each, changes=changes))
+    return out, faults
+
+
+def without_ignored(
+    placed: Sequence[Placed], tensors: Container[str], why_ignored: Callable[[str], str | None]
+) -> tuple[list[Placed], dict[str, list[str]]]:
+    """Returns the changes without the changes of modules that the table ignores and the source has under other names,
+    such as an encoder of images beside the text model; and the names of these, by the reason.
+
+    Args:
+        placed: the changes by the names on disk.
+        tensors: the names of the model's tensors.
+        why_ignored: returns the reason why the table ignores a tensor.
+    """
+    out: list[Placed] = []
+    ignored: dict[str, list[str]] = {}
+    for each in placed:
+        reasons = {name: why for name in each.changes if name not in tensors and (why := why_ignored(name))}
+        for name, why in reasons.items():
+            ignored.setdefault(why, []).append(name)
+        out.append(replace(each, changes={name: x for name, x in each.changes.items() if name not in reasons}))
+    return out, ignored
+
+
 def _is_same(change: Change, other: Change | None) -> bool:
     """Returns True if both changes have the same values."""
+    if isinstance(change, Replacement) and isinstance(other, Replacement):
+        return np.array_equal(change.file.values(change.values), other.file.values(other.values))
+    if isinstance(change, ReplacedRows) and isinstance(other, ReplacedRows):
+        same = change.rows == other.rows
+        return same and np.array_equal(change.file.values(change.values), other.file.values(other.values))
     if not isinstance(change, LowRank) or not isinstance(other, LowRank) or change.magnitude is not None:
         return False
     pairs = ((change.left, other.left), (change.right, other.right))

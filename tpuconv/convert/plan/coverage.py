@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from tpuconv.convert.plan.adapters import changes_on_disk, of_shared_matrices
+from tpuconv.convert.plan.adapters import changes_on_disk, of_shared_matrices, of_tied_head, without_ignored
 from tpuconv.convert.plan.cutting import cut_binding, gather
 from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.quantization import Quantization
@@ -31,9 +31,10 @@ from tpuconv.models.common.ignored import IgnoredKey
 from tpuconv.models.common.saved import INPUTS_FIRST
 from tpuconv.models.registry import get_family
 from tpuconv.names import OWN_TARGET, collapse
+from tpuconv.notation.forms import ReleaseReader
 from tpuconv.notation.layout import Shape
 from tpuconv.notation.sizes import MTP, HasSizes, WithSizes, sets_of_layers
-from tpuconv.notation.spelling import by_template
+from tpuconv.notation.spelling import by_template, template
 from tpuconv.notation.table import EXPERTS, LAYERS, PERIODS, PLACES, Binding, MappingTable, row_indices
 from tpuconv.sources.config import ENCODING_KEYS
 from tpuconv.sources.source import Source
@@ -86,24 +87,28 @@ def make_plan(
         raise UsageError("an adapter changes weights, so they cannot stay encoded", hint='leave out `encoding="keep"`')
     input_first = {name for b in bindings if b.row.input_first for name in b.src_shapes()}
     tensors = recut(shaped(tensors, expected), expected, table.recut_groups(config, mtp))
-    reader = get_family(family).release_reader(table.returns) if options.adapters else None
+    parts = getattr(config, "parts", {})
+    reader = get_family(family).release_reader(table.returns, parts) if options.adapters else None
     inputs_first = family in INPUTS_FIRST
     placed_changes = (
         changes_on_disk(options.adapters, reader, table.release, tensors, inputs_first=inputs_first) if reader else ()
     )
     known_copies = table.copies_of(config, mtp)
     placed_changes, apart = of_shared_matrices(placed_changes, known_copies)
+    heads = {copy: x for copy, x in known_copies.items() if copy not in expected and template(copy) == copy}
+    placed_changes, untied = of_tied_head(placed_changes, heads)
+    why_ignored = table.ignored(config, mtp)
+    placed_changes, elsewhere = without_ignored(placed_changes, tensors, why_ignored)
     tensors, misfits = adapt(tensors, placed_changes, input_first)
-    faults += apart + misfits
+    faults += apart + untied + misfits
     copies = {
         name: original
         for name in tensors
         if name not in everywhere and (original := _original(name, known_copies, expected))
     }
-    why_ignored = table.ignored(config, mtp)
     copies |= _zero_biases(tensors, everywhere, why_ignored)
-    skipped: dict[str, list[str]] = {}
-    unmapped, lost = [], []
+    skipped = {why + BY_ADAPTER: names for why, names in elsewhere.items()}
+    unmapped, lost = [], [name for names in elsewhere.values() for name in names if target.is_safetensors]
     for name, tensor in tensors.items():
         if name in expected:
             continue
@@ -122,7 +127,7 @@ def make_plan(
             reason += BY_ADAPTER
         skipped.setdefault(reason, []).extend(info.name for info in tensor.stored)
     faults += [f"{p}  is changed by an adapter, and not converted" for p in collapse(lost)]
-    front = _strange_front(family, table.returns, unmapped)
+    front = _strange_front(partial(get_family(family).release_reader, table.returns, parts), why_ignored, unmapped)
     faults += front or _coverage_faults(source, tensors, bindings, expected, unmapped, copies)
 
     passthrough: dict[str, Passthrough] = {}
@@ -277,13 +282,18 @@ def _coverage_faults(
     return faults + _dtype_faults(tensors, bindings)
 
 
-def _strange_front(family: str, returns: str, names: Sequence[str]) -> list[str]:
-    """The fault of a segment before all names without which all of them are in the family's table."""
+def _strange_front(
+    reader: Callable[[], ReleaseReader], why_ignored: Callable[[str], str | None], names: Sequence[str]
+) -> list[str]:
+    """The fault of a segment before all names without which all of them are in the table of a family, whose `reader` is
+    made if it is needed."""
     front = names[0].partition(".")[0] + "." if names else ""
     if not front or not all(name.startswith(front) for name in names):
         return []
-    speller = get_family(family).release_reader(returns).speller
-    fits = all(speller.canonical(each) is not None for each in by_template(name.removeprefix(front) for name in names))
+    speller = reader().speller
+    plain = [name.removeprefix(front) for name in names]
+    read = by_template(name for name in plain if not why_ignored(name))
+    fits = all(speller.canonical(each) is not None for each in read)
     is_strange = not any(map(speller.canonical, by_template(names)))
     return [f"every name begins with {front!r}, and all of them fit without it"] if fits and is_strange else []
 

@@ -16,6 +16,7 @@ from tpuconv.checkpoint.shards import ShardedArraySpec
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.quantization import Encoder, Quantization
+from tpuconv.encodings.adapted import ONE_MATRIX
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough_rows import KEEP_FAULT, Passthrough
 from tpuconv.errors import MappingError, shorten
@@ -359,6 +360,13 @@ class Plan:
                 f"{self.source.name} has weights that {KEEP_FAULT}",
                 details=shorten(self.faults),
                 hint='`encoding="dequantize"` decodes them',
+            )
+        if self.faults and all(ONE_MATRIX in fault for fault in self.faults):
+            raise MappingError(
+                f"an adapter changes the head and the embedding of {self.source.name} apart, which are one matrix",
+                details=shorten(self.faults),
+                hint="save the model untied first: load it with tie_word_embeddings=False, and copy the embedding into "
+                "its head",
             )
         lost = [fault.partition(IS_MISSING)[0] for fault in self.faults if IS_MISSING in fault]
         if len(lost) == count > 0 and all(map(is_of_head, lost)):

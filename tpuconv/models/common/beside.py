@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Self
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.key_types import checked_values, hints_of
-from tpuconv.notation.spelling import template, without_front
+from tpuconv.notation.segments import without_front
+from tpuconv.notation.spelling import template
 from tpuconv.notation.table import Map, MappingTable
 
 VISION, VIDEO, AUDIO = "vision", "video", "audio"

@@ -325,10 +325,7 @@ def decoder_table(
             Map("model.norm.weight", "norm.scale", "D"),
             Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
         ),
-        ignore={
-            "model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json",
-            **(ignore or {}),
-        },
+        ignore=ignore,
         copies={"lm_head.weight": "model.embed_tokens.weight", **(copies or {})},
         recut=recut,
     )

@@ -97,7 +97,6 @@ TABLE = MappingTable(
         *norm_rows("transformer.ln_f", "norm"),
         Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
     ),
-    ignore={"transformer.h.{L}.self_attention.rotary_emb.inv_freq": "computed from config.json"},
     copies={"lm_head.weight": "transformer.word_embeddings.weight"},
 )
 

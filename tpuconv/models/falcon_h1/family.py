@@ -97,7 +97,6 @@ TABLE = MappingTable(
         Map("model.final_layernorm.weight", "norm.scale", "D"),
         Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
     ),
-    ignore={"model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json"},
     copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
 

@@ -324,7 +324,6 @@ RECURRENT_GEMMA = GEMMA.but(
             Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
         ),
         ignore={
-            "model.layers.{attention_layers}.temporal_block.rotary_emb.inv_freq": "computed from config.json",
             "model.normalizer": "computed from config.json",
         },
         copies={"lm_head.weight": "model.embed_tokens.weight"},

@@ -245,7 +245,6 @@ def neox_table(front: str, rows: tuple[Map, ...], *others: Map) -> MappingTable:
             Map("embed_out.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
         ),
         ignore={
-            f"{front}layers.{{L}}.attention.rotary_emb.inv_freq": "computed from config.json",
             f"{front}layers.{{L}}.attention.bias": "the causal mask",
             f"{front}layers.{{L}}.attention.masked_bias": "the score of a masked key",
         },

@@ -83,7 +83,6 @@ PHI = decoder(
             Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
             Map("lm_head.bias", "lm_head.bias", "V", when="has_head_bias"),
         ),
-        ignore={"model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json"},
         copies={"lm_head.weight": "model.embed_tokens.weight"},
     ),
 )
@@ -116,7 +115,6 @@ PERSIMMON = decoder(
             *norm_rows("model.final_layernorm", "norm"),
             Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
         ),
-        ignore={"model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json"},
         copies={"lm_head.weight": "model.embed_tokens.weight"},
     ),
 )

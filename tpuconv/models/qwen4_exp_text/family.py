@@ -276,7 +276,6 @@ TABLE = MappingTable(
         Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
     ),
     ignore={
-        "model.layers.{L}.self_attn.rotary_emb.inv_freq": "computed from config.json",
         **{
             f"model.layers.{{ngram_layers}}.ple.ple_embedding.{name}": "computed from config.json"
             for name in HASH_BUFFERS

@@ -1,0 +1,45 @@
+"""Segments of names that classes of transformers and trainers add, and buffers that no model reads."""
+
+import re
+from collections.abc import Callable, Collection, Sequence
+
+FRONTS = frozenset({"model", "language_model", "text_model", "transformer", "thinker"})
+"""Leading segments that classes of transformers add or leave out."""
+INSERTED = re.compile(
+    r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|module|base_layer)(?:\.|$)"
+)
+"""Segments that trainers insert into names."""
+TRAINERS = re.compile(r"^(?:base_model\.model|pretrained_model|module|_orig_mod)\.")
+"""Segments that trainers put before names."""
+COMPUTED = re.compile(r"(.+\.)?(rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq|embeddings\.position_ids)")
+"""Buffers that transformers computes from config.json. Some of its versions, and some trainers, saved them."""
+
+
+def without_front(name: str, fronts: Collection[str] = FRONTS) -> str:
+    """Returns a name without its leading segments that are in `fronts`."""
+    while (front := name.partition("."))[0] in fronts and front[2]:
+        name = front[2]
+    return name
+
+
+def undressed(name: str) -> str:
+    """Returns a name without the segments of trainers."""
+    return INSERTED.sub("", TRAINERS.sub("", TRAINERS.sub("", name))).rstrip(".")
+
+
+def all_undressed(names: Collection[str]) -> Collection[str]:
+    """Returns names without the segments that a trainer put before all of them."""
+    first = next(iter(names), "")
+    return names if undressed(first) == first else dict.fromkeys(map(undressed, names))
+
+
+def reason_by(patterns: Sequence[tuple[re.Pattern[str], str]]) -> Callable[[str], str | None]:
+    """Returns a function that returns why a tensor is not converted: the reason beside the first of the patterns that
+    its name matches, with the segments before it or without; None if there is none."""
+
+    def why(name: str) -> str | None:
+        names = (name, without_front(undressed(name)))
+        found = (reason for pattern, reason in patterns if any(map(pattern.fullmatch, names)))
+        return next(found, "computed from config.json" if COMPUTED.fullmatch(name) else None)
+
+    return why
