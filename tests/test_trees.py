@@ -79,16 +79,28 @@ def test_allowed_keys_of_a_config_stay_allowed(tmp_path):
 
 
 def test_what_is_not_quantized_says_why(qwen3, tmp_path):
-    api.convert(qwen3, tmp_path / "tunix", target="tunix")
-    (tmp_path / "gptq.yaml").write_text(IN_INT8 + "calibration: {method: gptq}\n")
-    with pytest.raises(UsageError, match=r"gptq has a calibration, .* is a checkpoint for tunix"):
-        api.quantize(tmp_path / "tunix", config=tmp_path / "gptq.yaml")
     api.convert(qwen3, tmp_path / "nnx", target="nnx", quantize="int8_default")
     with pytest.raises(UsageError, match="is quantized already, with int8_default"):
         api.quantize(tmp_path / "nnx", config="int8_default")
-    api.export(tmp_path / "tunix", tmp_path / "exported")
-    with pytest.raises(UsageError, match="is an export, and `quantize` reads checkpoints"):
-        api.quantize(tmp_path / "exported", config="int8_default")
+
+
+def test_a_release_and_an_export_are_quantized_as_their_checkpoint_is(qwen3, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    api.convert(qwen3, tmp_path / "ours")
+    api.export(tmp_path / "ours", tmp_path / "exported")
+    made = [api.quantize(place, config="int8_default").out for place in ("ours", qwen3, "exported")]
+    assert [str(each) for each in made] == ["ours-int8_default", "hf-orbax-int8_default", "exported-orbax-int8_default"]
+    ours, *others = ({name: x.xxh3 for name, x in read_manifest(each).arrays.items()} for each in made)
+    assert others == [ours, ours]
+
+
+@pytest.mark.slow
+def test_a_quantized_export_beside_the_original_has_no_gates(tmp_path):
+    api.convert(EXAMPLE, tmp_path / "export", target="huggingface", quantize="int8_weight_only")
+    found = api.compare(tmp_path / "export", source=EXAMPLE, prompts=PROMPTS)
+    assert found.rounded
+    assert found.passed is None
+    assert 0 < found.statistics.mean_kl < 0.01
 
 
 def test_the_explanation_is_that_of_a_checkpoint_of_ours(qwen3, tmp_path):

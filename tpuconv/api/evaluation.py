@@ -254,6 +254,10 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
         ours = list(logits.each_logits(opened.load, every, compute, devices, on_seen=features.append))
     ours, seen = ours[: len(windows)], ours[len(windows) :]
     rounding_kl, gates = theirs.rounding_kl, logits.rounding_gates(compute, theirs.rounding_kl)
+    # A quantized export beside the model that it was made of: what its config allowed is not in it.
+    is_decoded = opened.is_decoded and asked.source is not None
+    if is_decoded:
+        gates = {}
     if manifest.is_rounded and manifest.quantization and not manifest.returns:
         gates = manifest.quantization["gates"]
         if gates is None:
@@ -267,7 +271,12 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
             gates = logits.quantized_gates(compute, rounding_kl, manifest.quantization)
     if manifest.returns:
         statistics: LogitStatistics | VectorStatistics = compare_vectors(
-            manifest.returns, scored, theirs.logits, ours, compute, {} if manifest.is_rounded else VECTOR_GATES[compute]
+            manifest.returns,
+            scored,
+            theirs.logits,
+            ours,
+            compute,
+            {} if manifest.is_rounded or is_decoded else VECTOR_GATES[compute],
         )
     else:
         statistics = logits.compare_logits(scored, theirs.logits, ours, compute, gates, rounding_kl)
@@ -275,7 +284,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     if theirs.sights is not None:
         of_theirs = theirs.sights.logits, theirs.sights.features
         kl = theirs.sights.rounding_kl
-        of_sights = gates if manifest.is_rounded else logits.rounding_gates(compute, kl)
+        of_sights = gates if manifest.is_rounded or is_decoded else logits.rounding_gates(compute, kl)
         sights = compare_sights(with_sights, of_theirs, (seen, features), compute, of_sights, kl)
     return Comparison(
         checkpoint=manifest.folder,
@@ -283,7 +292,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
         given=asked.source is not None,
         source_changed=changed,
         statistics=statistics,
-        rounded=manifest.is_rounded,
+        rounded=manifest.is_rounded or is_decoded,
         mesh=asked.mesh,
         layers=layers,
         horizons=horizons,

@@ -212,8 +212,8 @@ def _show_verdict(found: "api.Comparison") -> None:
     else:
         worst = f"largest mean KL: prompt {result.worst_prompt}, {result.worst_prompt_kl:.3g}"
         no_gates = (
-            "no gates set: the quantization config has `gates: none`, or clips so much that no bound tells right "
-            "models from wrong ones, so nothing passed or failed; "
+            "no gates set: the quantization config has `gates: none`, clips so much that no bound tells right models "
+            "from wrong ones, or is not part of an export, so nothing passed or failed; "
         )
     if found.passed is None:
         show(no_gates, worst)
