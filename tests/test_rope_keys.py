@@ -14,10 +14,7 @@ from tpuconv.models.registry import find_family
 
 PART = {"partial_rotary_factor": 0.5}
 DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
-KEPT_BY_TRANSFORMERS = {
-    **dict.fromkeys(("phi3", "phi4_multimodal"), ("partial_rotary_factor",)),
-    "gpt_neox_japanese": ("partial_rotary_factor", "rope_theta"),
-}
+KEPT_BY_TRANSFORMERS = dict.fromkeys(("phi3", "phi4_multimodal"), ("partial_rotary_factor",))
 """The keys that their configs keep as they were given, beside the same values in `rope_parameters`."""
 
 
@@ -42,9 +39,9 @@ def test_a_scaling_is_said_twice(parameters):
     [
         ({"rope_parameters": DEFAULT}, {"rope_theta": 500.0}),
         ({"rope_parameters": DEFAULT | PART}, {"rope_theta": 500.0} | PART),
-        (
-            {"model_type": "gpt_neox", "rope_parameters": DEFAULT | PART},
-            {"rotary_emb_base": 500.0, "rotary_pct": 0.5},
+        *(
+            ({"model_type": kind, "rope_parameters": DEFAULT | PART}, {"rotary_emb_base": 500.0, "rotary_pct": 0.5})
+            for kind in ("gpt_neox", "gpt_neox_japanese")
         ),
         (
             {"model_type": "gemma3_text", "rope_parameters": by_type(LINEAR, DEFAULT)},
