@@ -9,9 +9,8 @@ from typing import Any
 
 OLDER_NAMES = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
 """Parameters that are keys of config.json itself in the older form."""
-OWN_OLDER_NAMES = dict.fromkeys(
-    ("gpt_neox", "gpt_neox_japanese"), {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-)
+_OF_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+OWN_OLDER_NAMES = {"gpt_neox": _OF_NEOX, "gpt_neox_japanese": _OF_NEOX}
 """The same for a `model_type` that has other ones."""
 _WITH_LOCAL_BASE = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
 BASES = {
