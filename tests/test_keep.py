@@ -203,9 +203,14 @@ ODD = (
 """Cases without a matrix whose sizes are both multiples of 8, which GPTQ's words hold."""
 
 
+ODD_INPUTS = ("mamba-two-taps", "mamba-deep", "recurrent_gemma-one-head")
+"""Cases without a matrix whose number of inputs is a multiple of 8, which the words of compressed-tensors hold."""
+LEFT_OUT = {awq: ODD_OUTPUTS, **dict.fromkeys((gptq, gptq_asymmetric), ODD), **dict.fromkeys((int4, int4_asymmetric), ODD_INPUTS)}
+
+
 def is_held(case: Case, encoding: Any) -> bool:
     """Whether an encoding holds a matrix of the case."""
-    return case.id not in {awq: ODD_OUTPUTS, gptq: ODD, gptq_asymmetric: ODD}.get(encoding, ())
+    return case.id not in LEFT_OUT.get(encoding, ())
 
 
 def is_tried(case: Case, encoding: Any) -> bool:

@@ -166,9 +166,11 @@ OF_STREAMS = (
 )
 OF_OTHERS = (".fc_in", ".fc_out", ".input_linear", ".output_linear", ".linear_gate", ".output_gate", ".W_down", ".W_up")
 OF_MOLMO = (".attn_out", ".ff_out")
+OF_COSMOS = (".to_q", ".to_k", ".to_v", ".to_out")
 OF_CTRL = (".Wq", ".Wk", ".Wv", ".ffn.0", ".ffn.2")
 OF_MODERNBERT = (".Wi", ".Wo")
 OF_ZAYA = ("_proj_current", "_proj_delayed")
+OF_INKLING = (".wq_du", ".wk_dv", ".wv_dv", ".wo_ud", ".wr_du", ".gate_attn")
 OF_GRIFFIN = tuple(f".temporal_block.linear_{part}" for part in ("x", "y", "out"))
 PARTS = (
     *(*OF_OTHERS, ".c_fc", ".c_fc_0", ".c_fc_1", ".c_attn", "_proj", "_mqa", "_input_gate", "_projection"),
@@ -179,6 +181,8 @@ PARTS = (
         *OF_STREAMS,
         *OF_NEOX,
         *OF_GRIFFIN,
+        *OF_INKLING,
+        *OF_COSMOS,
         *OF_CTRL,
         *OF_MODERNBERT,
         *OF_ZAYA,
