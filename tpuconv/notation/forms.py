@@ -281,8 +281,11 @@ def _found(tensor: str, names_of: Mapping[str, Sequence[str]]) -> list[str]:
 
 def _values(table: MappingTable, config: HasSizes, hf: str) -> Sequence[int]:
     """The numbers of the layers that a row, or a place, is in; empty if it is in one place."""
-    index = INDEX.search(hf)
-    return {**config.layer_sets, **table.layer_sets}.get(index[1].partition("+")[0], ()) if index else ()
+    if (index := INDEX.search(hf)) is None:
+        return ()
+    letter = index[1].partition("+")[0]
+    layers = {**config.layer_sets, **table.layer_sets}.get(letter)
+    return range(config.sizes.get(letter, 0)) if layers is None else layers  # an encoder has the number of its layers
 
 
 def _of_layers(row: Map, layers: tuple[int, ...], words: dict[tuple[int, ...], str]) -> Map:
