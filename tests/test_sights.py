@@ -221,6 +221,19 @@ def test_inputs_of_another_kind_are_refused(whole):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["hyperclovax_vision_v2", "paddleocr_vl", "gemma4_unified"])
+def test_encoders_with_the_names_of_modules(name, whole, tmp_path):
+    """`save_original_format=False` leaves names as the modules of transformers have them."""
+    made(name).model.save_pretrained(tmp_path / "src", save_original_format=False)
+    assert read_tensors(tmp_path / "src").keys() != read_tensors(whole(name)[0]).keys()
+    api.convert(tmp_path / "src", tmp_path / "out")
+    have, want = (tpuconv.load(folder) for folder in (tmp_path / "out", whole(name)[1]))
+    assert np.array_equal(logits(made(name), have), logits(made(name), want))
+    api.export(tmp_path / "out", tmp_path / "back")
+    assert read_tensors(tmp_path / "back").keys() == read_tensors(tmp_path / "src").keys()
+
+
+@pytest.mark.slow
 def test_an_image_without_pixels_is_named(whole):
     case, model = made("smolvlm"), tpuconv.load(whole("smolvlm")[1])
     none = np.zeros_like(case.features["pixel_attention_mask"])
