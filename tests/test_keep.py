@@ -205,7 +205,11 @@ ODD = (
 
 ODD_INPUTS = ("mamba-two-taps", "mamba-deep", "recurrent_gemma-one-head")
 """Cases without a matrix whose number of inputs is a multiple of 8, which the words of compressed-tensors hold."""
-LEFT_OUT = {awq: ODD_OUTPUTS, **dict.fromkeys((gptq, gptq_asymmetric), ODD), **dict.fromkeys((int4, int4_asymmetric), ODD_INPUTS)}
+LEFT_OUT = {
+    awq: ODD_OUTPUTS,
+    **dict.fromkeys((gptq, gptq_asymmetric), ODD),
+    **dict.fromkeys((int4, int4_asymmetric), ODD_INPUTS),
+}
 
 
 def is_held(case: Case, encoding: Any) -> bool:

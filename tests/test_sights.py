@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,6 +40,13 @@ from tpuconv.models.towers.whisper.family import VOXTRAL_WHISPER
 WITHOUT_EXAMPLES = {"video_llava": ("video",)}
 """The parts that `compare` names and does not compare."""
 
+
+SPELLED = {
+    "gemma3": r"^vision_tower\..*layers\.1\.",
+    "voxtral": r"^audio_tower\.layers\.1\.",
+    "llava": r"^vision_tower\..*layers\.1\.",
+}
+"""Cases, and the beginnings of the names of one layer of their encoders."""
 
 AS_USERS_COMPILE = ("glm5_next",)
 """Cases whose layers double rounding errors: by float64 transformers errs by 8.5e-6, and tpuconv by 5.7e-6 with XLA's
@@ -200,6 +208,72 @@ def test_features_that_do_not_fit_are_refused(whole):
         model.see(case.ids_BT, case.mask_BT, input_features=np.zeros(3))
     with pytest.raises(UsageError, match="image_grid_thw is missing"):
         model.see(case.ids_BT, case.mask_BT, pixel_values=patches)
+
+
+def test_inputs_of_another_kind_are_refused(whole):
+    case, model = made("gemma3"), tpuconv.load(whole("gemma3")[1])
+    ids_BT, mask_BT, pixels = case.ids_BT, case.mask_BT, case.features["pixel_values"]
+    for ids, mask in ((ids_BT[0], mask_BT[0]), (ids_BT, mask_BT[:, 1:])):
+        with pytest.raises(UsageError, match="ids_BT has shape"):
+            model.see(ids, mask, pixel_values=pixels)
+    with pytest.raises(UsageError, match="not numbers"):
+        model.see(ids_BT, mask_BT, pixel_values=pixels.astype(str))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hyperclovax_vision_v2", "paddleocr_vl", "gemma4_unified"])
+def test_encoders_with_the_names_of_modules(name, whole, tmp_path):
+    """`save_original_format=False` leaves names as the modules of transformers have them."""
+    made(name).model.save_pretrained(tmp_path / "src", save_original_format=False)
+    assert read_tensors(tmp_path / "src").keys() != read_tensors(whole(name)[0]).keys()
+    api.convert(tmp_path / "src", tmp_path / "out")
+    have, want = (tpuconv.load(folder) for folder in (tmp_path / "out", whole(name)[1]))
+    assert np.array_equal(logits(made(name), have), logits(made(name), want))
+    api.export(tmp_path / "out", tmp_path / "back")
+    assert read_tensors(tmp_path / "back").keys() == read_tensors(tmp_path / "src").keys()
+
+
+@pytest.mark.slow
+def test_an_image_without_pixels_is_named(whole):
+    case, model = made("smolvlm"), tpuconv.load(whole("smolvlm")[1])
+    none = np.zeros_like(case.features["pixel_attention_mask"])
+    with pytest.raises(UsageError, match="has no pixels of image 0"):
+        model.see(case.ids_BT, case.mask_BT, **{**case.features, "pixel_attention_mask": none})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIGHTS)
+def test_a_batch_without_images_or_sounds_has_no_features(name, whole):
+    """Processors return arrays without rows for it."""
+    case, model = made(name), tpuconv.load(whole(name)[1])
+    with pytest.raises(UsageError, match="there are no features"):
+        model.see(np.array([[5, 6]]), **{key: value[:0] for key, value in case.features.items()})
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "gemma3" else [pytest.mark.slow]) for n in SIGHTS])
+def test_encoders_run_on_explicit_meshes(name, whole):
+    """Meshes of `jax.make_mesh` are explicit; a mesh of one device has the same types as a larger one."""
+    case, mesh = made(name), jax.make_mesh((1,), ("tensor",))
+    on_mesh, alone = (tpuconv.load(whole(name)[1], mesh=each) for each in (mesh, None))
+    want = alone.see(case.ids_BT, case.mask_BT, **case.features)
+    with jax.sharding.set_mesh(mesh):
+        have = on_mesh.see(case.ids_BT, case.mask_BT, **case.features)
+    assert difference(have.features_XD, np.asarray(want.features_XD)) < case.tolerance
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "gemma3" else [pytest.mark.slow]) for n in SPELLED])
+def test_a_layer_of_an_encoder_that_is_spelled_apart(name, whole, tmp_path):
+    src, out = whole(name)
+    tensors = {re.sub(SPELLED[name], r"model.\g<0>", each): tensor for each, tensor in read_tensors(src).items()}
+    assert tensors.keys() != read_tensors(src).keys()
+    write_checkpoint(tmp_path / "src", json.loads((src / "config.json").read_text()), tensors)
+    api.convert(tmp_path / "src", tmp_path / "out")
+    found, want = (read_manifest(folder).arrays for folder in (tmp_path / "out", out))
+    assert {array: facts.xxh3 for array, facts in found.items()} == {array: facts.xxh3 for array, facts in want.items()}
+    api.export(tmp_path / "out", tmp_path / "back")
+    back = read_tensors(tmp_path / "back")
+    assert back.keys() == tensors.keys()
+    assert all(np.array_equal(tensors[each], back[each]) for each in tensors)
 
 
 @EACH

@@ -95,9 +95,11 @@ class Family:
         return table
 
     def parts_among(self, tensors: Collection[str]) -> tuple[str, ...]:
-        """Returns the parts beside the text model of which there are tensors."""
-        tensors = all_undressed(tensors)
-        return tuple(dict.fromkeys(each.part for each in self.modalities if each.has_some(tensors)))
+        """Returns the parts beside the text model of which there are tensors. With names of transformers' modules that
+        are not known for a part, these are all parts, so that it is refused and not left out."""
+        tensors, unread = all_undressed(tensors), tuple(each.removesuffix("*") for each in saved_outside(self.name))
+        is_unread = any(name.startswith(unread) for name in tensors)
+        return tuple(dict.fromkeys(each.part for each in self.modalities if is_unread or each.has_some(tensors)))
 
     def table_without_release(self, returns: str = LOGITS, parts: Mapping[str, PartConfig] = NO_PARTS) -> MappingTable:
         """Returns the table of models that return this, with the names of most releases; with these `parts` beside the

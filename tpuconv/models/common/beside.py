@@ -288,11 +288,12 @@ class Modality:
     @property
     def aliases(self) -> dict[str, str]:
         """Templates of names in other releases, and of names in `rows`."""
-        names = [name for row in self.rows for name in row.hf_names if name.startswith(self.prefix)]
+        names = [name for row in self.rows for name in row.hf_names]
         below_others = {
             template(other + name.removeprefix(self.prefix)): template(name)
             for other in self.other_prefixes
             for name in names
+            if name.startswith(self.prefix)
         }
         return below_others | {
             template(name.replace(part, other)): template(name)

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from tpuconv.errors import UsageError
 from tpuconv.models.common.beside import VISION
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.explicit import is_explicit, run_on_explicit_mesh
 from tpuconv.models.common.mrope import mrope_positions
 
 
@@ -84,8 +86,15 @@ class Prepared:
 
 @nnx.jit
 def _encode(encoder: Any, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    features, deep = encoder(*arrays)
-    return features.reshape(-1, features.shape[-1]), tuple(each.reshape(-1, each.shape[-1]) for each in deep)
+    def run(encoder: Any, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        features, deep = encoder(*arrays)
+        return features.reshape(-1, features.shape[-1]), tuple(each.reshape(-1, each.shape[-1]) for each in deep)
+
+    if is_explicit(weights := jax.tree.leaves(nnx.state(encoder))[0]):
+        alike: Any = PartitionSpec()  # type: ignore[no-untyped-call]
+        out: tuple[jax.Array, tuple[jax.Array, ...]] = run_on_explicit_mesh(run, encoder, weights, alike, *arrays)
+        return out
+    return run(encoder, *arrays)
 
 
 def see(
@@ -103,6 +112,11 @@ def see(
         ids_BT, mask_BT: the tokens of the call.
         features: by the names that processors give them.
     """
+    if ids_BT.ndim != 2 or mask_BT.shape != ids_BT.shape:
+        raise UsageError(
+            f"ids_BT has shape {ids_BT.shape} and mask_BT {mask_BT.shape}",
+            hint="give both as [texts, tokens], shorter texts padded",
+        )
     if unknown := features.keys() - {name for each in encoders.values() for name in each.takes}:
         known = ", ".join(name for each in encoders.values() for name in each.takes)
         raise UsageError(
@@ -114,10 +128,10 @@ def see(
     prepared: dict[str, Prepared] = {}
     first = 0
     for part, encoder in encoders.items():
-        given = {name: np.asarray(value) for name, value in features.items() if name in encoder.takes}
+        given = {name: _numbers(name, value) for name, value in features.items() if name in encoder.takes}
         is_placeholder = (ids_BT == encoder.config.placeholder) & mask_BT
-        if not given and not is_placeholder.any():
-            continue
+        if not is_placeholder.any() and not any(each.size for each in given.values()):
+            continue  # a processor returns arrays without rows for a batch without images
         starts = is_placeholder & ~np.pad(is_placeholder, ((0, 0), (1, 0)))[:, :-1]
         runs = np.diff(np.append(np.flatnonzero(starts[is_placeholder]), is_placeholder.sum())).tolist()
         prepared[part] = found = encoder.placed(encoder.prepare(given), runs)
@@ -137,7 +151,9 @@ def see(
         encoded.append(_encode(encoder, found.arrays))
         first += len(encoded[-1][0])
     if not encoded:
-        raise UsageError("there are no features", hint="give what the processor returns")
+        raise UsageError(
+            "there are no features", hint="give what the processor returns, or call the model on the text alone"
+        )
     at_3BT, delta_B1 = _rotary_places(config, encoders, prepared, ids_BT, mask_BT)
     features_XD = jnp.concatenate([each for each, _ in encoded]) if len(encoded) > 1 else encoded[0][0]
     return Seen(
@@ -149,6 +165,13 @@ def see(
         _deep(encoded),
         added=any(encoders[part].config.adds_features for part in prepared),
     )
+
+
+def _numbers(name: str, value: Any) -> np.ndarray:
+    array = np.asarray(value)
+    if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool):
+        raise UsageError(f"{name} has dtype {array.dtype}, not numbers", hint="give what the processor returns")
+    return array
 
 
 def _rotary_places(

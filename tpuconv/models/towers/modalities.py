@@ -63,7 +63,12 @@ GEMMA4_VISION = Modality(
     placeholder_id=258880,
 )
 
-GEMMA4_PATCHES = replace(GEMMA4_VISION, tower=PATCHES, prefix="model.vision_embedder.")
+GEMMA4_PATCHES = replace(
+    GEMMA4_VISION,
+    tower=PATCHES,
+    prefix="model.vision_embedder.",
+    other_parts={"vision_embedder.": "embed_vision.", "embed_vision.": "embed_vision.multimodal_embedder."},
+)
 """Gemma 4 without encoders."""
 
 QWEN3_VISION = Modality(
@@ -252,6 +257,7 @@ HYPERCLOVA_VISION = Modality(
     prefix="model.vision_model.",
     projector_prefix="model.vision_projector",
     replaces=("vision_model", "vision_projector", "projector"),
+    other_parts={".vision_projector": ".projector"},
     placeholder_id=128060,
 )
 """HyperCLOVA X SEED Think."""
@@ -325,6 +331,7 @@ PADDLE_VISION = Modality(
     prefix="visual.vision_model.",
     projector_prefix="mlp_AR.",
     replaces=("visual", "mlp_AR", "projector"),
+    other_parts={"mlp_AR.": "model.projector."},
     placeholder_id=100295,
     unused=("head.*", "embeddings.packing_position_embedding.*"),
 )

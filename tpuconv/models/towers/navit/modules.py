@@ -58,6 +58,9 @@ class Navit(Siglip):
         blocks = is_real[:, : h * p, : w * p].reshape(-1, h, p, w, p)
         joined = np.logical_and if self.projector.drops_parts else np.logical_or
         is_patch_BYX = joined.reduce(blocks, axis=(2, 4)).astype(bool)
+        for image, is_patch_YX in enumerate(is_patch_BYX):
+            if not is_patch_YX.any():
+                raise UsageError(f"{name} has no pixels of image {image}", hint="leave this image out")
         places_BYX, side = np.zeros(is_patch_BYX.shape, np.int32), self.config.side
         for place, is_patch in zip(places_BYX, is_patch_BYX, strict=True):
             rows, columns = int(is_patch[:, 0].sum()), int(is_patch[0].sum())
