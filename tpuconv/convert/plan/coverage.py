@@ -127,7 +127,7 @@ def make_plan(
             reason += BY_ADAPTER
         skipped.setdefault(reason, []).extend(info.name for info in tensor.stored)
     faults += [f"{p}  is changed by an adapter, and not converted" for p in collapse(lost)]
-    front = _strange_front(partial(get_family(family).release_reader, table.returns, parts), why_ignored, unmapped)
+    front = _strange_front(lambda: get_family(family).release_reader(table.returns, parts), why_ignored, unmapped)
     faults += front or _coverage_faults(source, tensors, bindings, expected, unmapped, copies)
 
     passthrough: dict[str, Passthrough] = {}
