@@ -828,7 +828,7 @@ def written(folder: Path, calibration: str = "{method: gptq}") -> Path:
     return path
 
 
-OTHERS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "gemma3", "llama4_text", "jamba")
+OTHERS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "gemma2", "llama4_text", "jamba")
 
 
 @pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
