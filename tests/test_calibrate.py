@@ -921,7 +921,7 @@ def sample():
 given = {"config": sys.argv[3], "calibration": sys.argv[4], "samples": 4, "length": 64}
 plan = api.plan_quantization(sys.argv[1], **given)
 ended, peaks = threading.Event(), [anonymous()]
-thread = threading.Thread(target=sample)
+thread = threading.Thread(target=sample, daemon=True)
 thread.start()
 api.quantize(sys.argv[1], sys.argv[2], **given)
 ended.set()
