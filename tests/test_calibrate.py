@@ -46,6 +46,7 @@ from tpuconv.quantize.config import QuantConfig, parse_config
 from tpuconv.quantize.encode import BF16, QwixEncoder
 from tpuconv.quantize.recipe.layerwise import LayerwiseProbe
 from tpuconv.quantize.rules import resolve_rules
+from tpuconv.sources.shard import read_digest
 from tpuconv.storage.bucket_journal import BucketJournal
 
 EXAMPLE = Path(__file__).parent.parent / "examples"
@@ -626,11 +627,11 @@ def test_a_bucket_is_calibrated_into_a_bucket(machine, in_bucket, tmp_path, monk
     api.quantize(tmp_path / "ckpt", tmp_path / "out", **in_bucket)
     real, calibrated = calibrate.LayerwiseCalibration._calibrate, []
 
-    def ending(self, runner, stage, *args):
+    def ending(self, runner, stage, *args, **named):
         calibrated.append(stage)
         if calibrated == ["layers.0", "layers.1"]:
             raise KeyboardInterrupt
-        return real(self, runner, stage, *args)
+        return real(self, runner, stage, *args, **named)
 
     monkeypatch.setattr(calibrate.LayerwiseCalibration, "_calibrate", ending)
     with pytest.raises(KeyboardInterrupt):
@@ -862,6 +863,26 @@ def test_an_interrupted_calibration_of_a_release_goes_on(hf, tmp_path):
         api.quantize(release, tmp_path / "out", config=rules, **NUMBERS)
     api.quantize(release, tmp_path / "out", config=rules, **NUMBERS)
     assert same_arrays(tmp_path / "out", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_release_that_changes_meanwhile_is_calibrated_anew(tmp_path):
+    """The digest of a file has samples of its values alone, and a change may lie between these."""
+    release, rules = (
+        random_checkpoint(tmp_path / "hf", qwen3_config(hidden_size=64, head_dim=32, intermediate_size=96)),
+        written(tmp_path),
+    )
+    with interrupted("calibrated-00001", "after"):
+        api.quantize(release, tmp_path / "out", config=rules, **NUMBERS)
+    (file,) = release.glob("*.safetensors")
+    before, data = read_digest(file)[0], bytearray(file.read_bytes())
+    at = len(data) // 4 * 2 + 1
+    data[at : at + 800 : 2] = bytes(byte ^ 0x80 for byte in data[at : at + 800 : 2])  # the signs of 400 values
+    file.write_bytes(data)
+    assert read_digest(file)[0] == before
+    for name in ("out", "fresh"):
+        api.quantize(release, tmp_path / name, config=rules, **NUMBERS)
+    assert same_arrays(tmp_path / "out", tmp_path / "fresh")
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -177,6 +177,8 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     from tpuconv.models.logits import whole_texts
     from tpuconv.models.stored import model_config
     from tpuconv.restore import mesh_of_processes
+    from tpuconv.sources.config import encoding_of, read_config
+    from tpuconv.sources.files import CONFIG_FILE
     from tpuconv.sources.hub import resolve
     from tpuconv.sources.origins import known_stamps
     from tpuconv.sources.shard import changed_shards
@@ -204,6 +206,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     own = local_path(resolved.folder, "transformers reads local files only")
     with resolved, plain_path(own) as source_folder, plain_path(manifest.folder) as folder:
         check_sizes(manifest, own)
+        is_beside_plain = opened.is_decoded and encoding_of(read_config(own / CONFIG_FILE)) is None
         layerwise = asked.layerwise or needs_decoded(manifest, own, asked.mesh)
         if layerwise and adapters:
             raise UsageError(
@@ -254,9 +257,9 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
         ours = list(logits.each_logits(opened.load, every, compute, devices, on_seen=features.append))
     ours, seen = ours[: len(windows)], ours[len(windows) :]
     rounding_kl, gates = theirs.rounding_kl, logits.rounding_gates(compute, theirs.rounding_kl)
-    # A quantized export beside the model that it was made of: what its config allowed is not in it.
-    is_decoded = opened.is_decoded and asked.source is not None
-    if is_decoded:
+    # A quantized export beside the model that it was made of has no gates: its config is not a part of it.
+    is_rounded = manifest.is_rounded or is_beside_plain
+    if is_beside_plain:
         gates = {}
     if manifest.is_rounded and manifest.quantization and not manifest.returns:
         gates = manifest.quantization["gates"]
@@ -276,7 +279,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
             theirs.logits,
             ours,
             compute,
-            {} if manifest.is_rounded or is_decoded else VECTOR_GATES[compute],
+            {} if is_rounded else VECTOR_GATES[compute],
         )
     else:
         statistics = logits.compare_logits(scored, theirs.logits, ours, compute, gates, rounding_kl)
@@ -284,7 +287,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     if theirs.sights is not None:
         of_theirs = theirs.sights.logits, theirs.sights.features
         kl = theirs.sights.rounding_kl
-        of_sights = gates if manifest.is_rounded or is_decoded else logits.rounding_gates(compute, kl)
+        of_sights = gates if is_rounded else logits.rounding_gates(compute, kl)
         sights = compare_sights(with_sights, of_theirs, (seen, features), compute, of_sights, kl)
     return Comparison(
         checkpoint=manifest.folder,
@@ -292,7 +295,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
         given=asked.source is not None,
         source_changed=changed,
         statistics=statistics,
-        rounded=manifest.is_rounded or is_decoded,
+        rounded=is_rounded,
         mesh=asked.mesh,
         layers=layers,
         horizons=horizons,

@@ -52,8 +52,8 @@ class OpenedModel:
         return restore.load_from(self.manifest, reader, dtype, mesh, mtp=mtp)
 
     def reading(self) -> "AbstractContextManager[ReadArray | None]":
-        """Returns what yields a function that makes the arrays of a release one at a time; None for a checkpoint of
-        ours."""
+        """Returns a context with a function that makes the arrays of a release one at a time; with None for a
+        checkpoint of ours."""
         from tpuconv.convert.run.made_arrays import reading
 
         return reading(self.plan)

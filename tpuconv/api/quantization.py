@@ -129,7 +129,8 @@ def _quantized(asked: QuantizeRequest, rules: "QuantConfig", workspace: Path | N
 
 @takes(PlanQuantizationRequest)
 def plan_quantization(asked: PlanQuantizationRequest) -> ConversionPlan:
-    """Plans `quantize` with these arguments. No weights are downloaded or read.
+    """Plans `quantize` with these arguments. No weights are read. Of a release on the Hub none are downloaded; a
+    checkpoint there is.
 
     Raises:
         TpuconvError: `ckpt` cannot be quantized, or the config does not fit it.

@@ -42,28 +42,31 @@ class Adapted(Tensor):
     def read(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
         """Reads the tensor's values and changes them; see `Tensor.read`. Each product is added in float32, and the sum
         is rounded to the dtype of `out`."""
+        change, *others = self.changes
+        if isinstance(change, LowRank) and change.magnitude is not None:
+            self._read_scaled(reader, change, start, out)
+        else:
+            if not isinstance(change, Replacement):
+                self.base.read(reader, start, raw, out)
+            self._change(change, start, out)
+        for other in others:
+            self._change(other, start, out)
+
+    def _read_scaled(self, reader: Reader, change: LowRank, start: int, out: np.ndarray) -> None:
+        """Reads values with a change that scales rows: a norm belongs to a complete row."""
         columns = self.shape[-1]
         first, last = start // columns, -(-(start + out.size) // columns)
-        inside = slice(start - first * columns, start - first * columns + out.size)
-        if isinstance(self.changes[0], LowRank) and self.changes[0].magnitude is not None:
-            # A norm belongs to a complete row.
-            rows = np.empty((last - first) * columns, out.dtype)
-            stored = np.empty(self.base.stored_bytes(rows.size) + 8, np.uint8)
-            self.base.read(reader, first * columns, stored, rows)
-            np.copyto(out, _scaled(self.changes[0], rows.reshape(-1, columns), first)[inside], casting="unsafe")
-        elif isinstance(self.changes[0], Replacement):
-            self._replace(self.changes[0], start, out)
-        else:
-            self.base.read(reader, start, raw, out)
-            self._change(self.changes[0], start, out)
-        for change in self.changes[1:]:
-            self._change(change, start, out)
+        rows = np.empty((last - first) * columns, out.dtype)
+        stored = np.empty(self.base.stored_bytes(rows.size) + 8, np.uint8)
+        self.base.read(reader, first * columns, stored, rows)
+        begin = start - first * columns
+        scaled = _scaled(change, rows.reshape(-1, columns), first)[begin : begin + out.size]
+        np.copyto(out, scaled, casting="unsafe")
 
     def _change(self, change: Change, start: int, out: np.ndarray) -> None:
         columns = self.shape[-1]
         if isinstance(change, Product):
-            first = start // columns
-            self._add(change, first, slice(start - first * columns, start - first * columns + out.size), out)
+            self._add(change, start, out)
         elif isinstance(change, Replacement):
             self._replace(change, start, out)
         else:
@@ -73,14 +76,17 @@ class Adapted(Tensor):
                     part = values[begin - row * columns : end - row * columns]
                     self._set(change, part, out[begin - start : end - start])
 
-    def _add(self, change: Product, first: int, inside: slice, out: np.ndarray) -> None:
+    def _add(self, change: Product, start: int, out: np.ndarray) -> None:
         if out.dtype == ml_dtypes.bfloat16 and not change.rounded:
-            _add_product(change, first * self.shape[-1] + inside.start, out)
+            _add_product(change, start, out)
             return
-        part = _product(change, first, first - (-inside.stop // self.shape[-1]))
+        columns = self.shape[-1]
+        first, last = start // columns, -(-(start + out.size) // columns)
+        part = _product(change, first, last)
         if change.rounded:
             part = part.astype(self.dtype).astype(np.float32)
-        part = part.reshape(-1)[inside]
+        begin = start - first * columns
+        part = part.reshape(-1)[begin : begin + out.size]
         part += out
         np.copyto(out, part, casting="unsafe")
 

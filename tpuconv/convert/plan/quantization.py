@@ -78,6 +78,10 @@ class CalibrationPass(Protocol):
     def memory(self) -> int:
         """The private memory in bytes that it needs at most."""
 
+    @property
+    def entries(self) -> list[str]:
+        """The entries of its journal."""
+
     def run(self, journal: Journal) -> Iterator[str]:
         """Does what is left to do, and leaves `CalibratedValues` in the work folder. Yields the name of each layer
         before it is calibrated."""

@@ -122,7 +122,7 @@ def calibration_run(
     Args:
         calibration: what runs.
         journal: of the output.
-        fingerprint: of the plan.
+        fingerprint: of the plan and the files of its source.
         workspace: the folder for the other journal; that for temporary files if it is None.
     """
     if isinstance(journal, Journal):

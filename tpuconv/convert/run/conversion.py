@@ -111,14 +111,17 @@ class ConversionWork(Work):
 
     def stale(self, journal: RunJournal, changed: set[str]) -> Stale:
         """See `Work`: units with tensors of these files, the comparison of copies, and the files' hashes. A file that
-        had its promised hash has the same contents still, if it has that hash again."""
+        had its promised hash has the same contents still, if it has that hash again. A calibration, in which each layer
+        follows from all before it, begins anew."""
         plan = self.plan
         entries = {s.name: proof_step(i) for i, s in enumerate(plan.source.shards) if s.name in changed}
         promised = {s.name for s in plan.source.shards if s.sha256 and s.name in changed}
         same = {name for name in promised if journal.done(entries[name], HASH_ENTRY)}
         others = changed - same
-        units = [unit.uid for unit in plan.units if plan.shards_of(unit) & others]
-        made = [COMPARE_STEP] * bool(others) + units + [entries[name] for name in others]
+        calibration = plan.quantization.calibration if plan.quantization and others else None
+        calibrated = [*calibration.entries, FOUND_STEP] if calibration else []
+        units = [unit.uid for unit in plan.units if calibration or plan.shards_of(unit) & others]
+        made = calibrated + [COMPARE_STEP] * bool(others) + units + [entries[name] for name in others]
         return Stale(made, [entries[name] for name in same])
 
     def check_made(self, out: Location) -> Iterator[RunProgress]:
@@ -134,7 +137,8 @@ class ConversionWork(Work):
         if calibration is None:
             yield
             return
-        with calibration_run(calibration, journal, self.fingerprint, self.workspace) as self._calibrated:
+        of_files = f"{self.fingerprint} {sorted(self.stamps_for_hosts.items())}"
+        with calibration_run(calibration, journal, of_files, self.workspace) as self._calibrated:
             yield
 
     def do(self, journal: RunJournal, part: ProcessPart | None) -> Iterator[RunProgress]:

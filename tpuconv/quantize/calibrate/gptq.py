@@ -316,4 +316,4 @@ def output_errors(hessian: np.ndarray, error: np.ndarray) -> np.ndarray:
     """The squared error of each output [O], summed over the tokens of the Hessian [I, I], of an error [I, O] of the
     weights: the diagonal of E^T H E."""
     errors: np.ndarray = np.einsum("io,io->o", error, product(hessian, error), dtype=np.float64)
-    return np.maximum(errors, 0.0)  # a rounded Hessian of few tokens may make a small one negative
+    return errors.clip(0.0)  # a rounded Hessian of few tokens may make a small one negative

@@ -26,6 +26,7 @@ from tpuconv.convert.run.calibrated import QVALUES, SCALES, VALUES, CalibratedVa
 from tpuconv.convert.run.made_arrays import made_bytes, reading
 from tpuconv.errors import GateError, UnsupportedConfig
 from tpuconv.jsonfile import Each, Optional, Size
+from tpuconv.models.stored import model_config
 from tpuconv.names import CACHE_SCALES, INPUT_SCALE, collapse
 from tpuconv.quantize.cache_scales import found_scales
 from tpuconv.quantize.calibrate.data import CalibrationData
@@ -114,6 +115,11 @@ class LayerwiseCalibration:
             self.manifest, self.encoders, self.heads, self.data.length, self.settings.propagates
         )
         return of_layer + (made_bytes(self.plan) if self.plan else 0)
+
+    @property
+    def entries(self) -> list[str]:
+        """The entries of its journal: a stage for each layer, and the head."""
+        return [layer_entry(number) for number in range(model_config(self.manifest).num_hidden_layers + 1)]
 
     @property
     def widest(self) -> int:

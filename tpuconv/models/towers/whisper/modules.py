@@ -168,7 +168,7 @@ class GlmWhisper(Whisper):
             raise UsageError(f"input_features has {frames} frames, no multiple of {2 * self.config.joined}")
 
     def counts(self, steps_B: np.ndarray) -> np.ndarray:
-        return steps_B // 4  # whatever the number of steps that are joined
+        return steps_B // 4  # the reference counts four steps a feature, however many the encoder joins
 
     def embedded(self, x_BPD: jax.Array) -> jax.Array:
         return x_BPD
