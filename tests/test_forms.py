@@ -91,7 +91,7 @@ def tool() -> dict[str, Any]:
 @pytest.mark.parametrize("case", some(SAVED_BY_TRANSFORMERS, FAST))
 def test_the_names_of_transformers_are_current(case: Case) -> None:
     """tools/saved_names.py writes them anew after an update of transformers."""
-    models = tool()["Models"](tool()["cases_by_family"]()[case.family])
+    models = tool()["models_by_family"]()[case.family]()
     found = replace(models.found(), release=models.release())
     assert found.to_json() == json.loads(tool()["FILE"].read_text())[models.family.name]
 
@@ -376,13 +376,3 @@ def test_a_rule_is_for_a_module_where_all_its_names_agree() -> None:
     layers = {f"model.{name}.w": f"language_model.model.{name}.w" for name in "abc"}
     mtp = {"mtp.fc.w": "mtp.fc.w", "mtp.norm.w": "mtp.norm.w"}
     assert rules_of(layers | mtp) == {"": "language_model", "mtp": "mtp"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["molmo2", "mistral_large4"])
-def test_an_encoder_whose_names_are_not_known_is_refused_and_not_left_out(name: str, tmp_path: Path) -> None:
-    """With the names of transformers' modules; `text_only=True` leaves it out."""
-    SIGHTS[name]().model.save_pretrained(tmp_path / "hf", save_original_format=False)
-    with pytest.raises(MappingError, match="do not match"):
-        api.plan(tmp_path / "hf").check()
-    api.plan(tmp_path / "hf", text_only=True).check()

@@ -6,15 +6,17 @@ Run it after an update of transformers. A model of transformers has names of its
 `save_pretrained(save_original_format=False)` writes), and by default it saves others, which differ from those of
 releases for some families. Both follow from transformers' conversion mapping: a renaming becomes another name of a
 module, an operation on tensors becomes a row with another layout. What is the name of another tensor elsewhere becomes
-a form of that one row. Only what the reader of releases does not find by itself is written.
+a form of that one row. Only what the reader of releases does not find by itself is written. Of multimodal models these
+are the text models, and the whole models of `WHOLE`.
 """
 
 import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +32,30 @@ from transformers.core_model_loading import (
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from helpers.families import CASES, Case, hf_model
+from helpers.sights import SIGHTS
 from tpuconv.errors import LayoutError
 from tpuconv.models.common.rows import ALL_FORMS
 from tpuconv.models.common.saved import forget_saved
 from tpuconv.models.registry import Family, find_family
 from tpuconv.notation.forms import ReleaseReader, places
+from tpuconv.notation.layout import Axis, Layout, format_axes
 from tpuconv.notation.release import AS_TABLED, Release
-from tpuconv.notation.spelling import module_of, template, with_indices_of
+from tpuconv.notation.spelling import filled, module_of, numbers, template, with_indices_of
 from tpuconv.notation.table import Map, MappingTable, row_indices
 
 FILE = Path(__file__).parent.parent / "tpuconv" / "models" / "common" / "saved_names.json"
+
+WHOLE: Mapping[str, Sequence[str]] = {
+    "hy_v4_vl": ("hy_v4_vl",),
+    "kimi_k25": ("kimi_k25",),
+    "lfm3_vl.lfm3": ("lfm3_vl",),
+    "minimax_m3_vl": ("minimax_m3_vl",),
+    "mistral_large4": ("mistral_large4",),
+    "molmo2": ("molmo2", "molmo2_with_norms_after"),
+    "qianfan_ocr.qwen3": ("qianfan_ocr",),
+    "step3p7": ("step3p7", "step3p7_without_tiles"),
+}
+"""The families whose encoders have other names in transformers, and their cases in `tests/helpers/sights.py`."""
 
 
 @dataclass
@@ -107,6 +123,8 @@ def joined(rows: Sequence[Map], hf: str, operations: Sequence[Any]) -> Map:
         elif kind == "Transpose":
             for src, _, _ in sides:
                 src[operation.dim0], src[operation.dim1] = src[operation.dim1], src[operation.dim0]
+        elif kind == "PermuteForRope":
+            sides = [([in_halves(src[0]), *src[1:]], of_pairs(dst), stack) for src, dst, stack in sides]
         else:
             raise NotImplementedError(kind)
     if len(sides) != 1 or sides[0][2]:
@@ -116,28 +134,48 @@ def joined(rows: Sequence[Map], hf: str, operations: Sequence[Any]) -> Map:
     return Map(hf, jax if len(jax) > 1 else jax[0], f"{' '.join(src)} -> {dst}", rows[0].when, rows[0].buffer)
 
 
-def split(row: Map, names: Sequence[str]) -> Iterator[Map]:
+def in_halves(heads: str) -> str:
+    """An axis of heads whose dimensions are pairs to rotate, first all the first ones, then all the second ones."""
+    return heads.replace("H", "two pairs")
+
+
+def of_pairs(dst: str) -> str:
+    """The axes of a parameter that has the two dimensions of each pair side by side."""
+    return re.sub(r"\bH\b", "(pairs two)", dst)
+
+
+def parts_of(axis: Axis) -> list[Axis]:
+    """The parts of a concatenation, which may be outermost in a product; none of another axis."""
+    if axis.op == "+":
+        return list(axis.parts)
+    return [Axis(op="*", parts=(part, *axis.parts[1:])) for part in (parts_of(axis.parts[0]) if axis.op else ())]
+
+
+def split(row: Map, names: Sequence[str], operations: Sequence[Any]) -> Iterator[Map]:
     """The rows of the tensors into which transformers splits that of a row, at its joined axis.
 
     Raises:
         NotImplementedError: the row has not as many parameters.
     """
-    src, _, dst = row.layout.partition("->")
-    axes, sides = axes_of(src), dst.split(",")
-    found = re.fullmatch(r"\((?:\((.*)\) (\w+)|(.*))\)", axes[0])
-    parts = (found[1] or found[3]).split(" + ") if found else []
-    if not found or not len(parts) == len(names) == len(sides) or any("(" in part for part in parts):
+    layout = Layout.parse(row.layout)
+    (axes,), dst = layout.src, list(map(format_axes, layout.dst))
+    parts = parts_of(axes[0])
+    if not len(parts) == len(names) == len(dst):
         raise NotImplementedError("several tensors")
-    for part, name, jax, side in zip(parts, names, row.jax_names, sides, strict=True):
-        axis = f"({part} {found[2]})" if found[2] else part
-        yield Map(name, jax, f"{' '.join([axis, *axes[1:]])} -> {side.strip()}", row.when, row.buffer)
+    rotated = [each.permute_layer_names for each in operations if type(each).__name__ == "PermuteForRope"]
+    for part, name, jax, side in zip(parts, names, row.jax_names, dst, strict=True):
+        src = format_axes((part, *axes[1:]))
+        if any(each in name for names in rotated for each in names):
+            src, side = in_halves(src), of_pairs(side)
+        yield Map(name, jax, f"{src} -> {side}", row.when, row.buffer)
 
 
 class Finder:
-    """Finds what transformers has for the tensors of a table."""
+    """Finds what transformers has for the tensors of a table, which has the parts of a config."""
 
-    def __init__(self, family: Family, model: Any):
-        table = family.table
+    def __init__(self, family: Family, model: Any, config: Any):
+        table = family.table_without_release(parts=config.parts)
+        aliases = [family.aliases, *(each.modality.aliases for each in config.parts.values())]
         mapping = get_model_conversion_mapping(model, add_legacy=False)
         self.renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         self.converters = [each for each in mapping if isinstance(each, WeightConverter)]
@@ -147,7 +185,8 @@ class Finder:
             if isinstance(each, WeightRenaming) and not isinstance(each, PrefixChange)
         ]
         self.prefix, self.keys = model.base_model_prefix, dict.fromkeys(model.state_dict(), 1)
-        self.table, self.own = table, {template(name) for row in table for name in row.hf_names}
+        self.table, self.config = table, config
+        self.own = {template(name) for row in table for name in row.hf_names}
         self.known = {
             form.hf_names: rows
             for place in places(table, ALL_FORMS)
@@ -155,45 +194,55 @@ class Finder:
             for form in rows[place.home]
         }
         self.found = Found()
-        reader = ReleaseReader(table, (*family.forms, *ALL_FORMS), family.aliases)
+        reader = ReleaseReader(table, (*family.forms, *ALL_FORMS), {a: b for each in aliases for a, b in each.items()})
         self.plain = reader.speller
         self.in_forms = {template(name) for row in reader.rows for name in row.hf_names} - self.own
 
-    def run(self, config: Any) -> Found:
+    def run(self) -> Found:
+        renamed: dict[str, list[tuple[str, Map, str, str]]] = defaultdict(list)
         merged: dict[tuple[str | None, str], dict[str, tuple[str, Map, Any]]] = defaultdict(dict)
         by_pattern = {pattern: each for each in self.converters for pattern in each.source_patterns}
-        for binding in self.table.bind(config):
+        for binding in self.table.bind(self.config):
             for hf, stack in zip(binding.row.hf_names, binding.src, strict=True):
                 name = stack.names[0]
                 target, pattern = rename_source_key(name, self.renamings, self.converters, self.prefix, self.keys)
                 if pattern is None:
-                    for other in (target, apply_renamings(target, self.back)):
-                        self.add_name(template(other), hf, binding.row)
+                    others = {target, apply_renamings(target, self.back)} - {name}
+                    renamed[template(hf)] += [(hf, binding.row, name, other) for other in sorted(others)]
                     continue
                 saved = apply_renamings(apply_renamings(name, self.renamings), self.back)
                 self.add_name(template(saved), hf, None)
                 parts = merged[binding.row.when, template(target)]
                 parts.setdefault(pattern, (hf, binding.row, by_pattern[pattern]))
         groups: dict[tuple[str | None, str], list[tuple[list[Map], list[Map]]]] = defaultdict(list)
+        for pairs in renamed.values():
+            if not any(has_other_constants(*pair) for pair in pairs):
+                for hf, row, _, other in pairs:
+                    self.add_name(template(other), hf, row)
+                continue
+            for hf, row, _, other in pairs:  # templates do not tell `proj.0` from `proj.2`
+                new = replace(row, hf=numbered_as(hf, row, other))
+                place = groups[row.when, module_of(new.hf_names[0])]
+                place += [pair for pair in [([row], [new])] if pair not in place]
         for (when, target), parts in merged.items():
             for rows, new in self.merged_rows(target, parts):
                 groups[when, module_of(target)].append((rows, new))
-        for pairs in groups.values():
+        for place in groups.values():
             self.found.forms.append(
-                ([row for rows, _ in pairs for row in rows], [row for _, new in pairs for row in new])
+                ([row for rows, _ in place for row in rows], [row for _, new in place for row in new])
             )
         found_already = {a: self.plain.canonical(a) for a in self.found.names}
         self.found.names = {
             a: b for a, b in self.found.names.items() if found_already[a] != b and found_already[a] not in self.in_forms
         }
-        self.found.outside = sorted(set(self.beside(config)))
+        self.found.outside = sorted(set(self.beside()))
         return self.found
 
-    def beside(self, config: Any) -> Iterator[str]:
+    def beside(self) -> Iterator[str]:
         """The modules of transformers' model beside the text model that the table does not skip by these names."""
         found = {template(name) for _, rows in self.found.forms for row in rows for name in row.hf_names}
         found |= self.found.names.keys()
-        skipped = self.table.ignored(config, include_mtp=True)
+        skipped = self.table.ignored(self.config, include_mtp=True)
         for key in self.keys:
             if self.plain.canonical(template(key)) is None and template(key) not in found and not skipped(key):
                 yield key.removeprefix("model.").partition(".")[0]
@@ -222,7 +271,7 @@ class Finder:
             if len(converter.source_patterns) == 1 and len(converter.target_patterns) > 1:
                 ((hf, row, _),) = parts.values()
                 names = [with_loop_of(hf, row, other) for other in self.targets_of(target, converter)]
-                yield [row], list(split(row, names))
+                yield [row], list(split(row, names, converter.operations))
                 return
             order = [parts[pattern] for pattern in converter.source_patterns]
             if any(len(row.hf_names) > 1 for _, row, _ in order) or len(converter.target_patterns) > 1:
@@ -254,53 +303,82 @@ def with_loop_of(hf: str, row: Map, pattern: str) -> str:
     return re.sub("#", lambda _: f"{{{next(loop)}}}", pattern)
 
 
-def merged(releases: Iterable[Release]) -> Release:
-    """What several configs of a family show of it."""
-    spelling, forms = {}, {}
-    for release in releases:
-        spelling |= release.spelling
-        forms |= {name: form for name, form in release.forms.items() if isinstance(form, str)}
-    return Release(spelling=spelling, forms=forms)
+def has_other_constants(hf: str, row: Map, name: str, other: str) -> bool:
+    """Returns True if a name has other numbers besides its indices than the name in the table has."""
+    loops, mine, theirs = len(row_indices(row)[0]), numbers(name), numbers(other)
+    return "+" not in hf and mine[:loops] == theirs[:loops] and mine != theirs
+
+
+def numbered_as(hf: str, row: Map, other: str) -> str:
+    """A name of transformers with the indices over which a row loops; its further numbers stay."""
+    loop, given = row_indices(row)[0], numbers(other)
+    return filled(template(other), [*(f"{{{index}}}" for index in loop), *given[len(loop) :]])
 
 
 @dataclass
 class Models:
-    """The models of transformers for some cases of one family, and their configs as tpuconv reads them."""
+    """The models of transformers for some cases of one family, and their configs as tpuconv reads them.
+
+    Attributes:
+        cases: of the text model.
+        whole: names of multimodal cases; by default the ones of `WHOLE`.
+    """
 
     cases: Sequence[Case]
+    whole: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        self.models = [hf_model(case) for case in self.cases]
+        self.models = list(map(hf_model, self.cases))
         raws = [json.loads(model.config.to_json_string()) for model in self.models]
+        self.whole = self.whole or WHOLE.get(find_family(raws[0]).name, ())
+        sights = [SIGHTS[name]() for name in self.whole]
+        self.models += [sight.model for sight in sights]
+        raws += [json.loads(sight.model.config.to_json_string()) for sight in sights]
         self.family = find_family(raws[0])
-        self.configs = [self.family.read_config(raw) for raw in raws]
+        parts = [*(() for _ in self.cases), *(sight.parts for sight in sights)]
+        self.configs = [self.family.read_config(raw, parts=own) for raw, own in zip(raws, parts, strict=True)]
 
     def found(self) -> Found:
-        """What transformers has, besides the release."""
-        return Finder(self.family, self.models[0]).run(self.configs[0])
+        """What transformers has, besides the release. Of the cases of the text model the first one shows all."""
+        shown = [*zip(self.models, self.configs, strict=True)]
+        out = Found()
+        for model, config in (*shown[: min(1, len(self.cases))], *shown[len(self.cases) :]):
+            each = Finder(self.family, model, config).run()
+            out.names |= each.names
+            out.forms += [form for form in each.forms if form not in out.forms]
+            out.lost += each.lost
+            text = Finder(self.family, model, replace(config, towers=())).run()
+            out.outside = sorted({*out.outside, *text.outside})
+        return out
 
     def release(self) -> Release:
         """How the modules are named and grouped, as it is read with the names of the file."""
-        pairs = zip(self.models, self.configs, strict=True)
-        return merged(self.family.table_for(model.state_dict(), config).release for model, config in pairs)
+        spelling, forms = {}, {}
+        for model, config in zip(self.models, self.configs, strict=True):
+            release = self.family.table_for(model.state_dict(), config).release
+            if bool(config.parts) == bool(self.whole):  # rules for the text model alone may be wrong beside an encoder
+                spelling |= release.spelling
+            forms |= {name: form for name, form in release.forms.items() if isinstance(form, str)}
+        return Release(spelling=spelling, forms=forms)
 
 
-def cases_by_family() -> dict[str, list[Case]]:
-    """The cases whose names transformers' classes tell."""
-    out: dict[str, list[Case]] = defaultdict(list)
+def models_by_family() -> dict[str, Callable[[], Models]]:
+    """The models of the families whose names transformers' classes tell."""
+    cases: dict[str, list[Case]] = defaultdict(list)
     for case in CASES:
         if not case.written_as and not case.traits.thinker_of:
-            out[case.family].append(case)
-    return out
+            cases[case.family].append(case)
+    of_texts = {name: partial(Models, own) for name, own in cases.items()}
+    return of_texts | {name: partial(Models, (), whole) for name, whole in WHOLE.items() if name not in cases}
 
 
 def main() -> None:
     wanted = sys.argv[1:]
     out: dict[str, Any] = json.loads(FILE.read_text()) if wanted else {}
-    for name, cases in cases_by_family().items():
+    for name, make in models_by_family().items():
         if wanted and name not in wanted:
             continue
-        models = Models(cases)
+        models = make()
         found = models.found()
         for text in found.lost:
             print(f"{name}: no row: {text}")

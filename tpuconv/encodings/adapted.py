@@ -43,7 +43,7 @@ class Adapted(Tensor):
         """Reads the tensor's values and changes them; see `Tensor.read`. Each product is added in float32, and the sum
         is rounded to the dtype of `out`."""
         change, *others = self.changes
-        if isinstance(change, LowRank) and change.magnitude is not None:
+        if isinstance(change, Product) and change.scales_rows:
             self._read_scaled(reader, change, start, out)
         else:
             if not isinstance(change, Replacement):
@@ -52,7 +52,7 @@ class Adapted(Tensor):
         for other in others:
             self._change(other, start, out)
 
-    def _read_scaled(self, reader: Reader, change: LowRank, start: int, out: np.ndarray) -> None:
+    def _read_scaled(self, reader: Reader, change: Product, start: int, out: np.ndarray) -> None:
         """Reads values with a change that scales rows: a norm belongs to a complete row."""
         columns = self.shape[-1]
         first, last = start // columns, -(-(start + out.size) // columns)
@@ -128,7 +128,7 @@ def _add_product(change: Product, start: int, out: np.ndarray) -> None:
         add_product_to_bfloat16(left, right, factor, start + own.start - begin * columns, bits[own])
 
 
-def _scaled(change: LowRank, rows: np.ndarray, first: int) -> np.ndarray:
+def _scaled(change: Product, rows: np.ndarray, first: int) -> np.ndarray:
     """Flat: complete rows plus their product, each scaled to its magnitude (DoRA, arXiv:2402.09353), in float32."""
     from tpuconv.encodings.low_rank import row_norms
 
@@ -136,7 +136,7 @@ def _scaled(change: LowRank, rows: np.ndarray, first: int) -> np.ndarray:
     moved += rows
     norms = np.empty(len(rows), np.float32)
     row_norms(moved, norms)
-    moved *= (change.magnitudes(slice(first, first + len(rows))) / norms)[:, None]
+    moved *= change.row_factors(slice(first, first + len(rows)), norms)[:, None]
     return moved.reshape(-1)
 
 
@@ -184,6 +184,6 @@ def _fault(tensor: Tensor, change: Change, adapter: str) -> str | None:
         return None
     if tensor.shape != change.shape:
         return f"has the shape {list(tensor.shape)}, its change in the adapter {adapter} {list(change.shape)}"
-    if isinstance(change, LowRank) and change.magnitude is not None and isinstance(tensor, Adapted):
+    if isinstance(change, Product) and change.scales_rows and isinstance(tensor, Adapted):
         return f"is changed by another adapter before the DoRA adapter {adapter}, which must be the first"
     return None

@@ -51,6 +51,11 @@ class FormPlace:
         """Tells the places of a table apart."""
         return self.hf + (f" {self.when}" if self.when else "")
 
+    @property
+    def part(self) -> str:
+        """The part of a multimodal model that has the rows, as in `Map`."""
+        return self.forms[self.home][0].part
+
 
 _Key = tuple[tuple[str, ...], tuple[str, ...], str, str | None]
 
@@ -71,7 +76,7 @@ def places(table: MappingTable, groups: Sequence[Forms]) -> list[FormPlace]:
                 if not hf.endswith(".") or (jax and not jax.endswith(".")):
                     continue
                 here = {
-                    name: tuple(replace(each, when=row.when) for each in under(hf[:-1], jax[:-1], *form))
+                    name: tuple(replace(each, when=row.when, part=row.part) for each in under(hf[:-1], jax[:-1], *form))
                     for name, form in group.items()
                 }
                 if all(_key(each) in known for each in here[home]):
@@ -124,8 +129,9 @@ class ReleaseReader:
         names_of = {new: [name for old in each for name in disk[old]] for new, each in found.items()}
         forms = {}
         for place in self.places:
-            values = _values(self.table, config, place.hf)
-            if holds(place.when, config) and (form := _form_at(place, names_of, values)) != place.home:
+            own = configs_by_part(config)[place.part]
+            values = _values(self.table, own, place.hf)
+            if holds(place.when, own) and (form := _form_at(place, names_of, values)) != place.home:
                 forms[place.name] = form
         spelling, apart = self._spellings(found, disk)
         return self.release_table(Release(spelling, apart, forms), config)

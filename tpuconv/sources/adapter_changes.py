@@ -1,7 +1,7 @@
 """The changes of an adapter to one tensor."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -77,6 +77,15 @@ class Product(ABC):
         """Returns the factors, in float32, of some rows of a matrix, of which stacked weights have several: [rows, R]
         and [R, columns]."""
 
+    @property
+    def scales_rows(self) -> bool:
+        """True if changed rows are scaled to a magnitude (DoRA)."""
+        return False
+
+    def row_factors(self, rows: slice, norms: np.ndarray) -> np.ndarray:
+        """Returns what some changed rows are scaled by, in float32; `norms` are theirs."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class LowRank(Product):
@@ -108,10 +117,16 @@ class LowRank(Product):
         left, right = (x[matrix] if x.ndim == 3 else x for x in (self.left, self.right))
         return self._float32(left[rows]), self._float32(right)
 
-    def magnitudes(self, rows: slice) -> np.ndarray:
-        """Returns the magnitudes of some rows, in float32."""
+    @property
+    def scales_rows(self) -> bool:
+        """See `Product`."""
+        return self.magnitude is not None
+
+    def row_factors(self, rows: slice, norms: np.ndarray) -> np.ndarray:
+        """See `Product`."""
         assert self.magnitude is not None
-        return self._float32(self.magnitude[rows])
+        factors: np.ndarray = self._float32(self.magnitude[rows]) / norms
+        return factors
 
     def _float32(self, part: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(self.file.values(part), np.float32)
@@ -162,6 +177,72 @@ class JoinedExperts(Product):
         if self.input_first:
             left, right = right.T, left.T
         return np.ascontiguousarray(left[rows]), np.ascontiguousarray(right)
+
+
+@dataclass(frozen=True)
+class GatheredRows(Product):
+    """The changes of matrices whose rows are in one tensor, in another order.
+
+    Attributes:
+        changes: the changes of the matrices, with the same columns.
+        source: for each row of the tensor the number of the row that it is, counted through all matrices; -1 for a row
+            that no change has.
+    """
+
+    changes: tuple[LowRank, ...]
+    source: np.ndarray
+
+    @property
+    def scaling(self) -> float:  # type: ignore[override]
+        """See `Product`: one that all changes share, so that a row is what it is in its own matrix; else 1."""
+        shared = {change.scaling for change in self.changes}
+        return shared.pop() if len(shared) == 1 else 1.0
+
+    @property
+    def rounded(self) -> bool:  # type: ignore[override]
+        """See `Product`."""
+        return False
+
+    @property
+    def shape(self) -> Shape:
+        """See `Product`."""
+        return len(self.source), self.changes[0].shape[1]
+
+    def factors(self, matrix: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
+        """See `Product`: the ranks of the changes side by side, so that each changes its rows alone."""
+        source = self.source[rows]
+        left = np.zeros((len(source), sum(change.left.shape[-1] for change in self.changes)), np.float32)
+        right = np.empty((left.shape[1], self.shape[1]), np.float32)
+        start = 0
+        for change, own, numbers in self._of_rows(source):
+            ranks = slice(start, start + change.left.shape[-1])
+            whole, right[ranks] = change.factors(0, slice(None))
+            left[own, ranks] = whole[numbers] * np.float32(change.scaling / self.scaling)
+            start = ranks.stop
+        return left, right
+
+    @property
+    def scales_rows(self) -> bool:
+        """See `Product`."""
+        return any(change.scales_rows for change in self.changes)
+
+    def row_factors(self, rows: slice, norms: np.ndarray) -> np.ndarray:
+        """See `Product`; 1 for the rows of other changes."""
+        factors = np.ones(norms.shape, np.float32)
+        for change, own, numbers in self._of_rows(self.source[rows]):
+            if change.scales_rows:
+                whole = np.ones(len(change.left), np.float32)
+                whole[numbers] = norms[own]
+                factors[own] = change.row_factors(slice(None), whole)[numbers]
+        return factors
+
+    def _of_rows(self, source: np.ndarray) -> Iterator[tuple[LowRank, np.ndarray, np.ndarray]]:
+        """Each change, which of some rows it has, and their numbers in its matrix."""
+        first = 0
+        for change in self.changes:
+            own = (source >= first) & (source < first + len(change.left))
+            yield change, own, source[own] - first
+            first += len(change.left)
 
 
 @dataclass(frozen=True)

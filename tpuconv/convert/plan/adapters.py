@@ -6,11 +6,13 @@ from math import prod
 
 import numpy as np
 
+from tpuconv.convert.plan.regrouped import regrouped
 from tpuconv.encodings.adapted import ONE_MATRIX, Placed
 from tpuconv.encodings.decode import Tensor
 from tpuconv.notation.forms import ReleaseReader
 from tpuconv.notation.layout import Layout
 from tpuconv.notation.release import Release
+from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.spelling import copies_in_layers, numbers, template
 from tpuconv.notation.table import EXPERTS, INDEX, Map
 from tpuconv.sources.adapter import Adapter
@@ -23,6 +25,7 @@ def changes_on_disk(
     reader: ReleaseReader,
     release: Release,
     tensors: Mapping[str, Tensor],
+    config: HasSizes,
     *,
     inputs_first: bool,
 ) -> list[Placed]:
@@ -33,6 +36,7 @@ def changes_on_disk(
         reader: of the model's family.
         release: how the model's tensors are named and grouped.
         tensors: the model's, by name on disk.
+        config: the model's.
         inputs_first: whether PEFT knows that experts [in, out] are so; else it takes them for [out, in].
     """
     out = []
@@ -40,13 +44,18 @@ def changes_on_disk(
         changes: dict[str, Change] = {}
         missing = []
         single: dict[str, _Single] = {}
+        strange: dict[str, LowRank] = {}
         for name, change in adapter.changes.items():
             there = reader.on_disk(name, release) or name
             found_in = None if there in tensors else _all_of(name, change, reader, release, tensors)
-            if found_in is None or not isinstance(change, LowRank):
-                changes[there] = change
-            else:
+            if found_in is not None and isinstance(change, LowRank):
                 single.setdefault(found_in.tensor, found_in).changes[found_in.place] = change
+            elif there not in tensors and isinstance(change, LowRank) and len(change.shape) == 2:
+                strange[name] = change
+            else:
+                changes[there] = change
+        gathered, moved = regrouped(strange, reader, release, tensors, config)
+        changes |= gathered | {reader.on_disk(n, release) or n: x for n, x in strange.items() if n not in moved}
         changes |= {tensor: each.joined(tensors[tensor].shape[0]) for tensor, each in single.items()}
         for experts in adapter.experts:
             found = dict(_of_experts(experts, reader, release, tensors, inputs_first))

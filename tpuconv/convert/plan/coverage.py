@@ -91,7 +91,9 @@ def make_plan(
     reader = get_family(family).release_reader(table.returns, parts) if options.adapters else None
     inputs_first = family in INPUTS_FIRST
     placed_changes = (
-        changes_on_disk(options.adapters, reader, table.release, tensors, inputs_first=inputs_first) if reader else ()
+        changes_on_disk(options.adapters, reader, table.release, tensors, config, inputs_first=inputs_first)
+        if reader
+        else ()
     )
     known_copies = table.copies_of(config, mtp)
     placed_changes, apart = of_shared_matrices(placed_changes, known_copies)

@@ -15,9 +15,15 @@ from typing import Any, ClassVar, Self
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.key_types import checked_values, hints_of
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.segments import without_front
 from tpuconv.notation.spelling import template
 from tpuconv.notation.table import Map, MappingTable
+
+declare(
+    pairs=Word("pairs of dimensions that rotary positions turn (H / 2)"),
+    two=Word("the two dimensions of a pair"),
+)
 
 VISION, VIDEO, AUDIO = "vision", "video", "audio"
 """The parts. Most models see videos with the part for images."""
@@ -364,7 +370,8 @@ class PartConfig:
 
     @property
     def _named(self) -> dict[str, Any]:
-        return {**self.tower.sizes, **self.projector.sizes(self.tower)}
+        own = {**self.tower.sizes, **self.projector.sizes(self.tower)}
+        return {**own, "pairs": own["H"] // 2, "two": 2} if "H" in own else own
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("tower", "projector"):  # while a copy is made there are none

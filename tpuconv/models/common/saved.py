@@ -81,7 +81,7 @@ def saved_places(family: str, table: MappingTable) -> list[FormPlace]:
     for each in _saved().get(family, {}).get("forms", ()):
         home = tuple(row for row in table if list(row.hf_names) in each["home"] and row.when == each["when"])
         rows = tuple(
-            Map(row["hf"], tuple(row["jax"]), row["layout"], each["when"], home[0].buffer)
+            Map(row["hf"], tuple(row["jax"]), row["layout"], each["when"], home[0].buffer, part=home[0].part)
             for row in each["rows"]
             if home
         )
