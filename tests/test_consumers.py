@@ -7,7 +7,7 @@ docs/make_consumers.py makes docs/consumers.md.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from zlib import crc32
@@ -21,11 +21,13 @@ from helpers.commands import EXAMPLE
 from helpers.consumers import (
     BASE,
     EMBEDDING_FACTORS,
+    EXACT,
     EXPERTS,
     FORMS,
     IDS,
     JAX_MODELS,
     MODELS,
+    ROUNDS_ACTIVATIONS,
     TORCH_MODELS,
     TRAINED,
     VLLM,
@@ -38,6 +40,7 @@ from helpers.consumers import (
 )
 from helpers.families import Case, save
 from helpers.oracles import ROOT, ask
+from helpers.served_sights import SERVED_SIGHTS, features_of
 from tpuconv import api
 from tpuconv.models.logits import forward
 from tpuconv.quantize.config import configs_folder
@@ -128,17 +131,28 @@ class Comparison:
 
     def _compared(self, form: str, expected: Outcome, theirs: np.ndarray) -> dict:
         ours, plain = our_logprobs(self.served, FORMS[form].config), our_logprobs(self.served, "")
-        theirs = theirs[:, : ours.shape[1]]
-        differences = np.abs(ours - theirs).max(-1) / np.abs(ours).max()
-        is_same = differences <= MOST_DIFFERENCE
-        facts = {
-            "difference": float(differences.max(initial=0, where=is_same)),
-            "same_tokens": float(is_same.mean()),
-            "kl": divergence(ours, theirs),
-            "quantization_kl": divergence(plain, ours),
-        }
-        most = max(expected.rounding, expected.most * facts["quantization_kl"])
-        return facts | {"is_right": bool(is_same.all()) if expected.is_exact else facts["kl"] <= most}
+        return compared(expected, ours, theirs, plain)
+
+
+def compared(expected: Outcome, ours: np.ndarray, theirs: np.ndarray, plain: np.ndarray) -> dict:
+    """What the log-probabilities [T, V] of a program are beside ours; `plain` are those of the plain model."""
+    theirs = theirs[:, : ours.shape[1]]
+    differences = np.abs(ours - theirs).max(-1) / np.abs(ours).max()
+    is_same = differences <= MOST_DIFFERENCE
+    facts = {
+        "difference": float(differences.max(initial=0, where=is_same)),
+        "same_tokens": float(is_same.mean()),
+        "kl": divergence(ours, theirs),
+        "quantization_kl": divergence(plain, ours),
+    }
+    most = max(expected.rounding, expected.most * facts["quantization_kl"])
+    return facts | {"is_right": bool(is_same.all()) if expected.is_exact else facts["kl"] <= most}
+
+
+def keep(title: str, model: str, forms: Mapping[str, dict]) -> None:
+    """Writes the results of a program with the forms of a model."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{title}, {model}.json").write_text(json.dumps({"program": title, "model": model, "forms": forms}))
 
 
 def short(error: str) -> str:
@@ -178,9 +192,7 @@ def judge(title: str, served: Served, expected: Mapping[str, Outcome]) -> None:
     comparison = Comparison(served, [], {})
     for number, (form, result) in enumerate(zip(expected, found, strict=True)):
         comparison.add(form, expected[form], result, served.folder / f"{number}.npy")
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    facts = {"program": title, "model": served.name, "forms": comparison.results}
-    (RESULTS / f"{title}, {served.name}.json").write_text(json.dumps(facts))
+    keep(title, served.name, comparison.results)
     assert not comparison.faults, "\n".join(comparison.faults)
 
 
@@ -188,6 +200,40 @@ def judge(title: str, served: Served, expected: Mapping[str, Outcome]) -> None:
 def test_vllm_loads_each_form(name: str, tmp_path: Path) -> None:
     expected = VLLM_GPT_OSS if name == "gpt_oss" else VLLM_EXPERTS if name in WITH_EXPERTS else VLLM
     compare("vllm", "vllm_logprobs.py", name, expected, tmp_path)
+
+
+@pytest.mark.parametrize("name", SERVED_SIGHTS)
+def test_vllm_sees_images(name: str, tmp_path: Path) -> None:
+    """Two images in a prompt, with plain weights and with an int8 text model."""
+    case, results = SERVED_SIGHTS[name], tmp_path / "results.json"
+    images = case.save(tmp_path / "hf")
+    forms = {"plain": EXACT, "int8": ROUNDS_ACTIVATIONS}
+    models = []
+    for number, form in enumerate(forms):
+        api.convert(tmp_path / "hf", tmp_path / f"{number}-ours", quantize=FORMS[form].config or None)
+        api.export(tmp_path / f"{number}-ours", tmp_path / f"{number}-theirs", form="released")
+        folder = str(tmp_path / f"{number}-theirs")
+        models.append({"folder": folder, "dtype": "float32", "out": str(tmp_path / f"{number}.npy")})
+    request = {"prompt": case.prompt, "images": images, "length": 256, "models": models, "results": str(results)}
+    ask("vllm", "vllm_logprobs.py", request)
+    found = json.loads(results.read_text())
+    features = features_of(tmp_path / "0-theirs", images)
+
+    def ours(number: int) -> np.ndarray:
+        ids_BT = np.array([found[number]["ids"]])
+        model = tpuconv.load(tmp_path / f"{number}-ours", "float32")
+        seen = model.see(ids_BT, **features)
+        seen = replace(seen, block_BT=None) if case.has_causal_images else seen
+        logits = np.asarray(model(ids_BT, seen=seen), np.float64)[0]
+        return logits - np.logaddexp.reduce(logits, -1, keepdims=True)
+
+    facts = {}
+    for number, (form, expected) in enumerate(forms.items()):
+        assert "error" not in found[number], found[number]
+        theirs = np.load(tmp_path / f"{number}.npy")
+        facts[form] = compared(expected, ours(number), theirs, ours(0))
+        assert facts[form].pop("is_right"), facts
+    keep("vllm, images", name, facts)
 
 
 @pytest.mark.parametrize("name", JAX_MODELS)

@@ -55,8 +55,8 @@ REQUIREMENTS = {
     # vLLM and tpu-inference, of the same version; 10 GB. One of its requirements has prereleases only.
     "tpu-inference": ("3.12", ("--pre", "vllm-tpu==0.32.0")),
 }
-UNUSABLE = {"vllm": ("torchvision", "torchaudio", "torchcodec", "triton")}
-"""Packages that PyPI has for other devices than the environment's torch, and that models of text do not need."""
+UNUSABLE = {"vllm": ("torchaudio", "torchcodec", "triton")}
+"""Packages that PyPI has for other devices than the environment's torch, and that no model here needs."""
 _VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -64,7 +64,10 @@ _VLLM = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-VARIABLES = {"vllm": {"VLLM_CPU_KVCACHE_SPACE": "1", **_VLLM}, "tpu-inference": _VLLM}
+VARIABLES = {
+    "vllm": {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(Path(__file__).parent / "vllm_site"), **_VLLM},
+    "tpu-inference": _VLLM,
+}
 """Environment variables of a program."""
 REPOSITORIES = {
     "jax-llm-examples": ("https://github.com/jax-ml/jax-llm-examples", "8b4b24602e0652100e9835ec6d91fed58bbea472"),
