@@ -591,6 +591,18 @@ def test_where_nothing_is_encoded_nothing_is_kept(saved):
         plan_for(saved(LLAMA), Options(encoding="keep"))
 
 
+def test_where_every_scale_is_wrong_the_scales_are_named(saved, tmp_path):
+    """And not an error that nothing is encoded."""
+    encoded(saved(LLAMA), tmp_path / "hf", fp8)
+    tensors = read_tensors(tmp_path / "hf")
+    cut = {name: x[:-1] for name, x in tensors.items() if name.endswith("_scale_inv")}
+    write_checkpoint(tmp_path / "hf", json.loads((tmp_path / "hf" / "config.json").read_text()), tensors | cut)
+    plan = plan_for(tmp_path / "hf", Options(encoding="keep"))
+    assert not plan.ignored_config
+    with pytest.raises(MappingError, match=r"weight_scale_inv  F32 .* by the block size"):
+        plan.check()
+
+
 def test_what_cannot_be_loaded_or_exported_is_refused(saved, tmp_path):
     encoded(saved(LLAMA), tmp_path / "hf", fp8)
     convert(tmp_path / "hf", tmp_path / "scan", Options(scan_layers=True, encoding="keep"))
