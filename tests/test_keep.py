@@ -45,6 +45,7 @@ from helpers.families import CASES, CORE, FIRST, Case
 from helpers.logits import forward
 from helpers.schemes import BF16, FP8, MODELOPT, compressed_config, fp8_config, modelopt
 from helpers.times import ProcessorTime
+from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.export import files as export_files
 from tpuconv.convert.export.export import file_names
@@ -611,6 +612,8 @@ def test_what_cannot_be_loaded_or_exported_is_refused(saved, tmp_path):
         exported(tmp_path / "part", tmp_path / "back")
     with pytest.raises(OutputError, match="exists already"):
         exported(tmp_path / "scan", tmp_path / "hf")
+    with pytest.raises(UsageError, match="is quantized already, as its release is"):
+        api.quantize(tmp_path / "scan", config="int8_weight_only")
     facts = json.loads((tmp_path / "scan" / "tpuconv.json").read_text())
     facts["quantization"] = {"name": "int8_default", "summary": "", "rules": [], "parameters": {}}
     (tmp_path / "scan" / "tpuconv.json").write_bytes(seal(facts))

@@ -232,6 +232,9 @@ def test_convert_and_quantize_take_a_number_of_bits(tmp_path):
     shown = run("quantize", plain, "--config", "auto:5", "--explain")
     assert shown["config"]["rules"] == manifest.quantization["rules"]
     assert {row["qtype"] for row in shown["parameters"]} == {None, "int4", "int8"}
+    with pytest.raises(UsageError) as caught:  # it has no tokenizer
+        api.quantize(plain, tmp_path / "measured", config="auto:5", calibration="self")
+    assert "give a checkpoint with a tokenizer" in caught.value.hint
 
 
 @pytest.fixture

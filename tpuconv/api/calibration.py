@@ -106,7 +106,9 @@ def calibration_data(
         if text is not None:
             raise UsageError(
                 f"{rules.name} has no calibration, so that no text is needed",
-                hint="add `calibration: {method: gptq}` to the config, or leave `calibration=` out",
+                hint="leave `calibration=` out, or give a checkpoint with a tokenizer, whose costs are measured"
+                if rules.target_bits is not None
+                else "add `calibration: {method: gptq}` to the config, or leave `calibration=` out",
             )
         return None
     from tpuconv.checkpoint.companions import tokenizer_folder
