@@ -34,6 +34,7 @@ from tpuconv.errors import (
     ConfigError,
     CorruptOutput,
     GateError,
+    OutputError,
     SourceError,
     TpuconvError,
     UnsupportedConfig,
@@ -277,6 +278,18 @@ def test_inputs_in_float16_are_not_quantized(tmp_path):
         quantize_source(folder, tmp_path / "out", find_config("int8_default"))
     quantize_source(folder, tmp_path / "bfloat16", find_config("int8_default"), Options(dtype="bfloat16"))
     api.convert(folder, tmp_path / "served", target="huggingface", quantize="int8_default")
+
+
+def test_another_config_of_the_same_name_is_named(tmp_path):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    for qtype in ("int8", "float8_e4m3fn"):
+        rules = f"qwix: {{rules: [{{module_path: 'layers/.*/.*', weight_qtype: {qtype}}}]}}"
+        (tmp_path / "mine.yaml").write_text(rules)
+        if qtype == "int8":
+            api.convert(folder, tmp_path / "out", quantize=tmp_path / "mine.yaml")
+    with pytest.raises(OutputError, match="would write another output") as info:
+        api.convert(folder, tmp_path / "out", quantize=tmp_path / "mine.yaml")
+    assert info.value.details == ("source, its quantization config or the text: not the same contents as before",)
 
 
 def test_one_pass_from_the_source_gives_the_same_as_two(tmp_path, small_cuts):
