@@ -714,6 +714,8 @@ def test_texts_that_cannot_be_calibrated_on(orbax, tmp_path):
         from_text(tokens, tmp_path / "short.txt", 8, 17)
     with pytest.raises(UsageError, match="no text file"):
         from_text(tokens, tmp_path / "binary.txt", 8, 17)
+    with pytest.raises(UsageError, match=r"absent\.txt cannot be read: No such file or directory"):
+        from_text(tokens, tmp_path / "absent.txt", 8, 17)
     with pytest.raises(UsageError, match="no tokenizer"):
         from_text(tmp_path, tmp_path / "short.txt", 8, 16)
     data = from_text(tokens, tmp_path / "short.txt", 8, 4)
@@ -726,6 +728,8 @@ def test_texts_that_cannot_be_calibrated_on(orbax, tmp_path):
 def test_how_much_text_there_is_and_what_to_do_with_too_little():
     few = CalibrationText.of(replace(from_ids("x.txt", np.zeros((4, 20), np.int32)), asked=128), 96)
     assert str(few) == "calibration: 4 samples of the 128 asked for, 80 tokens, of x.txt"
+    one = CalibrationText.of(replace(from_ids("x.txt", np.zeros((1, 20), np.int32)), asked=2000), 16)
+    assert str(one) == "calibration: 1 sample of the 2,000 asked for, 20 tokens, of x.txt"
     assert few.warning == (
         "80 tokens are fewer than the 96 inputs of a product: give a longer text by `calibration=FILE`, or "
         '`calibration="self"`'

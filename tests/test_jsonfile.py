@@ -77,6 +77,7 @@ TEXTS = {
     "nonsense": (b"{", "Expecting"),
     "a byte order mark": (b"\xef\xbb\xbf{}", "BOM"),
     "UTF-16": ("{}".encode("utf-16"), "codec"),
+    "UTF-32 with a mark": ("{}".encode("utf-32"), "codec"),
     "UTF-32": ("{}".encode("utf-32-le"), "Expecting"),
     "Latin-1": (b'"\xe9"', "codec"),
     "a key twice": (b'{"a": {"b": 1, "b": 2}}', "the key 'b' appears twice"),
@@ -94,8 +95,9 @@ TEXTS = {
 @pytest.mark.parametrize("case", TEXTS)
 def test_a_text_that_is_ambiguous_is_refused(case):
     data, message = TEXTS[case]
-    with pytest.raises(CorruptOutput, match=rf"x\.json is not valid JSON: .*{message}"):
+    with pytest.raises(CorruptOutput, match=rf"x\.json is not valid JSON: .*{message}") as info:
         parse(data, "x.json", CorruptOutput)
+    assert bool(info.value.hint) == (case in ("a byte order mark", "UTF-16", "UTF-32 with a mark"))
 
 
 def test_values_are_those_of_json():

@@ -45,6 +45,7 @@ from helpers.families import CASES, CORE, FIRST, Case
 from helpers.logits import forward
 from helpers.schemes import BF16, FP8, MODELOPT, compressed_config, fp8_config, modelopt
 from helpers.times import ProcessorTime
+from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.export import files as export_files
 from tpuconv.convert.export.export import file_names
@@ -591,6 +592,18 @@ def test_where_nothing_is_encoded_nothing_is_kept(saved):
         plan_for(saved(LLAMA), Options(encoding="keep"))
 
 
+def test_where_every_scale_is_wrong_the_scales_are_named(saved, tmp_path):
+    """And not an error that nothing is encoded."""
+    encoded(saved(LLAMA), tmp_path / "hf", fp8)
+    tensors = read_tensors(tmp_path / "hf")
+    cut = {name: x[:-1] for name, x in tensors.items() if name.endswith("_scale_inv")}
+    write_checkpoint(tmp_path / "hf", json.loads((tmp_path / "hf" / "config.json").read_text()), tensors | cut)
+    plan = plan_for(tmp_path / "hf", Options(encoding="keep"))
+    assert not plan.ignored_config
+    with pytest.raises(MappingError, match=r"weight_scale_inv  F32 .* by the block size"):
+        plan.check()
+
+
 def test_what_cannot_be_loaded_or_exported_is_refused(saved, tmp_path):
     encoded(saved(LLAMA), tmp_path / "hf", fp8)
     convert(tmp_path / "hf", tmp_path / "scan", Options(scan_layers=True, encoding="keep"))
@@ -599,6 +612,8 @@ def test_what_cannot_be_loaded_or_exported_is_refused(saved, tmp_path):
         exported(tmp_path / "part", tmp_path / "back")
     with pytest.raises(OutputError, match="exists already"):
         exported(tmp_path / "scan", tmp_path / "hf")
+    with pytest.raises(UsageError, match="is quantized already, as its release is"):
+        api.quantize(tmp_path / "scan", config="int8_weight_only")
     facts = json.loads((tmp_path / "scan" / "tpuconv.json").read_text())
     facts["quantization"] = {"name": "int8_default", "summary": "", "rules": [], "parameters": {}}
     (tmp_path / "scan" / "tpuconv.json").write_bytes(seal(facts))

@@ -191,7 +191,7 @@ def test_too_few_bits_are_an_error_with_the_range():
         chosen("qwen3", 3.5)
 
 
-@pytest.mark.parametrize("text", ["auto:", "auto:x", "auto:0", "auto:17", "auto:-4", "auto:4.5.5", "auto:nan"])
+@pytest.mark.parametrize("text", ["auto", "auto:", "auto:x", "auto:0", "auto:17", "auto:-4", "auto:4.5.5", "auto:nan"])
 def test_a_config_without_a_number_of_bits_is_an_error(text):
     with pytest.raises(UsageError, match="names no number of bits"):
         find_config(text)
@@ -232,6 +232,9 @@ def test_convert_and_quantize_take_a_number_of_bits(tmp_path):
     shown = run("quantize", plain, "--config", "auto:5", "--explain")
     assert shown["config"]["rules"] == manifest.quantization["rules"]
     assert {row["qtype"] for row in shown["parameters"]} == {None, "int4", "int8"}
+    with pytest.raises(UsageError) as caught:  # it has no tokenizer
+        api.quantize(plain, tmp_path / "measured", config="auto:5", calibration="self")
+    assert "give a checkpoint with a tokenizer" in caught.value.hint
 
 
 @pytest.fixture

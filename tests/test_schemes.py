@@ -216,6 +216,15 @@ def test_what_a_scheme_does_not_hold_is_refused(rules: str, scheme: str, message
     assert not (tmp_path / "out").exists()
 
 
+def test_outputs_that_fill_no_words_of_awq_are_refused(tmp_path: Path) -> None:
+    """Readers, ours too, take the outputs to be all that the words hold."""
+    random_checkpoint(tmp_path / "hf", qwen3_config(hidden_size=64, intermediate_size=100, head_dim=32))
+    (tmp_path / "rules.yaml").write_text("qwix:\n  rules:\n" + rule(r"layers/\d+/mlp/(gate|up)", **INT4))
+    api.convert(tmp_path / "hf", tmp_path / "quantized", quantize=tmp_path / "rules.yaml")
+    with pytest.raises(UsageError, match="have 100 outputs, and a word of awq holds 8"):
+        api.export(tmp_path / "quantized", tmp_path / "out", scheme="awq")
+
+
 def test_a_scheme_needs_quantized_parameters(tmp_path: Path) -> None:
     save(ONE_OF_EACH["qwen3"], tmp_path / "hf", "bfloat16")
     with pytest.raises(UsageError, match="no quantized parameters"):

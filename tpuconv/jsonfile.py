@@ -5,6 +5,7 @@ wrong type are errors, which name the file and the key.
     facts = check(parse(read_bytes(path, MIB, ConfigError), str(path), ConfigError), SCHEMA, str(path), ConfigError)
 """
 
+import codecs
 import json
 import os
 import re
@@ -26,6 +27,8 @@ MAX_BYTES = 32 * MIB
 """The largest size of configuration files."""
 MAX_DIGITS = 100
 """The largest number of digits of an integer. Python's time to parse one grows with its square."""
+BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+"""How a text begins that an editor saved in another way than JSON files are."""
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -139,7 +142,9 @@ def parse(data: bytes, what: str, error: type[TpuconvError], *, constants: bool 
     except RecursionError:
         raise error(f"{what} is not valid JSON: it is nested too deeply") from None
     except ValueError as e:
-        raise error(f"{what} is not valid JSON: {e}") from None
+        is_other = data.startswith(BYTE_ORDER_MARKS)
+        hint = "save it in UTF-8, without a byte order mark" if is_other else None
+        raise error(f"{what} is not valid JSON: {e}", hint=hint) from None
     return value
 
 

@@ -9,6 +9,7 @@ from tpuconv.errors import UsageError
 from tpuconv.location import local_path
 from tpuconv.options import MOST_TOKENS, option
 from tpuconv.progress import Listener, Progress
+from tpuconv.text import format_count
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,8 +64,8 @@ class CalibrationText:
         return f"{self.tokens:,} tokens are fewer than the {self.inputs:,} inputs of a product: {more}"
 
     def __str__(self) -> str:
-        few = f" of the {self.asked} asked for" if self.samples < self.asked else ""
-        return f"calibration: {self.samples} samples{few}, {self.tokens:,} tokens, of {self.text}"
+        few = f" of the {self.asked:,} asked for" if self.samples < self.asked else ""
+        return f"calibration: {format_count(self.samples, 'sample')}{few}, {self.tokens:,} tokens, of {self.text}"
 
     def announce(self, progress: Listener) -> None:
         """Tells a listener, before the work begins."""
@@ -105,7 +106,9 @@ def calibration_data(
         if text is not None:
             raise UsageError(
                 f"{rules.name} has no calibration, so that no text is needed",
-                hint="add `calibration: {method: gptq}` to the config, or leave `calibration=` out",
+                hint="leave `calibration=` out, or give a checkpoint with a tokenizer, whose costs are measured"
+                if rules.target_bits is not None
+                else "add `calibration: {method: gptq}` to the config, or leave `calibration=` out",
             )
         return None
     from tpuconv.checkpoint.companions import tokenizer_folder

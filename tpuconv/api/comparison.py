@@ -252,16 +252,14 @@ def _windows(
     from tpuconv.checkpoint.companions import tokenizer_folder
     from tpuconv.models.logits import Window
     from tpuconv.models.tokenizer import load_tokenizer, text_ids
+    from tpuconv.quantize.calibrate.data import read_text
     from tpuconv.verify.preparation import model_context, tokenized
     from tpuconv.verify.windows import windows
 
     with tokenizer_folder(manifest) as folder:
         if text is None:
             return [Window(ids, 0) for ids in tokenized(manifest, folder, prompts)]
-        try:
-            content = text.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise UsageError(f"{text} is no text file: {e}") from None
+        content = read_text(text)
         if length > (context := model_context(manifest)):
             raise UsageError(
                 f"a window has {length} tokens, and the model was made for {context}", hint="give a smaller `length=`"

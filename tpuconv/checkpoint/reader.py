@@ -16,6 +16,7 @@ import numpy as np
 from tpuconv import buckets
 from tpuconv.checkpoint.companions import companions_of, copy_companion
 from tpuconv.checkpoint.manifest import (
+    AS_RELEASED,
     Manifest,
     add_checksums,
     chunk_checksum,
@@ -190,11 +191,16 @@ def open_checkpoint(folder: Location) -> Checkpoint:
 
 def check_unquantized(manifest: Manifest) -> None:
     """Raises UsageError if parameters of a checkpoint were quantized by rules."""
-    if manifest.quantization is not None:
-        raise UsageError(
-            f"{manifest.folder} is quantized already, with {manifest.quantization['name']}",
-            hint="give the checkpoint that it was made from",
-        )
+    if manifest.quantization is None:
+        return
+    is_kept = manifest.quantization["name"] == AS_RELEASED
+    raise UsageError(
+        f"{manifest.folder} is quantized already, "
+        + ("as its release is" if is_kept else f"with {manifest.quantization['name']}"),
+        hint='convert the release without `encoding="keep"`'
+        if is_kept
+        else "give the checkpoint that it was made from",
+    )
 
 
 def read_checkpoint_config(manifest: Manifest) -> dict[str, Any]:

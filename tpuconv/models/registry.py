@@ -356,7 +356,8 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
     names = [model_type, *architectures] if isinstance(architectures, list) else [None]
     if not isinstance(model_type, str) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
-            f"config.json: model_type={short(model_type)} and architectures={short(architectures)} name no model"
+            f"config.json: model_type={short(model_type)} and architectures={short(architectures)} name no model",
+            hint="write the model_type of the release into config.json: `tpuconv families` lists known ones",
         )
     model_type = type_of_family(hf_config)
     known: set[str] = set()

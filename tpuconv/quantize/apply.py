@@ -14,7 +14,7 @@ from tpuconv.convert.run.describe import planned_manifest
 from tpuconv.encodings.adapted import Adapted
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough import POWERS_OF_TWO
-from tpuconv.errors import UnsupportedConfig, UsageError
+from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.registry import Family
@@ -59,8 +59,8 @@ def quantization(
         for_servers: leave out a head whose rule is for other parameters too: most servers take no quantized one.
 
     Raises:
-        ConfigError: a pattern of the rules is invalid or too slow, which is found before jax is imported; or see
-            `tpuconv.quantize.rules.resolve_rules`.
+        ConfigError: a pattern of the rules is invalid or too slow, which is found before jax is imported; a rule
+            quantizes inputs in float16; or see `tpuconv.quantize.rules.resolve_rules`.
         UnsupportedConfig: stacked layers are not quantized alike, or only some layers are converted.
     """
     plain.check()
@@ -82,6 +82,8 @@ def quantization(
     if for_servers and _is_by_the_way(HEAD_KERNEL, quants):
         del quants[HEAD_KERNEL]
         notes.append(HEAD_NOTE)
+    if not for_servers:
+        _check_inputs(plain, quants, rules)
     passthrough = _passthrough(plain, quants)
     encoders = {}
     for name, quant in quants.items():
@@ -144,6 +146,20 @@ def _chosen_rules(
         released=released,
         for_servers=for_servers,
     )
+
+
+def _check_inputs(plain: Plan, quants: "Mapping[str, ParamQuant]", rules: QuantConfig) -> None:
+    """Raises ConfigError if inputs in float16 would be quantized: Qwix casts sums of products to the dtype of the
+    inputs before it multiplies them by scales, and they are beyond 65,504."""
+    is_narrow = {name for name in quants if plain.arrays[name].dtype == np.float16}
+    found = [rules.rules[quants[name].rule] for name in sorted(is_narrow)]
+    if lines := {rule.line for rule in found if rule.act_qtype is not None}:
+        raise ConfigError(
+            f"act_qtype of {rules.name}, line {', '.join(map(str, sorted(lines)))}, cannot be used with a model in "
+            "float16: its products overflow",
+            hint='convert the model by `dtype="bfloat16"` first, or for servers quantize the release by '
+            '`target="huggingface"`; rules without act_qtype quantize float16 as it is',
+        )
 
 
 def _is_by_the_way(name: str, quants: "Mapping[str, ParamQuant]") -> bool:

@@ -202,7 +202,7 @@ def find_config(name_or_path: str) -> QuantConfig:
         UsageError: there is no such config or file, or no such number of bits.
         ConfigError: the file is no valid config.
     """
-    if name_or_path.startswith(AUTO):
+    if f"{name_or_path}:".startswith(AUTO):
         return _auto_config(name_or_path)
     path, name = to_location(name_or_path), Path(name_or_path).name.removesuffix(".yaml")
     if isinstance(path, BucketPath) or (os.path.lexists(path) and not os.path.isdir(path)):

@@ -159,7 +159,6 @@ class QwixEncoder:
         kind = self.kind
         if self.method == MSE:
             parts, statistics = _by_search(values, kind, self.scale_dtype)
-            self._check_scales(parts[1])
         elif self.by_tables:
             order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
             with np.errstate(all="ignore"):  # scales of 0 are found below, absurd values have absurd statistics
@@ -167,10 +166,10 @@ class QwixEncoder:
             if parts[1].astype(np.float32).max() > LARGEST_SCALE:
                 parts, statistics = _by_qwix(values.transpose(order), kind.transposed(order))
             parts = [part.transpose(np.argsort(order)) for part in parts]
-            self._check_scales(parts[1])
             _compare_once(self.name, kind, values, *parts)
         else:
             parts, statistics = _by_qwix(values, kind)
+        self._check_scales(parts[1].astype(self.scale_dtype))
         if calibrated:
             parts[: len(calibrated)] = calibrated
             lost = self.decoded(parts) - values.astype(np.float32)
@@ -437,10 +436,10 @@ def _statistics(weights: jax.Array, array: Any, bound: float) -> dict[str, jax.A
 
 @on_processor()
 def _by_qwix(values: np.ndarray, kind: QuantKind) -> Parts:
-    """Encodes by Qwix itself."""
+    """Encodes by Qwix itself; float16 as float32, since Qwix takes 1 for each scale below 0.0078 there."""
     if not np.isfinite(values).all():
         raise FloatingPointError
-    weights = jnp.asarray(values)
+    weights = jnp.asarray(values, np.float32 if values.dtype == np.float16 else None)
     array = qarray.quantize(weights, kind.in_qwix(values.shape))  # compiled as one program it rounds scales otherwise
     sums = {name: float(x) for name, x in _statistics(weights, array, symmetric_bound(kind.qtype)).items()}
     shape = tuple(n // group for n, group in zip(values.shape, kind.group_shape, strict=True))

@@ -34,9 +34,11 @@ def exists_already(
         return not_replaced(out, why_foreign, overwrite=overwrite)
     if overwrite:
         return None
+    what = "source, its quantization config or the text" if facts.get("quantization") else "source"
     return OutputError(
         f"{out} exists already, and this command would write another output",
-        details=_differences(_made_with(out, facts), facts, was="made"),
+        # of a plan the manifest has no hashes
+        details=_differences(_made_with(out, facts), facts, was="made") or [f"{what}: not the same contents as before"],
         hint="choose another OUT, or give `overwrite=True` to replace it",
     )
 

@@ -75,7 +75,10 @@ def make_plan(
     target, mtp = get_target(options.target), options.include_mtp
     table = _checked_table(source, table, config, options)
     tensors, faults = decode_names(source.tensors, source.encoding, any_scales=options.allow_nonfinite)
-    if source.encoding is not None and not any(tensor.scheme for tensor in tensors.values()):
+    is_encoded = bool(faults) or any(
+        tensor.scheme for tensor in tensors.values()
+    )  # also if each encoded one has a fault
+    if source.encoding is not None and not is_encoded:
         warning = "transformers may quantize the weights when it loads them"
         key = IgnoredKey(ENCODING_KEYS[0], dict(source.encoding), "no tensor is stored as it says", warning)
         ignored_config = (*ignored_config, key)
@@ -133,7 +136,7 @@ def make_plan(
     faults += front or _coverage_faults(source, tensors, bindings, expected, unmapped, copies)
 
     passthrough: dict[str, Passthrough] = {}
-    if options.encoding == "keep" and not any(tensor.scheme for tensor in tensors.values()):
+    if options.encoding == "keep" and not is_encoded:
         raise UsageError(
             f"{source.name} is not encoded: there are no quantized values and scales to keep",
             hint="leave `encoding=` out",

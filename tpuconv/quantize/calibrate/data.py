@@ -93,11 +93,14 @@ def check_tokenizer(folder: Path) -> None:
         )
 
 
-def _read_text(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """Returns the content of a text file. Raises UsageError if it cannot be read, or is not in UTF-8."""
     try:
         return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"{file} is no text file: {e}") from None
+    except OSError as e:
+        raise UsageError(f"{file} cannot be read: {e.strerror}", hint="give the path of a text file") from None
+    except UnicodeDecodeError as e:
+        raise UsageError(f"{file} is no text file: {e}", hint="save the text in UTF-8") from None
 
 
 def from_text(folder: Path, file: Path | None, samples: int, length: int) -> CalibrationData:
@@ -113,7 +116,7 @@ def from_text(folder: Path, file: Path | None, samples: int, length: int) -> Cal
         UsageError: there is no tokenizer, the file cannot be read, or it has less than one sample.
     """
     check_tokenizer(folder)
-    begin, ids = text_ids(load_tokenizer(folder), _read_text(file) if file else default_text())
+    begin, ids = text_ids(load_tokenizer(folder), read_text(file) if file else default_text())
     room = length - len(begin)
     count = min(samples, len(ids) // room) if room > 0 else 0
     name = file.name if file else DEFAULT_TEXT
@@ -140,7 +143,7 @@ def from_prompts(file: Path, encoder: PromptEncoder, samples: int, length: int) 
         UsageError: the file has another form; or a prompt with images or sounds has more tokens than a sample, or see
             `tpuconv.models.text_generator.PromptEncoder.encode_with`.
     """
-    lines = [line for line in enumerate(_read_text(file).splitlines(), 1) if line[1].strip()][:samples]
+    lines = [line for line in enumerate(read_text(file).splitlines(), 1) if line[1].strip()][:samples]
     if not lines:
         raise UsageError(f"{file} has no prompt", hint=f"give a line for each, such as {EXAMPLE_LINE}")
     _, filling = text_ids(encoder.tokenizer, default_text())

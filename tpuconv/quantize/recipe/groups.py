@@ -13,8 +13,7 @@ from math import prod
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest, element_bytes
-from tpuconv.checkpoint.reader import check_logits
-from tpuconv.errors import UsageError
+from tpuconv.checkpoint.reader import check_logits, check_unquantized
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
@@ -66,7 +65,8 @@ def find_choices(manifest: Manifest) -> Choices:
     Raises:
         UsageError: the checkpoint is quantized, or holds only a part of a model.
     """
-    _check_plain(manifest)
+    check_unquantized(manifest)
+    manifest.check_complete()
     check_logits(manifest)
     family = get_family(manifest.family)
     config = model_config(manifest)
@@ -124,15 +124,6 @@ def _is_in_a_stage(name: str) -> bool:
     4) or join the streams of the last layer (DeepSeek V4) are not quantized: they are small, and their cost would not
     be the cost of a layer."""
     return name.partition(".")[0] in ("layers", HEAD_STAGE)
-
-
-def _check_plain(manifest: Manifest) -> None:
-    if manifest.quantization is not None:
-        raise UsageError(
-            f"{manifest.folder} is quantized already, with {manifest.quantization['name']}",
-            hint='measure the checkpoint that it was made from, or convert with `encoding="dequantize"`',
-        )
-    manifest.check_complete()
 
 
 def _stored_name(name: str, stacks: LayerStacks | None) -> str:

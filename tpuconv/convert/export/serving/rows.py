@@ -256,7 +256,9 @@ def _steps(parameters: _Parameters, form: Format, blocks: Shape, shape: Shape, r
     if form.has_blocks and all(n is not None and n % own == 0 for n, own in zip(released, blocks, strict=True)):
         return tuple(n for n in released if n is not None)
     (outputs, inputs), tile = _rows_first(form, blocks), parameters.tile_size
-    columns = _rows_first(form, shape)[1]
+    rows, columns = _rows_first(form, shape)
+    if form.packing is Packing.AWQ_WORDS and rows % AWQ_WORDS.per_group:
+        raise parameters.refused(f"have {rows} outputs, and a word of {form.scheme} holds {AWQ_WORDS.per_group}")
     size = form.group_size or (tile if tile and inputs % tile == 0 else inputs)
     has_blocks = form.has_blocks and (outputs > 1 or not form.has_rows) and size < columns
     name = form.name or form.scheme
