@@ -75,9 +75,7 @@ def make_plan(
     target, mtp = get_target(options.target), options.include_mtp
     table = _checked_table(source, table, config, options)
     tensors, faults = decode_names(source.tensors, source.encoding, any_scales=options.allow_nonfinite)
-    is_encoded = bool(faults) or any(
-        tensor.scheme for tensor in tensors.values()
-    )  # also if each encoded one has a fault
+    is_encoded = bool(faults) or any(tensor.scheme for tensor in tensors.values())  # all of them may have faults
     if source.encoding is not None and not is_encoded:
         warning = "transformers may quantize the weights when it loads them"
         key = IgnoredKey(ENCODING_KEYS[0], dict(source.encoding), "no tensor is stored as it says", warning)
