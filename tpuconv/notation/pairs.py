@@ -251,10 +251,12 @@ class PairRow:
             b = change.undo(pair.b, self.binding.sizes) if isinstance(change, Times) else pair.b  # a term is the base's
             for i, own in self._spread(name, b):
                 found.setdefault(i, []).append(Pair(a, own, pair.scale))
+        whole = {i: _joined(parts, -2, -1) for i, parts in found.items()}
+        if any(np.any(joined.b) for joined in whole.values()):  # a matrix that was not adapted may lie beside others
+            whole = {i: joined for i, joined in whole.items() if np.any(joined.b)}
         out: dict[str, Pair] = {}
-        for i, parts in found.items():
+        for i, joined in whole.items():
             stack = self.binding.src[i]
-            joined = _joined(parts, -2, -1)
             matrices = prod(self.binding.sizes[x] for x in self.shared[: stack.depth])
             a, b = (x.reshape(matrices, *x.shape[stack.depth :]) for x in (joined.a, joined.b))
             for k, name in enumerate(stack.names):
