@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from helpers.adapted import adapted, exported, saved
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint, write_safetensors
@@ -463,6 +464,29 @@ def test_a_hostile_config_is_an_error(changes: dict, message: str, tmp_path: Pat
     assert message in error.value.message
 
 
+@pytest.mark.parametrize("changes", [{"r": 9}, {"r": 0}, {"rank_pattern": {"q_proj": 8}}])
+def test_a_rank_that_the_matrices_do_not_have_is_refused(changes: dict, tmp_path: Path) -> None:
+    """peft does not load them, and changes would have another factor."""
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    adapted(tmp_path / "hf", tmp_path / "lora")
+    change_config(tmp_path / "lora", **changes)
+    with pytest.raises(SourceError, match=r"_proj has matrices of rank 4, and r is [098] in adapter_config\.json"):
+        api.plan(tmp_path / "hf", adapter=[str(tmp_path / "lora")])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_adapter_that_is_not_finite_is_named_before_weights_are_read(value: float, tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    adapted(tmp_path / "hf", tmp_path / "lora")
+    weights = tmp_path / "lora" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    name = next(name for name in tensors if "layers.1.self_attn.v_proj.lora_B" in name)
+    tensors[name][1, 2] = value
+    save_file(tensors, weights)
+    with pytest.raises(SourceError, match=r"lora/adapter_model.*layers\.1\.self_attn\.v_proj has matrices with NaN"):
+        api.plan(tmp_path / "hf", adapter=[str(tmp_path / "lora")])
+
+
 def test_matrices_that_change_while_they_are_read_are_an_error(tmp_path: Path) -> None:
     random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
     adapted(tmp_path / "hf", tmp_path / "lora")
@@ -579,19 +603,20 @@ def test_single_experts_in_each_form(family: str, names: tuple[str, ...], tmp_pa
     model = hf_model(FIRST[family]).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "True")
     model.save_pretrained(tmp_path / "False", save_original_format=False)
-    pairs = {}
+    pairs, ranks = {}, {}
     rng = np.random.default_rng(0)
     for name, tensor in read_tensors(tmp_path / "True").items():
         module, expert = name.removesuffix(".weight"), re.search(r"experts\.(\d+)\.(\w+)", name)
         if expert is None or expert[2] not in names or (int(expert[1]), expert[2]) in ((0, names[0]), (1, names[1])):
             continue
-        rank = 2 + int(expert[1])
+        rank = ranks[module] = 2 + int(expert[1])
         rows, columns = tensor.shape
         for part, shape in (("A", (rank, columns)), ("B", (rows, rank))):
             pairs[f"base_model.model.{module}.lora_{part}.weight"] = rng.standard_normal(shape, np.float32)
     (tmp_path / "lora").mkdir()
     write_safetensors(tmp_path / "lora" / "adapter_model.safetensors", pairs)
-    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "rank_pattern": ranks}
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config))
     found = {}
     for form in ("True", "False"):
         api.convert(tmp_path / form, tmp_path / f"{form}-out", adapter=[str(tmp_path / "lora")], dtype="float32")

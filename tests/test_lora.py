@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 import tpuconv
 from helpers.checkpoints import read_tensors
 from helpers.conversions import assert_same
-from helpers.families import FIRST, STATES_ALONE, Case, hf_model, one_fast_of_each
+from helpers.families import BY_ID, FIRST, STATES_ALONE, Case, hf_model, one_fast_of_each
 from helpers.logits import forward
 from helpers.peft_models import adapter_of_peft, peft_logits
 from helpers.trainers import changed_leaf, save_standard, trained_tree
@@ -209,7 +209,7 @@ def forms() -> list[Any]:
     """Of some families the trees of all targets, plain and scanned."""
     out = []
     for family in ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "gemma2", "gemma3_text", "gpt_oss"):
-        case = GEMMA2 if family == "gemma2" else FIRST[family]
+        case = {"gemma2": GEMMA2, "gemma3_text": BY_ID["gemma3_text-released"]}.get(family, FIRST[family])
         for name in target_names():
             target = get_target(name)
             if (

@@ -13,7 +13,7 @@ from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors
 from helpers.commands import EXAMPLE
 from helpers.commands import tpuconv as command
 from helpers.conversions import assert_same, same_bits
-from helpers.families import CASES, FIRST, Case
+from helpers.families import BY_ID, CASES, FIRST, Case
 from helpers.hub_server import HubServer
 from helpers.trainers import adam_state, changed_leaf, save_pytree, save_standard, save_step, trained_tree
 from tpuconv import api
@@ -44,6 +44,7 @@ def exported(ckpt: Path, config: Path | str, **options) -> tuple[dict[str, np.nd
 
 def forms(families) -> list:
     first = {case.family: case for case in reversed(CASES) if case.family in families}
+    first |= {family: BY_ID[f"{family}-released"] for family in ("gemma3_text", "gemma4_text")}
     fast = {"llama-plain-maxtext-scanned", "mixtral-plain-nnx"}
     out = []
     for case in first.values():

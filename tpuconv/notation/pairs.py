@@ -262,7 +262,9 @@ class PairRow:
             for k, name in enumerate(stack.names):
                 matrix = Pair(a[k], b[k], joined.scale) if stack.depth else joined
                 out[name] = _without_zeros(matrix) if len(self.layout.src) > 1 else matrix
-        return out
+        # Of joined matrices an adapter may change some alone. Before a step of training B is zero in all.
+        changed = {name: pair for name, pair in out.items() if np.any(pair.b)}
+        return changed if changed and len(self.layout.src) > 1 else out
 
     def of_parameters(self, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
         """The pairs of parameters, by name, from the pairs of released matrices, some of which may have none."""

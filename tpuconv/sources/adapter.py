@@ -15,6 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
 from tpuconv.errors import ConfigError, SourceError, UnsupportedConfig, UsageError, shorten
 from tpuconv.jsonfile import check, parse, read_bytes
 from tpuconv.location import BucketPath, to_location
@@ -29,6 +31,7 @@ from tpuconv.storage.places import is_there
 
 PEFT_PREFIX = "base_model.model."
 MAX_ADAPTER_CONFIG_BYTES = 1 << 20
+RANKS, ALPHAS = "rank_pattern", "alpha_pattern"
 _PART = re.compile(r"(.*)\.lora_(?:(embedding_)?([AB])|(magnitude_vector))(?:\.weight)?")
 MAGNITUDE = "magnitude"
 TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
@@ -118,8 +121,7 @@ def read_adapter(given: str) -> Adapter:
             details=shorten(unknown),
             hint="merge the adapter with peft first",
         )
-    patterns = {pattern: rf"(.*\.)?({pattern})$" for pattern in config.get("alpha_pattern") or {}}
-    named = [(f"{path}, alpha_pattern", pattern) for pattern in patterns.values()]
+    named = [(f"{path}, {key}", _ending(end)) for key in (RANKS, ALPHAS) for end in config.get(key) or {}]
     check_patterns(named, [*pairs, *map(".".join, experts.values())], ConfigError, method="match")
     changes: dict[str, Change] = {name: Replacement(file.matrix(info), file) for name, info in whole.items()}
     for module, info in tokens.items():
@@ -132,10 +134,19 @@ def read_adapter(given: str) -> Adapter:
         a, b = (file.matrix(pair[part]) for part in "AB")
         if a.shape[0] != b.shape[1] or not a.shape[0]:
             raise SourceError(f"{weights}: {module} has matrices of the shapes {a.shape} and {b.shape}")
-        # As PEFT chooses: the first pattern that the end of the module's name matches.
+        if any(not np.isfinite(file.values(matrix).astype(np.float32)).all() for matrix in (a, b)):
+            raise SourceError(
+                f"{weights}: {module} has matrices with NaN or infinite values",
+                hint="take an adapter of an earlier step of the training",
+            )
         full = ".".join(experts.get(module, (module,)))
-        alpha = next((config["alpha_pattern"][key] for key, p in patterns.items() if re.match(p, full)), None)
-        alpha = weight * (config["lora_alpha"] if alpha is None else alpha)
+        alpha = weight * _of_module(config, ALPHAS, full, config["lora_alpha"])
+        rank = _of_module(config, RANKS, full, config["r"])
+        if module not in experts and rank != a.shape[0]:
+            raise SourceError(
+                f"{weights}: {module} has matrices of rank {a.shape[0]}, and r is {rank} in {ADAPTER_CONFIG}",
+                hint="changes are divided by the rank: download both files again",
+            )
         if module in experts:
             of_experts.append(ExpertChange(*experts[module], a, b, alpha, bool(config.get("use_rslora")), file))
             continue
@@ -153,6 +164,17 @@ def read_adapter(given: str) -> Adapter:
     file.check_unchanged()
     digest = hash_bytes(contents.encode())["xxh3_128"]
     return Adapter(place, weight, digest, changes, folder, tuple(of_experts), is_on_hub=_is_hub_id(place))
+
+
+def _ending(pattern: str) -> str:
+    """A pattern of names whose end, after a dot, a key of PEFT's patterns matches."""
+    return rf"(.*\.)?({pattern})$"
+
+
+def _of_module(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
+    """A setting of a module, as PEFT chooses it: by the first pattern that matches its name."""
+    patterns = config.get(key) or {}
+    return next((value for end, value in patterns.items() if re.match(_ending(end), module)), default)
 
 
 def _token_rows(module: str, indices: Sequence[int] | Mapping[str, Sequence[int]]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ SCHEMA = {
     "r": int,
     "lora_alpha": float,
     "alpha_pattern": Optional((Each(float), None)),
+    "rank_pattern": Optional((Each(int), None)),
     "use_rslora": Optional((bool, None)),
     "use_dora": Optional((bool, None)),
     "target_parameters": Optional(([str], None)),
@@ -24,9 +25,9 @@ SCHEMA = {
 
 NO_EFFECT_ON_MERGED = frozenset(
     (
-        # what was changed, and with which rank: the tensors of the file show it
+        # what was changed: the tensors of the file show it
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "bias"),
-        *("rank_pattern", "ensure_weight_tying", "auto_mapping"),
+        *("ensure_weight_tying", "auto_mapping"),
         # how it was trained
         *("lora_dropout", "inference_mode", "task_type", "runtime_config", "megatron_core", "qalora_group_size"),
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),

@@ -3,7 +3,7 @@ name them. Norms and embeddings equal the release."""
 
 from typing import Any
 
-from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
+from tpuconv.targets.target import LayerPlaces, Needs, Place, Places, Target, Tree
 
 MODEL_PLACES: Places = {"embed.embedding": "embedder.input_embedding", "norm.scale": "final_norm.scale"}
 NORM_PLACES: Places = {
@@ -27,15 +27,20 @@ GEMMA4_LAYER_INPUTS: Places = {
 }
 
 
-def is_grouped(config: Any) -> bool:
-    """Returns True if several heads of queries use a head of keys. Otherwise all three projections are one array, for
-    which there is no table."""
-    return bool(config.num_key_value_heads != config.num_attention_heads)
-
-
-def has_query_scale(config: Any) -> bool:
-    """Returns True if the queries are scaled by a size of the model, as the programs do it."""
-    return config.query_pre_attn_scalar in (config.head_dim, config.hidden_size // config.num_attention_heads)
+GROUPED: Needs = {
+    # Otherwise all three projections are one array, for which there is no table.
+    "fewer heads of keys than of queries": lambda config: config.num_key_value_heads != config.num_attention_heads
+}
+HEAD_SCALE: Needs = {
+    "query_pre_attn_scalar=head_dim": lambda config: (
+        getattr(config, "query_pre_attn_scalar", config.head_dim) == config.head_dim
+    )
+}
+QUERY_SCALE: Needs = {
+    "query_pre_attn_scalar=head_dim or hidden_size / num_attention_heads": lambda config: (
+        config.query_pre_attn_scalar in (config.head_dim, config.hidden_size // config.num_attention_heads)
+    )
+}
 
 
 def has_place(config: Any) -> bool:
@@ -113,13 +118,12 @@ CONFIG_NOTE = "give num_embed as vocab_size of config.json, and transpose_gating
 GEMMA4_NOTE = "models whose layers share keys and values (E2B, E4B) have no table; their router of experts differs"
 
 
-def _gemma(when: Any) -> Tree:
-    """Returns the tree of a Gemma 2 or 3."""
-    layers = LayerPlaces({**NORM_PLACES, **ATTENTION_PLACES, **_dense("mlp")}, GEMMA_LAYER)
-    return Tree(MODEL_PLACES, (layers,), when=when, note=CONFIG_NOTE)
-
-
-GEMMA23 = _gemma(lambda config: is_grouped(config) and has_query_scale(config))
+GEMMA23 = Tree(
+    MODEL_PLACES,
+    (LayerPlaces({**NORM_PLACES, **ATTENTION_PLACES, **_dense("mlp")}, GEMMA_LAYER),),
+    needs={**GROUPED, **QUERY_SCALE},
+    note=CONFIG_NOTE,
+)
 GEMMA4 = tuple(
     gemma4_tree(
         {**NORM_PLACES, **GEMMA4_NORMS, **(GEMMA4_MIXTURE if has_experts else _dense("mlp"))},

@@ -6,17 +6,13 @@ sums with the scales (in llama3, and in the attention of llama4, deepseek_r1_jax
 scales, and the parameters are not quantized.
 """
 
-from typing import Any
-
-from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
+from tpuconv.targets.target import NO_WINDOWS, LayerPlaces, Needs, Place, Places, Target, Tree
 
 MODEL_PLACES: Places = {"embed.embedding": "embedding", "norm.scale": "gamma_final", "lm_head.kernel": "lm_head"}
 ATTENTION_PLACES: Places = {
     **{f"attn.{x}.kernel": f"attn.{x}" for x in "qkvo"},
-    **{f"attn.{x}.bias": f"attn.{x}_bias" for x in "qkvo"},
     "attn.q_norm.scale": "attn.q_gamma",
     "attn.k_norm.scale": "attn.k_gamma",
-    "attn.sinks": "attn.sinks",
 }
 NORM_PLACES: Places = {
     "attn_norm.scale": "attn_pre_gamma",
@@ -49,16 +45,16 @@ OWN_FORMAT = (
 )
 
 
-def _has_head(config: Any) -> bool:
-    """Returns True if the head has weights of its own."""
-    return bool(config.has_lm_head)
+OWN_HEAD: Needs = {"a head of its own": lambda config: config.has_lm_head}
+PLAIN_ATTENTION: Needs = {
+    **NO_WINDOWS,
+    "rotary positions without scaling": lambda config: config.rope.type == "default",
+}
 
 
-def _tree(places: Places, *quantized: frozenset[str], note: str = "", tied: bool = False) -> Tree:
-    """Returns the tree of a model, with the quantized parameters of its program, and whether it has models without a
-    head."""
-    layers = LayerPlaces(places, "layers.{L}")
-    return Tree(MODEL_PLACES, (layers,), when=lambda x: tied or _has_head(x), note=note, quantized=quantized)
+def _tree(places: Places, *quantized: frozenset[str], needs: Needs, note: str = "") -> Tree:
+    """Returns the tree of a model, with the quantized parameters of its program."""
+    return Tree(MODEL_PLACES, (LayerPlaces(places, "layers.{L}"),), needs=needs, note=note, quantized=quantized)
 
 
 LLAMA_TREE = _tree(
@@ -67,11 +63,14 @@ LLAMA_TREE = _tree(
         **_mlp(""),
         **NORM_PLACES,
     },
+    needs=OWN_HEAD,
     note=OWN_FORMAT,
 )
 GPT_OSS_TREE = _tree(
     {
         **ATTENTION_PLACES,
+        **{f"attn.{x}.bias": f"attn.{x}_bias" for x in "qkvo"},
+        "attn.sinks": "attn.sinks",
         **NORM_PLACES,
         "moe.router.kernel": "ffw.w_router",
         "moe.router.bias": "ffw.w_router_bias",
@@ -81,6 +80,7 @@ GPT_OSS_TREE = _tree(
         "moe.down.bias": "ffw.we_down_bias",
     },
     ATTENTION_KERNELS,
+    needs={**OWN_HEAD, "biases of attention": lambda config: config.attention_bias},
     note=OWN_FORMAT,
 )
 LATENT = Tree(
@@ -101,7 +101,7 @@ LATENT = Tree(
             "layers.{L}",
         ),
     ),
-    when=lambda config: config.has_query_latent and _has_head(config),
+    needs={**OWN_HEAD, "a query latent": lambda config: config.has_query_latent},
     quantized=(MLP_KERNELS, EXPERT_KERNELS | SHARED_KERNELS),
 )
 
@@ -111,15 +111,21 @@ JAX_LLM_EXAMPLES = Target(
     loading="load_pytree(OUT, Weights.shardings(config))",
     trees={
         "llama": LLAMA_TREE,
-        "qwen3": _tree({**ATTENTION_PLACES, **NORM_PLACES, **_mlp("ffw.")}, ATTENTION_KERNELS, MLP_KERNELS, tied=True),
+        "qwen3": _tree(
+            {**ATTENTION_PLACES, **NORM_PLACES, **_mlp("ffw.")}, ATTENTION_KERNELS, MLP_KERNELS, needs=PLAIN_ATTENTION
+        ),
         "qwen3_moe": _tree(
-            {**ATTENTION_PLACES, **NORM_PLACES, **_experts("ffw")}, ATTENTION_KERNELS, EXPERT_KERNELS, tied=True
+            {**ATTENTION_PLACES, **NORM_PLACES, **_experts("ffw")},
+            ATTENTION_KERNELS,
+            EXPERT_KERNELS,
+            needs=PLAIN_ATTENTION,
         ),
         "gpt_oss": GPT_OSS_TREE,
         "llama4": _tree(
             {**ATTENTION_PLACES, **NORM_PLACES, **_mlp("mlp."), **_experts("mlp")},
             MLP_KERNELS,
             EXPERT_KERNELS | SHARED_KERNELS,
+            needs=OWN_HEAD,
         ),
         "deepseek_v3": LATENT,
         "kimi_k2": LATENT,

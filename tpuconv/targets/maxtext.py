@@ -4,11 +4,13 @@ The value changes come from its `checkpoint_conversion/utils/param_mapping.py`: 
 1 / sqrt(head dimension) where its attention has none, and Llama 3.1's heads in interleaved pairs.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from tpuconv.models.common.beside import AUDIO, VISION
 from tpuconv.notation.arithmetic import Plus, Times
+from tpuconv.targets.gemma import HEAD_SCALE, QUERY_SCALE
 from tpuconv.targets.maxtext_encoders import (
     GEMMA3_IMAGES,
     GEMMA4_IMAGES,
@@ -16,7 +18,16 @@ from tpuconv.targets.maxtext_encoders import (
     OMNI_SOUNDS,
     qwen3_images,
 )
-from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
+from tpuconv.targets.target import (
+    ALIKE_WINDOWS,
+    LayerPlaces,
+    Needs,
+    Place,
+    Places,
+    Target,
+    Tree,
+    full_attention_in_each,
+)
 
 SCALED_QUERY = Times("H", -0.5)
 
@@ -38,14 +49,11 @@ MLP_PLACES: Places = {
 ATTENTION_PARTS = {"q": "query", "k": "key", "v": "value", "o": "out"}
 
 
-def _attention(name: str = "self_attention") -> Places:
-    """Returns the places of attention with grouped queries."""
+def _attention(name: str = "self_attention", biases: str = "") -> Places:
+    """Returns the places of attention with grouped queries, and with biases of these projections."""
     return {
-        **{
-            f"attn.{ours}.{kind}": f"{name}.{theirs}.{kind}"
-            for ours, theirs in ATTENTION_PARTS.items()
-            for kind in ("kernel", "bias")
-        },
+        **{f"attn.{ours}.kernel": f"{name}.{theirs}.kernel" for ours, theirs in ATTENTION_PARTS.items()},
+        **{f"attn.{ours}.bias": f"{name}.{ATTENTION_PARTS[ours]}.bias" for ours in biases},
         "attn.q_norm.scale": f"{name}.query_norm.scale",
         "attn.k_norm.scale": f"{name}.key_norm.scale",
     }
@@ -72,15 +80,22 @@ def _shared_expert(name: str) -> Places:
 
 def _alike(places: Places, **changes: Any) -> Tree:
     """Returns the tree of a model whose layers are all alike."""
-    return Tree(MODEL_PLACES, (LayerPlaces(places, "decoder.layers_{L}", "decoder.layers"),), **changes)
+    layers = LayerPlaces(places, "decoder.layers_{L}", "decoder.layers")
+    return Tree(MODEL_PLACES, (layers,), needs=ALIKE_WINDOWS, **changes)
 
 
-def _periodic(period: int, places: Places, rest: str = "") -> Tree:
+def _periodic(period: int, places: Places, needs: Needs, rest: str = "") -> Tree:
     """Returns the tree of a model whose layers are alike at the same place of a period."""
     layers = LayerPlaces(places, "decoder.layers_{L}", "decoder.layers.layers_{#}", rest=rest)
-    return Tree(MODEL_PLACES, (layers,), period)
+    return Tree(MODEL_PLACES, (layers,), period, needs=needs)
 
 
+def _is_each_nth(layers: Sequence[int], of: int) -> bool:
+    """Returns True if layers are the last of each period of some length."""
+    return not layers or tuple(layers) == tuple(range(layers[0], of, layers[0] + 1))
+
+
+QWEN2 = _alike({**NORM_PLACES, **_attention(biases="qkv"), **MLP_PLACES})
 QWEN = _alike({**NORM_PLACES, **_attention(), **MLP_PLACES})
 QWEN_MOE = _alike({**NORM_PLACES, **_attention(), **_experts("moe_block")})
 
@@ -110,7 +125,7 @@ GPT_OSS_TREE = _periodic(
     2,
     {
         **NORM_PLACES,
-        **_attention("GptOssAttention"),
+        **_attention("GptOssAttention", "qkvo"),
         **_experts("GptOssMlp"),
         "attn.sinks": "GptOssAttention.sinks",
         "moe.router.bias": "GptOssMlp.gate.bias",
@@ -118,7 +133,21 @@ GPT_OSS_TREE = _periodic(
         "moe.up.bias": "GptOssMlp.wi_1_bias",
         "moe.down.bias": "GptOssMlp.wo_bias",
     },
+    {**full_attention_in_each(2), "swiglu_alpha=1.702": lambda config: config.swiglu_alpha == 1.702},
 )
+
+
+def _has_llama4_layers(config: Any) -> bool:
+    """Returns True if settings of MaxText say which layers have experts, and which have no rotary positions and see all
+    tokens."""
+    layers = range(config.num_hidden_layers)
+    without = [layer for layer in layers if not config.has_rope(layer)]
+    return (
+        _is_each_nth(config.layer_sets["J"], len(layers))
+        and _is_each_nth(without, len(layers))
+        and all(config.is_chunked(layer) == config.has_rope(layer) for layer in layers)
+    )
+
 
 LLAMA4 = replace(
     _periodic(
@@ -130,6 +159,7 @@ LLAMA4 = replace(
             **_experts("Llama4MoEBlock_0.MoeBlock_0"),
             **_shared_expert("Llama4MoEBlock_0.shared_experts"),
         },
+        {"experts in each n-th layer, and full attention without rotary positions in each n-th": _has_llama4_layers},
     ),
     note="Maverick: give rope_use_scale=false, as the model llama4-17b-128e does; MaxText lacks Scout's rope scaling",
 )
@@ -137,13 +167,14 @@ LLAMA4 = replace(
 OLMO3 = _periodic(
     4,
     {
-        **_attention("attention"),
+        **_attention("attention", "qkvo"),
         **MLP_PLACES,
         "attn.q_norm.scale": Place("attention.query_norm.scale", "N H -> (N H)"),
         "attn.k_norm.scale": Place("attention.key_norm.scale", "K H -> (K H)"),
         "post_attn_norm.scale": "post_self_attention_layer_norm.scale",
         "post_mlp_norm.scale": "post_mlp_layer_norm.scale",
     },
+    full_attention_in_each(4),
 )
 
 GEMMA_NORMS = {
@@ -185,7 +216,7 @@ GEMMA2 = _gemma(
             LayerPlaces(_gemma2_layer("global"), "decoder.layers_{#Y}", "decoder.layers", "Y+1"),
         ),
         period=2,
-        when=lambda config: config.head_dim == config.query_pre_attn_scalar,
+        needs={**full_attention_in_each(2), **HEAD_SCALE},
     ),
     Times("D", 0.5),
 )
@@ -200,6 +231,7 @@ GEMMA3 = _gemma(
             "attn.q_norm.scale": Place("self_attention.query_norm.scale", arithmetic=Plus(1.0)),
             "attn.k_norm.scale": Place("self_attention.key_norm.scale", arithmetic=Plus(1.0)),
         },
+        {**full_attention_in_each(6), **QUERY_SCALE},
         rest="decoder.layers_remainder.layers_{#L}",
     ),
     Times("D", 0.5, in_their_dtype=True),
@@ -249,11 +281,13 @@ GEMMA4 = (
         },
         LOCAL_AND_GLOBAL,
         when=lambda config: config.enable_moe_block,
+        needs=full_attention_in_each(6),
     ),
     _gemma4(
         MLP_PLACES,
         LOCAL_AND_GLOBAL,
         when=lambda config: not config.has_layer_inputs and not config.num_kv_shared_layers,
+        needs=full_attention_in_each(6),
     ),
     _gemma4(
         {
@@ -263,6 +297,7 @@ GEMMA4 = (
             "post_per_layer_norm.scale": "post_per_layer_input_norm.scale",
         },
         (),
+        needs=full_attention_in_each(5, 6),
         note="models with embeddings of their own in each layer (E2B, E4B) have no scanned layers",
     ),
 )
@@ -313,6 +348,11 @@ def _delta(stacked: tuple[str, ...]) -> Tree:
             LayerPlaces({**both, **full}, "decoder.layers_{attention_layers}", stacked, "attention_layers"),
         ),
         4,
+        needs={
+            "full attention in each n-th layer": lambda config: _is_each_nth(
+                config.layer_sets["attention_layers"], config.num_hidden_layers
+            )
+        },
     )
 
 
@@ -349,7 +389,12 @@ def _latent(query: Place, **changes: Any) -> Tree:
     own = {**LATENT_ATTENTION, QUERY_PARTS: query}
     dense = LayerPlaces({**own, **MLP_PLACES}, "decoder.dense_layers_{#I}", "decoder.dense_layers", "I")
     sparse = LayerPlaces({**own, **SHARED_EXPERTS}, "decoder.moe_layers_{#J}", "decoder.moe_layers", "J")
-    return Tree(MODEL_PLACES, (dense, sparse), **changes)
+    needs: Needs = {
+        "dense layers before all others": lambda config: (
+            [*config.layer_sets["I"]] == [*range(len(config.layer_sets["I"]))]
+        )
+    }
+    return Tree(MODEL_PLACES, (dense, sparse), needs=needs, **changes)
 
 
 DEEPSEEK = (
@@ -367,7 +412,7 @@ MAXTEXT = Target(
     trees={
         "llama": LLAMA_TREE,
         "mistral": _alike(SCALED),
-        "qwen2": QWEN,
+        "qwen2": QWEN2,
         "qwen3": QWEN,
         "qwen3_moe": QWEN_MOE,
         "qwen3_vl": replace(QWEN, parts={VISION: qwen3_images("Qwen3VL")}),

@@ -85,6 +85,24 @@ class PartPlaces:
     is_scannable: Callable[[Any], bool] = lambda config: True
 
 
+Needs = Mapping[str, Callable[[Any], bool]]
+"""By the text, whether a property that no setting of a program changes holds for a config."""
+
+
+def full_attention_in_each(*periods: int) -> Needs:
+    """Returns the need for windows in all layers but the last of each period, which has one of these lengths."""
+
+    def holds(config: Any) -> bool:
+        full = [window is None for window in config.windows]
+        return any(full == [layer % period == period - 1 for layer in range(len(full))] for period in periods)
+
+    return {f"a sliding window in all layers but the last of each {' or '.join(map(str, periods))}": holds}
+
+
+ALIKE_WINDOWS: Needs = {"the same sliding window, or none, in all layers": lambda config: len(set(config.windows)) == 1}
+NO_WINDOWS: Needs = {"no sliding windows": lambda config: not any(config.windows)}
+
+
 @dataclass(frozen=True)
 class Tree:
     """A family's parameters in a target.
@@ -94,6 +112,7 @@ class Tree:
         layers: all layers, or each kind of layers.
         period: how many layers repeat; scanned layers are stacked for each place of a period.
         when: whether the tree belongs to a config. The first match counts.
+        needs: what the program's code takes for granted of a model, as a text after "with", and whether it holds.
         note: what a user must know to load it.
         parts: the parts beside the text model that the target has, by name. Without the others the text model is
             converted.
@@ -105,6 +124,7 @@ class Tree:
     layers: tuple[LayerPlaces, ...]
     period: int = 1
     when: Callable[[Any], bool] = lambda config: True
+    needs: Needs = field(default_factory=dict)
     note: str = ""
     parts: Mapping[str, PartPlaces] = field(default_factory=dict)
     quantized: tuple[frozenset[str], ...] | None = None

@@ -19,8 +19,14 @@ def find_tree(target: Target, family: str, model_type: str, config: Any) -> Tree
     """
     trees = _trees(target, family, model_type)
     for tree in trees:
-        if tree.when(config):
-            return tree
+        if not tree.when(config):
+            continue
+        if unmet := [text for text, holds in tree.needs.items() if not holds(config)]:
+            raise UnsupportedConfig(
+                f"the target {target.name} has {family} only with {' and '.join(unmet)}",
+                hint="convert without `target=`",
+            )
+        return tree
     assert target.trees is not None
     raise UnsupportedConfig(
         f"the target {target.name} has no table for {family}" + (" with this config.json" if trees else ""),

@@ -5,10 +5,19 @@ from typing import Any
 
 from tpuconv.models.common.beside import VISION
 from tpuconv.targets.gemma import ATTENTION_PLACES as GEMMA_ATTENTION
-from tpuconv.targets.gemma import GEMMA4_NOTE, gemma4_tree, has_query_scale, is_grouped
+from tpuconv.targets.gemma import GEMMA4_NOTE, GROUPED, HEAD_SCALE, QUERY_SCALE, gemma4_tree
 from tpuconv.targets.gemma import MODEL_PLACES as GEMMA_MODEL
 from tpuconv.targets.gemma import NORM_PLACES as GEMMA_NORMS
-from tpuconv.targets.target import LayerPlaces, PartPlaces, Place, Places, Target, Tree
+from tpuconv.targets.target import (
+    NO_WINDOWS,
+    LayerPlaces,
+    PartPlaces,
+    Place,
+    Places,
+    Target,
+    Tree,
+    full_attention_in_each,
+)
 
 MODEL_PLACES: Places = {
     "embed.embedding": "embedder.input_embedding",
@@ -35,7 +44,7 @@ ROUTED: Places = {
 
 def _tree(places: Places, note: str = "") -> Tree:
     """Returns the tree of a model."""
-    return Tree(MODEL_PLACES, (LayerPlaces(places, "layers.{L}"),), note=note)
+    return Tree(MODEL_PLACES, (LayerPlaces(places, "layers.{L}"),), needs=NO_WINDOWS, note=note)
 
 
 def _gemma(norms: Places, **changes: Any) -> Tree:
@@ -50,12 +59,19 @@ GEMMA_NOTE = "models with as many heads of keys as of queries (Gemma 7B) have no
 
 GEMMA12 = _gemma(
     {"post_attn_norm.scale": "post_attn_norm.scale"},
-    when=lambda config: (
-        is_grouped(config) and getattr(config, "query_pre_attn_scalar", config.head_dim) == config.head_dim
-    ),
+    needs={**GROUPED, **HEAD_SCALE},
     note=GEMMA_NOTE,
 )
-TUNIX_GEMMA3 = _gemma({}, when=lambda config: is_grouped(config) and has_query_scale(config), note=GEMMA_NOTE)
+TUNIX_GEMMA3 = _gemma(
+    {},
+    needs={
+        **GROUPED,
+        **QUERY_SCALE,
+        **full_attention_in_each(6),
+        "no final_logit_softcapping": lambda config: not config.final_logit_softcapping,
+    },
+    note=GEMMA_NOTE,
+)
 TUNIX_GEMMA4 = tuple(
     gemma4_tree(
         {
