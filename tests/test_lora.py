@@ -97,7 +97,10 @@ def test_an_adapter_of_qwix(case: Case, hf, tmp_path: Path) -> None:
         pytest.skip("transformers' model has modules of other names than the release's")
     model = trained(case, hf(case), tmp_path, KNOWN_TO_PEFT.get(case.family, LINEAR))
     save_standard(tmp_path / "run", pairs_of(model))
-    if case.family in NO_PAIRS and case.id != "inkling_text-all-dense":  # which has no experts
+    has_none = case.family in NO_PAIRS and case.id != "inkling_text-all-dense"  # which has no experts
+    if (
+        has_none or case.id == "deepseek_v3-all-experts"
+    ):  # whose latent is narrower than heads: pairs of absorbed products
         with pytest.raises(MappingError, match="change no matrix of the model"):
             api.export(tmp_path / "run", tmp_path / "lora", config=hf(case), adapter=True, lora_alpha=ALPHA)
         return

@@ -252,8 +252,8 @@ class PairRow:
             for i, own in self._spread(name, b):
                 found.setdefault(i, []).append(Pair(a, own, pair.scale))
         whole = {i: _joined(parts, -2, -1) for i, parts in found.items()}
-        if any(np.any(joined.b) for joined in whole.values()):  # a matrix that was not adapted may lie beside others
-            whole = {i: joined for i, joined in whole.items() if np.any(joined.b)}
+        if any(np.any(joined.b) for joined in whole.values()):  # before a step of training B is zero in all
+            whole = {i: joined for i, joined in whole.items() if np.any(joined.b)}  # an adapter may change one alone
         out: dict[str, Pair] = {}
         for i, joined in whole.items():
             stack = self.binding.src[i]
@@ -262,9 +262,7 @@ class PairRow:
             for k, name in enumerate(stack.names):
                 matrix = Pair(a[k], b[k], joined.scale) if stack.depth else joined
                 out[name] = _without_zeros(matrix) if len(self.layout.src) > 1 else matrix
-        # Of joined matrices an adapter may change some alone. Before a step of training B is zero in all.
-        changed = {name: pair for name, pair in out.items() if np.any(pair.b)}
-        return changed if changed and len(self.layout.src) > 1 else out
+        return out
 
     def of_parameters(self, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
         """The pairs of parameters, by name, from the pairs of released matrices, some of which may have none."""
