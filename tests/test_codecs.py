@@ -347,6 +347,9 @@ def test_unknown_encodings_are_refused(config, tmp_path):
     with pytest.raises(UnsupportedConfig) as info:
         plan_for(folder)
     assert info.value.exit_code == 5
+    assert "without config_groups" not in info.value.message or "remove its quantization_config" in (
+        info.value.hint or ""
+    )
 
 
 def test_orbax_still_reads_what_was_decoded(tmp_path):

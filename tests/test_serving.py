@@ -1,6 +1,7 @@
 """Quantized checkpoints exported for servers: every weight as compressed-tensors decompresses it, and back."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import tpuconv
-from helpers.checkpoints import read_tensors, write_checkpoint
+from helpers.checkpoints import hollow_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import assert_same, restore, same_bits
 from helpers.families import FAMILIES, Case, save
 from helpers.logits import forward
@@ -280,6 +281,35 @@ def test_what_no_format_holds_is_refused_with_the_rule(rules: str, message: str,
 def test_matrices_that_no_server_reads_are_refused_by_the_plan(family: str, message: str, hf: Any) -> None:
     with pytest.raises(UsageError, match=message):
         api.plan(hf(ONE_OF_EACH[family], "bfloat16"), target="huggingface", quantize="int8_default")
+
+
+# The families whose packaged configs quantize what no server reads, by the reason: experts in one tensor, convolutions
+# and gates by head, and matrices [in, out]. JAX computes with them.
+STACKS = "aria granitemoe granitemoehybrid jetmoe step3p5 step3p7 zaya"
+NO_LINEAR_LAYERS = (
+    "dbrx gpt_oss granitemoe_swa hy_v4 hy_v4_vl inkling2 inkling2_loop inkling2_loop_text inkling2_text "
+    "inkling_mm_model inkling_text lara_mini minimax_m3_vl_text mistral4 muse_spark nemo_speechlm "
+    "qwen3_vl_moe recurrent_gemma"
+)
+REFUSED = {
+    **dict.fromkeys(STACKS.split(), "which is a stack of matrices"),
+    **dict.fromkeys(NO_LINEAR_LAYERS.split(), "which is not a linear layer's weight"),
+    **dict.fromkeys(["gpt2", "openai-gpt"], r"which is a matrix \[in, out\]"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(ONE_OF_EACH))
+def test_packaged_configs_leave_alone_what_no_server_reads(family: str, tmp_path: Path) -> None:
+    ONE_OF_EACH[family].hf_config().save_pretrained(tmp_path / "config")
+    config = json.loads((tmp_path / "config" / "config.json").read_text())
+    folder = hollow_checkpoint(tmp_path / "hf", config)
+    if family not in REFUSED:
+        api.plan(folder, target="huggingface", quantize="int8_weight_only")
+        return
+    with pytest.raises(UsageError, match=REFUSED[family]) as error:
+        api.plan(folder, target="huggingface", quantize="int8_weight_only")
+    assert re.match(r"layers\.\d+\.(moe|attn)\.", error.value.message)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -105,7 +105,11 @@ def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...
     """
     config_groups = quantization.get("config_groups")
     if not isinstance(config_groups, Mapping) or not config_groups:
-        raise UnsupportedConfig("compressed-tensors without config_groups is not implemented")
+        raise UnsupportedConfig(
+            "compressed-tensors without config_groups is not implemented",
+            hint="config_groups say how the weights are stored: take the config.json of the release, or, if no weight "
+            "is quantized, remove its quantization_config",
+        )
     for key in ("transform_config", "sparsity_config"):
         own = quantization.get(key) or {}
         if own and own.get("format") != "dense":
