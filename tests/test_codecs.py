@@ -45,8 +45,11 @@ from helpers.schemes import (
     gptq_v2,
     int4_asymmetric,
     int4_groups,
+    int4_short_rows,
+    int4_short_rows_in_groups,
     int8_asymmetric_channel,
     int8_packed,
+    int8_short_rows,
     int8_tensor,
     llm_int8,
     modelopt,
@@ -88,6 +91,7 @@ SCHEMES = [
         fp8_stacked,
     ),
     *(int4_groups, int8_packed, int8_tensor, fp4_groups),
+    *(int4_short_rows, int4_short_rows_in_groups, int8_short_rows),
     *(fp8_modelopt_channel, fp8_modelopt_blocks, nvfp4_modelopt, nvfp4_compressed),
     *(awq, gptq, gptq_v2, gptq_any_order, gptq_3_bits, gptq_2_bits_by_channel),
     *(int4_asymmetric, int8_asymmetric_channel, mxfp8_modelopt, mxfp8),
@@ -343,6 +347,9 @@ def test_unknown_encodings_are_refused(config, tmp_path):
     with pytest.raises(UnsupportedConfig) as info:
         plan_for(folder)
     assert info.value.exit_code == 5
+    assert "without config_groups" not in info.value.message or "remove its quantization_config" in (
+        info.value.hint or ""
+    )
 
 
 def test_orbax_still_reads_what_was_decoded(tmp_path):

@@ -482,6 +482,14 @@ def test_wrong_bytes_of_the_right_size_are_found_by_their_hash(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_output_below_a_file_is_refused(tmp_path):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot be written: Not a directory") as info:
+        convert(folder, tmp_path / "file" / "out")
+    assert info.value.hint == "a part of this path is a file: choose another OUT"
+
+
 def test_one_converter_per_output(tmp_path):
     folder = random_checkpoint(tmp_path / "hf", qwen3_config())
     with (

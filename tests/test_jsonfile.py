@@ -89,15 +89,26 @@ TEXTS = {
     "a control character": (b'["\n"]', "control character"),
     "two values": (b"{} {}", "Extra data"),
     "nothing": (b"", "Expecting value"),
+    "a bracket too many": (b"[1]]", "Extra data"),
+    "a comment": (b'{"a": 1, // one\n"b": 2}', "Expecting property"),
+    "a comment in front": (b"# of a program\n{}", "Expecting value"),
+    "a comment behind a value": (b'{"a": 1 /* one */}', "Expecting"),
+    "a last comma": (b'{"a": 1,\n}', "Expecting property|Illegal trailing comma"),
+    "a last comma of a list": (b"[1, 2, ]", "Expecting value|Illegal trailing comma"),
+}
+HINTS = {
+    **dict.fromkeys(("a byte order mark", "UTF-16", "UTF-32 with a mark"), "save it in UTF-8"),
+    **{case: "remove them" for case in TEXTS if "comm" in case},
 }
 
 
 @pytest.mark.parametrize("case", TEXTS)
 def test_a_text_that_is_ambiguous_is_refused(case):
     data, message = TEXTS[case]
-    with pytest.raises(CorruptOutput, match=rf"x\.json is not valid JSON: .*{message}") as info:
+    with pytest.raises(CorruptOutput, match=rf"x\.json is not valid JSON: .*({message})") as info:
         parse(data, "x.json", CorruptOutput)
-    assert bool(info.value.hint) == (case in ("a byte order mark", "UTF-16", "UTF-32 with a mark"))
+    assert bool(info.value.hint) == (case in HINTS)
+    assert HINTS.get(case, "") in (info.value.hint or "")
 
 
 def test_values_are_those_of_json():

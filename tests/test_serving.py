@@ -1,6 +1,7 @@
 """Quantized checkpoints exported for servers: every weight as compressed-tensors decompresses it, and back."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import tpuconv
-from helpers.checkpoints import read_tensors
+from helpers.checkpoints import hollow_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import assert_same, restore, same_bits
 from helpers.families import FAMILIES, Case, save
 from helpers.logits import forward
@@ -19,7 +20,7 @@ from helpers.quantizing import ONE_OF_EACH
 from helpers.served import decompressed, dequantized, quantized, rule
 from tpuconv import api
 from tpuconv.convert.export.serving.rows import pack_words
-from tpuconv.errors import ConfigError, UsageError
+from tpuconv.errors import ConfigError, SourceError, UsageError
 
 CONFIGS = (
     "int8_default",
@@ -48,19 +49,49 @@ EVERY = [
 
 @pytest.mark.parametrize(("case", "config"), EVERY)
 def test_every_weight_is_that_of_compressed_tensors(case: Case, config: str, tmp_path: Path) -> None:
-    """And our reader reads back what was written: the same quantized values, and as many scales as they stand for."""
     save(case, tmp_path / "hf", "bfloat16")
     api.convert(tmp_path / "hf", tmp_path / "quantized", quantize=config)
-    api.export(tmp_path / "quantized", tmp_path / "out")
-    ours, theirs = dequantized(tmp_path / "quantized", tmp_path / "out"), decompressed(tmp_path / "out")
+    assert_comes_back(tmp_path)
+
+
+@pytest.mark.parametrize("qtype", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_inputs_that_fill_no_words_come_back(qtype: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 60, "intermediate_size": 90, "head_dim": 10, "num_attention_heads": 6}
+    rules = rule(".*(attn|mlp).*", weight_qtype=qtype, tile_size=10)
+    quantized(tmp_path, rules, num_key_value_heads=6, **sizes)
+    assert_comes_back(tmp_path)
+    api.export(tmp_path / "again", tmp_path / "back")
+    out, back = (read_tensors(tmp_path / name) for name in ("out", "back"))
+    down = out["model.layers.0.mlp.down_proj.weight_packed"]
+    assert down.shape[1] * 32 // int(qtype[3:]) == {"int4": 96, "int8": 92}[qtype]  # of 90
+    assert out.keys() == back.keys()
+    assert not [name for name in out if not same_bits(out[name], back[name])]
+
+
+@pytest.mark.parametrize("encoding", ["keep", "dequantize"])
+def test_a_shape_other_than_that_of_rows_that_fill_no_words_is_refused(encoding: Any, tmp_path: Path) -> None:
+    up = "model.layers.1.mlp.up_proj"
+    api.export(quantized(tmp_path, rule(".*mlp.*", weight_qtype="int4"), hidden_size=60), tmp_path / "int4")
+    tensors = read_tensors(tmp_path / "int4") | {f"{up}.weight_shape": np.array([96, 59])}
+    description = json.loads((tmp_path / "int4" / "config.json").read_text())
+    write_checkpoint(tmp_path / "changed", description, tensors)
+    with pytest.raises(SourceError, match=rf"{up}.weight_shape says \[96, 59\], but the values are \[96, 60\]"):
+        api.convert(tmp_path / "changed", tmp_path / "out", encoding=encoding)
+
+
+def assert_comes_back(folder: Path) -> None:
+    """The export of `quantized` is what compressed-tensors reads. Our reader reads back what was written: the same
+    quantized values, and as many scales as they stand for."""
+    api.export(folder / "quantized", folder / "out")
+    ours, theirs = dequantized(folder / "quantized", folder / "out"), decompressed(folder / "out")
     assert ours.keys() == theirs.keys()
     assert not [name for name in ours if not same_bits(ours[name], theirs[name])]
-    api.convert(tmp_path / "out", tmp_path / "again", encoding="keep")
-    before, after = restore(tmp_path / "quantized"), restore(tmp_path / "again")
+    api.convert(folder / "out", folder / "again", encoding="keep")
+    before, after = restore(folder / "quantized"), restore(folder / "again")
     for name in before:
         if name.endswith("qvalue"):
             assert np.array_equal(before[name].astype(np.float32), after[name].astype(np.float32)), name
-    again = dequantized(tmp_path / "again")
+    again = dequantized(folder / "again")
     assert not [name for name in ours if not same_bits(ours[name], again[name])]
 
 
@@ -252,10 +283,39 @@ def test_matrices_that_no_server_reads_are_refused_by_the_plan(family: str, mess
         api.plan(hf(ONE_OF_EACH[family], "bfloat16"), target="huggingface", quantize="int8_default")
 
 
+# The families whose packaged configs quantize what no server reads, by the reason: experts in one tensor, convolutions
+# and gates by head, and matrices [in, out]. JAX computes with them.
+STACKS = "aria granitemoe granitemoehybrid jetmoe step3p5 step3p7 zaya"
+NO_LINEAR_LAYERS = (
+    "dbrx gpt_oss granitemoe_swa hy_v4 hy_v4_vl inkling2 inkling2_loop inkling2_loop_text inkling2_text "
+    "inkling_mm_model inkling_text lara_mini minimax_m3_vl_text mistral4 muse_spark nemo_speechlm "
+    "qwen3_vl_moe recurrent_gemma"
+)
+REFUSED = {
+    **dict.fromkeys(STACKS.split(), "which is a stack of matrices"),
+    **dict.fromkeys(NO_LINEAR_LAYERS.split(), "which is not a linear layer's weight"),
+    **dict.fromkeys(["gpt2", "openai-gpt"], r"which is a matrix \[in, out\]"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(ONE_OF_EACH))
+def test_packaged_configs_leave_alone_what_no_server_reads(family: str, tmp_path: Path) -> None:
+    ONE_OF_EACH[family].hf_config().save_pretrained(tmp_path / "config")
+    config = json.loads((tmp_path / "config" / "config.json").read_text())
+    folder = hollow_checkpoint(tmp_path / "hf", config)
+    if family not in REFUSED:
+        api.plan(folder, target="huggingface", quantize="int8_weight_only")
+        return
+    with pytest.raises(UsageError, match=REFUSED[family]) as error:
+        api.plan(folder, target="huggingface", quantize="int8_weight_only")
+    assert re.match(r"layers\.\d+\.(moe|attn)\.", error.value.message)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_integers_are_packed_as_compressed_tensors_packs_them(bits: int) -> None:
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     values = np.random.default_rng(0).integers(-(1 << (bits - 1)), 1 << (bits - 1), (5, 21)).astype(np.int8)
     theirs = pack_to_int32(torch.from_numpy(values), bits).numpy()
-    assert np.array_equal(pack_words(bits, values)[:, :-1], theirs[:, :-1])
+    assert np.array_equal(pack_words(bits, values), theirs)

@@ -211,7 +211,7 @@ def test_quantized_values_are_stored_integers_and_decoded(int4, tmp_path, monkey
 ENCODINGS = [schemes.fp8_blocks, schemes.fp8_bf16_scales, schemes.fp8_channel, schemes.fp8_tensor, schemes.int4_groups]
 ENCODINGS += [schemes.awq, schemes.gptq, schemes.gptq_any_order, schemes.gptq_3_bits, schemes.int4_asymmetric]
 ENCODINGS += [schemes.int8_packed, schemes.int8_tensor, schemes.mxfp8, schemes.nvfp4_modelopt, schemes.nvfp4_awq]
-ENCODINGS += [schemes.modelopt_awq, schemes.bitsandbytes, schemes.nf4_nested, schemes.llm_int8]
+ENCODINGS += [schemes.modelopt_awq, schemes.bitsandbytes, schemes.int4_short_rows, schemes.nf4_nested, schemes.llm_int8]
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda encoding: encoding.__name__)

@@ -24,6 +24,7 @@ from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.types import Options
+from tpuconv.encodings.reshaped import shaped, stated_shapes
 from tpuconv.encodings.tensors import decode_names
 from tpuconv.errors import MappingError
 from tpuconv.sources.source import open_source
@@ -38,6 +39,7 @@ def values_of(folder: Path, dtype: str) -> dict[str, np.ndarray]:
     assert not faults
     out = {}
     with closing(source.open()) as reader:
+        tensors = shaped(tensors, stated_shapes(tensors, reader))
         for name, tensor in tensors.items():
             if tensor.scheme is not None:
                 out[name] = np.empty(tensor.size, dtype)
@@ -138,7 +140,7 @@ def scheme(kind: str, targets: list[str] | None = None) -> Any:
     activations = ACTIVATIONS.get(kind)
     return quantization.QuantizationScheme(
         targets=targets or ["Linear"],
-        weights=quantization.QuantizationArgs(**KINDS[kind]),
+        weights=quantization.QuantizationArgs(**(KINDS | KINDS_OF_ODD)[kind]),
         input_activations=activations and quantization.QuantizationArgs(**activations),
     )
 
@@ -172,8 +174,10 @@ def write_compressed(case: Case, groups: dict[str, Any], folder: Path) -> Path:
             if hasattr(module, "weight_global_scale"):
                 whole = generate_gparam(observed[0].amin(), observed[1].amax())
                 module.weight_global_scale.data = whole
-            scales, _ = calculate_qparams(*observed, own.weights, global_scale=whole)
+            scales, zeros = calculate_qparams(*observed, own.weights, global_scale=whole)
             module.weight_scale.data = scales.to(module.weight_scale.dtype)
+            if hasattr(module, "weight_zero_point"):
+                module.weight_zero_point.data = zeros.to(module.weight_zero_point.dtype)
             for name in ("input_scale", "input_global_scale"):
                 if hasattr(module, name):
                     getattr(module, name).data.fill_(0.25)
@@ -227,12 +231,25 @@ def read_by_transformers(folder: Path, **changes: Any) -> Any:
 WIDE = Case("llama-wide", "llama", "llama", {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96})
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_compressed_tensors_writes_is_read_as_it_reads_it(kind: str, tmp_path: Path) -> None:
+ODD_SIZES = {"hidden_size": 60, "num_attention_heads": 6, "intermediate_size": 90}
+ODD = Case("llama-odd", "llama", "llama", ODD_SIZES)
+"""60 and 90 inputs do not fill words of eight integers, nor 90 those of four."""
+KINDS_OF_ODD = {
+    "int4-groups-of-6": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 6},
+    "int4-asymmetric": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 6, "symmetric": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [*((kind, WIDE) for kind in KINDS), *((kind, ODD) for kind in ("int4-channel", *KINDS_OF_ODD))],
+    ids=str,
+)
+def test_what_compressed_tensors_writes_is_read_as_it_reads_it(kind: str, case: Case, tmp_path: Path) -> None:
     groups = {"group_0": scheme(kind)}
-    folder = write_compressed(WIDE, groups, tmp_path / "hf")
+    folder = write_compressed(case, groups, tmp_path / "hf")
     theirs, ours = decompressed(folder, groups), values_of(folder, "bfloat16")
-    assert len(theirs) == 7 * WIDE.hf_config().num_hidden_layers
+    assert len(theirs) == 7 * case.hf_config().num_hidden_layers
     assert theirs.keys() == ours.keys()
     assert not [name for name in theirs if not np.array_equal(ours[name].view("u2"), theirs[name])]
     plan = convert(folder, tmp_path / "plain")

@@ -144,8 +144,16 @@ def parse(data: bytes, what: str, error: type[TpuconvError], *, constants: bool 
     except ValueError as e:
         is_other = data.startswith(BYTE_ORDER_MARKS)
         hint = "save it in UTF-8, without a byte order mark" if is_other else None
+        if isinstance(e, json.JSONDecodeError) and _is_near_json(text[: e.pos].rstrip(), text[e.pos :].lstrip()):
+            hint = "JSON has no comments, and no comma before a closing bracket: remove them"
         raise error(f"{what} is not valid JSON: {e}", hint=hint) from None
     return value
+
+
+def _is_near_json(before: str, after: str) -> bool:
+    """Returns True if a fault between two parts of a text is a comment, or a comma before a closing bracket."""
+    is_comma = before.endswith(",") or after.startswith(",")
+    return after.startswith(("#", "//", "/*")) or (is_comma and after.lstrip(", \n\r\t").startswith(("}", "]")))
 
 
 def short(value: Any, limit: int = 80) -> str:

@@ -197,6 +197,33 @@ def int4_asymmetric(rng, rows, columns, bits=4, group=32):
     return stored, compressed_config(type="int", num_bits=bits, symmetric=False, **how), values
 
 
+def short_rows(rng, rows, columns, bits, group=0):
+    """[out, in] with inputs that fill no words, by the definition of compressed-tensors: zeros in the rest."""
+    columns += not columns % (32 // bits)
+    codes, _, scales = affine_parts(rng, rows, columns, (rows, -(-columns // group) if group else 1), bits)
+    scales, middle = scales.astype(BF16), 1 << (bits - 1)
+    stored = {
+        "w.weight_packed": in_words(codes, bits, 1),
+        "w.weight_scale": scales,
+        "w.weight_shape": np.array(codes.shape, np.int64),
+    }
+    how = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    values = (codes - middle).astype("f4") * np.repeat(scales.astype("f4"), group or columns, 1)[:, :columns]
+    return stored, compressed_config(type="int", num_bits=bits, symmetric=True, **how), values
+
+
+def int4_short_rows(rng, rows, columns):
+    return short_rows(rng, rows, columns, 4)
+
+
+def int4_short_rows_in_groups(rng, rows, columns):
+    return short_rows(rng, rows, columns, 4, 6)
+
+
+def int8_short_rows(rng, rows, columns):
+    return short_rows(rng, rows, columns, 8)
+
+
 def int8_asymmetric_channel(rng, rows, columns):
     return int4_asymmetric(rng, rows, columns, bits=8, group=0)
 

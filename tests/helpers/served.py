@@ -72,7 +72,8 @@ def to_torch(x: np.ndarray) -> torch.Tensor:
 
 def quantized(folder: Path, rules: str, **config) -> Path:
     """A checkpoint quantized by these rules."""
-    random_checkpoint(folder / "hf", qwen3_config(hidden_size=64, intermediate_size=96, head_dim=32, **config))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    random_checkpoint(folder / "hf", qwen3_config(**(sizes | config)))
     (folder / "rules.yaml").write_text(f"summary: test\nqwix:\n  rules:\n{rules}gates: none\n")
     api.convert(folder / "hf", folder / "quantized", quantize=folder / "rules.yaml")
     return folder / "quantized"

@@ -13,6 +13,7 @@ from tpuconv.encodings.scheme import (
     INT4,
     INT8,
     OFFSET_INT8,
+    STATED_SHAPE,
     Affine,
     Blocks,
     Scheme,
@@ -56,7 +57,7 @@ KNOWN_FORMATS = (
     *(None, "dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"),
     *("mxfp4-pack-quantized", "mxfp8-quantized", "nvfp4-pack-quantized"),
 )
-PACKED_FIELDS: Mapping[str, Any] = {"values": ".weight_packed", "dtype": "I32", "extra": (".weight_shape",)}
+PACKED_FIELDS: Mapping[str, Any] = {"values": ".weight_packed", "dtype": "I32", "extra": (STATED_SHAPE,)}
 BYTES_FIELDS: Mapping[str, Any] = {"values": ".weight", "dtype": "I8", "qtype": "int8", "table": INT8, "per_element": 1}
 STORED: Mapping[tuple[Any, Any], Mapping[str, Mapping[str, Any]]] = {
     ("float", 8): {"FP8": FP8_FIELDS},
@@ -104,7 +105,11 @@ def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...
     """
     config_groups = quantization.get("config_groups")
     if not isinstance(config_groups, Mapping) or not config_groups:
-        raise UnsupportedConfig("compressed-tensors without config_groups is not implemented")
+        raise UnsupportedConfig(
+            "compressed-tensors without config_groups is not implemented",
+            hint="config_groups say how the weights are stored: take the config.json of the release, or, if no weight "
+            "is quantized, remove its quantization_config",
+        )
     for key in ("transform_config", "sparsity_config"):
         own = quantization.get(key) or {}
         if own and own.get("format") != "dense":

@@ -16,7 +16,7 @@ import numpy as np
 from tpuconv.encodings.casts import check_cast
 from tpuconv.encodings.flat import FlatParts
 from tpuconv.encodings.scales import check_scales, check_some_scales, place_of
-from tpuconv.encodings.scheme import NO_FACTOR, Scheme, decode_scales
+from tpuconv.encodings.scheme import NO_FACTOR, STATED_SHAPE, Scheme, decode_scales
 from tpuconv.encodings.words import Span, read_part, spans_of
 from tpuconv.errors import SourceError
 from tpuconv.jsonfile import short
@@ -112,6 +112,8 @@ class Tensor:
         """
         if start == 0 and self.scheme is not None and self.scheme.constants:
             self._check_constants(reader, self.scheme)
+        if start == 0 and self.is_filled_up:
+            self._check_stated_shape(reader)
         if self.scheme is not None and self.scheme.flat is not None:
             self.flat_parts.read(reader, start, raw, out)
         elif self.scheme is not None and self.scheme.affine is not None:
@@ -137,6 +139,30 @@ class Tensor:
         base = self.values.name.removesuffix(self.scheme.values)
         extra = {info.name.removeprefix(base): info for info in self.extra}
         return FlatParts(self.scheme, self.shape, self.values, self.scales, extra, self.any_scales)
+
+    @property
+    def is_filled_up(self) -> bool:
+        """True if the last word of each row has room for more values."""
+        scheme = self.scheme
+        return scheme is not None and STATED_SHAPE in scheme.extra and scheme.shape(self.values.shape) != self.shape
+
+    def _check_stated_shape(self, reader: Reader) -> None:
+        """Checks the shape that is stored beside values in words.
+
+        Raises:
+            SourceError: it is another one.
+        """
+        for info in self.extra:
+            if info.name.endswith(STATED_SHAPE):
+                stored = np.empty(info.nbytes, np.uint8)
+                reader.read(info, 0, stored.data)
+                if not np.array_equal(found := stored.view(DTYPES[info.dtype]).reshape(info.shape), self.shape):
+                    raise SourceError(
+                        f"{info.name} says {found.tolist()}, but the values are {list(self.shape)}",
+                        hint="the weights do not belong to this config.json: download both again"
+                        if self.is_filled_up
+                        else '`encoding="dequantize"` does without it, and ignores it',
+                    )
 
     def _check_constants(self, reader: Reader, scheme: Scheme) -> None:
         base = self.values.name.removesuffix(scheme.values)

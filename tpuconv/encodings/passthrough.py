@@ -90,6 +90,7 @@ class QValues(Tensor):
             out[...] = qvalues[start - first * n :][: out.size]
 
     def _check_extra(self, reader: Reader) -> None:
+        self._check_stated_shape(reader)
         base = self.values.name.removesuffix(self.scheme.values)
         for info in self.extra:
             stored = np.empty(info.nbytes, np.uint8)
@@ -98,11 +99,7 @@ class QValues(Tensor):
             expected = self.scheme.expected(info.name.removeprefix(base), self.shape, self.grid, info.dtype)
             if np.array_equal(found, expected):
                 continue
-            if self.scheme.affine is None:
-                raise SourceError(
-                    f"{info.name} says {found.tolist()}, but the values are {list(self.shape)}",
-                    hint='`encoding="dequantize"` does without it, and ignores it',
-                )
+            assert self.scheme.affine is not None
             is_zeros = info.name.endswith(self.scheme.affine.zero_points)
             raise SourceError(
                 f"{info.name} does not hold {'zero points in the middle' if is_zeros else 'groups in order'}, as "

@@ -9,20 +9,44 @@ from typing import Any
 import numpy as np
 
 from tpuconv.encodings.decode import Tensor
+from tpuconv.encodings.scheme import STATED_SHAPE, Scheme
 from tpuconv.notation.layout import Shape
-from tpuconv.sources.headers import TensorInfo
+from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.reader import Reader
 
 
 def shaped(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """Returns the tensors, where flat ones that hold so many values have the shape that a table wants: only a text that
-    is read with their values says it."""
+    """Returns the tensors, where those have the shape that a table wants that may have it: flat values, and rows whose
+    last word is filled up. Only what is read with the values says their shape."""
     out = dict(tensors)
     for name, shape in shapes.items():
         tensor = out.get(name)
-        if tensor and tensor.scheme and tensor.scheme.flat and tensor.scheme.stored_shape(shape) == tensor.values.shape:
-            out[name] = replace(tensor, shape=shape)
+        if tensor and tensor.scheme and tensor.shape != shape and _may_be(tensor, tensor.scheme, shape):
+            out[name] = replace(tensor, shape=shape, scheme=tensor.scheme.for_shape(shape))
     return out
+
+
+def stated_shapes(tensors: Mapping[str, Tensor], reader: Reader) -> dict[str, Shape]:
+    """Returns the shapes that a release says beside packed values, by the names of the tensors.
+
+    Raises:
+        SourceError: the source cannot be read.
+    """
+    out = {}
+    for name, tensor in tensors.items():
+        for info in tensor.extra:
+            if info.name.endswith(STATED_SHAPE) and info.dtype in ("I32", "I64") and info.shape == (len(tensor.shape),):
+                stored = np.empty(info.shape, DTYPES[info.dtype])
+                reader.read(info, 0, stored.view(np.uint8).data)
+                out[name] = tuple(stored.tolist())
+    return out
+
+
+def _may_be(tensor: Tensor, scheme: Scheme, shape: Shape) -> bool:
+    if scheme.flat:
+        return scheme.stored_shape(shape) == tensor.values.shape
+    scales = tensor.scales.shape if tensor.scales else ()
+    return shape in scheme.shapes(tensor.values.shape) and scheme.scale_shape(shape, scales) == scales
 
 
 @dataclass(frozen=True)

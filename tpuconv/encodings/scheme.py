@@ -4,7 +4,7 @@ FP8 with blocks: DeepSeek-V3 technical report (arXiv:2412.19437), section 3.3. M
 v1.0.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -45,12 +45,13 @@ class Affine:
     Attributes:
         words: how the values are packed.
         zero_points: suffix of the tensor of zero points, one for each scale. Empty: none, and values are in two's
-            complement.
+            complement, unless `centered`.
         zero_words: how these are packed, as a matrix of the shape of the scales.
         zero_shift: what is added to a stored zero point, modulo the number of values.
         symmetric: whether the description says that all zero points are in the middle.
         group_index: suffix of a tensor that tells the group of each row. Without it groups are in order.
         any_order: whether they may be in any order, by the description.
+        centered: whether values without zero points are stored from the middle: q + 2^(bits - 1).
     """
 
     words: Words
@@ -60,6 +61,7 @@ class Affine:
     symmetric: bool = False
     group_index: str = ""
     any_order: bool = False
+    centered: bool = False
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -70,13 +72,15 @@ class Affine:
         """Returns the quantized values of bytes, in float32."""
         if self.zero_points:
             return qvalues.astype(np.float32)
+        if self.centered:
+            return qvalues.astype(np.float32) - np.float32(self.middle)
         half = np.int8(1 << (self.words.bits - 1))  # two's complement
         return ((qvalues.view(np.int8) ^ half) - half).astype(np.float32)
 
     @property
     def middle(self) -> int:
         """The zero point of symmetric values, as it is stored: in two's complement it is 0."""
-        return 1 << (self.words.bits - 1) if self.zero_points else 0
+        return 1 << (self.words.bits - 1) if self.zero_points or self.centered else 0
 
     def zeros_of(self, stored: np.ndarray) -> np.ndarray:
         """Zero points as the formula has them, from stored ones: bytes."""
@@ -112,6 +116,10 @@ class Flat:
     state: str
     nested_scales: str
     nested_table: str
+
+
+STATED_SHAPE = ".weight_shape"
+"""The suffix of the tensor in which compressed-tensors says the shape of packed values."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +222,22 @@ class Scheme:
         if self.groups_apart:
             assert self.blocks[1] is not None
             return (*shape[:-1], shape[-1] // self.blocks[1], self.blocks[1] // self.per_element)
-        return (*shape[:-1], shape[-1] // self.per_element)
+        return (*shape[:-1], -(-shape[-1] // self.per_element))
+
+    def shapes(self, stored: Shape) -> Iterator[Shape]:
+        """Yields the shapes that values stored in a tensor of the shape `stored` may have, the widest first: where a
+        release says the shape, the last word of a row may be filled up."""
+        widest = self.shape(stored)
+        narrower = self.per_element if STATED_SHAPE in self.extra and len(widest) == 2 else 1
+        return ((*widest[:-1], widest[-1] - n) for n in range(min(narrower, widest[-1])))
+
+    def for_shape(self, shape: Shape) -> "Scheme":
+        """Returns the scheme for values of this shape: of rows that fill no words one that unpacks row by row."""
+        if STATED_SHAPE not in self.extra or self.affine or len(shape) != 2 or shape[1] % self.per_element == 0:
+            return self
+        bits = 8 * DTYPES[self.dtype].itemsize // self.per_element
+        affine = Affine(Words(bits, 1), "", Words(bits, 0), symmetric=True, centered=True)
+        return replace(self, affine=affine)
 
     def block(self, shape: Shape, scales: Shape) -> tuple[int, int]:
         """Rows and columns of the values that share a scale, for values and scales of these shapes. Flat blocks must

@@ -55,7 +55,7 @@ def decode_names(
         parts = (*extra, tensor_scale, *affine.values(), column_scales)
         taken |= {name, base + scheme.scales, *(part.name for part in parts if part)}
         unused |= {base + suffix for suffix in scheme.unused}
-        shape = scheme.shape(info.shape)
+        shape = _shape_of(scheme, info, scales)
         if scales is None:
             faults.setdefault(f"has no {scheme.scales.removeprefix('.')}", []).append(name)
         elif scales.shape != (want := scheme.scale_shape(shape, scales.shape)):
@@ -75,7 +75,7 @@ def decode_names(
             )
         else:
             tensor = Tensor(
-                *(base + scheme.name, shape, info, scales, extra, scheme, tensor_scale),
+                *(base + scheme.name, shape, info, scales, extra, scheme.for_shape(shape), tensor_scale),
                 zero_points=affine.get(scheme.affine.zero_points) if scheme.affine else None,
                 group_index=affine.get(scheme.affine.group_index) if scheme.affine else None,
                 column_scales=column_scales,
@@ -99,11 +99,21 @@ def decode_names(
     return out, words
 
 
+def _shape_of(scheme: Scheme, values: TensorInfo, scales: TensorInfo | None) -> Shape:
+    """Returns the widest shape of the stored values that the scales fit; the widest of all if they fit none."""
+    if scales is not None:
+        for shape in scheme.shapes(values.shape):
+            if scales.shape == scheme.scale_shape(shape, scales.shape):
+                return shape
+    return scheme.shape(values.shape)
+
+
 def _has_scales_of(scheme: Scheme, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
     """Returns True if the stored values have the scales and zero points of the scheme. A checkpoint may use several
     schemes."""
-    base, shape = info.name.removesuffix(scheme.values), scheme.shape(info.shape)
+    base = info.name.removesuffix(scheme.values)
     scales = tensors.get(base + scheme.scales)
+    shape = _shape_of(scheme, info, scales)
     if scales is None or scales.shape != scheme.scale_shape(shape, scales.shape):
         return False
     affine = {suffix: tensors.get(base + suffix) for suffix in scheme.affine.suffixes} if scheme.affine else {}

@@ -42,6 +42,7 @@ HINTS = {
     errno.EROFS: "the file system is read-only: choose another OUT",
     errno.EACCES: "you may not write there: choose another OUT",
     errno.EPERM: "you may not write there: choose another OUT",
+    errno.ENOTDIR: "a part of this path is a file: choose another OUT",
     errno.EIO: "the disk fails: choose an OUT on another one",
     **dict.fromkeys((errno.EXDEV, errno.EBUSY, errno.ENOSYS, errno.ENOTSUP), UNMOVABLE),
 }

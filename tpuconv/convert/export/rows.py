@@ -255,7 +255,7 @@ def _passthrough_rows(
             qvalues.append(
                 ExportTensor(
                     *(name, scheme.dtype, scheme.stored_shape(shape), name),
-                    lambda x: pack(scheme, x),
+                    partial(pack, scheme.for_shape(shape)),
                     sliced=len(shape) > 2 and scheme.affine is None,
                 )
             )

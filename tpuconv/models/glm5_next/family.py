@@ -147,7 +147,7 @@ POOL_ROWS = (
     Map("k_norm.weight", "k_norm.scale", "index_dim"),
     Map("k_norm.bias", "k_norm.bias", "index_dim"),
     Map("weights_proj.weight", "router.kernel", "index_heads D -> D index_heads"),
-    Map("index_kpool_compress_gate", "gate.kernel", "index_dim D -> D index_dim"),
+    Map("index_kpool_compress_gate", "router_gate.kernel", "index_dim D -> D index_dim"),
     Map("index_kpool_compress_ape", "bias", "pool_tokens index_dim"),
 )
 """The indexer."""

@@ -59,12 +59,12 @@ class PoolIndexer(nnx.Module):
         self.k = Einsum("BTD,Dx->BTx", sizes, dtype=dtype, keys=keys)
         self.k_norm = LayerNorm("x", sizes, INDEXER_EPS, dtype=dtype)
         self.router = Einsum("BTD,Dq->BTq", sizes, dtype=dtype, keys=keys)
-        self.gate = Einsum("BTD,Dx->BTx", sizes, dtype=dtype, keys=keys)
+        self.router_gate = Einsum("BTD,Dx->BTx", sizes, dtype=dtype, keys=keys)  # named as what stays unquantized
         self.bias = nnx.Param(jnp.zeros((sizes["p"], sizes["x"]), dtype))
 
     def kept(self, x_BTD: jax.Array) -> PoolKeys:
         """Returns what the cache holds of these tokens."""
-        return PoolKeys(self.k_norm(self.k(x_BTD)), self.gate(x_BTD))
+        return PoolKeys(self.k_norm(self.k(x_BTD)), self.router_gate(x_BTD))
 
     def __call__(
         self, x_BTD: jax.Array, x_BTQ: jax.Array, index: PoolKeys, step: Step, visible_BTS: jax.Array

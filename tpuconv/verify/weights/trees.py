@@ -10,6 +10,7 @@ from typing import Any
 
 from tpuconv.checkpoint.manifest import Manifest, element_bytes, read_manifest
 from tpuconv.encodings.decode import Tensor
+from tpuconv.encodings.reshaped import shaped, stated_shapes
 from tpuconv.encodings.tensors import decode_names
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.location import Location, to_location
@@ -109,6 +110,7 @@ def _tensor_weights(source: Source, reader: Reader) -> tuple[list[TensorWeight],
     seen: Mapping[str, Tensor] = {}
     try:
         seen, faults = decode_names(source.tensors, source.encoding, any_scales=True)
+        seen = shaped(seen, stated_shapes(seen, reader))
         notes += [f"shown as stored: {fault}" for fault in faults]
     except UnsupportedConfig as e:
         notes.append(f"quantized tensors are shown as stored: {e.message}")

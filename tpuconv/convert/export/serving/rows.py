@@ -320,11 +320,11 @@ def pack_awq(values: np.ndarray) -> np.ndarray:
 
 def pack_words(bits: int, values: np.ndarray) -> np.ndarray:
     """int32 [O, words] of integers [O, I] of 4 or 8 bits, each with the offset 2^(bits - 1), the first in the lowest
-    bits. The last word of a row is filled up with zeros, before the offset."""
+    bits. The last word of a row is filled up with zeros."""
     rows, columns = values.shape
     offset = np.uint8(1 << (bits - 1))
     unsigned = np.empty((rows, columns + -columns % (PACK_WORD // bits)), np.uint8)
-    unsigned[:, columns:] = offset
+    unsigned[:, columns:] = 0
     # Without a carry, adding the offset to a number in two's complement changes the sign bit.
     np.bitwise_xor(values.view(np.uint8), offset, out=unsigned[:, :columns])
     return (pack_halves(unsigned) if bits == BITS_OF_HALVES else unsigned).view(np.int32)
