@@ -30,7 +30,8 @@ from tpuconv.notation.spelling import Speller, by_template, respelled, rules_of
 
 FROZEN = Path(__file__).parent / "data" / "frozen_tables.json.gz"
 """The 1,044 tables of the version before forms, which had one for each spelling: what each made of a tiny model. The
-names that it supposed for a norm of DeepSeek V4's MTP layers, which transformers does not save, are corrected."""
+names that it supposed for a norm of DeepSeek V4's MTP layers, which transformers does not save, are corrected, and the
+gate of GLM-5-Next's indexer has its new name."""
 SAVED_BY_TRANSFORMERS = [
     case
     for case in FIRST.values()
