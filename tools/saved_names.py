@@ -165,7 +165,7 @@ def split(row: Map, names: Sequence[str], operations: Sequence[Any]) -> Iterator
     rotated = [each.permute_layer_names for each in operations if type(each).__name__ == "PermuteForRope"]
     for part, name, jax, side in zip(parts, names, row.jax_names, dst, strict=True):
         src = format_axes((part, *axes[1:]))
-        if any(each in name for names in rotated for each in names):
+        if any(each in name for own in rotated for each in own):
             src, side = in_halves(src), of_pairs(side)
         yield Map(name, jax, f"{src} -> {side}", row.when, row.buffer)
 
