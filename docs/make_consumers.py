@@ -35,8 +35,8 @@ wrote of tiny models with heads of 64, two layers and random weights (the exampl
 - `1e-04 / 2e-03`: the mean KL divergence from `tpuconv.load` of the same quantized values, and, after the slash, the
   divergence of the quantized values from the plain model. A server rounds activations in another way than tpuconv,
   which costs as much again, or computes in bfloat16. A router may then choose other experts for a token.
-- Images are of sizes that processors keep. vLLM's build for CPUs masks the tokens of images causally, which Gemma 3
-  does not: ours does the same there.
+- The images have sizes that processors keep. vLLM's build for CPUs masks the tokens of images causally; Gemma 3 does
+  not. In that comparison tpuconv masks them causally too.
 - A letter: it is refused, for the reason below. `loads, a`: its weights are loaded, and computing fails.
 - `-`: the model does not have this form.
 

@@ -6,12 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import transformers
 from click.testing import CliRunner
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from helpers.processors import IMAGE_PROCESSORS, word_tokenizer
 from helpers.sights import END, IMAGE, SIGHTS, START, Sight
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -33,28 +30,16 @@ MARKS = {"gemma3": "<start_of_image>", "qwen3_vl": "<|vision_start|><|image_pad|
 NEW = 6
 
 
-def processor(name: str) -> Any:
-    if name == "gemma3":
-        return transformers.Gemma3ImageProcessor(size={"height": 24, "width": 24})
-    return transformers.Qwen2VLImageProcessor(
-        patch_size=4, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 256, "longest_edge": 2048}
-    )
-
-
 @pytest.fixture(scope="module", params=["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
 def seeing(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Sight, Path, str]:
     """A model with a tokenizer, an image processor and a chat template, and its checkpoint."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     case, special = SIGHTS[name](), NAMES[name]
     case.model.save_pretrained(folder / "src")
-    words = Tokenizer(WordLevel({special.get(i, f"t{i}"): i for i in range(97)}, unk_token="t3"))
-    words.pre_tokenizer = WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="t3", additional_special_tokens=list(special.values())
-    )
+    tokenizer = word_tokenizer(special, additional_special_tokens=list(special.values()))
     tokenizer.chat_template = CHAT.replace("MARK", MARKS[name])
     tokenizer.save_pretrained(folder / "src")
-    processor(name).save_pretrained(folder / "src")
+    IMAGE_PROCESSORS[name]().save_pretrained(folder / "src")
     (folder / "src" / "processor_config.json").write_text('{"image_seq_length": 9}')
     api.convert(folder / "src", folder / "out")
     return case, folder / "out", name

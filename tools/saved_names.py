@@ -223,7 +223,8 @@ class Finder:
             for hf, row, _, other in pairs:  # templates do not tell `proj.0` from `proj.2`
                 new = replace(row, hf=numbered_as(hf, row, other))
                 place = groups[row.when, module_of(new.hf_names[0])]
-                place += [pair for pair in [([row], [new])] if pair not in place]
+                if ([row], [new]) not in place:
+                    place.append(([row], [new]))
         for (when, target), parts in merged.items():
             for rows, new in self.merged_rows(target, parts):
                 groups[when, module_of(target)].append((rows, new))
@@ -340,14 +341,15 @@ class Models:
 
     def found(self) -> Found:
         """What transformers has, besides the release. Of the cases of the text model the first one shows all."""
-        shown = [*zip(self.models, self.configs, strict=True)]
         out = Found()
-        for model, config in (*shown[: min(1, len(self.cases))], *shown[len(self.cases) :]):
+        for number, (model, config) in enumerate(zip(self.models, self.configs, strict=True)):
+            if 0 < number < len(self.cases):
+                continue
             each = Finder(self.family, model, config).run()
             out.names |= each.names
             out.forms += [form for form in each.forms if form not in out.forms]
             out.lost += each.lost
-            text = Finder(self.family, model, replace(config, towers=())).run()
+            text = Finder(self.family, model, replace(config, towers=())).run() if config.parts else each
             out.outside = sorted({*out.outside, *text.outside})
         return out
 

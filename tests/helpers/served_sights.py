@@ -11,21 +11,20 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from helpers.consumers import BASE
+from helpers.processors import IMAGE_PROCESSORS, word_tokenizer
 from helpers.sights import END, IMAGE, START, tiny
 
-VIDEO, VOCABULARY = 92, 97
-TEXT = {**BASE, "vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+VIDEO = 92
+TEXT = {**BASE, "vocab_size": 97, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 """Of `BASE`, with the widths of its rules."""
 QWEN_TOKENS = {
-    **dict(zip(("image_token", "video_token"), ("<|image_pad|>", "<|video_pad|>"), strict=True)),
-    **dict(zip(("vision_bos_token", "vision_eos_token"), ("<|vision_start|>", "<|vision_end|>"), strict=True)),
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
 }
-QWEN_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START}
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,7 @@ class ServedSight:
     def save(self, folder: Path) -> list[str]:
         """Writes the model and its images; returns the files of these."""
         self.model().to(torch.bfloat16).save_pretrained(folder)
-        words = Tokenizer(WordLevel({self.words.get(i, f"t{i}"): i for i in range(VOCABULARY)}, unk_token="t3"))
-        words.pre_tokenizer = WhitespaceSplit()
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_object=words, unk_token="t3", pad_token="t0", extra_special_tokens=dict(self.tokens)
-        ).save_pretrained(folder)
+        word_tokenizer(self.words, pad_token="t0", extra_special_tokens=dict(self.tokens)).save_pretrained(folder)
         self.processor().save_pretrained(folder)
         (folder / "processor_config.json").write_text(json.dumps(dict(self.processor_config)))
         rng, files = np.random.default_rng(0), []
@@ -103,15 +98,12 @@ def qwen3_vl() -> Any:
         text_config=TEXT | {"rope_parameters": rope},
         vision_config=vision
         | {"out_hidden_size": 256, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
         vision_end_token_id=END,
-        **QWEN_IDS,
     )
     return tiny(transformers.Qwen3VLForConditionalGeneration, config)
-
-
-def qwen_processor() -> Any:
-    size = {"shortest_edge": 256, "longest_edge": 2048}
-    return transformers.Qwen2VLImageProcessor(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
 
 
 SERVED_SIGHTS: Mapping[str, ServedSight] = {
@@ -122,7 +114,7 @@ SERVED_SIGHTS: Mapping[str, ServedSight] = {
         | {91 - n: "\n" * (n + 1) for n in range(4)},  # vLLM's processor looks for lines
         "<start_of_image>",
         ((24, 24), (24, 24)),
-        lambda: transformers.Gemma3ImageProcessor(size={"height": 24, "width": 24}),
+        IMAGE_PROCESSORS["gemma3"],
         {"processor_class": "Gemma3Processor", "image_seq_length": 9},
         has_causal_images=True,
     ),
@@ -132,7 +124,7 @@ SERVED_SIGHTS: Mapping[str, ServedSight] = {
         {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>", START: "<|vision_start|>", END: "<|vision_end|>"},
         "<|vision_start|><|image_pad|><|vision_end|>",
         ((32, 40), (48, 16)),
-        qwen_processor,
+        IMAGE_PROCESSORS["qwen3_vl"],
         {"processor_class": "Qwen3VLProcessor"},
     ),
 }

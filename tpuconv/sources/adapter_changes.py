@@ -162,18 +162,17 @@ class JoinedExperts(Product):
         return next(iter(self.changes.values())).shape
 
     def factors(self, matrix: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
-        """See `Product`: the factors of the parts in one diagonal, so that each changes its rows alone."""
+        """See `Product`: the parts' rows, one behind the other."""
         size, columns = self._matrix
         own = {part: self.changes[matrix, part] for part in range(self.parts) if (matrix, part) in self.changes}
-        ranks = [change.left.shape[-1] for change in own.values()]
-        left = np.zeros((self.parts * size, max(1, sum(ranks))), np.float32)
-        right = np.zeros((left.shape[1], columns), np.float32)
-        start = 0
-        for (part, change), rank in zip(own.items(), ranks, strict=True):
-            diagonal = left[part * size : (part + 1) * size, start : start + rank]
-            diagonal[...], right[start : start + rank] = change.factors(0, slice(None))
-            diagonal *= np.float32(change.scaling)
-            start += rank
+        left, right = np.zeros((self.parts * size, 1), np.float32), np.zeros((1, columns), np.float32)
+        if own:
+            source = np.full(self.parts * size, -1)
+            for place, part in enumerate(own):
+                source[part * size : (part + 1) * size] = np.arange(place * size, (place + 1) * size)
+            gathered = GatheredRows(tuple(own.values()), source)
+            left, right = gathered.factors(0, slice(None))
+            left *= np.float32(gathered.scaling)
         if self.input_first:
             left, right = right.T, left.T
         return np.ascontiguousarray(left[rows]), np.ascontiguousarray(right)

@@ -3,7 +3,6 @@ name: queries, keys and values in one tensor, or the two matrices of an MLP."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 
@@ -42,17 +41,17 @@ def regrouped(
         config: the model's.
     """
     spelled = {found: name for name in changes if (found := reader.speller.spelled(name)) is not None}
-    bound = cache(lambda number: _bindings(reader.places[number], reader.table, config))
 
     def on_disk(name: str) -> str:
         return reader.on_disk(name, release) or name
 
     out: dict[str, GatheredRows] = {}
     moved: set[str] = set()
-    for number, place in enumerate(reader.places):
+    for place in reader.places:
         known = {template(name) for form in place.forms.values() for row in form for name in row.hf_names}
         own = [name for name in spelled if template(name) in known]
-        for tensor in _tensors(own, bound(number), lambda name: on_disk(name) in tensors) if own else ():
+        forms = _bindings(place, reader.table, config) if own else []
+        for tensor in _tensors(own, forms, lambda name: on_disk(name) in tensors):
             given = {
                 name: changes[spelled[name]] for each in tensor.modules for name in _names(each) if name in spelled
             }
