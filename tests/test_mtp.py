@@ -17,7 +17,7 @@ from helpers.families import FIRST
 from helpers.logits import forward
 from tpuconv import api, cli
 from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.coverage import make_plan, with_quantization
 from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run.conversion import run
 from tpuconv.errors import CorruptOutput, MappingError, SourceError, UsageError
@@ -97,8 +97,9 @@ def test_the_model_is_quantized_and_the_layer_beside_it_is_not(with_mtp, tmp_pat
     family = find_family(source.config)
     config = family.config.from_hf(source.config)
     options = Options(include_mtp=True)
-    own = quantization(plan_for(with_mtp, options), family, config, rules)
-    for _ in run(make_plan(source, family.name, family.table, config, options, own), tmp_path / "out", LIMITS):
+    plain = make_plan(source, family.name, family.table, config, options)
+    plan = with_quantization(plain, quantization(plain, family, config, rules))
+    for _ in run(plan, tmp_path / "out", LIMITS):
         pass
     convert(with_mtp, tmp_path / "plain", options)
     command = ["quantize", tmp_path / "plain", tmp_path / "afterwards", "--config", "int8_weight_only", "--json"]

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpuconv.convert.plan.types import ZEROS, OutputArray, Plan, Slab
+from tpuconv.convert.plan.types import ZEROS, OutputArray, Plan
+from tpuconv.convert.plan.units import Slab
 from tpuconv.convert.run.sizing import Limits, buffers, jobs
 from tpuconv.convert.run.slab_arrays import SlabArrays
 from tpuconv.convert.run.slabs import check_copy, check_promise

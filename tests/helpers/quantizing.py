@@ -15,7 +15,7 @@ import tpuconv
 from helpers.conversions import LIMITS, assert_same
 from helpers.families import CASES, Case
 from tpuconv.checkpoint.reader import open_checkpoint
-from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.coverage import make_plan, with_quantization
 from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run.conversion import run
 from tpuconv.models.logits import forward
@@ -216,7 +216,7 @@ def quantize_source(folder: Path, out: Path, rules: QuantConfig, options: Option
 def _quantize(source, family, table, options: Options, out: Path, rules: QuantConfig, data=None):
     config = family.config.from_hf(source.config)
     plain = make_plan(source, family.name, table, config, options)
-    plan = make_plan(source, family.name, table, config, options, quantization(plain, family, config, rules, data))
+    plan = with_quantization(plain, quantization(plain, family, config, rules, data))
     for _ in run(plan, out, LIMITS):
         pass
     return plan

@@ -163,13 +163,13 @@ def _planned(
     """Returns the plan to quantize a model: a checkpoint of ours in the form that it has, a release and a checkpoint
     for another program under our names. See `tpuconv.convert.plan.planning.planned_quantization`."""
     from tpuconv.checkpoint.reader import check_unquantized
-    from tpuconv.convert.plan.planning import plan_of_source, planned_quantization
+    from tpuconv.convert.plan.planning import planned_quantization, quantized_plan
 
     if opened.plan is None:
         return planned_quantization(opened.manifest.folder, quantizer, compress=compress, ahead=ahead)
     if opened.stored is not None:
         check_unquantized(opened.stored)
-    return plan_of_source(opened.plan.source, replace(opened.plan.options, compress=compress), quantizer)
+    return quantized_plan(opened.plan, quantizer, compress=compress)
 
 
 def _text_of(plan: "Plan") -> CalibrationText | None:

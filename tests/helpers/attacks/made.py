@@ -19,7 +19,7 @@ from tpuconv.checkpoint.device_layouts import DeviceLayout, write_layouts
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert.export.array_source import released_config
-from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.coverage import make_plan, with_quantization
 from tpuconv.convert.plan.types import Options, Plan
 from tpuconv.convert.run.conversion import run
 from tpuconv.convert.run.sizing import Limits
@@ -101,7 +101,7 @@ def quantization_plan(ckpt: Path) -> Plan:
     family, table = get_family(opened.manifest.family), opened.table()
     config = family.config.from_hf(opened.config)
     plain = make_plan(opened, family.name, table, config, Options())
-    return make_plan(opened, family.name, table, config, Options(), quantization(plain, family, config, rules))
+    return with_quantization(plain, quantization(plain, family, config, rules))
 
 
 def quantize(ckpt: Path, out: Path, *, overwrite: bool = False) -> None:

@@ -13,7 +13,7 @@ from tpuconv import api, persist
 from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert.export import files as export_files
 from tpuconv.convert.plan import sizes
-from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.coverage import make_plan, with_quantization
 from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run.conversion import run
 from tpuconv.location import Location
@@ -121,7 +121,7 @@ def _quantized(source: Any, family: Any, table: Any, rules: Any) -> Command:
 
     config = family.config.from_hf(source.config)
     plain = make_plan(source, family.name, table, config, Options())
-    plan = make_plan(source, family.name, table, config, Options(), quantization(plain, family, config, rules))
+    plan = with_quantization(plain, quantization(plain, family, config, rules))
     return lambda out, overwrite: made.drain(run(plan, out, made.LIMITS, overwrite=overwrite))
 
 

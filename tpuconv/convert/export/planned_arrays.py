@@ -10,7 +10,8 @@ import numpy as np
 from tpuconv.checkpoint.manifest import Manifest, add_statistics
 from tpuconv.checkpoint.stored import stored_arrays
 from tpuconv.convert.plan.quantization import REPORT
-from tpuconv.convert.plan.types import FLOAT_DTYPES, Plan, Slab
+from tpuconv.convert.plan.types import FLOAT_DTYPES, Plan
+from tpuconv.convert.plan.units import Slab
 from tpuconv.convert.run.conversion import check_made_of
 from tpuconv.convert.run.describe import describe
 from tpuconv.convert.run.engine import RunProgress
@@ -42,7 +43,7 @@ class PlannedArrays:
         raw = describe_plan(plan)
         self.manifest = Manifest(plan.source.folder, Sealed(raw, plan.fingerprint, None), stored_arrays(raw))
         self.companions, self.companions_folder = plan.source.companions, plan.source.folder
-        dtypes = {slab.binding.dst[0].names[0]: slab.dtype for unit in plan.units for slab in unit.slabs}
+        dtypes = {slab.binding.dst[0].names[0]: slab.dtype for slab in plan.slabs}
         self._made_by = {
             stored: (binding, dtypes[binding.dst[0].names[0]])
             for binding in plan.bindings

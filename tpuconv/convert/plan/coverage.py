@@ -8,19 +8,11 @@ from functools import partial
 import numpy as np
 
 from tpuconv.convert.plan.adapters import changes_on_disk, of_shared_matrices, of_tied_head, without_ignored
-from tpuconv.convert.plan.cutting import cut_binding, gather
+from tpuconv.convert.plan.cutting import cut_binding
 from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.quantization import Quantization
-from tpuconv.convert.plan.types import (
-    FLOAT_DTYPES,
-    INTEGER_DTYPES,
-    IS_MISSING,
-    ZEROS,
-    OutputArray,
-    Plan,
-    Skip,
-    Slab,
-)
+from tpuconv.convert.plan.types import FLOAT_DTYPES, INTEGER_DTYPES, IS_MISSING, ZEROS, OutputArray, Plan, Skip
+from tpuconv.convert.plan.units import Slab
 from tpuconv.encodings.adapted import BY_ADAPTER, Adapted, adapt
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough_rows import Passthrough, pass_through
@@ -52,10 +44,10 @@ def make_plan(
     table: MappingTable,
     config: HasSizes,
     options: Options,
-    quantization: Quantization | None = None,
     ignored_config: tuple[IgnoredKey, ...] = (),
 ) -> Plan:
-    """Plans a conversion from headers alone. What does not fit is not raised here: see `Plan.check`.
+    """Plans a conversion from headers alone. What does not fit is not raised here: see `Plan.check`. A quantization is
+    added by `with_quantization`.
 
     Args:
         source: with its headers.
@@ -63,7 +55,6 @@ def make_plan(
         table: of the family, or of a checkpoint.
         config: the family's reading of config.json.
         options: what to convert, and how.
-        quantization: which parameters to quantize.
         ignored_config: keys of config.json that are not read; the plan lists them.
 
     Raises:
@@ -133,25 +124,62 @@ def make_plan(
     front = _strange_front(lambda: get_family(family).release_reader(table.returns, parts), why_ignored, unmapped)
     faults += front or _coverage_faults(source, tensors, bindings, expected, unmapped, copies)
 
-    passthrough: dict[str, Passthrough] = {}
     if options.encoding == "keep" and not is_encoded:
         raise UsageError(
             f"{source.name} is not encoded: there are no quantized values and scales to keep",
             hint="leave `encoding=` out",
         )
-    if target.quantized is None and (options.encoding == "keep" or quantization):
+    skips = [Skip(p, len(names), why) for why, all_names in skipped.items() for p, names in collapse(all_names).items()]
+    covered = Plan(
+        source=source,
+        tensors=tensors,
+        family=family,
+        table=table,
+        options=options,
+        bindings=tuple(bindings),
+        skipped=tuple(skips),
+        copies=copies,
+        unmapped=tuple(unmapped),
+        faults=tuple(faults),
+        ignored_config=ignored_config,
+        target=target,
+        config=config,
+        empty=tuple(f"{target.root}{name}" for name, is_empty in target.empty.items() if is_empty(config)),
+    )
+    return _laid_out(covered, None)
+
+
+def with_quantization(plan: Plan, quantization: Quantization) -> Plan:
+    """Returns the plan with parameters that are quantized. Before, none may stay encoded.
+
+    Raises:
+        UsageError, UnsupportedConfig: the target has no parameters of this form.
+    """
+    assert not plan.passthrough
+    return _laid_out(plan, quantization)
+
+
+def _laid_out(plan: Plan, quantization: Quantization | None) -> Plan:
+    """Returns a plan, which knows its tensors and bindings, with its arrays and slabs.
+
+    Raises:
+        UsageError, UnsupportedConfig: as `with_quantization` does.
+    """
+    options, target, config = plan.options, plan.target, plan.config
+    keeps = options.encoding == "keep"
+    if target.quantized is None and (keeps or quantization):
         raise UsageError(
             f"the target {target.name} has no quantized parameters", hint='leave out `encoding="keep"` and `quantize=`'
         )
-    wanted = [b for b in bindings if options.encoding == "keep" or _is_passthrough(b, quantization)]
+    wanted = [b for b in plan.bindings if keeps or _is_passthrough(b, quantization)]
     if wanted and target.squeezes_scales:
         raise UnsupportedConfig(
             f"{target.name} has scales of whole channels, not the scales of a release",
             hint='decode by `encoding="dequantize"`, or quantize to another type than the release has',
         )
-    if wanted and not faults:
-        tensors, bindings, passthrough, faults = pass_through(tensors, bindings, wanted, target.part)
-
+    if plan.faults:
+        return replace(plan, quantization=quantization)
+    tensors, bindings, passthrough, faults = pass_through(plan.tensors, plan.bindings, wanted, target.part)
     arrays: dict[str, OutputArray] = {}
     slabs: list[Slab] = []
     encoders = quantization.encoders if quantization else {}
@@ -165,26 +193,15 @@ def make_plan(
         arrays[name] = OutputArray(shape, np.dtype(np.float32), shape, shape, name, found.axes, (), buffer=True)
     if not faults:
         _check_forms(target, options, passthrough, arrays, {EXPERTS, PLACES, PERIODS, *config.layer_sets})
-    skips = [Skip(p, len(names), why) for why, all_names in skipped.items() for p, names in collapse(all_names).items()]
-    return Plan(
-        source=source,
+    return replace(
+        plan,
         tensors=tensors,
-        family=family,
-        table=table,
-        options=options,
         quantization=quantization,
         passthrough=passthrough,
         bindings=tuple(bindings),
         arrays=arrays,
-        units=gather(source, tensors, slabs),
-        skipped=tuple(skips),
-        copies=copies,
-        unmapped=tuple(unmapped),
+        slabs=tuple(slabs),
         faults=tuple(faults),
-        ignored_config=ignored_config,
-        target=target,
-        config=config,
-        empty=tuple(f"{target.root}{name}" for name, is_empty in target.empty.items() if is_empty(config)),
     )
 
 

@@ -11,20 +11,14 @@ import numpy as np
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.quantization import EncodedComponent, Encoder
-from tpuconv.convert.plan.types import (
-    FLOAT_DTYPES,
-    OutputArray,
-    Slab,
-    WorkUnit,
-    stored_bytes,
-)
+from tpuconv.convert.plan.types import FLOAT_DTYPES, OutputArray
+from tpuconv.convert.plan.units import Slab
 from tpuconv.encodings.decode import Tensor
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.notation.layout import Axes, Shape, format_axes, lead, sliceable
 from tpuconv.notation.letters import sharded_as
 from tpuconv.notation.sharding import MESH_AXES
 from tpuconv.notation.table import EXPERTS, LAYERS, PERIODS, Binding
-from tpuconv.sources.source import Source
 from tpuconv.targets.target import OWN, Target
 
 BYTE_BITS = 8
@@ -211,42 +205,3 @@ def element_bits(dtype: np.dtype[Any]) -> int:
 def _divisor(size: int, wanted: int) -> int:
     """Returns the smallest divisor of `size` from `wanted` to twice that; `wanted` if there is none (uneven chunks)."""
     return next((n for n in range(wanted, min(2 * wanted, size) + 1) if size % n == 0), min(wanted, size))
-
-
-WIDE_SPAN = 2
-"""A slab is wide if it spans more shards: a stack of norms, of which every shard has a few."""
-
-
-def gather(source: Source, tensors: Mapping[str, Tensor], slabs: list[Slab]) -> tuple[WorkUnit, ...]:
-    """Gathers slabs into units of about UNIT_BYTES, in the order of the source on disk: by the last shard that they
-    need, so that a source is read from start to end. Wide slabs get units of their own, after all others: else one
-    norm would keep a unit waiting for the whole source."""
-    order = {shard.name: i for i, shard in enumerate(source.shards)}
-
-    def place(slab: Slab) -> tuple[bool, int, int, int]:
-        name, start = slab.begins()
-        tensor = tensors[name]
-        needed = {order[info.shard] for each in slab.names() for info in tensors[each].stored}
-        is_wide = max(needed) - min(needed) >= WIDE_SPAN
-        return is_wide, max(needed), order[tensor.values.shard], tensor.values.offset + tensor.stored_bytes(start)
-
-    units: list[WorkUnit] = []
-    unit_slabs: list[Slab] = []
-    size, was_wide = 0, False
-
-    def close() -> None:
-        nonlocal unit_slabs, size
-        if unit_slabs:
-            units.append(WorkUnit(f"unit-{len(units):05d}", tuple(unit_slabs), size, was_wide))
-        unit_slabs, size = [], 0
-
-    for (is_wide, *_), slab in sorted(((place(slab), slab) for slab in slabs), key=lambda pair: pair[0]):
-        if is_wide != was_wide:
-            close()
-            was_wide = is_wide
-        unit_slabs.append(slab)
-        size += stored_bytes(tensors, slab)
-        if size >= sizes.UNIT_BYTES:
-            close()
-    close()
-    return tuple(units)

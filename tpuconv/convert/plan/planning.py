@@ -1,6 +1,6 @@
 """A conversion begins here. Its source becomes a plan: the source is opened, its family and the target give the table,
-and `make_plan` proves that tensors and table fit. With a quantization the plan is made twice: from the first one the
-rules choose encoders, by which arrays are divided in the second one.
+and `make_plan` proves that tensors and table fit. For a quantization the rules choose encoders from this plan, and
+`with_quantization` divides its arrays by them.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tpuconv.checkpoint.reader import open_checkpoint
-from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.coverage import make_plan, with_quantization
 from tpuconv.convert.plan.kept_adapter import plan_kept_adapter
 from tpuconv.convert.plan.options import Fetching, Options
 from tpuconv.convert.plan.quantization import Quantization
@@ -113,16 +113,26 @@ def planned_loading(src: str, options: Options, quantizer: Quantizer | None, *, 
             revision = resolved.commit
 
 
-def plan_of_source(source: Source, options: Options, quantizer: Quantizer | None = None) -> Plan:
-    """Returns the plan for a source that is open, under our own names. The quantizer chooses how parameters are
-    quantized; None leaves them as they are.
+def plan_of_source(source: Source, options: Options) -> Plan:
+    """Returns the plan for a source that is open, under our own names.
 
     Raises:
         TpuconvError: see `tpuconv.api.plan`.
     """
-    plan = _plan_release(source, options, quantizer, None)
+    plan = _plan_release(source, options, None, None)
     plan.check()
     return plan
+
+
+def quantized_plan(plan: Plan, quantizer: Quantizer, *, compress: bool) -> Plan:
+    """Returns a plan under our own names with parameters that are quantized.
+
+    Raises:
+        TpuconvError: see `tpuconv.api.plan_quantization`.
+    """
+    plan = replace(plan, options=replace(plan.options, compress=compress))
+    assert isinstance(plan.config, DecoderConfig)
+    return with_quantization(plan, quantizer(plan, get_family(plan.family), plan.config))
 
 
 def _opened(resolved: Resolved) -> Source:
@@ -192,23 +202,22 @@ def plan_source(
     config: HasSizes = model_config
     if table is None:
         table, config = table_for(target)
-    plan = make_plan(source, family.name, table, config, options, ignored_config=report.ignored)
+    plan = make_plan(source, family.name, table, config, options, report.ignored)
     if quantizer is None or plan.faults:
         return plan
     if ahead is not None:  # begins before jax and Qwix are imported: these come in small pieces from the same disk
         ahead(plan)
     if target is OWN:
-        quantization = quantizer(plan, family, model_config)
-    else:  # rules are for our names
-        our_table, _ = table_for(OWN)
-        our_plan = make_plan(source, family.name, our_table, model_config, replace(options, target=OWN.name))
-        quantization = quantizer(our_plan, family, model_config, for_servers=target.is_safetensors)
-        if target.trees is not None:
-            tree = find_tree(target, name, model_type, model_config)
-            check_quantized(target, tree, our_plan.arrays, (*quantization.encoders, *quantization.passthrough))
-        names = same_parameters(our_table, model_config, table, config, options.include_mtp)
-        quantization = quantization.renamed(names, target.name)
-    return make_plan(source, family.name, table, config, options, quantization, report.ignored)
+        return with_quantization(plan, quantizer(plan, family, model_config))
+    # rules are for our names
+    our_table, _ = table_for(OWN)
+    our_plan = make_plan(source, family.name, our_table, model_config, replace(options, target=OWN.name))
+    quantization = quantizer(our_plan, family, model_config, for_servers=target.is_safetensors)
+    if target.trees is not None:
+        tree = find_tree(target, name, model_type, model_config)
+        check_quantized(target, tree, our_plan.arrays, (*quantization.encoders, *quantization.passthrough))
+    names = same_parameters(our_table, model_config, table, config, options.include_mtp)
+    return with_quantization(plan, quantization.renamed(names, target.name))
 
 
 def _check_target(target: Target, options: Options, *, is_quantized: bool) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -16,6 +16,7 @@ from tpuconv.checkpoint.shards import ShardedArraySpec
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.quantization import Encoder, Quantization
+from tpuconv.convert.plan.units import Slab, WorkUnit, gather, stored_bytes
 from tpuconv.encodings.adapted import ONE_MATRIX
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough_rows import KEEP_FAULT, Passthrough
@@ -24,14 +25,14 @@ from tpuconv.location import to_location
 from tpuconv.models.common.heads import headless_name, is_of_head
 from tpuconv.models.common.ignored import IgnoredKey
 from tpuconv.names import collapse
-from tpuconv.notation.layout import Ranges, cut_sizes, lead, parse_axes, runs
+from tpuconv.notation.layout import parse_axes
 from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import Binding, MappingTable
 from tpuconv.sources.companions import AN_ADAPTER, LeftOut
 from tpuconv.sources.source import Source
 from tpuconv.storage.places import real
 from tpuconv.storage.sealed import MANIFEST_FORMAT
-from tpuconv.targets.target import OWN, Target
+from tpuconv.targets.target import Target
 
 ZEROS = ""
 """In `Plan.copies` the original of a tensor whose values must all be 0."""
@@ -79,91 +80,6 @@ class OutputArray(ShardedArraySpec):
 
 
 @dataclass(frozen=True)
-class Slab:
-    """The data that is read, transformed and written at once: a box of every target of a binding, in complete chunks.
-    `ranges` are its ranges of letters; `dtype` is the dtype of the values, before a target is encoded."""
-
-    binding: Binding
-    ranges: Ranges
-    dtype: np.dtype[Any]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The size of every letter within the slab."""
-        return cut_sizes(self.binding.sizes, self.ranges)
-
-    @property
-    def elements(self) -> int:
-        """The number of values."""
-        return sum(map(prod, self.binding.layout.src_shapes(self.sizes)))
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes of the values."""
-        return self.elements * self.dtype.itemsize
-
-    def reads(self) -> Iterator[list[tuple[str, int, int]]]:
-        """Yields, for every source tensor of the layout, the runs to read: name, first element, number of elements."""
-        layout, sizes = self.binding.layout, self.binding.sizes
-        for stack, axes, shape in zip(self.binding.src, layout.src, layout.src_shapes(sizes), strict=True):
-            tensor_size = prod(shape[stack.depth :])
-            parts = []
-            for start, stop in runs(axes, sizes, self.ranges):
-                position = start
-                while position < stop:
-                    index, first = divmod(position, tensor_size)
-                    count = min(stop - position, tensor_size - first)
-                    parts.append((stack.names[index], first, count))
-                    position += count
-            yield parts
-
-    def names(self) -> Iterator[str]:
-        """Yields the source tensors that are read."""
-        for stack, axes in zip(self.binding.src, self.binding.layout.src, strict=True):
-            if not stack.depth:
-                yield stack.names[0]
-                continue
-            for start, stop in runs(axes[: stack.depth], self.binding.sizes, self.ranges):
-                yield from stack.names[start:stop]
-
-    def begins(self) -> tuple[str, int]:
-        """Returns the source tensor that is read first, and the number of its first element: the first run of
-        `reads`."""
-        stack, axes = self.binding.src[0], self.binding.layout.src[0]
-        sizes = self.binding.sizes
-        corner = {letter: (start, start + 1) for letter in sizes for start, _ in [self.ranges.get(letter, (0, 0))]}
-        start, _ = runs(axes, sizes, corner)[0]
-        index, first = divmod(start, prod(self.binding.layout.src_shapes(sizes)[0][stack.depth :]))
-        return stack.names[index], first
-
-    def boxes(self) -> list[tuple[slice, ...]]:
-        """Returns the box of the slab in each target of the layout."""
-        layout, sizes = self.binding.layout, self.binding.sizes
-        return [
-            tuple(self._range(lead(axis), n) for axis, n in zip(axes, shape, strict=True))
-            for axes, shape in zip(layout.dst, layout.dst_shapes(sizes), strict=True)
-        ]
-
-    def _range(self, letter: str, size: int) -> slice:
-        if letter not in self.ranges:
-            return slice(0, size)
-        start, stop = self.ranges[letter]
-        inner = size // self.binding.sizes[letter]
-        return slice(start * inner, stop * inner)
-
-
-@dataclass(frozen=True)
-class WorkUnit:
-    """A part of the work that is done or not. Any process that sees the output folder could do it. A wide one is made
-    from many shards of the source, and comes last."""
-
-    uid: str
-    slabs: tuple[Slab, ...]
-    nbytes: int
-    is_wide: bool = False
-
-
-@dataclass(frozen=True)
 class Skip:
     """Source tensors that are not converted, and why."""
 
@@ -185,23 +101,28 @@ class Plan:
     family: str
     table: MappingTable
     options: Options
-    quantization: Quantization | None
-    passthrough: Mapping[str, Passthrough]
     bindings: tuple[Binding, ...]
-    arrays: Mapping[str, OutputArray]
-    units: tuple[WorkUnit, ...]
     skipped: tuple[Skip, ...]
     copies: Mapping[str, str]
     unmapped: tuple[str, ...]
     faults: tuple[str, ...]
-    ignored_config: tuple[IgnoredKey, ...] = ()
-    target: Target = OWN
-    config: HasSizes | None = None
-    empty: tuple[str, ...] = ()
+    ignored_config: tuple[IgnoredKey, ...]
+    target: Target
+    config: HasSizes
+    empty: tuple[str, ...]
+    quantization: Quantization | None = None
+    passthrough: Mapping[str, Passthrough] = field(default_factory=dict)
+    arrays: Mapping[str, OutputArray] = field(default_factory=dict)
+    slabs: tuple[Slab, ...] = ()
 
     def __repr__(self) -> str:
         """One line: all that is in a plan of a large model takes minutes to print."""
         return f"<Plan of {self.source.folder}: {len(self.arrays)} arrays in {len(self.units)} units>"
+
+    @cached_property
+    def units(self) -> tuple[WorkUnit, ...]:
+        """The slabs in units of work, in the order of the source on disk."""
+        return gather(self.source, self.tensors, self.slabs)
 
     @property
     def encoders(self) -> Mapping[str, Encoder]:
@@ -391,9 +312,3 @@ class Plan:
 
 def _digest(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def stored_bytes(tensors: Mapping[str, Tensor], slab: Slab) -> int:
-    """Returns the bytes in which the values of a slab are stored at most, without scales."""
-    elements = slab.elements
-    return max(tensors[name].stored_bytes(elements) for name in slab.names())

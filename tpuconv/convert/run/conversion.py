@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tpuconv.checkpoint import manifest
 from tpuconv.convert.plan.quantization import REPORT
-from tpuconv.convert.plan.types import Plan, WorkUnit
+from tpuconv.convert.plan.types import Plan
+from tpuconv.convert.plan.units import WorkUnit
 from tpuconv.convert.run.building import FOUND_STEP, write_found
 from tpuconv.convert.run.calibrated import CalibrationRun, calibration_run
 from tpuconv.convert.run.card import model_card

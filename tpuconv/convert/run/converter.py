@@ -5,7 +5,8 @@ from concurrent.futures import Executor, Future
 
 import numpy as np
 
-from tpuconv.convert.plan.types import OutputArray, Plan, Slab
+from tpuconv.convert.plan.types import OutputArray, Plan
+from tpuconv.convert.plan.units import Slab
 from tpuconv.convert.run.building import build_shard
 from tpuconv.convert.run.calibrated import CalibratedValues
 from tpuconv.convert.run.results import UnitResult

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from tpuconv.checkpoint.reader import ReadArray
-from tpuconv.convert.plan.types import Plan, Slab
+from tpuconv.convert.plan.types import Plan
+from tpuconv.convert.plan.units import Slab
 from tpuconv.convert.run.sizing import buffers
 from tpuconv.convert.run.slab_arrays import SlabArrays
 from tpuconv.sources.reader import Reader
@@ -46,7 +47,7 @@ class MadeArrays:
     def __init__(self, plan: Plan, reader: Reader):
         self._plan, self._slabs = plan, SlabArrays(plan, buffers(plan), reader)
         self._by_name: dict[str, list[Slab]] = {}
-        for slab in (slab for unit in plan.units for slab in unit.slabs):
+        for slab in plan.slabs:
             for stack in slab.binding.dst:
                 self._by_name.setdefault(stack.names[0], []).append(slab)
         self._kept: dict[str, np.ndarray] = {}
@@ -72,5 +73,5 @@ class MadeArrays:
 def made_bytes(plan: Plan) -> int:
     """Returns the most memory in bytes that `MadeArrays` of a plan takes: arrays that are made of the same tensors are
     held together."""
-    together = {tuple(stack.names[0] for stack in slab.binding.dst) for unit in plan.units for slab in unit.slabs}
+    together = {tuple(stack.names[0] for stack in slab.binding.dst) for slab in plan.slabs}
     return buffers(plan).nbytes + max(sum(plan.arrays[name].nbytes for name in names) for names in together)

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from tpuconv.convert.plan.types import Plan, WorkUnit
+from tpuconv.convert.plan.types import Plan
+from tpuconv.convert.plan.units import WorkUnit
 from tpuconv.convert.run.steps import COMPARE_STEP, proof_step
 from tpuconv.hosts import ProcessPart, divided
 from tpuconv.sources.shard import SourceShard

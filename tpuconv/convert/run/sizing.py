@@ -65,7 +65,7 @@ class Buffers:
 def buffers(plan: Plan) -> Buffers:
     """Returns the memory that one job of a plan needs."""
     values = raw = changed = encoded = 0
-    for slab in (slab for unit in plan.units for slab in unit.slabs):  # 100,000 of a large model: once, for all
+    for slab in plan.slabs:  # 100,000 of a large model: once, for all
         elements, tensors = slab.elements, [plan.tensors[name] for name in slab.names()]
         values = max(values, elements * slab.dtype.itemsize)
         if not all(tensor.is_stored_as(slab.dtype) for tensor in tensors):
@@ -94,7 +94,7 @@ def jobs(plan: Plan, limits: Limits) -> int:
             limits,
             "; samples of a smaller `length=` need less",
         )
-    return max(1, min(fitting, sum(len(unit.slabs) for unit in plan.units)))
+    return max(1, min(fitting, len(plan.slabs)))
 
 
 def fitting_jobs(work: str, limits: Limits, job_bytes: int, base: int) -> int:

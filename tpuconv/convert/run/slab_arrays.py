@@ -8,7 +8,8 @@ import numpy as np
 
 from tpuconv.checkpoint import manifest
 from tpuconv.convert.plan.quantization import Encoder
-from tpuconv.convert.plan.types import OutputArray, Plan, Slab
+from tpuconv.convert.plan.types import OutputArray, Plan
+from tpuconv.convert.plan.units import Slab
 from tpuconv.convert.run.calibrated import QVALUES, SCALES, VALUES, CalibratedValues
 from tpuconv.convert.run.sizing import Buffers
 from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, not_finite, read_slab

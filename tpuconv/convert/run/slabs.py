@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.convert.plan.types import FLOAT_DTYPES, ZEROS, Plan, Slab
+from tpuconv.convert.plan.types import FLOAT_DTYPES, ZEROS, Plan
+from tpuconv.convert.plan.units import Slab
 from tpuconv.errors import SourceError
 from tpuconv.jsonfile import MIB
 from tpuconv.sources.damaged import wrong_hash

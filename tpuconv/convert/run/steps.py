@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from tpuconv.convert.plan.types import ZEROS, Plan, WorkUnit
+from tpuconv.convert.plan.types import ZEROS, Plan
+from tpuconv.convert.plan.units import WorkUnit
 from tpuconv.sources.headers import TensorInfo
 from tpuconv.sources.schedule import FetchSchedule, ReadStep, merged
 from tpuconv.sources.shard import SourceShard

@@ -11,7 +11,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 
-from tpuconv.convert.plan.types import ZEROS, Plan, WorkUnit
+from tpuconv.convert.plan.types import ZEROS, Plan
+from tpuconv.convert.plan.units import WorkUnit
 from tpuconv.convert.run.calibrated import CalibratedValues
 from tpuconv.convert.run.converter import SlabConverter
 from tpuconv.convert.run.results import HASH_ENTRY, UnitResult
