@@ -192,7 +192,7 @@ FAULTS = {
         "should be U8, of 4096 bytes at most",
     ),
     "no values": (lambda t: t.pop("w.weight"), "w.weight.absmax  U8 [8] (1 tensor) has no values that it belongs to"),
-    "scales in half precision": (lambda t: t.update({"w.weight.absmax": np.ones(8, "f2")}), "should be F32 or U8"),
+    "scales in half precision": (lambda t: t.update({"w.weight.absmax": np.ones(8, "f2")}), "should be one of F32, U8"),
 }
 
 

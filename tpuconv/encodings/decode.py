@@ -24,9 +24,6 @@ from tpuconv.notation.layout import Shape
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.reader import Reader
 
-AFFINE_SCALE_DTYPES = ("F16", "BF16", "F32")
-"""Dtypes of the scales of values in words, and of columns."""
-
 TABLE_BYTES = 1 << 18
 """Size of the tables that are made together: they stay in the second-level cache until they are used."""
 
