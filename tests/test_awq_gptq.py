@@ -236,6 +236,24 @@ def test_a_part_that_only_other_layers_have_is_named(form, part, tmp_path):
     assert not decode_names(open_source(write_checkpoint(tmp_path, {}, kept)).tensors, config)[1]
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
+def test_symmetric_zero_points_of_the_other_format_are_named(form, bits, tmp_path):
+    """Each weight would be off by a scale."""
+    stored, config, _ = gptq(np.random.default_rng(0), 64, 32, bits=bits, stored_as=form)
+    middle = np.full(stored["w.scales"].shape, 1 << (bits - 1))
+    config |= {"sym": True}
+    other = {"gptq": "gptq_v2", "gptq_v2": "gptq"}[form]
+    stored["w.qzeros"] = in_words(middle - (form == "gptq"), bits, 1)
+    values_of(tmp_path, stored, config, BF16)
+    with pytest.raises(SourceError, match=r"w\.qzeros is \d+ everywhere by checkpoint_format") as e:
+        values_of(tmp_path, stored, config | {"checkpoint_format": other}, BF16)
+    assert f"in the format '{form}'" in e.value.hint
+    values_of(
+        tmp_path, stored, config | {"checkpoint_format": other, "sym": False}, BF16
+    )  # which no format contradicts
+
+
 def test_a_group_that_does_not_exist_is_named(tmp_path):
     stored, config, _ = gptq_any_order(np.random.default_rng(0), 64, 32)
     stored["w.g_idx"][5] = 4

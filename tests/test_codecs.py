@@ -389,6 +389,8 @@ def test_fp8_without_a_description_is_not_cast(tmp_path):
         compressed_config(type="int", num_bits=4, strategy="tensor", symmetric=False),
         compressed_config(type="float", num_bits=8, strategy="channel", symmetric=False),
         compressed_config(type="int", num_bits=4, strategy="group", group_size=32, actorder="group"),
+        compressed_config(type="int", num_bits=4, strategy="group", group_size=32, actorder="GROUP"),
+        compressed_config(type="int", num_bits=4, strategy="group", group_size=32, actorder=True),
         compressed_config(type="float", num_bits=8, strategy="tensor_group", group_size=16),
         compressed_config(type="float", num_bits=8, strategy="block", block_structure="128"),
         compressed_config(type="float", num_bits=8, strategy="tensor") | {"format": "marlin-24"},

@@ -82,6 +82,14 @@ class Affine:
         """The zero point of symmetric values, as it is stored: in two's complement it is 0."""
         return 1 << (self.words.bits - 1) if self.zero_points or self.centered else 0
 
+    @property
+    def misread_middle(self) -> int | None:
+        """The zero point of symmetric values if they are read by the other of GPTQ's two formats, of which one stores
+        zero points less 1. None if there is one format."""
+        if not (self.symmetric and self.group_index):
+            return None
+        return self.middle + (1 if self.zero_shift else -1)
+
     def zeros_of(self, stored: np.ndarray) -> np.ndarray:
         """Zero points as the formula has them, from stored ones: bytes."""
         zeros: np.ndarray = (stored + np.uint8(self.zero_shift)) & np.uint8(self.words.mask)
