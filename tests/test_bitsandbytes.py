@@ -251,6 +251,21 @@ def test_another_order_of_llm_int8_is_named(tmp_path):
     folder = write_checkpoint(tmp_path, {"quantization_config": config}, stored)
     with pytest.raises(SourceError, match=r"w.weight_format is 1, not 0 as for LLM.int8"):
         values_of(folder, {}, BF16)
+    stored["w.weight_format"] = np.array([0], np.uint8)
+    assert (
+        "w.weight_format  U8 [1] (1 tensor) should be U8 []"
+        in decode_names(open_source(write_checkpoint(tmp_path, {}, stored)).tensors, config)[1]
+    )
+
+
+@pytest.mark.parametrize("encoding", ["dequantize", "keep"])
+def test_another_order_of_llm_int8_is_named_by_a_conversion(encoding, tmp_path):
+    tensors = read_tensors(WRITTEN / INT8)
+    name = next(name for name in tensors if name.endswith(".weight_format"))
+    tensors[name] = np.array(1, np.uint8)
+    write_checkpoint(tmp_path / "hf", json.loads((WRITTEN / INT8 / "config.json").read_text()), tensors)
+    with pytest.raises(SourceError, match=rf"{name} is 1, not 0 as for LLM.int8"):
+        convert(tmp_path / "hf", tmp_path / "out", Options(encoding=encoding))
 
 
 def test_what_no_array_holds_is_not_kept(tmp_path):

@@ -89,6 +89,7 @@ class QValues(Tensor):
             out[...] = qvalues[start - first * n :][: out.size]
 
     def _check_extra(self, reader: Reader) -> None:
+        self._check_constants(reader, self.scheme)
         self._check_stated_shape(reader)
         base = self.values.name.removesuffix(self.scheme.values)
         for info in self.extra:

@@ -221,7 +221,10 @@ class Scheme:
             return POWERS_OF_TWO
         if self.scale_dtype == "F8_E8M0":
             return (*POWERS_OF_TWO, *FLOAT_SCALES)
-        return (*FLOAT_SCALES, "F8_E8M0" if self.scale_dtype in FLOAT_SCALES else self.scale_dtype)
+        if self.scale_dtype not in FLOAT_SCALES:
+            return (self.scale_dtype,)
+        # Times a factor, scales in bfloat16 would be rounded again.
+        return (*FLOAT_SCALES, "F8_E8M0") if self.factor == NO_FACTOR else ("F32", "F16")
 
     def encodes(self, info: TensorInfo) -> bool:
         """Returns True if a stored tensor holds values of this scheme, by its name, dtype and rank. None are

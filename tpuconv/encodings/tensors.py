@@ -9,7 +9,7 @@ from typing import Any
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.flat import MAX_STATE_BYTES
 from tpuconv.encodings.groups import SchemeGroup, within
-from tpuconv.encodings.scheme import FLOAT_SCALES, Scheme
+from tpuconv.encodings.scheme import DTYPE_NAMES, FLOAT_SCALES, Scheme
 from tpuconv.encodings.schemes import groups, schemes
 from tpuconv.errors import ConfigError
 from tpuconv.names import collapse
@@ -109,12 +109,16 @@ class _Parts:
         if scheme.tensor_scale:
             if self.tensor_scale is None:
                 return name, f"has no {scheme.tensor_scale.removeprefix('.')}"
-            if prod(self.tensor_scale.shape) != 1 or self.tensor_scale.dtype not in FLOAT_SCALES:
-                return self.tensor_scale.name, f"should be one number, of {', '.join(FLOAT_SCALES)}"
+            if prod(self.tensor_scale.shape) != 1 or self.tensor_scale.dtype != "F32":
+                return self.tensor_scale.name, "should be one number, F32"
         if found := _affine_fault(scheme, self.affine, self.shape, scales, name):
             return found
         if found := _flat_fault(scheme, self.extra, self.values, scales):
             return found
+        for info in self.extra:
+            expected = scheme.constants.get(info.name.removeprefix(self.base))
+            if expected is not None and (info.dtype, info.shape) != (DTYPE_NAMES[expected.dtype], expected.shape):
+                return info.name, f"should be {DTYPE_NAMES[expected.dtype]} {list(expected.shape)}"
         columns = self.column_scales
         if columns is not None and (columns.shape != self.shape[-1:] or columns.dtype not in FLOAT_SCALES):
             return columns.name, f"should be one of {', '.join(FLOAT_SCALES)}, [{self.shape[-1]}]"
