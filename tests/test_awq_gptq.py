@@ -28,6 +28,7 @@ from helpers.schemes import (
     gptq_any_order,
     in_words,
     modelopt_awq,
+    modelopt_w4a8,
 )
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -252,6 +253,24 @@ def test_symmetric_zero_points_of_the_other_format_are_named(form, bits, tmp_pat
     values_of(
         tmp_path, stored, config | {"checkpoint_format": other, "sym": False}, BF16
     )  # which no format contradicts
+
+
+def test_scales_of_groups_of_another_size_are_named(tmp_path):
+    """Where config.json does not say the size, it is the one that fits most weights, short ones too."""
+    layers, values = {}, {}
+    for i, columns in enumerate((64, 64, 16, 48)):
+        stored, config, values[f"layers.{i}.w.weight"] = modelopt_w4a8(np.random.default_rng(i), 8, columns)
+        layers |= {name.replace("w", f"layers.{i}.w", 1): x for name, x in stored.items()}
+    tensors, faults = decode_names(open_source(write_checkpoint(tmp_path, {}, layers)).tensors, config)
+    assert not faults
+    assert {tensor.scheme.title for tensor in tensors.values() if tensor.scheme} == {
+        "ModelOpt W4A8_AWQ in groups of 16"
+    }
+    assert {name: x.shape for name, x in values.items()} == {name: tensors[name].shape for name in values}
+    layers["layers.1.w.weight_scale"] = np.ascontiguousarray(layers["layers.1.w.weight_scale"][:, :2])
+    (fault,) = decode_names(open_source(write_checkpoint(tmp_path, {}, layers)).tensors, config)[1]
+    assert fault.startswith("layers.1.w.weight  ")
+    assert "is ModelOpt W4A8_AWQ in groups of 32 by its scales, unlike most weights" in fault
 
 
 def test_a_group_that_does_not_exist_is_named(tmp_path):

@@ -1,6 +1,7 @@
 """From the stored tensors of a checkpoint, with the names of its encoding, to the tensors that tables see."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -149,7 +150,8 @@ def decode_names(
     taken: set[str] = set()
     unused: set[str] = set()
     faults: dict[str, list[str]] = {}
-    for parts in _choose(tensors, known, groups(quantization)):
+    described = groups(quantization)
+    for parts in _choose(tensors, known, described):
         taken |= parts.names
         unused |= {parts.base + suffix for suffix in parts.scheme.unused}
         name = parts.base + parts.scheme.name
@@ -159,6 +161,8 @@ def decode_names(
             faults.setdefault(_twice(out[name]), []).append(parts.values.name)
         else:
             out[name] = parts.tensor(any_scales=any_scales)
+    for size, name in _of_other_sizes(out.values(), described):
+        faults.setdefault(f"is {size} by its scales, unlike most weights: scales may be lost", []).append(name)
     for suffix, name in _left_out(out.values()):
         faults.setdefault(f"has no {suffix.removeprefix('.')}, and others of its kind have one", []).append(name)
     for name, info in tensors.items():
@@ -186,6 +190,7 @@ def _choose(
     """Returns the parts of each weight by the scheme that fits them; if several fit, by the scheme of the group
     which has the module by the description. A checkpoint may use several schemes."""
     out: list[_Parts] = []
+    all_fits: list[list[_Parts]] = []
     unclear: dict[int, list[_Parts]] = {}
     for info in tensors.values():
         candidates = [_Parts.find(scheme, info, tensors) for scheme in known if scheme.encodes(info)]
@@ -195,6 +200,7 @@ def _choose(
         fits = [parts for parts in candidates if parts.fault() is None]
         if len(fits) > 1 and len(described) > 1:
             unclear[len(out)] = fits
+        all_fits.append(fits)
         out.append(next(iter(fits), None) or next((p for p in candidates if p.has_scales), candidates[0]))
     if unclear:
         check_patterns(
@@ -210,7 +216,32 @@ def _choose(
             if own and group.takes(own[0].base):
                 out[number] = own[0]
                 break
+    for sizes in _sizes(described):
+        usual = _most_common(parts.scheme.title for fits in all_fits for parts in fits if parts.scheme.title in sizes)
+        for number, fits in enumerate(all_fits):
+            out[number] = next((parts for parts in fits if parts.scheme.title == usual), out[number])
     return out
+
+
+def _most_common(titles: Iterable[str]) -> str | None:
+    """Returns the title that is there most often, the first of several; None if there is none."""
+    return next((title for title, _ in Counter(titles).most_common(1)), None)
+
+
+def _sizes(described: Sequence[SchemeGroup]) -> Iterable[list[str]]:
+    """Yields the titles of schemes of which a model has one: the description does not say the size of the blocks."""
+    for group in described:
+        if len({scheme.blocks for scheme in group.schemes}) > 1:
+            yield [scheme.title for scheme in group.schemes]
+
+
+def _of_other_sizes(tensors: Iterable[Tensor], described: Sequence[SchemeGroup]) -> Iterable[Fault]:
+    """Yields the weights whose scales have another number than the size of blocks of most weights gives, with their
+    schemes: where only the shape of the scales tells the size, some of them may be lost."""
+    own = [(tensor.values.name, tensor.scheme.title) for tensor in tensors if tensor.scheme]
+    for titles in _sizes(described):
+        usual = _most_common(title for _, title in own if title in titles)
+        yield from ((title, name) for name, title in own if title in titles and title != usual)
 
 
 def _twice(tensor: Tensor) -> str:
