@@ -18,7 +18,18 @@ from helpers import encoded as encodings
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import assert_same, convert, plan_for, restore, same_bits
 from helpers.encoded import dequantized, exported
-from helpers.schemes import AWQ_ORDER, BF16, awq, gptq, gptq_any_order, in_words
+from helpers.schemes import (
+    AWQ_ORDER,
+    BF16,
+    awq,
+    gptq,
+    gptq_2_bits_by_channel,
+    gptq_3_bits,
+    gptq_any_order,
+    in_words,
+    modelopt_awq,
+    modelopt_w4a8,
+)
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
@@ -183,6 +194,21 @@ FAULTS = {
     "scales in integers": (awq, lambda t: t.update({"w.scales": t["w.scales"].astype("i2")}), "should be one of F16"),
     "no order": (gptq_any_order, lambda t: t.pop("w.g_idx"), "has no g_idx"),
     "a short order": (gptq_any_order, lambda t: t.update({"w.g_idx": t["w.g_idx"][1:]}), "should be I32 [64]"),
+    "a word too many": (
+        gptq_3_bits,
+        lambda t: t.update({"w.qweight": t["w.qweight"][[*range(6), 5]]}),
+        "w.qweight  I32 [7, 32] (1 tensor) should be [6, 32]: 32 values fill 3 words",
+    ),
+    "no words": (
+        gptq_2_bits_by_channel,
+        lambda t: t.update({"w.qweight": t["w.qweight"][:0]}),
+        "w.qweight  I32 [0, 32] (1 tensor) has no values that it belongs to",
+    ),
+    "the plain weight too": (
+        gptq,
+        lambda t: t.update({"w.weight": np.ones((32, 64), np.float16)}),
+        "w.weight  F16 [32, 64] (1 tensor) is the weight that qweight beside it holds: remove one of the two",
+    ),
 }
 
 
@@ -193,6 +219,58 @@ def test_parts_that_do_not_belong_together_are_named(fault, tmp_path):
     spoil(stored)
     source = open_source(write_checkpoint(tmp_path, {}, stored))
     assert message in "\n".join(decode_names(source.tensors, config)[1])
+
+
+@pytest.mark.parametrize(
+    ("form", "part"), [(gptq, "g_idx"), (modelopt_awq, "pre_quant_scale")], ids=["groups", "scales of inputs"]
+)
+def test_a_part_that_only_other_layers_have_is_named(form, part, tmp_path):
+    """A matrix without it would be taken for one whose groups are in order, or whose inputs have no scales."""
+    stored, config, _ = form(np.random.default_rng(0), 64, 32)
+    layers = {name.replace("w", f"layers.{i}.w", 1): x for i in range(3) for name, x in stored.items()}
+    del layers[f"layers.1.w.{part}"]
+    source = open_source(write_checkpoint(tmp_path, {}, layers))
+    (fault,) = decode_names(source.tensors, config)[1]
+    assert fault.startswith("layers.1.w.")
+    assert fault.endswith(f"has no {part}, and others of its kind have one")
+    kept = {name: x for name, x in layers.items() if not name.endswith(part)}  # none of them has it
+    assert not decode_names(open_source(write_checkpoint(tmp_path, {}, kept)).tensors, config)[1]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
+def test_symmetric_zero_points_of_the_other_format_are_named(form, bits, tmp_path):
+    """Each weight would be off by a scale."""
+    stored, config, _ = gptq(np.random.default_rng(0), 64, 32, bits=bits, stored_as=form)
+    middle = np.full(stored["w.scales"].shape, 1 << (bits - 1))
+    config |= {"sym": True}
+    other = {"gptq": "gptq_v2", "gptq_v2": "gptq"}[form]
+    stored["w.qzeros"] = in_words(middle - (form == "gptq"), bits, 1)
+    values_of(tmp_path, stored, config, BF16)
+    with pytest.raises(SourceError, match=r"w\.qzeros is \d+ everywhere by checkpoint_format") as e:
+        values_of(tmp_path, stored, config | {"checkpoint_format": other}, BF16)
+    assert f"in the format '{form}'" in e.value.hint
+    values_of(
+        tmp_path, stored, config | {"checkpoint_format": other, "sym": False}, BF16
+    )  # which no format contradicts
+
+
+def test_scales_of_groups_of_another_size_are_named(tmp_path):
+    """Where config.json does not say the size, it is the one that fits most weights, short ones too."""
+    layers, values = {}, {}
+    for i, columns in enumerate((64, 64, 16, 48)):
+        stored, config, values[f"layers.{i}.w.weight"] = modelopt_w4a8(np.random.default_rng(i), 8, columns)
+        layers |= {name.replace("w", f"layers.{i}.w", 1): x for name, x in stored.items()}
+    tensors, faults = decode_names(open_source(write_checkpoint(tmp_path, {}, layers)).tensors, config)
+    assert not faults
+    assert {tensor.scheme.title for tensor in tensors.values() if tensor.scheme} == {
+        "ModelOpt W4A8_AWQ in groups of 16"
+    }
+    assert {name: x.shape for name, x in values.items()} == {name: tensors[name].shape for name in values}
+    layers["layers.1.w.weight_scale"] = np.ascontiguousarray(layers["layers.1.w.weight_scale"][:, :2])
+    (fault,) = decode_names(open_source(write_checkpoint(tmp_path, {}, layers)).tensors, config)[1]
+    assert fault.startswith("layers.1.w.weight  ")
+    assert "is ModelOpt W4A8_AWQ in groups of 32 by its scales, unlike most weights" in fault
 
 
 def test_a_group_that_does_not_exist_is_named(tmp_path):

@@ -192,7 +192,7 @@ FAULTS = {
         "should be U8, of 4096 bytes at most",
     ),
     "no values": (lambda t: t.pop("w.weight"), "w.weight.absmax  U8 [8] (1 tensor) has no values that it belongs to"),
-    "scales in half precision": (lambda t: t.update({"w.weight.absmax": np.ones(8, "f2")}), "should be F32 or U8"),
+    "scales in half precision": (lambda t: t.update({"w.weight.absmax": np.ones(8, "f2")}), "should be one of F32, U8"),
 }
 
 
@@ -213,13 +213,25 @@ def state(**changes):
 
 
 CONTRADICTIONS = {
-    "another shape": (state(shape=[64, 8]), r"says \[64, 8\] in blocks of 64, but config.json wants \[8, 64\]"),
-    "another block": (state(blocksize=32), r"in blocks of 32, but config.json wants .*, and there are 8 scales"),
+    "another shape": (state(shape=[64, 8]), r"says the shape \[64, 8\], but config.json wants \[8, 64\]"),
+    "another block": (state(blocksize=32), r"says blocks of 32, which are 16, but w.weight.absmax holds 8 scales"),
     "another type": (state(quant_type="fp4"), r"quant_type must be 'nf4', not 'fp4'"),
+    "scales of scales in another dtype": (
+        state(nested_dtype="float16"),
+        r"nested_dtype must be 'float32', not 'float16'",
+    ),
+    "a large offset": (state(nested_offset=1e39), r"w.weight.absmax\[0\] is inf, which is not a valid scale"),
     "no offset": (state(nested_offset=None), r"nested_offset must be a number, and is absent"),
     "an unknown key": (state(rotation=1), r"rotation must be absent: the key is unknown"),
     "no JSON": ({"w.weight.quant_state.bitsandbytes__nf4": np.zeros(9, np.uint8)}, "is not valid JSON"),
-    "another table": ({"w.weight.quant_map": BNB_TABLES["fp4"]}, r"w.weight.quant_map is .* as for bitsandbytes NF4"),
+    "another table": (
+        {"w.weight.quant_map": BNB_TABLES["fp4"]},
+        r"quant_map\[0\] is 0.0, not -1.0 as for bitsandbytes NF4",
+    ),
+    "a number of the table": (
+        {"w.weight.quant_map": np.where(np.arange(16) == 15, np.float32(np.nan), BNB_TABLES["nf4"])},
+        r"w.weight.quant_map\[15\] is nan, not 1.0 as for bitsandbytes NF4",
+    ),
 }
 
 
@@ -228,8 +240,9 @@ def test_what_contradicts_the_description_is_named(fault, tmp_path):
     changes, message = CONTRADICTIONS[fault]
     stored, config, _ = bitsandbytes(np.random.default_rng(0), 8, 64, nested=True)
     folder = write_checkpoint(tmp_path, {"quantization_config": config}, stored | changes)
-    with pytest.raises(SourceError, match=message):
+    with pytest.raises(SourceError, match=message) as e:
         values_of(folder, {"w.weight": (8, 64)}, BF16)
+    assert e.value.hint
 
 
 def test_another_order_of_llm_int8_is_named(tmp_path):
@@ -238,6 +251,21 @@ def test_another_order_of_llm_int8_is_named(tmp_path):
     folder = write_checkpoint(tmp_path, {"quantization_config": config}, stored)
     with pytest.raises(SourceError, match=r"w.weight_format is 1, not 0 as for LLM.int8"):
         values_of(folder, {}, BF16)
+    stored["w.weight_format"] = np.array([0], np.uint8)
+    assert (
+        "w.weight_format  U8 [1] (1 tensor) should be U8 []"
+        in decode_names(open_source(write_checkpoint(tmp_path, {}, stored)).tensors, config)[1]
+    )
+
+
+@pytest.mark.parametrize("encoding", ["dequantize", "keep"])
+def test_another_order_of_llm_int8_is_named_by_a_conversion(encoding, tmp_path):
+    tensors = read_tensors(WRITTEN / INT8)
+    name = next(name for name in tensors if name.endswith(".weight_format"))
+    tensors[name] = np.array(1, np.uint8)
+    write_checkpoint(tmp_path / "hf", json.loads((WRITTEN / INT8 / "config.json").read_text()), tensors)
+    with pytest.raises(SourceError, match=rf"{name} is 1, not 0 as for LLM.int8"):
+        convert(tmp_path / "hf", tmp_path / "out", Options(encoding=encoding))
 
 
 def test_what_no_array_holds_is_not_kept(tmp_path):

@@ -43,6 +43,7 @@ from helpers.schemes import (
     gptq_3_bits,
     gptq_any_order,
     gptq_v2,
+    in_words,
     int4_asymmetric,
     int4_groups,
     int4_short_rows,
@@ -70,6 +71,7 @@ from tpuconv.encodings.schemes import schemes
 from tpuconv.encodings.tensors import decode_names, unused_reason
 from tpuconv.errors import MappingError, SourceError, UnsupportedConfig, UsageError
 from tpuconv.models.logits import whole_texts
+from tpuconv.sources.headers import DTYPES
 from tpuconv.sources.hub import fetch_config
 from tpuconv.sources.source import open_source
 from tpuconv.verify.reference import reference
@@ -162,6 +164,62 @@ def test_a_scale_that_is_none_is_named_with_its_place(scheme, tmp_path):
                     one_tensor(source, config, values).read(reader, 0, raw, out)
                 with np.errstate(invalid="ignore", divide="ignore"):
                     one_tensor(source, config, values, any_scales=True).read(reader, 0, raw, out)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_scales_of_another_dtype_are_the_same_numbers_or_named(scheme, tmp_path):
+    """Bytes may be exponents, numbers in FP8 or integers: only those that the scheme has are read."""
+    stored, config, values = scheme(np.random.default_rng(0), 8, 64)
+    source = open_source(write_checkpoint(tmp_path, {"quantization_config": config}, stored))
+    tensor = one_tensor(source, config, values)
+    for info in filter(None, (tensor.scales, tensor.tensor_scale, tensor.column_scales)):
+        if info.name.endswith("absmax"):
+            continue
+        exponents, outs = info.dtype in ("U8", "F8_E8M0"), {}
+        for name, dtype in DTYPES.items():
+            twos = np.full(info.shape, 128 if name == "U8" and exponents else 2).astype(dtype)
+            changed = {"quantization_config": config}, {**stored, info.name: twos}
+            source = open_source(write_checkpoint(tmp_path, *changed))
+            tensors, faults = decode_names(source.tensors, config)
+            if faults:
+                assert f"{info.name}  {name} {list(info.shape)} (1 tensor) should be " in "\n".join(faults)
+                continue
+            assert name == info.dtype or dtype.kind not in "iub" or exponents, name
+            outs[name] = np.empty(values.size, "f4")
+            with closing(source.open()) as reader:
+                raw = np.empty(values.nbytes, np.uint8)
+                shaped(tensors, {"w.weight": values.shape})["w.weight"].read(reader, 0, raw, outs[name])
+        assert not [name for name, out in outs.items() if not np.array_equal(out, outs[info.dtype])]
+        if info.dtype == "U8":
+            assert set(outs) == {"U8", "F8_E8M0"}
+
+
+def packed_by_channel(rng, rows, columns, bits):
+    """By the definition of compressed-tensors: symmetric, with a scale for each row."""
+    codes, scales = rng.integers(0, 1 << bits, (rows, columns)), rng.uniform(0.01, 1, (rows, 1)).astype(BF16)
+    stored = {"weight_packed": in_words(codes, bits, 1), "weight_scale": scales}
+    return stored, (codes - (1 << (bits - 1))).astype("f4") * scales.astype("f4")
+
+
+@pytest.mark.parametrize("first", ["attn", "mlp"])
+def test_a_matrix_that_two_groups_fit_belongs_to_the_one_that_names_it(first, tmp_path):
+    """Rows of int8 in words have the shape of rows of int4, twice as long."""
+    rng, bits = np.random.default_rng(0), {"attn": 8, "mlp": 4}
+    described, stored, values = {}, {}, {}
+    for module in sorted(bits, key=lambda module: module != first):
+        weights = {"type": "int", "num_bits": bits[module], "strategy": "channel", "symmetric": True}
+        described[f"group_{len(described)}"] = {"targets": [f"re:.*{module}$"], "weights": weights}
+        parts, values[f"{module}.weight"] = packed_by_channel(rng, 6, 32, bits[module])
+        stored |= {f"{module}.{part}": x for part, x in parts.items()}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": described}
+    source = open_source(write_checkpoint(tmp_path, {"quantization_config": config}, stored))
+    tensors, faults = decode_names(source.tensors, config)
+    assert not faults
+    for name, want in values.items():
+        out = np.empty(want.size, "f4")
+        with closing(source.open()) as reader:
+            tensors[name].read(reader, 0, np.empty(want.nbytes, np.uint8), out)
+        np.testing.assert_array_equal(out.reshape(tensors[name].shape), want)
 
 
 def test_scales_that_are_none_are_counted():
@@ -331,6 +389,8 @@ def test_fp8_without_a_description_is_not_cast(tmp_path):
         compressed_config(type="int", num_bits=4, strategy="tensor", symmetric=False),
         compressed_config(type="float", num_bits=8, strategy="channel", symmetric=False),
         compressed_config(type="int", num_bits=4, strategy="group", group_size=32, actorder="group"),
+        compressed_config(type="int", num_bits=4, strategy="group", group_size=32, actorder="GROUP"),
+        compressed_config(type="int", num_bits=4, strategy="group", group_size=32, actorder=True),
         compressed_config(type="float", num_bits=8, strategy="tensor_group", group_size=16),
         compressed_config(type="float", num_bits=8, strategy="block", block_structure="128"),
         compressed_config(type="float", num_bits=8, strategy="tensor") | {"format": "marlin-24"},

@@ -128,7 +128,7 @@ def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...
         by, blocks = _compressed_blocks(weights)
         if is_asymmetric and blocks == BY_SCALES:
             blocks = (1, None)
-        ordered = weights.get("actorder") in ("group", "dynamic")
+        ordered = weights.get("actorder") is True or str(weights.get("actorder")).lower() in ("group", "dynamic")
         if stored is None or blocks is None or ordered:
             raise UnsupportedConfig(
                 f"compressed-tensors weights with {dict(weights)} are not implemented",

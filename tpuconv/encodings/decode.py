@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from tpuconv.encodings.casts import check_cast
-from tpuconv.encodings.flat import FlatParts
+from tpuconv.encodings.flat import OTHER_WRITER, FlatParts
 from tpuconv.encodings.scales import check_scales, check_some_scales, place_of
 from tpuconv.encodings.scheme import NO_FACTOR, STATED_SHAPE, Scheme, decode_scales
 from tpuconv.encodings.words import Span, read_part, spans_of
@@ -23,9 +23,6 @@ from tpuconv.jsonfile import short
 from tpuconv.notation.layout import Shape
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.reader import Reader
-
-AFFINE_SCALE_DTYPES = ("F16", "BF16", "F32")
-"""Dtypes of the scales of values in words, and of columns."""
 
 TABLE_BYTES = 1 << 18
 """Size of the tables that are made together: they stay in the second-level cache until they are used."""
@@ -114,6 +111,8 @@ class Tensor:
             self._check_constants(reader, self.scheme)
         if start == 0 and self.is_filled_up:
             self._check_stated_shape(reader)
+        if start == 0 and not self.any_scales:
+            self._check_zero_points(reader)
         if self.scheme is not None and self.scheme.flat is not None:
             self.flat_parts.read(reader, start, raw, out)
         elif self.scheme is not None and self.scheme.affine is not None:
@@ -173,11 +172,34 @@ class Tensor:
             reader.read(info, 0, stored.data)
             found = stored.view(DTYPES[info.dtype]).reshape(info.shape)
             if not np.array_equal(found, expected):
+                wrong = np.argwhere(found != expected) if found.shape == expected.shape else np.empty((0, 0))
+                place = tuple(map(int, wrong[0])) if len(wrong) else ()
                 raise SourceError(
-                    f"{info.name} is {short(found.tolist())}, not {short(expected.tolist())} as for {scheme.title}",
-                    hint="the tensor was written by another version of its library, or is damaged: convert an "
-                    "unquantized release",
+                    f"{info.name}{list(place) if place else ''} is {short(found[place].tolist())}, not "
+                    f"{short(expected[place].tolist())} as for {scheme.title}",
+                    hint=OTHER_WRITER,
                 )
+
+    def _check_zero_points(self, reader: Reader) -> None:
+        """Checks the format of the zero points of symmetric values: read by the other one, all weights would be off by
+        a scale.
+
+        Raises:
+            SourceError: all of them lie beside the middle.
+        """
+        affine = self.scheme.affine if self.scheme else None
+        if affine is None or affine.misread_middle is None or self.zero_points is None or self.scales is None:
+            return
+        rows, columns = self.scales.shape
+        parts = affine.zero_words.read(reader, self.zero_points, (0, rows), (0, columns))
+        if all((affine.zeros_of(stored) == affine.misread_middle).all() for _, stored in parts):
+            read, right = ("gptq", "gptq_v2") if affine.zero_shift else ("gptq_v2", "gptq")
+            raise SourceError(
+                f"{self.zero_points.name} is {affine.misread_middle} everywhere by checkpoint_format {read!r}, but "
+                f"config.json says that values are symmetric (sym), about {affine.middle}",
+                hint=f"the zero points are in the format {right!r}: if the tool that wrote them confirms it, set "
+                "checkpoint_format in the quantization_config of config.json to it",
+            )
 
     def place(self, number: int) -> list[int]:
         """Returns the index of value `number` in the stored tensor that is named in an error."""

@@ -16,8 +16,17 @@ from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.reader import Reader
 
 FLAT_STATE = {"quant_type": str, "blocksize": OneOf(*FLAT_BLOCKS), "dtype": str, "shape": [Range(1)]}
-NESTED_STATE = {**FLAT_STATE, "nested_blocksize": OneOf(NESTED_BLOCK), "nested_dtype": str, "nested_offset": float}
+NESTED_STATE = {
+    **FLAT_STATE,
+    "nested_blocksize": OneOf(NESTED_BLOCK),
+    "nested_dtype": OneOf("float32"),
+    "nested_offset": float,
+}
 """The schemas of the text beside a matrix: bitsandbytes' `QuantState.as_dict`."""
+OTHER_WRITER = (
+    "the tensor was written by another version of its library, or is damaged: download it again, or convert an "
+    "unquantized release"
+)
 MAX_STATE_BYTES = 4096
 BLOCKS_AT_ONCE = 1 << 12
 """Blocks whose tables are made together: they stay in the second-level cache until they are used."""
@@ -54,7 +63,12 @@ class FlatParts:
         reader.read(info, 0, data.data)
         kind = {"quant_type": OneOf(self.scheme.flat.state.rpartition("__")[2])}
         schema = Exactly((NESTED_STATE if self.scales.dtype == NESTED_SCALES else FLAT_STATE) | kind)
-        text: Mapping[str, Any] = check(parse(data.tobytes(), info.name, SourceError), schema, info.name, SourceError)
+        try:
+            text: Mapping[str, Any] = check(
+                parse(data.tobytes(), info.name, SourceError), schema, info.name, SourceError
+            )
+        except SourceError as e:
+            raise SourceError(e.message, hint=OTHER_WRITER) from None
         return text
 
     def state(self, reader: Reader) -> Mapping[str, Any]:
@@ -66,11 +80,16 @@ class FlatParts:
         assert self.scheme.flat is not None
         name, state = self.extra[self.scheme.flat.state].name, self.text(reader)
         size = prod(self.shape)
-        if tuple(state["shape"]) != self.shape or -(-size // state["blocksize"]) != self.scales.size:
+        if tuple(state["shape"]) != self.shape:
             raise SourceError(
-                f"{name} says {state['shape']} in blocks of {state['blocksize']}, but config.json wants "
-                f"{list(self.shape)}, and there are {self.scales.size} scales",
+                f"{name} says the shape {state['shape']}, but config.json wants {list(self.shape)}",
                 hint="the weights do not belong to this config.json: download both again",
+            )
+        if (count := -(-size // state["blocksize"])) != self.scales.size:
+            raise SourceError(
+                f"{name} says blocks of {state['blocksize']}, which are {count}, but {self.scales.name} holds "
+                f"{self.scales.size} scales",
+                hint=OTHER_WRITER,
             )
         return state
 
@@ -89,7 +108,10 @@ class FlatParts:
         begin = first // NESTED_BLOCK
         outer = self._part(reader, self.extra[self.scheme.flat.nested_scales], begin, -(-last // NESTED_BLOCK))
         scales: np.ndarray = table[stored] * outer[np.arange(first, last) // NESTED_BLOCK - begin]
-        scales += np.float32(state["nested_offset"])
+        with np.errstate(over="ignore"):  # what overflows is named
+            scales += np.float32(state["nested_offset"])
+        if not self.any_scales:
+            check_scales(self.scales.name, scales, self.scales.shape, first, any_sign=True)
         return scales
 
     def _part(self, reader: Reader, info: TensorInfo, first: int, last: int) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.flat import FlatParts
 from tpuconv.encodings.scales import check_scales, place_of
-from tpuconv.encodings.scheme import NO_FACTOR, Affine, Scheme
+from tpuconv.encodings.scheme import NO_FACTOR, POWERS_OF_TWO, Affine, Scheme
 from tpuconv.encodings.words import spans_of
 from tpuconv.errors import SourceError
 from tpuconv.notation.layout import Shape
@@ -26,7 +26,6 @@ from tpuconv.sources.headers import DTYPES
 from tpuconv.sources.reader import Reader
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-POWERS_OF_TWO = ("U8", "F8_E8M0")
 E8M0_BIAS = 127
 
 
@@ -90,6 +89,7 @@ class QValues(Tensor):
             out[...] = qvalues[start - first * n :][: out.size]
 
     def _check_extra(self, reader: Reader) -> None:
+        self._check_constants(reader, self.scheme)
         self._check_stated_shape(reader)
         base = self.values.name.removesuffix(self.scheme.values)
         for info in self.extra:

@@ -82,6 +82,14 @@ class Affine:
         """The zero point of symmetric values, as it is stored: in two's complement it is 0."""
         return 1 << (self.words.bits - 1) if self.zero_points or self.centered else 0
 
+    @property
+    def misread_middle(self) -> int | None:
+        """The zero point of symmetric values if they are read by the other of GPTQ's two formats, of which one stores
+        zero points less 1. None if there is one format."""
+        if not (self.symmetric and self.group_index):
+            return None
+        return self.middle + (1 if self.zero_shift else -1)
+
     def zeros_of(self, stored: np.ndarray) -> np.ndarray:
         """Zero points as the formula has them, from stored ones: bytes."""
         zeros: np.ndarray = (stored + np.uint8(self.zero_shift)) & np.uint8(self.words.mask)
@@ -117,6 +125,11 @@ class Flat:
     nested_scales: str
     nested_table: str
 
+
+FLOAT_SCALES = ("F16", "BF16", "F32")
+"""Dtypes of scales that are numbers."""
+POWERS_OF_TWO = ("U8", "F8_E8M0")
+"""Dtypes of scales that are exponents of two."""
 
 STATED_SHAPE = ".weight_shape"
 """The suffix of the tensor in which compressed-tensors says the shape of packed values."""
@@ -196,12 +209,30 @@ class Scheme:
         has_zeros = bool(self.affine.zero_points) and not self.affine.symmetric
         return (*self.extra, *self.affine.suffixes[1 if has_zeros else 0 :])
 
+    @property
+    def scale_dtypes(self) -> tuple[str, ...]:
+        """The dtypes that the scales may have. Bytes are exponents, numbers in FP8 or numbers of a table: the
+        description alone tells which."""
+        if self.flat:
+            return ("F32", NESTED_SCALES)
+        if self.affine:
+            return FLOAT_SCALES
+        if self.scale_dtype == "U8":
+            return POWERS_OF_TWO
+        if self.scale_dtype == "F8_E8M0":
+            return (*POWERS_OF_TWO, *FLOAT_SCALES)
+        if self.scale_dtype not in FLOAT_SCALES:
+            return (self.scale_dtype,)
+        # Times a factor, scales in bfloat16 would be rounded again.
+        return (*FLOAT_SCALES, "F8_E8M0") if self.factor == NO_FACTOR else ("F32", "F16")
+
     def encodes(self, info: TensorInfo) -> bool:
-        """Returns True if a stored tensor holds values of this scheme, by its name, dtype and rank."""
+        """Returns True if a stored tensor holds values of this scheme, by its name, dtype and rank. None are
+        in an empty one."""
         has_blocks = len(info.shape) == 2 if self.affine else len(info.shape) > self.groups_apart
         if self.flat:
             has_blocks = len(info.shape) == 2 and info.shape[1] == 1
-        return info.name.endswith(self.values) and info.dtype == self.dtype and has_blocks
+        return info.name.endswith(self.values) and info.dtype == self.dtype and has_blocks and info.nbytes > 0
 
     def shape(self, stored: Shape) -> Shape:
         """Returns the shape of the values that a tensor of the shape `stored` holds; of flat ones, their number."""

@@ -1,19 +1,129 @@
 """From the stored tensors of a checkpoint, with the names of its encoding, to the tensors that tables see."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from tpuconv.encodings.decode import AFFINE_SCALE_DTYPES, Tensor
+from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.flat import MAX_STATE_BYTES
-from tpuconv.encodings.scheme import NESTED_SCALES, Scheme
-from tpuconv.encodings.schemes import schemes
+from tpuconv.encodings.groups import SchemeGroup, within
+from tpuconv.encodings.scheme import DTYPE_NAMES, FLOAT_SCALES, Scheme
+from tpuconv.encodings.schemes import groups, schemes
+from tpuconv.errors import ConfigError
 from tpuconv.names import collapse
 from tpuconv.notation.layout import Shape
+from tpuconv.notation.spelling import template
+from tpuconv.patterns import check_patterns
 from tpuconv.sources.headers import TensorInfo
 from tpuconv.text import format_count
+
+Fault = tuple[str, str]
+"""The name of a stored tensor, and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The stored tensors of a weight by the names of a scheme, each None if it is absent.
+
+    Attributes:
+        shape: of the weight: the widest one that the scales fit, or the widest of all if they fit none.
+        affine: zero points and groups of rows, by suffix.
+    """
+
+    scheme: Scheme
+    values: TensorInfo
+    shape: Shape
+    scales: TensorInfo | None
+    extra: tuple[TensorInfo, ...]
+    tensor_scale: TensorInfo | None
+    affine: Mapping[str, TensorInfo | None]
+    column_scales: TensorInfo | None
+
+    @classmethod
+    def find(cls, scheme: Scheme, values: TensorInfo, tensors: Mapping[str, TensorInfo]) -> "_Parts":
+        """Returns the tensors of the weight whose values are `values`."""
+        base = values.name.removesuffix(scheme.values)
+        scales = tensors.get(base + scheme.scales)
+        return cls(
+            scheme,
+            values,
+            _shape_of(scheme, values, scales),
+            scales,
+            tuple(tensors[base + suffix] for suffix in scheme.extra if base + suffix in tensors),
+            tensors.get(base + scheme.tensor_scale) if scheme.tensor_scale else None,
+            {suffix: tensors.get(base + suffix) for suffix in scheme.affine.suffixes} if scheme.affine else {},
+            tensors.get(base + scheme.column_scales) if scheme.column_scales else None,
+        )
+
+    @property
+    def base(self) -> str:
+        """The name of the module."""
+        return self.values.name.removesuffix(self.scheme.values)
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all of them, and the name of the scales even if these are absent."""
+        parts = (self.values, *self.extra, self.tensor_scale, *self.affine.values(), self.column_scales)
+        return {self.base + self.scheme.scales, *(part.name for part in parts if part)}
+
+    @property
+    def has_scales(self) -> bool:
+        """True if the scales and zero points have the shapes of the scheme."""
+        return (
+            self.scales is not None
+            and self.scales.shape == self.scheme.scale_shape(self.shape, self.scales.shape)
+            and _affine_fault(self.scheme, self.affine, self.shape, self.scales, self.values.name) is None
+        )
+
+    def tensor(self, *, any_scales: bool) -> Tensor:
+        """Returns the weight."""
+        affine = self.scheme.affine
+        return Tensor(
+            self.base + self.scheme.name,
+            self.shape,
+            self.values,
+            self.scales,
+            self.extra,
+            self.scheme.for_shape(self.shape),
+            self.tensor_scale,
+            zero_points=self.affine.get(affine.zero_points) if affine else None,
+            group_index=self.affine.get(affine.group_index) if affine else None,
+            column_scales=self.column_scales,
+            any_scales=any_scales,
+        )
+
+    def fault(self) -> Fault | None:
+        """Returns the first fault; None if the tensors belong together."""
+        scheme, scales, name = self.scheme, self.scales, self.values.name
+        if scheme.affine and (want := scheme.stored_shape(self.shape)) != self.values.shape:
+            words = scheme.affine.words
+            return name, f"should be {list(want)}: {words.per_group} values fill {words.words_per_group} words"
+        if scales is None:
+            return name, f"has no {scheme.scales.removeprefix('.')}"
+        if scales.shape != (want := scheme.scale_shape(self.shape, scales.shape)):
+            return scales.name, f"should be {list(want)} by the block size"
+        if scales.dtype not in scheme.scale_dtypes:
+            return scales.name, f"should be one of {', '.join(scheme.scale_dtypes)}: {scheme.title} has no other scales"
+        if scheme.tensor_scale:
+            if self.tensor_scale is None:
+                return name, f"has no {scheme.tensor_scale.removeprefix('.')}"
+            if prod(self.tensor_scale.shape) != 1 or self.tensor_scale.dtype != "F32":
+                return self.tensor_scale.name, "should be one number, F32"
+        if found := _affine_fault(scheme, self.affine, self.shape, scales, name):
+            return found
+        if found := _flat_fault(scheme, self.extra, self.values, scales):
+            return found
+        for info in self.extra:
+            expected = scheme.constants.get(info.name.removeprefix(self.base))
+            if expected is not None and (info.dtype, info.shape) != (DTYPE_NAMES[expected.dtype], expected.shape):
+                return info.name, f"should be {DTYPE_NAMES[expected.dtype]} {list(expected.shape)}"
+        columns = self.column_scales
+        if columns is not None and (columns.shape != self.shape[-1:] or columns.dtype not in FLOAT_SCALES):
+            return columns.name, f"should be one of {', '.join(FLOAT_SCALES)}, [{self.shape[-1]}]"
+        return None
 
 
 def decode_names(
@@ -27,12 +137,12 @@ def decode_names(
         any_scales: whether the scales are decoded without a check.
 
     Returns:
-        The tensors by name, and the faults: values without scales, scales without values, and scales whose shape does
-            not
-        fit the blocks.
+        The tensors by name, and the faults: values without scales, scales without values, scales whose shape does not
+            fit the blocks or whose dtype is none of the scheme, and weights that are stored twice.
 
     Raises:
         UnsupportedConfig: an encoding that is not implemented.
+        ConfigError: a pattern of the description that is needed is invalid or slow.
     """
     known = schemes(quantization)
     suffixes = [suffix for scheme in known for suffix in scheme.suffixes]
@@ -40,54 +150,29 @@ def decode_names(
     taken: set[str] = set()
     unused: set[str] = set()
     faults: dict[str, list[str]] = {}
-    for name, info in tensors.items():
-        candidates = [scheme for scheme in known if scheme.encodes(info)]
-        if not candidates:
-            continue
-        candidates.sort(key=lambda scheme: scheme.affine is None)  # values without zero points fit others too
-        scheme = next((s for s in candidates if _has_scales_of(s, info, tensors)), candidates[0])
-        base = name.removesuffix(scheme.values)
-        scales = tensors.get(base + scheme.scales)
-        extra = tuple(tensors[base + suffix] for suffix in scheme.extra if base + suffix in tensors)
-        tensor_scale = tensors.get(base + scheme.tensor_scale) if scheme.tensor_scale else None
-        affine = {suffix: tensors.get(base + suffix) for suffix in scheme.affine.suffixes} if scheme.affine else {}
-        column_scales = tensors.get(base + scheme.column_scales) if scheme.column_scales else None
-        parts = (*extra, tensor_scale, *affine.values(), column_scales)
-        taken |= {name, base + scheme.scales, *(part.name for part in parts if part)}
-        unused |= {base + suffix for suffix in scheme.unused}
-        shape = _shape_of(scheme, info, scales)
-        if scales is None:
-            faults.setdefault(f"has no {scheme.scales.removeprefix('.')}", []).append(name)
-        elif scales.shape != (want := scheme.scale_shape(shape, scales.shape)):
-            faults.setdefault(f"should be {list(want)} by the block size", []).append(scales.name)
-        elif scheme.tensor_scale and tensor_scale is None:
-            faults.setdefault(f"has no {scheme.tensor_scale.removeprefix('.')}", []).append(name)
-        elif tensor_scale is not None and prod(tensor_scale.shape) != 1:
-            faults.setdefault("should be one number", []).append(tensor_scale.name)
-        elif found := _affine_fault(scheme, affine, shape, scales, name) or _flat_fault(scheme, extra, info, scales):
+    described = groups(quantization)
+    for parts in _choose(tensors, known, described):
+        taken |= parts.names
+        unused |= {parts.base + suffix for suffix in parts.scheme.unused}
+        name = parts.base + parts.scheme.name
+        if found := parts.fault():
             faults.setdefault(found[1], []).append(found[0])
-        elif column_scales is not None and (column_scales.shape, column_scales.dtype in AFFINE_SCALE_DTYPES) != (
-            (shape[-1],),
-            True,
-        ):
-            faults.setdefault(f"should be one of {', '.join(AFFINE_SCALE_DTYPES)}, [{shape[-1]}]", []).append(
-                column_scales.name
-            )
+        elif name in out:
+            faults.setdefault(_twice(out[name]), []).append(parts.values.name)
         else:
-            tensor = Tensor(
-                *(base + scheme.name, shape, info, scales, extra, scheme.for_shape(shape), tensor_scale),
-                zero_points=affine.get(scheme.affine.zero_points) if scheme.affine else None,
-                group_index=affine.get(scheme.affine.group_index) if scheme.affine else None,
-                column_scales=column_scales,
-                any_scales=any_scales,
-            )
-            out[tensor.name] = tensor
+            out[name] = parts.tensor(any_scales=any_scales)
+    for size, name in _of_other_sizes(out.values(), described):
+        faults.setdefault(f"is {size} by its scales, unlike most weights: scales may be lost", []).append(name)
+    for suffix, name in _left_out(out.values()):
+        faults.setdefault(f"has no {suffix.removeprefix('.')}, and others of its kind have one", []).append(name)
     for name, info in tensors.items():
         if name in taken:
             continue
         is_part = any(name.endswith(suffix) for suffix in suffixes if suffix != ".weight")
         if is_part and name not in unused:
             faults.setdefault("has no values that it belongs to", []).append(name)
+        elif name in out:
+            faults.setdefault(_twice(out[name]), []).append(name)
         else:
             out[name] = Tensor(name, info.shape, info, any_scales=any_scales)
     words = [
@@ -99,6 +184,89 @@ def decode_names(
     return out, words
 
 
+def _choose(
+    tensors: Mapping[str, TensorInfo], known: Sequence[Scheme], described: Sequence[SchemeGroup]
+) -> list[_Parts]:
+    """Returns the parts of each weight by the scheme that fits them; if several fit, by the scheme of the group
+    which has the module by the description. A checkpoint may use several schemes."""
+    out: list[_Parts] = []
+    all_fits: list[list[_Parts]] = []
+    unclear: dict[int, list[_Parts]] = {}
+    for info in tensors.values():
+        candidates = [_Parts.find(scheme, info, tensors) for scheme in known if scheme.encodes(info)]
+        if not candidates:
+            continue
+        candidates.sort(key=lambda parts: parts.scheme.affine is None)  # values without zero points fit others too
+        fits = [parts for parts in candidates if parts.fault() is None]
+        if len(fits) > 1 and len(described) > 1:
+            unclear[len(out)] = fits
+        all_fits.append(fits)
+        out.append(next(iter(fits), None) or next((p for p in candidates if p.has_scales), candidates[0]))
+    if unclear:
+        check_patterns(
+            list(dict.fromkeys(pattern for group in described for pattern in group.patterns)),
+            (outer for fits in unclear.values() for outer in within(fits[0].base)),
+            ConfigError,
+            method="match",
+        )
+    for number, fits in unclear.items():
+        for group in described:
+            titles = {scheme.title for scheme in group.schemes}
+            own = [parts for parts in fits if parts.scheme.title in titles]
+            if own and group.takes(own[0].base):
+                out[number] = own[0]
+                break
+    for sizes in _sizes(described):
+        usual = _most_common(parts.scheme.title for fits in all_fits for parts in fits if parts.scheme.title in sizes)
+        for number, fits in enumerate(all_fits):
+            out[number] = next((parts for parts in fits if parts.scheme.title == usual), out[number])
+    return out
+
+
+def _most_common(titles: Iterable[str]) -> str | None:
+    """Returns the title that is there most often, the first of several; None if there is none."""
+    return next((title for title, _ in Counter(titles).most_common(1)), None)
+
+
+def _sizes(described: Sequence[SchemeGroup]) -> Iterable[list[str]]:
+    """Yields the titles of schemes of which a model has one: the description does not say the size of the blocks."""
+    for group in described:
+        if len({scheme.blocks for scheme in group.schemes}) > 1:
+            yield [scheme.title for scheme in group.schemes]
+
+
+def _of_other_sizes(tensors: Iterable[Tensor], described: Sequence[SchemeGroup]) -> Iterable[Fault]:
+    """Yields the weights whose scales have another number than the size of blocks of most weights gives, with their
+    schemes: where only the shape of the scales tells the size, some of them may be lost."""
+    own = [(tensor.values.name, tensor.scheme.title) for tensor in tensors if tensor.scheme]
+    for titles in _sizes(described):
+        usual = _most_common(title for _, title in own if title in titles)
+        yield from ((title, name) for name, title in own if title in titles and title != usual)
+
+
+def _twice(tensor: Tensor) -> str:
+    return f"is the weight that {tensor.values.name.rpartition('.')[2]} beside it holds: remove one of the two"
+
+
+def _left_out(tensors: Iterable[Tensor]) -> Iterable[Fault]:
+    """Yields what weights lack that others of the same name in other layers have, with the names of their values. Their
+    values would be taken for others: rows in the order of their groups, inputs without scales. Experts that no text
+    of a calibration reached have no scales of inputs."""
+    alike: dict[tuple[str, str], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.scheme is not None and (tensor.scheme.affine or tensor.scheme.column_scales):
+            alike.setdefault((template(tensor.name), tensor.scheme.title), []).append(tensor)
+    for (name, _), own in alike.items():
+        scheme = own[0].scheme
+        assert scheme is not None
+        if scheme.affine and any(tensor.group_index for tensor in own):
+            suffix = scheme.affine.group_index
+            yield from ((suffix, tensor.values.name) for tensor in own if tensor.group_index is None)
+        if ".experts." not in name and any(tensor.column_scales for tensor in own):
+            suffix = scheme.column_scales
+            yield from ((suffix, tensor.values.name) for tensor in own if tensor.column_scales is None)
+
+
 def _shape_of(scheme: Scheme, values: TensorInfo, scales: TensorInfo | None) -> Shape:
     """Returns the widest shape of the stored values that the scales fit; the widest of all if they fit none."""
     if scales is not None:
@@ -108,29 +276,13 @@ def _shape_of(scheme: Scheme, values: TensorInfo, scales: TensorInfo | None) -> 
     return scheme.shape(values.shape)
 
 
-def _has_scales_of(scheme: Scheme, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Returns True if the stored values have the scales and zero points of the scheme. A checkpoint may use several
-    schemes."""
-    base = info.name.removesuffix(scheme.values)
-    scales = tensors.get(base + scheme.scales)
-    shape = _shape_of(scheme, info, scales)
-    if scales is None or scales.shape != scheme.scale_shape(shape, scales.shape):
-        return False
-    affine = {suffix: tensors.get(base + suffix) for suffix in scheme.affine.suffixes} if scheme.affine else {}
-    return _affine_fault(scheme, affine, shape, scales, info.name) is None
-
-
-def _flat_fault(
-    scheme: Scheme, extra: Sequence[TensorInfo], values: TensorInfo, scales: TensorInfo
-) -> tuple[str, str] | None:
+def _flat_fault(scheme: Scheme, extra: Sequence[TensorInfo], values: TensorInfo, scales: TensorInfo) -> Fault | None:
     """Returns the fault of the tensors beside flat values, with the name of one; None if they have none."""
     if scheme.flat is None:
         return None
     base = values.name.removesuffix(scheme.values)
     found = {info.name.removeprefix(base): info for info in extra}
     own = replace(scheme, scale_dtype=scales.dtype)
-    if scales.dtype not in ("F32", NESTED_SCALES):
-        return scales.name, f"should be F32 or {NESTED_SCALES}"
     for suffix, kind in own.extra_kinds((), scales.shape).items():
         info = found.get(suffix)
         if info is None:
@@ -145,13 +297,11 @@ def _flat_fault(
 
 def _affine_fault(
     scheme: Scheme, parts: Mapping[str, TensorInfo | None], shape: Shape, scales: TensorInfo, name: str
-) -> tuple[str, str] | None:
+) -> Fault | None:
     """Returns the fault of the zero points of a tensor or of the groups of its rows, with the name of a stored tensor;
     None if they have none."""
     if scheme.affine is None:
         return None
-    if scales.dtype not in AFFINE_SCALE_DTYPES:
-        return scales.name, f"should be one of {', '.join(AFFINE_SCALE_DTYPES)}"
     for suffix, want in scheme.affine_shapes(shape, scales.shape).items():
         part = parts.get(suffix)
         if part is None:

@@ -13,7 +13,7 @@ from tpuconv.convert.plan.types import Plan
 from tpuconv.convert.run.describe import planned_manifest
 from tpuconv.encodings.adapted import Adapted
 from tpuconv.encodings.decode import Tensor
-from tpuconv.encodings.passthrough import POWERS_OF_TWO
+from tpuconv.encodings.scheme import POWERS_OF_TWO
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.periods import LayerStacks
