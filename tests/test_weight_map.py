@@ -412,6 +412,7 @@ def test_released_tensors_must_be_divided_alike_too():
 
 def test_experts_of_a_device_are_no_single_ones():
     raw = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    raw["norm_topk_prob"] = True
     for tree, parts in (("tunix", {"E": 2}), ("huggingface", None)):
         there = api.weight_map(raw, "maxtext", tree)
         step = next(named.step for named in there.steps if "wi_0" in named.src[0])

@@ -30,7 +30,7 @@ from tpuconv.sources.source import Source, fetched_meanwhile, open_source
 from tpuconv.targets.compose import same_parameters, target_table
 from tpuconv.targets.registry import get_target
 from tpuconv.targets.target import OWN, Target
-from tpuconv.targets.trees import check_quantized, find_tree, placed_parts
+from tpuconv.targets.trees import check_quantized, differences, find_tree, placed_parts
 
 
 class Quantizer(Protocol):
@@ -192,7 +192,10 @@ def plan_source(
     config: HasSizes = model_config
     if table is None:
         table, config = table_for(target)
-    plan = make_plan(source, family.name, table, config, options, ignored_config=report.ignored)
+    differs = differences(target, name, model_type, model_config)
+    plan = replace(
+        make_plan(source, family.name, table, config, options, ignored_config=report.ignored), differs=differs
+    )
     if quantizer is None or plan.faults:
         return plan
     if ahead is not None:  # begins before jax and Qwix are imported: these come in small pieces from the same disk
@@ -208,7 +211,9 @@ def plan_source(
             check_quantized(target, tree, our_plan.arrays, (*quantization.encoders, *quantization.passthrough))
         names = same_parameters(our_table, model_config, table, config, options.include_mtp)
         quantization = quantization.renamed(names, target.name)
-    return make_plan(source, family.name, table, config, options, quantization, report.ignored)
+    return replace(
+        make_plan(source, family.name, table, config, options, quantization, report.ignored), differs=differs
+    )
 
 
 def _check_target(target: Target, options: Options, *, is_quantized: bool) -> None:

@@ -198,6 +198,7 @@ class Plan:
     target: Target = OWN
     config: HasSizes | None = None
     empty: tuple[str, ...] = ()
+    differs: str = ""
 
     def __repr__(self) -> str:
         """One line: all that is in a plan of a large model takes minutes to print."""
