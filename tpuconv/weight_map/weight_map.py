@@ -177,7 +177,7 @@ class WeightMap:
             shardings = dict(out_shardings)
             if missing := [name for name in self.target.shapes if name not in shardings]:
                 raise UsageError(
-                    f"`out_shardings=` has no sharding of {', '.join(collapse(missing))}",
+                    f"out_shardings has no sharding of {', '.join(collapse(missing))}",
                     hint='give one of each array: `shardings("target", mesh)` returns all',
                 )
         dtypes = {name: described[named.src[0]].dtype for named in self.steps for name in named.dst}
