@@ -253,6 +253,7 @@ def test_what_a_target_does_not_have_is_refused_before_a_byte_is_read(target, co
 
 
 FULL, WINDOW = "full_attention", "sliding_attention"
+OTHER_BASE = {"rope_type": "default", "rope_theta": 500.0}
 
 
 @pytest.mark.parametrize(
@@ -273,20 +274,93 @@ FULL, WINDOW = "full_attention", "sliding_attention"
         ("maxtext", "gpt_oss-plain", {"swiglu_alpha": 1.3}, "swiglu_alpha=1.702"),
         ("jax-llm-examples", "gpt_oss-plain", {"attention_bias": False}, "biases of attention"),
         ("maxtext", "olmo3-plain", {"layer_types": [WINDOW, FULL] * 2}, "the last of each 4"),
-        ("maxtext", "qwen2-windows", {}, "the same sliding window, or none, in all layers"),
+        ("maxtext", "qwen2-windows", {}, "no sliding windows"),
         ("tunix", "qwen2-windows", {}, "no sliding windows"),
+        ("jax-llm-examples", "llama-mistral", {}, "no sliding windows"),
+        *(
+            (target, "qwen3_moe-few-experts", {"norm_topk_prob": False}, "only with norm_topk_prob=true")
+            for target in ("maxtext", "tunix", "jax-llm-examples")
+        ),
+        ("maxtext", "deepseek_v3-groups", {"norm_topk_prob": False}, "only with norm_topk_prob=true"),
+        ("jax-llm-examples", "deepseek_v3-groups", {"norm_topk_prob": False}, "only with norm_topk_prob=true"),
+        ("maxtext", "deepseek_v3-groups", {"n_shared_experts": 0}, "only with shared experts"),
+        ("jax-llm-examples", "deepseek_v3-groups", {"n_shared_experts": 0}, "only with shared experts"),
+        ("jax-llm-examples", "deepseek_v3-groups", {"rope_interleave": False}, "only with rope_interleave=true"),
+        ("maxtext", "deepseek_v2-groups", {"attention_bias": False}, "only with no groups of experts"),
+        ("maxtext", "mixtral-window", {"sliding_window": None}, "of type default or linear or yarn"),
+        ("maxtext", "qwen3-yarn", {}, "the usual attention factor of YaRN, or 1"),
+        ("tunix", "qwen2-yarn", {}, "rotary positions without scaling"),
+        ("tunix", "qwen3-yarn", {}, "rotary positions without scaling"),
+        (
+            "tunix",
+            "gemma-plain",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+            "rope_theta=10000",
+        ),
+        ("jax-llm-examples", "llama-linear", {}, "rotary positions of type default or llama3"),
+        ("jax-llm-examples", "llama4-lists", {"tie_word_embeddings": False}, "experts in each n-th layer"),
+        *(
+            (target, "gemma3_text-released", {"use_bidirectional_attention": True}, "to earlier tokens alone")
+            for target in ("maxtext", "tunix", "gemma")
+        ),
         ("jax-llm-examples", "qwen3-yarn", {}, "rotary positions without scaling"),
     ],
 )
 def test_a_config_that_a_program_cannot_express_is_refused(target, case, changes, message):
     """MaxText numbers dense layers and layers with experts apart, and would run them in another order; what its code
     has no parameter or no setting for, it would leave out."""
-    case = BY_ID[case]
-    raw = replace(case, config={**case.config, **changes}).hf_config().to_dict()
+    with pytest.raises(UnsupportedConfig, match=re.escape(message)):
+        table_of(target, case, changes)
+
+
+def table_of(target: str, case: str, changes: dict, **options: bool):
+    """The table of a target for a case with some keys changed."""
+    raw = replace(BY_ID[case], config={**BY_ID[case].config, **changes}).hf_config().to_diff_dict()
     family = find_family(raw)
     config = family.read_config(raw)
-    with pytest.raises(UnsupportedConfig, match=re.escape(message)):
-        target_table(get_target(target), family.name, raw["model_type"], family.table, config)
+    return target_table(get_target(target), family.name, raw["model_type"], family.table, config, **options)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("llama4_text-plain", {"no_rope_layer_interval": 3}, "do not repeat with a period of 4"),
+        *(
+            (f"{family}-plain", {"full_attention_interval": interval}, "full attention in each 4th layer")
+            for family in ("qwen3_next", "qwen3_5_moe_text")
+            for interval in (1, 2)
+        ),
+    ],
+)
+def test_layers_that_maxtext_would_stack_in_another_way_are_refused(case, changes, message):
+    """It has the same layers with rotary positions in each period of 4; and each 4th layer with full attention, or its
+    period is another one."""
+    changes = {"num_hidden_layers": 12, "interleave_moe_layer_step": 1} | changes
+    table_of("maxtext", case, changes)
+    with pytest.raises(UnsupportedConfig, match=message):
+        table_of("maxtext", case, changes, scan_layers=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "case", "message"),
+    [
+        ("maxtext", "llama-mistral", "maxtext computes the logits of llama only with no sliding windows"),
+        ("maxtext", "llama-tied-llama3", "only with the rotary scaling of Llama 3.1"),
+        ("maxtext", "olmo3-plain", ""),
+        ("tunix", "llama-plain", "only with rope_theta=1000000: its logits will differ"),
+        ("jax-llm-examples", "llama-plain", ""),
+        ("jax-llm-examples", "llama-mistral-full", "only with rms_norm_eps=1e-06"),
+        ("nnx", "llama-mistral", ""),
+    ],
+)
+def test_what_a_program_computes_otherwise_is_told(target, case, message, tmp_path):
+    """The weights are right, and of use there."""
+    source = random_checkpoint(tmp_path / "hf", BY_ID[case].hf_config().to_diff_dict(), dtype="float32")
+    found = [note for note in api.plan(source, target=target).notes if "will differ" in note]
+    assert len(found) == bool(message)
+    assert message in "".join(found)
+    done = api.convert(source, tmp_path / "out", target=target)
+    assert [done.differs] == [done.to_json().get("differs", "")] == (found or [""])
 
 
 def test_a_family_that_a_target_does_not_have_is_named(tmp_path):

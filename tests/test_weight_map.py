@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -307,12 +308,13 @@ def test_no_result_is_the_buffer_of_an_argument(qwen3):
     assert_same(on_host(streamed), tensors)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("change", [Times("H", -0.5), Times("D", 0.5, in_their_dtype=True), Plus(1.0)])
 def test_values_change_on_devices_as_in_numpy(change, dtype, users_compiler):
-    """XLA divides by a constant as if it multiplied, and leaves out a rounding before a wider dtype."""
-    sizes = {"H": 24, "D": 1152}
-    values = np.random.default_rng(0).normal(size=4096).astype(jax.numpy.dtype(dtype))
+    """XLA divides by a constant as if it multiplied, leaves out a rounding before a wider dtype, and rounds the
+    subnormal numbers of float16 to zero."""
+    sizes, rng = {"H": 24, "D": 1152}, np.random.default_rng(0)
+    values = (rng.normal(size=4096) * 10.0 ** rng.integers(-8, 1, 4096)).astype(jax.numpy.dtype(dtype))
 
     def changed(x, arrays):
         applied = change.apply(x, sizes, arrays)
@@ -334,6 +336,43 @@ def test_wrong_arguments_are_named(given, message):
     source, target, options = given
     with pytest.raises(UsageError, match=message):
         api.weight_map(qwen3_config(), source, target, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: 1.0, "norm.scale is a float, no array"),
+        (lambda x: "x", "norm.scale is a str, no array"),
+        (lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), "norm.scale is a ShapeDtypeStruct, no array"),
+        (lambda x: x.astype("int8"), "norm.scale is int8: quantized values are not mapped"),
+        (lambda x: x[1:], r"norm.scale is \[31\] instead of \[32\]"),
+        (lambda x: None, "missing: norm.scale"),
+    ],
+)
+def test_wrong_arrays_are_named(change, message):
+    there = api.weight_map(qwen3_config(), "tpuconv", "huggingface")
+    given = {name: np.zeros(shape, "f4") for name, shape in there.source.shapes.items()}
+    given["norm.scale"] = change(given["norm.scale"])
+    for call in (there, there.stream):
+        with pytest.raises(MappingError) as error:
+            call(given)
+        assert len(error.value.details) == 1
+        assert re.fullmatch(message, error.value.details[0])
+
+
+def test_wrong_sides_shardings_and_pairs_are_named():
+    there = api.weight_map(qwen3_config(), "tpuconv", "huggingface")
+    given = {name: np.zeros(shape, "f4") for name, shape in there.source.shapes.items()}
+    with pytest.raises(UsageError, match="a map has no side 'targets'"):
+        there.shardings("targets", AbstractMesh((1,), ("tensor",)))
+    shardings = dict.fromkeys(there.target.shapes, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    del shardings["model.norm.weight"]
+    with pytest.raises(UsageError, match=r"out_shardings has no sharding of model\.norm\.weight"):
+        there.stream(given, shardings, free=False)
+    for pair in (None, (np.zeros((32, 2)),), (1.0, 2.0)):
+        with pytest.raises(MappingError) as error:
+            there.lora({"layers.0.mlp.up.kernel": pair}, 1.0)
+        assert error.value.details == ("layers.0.mlp.up.kernel: two matrices are a pair",)
 
 
 def test_a_quantized_checkpoint_has_no_map(qwen3, tmp_path):
@@ -412,6 +451,7 @@ def test_released_tensors_must_be_divided_alike_too():
 
 def test_experts_of_a_device_are_no_single_ones():
     raw = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    raw["norm_topk_prob"] = True
     for tree, parts in (("tunix", {"E": 2}), ("huggingface", None)):
         there = api.weight_map(raw, "maxtext", tree)
         step = next(named.step for named in there.steps if "wi_0" in named.src[0])

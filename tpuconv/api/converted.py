@@ -45,6 +45,7 @@ class Conversion(OneLine):
         part_bytes: bytes of the source (of the files, for safetensors) in its part.
         published: whether OUT is complete. If not, the last of the other processes publishes it.
         rounded: a sentence about parameters that the way back from the target rounds; empty if there are none.
+        differs: a sentence about what the target computes otherwise than transformers; empty if it is nothing.
         calibration: how much text a calibration had; None without one.
     """
 
@@ -68,6 +69,7 @@ class Conversion(OneLine):
     part_bytes: int
     published: bool
     rounded: str = ""
+    differs: str = ""
     calibration: "CalibrationText | None" = None
 
     @property
@@ -100,8 +102,7 @@ class Conversion(OneLine):
             "ignored_config": [key.to_json() for key in self.ignored_config],
             "left_out": [file._asdict() for file in self.left_out],
         }
-        if self.rounded:
-            facts["rounded"] = self.rounded
+        facts |= {key: text for key in ("rounded", "differs") if (text := getattr(self, key))}
         if self.part is not None:
             facts["process"] = {**self.part.to_json(), "bytes": self.part_bytes, "of_bytes": self.source_bytes}
             facts["published"] = self.published
@@ -177,10 +178,10 @@ class ConversionPlan(OneLine):
 
     @property
     def notes(self) -> "Sequence[str]":
-        """Sentences about modules that rules name and that stay unquantized, and about parameters that the way back
-        from the target rounds."""
+        """Sentences about modules that rules name and that stay unquantized, about parameters that the way back from
+        the target rounds, and about what the target computes otherwise."""
         of_rules = self.plan.quantization.config.get("notes", ()) if self.plan.quantization else ()
-        return (*of_rules, *filter(None, [self.plan.rounded]))
+        return (*of_rules, *filter(None, [self.plan.rounded, self.plan.differs]))
 
     def check(self) -> None:
         """Raises MappingError if the source does not match the table of the family."""

@@ -144,6 +144,7 @@ def run_plan(
         part_bytes=part_bytes,
         published=is_published,
         rounded=plan.rounded,
+        differs=plan.differs,
     )
     if replacing.check and done.already_there:
         verify(out, progress=progress).check()

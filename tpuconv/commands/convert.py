@@ -122,8 +122,8 @@ def show_conversion(done: "api.Conversion", check: bool, as_json: bool) -> None:
     show_skipped("not converted", done.skipped, " tensors,")
     if not done.source_verified:
         show(f"  source {done.source_state or 'unverified'}")
-    if done.rounded:
-        show(f"  {done.rounded}")
+    for sentence in filter(None, (done.rounded, done.differs)):
+        show(f"  {sentence}")
     if done.quantization:
         show_report(done.quantization, done.out)
 

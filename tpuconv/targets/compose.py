@@ -3,11 +3,12 @@
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tpuconv.errors import LayoutError, UnsupportedConfig
 from tpuconv.names import OWN_TARGET
 from tpuconv.notation.layout import Axes, Axis, Layout, format_axes
-from tpuconv.notation.sizes import HasSizes, WithSizes, configs_by_part, holds, sets_of_layers
+from tpuconv.notation.sizes import HasSizes, WithSizes, configs_by_part, holds
 from tpuconv.notation.table import (
     LAYERS,
     PERIODS,
@@ -20,7 +21,7 @@ from tpuconv.notation.table import (
     row_indices,
 )
 from tpuconv.targets.target import HALF_HEAD, LayerPlaces, Place, Places, Target, Tree
-from tpuconv.targets.trees import find_tree
+from tpuconv.targets.trees import check_stacked, find_tree
 
 _LAYER = re.compile(r"layers\.\{(\w+)\}\.")
 
@@ -65,10 +66,9 @@ def target_table(
             hint="convert without `target=`",
         )
     tree = find_tree(target, family, model_type, config)
-    if scan_layers and not all(layers.stacked for layers in tree.layers):
-        raise UnsupportedConfig(f"{target.name} has no stacked layers of this model", hint="leave out `scan_layers=`")
     configs = configs_by_part(config)
     if scan_layers:
+        check_stacked(target, tree, family, config)
         table.check_layers_alike()
         for part in configs.keys() & tree.parts.keys():
             if not tree.parts[part].is_scannable(configs[part]):
@@ -109,7 +109,7 @@ def _sources(binding: Binding) -> tuple[str, ...]:
     return tuple(name for stack in binding.src for name in stack.names)
 
 
-def _of_tree(config: HasSizes, table: MappingTable, tree: Tree, scan: bool) -> HasSizes:
+def _of_tree(config: Any, table: MappingTable, tree: Tree, scan: bool) -> HasSizes:
     """Returns the config with what the table of a tree needs besides: half of the head dimension; the first layers of
     all periods, the places of a period that share an array, and the layers after the last period.
 
@@ -132,7 +132,7 @@ def _of_tree(config: HasSizes, table: MappingTable, tree: Tree, scan: bool) -> H
             hint="leave out `scan_layers=`" if scan else "convert without `target=`",
         )
     if scan:
-        kinds = [[i in layers for layers in sets_of_layers(config).values()] for i in numbers[:whole]]
+        kinds = [config.layer_kinds[i] for i in numbers[:whole]]
         if any(kind != kinds[i % period] for i, kind in enumerate(kinds)):
             raise UnsupportedConfig(
                 f"the layers of this model do not repeat with a period of {period}", hint="leave out `scan_layers=`"

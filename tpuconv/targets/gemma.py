@@ -1,9 +1,11 @@
 """The library `gemma` (github.com/google-deepmind/gemma), version 4.0.1: the trees of its models, as their Flax modules
 name them. Norms and embeddings equal the release."""
 
+from dataclasses import replace
 from typing import Any
 
-from tpuconv.targets.target import LayerPlaces, Needs, Place, Places, Target, Tree
+from tpuconv.targets.needs import GEMMA3_ATTENTION, GROUPED, QUERY_SCALE, USUAL_EPS, rope_of
+from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
 
 MODEL_PLACES: Places = {"embed.embedding": "embedder.input_embedding", "norm.scale": "final_norm.scale"}
 NORM_PLACES: Places = {
@@ -24,22 +26,6 @@ GEMMA4_LAYER_INPUTS: Places = {
     "per_layer_projection.kernel": "per_layer_projection.w",
     "post_per_layer_norm.scale": "post_per_layer_input_norm.scale",
     "layer_scalar": "skip_scale",
-}
-
-
-GROUPED: Needs = {
-    # Otherwise all three projections are one array, for which there is no table.
-    "fewer heads of keys than of queries": lambda config: config.num_key_value_heads != config.num_attention_heads
-}
-HEAD_SCALE: Needs = {
-    "query_pre_attn_scalar=head_dim": lambda config: (
-        getattr(config, "query_pre_attn_scalar", config.head_dim) == config.head_dim
-    )
-}
-QUERY_SCALE: Needs = {
-    "query_pre_attn_scalar=head_dim or hidden_size / num_attention_heads": lambda config: (
-        config.query_pre_attn_scalar in (config.head_dim, config.hidden_size // config.num_attention_heads)
-    )
 }
 
 
@@ -87,6 +73,7 @@ def gemma4_tree(
             *of_kind("full", "full_head_dim", "full_kv_heads", has_global_values),
         ),
         when=lambda config: config.has_global_values == has_global_values and has_place(config) and when(config),
+        differs={"a dense MLP alone": lambda config: not config.enable_moe_block, **USUAL_EPS},
         note=note,
     )
 
@@ -121,9 +108,11 @@ GEMMA4_NOTE = "models whose layers share keys and values (E2B, E4B) have no tabl
 GEMMA23 = Tree(
     MODEL_PLACES,
     (LayerPlaces({**NORM_PLACES, **ATTENTION_PLACES, **_dense("mlp")}, GEMMA_LAYER),),
-    needs={**GROUPED, **QUERY_SCALE},
+    needs={**GROUPED, **QUERY_SCALE, **rope_of("default", "linear")},
+    differs=USUAL_EPS,
     note=CONFIG_NOTE,
 )
+GEMMA3 = replace(GEMMA23, needs={**GEMMA23.needs, **GEMMA3_ATTENTION})
 GEMMA4 = tuple(
     gemma4_tree(
         {**NORM_PLACES, **GEMMA4_NORMS, **(GEMMA4_MIXTURE if has_experts else _dense("mlp"))},
@@ -143,8 +132,8 @@ GEMMA = Target(
     loading='gm.ckpts.load_params("OUT/params")',
     trees={
         "gemma2": GEMMA23,
-        "gemma3_text": GEMMA23,
-        "gemma3": GEMMA23,
+        "gemma3_text": GEMMA3,
+        "gemma3": GEMMA3,
         "gemma4_text": GEMMA4,
         "gemma4": GEMMA4,
     },

@@ -6,7 +6,21 @@ sums with the scales (in llama3, and in the attention of llama4, deepseek_r1_jax
 scales, and the parameters are not quantized.
 """
 
-from tpuconv.targets.target import NO_WINDOWS, LayerPlaces, Needs, Place, Places, Target, Tree
+from typing import Any
+
+from tpuconv.targets.needs import (
+    DENSE_FIRST,
+    HAS_SHARED,
+    LLAMA4_LAYERS,
+    NO_WINDOWS,
+    NORMALIZED,
+    UNSCALED_ROPE,
+    USUAL_EPS,
+    Needs,
+    rope_of,
+    yarn_scales,
+)
+from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
 
 MODEL_PLACES: Places = {"embed.embedding": "embedding", "norm.scale": "gamma_final", "lm_head.kernel": "lm_head"}
 ATTENTION_PLACES: Places = {
@@ -46,15 +60,12 @@ OWN_FORMAT = (
 
 
 OWN_HEAD: Needs = {"a head of its own": lambda config: config.has_lm_head}
-PLAIN_ATTENTION: Needs = {
-    **NO_WINDOWS,
-    "rotary positions without scaling": lambda config: config.rope.type == "default",
-}
+PLAIN_ATTENTION: Needs = {**NO_WINDOWS, **UNSCALED_ROPE}
 
 
-def _tree(places: Places, *quantized: frozenset[str], needs: Needs, note: str = "") -> Tree:
+def _tree(places: Places, *quantized: frozenset[str], needs: Needs, **changes: Any) -> Tree:
     """Returns the tree of a model, with the quantized parameters of its program."""
-    return Tree(MODEL_PLACES, (LayerPlaces(places, "layers.{L}"),), needs=needs, note=note, quantized=quantized)
+    return Tree(MODEL_PLACES, (LayerPlaces(places, "layers.{L}"),), needs=needs, quantized=quantized, **changes)
 
 
 LLAMA_TREE = _tree(
@@ -63,7 +74,8 @@ LLAMA_TREE = _tree(
         **_mlp(""),
         **NORM_PLACES,
     },
-    needs=OWN_HEAD,
+    needs={**OWN_HEAD, **NO_WINDOWS, **rope_of("default", "llama3")},
+    differs=USUAL_EPS,
     note=OWN_FORMAT,
 )
 GPT_OSS_TREE = _tree(
@@ -80,7 +92,13 @@ GPT_OSS_TREE = _tree(
         "moe.down.bias": "ffw.we_down_bias",
     },
     ATTENTION_KERNELS,
-    needs={**OWN_HEAD, "biases of attention": lambda config: config.attention_bias},
+    needs={
+        **OWN_HEAD,
+        "biases of attention": lambda config: config.attention_bias,
+        **rope_of("default", "yarn"),
+        "truncate=false of YaRN": lambda config: config.rope.type != "yarn" or not config.rope.truncate,
+        **yarn_scales(can_be_off=False),
+    },
     note=OWN_FORMAT,
 )
 LATENT = Tree(
@@ -101,7 +119,16 @@ LATENT = Tree(
             "layers.{L}",
         ),
     ),
-    needs={**OWN_HEAD, "a query latent": lambda config: config.has_query_latent},
+    needs={
+        **OWN_HEAD,
+        "a query latent": lambda config: config.has_query_latent,
+        **DENSE_FIRST,
+        **HAS_SHARED,
+        **NORMALIZED,
+        "rope_interleave=true": lambda config: config.rope_interleave,
+        **rope_of("default", "yarn"),
+    },
+    differs=USUAL_EPS,
     quantized=(MLP_KERNELS, EXPERT_KERNELS | SHARED_KERNELS),
 )
 
@@ -118,14 +145,14 @@ JAX_LLM_EXAMPLES = Target(
             {**ATTENTION_PLACES, **NORM_PLACES, **_experts("ffw")},
             ATTENTION_KERNELS,
             EXPERT_KERNELS,
-            needs=PLAIN_ATTENTION,
+            needs={**PLAIN_ATTENTION, **NORMALIZED},
         ),
         "gpt_oss": GPT_OSS_TREE,
         "llama4": _tree(
             {**ATTENTION_PLACES, **NORM_PLACES, **_mlp("mlp."), **_experts("mlp")},
             MLP_KERNELS,
             EXPERT_KERNELS | SHARED_KERNELS,
-            needs=OWN_HEAD,
+            needs={**OWN_HEAD, **LLAMA4_LAYERS, **rope_of("default", "llama3")},
         ),
         "deepseek_v3": LATENT,
         "kimi_k2": LATENT,

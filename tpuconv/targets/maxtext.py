@@ -4,13 +4,11 @@ The value changes come from its `checkpoint_conversion/utils/param_mapping.py`: 
 1 / sqrt(head dimension) where its attention has none, and Llama 3.1's heads in interleaved pairs.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from tpuconv.models.common.beside import AUDIO, VISION
 from tpuconv.notation.arithmetic import Plus, Times
-from tpuconv.targets.gemma import HEAD_SCALE, QUERY_SCALE
 from tpuconv.targets.maxtext_encoders import (
     GEMMA3_IMAGES,
     GEMMA4_IMAGES,
@@ -18,16 +16,27 @@ from tpuconv.targets.maxtext_encoders import (
     OMNI_SOUNDS,
     qwen3_images,
 )
-from tpuconv.targets.target import (
-    ALIKE_WINDOWS,
-    LayerPlaces,
+from tpuconv.targets.needs import (
+    ATTENTION_TO_ALL,
+    DELTA_LAYERS,
+    DELTA_PERIOD,
+    DENSE_FIRST,
+    GEMMA3_ATTENTION,
+    HAS_SHARED,
+    HEAD_SCALE,
+    LLAMA4_LAYERS,
+    LLAMA31_ROPE,
+    NO_WINDOWS,
+    NORMALIZED,
+    QUERY_SCALE,
+    ROPE_OF_HALVES,
+    UNSCALED_ROPE,
     Needs,
-    Place,
-    Places,
-    Target,
-    Tree,
     full_attention_in_each,
+    rope_of,
+    yarn_scales,
 )
+from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
 
 SCALED_QUERY = Times("H", -0.5)
 
@@ -78,26 +87,21 @@ def _shared_expert(name: str) -> Places:
     }
 
 
-def _alike(places: Places, **changes: Any) -> Tree:
+def _alike(places: Places, needs: Needs = ATTENTION_TO_ALL, **changes: Any) -> Tree:
     """Returns the tree of a model whose layers are all alike."""
     layers = LayerPlaces(places, "decoder.layers_{L}", "decoder.layers")
-    return Tree(MODEL_PLACES, (layers,), needs=ALIKE_WINDOWS, **changes)
+    return Tree(MODEL_PLACES, (layers,), needs=needs, **changes)
 
 
-def _periodic(period: int, places: Places, needs: Needs, rest: str = "") -> Tree:
+def _periodic(period: int, places: Places, needs: Needs, rest: str = "", **changes: Any) -> Tree:
     """Returns the tree of a model whose layers are alike at the same place of a period."""
     layers = LayerPlaces(places, "decoder.layers_{L}", "decoder.layers.layers_{#}", rest=rest)
-    return Tree(MODEL_PLACES, (layers,), period, needs=needs)
-
-
-def _is_each_nth(layers: Sequence[int], of: int) -> bool:
-    """Returns True if layers are the last of each period of some length."""
-    return not layers or tuple(layers) == tuple(range(layers[0], of, layers[0] + 1))
+    return Tree(MODEL_PLACES, (layers,), period, needs=needs, **changes)
 
 
 QWEN2 = _alike({**NORM_PLACES, **_attention(biases="qkv"), **MLP_PLACES})
 QWEN = _alike({**NORM_PLACES, **_attention(), **MLP_PLACES})
-QWEN_MOE = _alike({**NORM_PLACES, **_attention(), **_experts("moe_block")})
+QWEN_MOE = _alike({**NORM_PLACES, **_attention(), **_experts("moe_block")}, {**ATTENTION_TO_ALL, **NORMALIZED})
 
 SCALED: Places = {
     **NORM_PLACES,
@@ -115,7 +119,9 @@ PAIRS: Places = {
 LLAMA_TREE = (
     _alike(
         PAIRS,
+        NO_WINDOWS,
         when=lambda config: config.rope.type == "llama3",
+        differs=LLAMA31_ROPE,
         note="Llama 3.1 and later: give rope_type=llama3.1, which the model names llama3.1-... imply",
     ),
     _alike(SCALED),
@@ -133,34 +139,21 @@ GPT_OSS_TREE = _periodic(
         "moe.up.bias": "GptOssMlp.wi_1_bias",
         "moe.down.bias": "GptOssMlp.wo_bias",
     },
-    {**full_attention_in_each(2), "swiglu_alpha=1.702": lambda config: config.swiglu_alpha == 1.702},
+    {**full_attention_in_each(2), **ROPE_OF_HALVES, "swiglu_alpha=1.702": lambda config: config.swiglu_alpha == 1.702},
 )
 
 
-def _has_llama4_layers(config: Any) -> bool:
-    """Returns True if settings of MaxText say which layers have experts, and which have no rotary positions and see all
-    tokens."""
-    layers = range(config.num_hidden_layers)
-    without = [layer for layer in layers if not config.has_rope(layer)]
-    return (
-        _is_each_nth(config.layer_sets["J"], len(layers))
-        and _is_each_nth(without, len(layers))
-        and all(config.is_chunked(layer) == config.has_rope(layer) for layer in layers)
-    )
-
-
-LLAMA4 = replace(
-    _periodic(
-        4,
-        {
-            **NORM_PLACES,
-            **{f"attn.{ours}.kernel": f"self_attention.{theirs}.kernel" for ours, theirs in ATTENTION_PARTS.items()},
-            **MLP_PLACES,
-            **_experts("Llama4MoEBlock_0.MoeBlock_0"),
-            **_shared_expert("Llama4MoEBlock_0.shared_experts"),
-        },
-        {"experts in each n-th layer, and full attention without rotary positions in each n-th": _has_llama4_layers},
-    ),
+LLAMA4 = _periodic(
+    4,
+    {
+        **NORM_PLACES,
+        **{f"attn.{ours}.kernel": f"self_attention.{theirs}.kernel" for ours, theirs in ATTENTION_PARTS.items()},
+        **MLP_PLACES,
+        **_experts("Llama4MoEBlock_0.MoeBlock_0"),
+        **_shared_expert("Llama4MoEBlock_0.shared_experts"),
+    },
+    {**LLAMA4_LAYERS, **rope_of("default", "llama3")},
+    differs=LLAMA31_ROPE,
     note="Maverick: give rope_use_scale=false, as the model llama4-17b-128e does; MaxText lacks Scout's rope scaling",
 )
 
@@ -174,7 +167,8 @@ OLMO3 = _periodic(
         "post_attn_norm.scale": "post_self_attention_layer_norm.scale",
         "post_mlp_norm.scale": "post_mlp_layer_norm.scale",
     },
-    full_attention_in_each(4),
+    {**full_attention_in_each(4), **rope_of("default", "yarn")},
+    differs=UNSCALED_ROPE,
 )
 
 GEMMA_NORMS = {
@@ -216,7 +210,7 @@ GEMMA2 = _gemma(
             LayerPlaces(_gemma2_layer("global"), "decoder.layers_{#Y}", "decoder.layers", "Y+1"),
         ),
         period=2,
-        needs={**full_attention_in_each(2), **HEAD_SCALE},
+        needs={**full_attention_in_each(2), **HEAD_SCALE, **ROPE_OF_HALVES},
     ),
     Times("D", 0.5),
 )
@@ -231,7 +225,11 @@ GEMMA3 = _gemma(
             "attn.q_norm.scale": Place("self_attention.query_norm.scale", arithmetic=Plus(1.0)),
             "attn.k_norm.scale": Place("self_attention.key_norm.scale", arithmetic=Plus(1.0)),
         },
-        {**full_attention_in_each(6), **QUERY_SCALE},
+        {
+            **full_attention_in_each(6),
+            **QUERY_SCALE,
+            **GEMMA3_ATTENTION,
+        },
         rest="decoder.layers_remainder.layers_{#L}",
     ),
     Times("D", 0.5, in_their_dtype=True),
@@ -348,11 +346,8 @@ def _delta(stacked: tuple[str, ...]) -> Tree:
             LayerPlaces({**both, **full}, "decoder.layers_{attention_layers}", stacked, "attention_layers"),
         ),
         4,
-        needs={
-            "full attention in each n-th layer": lambda config: _is_each_nth(
-                config.layer_sets["attention_layers"], config.num_hidden_layers
-            )
-        },
+        needs={**DELTA_LAYERS, **rope_of("default"), **NORMALIZED},
+        stacked_needs=DELTA_PERIOD,
     )
 
 
@@ -384,25 +379,25 @@ SHARED_EXPERTS: Places = {
 }
 
 
-def _latent(query: Place, **changes: Any) -> Tree:
+def _latent(query: Place, routing: Needs, **changes: Any) -> Tree:
     """Returns the tree of a model with latent attention, of which the first layers are dense."""
     own = {**LATENT_ATTENTION, QUERY_PARTS: query}
     dense = LayerPlaces({**own, **MLP_PLACES}, "decoder.dense_layers_{#I}", "decoder.dense_layers", "I")
     sparse = LayerPlaces({**own, **SHARED_EXPERTS}, "decoder.moe_layers_{#J}", "decoder.moe_layers", "J")
-    needs: Needs = {
-        "dense layers before all others": lambda config: (
-            [*config.layer_sets["I"]] == [*range(len(config.layer_sets["I"]))]
-        )
-    }
+    needs = {**DENSE_FIRST, **HAS_SHARED, **rope_of("default", "yarn"), **yarn_scales(can_be_off=True), **routing}
     return Tree(MODEL_PLACES, (dense, sparse), needs=needs, **changes)
 
 
-DEEPSEEK = (
-    _latent(
-        Place("self_attention.wq_b.kernel", "Q N P, Q N R -> Q N (P + R)"), when=lambda config: config.has_query_latent
-    ),
-    _latent(Place("self_attention.query.kernel", "D N P, D N R -> D N (P + R)")),
-)
+def _deepseek(routing: Needs) -> tuple[Tree, ...]:
+    """Returns the trees of a DeepSeek, with a latent of queries and without."""
+    latent = Place("self_attention.wq_b.kernel", "Q N P, Q N R -> Q N (P + R)")
+    plain = Place("self_attention.query.kernel", "D N P, D N R -> D N (P + R)")
+    return _latent(latent, routing, when=lambda config: config.has_query_latent), _latent(plain, routing)
+
+
+# MaxText takes the groups of V3, by their best two experts; V2 takes groups by the best one.
+DEEPSEEK_V2 = _deepseek({"no groups of experts": lambda config: config.groups[0] == config.groups[1]})
+DEEPSEEK = _deepseek(NORMALIZED)
 
 MAXTEXT = Target(
     name="maxtext",
@@ -411,7 +406,7 @@ MAXTEXT = Target(
     has_flat_pairs=True,
     trees={
         "llama": LLAMA_TREE,
-        "mistral": _alike(SCALED),
+        "mistral": _alike(SCALED, ROPE_OF_HALVES, differs=NO_WINDOWS),
         "qwen2": QWEN2,
         "qwen3": QWEN,
         "qwen3_moe": QWEN_MOE,
@@ -431,7 +426,7 @@ MAXTEXT = Target(
         "qwen3_next": QWEN3_NEXT,
         "qwen3_5_moe_text": QWEN3_5,
         "qwen3_5_moe": replace(QWEN3_5, parts={VISION: qwen3_images("Qwen3_5Moe")}),
-        "deepseek_v2": DEEPSEEK,
+        "deepseek_v2": DEEPSEEK_V2,
         "deepseek_v3": DEEPSEEK,
         "deepseek_v32": DEEPSEEK,
         "kimi_k2": DEEPSEEK,

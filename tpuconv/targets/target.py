@@ -13,6 +13,7 @@ from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.names import OWN_TARGET, QVALUE, SCALE, ZERO_POINT
 from tpuconv.notation.arithmetic import Arithmetic
 from tpuconv.notation.letters import Word, declare
+from tpuconv.targets.needs import Needs
 
 PATHWAYS_DTYPES = ("bfloat16", "float32", "float64", *(f"{sign}int{8 << n}" for sign in ("", "u") for n in range(4)))
 """Dtypes of arrays that Pathways reads: `cloud_pathways_helper` of Orbax 0.12 names them."""
@@ -85,24 +86,6 @@ class PartPlaces:
     is_scannable: Callable[[Any], bool] = lambda config: True
 
 
-Needs = Mapping[str, Callable[[Any], bool]]
-"""By the text, whether a property that no setting of a program changes holds for a config."""
-
-
-def full_attention_in_each(*periods: int) -> Needs:
-    """Returns the need for windows in all layers but the last of each period, which has one of these lengths."""
-
-    def holds(config: Any) -> bool:
-        full = [window is None for window in config.windows]
-        return any(full == [layer % period == period - 1 for layer in range(len(full))] for period in periods)
-
-    return {f"a sliding window in all layers but the last of each {' or '.join(map(str, periods))}": holds}
-
-
-ALIKE_WINDOWS: Needs = {"the same sliding window, or none, in all layers": lambda config: len(set(config.windows)) == 1}
-NO_WINDOWS: Needs = {"no sliding windows": lambda config: not any(config.windows)}
-
-
 @dataclass(frozen=True)
 class Tree:
     """A family's parameters in a target.
@@ -113,6 +96,9 @@ class Tree:
         period: how many layers repeat; scanned layers are stacked for each place of a period.
         when: whether the tree belongs to a config. The first match counts.
         needs: what the program's code takes for granted of a model, as a text after "with", and whether it holds.
+        stacked_needs: the same of a model with stacked layers.
+        differs: the same where a model without the property is converted all the same: its weights are right, and the
+            program computes other logits.
         note: what a user must know to load it.
         parts: the parts beside the text model that the target has, by name. Without the others the text model is
             converted.
@@ -125,6 +111,8 @@ class Tree:
     period: int = 1
     when: Callable[[Any], bool] = lambda config: True
     needs: Needs = field(default_factory=dict)
+    stacked_needs: Needs = field(default_factory=dict)
+    differs: Needs = field(default_factory=dict)
     note: str = ""
     parts: Mapping[str, PartPlaces] = field(default_factory=dict)
     quantized: tuple[frozenset[str], ...] | None = None

@@ -6,6 +6,7 @@ from typing import Any
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.names import collapse
+from tpuconv.targets.needs import Needs
 from tpuconv.targets.target import Target, Tree
 
 _NUMBERED_LAYER = re.compile(r"layers\.\d+\.")
@@ -21,10 +22,9 @@ def find_tree(target: Target, family: str, model_type: str, config: Any) -> Tree
     for tree in trees:
         if not tree.when(config):
             continue
-        if unmet := [text for text, holds in tree.needs.items() if not holds(config)]:
+        if unmet := _unmet(tree.needs, config):
             raise UnsupportedConfig(
-                f"the target {target.name} has {family} only with {' and '.join(unmet)}",
-                hint="convert without `target=`",
+                f"the target {target.name} has {family} only with {unmet}", hint="convert without `target=`"
             )
         return tree
     assert target.trees is not None
@@ -32,6 +32,33 @@ def find_tree(target: Target, family: str, model_type: str, config: Any) -> Tree
         f"the target {target.name} has no table for {family}" + (" with this config.json" if trees else ""),
         hint=f"it has {', '.join(target.trees)}; `tpuconv families --target {target.name}` lists them",
     )
+
+
+def differences(target: Target, family: str, model_type: str, config: Any) -> str:
+    """Says what a program computes otherwise than transformers of a model that it loads; empty if it is nothing.
+
+    Raises:
+        UnsupportedConfig: see `find_tree`.
+    """
+    if target.trees is None:
+        return ""
+    unmet = _unmet(find_tree(target, family, model_type, config).differs, config)
+    return f"{target.name} computes the logits of {family} only with {unmet}: its logits will differ" if unmet else ""
+
+
+def check_stacked(target: Target, tree: Tree, family: str, config: Any) -> None:
+    """Checks that a target has the layers of a model stacked.
+
+    Raises:
+        UnsupportedConfig: it does not.
+    """
+    if not all(layers.stacked for layers in tree.layers):
+        raise UnsupportedConfig(f"{target.name} has no stacked layers of this model", hint="leave out `scan_layers=`")
+    if unmet := _unmet(tree.stacked_needs, config):
+        raise UnsupportedConfig(
+            f"the target {target.name} has stacked layers of {family} only with {unmet}",
+            hint="leave out `scan_layers=`",
+        )
 
 
 def placed_parts(
@@ -91,6 +118,11 @@ def check_quantized(target: Target, tree: Tree, parameters: Iterable[str], quant
                 details=[f"not quantized: {pattern}" for pattern in collapse(left)],
                 hint="add these to the rules, or leave the others out",
             )
+
+
+def _unmet(needs: Needs, config: Any) -> str:
+    """Returns the needs that do not hold for a config, as one text."""
+    return " and ".join(text for text, holds in needs.items() if not holds(config))
 
 
 def _trees(target: Target, family: str, model_type: str) -> tuple[Tree, ...]:

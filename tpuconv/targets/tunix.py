@@ -5,19 +5,22 @@ from typing import Any
 
 from tpuconv.models.common.beside import VISION
 from tpuconv.targets.gemma import ATTENTION_PLACES as GEMMA_ATTENTION
-from tpuconv.targets.gemma import GEMMA4_NOTE, GROUPED, HEAD_SCALE, QUERY_SCALE, gemma4_tree
+from tpuconv.targets.gemma import GEMMA4_NOTE, gemma4_tree
 from tpuconv.targets.gemma import MODEL_PLACES as GEMMA_MODEL
 from tpuconv.targets.gemma import NORM_PLACES as GEMMA_NORMS
-from tpuconv.targets.target import (
+from tpuconv.targets.needs import (
+    GEMMA3_ATTENTION,
+    GROUPED,
+    HEAD_SCALE,
     NO_WINDOWS,
-    LayerPlaces,
-    PartPlaces,
-    Place,
-    Places,
-    Target,
-    Tree,
+    NORMALIZED,
+    QUERY_SCALE,
+    UNSCALED_ROPE,
+    USUAL_EPS,
+    Needs,
     full_attention_in_each,
 )
+from tpuconv.targets.target import LayerPlaces, PartPlaces, Place, Places, Target, Tree
 
 MODEL_PLACES: Places = {
     "embed.embedding": "embedder.input_embedding",
@@ -42,9 +45,9 @@ ROUTED: Places = {
 }
 
 
-def _tree(places: Places, note: str = "") -> Tree:
+def _tree(places: Places, needs: Needs, **changes: Any) -> Tree:
     """Returns the tree of a model."""
-    return Tree(MODEL_PLACES, (LayerPlaces(places, "layers.{L}"),), needs=NO_WINDOWS, note=note)
+    return Tree(MODEL_PLACES, (LayerPlaces(places, "layers.{L}"),), needs={**NO_WINDOWS, **needs}, **changes)
 
 
 def _gemma(norms: Places, **changes: Any) -> Tree:
@@ -59,7 +62,13 @@ GEMMA_NOTE = "models with as many heads of keys as of queries (Gemma 7B) have no
 
 GEMMA12 = _gemma(
     {"post_attn_norm.scale": "post_attn_norm.scale"},
-    needs={**GROUPED, **HEAD_SCALE},
+    needs={
+        **GROUPED,
+        **HEAD_SCALE,
+        **UNSCALED_ROPE,
+        "rope_theta=10000": lambda config: config.rope.theta == 10_000,
+    },
+    differs=USUAL_EPS,
     note=GEMMA_NOTE,
 )
 TUNIX_GEMMA3 = _gemma(
@@ -68,8 +77,10 @@ TUNIX_GEMMA3 = _gemma(
         **GROUPED,
         **QUERY_SCALE,
         **full_attention_in_each(6),
+        **GEMMA3_ATTENTION,
         "no final_logit_softcapping": lambda config: not config.final_logit_softcapping,
     },
+    differs=USUAL_EPS,
     note=GEMMA_NOTE,
 )
 TUNIX_GEMMA4 = tuple(
@@ -130,7 +141,9 @@ IMAGES = PartPlaces(
     when=lambda config: not config.vision_use_head,
 )
 
+FIXED_BASE: Needs = {"rope_theta=1000000": lambda config: config.rope.theta == 1_000_000}
 OTHER_ROPE = "Tunix 0.1.7 computes with rope_theta 1,000,000 and without rope scaling, whatever its settings say"
+OTHER_BASE: Any = {"note": OTHER_ROPE, "differs": {**FIXED_BASE, **UNSCALED_ROPE}}
 
 
 TUNIX = Target(
@@ -138,10 +151,12 @@ TUNIX = Target(
     summary="Tunix: fine-tuning and RL of Flax NNX models",
     loading="CheckpointManager(OUT).maybe_restore(model)",
     trees={
-        "llama": _tree({**ATTENTION_PLACES, **MLP_PLACES}, OTHER_ROPE),
-        "qwen2": _tree({**ATTENTION_PLACES, **BIASES, **MLP_PLACES}),
-        "qwen3": _tree({**ATTENTION_PLACES, **MLP_PLACES}, OTHER_ROPE),
-        "qwen3_moe": _tree({**ATTENTION_PLACES, **ROUTED}, OTHER_ROPE),
+        "llama": _tree(
+            {**ATTENTION_PLACES, **MLP_PLACES}, {}, note=OTHER_ROPE, differs={**FIXED_BASE, **UNSCALED_ROPE}
+        ),
+        "qwen2": _tree({**ATTENTION_PLACES, **BIASES, **MLP_PLACES}, UNSCALED_ROPE),
+        "qwen3": _tree({**ATTENTION_PLACES, **MLP_PLACES}, UNSCALED_ROPE, **OTHER_BASE),
+        "qwen3_moe": _tree({**ATTENTION_PLACES, **ROUTED}, {**UNSCALED_ROPE, **NORMALIZED}, **OTHER_BASE),
         "gemma": GEMMA12,
         "gemma2": GEMMA12,
         "gemma3_text": TUNIX_GEMMA3,

@@ -72,6 +72,11 @@ class MappedModel:
         return replace(self, parts=parts)
 
 
+OF_RELEASES: Mapping[str, Mapping[str, Any]] = {"qwen3_moe": {"norm_topk_prob": True}}
+"""Values of config.json by model_type that all releases have and transformers' defaults have not, where trainers have
+only the released model."""
+
+
 def config_of_family(name: str) -> dict[str, Any] | None:
     """Returns a config.json of a family or a model_type, with the sizes that transformers has by default; None if there
     is none of this name."""
@@ -79,7 +84,8 @@ def config_of_family(name: str) -> dict[str, Any] | None:
     if family is None:
         return None
     types = list(family.architectures.values())
-    return {"model_type": name if name in types else types[0]}
+    model_type = name if name in types else types[0]
+    return {"model_type": model_type, **OF_RELEASES.get(model_type, {})}
 
 
 def open_model(model: str | Location | Mapping[str, Any]) -> MappedModel:

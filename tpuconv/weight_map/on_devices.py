@@ -27,7 +27,12 @@ def _rounded(values: jax.Array, dtype: Any) -> jax.Array:
     """Returns the values in a dtype. XLA may leave out a conversion that is followed by the opposite one, but no
     `reduce_precision`."""
     info = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
-    return jax.lax.reduce_precision(values, info.nexp, info.nmant).astype(dtype)
+    rounded = jax.lax.reduce_precision(values, info.nexp, info.nmant)
+    if info.tiny > jnp.finfo(values.dtype).tiny:  # type: ignore[no-untyped-call]
+        # It makes zeros of subnormal numbers. They are multiples of a power of two, so that the products are exact.
+        step = np.float32(info.smallest_subnormal)
+        rounded = jnp.where(jnp.abs(values) < np.float32(info.tiny), jnp.round(values / step) * step, rounded)
+    return rounded.astype(dtype)
 
 
 JAX = ArrayModule(jnp.concatenate, jnp.expand_dims, _divided, _rounded)

@@ -23,7 +23,8 @@ def mapped_pairs(source: MappedTree, target: MappedTree, pairs: TreePairs, alpha
     """
     faults: list[str] = []
     released: dict[str, Pair] = {}
-    given = {name: tuple(map(np.asarray, pair)) for name, pair in pairs.items()}
+    given = {name: tuple(map(np.asarray, pair)) for name, pair in pairs.items() if _is_pair(pair)}
+    faults += [f"{name}: two matrices are a pair" for name in pairs if name not in given]
     for binding in source.rows:
         own = {name: given.pop(name) for name in binding.dst_shapes() if name in given}
         try:
@@ -57,3 +58,7 @@ def mapped_pairs(source: MappedTree, target: MappedTree, pairs: TreePairs, alpha
             hint="LoRA changes matrices alone",
         )
     return out
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, tuple | list) and len(pair) == 2 and all(hasattr(x, "shape") for x in pair)

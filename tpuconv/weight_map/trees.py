@@ -149,6 +149,11 @@ class MappedTree:
     rows: Sequence[Binding]
 
     @cached_property
+    def buffers(self) -> set[str]:
+        """The names of the arrays that are not trained, and may hold whole numbers."""
+        return {name for row in self.rows if row.row.buffer for name in row.dst_shapes()}
+
+    @cached_property
     def shapes(self) -> dict[str, Shape]:
         """The shape of each array, by name."""
         return {name: shape for row in self.rows for name, shape in row.dst_shapes().items()}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class WeightMap:
                 other names such as `params`.
 
         Raises:
-            MappingError: an array is missing, unknown, or has another shape.
+            MappingError: an array is missing, unknown, has another shape, or is not of floating-point numbers.
             UsageError: arrays that belong together differ in their dtypes.
         """
         from tpuconv.weight_map.on_devices import all_steps
@@ -92,8 +92,10 @@ class WeightMap:
             mesh: with axes of the names in `tpuconv.notation.sharding.AXES`.
 
         Raises:
-            UsageError: the mesh has other axes, over which nothing would be sharded.
+            UsageError: there is no such side, or the mesh has other axes, over which nothing would be sharded.
         """
+        if side not in get_args(SideName):
+            raise UsageError(f"a map has no side {side!r}", hint='give "source" or "target"')
         return (self.source if side == "source" else self.target).shardings(mesh)
 
     def stream(
@@ -173,6 +175,11 @@ class WeightMap:
             shardings = self.shardings("target", first.mesh) if on_mesh else dict.fromkeys(self.target.shapes, first)
         else:
             shardings = dict(out_shardings)
+            if missing := [name for name in self.target.shapes if name not in shardings]:
+                raise UsageError(
+                    f"out_shardings has no sharding of {', '.join(collapse(missing))}",
+                    hint='give one of each array: `shardings("target", mesh)` returns all',
+                )
         dtypes = {name: described[named.src[0]].dtype for named in self.steps for name in named.dst}
         wanted = {
             name: jax.ShapeDtypeStruct(shape, dtypes[name], sharding=shardings[name])  # type: ignore[no-untyped-call]
@@ -190,11 +197,7 @@ class WeightMap:
         used = {front + bare for bare in wanted}
         missing = [name for name in shapes if name not in arrays]
         unknown = [name for name in found if name not in used and not state_of(name)]
-        wrong = [
-            f"{name} is {list(x.shape)} instead of {list(shapes[name])}"
-            for name, x in arrays.items()
-            if tuple(x.shape) != shapes[name]
-        ]
+        wrong = [f"{name} {fault}" for name, x in arrays.items() if (fault := self._fault(name, x))]
         if missing or unknown or wrong:
             raise MappingError(
                 f"the arrays differ from the tree {form.title}",
@@ -213,6 +216,19 @@ class WeightMap:
                     hint="cast them to one dtype",
                 )
         return arrays
+
+    def _fault(self, name: str, x: Any) -> str:
+        """Says why an array of the source is not what the tree has; empty if it is."""
+        import jax
+        import jax.numpy as jnp
+
+        if not isinstance(x, np.ndarray | jax.Array):
+            return f"is a {type(x).__name__}, no array"
+        if tuple(x.shape) != self.source.shapes[name]:
+            return f"is {list(x.shape)} instead of {list(self.source.shapes[name])}"
+        if name not in self.source.buffers and not jnp.issubdtype(x.dtype, jnp.floating):
+            return f"is {x.dtype}: quantized values are not mapped"
+        return ""
 
 
 def make_map(model: MappedModel, source: TreeForm, target: TreeForm) -> WeightMap:

@@ -30,7 +30,7 @@ from tpuconv.sources.source import Source, fetched_meanwhile, open_source
 from tpuconv.targets.compose import same_parameters, target_table
 from tpuconv.targets.registry import get_target
 from tpuconv.targets.target import OWN, Target
-from tpuconv.targets.trees import check_quantized, find_tree, placed_parts
+from tpuconv.targets.trees import check_quantized, differences, find_tree, placed_parts
 
 
 class Quantizer(Protocol):
@@ -202,7 +202,10 @@ def plan_source(
     config: HasSizes = model_config
     if table is None:
         table, config = table_for(target)
-    plan = make_plan(source, family.name, table, config, options, report.ignored)
+    plan = replace(
+        make_plan(source, family.name, table, config, options, report.ignored),
+        differs=differences(target, name, model_type, model_config),
+    )
     if quantizer is None or plan.faults:
         return plan
     if ahead is not None:  # begins before jax and Qwix are imported: these come in small pieces from the same disk

@@ -114,6 +114,7 @@ class Plan:
     passthrough: Mapping[str, Passthrough] = field(default_factory=dict)
     arrays: Mapping[str, OutputArray] = field(default_factory=dict)
     slabs: tuple[Slab, ...] = ()
+    differs: str = ""
 
     def __repr__(self) -> str:
         """One line: all that is in a plan of a large model takes minutes to print."""
