@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
@@ -70,6 +71,7 @@ ENLARGES = pytest.mark.skip(
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 def test_what_is_converted_computes_what_transformers_does(family: str, data: st.DataObject) -> None:
+    jax.clear_caches()  # a process has not room for the programs of all examples
     case = data.draw(changed_cases(family))
     ids = np.random.default_rng(0).integers(3, 101, (2, TOKENS))
     with tempfile.TemporaryDirectory() as name:

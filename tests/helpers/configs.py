@@ -23,13 +23,16 @@ SMALL = {
 OF_TYPES = {
     **{name: {"num_hidden_layers": 4} for name in ("nemotron_h", "nemo_speechlm")},
     "zamba2": {"num_hidden_layers": 54},
+    **{name: {"num_kv_shared_layers": 0} for name in ("gemma3n_text", "gemma3n")},
     "dory": {"n_input_layers": 1, "n_output_layers": 0},
+    **{name: {"postnorm": True} for name in ("minimax_text_01", "minimax_m1")},
     **{
         name: {"n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 2}
         for name in ("inkling2_loop_text", "inkling2_loop")
     },
 }
-"""What must be otherwise: the number of the layers whose kinds are the default, or of those that run once."""
+"""What must be otherwise: the number of the layers whose kinds are the default, or of those that run once, or a value
+that transformers has another default for."""
 
 
 def config_json(name: str, **changes: Any) -> dict[str, Any]:
@@ -37,7 +40,7 @@ def config_json(name: str, **changes: Any) -> dict[str, Any]:
     config = find_family({"model_type": name}).config
     names = hints_of(config).keys() - config.derived - config.only.keys()
     known = {name for name in names if config._key(name) == name}
-    text = {key: value for key, value in (SMALL | OF_TYPES.get(name, {})).items() if key in known} | changes
+    text = {**{key: value for key, value in SMALL.items() if key in known}, **OF_TYPES.get(name, {}), **changes}
     nested = issubclass(config, WrapperConfig) and not config.flat
     return {"model_type": name, **({"text_config": text} if nested else text)}
 

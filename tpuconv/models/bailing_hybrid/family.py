@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
-from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_FINAL, MTP_IGNORE, PRE_NORMS, SHARED, when
+from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_FINAL, MTP_IGNORE, PRE_NORMS, SHARED_EXPERT_ROWS, when
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.kimi_linear import family as kimi_linear
 from tpuconv.models.kimi_linear.family import KDA_CONVOLUTIONS, KDA_INPUTS
@@ -103,7 +103,7 @@ LING_EXPERT_ROWS = (
     Map("gate.weight", "router.kernel", "E D -> D E"),
     Map("gate.expert_bias", "router.correction", "E", buffer=True),
     *EXPERT_MLPS,
-    *under("shared_experts", "shared", *when("has_shared_experts", *SHARED)),
+    *when("has_shared_experts", *SHARED_EXPERT_ROWS),
 )
 
 

@@ -247,7 +247,7 @@ MTP_COPIES = {
 
 def when(condition: str, *rows: Map) -> tuple[Map, ...]:
     """Returns the rows under a condition, as `Map` has it."""
-    return tuple(replace(row, when=condition) for row in rows)
+    return tuple(replace(row, when=f"{condition} and {row.when}" if row.when else condition) for row in rows)
 
 
 BIASED_ATTENTION = (*ATTENTION, *when("attention_bias", *QKV_BIAS, O_BIAS))

@@ -6,7 +6,16 @@ from typing import ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.rows import EXPERT_MLPS, MLP, MTP_COPIES, MTP_HEAD, MTP_IGNORE, SHARED, decoder_table, when
+from tpuconv.models.common.rows import (
+    EXPERT_MLPS,
+    MLP,
+    MTP_COPIES,
+    MTP_HEAD,
+    MTP_IGNORE,
+    SHARED_EXPERT_ROWS,
+    decoder_table,
+    when,
+)
 from tpuconv.models.common.sparse import GroupedExperts, MixedMLPs, layers_by_mlp
 from tpuconv.models.registry import family
 from tpuconv.notation.table import Map, under
@@ -134,7 +143,7 @@ EXPERT_ROWS = (
     Map("gate.weight", "router.kernel", "E D -> D E"),
     Map("gate.e_score_correction_bias", "router.correction", "E", buffer=True),
     *EXPERT_MLPS,
-    *under("shared_experts", "shared", *when("has_shared_experts", *SHARED)),
+    *when("has_shared_experts", *SHARED_EXPERT_ROWS),
 )
 
 TABLE = decoder_table(

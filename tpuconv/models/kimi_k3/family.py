@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.rows import MLP, SHARED, decoder_table, when
+from tpuconv.models.common.rows import MLP, SHARED_EXPERT_ROWS, decoder_table, when
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.kimi_linear import family as kimi_linear
@@ -98,7 +98,7 @@ K3_EXPERT_ROWS = (
     Map("experts.{E}.w2.weight", "down.kernel", "expert_dim M -> E M expert_dim"),
     Map("routed_expert_norm.weight", "latent_norm.scale", "expert_dim"),
     Map("routed_expert_up_proj.weight", "from_latent.kernel", "D expert_dim -> expert_dim D"),
-    *under("shared_experts", "shared", *when("has_shared_experts", *SHARED)),
+    *when("has_shared_experts", *SHARED_EXPERT_ROWS),
 )
 
 K3_TEXT_TABLE = decoder_table(

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, TypeGuard
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.rope import Rope
-from tpuconv.models.common.rows import MLP, NUMBERED_EXPERT_MLPS, SHARED, decoder_table, when
+from tpuconv.models.common.rows import MLP, NUMBERED_EXPERT_MLPS, SHARED_EXPERT_ROWS, decoder_table, when
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.registry import family
 from tpuconv.notation.table import Map, under
@@ -132,7 +132,7 @@ TABLE = decoder_table(
             "layers.{J}.moe",
             *deepseek_v3.EXPERT_ROWS[:2],
             *NUMBERED_EXPERT_MLPS,
-            *under("shared_experts", "shared", *when("has_shared_experts", *SHARED)),
+            *when("has_shared_experts", *SHARED_EXPERT_ROWS),
         ),
     ),
 )

@@ -15,6 +15,7 @@ from tpuconv.models.common.rows import (
     SHARED_EXPERT_ROWS,
     decoder_table,
     mlp_rows,
+    when,
 )
 from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
@@ -274,7 +275,7 @@ AXK1 = decoder(
                 Map("gate.weight", "router.kernel", "E D -> D E"),
                 Map("gate.e_score_correction_bias", "router.correction", "E", when=CORRECTED, buffer=True),
                 *EXPERT_MLPS,
-                *SHARED_EXPERT_ROWS,
+                *when("has_shared_experts", *SHARED_EXPERT_ROWS),
             ),
             Map("model.layers.{J}.post_mlp_layernorm.weight", "layers.{J}.post_mlp_norm.scale", "D"),
         ),

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.mrope import MropeConfig
-from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, SHARED, when
+from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, SHARED_EXPERT_ROWS, when
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Mlp, Mtp, Norms
 from tpuconv.models.towers.modalities import PADDLE_VISION
@@ -99,7 +99,7 @@ ERNIE4_5_MOE = ERNIE4_5.but(
             Map("gate.weight", "router.kernel", "E D -> D E"),
             Map("moe_statics.e_score_correction_bias", "router.correction", "1 E -> E", buffer=True),
             *EXPERT_MLPS,
-            *under("shared_experts", "shared", *when("has_shared_experts", *SHARED)),
+            *when("has_shared_experts", *SHARED_EXPERT_ROWS),
         ),
     ),
     Mtp(module="modules.ernie:MTPLayer"),
