@@ -12,7 +12,7 @@ from helpers.logits import forward
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
-from tpuconv.errors import OutputError, UsageError
+from tpuconv.errors import OutputError, SourceError, UsageError
 
 
 def trained(model):
@@ -94,3 +94,15 @@ def test_a_quantized_model_is_refused(orbax, tmp_path):
     for like in (orbax(BY_ID["llama-plain"]), tmp_path / "int8"):
         with pytest.raises(UsageError):
             tpuconv.save(model, tmp_path / "out", like=like)
+
+
+def test_a_model_whose_training_diverged_is_refused(orbax, tmp_path):
+    model = tpuconv.load(orbax(BY_ID["llama-plain"]))
+    model.norm.scale[...] = model.norm.scale[...].at[3].set(np.nan)
+    with pytest.raises(SourceError, match=r"norm\.scale is not finite") as error:
+        tpuconv.save(model, tmp_path / "out", like=orbax(BY_ID["llama-plain"]))
+    assert "the training diverged" in str(error.value)
+    assert not (tmp_path / "out").exists()
+    tpuconv.save(
+        tpuconv.load(orbax(BY_ID["llama-plain"])), tmp_path / "out", like=orbax(BY_ID["llama-plain"]), overwrite=True
+    )

@@ -72,6 +72,8 @@ class _Model(Checkpoint):
 
     arrays: Mapping[str, jax.Array] = field(kw_only=True)
 
+    not_finite_hint = "the training diverged: save an earlier state of the model, with `overwrite=True` to begin anew"
+
     def origin(self, hashes: Mapping[str, str | None]) -> dict[str, Any]:
         return {**super().origin(hashes), "verified": CHANGED, "changed": True}
 

@@ -37,7 +37,9 @@ Strategy = st.SearchStrategy[Any]
 
 @cache
 def _source(kind: type) -> str:
-    """The code of transformers, or of a release, that reads a class of configs."""
+    """The code of transformers, or of a release, that reads a class of configs; "" of None."""
+    if kind is type(None):
+        return ""
     names = [kind.__module__, kind.__module__.replace("configuration_", "modeling_")]
     return "\n".join(inspect.getsource(import_module(name)) for name in dict.fromkeys(names) if find_spec(name))
 

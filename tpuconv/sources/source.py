@@ -62,6 +62,11 @@ class Source:
     workspace: Path | None = None
     """The folder for what was fetched; None to choose it."""
 
+    not_finite_hint = (
+        "the checkpoint is damaged, or `dtype=` too small for its values: download it again, try float32, or give "
+        "`allow_nonfinite=True` to convert it as it is, each with `overwrite=True` to begin anew"
+    )
+    """What to do where values are NaN or infinite."""
     hashed = True
     """True if the shards are hashed while they are read."""
 

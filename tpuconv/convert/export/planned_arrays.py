@@ -124,7 +124,7 @@ class PlannedArrays:
         is_plain = any(name not in plan.encoders for name in names)  # an encoder looks by itself
         checked = is_plain and slab.dtype.name in CAN_BE_NAN and not plan.options.allow_nonfinite
         if checked and not all(all_finite(values, slab.dtype) for values in bits):
-            raise not_finite(" or ".join(names))
+            raise not_finite(plan, " or ".join(names))
         for name, target in zip(names, slab.binding.layout(bits, slab.sizes), strict=True):
             values, encoder = target.view(slab.dtype), plan.encoders.get(name)
             if encoder is None:
@@ -133,7 +133,7 @@ class PlannedArrays:
             try:
                 parts, found = encoder(values)
             except FloatingPointError:
-                raise not_finite(name) from None
+                raise not_finite(plan, name) from None
             encoder.check()
             add_statistics(figures.setdefault(name, {}), found)
             made |= zip(plan.stored_names(name), parts, strict=True)

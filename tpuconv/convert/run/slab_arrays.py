@@ -123,7 +123,7 @@ class SlabArrays:
                     details.append(f"the first is {source}{index}, which is {values[found[0]]} in {slab.dtype.name}")
                     break
                 number -= count
-        return not_finite(name, details)
+        return not_finite(self.plan, name, details)
 
 
 def bits_of(dtype: np.dtype[Any]) -> np.dtype[Any]:

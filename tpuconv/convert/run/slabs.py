@@ -104,11 +104,10 @@ def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
     return int(bits.view(f"i{dtype.itemsize}").max()) < infinity and int(bits.max()) < (sign | infinity)
 
 
-def not_finite(name: str, details: Sequence[str] = ()) -> SourceError:
+def not_finite(plan: Plan, name: str, details: Sequence[str] = ()) -> SourceError:
     """Returns the error for values of a parameter that are not finite."""
     return SourceError(
         f"{name} is not finite: there are NaN or infinite values",
         details=list(details),
-        hint="the checkpoint is damaged, or `dtype=` too small for its values: download it again, try float32, or "
-        "give `allow_nonfinite=True` to convert it as it is, each with `overwrite=True` to begin anew",
+        hint=plan.source.not_finite_hint,
     )
