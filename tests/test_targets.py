@@ -276,7 +276,6 @@ OTHER_BASE = {"rope_type": "default", "rope_theta": 500.0}
         ("maxtext", "olmo3-plain", {"layer_types": [WINDOW, FULL] * 2}, "the last of each 4"),
         ("maxtext", "qwen2-windows", {}, "no sliding windows"),
         ("tunix", "qwen2-windows", {}, "no sliding windows"),
-        ("jax-llm-examples", "llama-mistral", {}, "no sliding windows"),
         *(
             (target, "qwen3_moe-few-experts", {"norm_topk_prob": False}, "only with norm_topk_prob=true")
             for target in ("maxtext", "tunix", "jax-llm-examples")
@@ -350,6 +349,8 @@ def test_layers_that_maxtext_would_stack_in_another_way_are_refused(case, change
         ("tunix", "llama-plain", "only with rope_theta=1000000: its logits will differ"),
         ("jax-llm-examples", "llama-plain", ""),
         ("jax-llm-examples", "llama-mistral-full", "only with rms_norm_eps=1e-06"),
+        ("jax-llm-examples", "llama-mistral", "only with no sliding windows: its"),
+        ("tunix", "llama-mistral", "no sliding windows"),
         ("nnx", "llama-mistral", ""),
     ],
 )

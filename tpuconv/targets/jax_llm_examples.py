@@ -14,7 +14,7 @@ from tpuconv.targets.needs import (
     LLAMA4_LAYERS,
     NO_WINDOWS,
     NORMALIZED,
-    UNSCALED_ROPE,
+    PLAIN_ATTENTION,
     USUAL_EPS,
     Needs,
     rope_of,
@@ -60,7 +60,6 @@ OWN_FORMAT = (
 
 
 OWN_HEAD: Needs = {"a head of its own": lambda config: config.has_lm_head}
-PLAIN_ATTENTION: Needs = {**NO_WINDOWS, **UNSCALED_ROPE}
 
 
 def _tree(places: Places, *quantized: frozenset[str], needs: Needs, **changes: Any) -> Tree:
@@ -74,8 +73,8 @@ LLAMA_TREE = _tree(
         **_mlp(""),
         **NORM_PLACES,
     },
-    needs={**OWN_HEAD, **NO_WINDOWS, **rope_of("default", "llama3")},
-    differs=USUAL_EPS,
+    needs={**OWN_HEAD, **rope_of("default", "llama3")},
+    differs={**NO_WINDOWS, **USUAL_EPS},
     note=OWN_FORMAT,
 )
 GPT_OSS_TREE = _tree(

@@ -61,6 +61,7 @@ def _has_llama4_layers(config: Any) -> bool:
 NO_WINDOWS: Needs = {"no sliding windows": lambda config: not any(config.windows)}
 UNSCALED_ROPE: Needs = {"rotary positions without scaling": lambda config: config.rope.type == "default"}
 LLAMA31 = Rope("llama3", factor=8, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)
+PLAIN_ATTENTION: Needs = {**NO_WINDOWS, **UNSCALED_ROPE}
 ROPE_OF_HALVES: Needs = {**rope_of("default", "linear", "yarn"), **yarn_scales(can_be_off=True)}
 """Rotary positions of the halves of a head. In MaxText Llama 3.1 has adjacent pairs."""
 ATTENTION_TO_ALL: Needs = {**NO_WINDOWS, **ROPE_OF_HALVES}

@@ -12,8 +12,8 @@ from tpuconv.targets.needs import (
     GEMMA3_ATTENTION,
     GROUPED,
     HEAD_SCALE,
-    NO_WINDOWS,
     NORMALIZED,
+    PLAIN_ATTENTION,
     QUERY_SCALE,
     UNSCALED_ROPE,
     USUAL_EPS,
@@ -47,7 +47,7 @@ ROUTED: Places = {
 
 def _tree(places: Places, needs: Needs, **changes: Any) -> Tree:
     """Returns the tree of a model."""
-    return Tree(MODEL_PLACES, (LayerPlaces(places, "layers.{L}"),), needs={**NO_WINDOWS, **needs}, **changes)
+    return Tree(MODEL_PLACES, (LayerPlaces(places, "layers.{L}"),), needs=needs, **changes)
 
 
 def _gemma(norms: Places, **changes: Any) -> Tree:
@@ -152,11 +152,11 @@ TUNIX = Target(
     loading="CheckpointManager(OUT).maybe_restore(model)",
     trees={
         "llama": _tree(
-            {**ATTENTION_PLACES, **MLP_PLACES}, {}, note=OTHER_ROPE, differs={**FIXED_BASE, **UNSCALED_ROPE}
+            {**ATTENTION_PLACES, **MLP_PLACES}, {}, note=OTHER_ROPE, differs={**FIXED_BASE, **PLAIN_ATTENTION}
         ),
-        "qwen2": _tree({**ATTENTION_PLACES, **BIASES, **MLP_PLACES}, UNSCALED_ROPE),
-        "qwen3": _tree({**ATTENTION_PLACES, **MLP_PLACES}, UNSCALED_ROPE, **OTHER_BASE),
-        "qwen3_moe": _tree({**ATTENTION_PLACES, **ROUTED}, {**UNSCALED_ROPE, **NORMALIZED}, **OTHER_BASE),
+        "qwen2": _tree({**ATTENTION_PLACES, **BIASES, **MLP_PLACES}, PLAIN_ATTENTION),
+        "qwen3": _tree({**ATTENTION_PLACES, **MLP_PLACES}, PLAIN_ATTENTION, **OTHER_BASE),
+        "qwen3_moe": _tree({**ATTENTION_PLACES, **ROUTED}, {**PLAIN_ATTENTION, **NORMALIZED}, **OTHER_BASE),
         "gemma": GEMMA12,
         "gemma2": GEMMA12,
         "gemma3_text": TUNIX_GEMMA3,
