@@ -430,6 +430,19 @@ def test_deepseek_v41_has_the_tables_and_tensors_of_its_release() -> None:
     assert stored["layers.14.engram.wkv.scale"].shape == (800, 192)
 
 
+@pytest.mark.parametrize("kind", ["main", "compress"])
+def test_layers_of_deepseek_v4_rotate_the_same_part_of_a_head(kind: str) -> None:
+    """transformers has a part for each of both ropes."""
+    ropes = {
+        each: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5} for each in ("main", "compress")
+    }
+    raw = {"model_type": "deepseek_v4", "head_dim": 128, "qk_rope_head_dim": 64, "rope_parameters": ropes}
+    assert find_family(raw).check_config(raw).config.rope_dim == 64
+    ropes[kind]["partial_rotary_factor"] = 0.25
+    with pytest.raises(ConfigError, match=f"partial_rotary_factor=0.25 of {kind} is not qk_rope_head_dim=64"):
+        find_family(raw).check_config(raw)
+
+
 def test_mosaics_objects_are_read() -> None:
     """Their keys are those of config.json; of DBRX transformers reads no `rope_theta` there, and writes another."""
     config = find_family(DBRX).check_config(DBRX).config

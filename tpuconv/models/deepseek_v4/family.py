@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.config_keys import unnested
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.kinds import faults_of_kinds
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
@@ -87,6 +88,14 @@ class StreamsConfig(OneWindow, DecoderConfig):
             for field, given in (("rope", main), ("compress_rope", compress))
         }
         return {field: Rope.from_hf(given, cls.model_type, context) for field, given in ropes.items()}
+
+    def disagreements(self, raw: Mapping[str, Any]) -> Iterator[str]:
+        yield from super().disagreements(raw)
+        ropes = unnested(raw, "text_config").get("rope_parameters") or {}
+        for kind in ("main", "compress"):
+            part = ropes[kind].get("partial_rotary_factor") if isinstance(ropes.get(kind), Mapping) else None
+            if isinstance(part, int | float) and int(self.head_dim * part) != self.rope_dim:
+                yield f"partial_rotary_factor={part} of {kind} is not qk_rope_head_dim={self.rope_dim}"
 
     def contradictions(self) -> Iterator[str]:
         heads, groups = self.num_attention_heads, self.o_groups
