@@ -572,6 +572,25 @@ def test_interrupted_where_a_lock_is_taken_it_ends_all_the_same(event, function)
     assert (done.returncode, done.stderr.strip()) == (130, "Interrupted.")
 
 
+REPORTED = """
+import signal
+from tpuconv import explanations
+from tpuconv.commands.process import run
+from tpuconv.errors import UsageError
+
+def fail():
+    raise UsageError("wrong")
+
+explanations.explanation_of = lambda error: signal.raise_signal(signal.SIGINT)
+run(fail)
+"""
+
+
+def test_interrupted_while_an_error_is_shown_it_ends_without_a_traceback():
+    done = subprocess.run([sys.executable, "-c", REPORTED], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 DROPPED = """
 import gc, signal, time, weakref
 from tpuconv.commands.process import run

@@ -61,6 +61,8 @@ def run(command: Callable[[], Any]) -> None:
     try:
         with _stuck_work_ended():
             _run(command)
+    except _Interrupted:  # while an error was shown
+        os._exit(EXIT_CODES[_signals[0]])
     finally:
         sys.stdout, sys.stderr = streams
         sys.unraisablehook = hook
