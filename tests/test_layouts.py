@@ -36,6 +36,16 @@ def test_a_pattern_stands_for_its_names(before, layers, experts):
     assert list(expand("lm_head.kernel")) == ["lm_head.kernel"]
 
 
+@given(kinds=st.dictionaries(st.tuples(st.integers(0, 2), st.integers(0, 2)), st.sampled_from("ab")))
+def test_names_of_a_pattern_are_of_one_kind_and_none_is_lost(kinds):
+    named = {f"layers.{layer}.experts.{expert}.up": kind for (layer, expert), kind in kinds.items()}
+    groups = collapse(named, named.__getitem__)
+    assert sorted(name for names in groups.values() for name in names) == sorted(named)
+    for pattern, names in groups.items():
+        assert len({named[name] for name in names}) == 1
+        assert set(names) <= set(expand(pattern))
+
+
 def test_layouts_are_found_by_device_and_mesh(tmp_path):
     (tmp_path / MANIFEST).write_bytes(seal({"format": 2, "fingerprint": "", "files": {}}))
     own = {f"layers.{i}.mlp.gate.kernel": TURNED for i in range(80)}

@@ -43,6 +43,7 @@ from tpuconv.errors import (
 from tpuconv.models.kernels.grouped import grouped_matmul
 from tpuconv.models.logits import forward
 from tpuconv.models.registry import get_family
+from tpuconv.names import expand
 from tpuconv.private import qarray
 from tpuconv.quantize import encode
 from tpuconv.quantize import rules as rules_module
@@ -304,6 +305,18 @@ def test_one_pass_from_the_source_gives_the_same_as_two(tmp_path, small_cuts):
         n: (a.shape, a.dtype, a.axes) for n, a in two.arrays.items()
     }
     assert_same(leaves(tpuconv.load(tmp_path / "one")), leaves(tpuconv.load(tmp_path / "two")))
+
+
+def test_a_plan_shows_layers_of_several_types_apart(tmp_path):
+    folder = random_checkpoint(
+        tmp_path / "hf", qwen3_config(num_hidden_layers=6, hidden_size=64, intermediate_size=96, head_dim=32)
+    )
+    plan = api.plan(folder, quantize="int4_ends_int8")
+    shown = plan.to_json()["arrays"]
+    assert shown["layers.{0,1}.mlp.up.kernel.array.qvalue"]["dtype"] == "int8"
+    for pattern, facts in shown.items():
+        arrays = [plan.plan.arrays[name] for name in expand(pattern)]
+        assert {(array.shape, array.dtype.name) for array in arrays} == {(facts["shape"], facts["dtype"])}
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

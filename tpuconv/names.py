@@ -2,7 +2,7 @@
 the suffixes of quantized parameters."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import product
 from math import prod
 
@@ -37,13 +37,19 @@ def is_beside(name: str) -> bool:
 _NUMBER = re.compile(r"(?:(?<![^.])|(?<=layers_))\d+(?![^.])")  # MaxText has the layers `layers_0`, `layers_1`
 
 
-def collapse(names: Iterable[str]) -> dict[str, list[str]]:
+def collapse(names: Iterable[str], kind: Callable[[str], Hashable] = lambda name: None) -> dict[str, list[str]]:
     """Returns the names of each pattern, patterns in the order of their first name. Names that differ only in indices
-    (numbers between dots) share a pattern."""
-    groups: dict[str, list[str]] = {}
+    (numbers between dots) share a pattern, if they are of one `kind`."""
+    groups: dict[str, dict[Hashable, list[str]]] = {}
     for name in names:
-        groups.setdefault(_NUMBER.sub("{}", name), []).append(name)
-    return {_fill(template, members): members for template, members in groups.items()}
+        groups.setdefault(_NUMBER.sub("{}", name), {}).setdefault(kind(name), []).append(name)
+    found: dict[str, list[str]] = {}
+    for template, kinds in groups.items():
+        for members in kinds.values():
+            # Of two indices, several kinds may have the same numbers of each: `{0,1}.{0,1}`.
+            pattern = _fill(template, members)
+            found |= {name: [name] for name in members} if pattern in found else {pattern: members}
+    return found
 
 
 def layer_module(name: str) -> str:

@@ -202,7 +202,7 @@ def _facts(planned: "ReshardPlan", skipped: "tuple[Skip, ...]") -> dict[str, Any
             "chunks": first.chunks,
             "files": first.shards,
         }
-        for pattern, names in collapse(planned.arrays).items()
+        for pattern, names in collapse(planned.arrays, lambda name: planned.arrays[name].kind).items()
     }
     return {
         "target": planned.target.name,

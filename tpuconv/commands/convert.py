@@ -206,7 +206,7 @@ def _arrays_of(title: str, plan: "api.ConversionPlan") -> Table:
         right=("bytes",),
         optional=("axes", "dtype", "shape"),
     )
-    for pattern, names in collapse(arrays).items():
+    for pattern, names in collapse(arrays, lambda name: arrays[name].kind).items():
         group = [arrays[name] for name in names]
         first = group[0]
         table.add_row(
@@ -222,11 +222,12 @@ def _arrays_of(title: str, plan: "api.ConversionPlan") -> Table:
 
 def tensor_table(title: str, files: "Sequence[Sequence[FileTensor]]") -> Table:
     """Returns a table of the tensors that would be written."""
+    from tpuconv.convert.export.files import kind_of_tensor
     from tpuconv.names import collapse
 
     tensors = {tensor.name: tensor for file in files for tensor in file}
     table = Table(title, ("tensor", "count", "shape", "dtype", "bytes"), right=("count", "bytes"), optional=("count",))
-    for pattern, names in collapse(tensors).items():
+    for pattern, names in collapse(tensors, lambda name: kind_of_tensor(tensors[name])).items():
         first = tensors[names[0]]
         size = format_size(sum(tensors[name].nbytes for name in names))
         table.add_row(pattern, str(len(names)), " ".join(map(str, first.shape)), first.dtype, size)

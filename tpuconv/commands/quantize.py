@@ -19,7 +19,7 @@ from tpuconv.memory import check_address_space_for_jax
 from tpuconv.text import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 MEASURING = "--sensitivity, --target-bits or --gate"
 BOTH = ("config", *options.flags_of(api.sensitivity))
@@ -215,19 +215,20 @@ def _show_explanation(plan: "api.ConversionPlan", as_json: bool) -> None:
         right=("line", "bits", "before", "after"),
         optional=("axes", "shape", "before", "line", "one scale for"),
     )
-    for pattern, names in collapse(by_name).items():
-        for row, group in _alike([by_name[name] for name in names]):
-            table.add_row(
-                pattern if len(group) == len(names) else next(iter(collapse(group))),
-                str(row["line"] or "-"),
-                row["qtype"] or "unchanged",
-                row["axes"],
-                " ".join(map(str, row["shape"])),
-                " ".join(map(str, row["tiles"])) if row["tiles"] else "",
-                f"{row['bits']:.4g}",
-                format_size(sum(by_name[name]["bytes_before"] for name in group)),
-                format_size(sum(by_name[name]["bytes"] for name in group)),
-            )
+    by_kind = {name: str(row | {"parameter": ""}) for name, row in by_name.items()}
+    for pattern, names in collapse(by_name, by_kind.__getitem__).items():
+        row = by_name[names[0]]
+        table.add_row(
+            pattern,
+            str(row["line"] or "-"),
+            row["qtype"] or "unchanged",
+            row["axes"],
+            " ".join(map(str, row["shape"])),
+            " ".join(map(str, row["tiles"])) if row["tiles"] else "",
+            f"{row['bits']:.4g}",
+            format_size(sum(by_name[name]["bytes_before"] for name in names)),
+            format_size(sum(by_name[name]["bytes"] for name in names)),
+        )
     console().print(table)
     wide = [row for row in rows if isinstance(row["tile_size"], int) and prod(row["tiles"]) > row["tile_size"]]
     for pattern, names in collapse(row["parameter"] for row in wide).items():
@@ -238,15 +239,6 @@ def _show_explanation(plan: "api.ConversionPlan", as_json: bool) -> None:
         f"line: the line of the rule in {plan.rules.name}; quantized values of less than 8 bits are compressed on the "
         "disk"
     )
-
-
-def _alike(rows: "Sequence[Mapping[str, Any]]") -> "list[tuple[Mapping[str, Any], list[str]]]":
-    """Groups the rows that differ only in the name of the parameter, with the names."""
-    groups: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
-    for row in rows:
-        key = str({name: value for name, value in row.items() if name != "parameter"})
-        groups.setdefault(key, (row, []))[1].append(row["parameter"])
-    return list(groups.values())
 
 
 def _show_sensitivity(found: "api.Sensitivity", as_json: bool, calibrated: str) -> None:

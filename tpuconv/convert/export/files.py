@@ -63,13 +63,18 @@ class FileTensor(Protocol):
     def nbytes(self) -> int: ...
 
 
+def kind_of_tensor(tensor: FileTensor) -> tuple[Any, ...]:
+    """Returns what tensors have in common that are shown as one."""
+    return tensor.dtype, tuple(tensor.shape)
+
+
 def tensors_to_json(files: Sequence[Sequence[FileTensor]]) -> dict[str, Any]:
-    """Returns the description of the tensors of files that docs/json.md lists. Tensors whose names differ only in
-    numbers are one entry."""
+    """Returns the description of the tensors of files that docs/json.md lists. Tensors of one dtype and shape
+    whose names differ only in numbers are one entry."""
     tensors = {tensor.name: tensor for file in files for tensor in file}
     return {
         pattern: {"count": len(names), "shape": tensors[names[0]].shape, "dtype": tensors[names[0]].dtype}
-        for pattern, names in collapse(tensors).items()
+        for pattern, names in collapse(tensors, lambda name: kind_of_tensor(tensors[name])).items()
     }
 
 

@@ -74,6 +74,11 @@ class OutputArray(ShardedArraySpec):
             yield part, tuple(slice(p.start - b.start, p.stop - b.start) for p, b in zip(part, box, strict=True))
 
     @property
+    def kind(self) -> tuple[Any, ...]:
+        """Shape, dtype and axes: arrays of one kind are shown as one."""
+        return self.shape, self.dtype, self.axes
+
+    @property
     def nbytes(self) -> int:
         """The number of bytes, without checksums."""
         return prod(self.shape) * self.dtype.itemsize
@@ -266,7 +271,7 @@ class Plan:
                     "dtype": self.arrays[names[0]].dtype.name,
                     "axes": self.arrays[names[0]].axes,
                 }
-                for pattern, names in collapse(self.arrays).items()
+                for pattern, names in collapse(self.arrays, lambda name: self.arrays[name].kind).items()
             },
         }
 
