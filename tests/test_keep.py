@@ -23,6 +23,7 @@ from helpers.conversions import assert_same, convert, plan_for, restore, same_bi
 from helpers.encoded import (
     ENCODINGS,
     GPT_OSS,
+    NVFP4,
     assert_came_back,
     awq,
     decoded,
@@ -59,8 +60,9 @@ from tpuconv.encodings.passthrough import QValues, Scales
 from tpuconv.encodings.passthrough_rows import pass_through
 from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import CorruptOutput, MappingError, OutputError, SourceError, UsageError
+from tpuconv.hosts import ProcessPart
 from tpuconv.models.registry import FAMILIES, find_family, get_family
-from tpuconv.names import QVALUE, SCALE
+from tpuconv.names import MANIFEST, QVALUE, SCALE
 from tpuconv.notation.table import Binding, Map, MappingTable, row_axes, row_indices
 from tpuconv.quantize.report import report
 from tpuconv.sources.headers import DTYPES, TensorInfo
@@ -414,15 +416,60 @@ def test_what_modelopt_describes_beside_the_config_is_kept(algorithm, tmp_path):
     exported(tmp_path / "plain", tmp_path / "plain-hf")
     assert (tmp_path / "plain-hf" / "config.json").read_bytes() == config
     assert not (tmp_path / "plain-hf" / "hf_quant_config.json").exists()
-    if algorithm in ("NVFP4", "MIXED_PRECISION"):
-        exported(tmp_path / "kept", tmp_path / "back")  # other scales may have the same products
-        convert(tmp_path / "back", tmp_path / "again")
-        assert_same(restore(tmp_path / "again"), restore(tmp_path / "plain"))
-        return
     assert_came_back(tmp_path / "hf", tmp_path / "kept", kept)
     exported(tmp_path / "kept", tmp_path / "kept-hf")
     assert (tmp_path / "kept-hf" / "config.json").read_bytes() == config
     assert (tmp_path / "kept-hf" / "hf_quant_config.json").exists()
+
+
+IN_16S = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+JOINED = [
+    replace(FIRST["llama"], id="llama-16s", config=IN_16S | {"intermediate_size": 96}),
+    replace(
+        FIRST["qwen3_moe"],
+        id="qwen3_moe-16s",
+        config={**FIRST["qwen3_moe"].config, **IN_16S, "moe_intermediate_size": 32},
+    ),
+]
+
+
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["layers", "scan"])
+@pytest.mark.parametrize("encoding", NVFP4, ids=lambda encoding: encoding.__name__)
+@pytest.mark.parametrize("case", JOINED, ids=str)
+def test_matrices_that_servers_join_keep_the_scale_that_they_share(
+    case, encoding, scan_layers, saved, tmp_path, small_cuts
+):
+    encoded(saved(case), tmp_path / "hf", encoding)
+    want = read_tensors(tmp_path / "hf")
+    for index in range(2):
+        options = Options(encoding="keep", scan_layers=scan_layers)
+        convert(tmp_path / "hf", tmp_path / "kept", options, part=ProcessPart(index, 2))
+    api.reshard(tmp_path / "kept", tmp_path / "resharded", mesh={"fsdp": 2})
+    api.convert(tmp_path / "hf", tmp_path / "at-once", encoding="keep", target="huggingface")
+    api.export(tmp_path / "kept", tmp_path / "back")
+    api.export(tmp_path / "resharded", tmp_path / "resharded-back")
+    for out in ("back", "resharded-back", "at-once"):
+        have = read_tensors(tmp_path / out)
+        assert have.keys() == want.keys()
+        assert not [name for name in want if not same_bits(have[name], want[name])]
+    told = read_manifest(tmp_path / "kept").quantization["tensor_scales"]
+    names = {name for name in want if name.endswith(("weight_scale_2", "weight_global_scale"))}
+    assert told == {name: float(want[name].reshape(())) for name in names}
+    assert any(".experts." in name for name in names) == (case.family == "qwen3_moe")
+
+
+def test_a_manifest_without_the_scales_of_tensors_gives_others_with_the_same_products(tmp_path):
+    """As an older tpuconv wrote it."""
+    modelopt("NVFP4", tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "kept", Options(encoding="keep"))
+    manifest = read_manifest(tmp_path / "kept")
+    raw = {key: value for key, value in manifest.raw.items() if key != "seal"}
+    raw["quantization"] = {key: value for key, value in raw["quantization"].items() if key != "tensor_scales"}
+    (tmp_path / "kept" / MANIFEST).write_bytes(seal(raw))
+    exported(tmp_path / "kept", tmp_path / "back")
+    for name in ("hf", "back"):
+        convert(tmp_path / name, tmp_path / f"{name}-plain")
+    assert_same(restore(tmp_path / "back-plain"), restore(tmp_path / "hf-plain"))
 
 
 def test_two_scales_that_became_one_make_the_same_model(tmp_path):

@@ -10,6 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors
 from helpers.conversions import restore, same_bits
@@ -156,6 +158,21 @@ def test_scales_of_blocks_and_of_a_tensor_are_found_in_their_products(divided: b
         again = found[0].astype(np.float32)
         assert np.array_equal(again / found[1] if divided else again * found[1], products)
     assert separate_scales(np.float32([1, 1.01, 1.02]), divided=divided) is None
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@given(data=st.data())
+def test_the_scales_of_blocks_come_back_by_the_scale_of_their_tensor(divided: bool, data: st.DataObject) -> None:
+    whole = np.float32(data.draw(st.floats(1, 2, width=32))) * np.float32(2) ** data.draw(st.integers(-60, 60))
+    for _ in range(3):  # tensors that share it
+        codes = data.draw(st.lists(st.integers(1, 126), min_size=1, max_size=30))
+        scales = np.array(codes, np.uint8).view(FLOAT8)
+        products = scales.astype("f4") / whole if divided else scales.astype("f4") * whole
+        found = separate_scales(products, divided=divided, tensor_scale=float(whole))
+        assert found is not None
+        assert same_bits(found[0], scales)
+        assert same_bits(found[1], np.array([whole]))
+    assert separate_scales(products * np.float32(1.01), divided=divided, tensor_scale=float(whole)) is None
 
 
 def test_kept_nvfp4_comes_back(tmp_path: Path) -> None:

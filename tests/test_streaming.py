@@ -27,10 +27,13 @@ from helpers.checkpoints import (
     source_shapes,
     write_safetensors,
 )
+from helpers.conversions import same_bits
 from helpers.hub_server import HubServer, Request
 from helpers.quantizing import ONE_OF_EACH
+from helpers.schemes import modelopt
 from helpers.times import wait_for
 from tpuconv import api, buckets
+from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.export import files as export_files
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.run.workers import Workers
@@ -322,19 +325,29 @@ def dealt(source: Path, folder: Path, shards: int, **more: np.ndarray) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["dequantize", "keep"])
-@pytest.mark.parametrize("form", ["bitsandbytes/nf4_nested", "bitsandbytes/int8", "modelopt/w4a8"])
+@pytest.mark.parametrize("form", ["bitsandbytes/nf4_nested", "bitsandbytes/int8", "modelopt/w4a8", "NVFP4"])
 def test_encoded_matrices_whose_parts_are_in_several_shards(
     form: str, encoding: str, serve_hub: Callable[..., HubServer], small: None, tmp_path: Path
 ) -> None:
     """They are small and read for each slab, and every byte is fetched once all the same."""
     if (form, encoding) == ("modelopt/w4a8", "keep"):
         pytest.skip("no array holds its scales of inputs")
-    source = dealt(Path(__file__).parent / "data" / form, tmp_path / "src", 3)
+    whole = Path(__file__).parent / "data" / form
+    if form == "NVFP4":
+        whole = tmp_path / "whole"
+        modelopt("NVFP4", whole)
+    source = dealt(whole, tmp_path / "src", 3)
     hub = serve_hub({REPO: source})
     api.convert(source, tmp_path / "local", encoding=encoding)
     api.convert(REPO, tmp_path / "out", encoding=encoding)
     assert outputs(tmp_path / "out") == outputs(tmp_path / "local")
+    assert read_manifest(tmp_path / "out").quantization == read_manifest(tmp_path / "local").quantization
     assert weights_sent(hub) == sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    if (form, encoding) == ("NVFP4", "keep"):
+        api.convert(REPO, tmp_path / "back", encoding=encoding, target="huggingface")
+        back, want = read_tensors(tmp_path / "back"), read_tensors(source)
+        assert back.keys() == want.keys()
+        assert all(same_bits(back[name], want[name]) for name in want)
 
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])

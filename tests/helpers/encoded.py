@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +15,7 @@ from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import export_checkpoint, same_bits
 from helpers.families import CASES, Case
 from helpers.schemes import AWQ_ORDER, BF16, FP4, FP8, compressed_config, fp8_config, in_words, packed
+from helpers.schemes import nvfp4 as random_nvfp4
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.export.array_source import released_config
 from tpuconv.convert.plan.types import Options
@@ -142,6 +144,29 @@ def int4_asymmetric(name, x):
     }, values
 
 
+def nvfp4(name, x, divided=False):
+    """As writers do it: matrices that servers join have one scale of the tensor, which fits the largest block of all.
+    The others have no scale of a block near 448."""
+    if x.shape[1] % 16:
+        return {f"{name}.weight": x.astype(BF16)}, x
+    joined = re.sub(r"(q|k|v|gate|up)_proj$", "", name)
+    whole = np.random.default_rng(crc32(joined.encode())).uniform(1e-5, 1e-3) ** (-1 if divided else 1)
+    rng = np.random.default_rng(crc32(name.encode()))
+    codes, scales, values = random_nvfp4(rng, *x.shape, largest=126 - 7 * rng.integers(6))
+    tensor_scale = np.array(whole, "f4")
+    every = np.repeat((np.divide if divided else np.multiply)(scales.astype("f4"), tensor_scale), 16, 1)
+    ending, tensor_scale = ("_global_scale", tensor_scale[None]) if divided else ("_scale_2", tensor_scale)
+    return {
+        f"{name}.weight{'_packed' if divided else ''}": codes,
+        f"{name}.weight_scale": scales,
+        f"{name}.weight{ending}": tensor_scale,
+    }, values * every
+
+
+def nvfp4_divided(name, x):
+    return nvfp4(name, x, divided=True)
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}
 INT4 = compressed_config(type="int", num_bits=4, strategy="group", group_size=16, symmetric=True)
 ENCODINGS = {
@@ -156,6 +181,11 @@ ENCODINGS = {
     gptq_asymmetric: GPTQ | {"sym": False},
     int4_asymmetric: compressed_config(type="int", num_bits=4, strategy="group", group_size=16, symmetric=False),
 }
+NVFP4 = {
+    nvfp4: {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    nvfp4_divided: compressed_config(type="float", num_bits=4, strategy="tensor_group", group_size=16),
+}
+"""Encodings with a scale for each tensor besides those of blocks, of 16 inputs: most tiny cases have others."""
 IN_PROJ = tuple(f"in_proj_{part}" for part in ("qkvz", "ba", "qkv", "z", "b", "a"))
 OF_NEOX = (".query_key_value", ".Wqkv", ".wqkv", ".dense", ".dense_h_to_4h", ".dense_4h_to_h", ".fc1", ".fc2")
 OF_DEEPSEEK = (".w1", ".w2", ".w3", ".wq_a", ".wq_b", ".wk", ".wkv", ".wgate", ".wo_a", ".wo_b")
@@ -208,8 +238,8 @@ def encoded(plain: Path, folder: Path, encoding, shards: int = 3) -> dict[str, n
     its scales lie in different shards."""
     tensors: dict[str, np.ndarray] = {}
     values: dict[str, np.ndarray] = {}
-    source = read_tensors(plain)
-    if ENCODINGS[encoding]["quant_method"] in ("compressed-tensors", "awq", "gptq"):
+    source, described = read_tensors(plain), (ENCODINGS | NVFP4)[encoding]
+    if described["quant_method"] in ("compressed-tensors", "awq", "gptq"):
         source = one_by_one(source)
     for name, x in source.items():
         base = name.removesuffix(".weight")
@@ -221,7 +251,7 @@ def encoded(plain: Path, folder: Path, encoding, shards: int = 3) -> dict[str, n
             values[name] = own.astype(BF16)
         else:
             tensors[name] = values[name] = x
-    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": ENCODINGS[encoding]}
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": described}
     write_checkpoint(folder, config, tensors, shards)
     return values
 

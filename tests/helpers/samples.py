@@ -55,6 +55,9 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
     "test_stacked_layers_are_quantized_as_separate_ones_are": (),
     "test_a_changed_model_goes_all_the_way": (),
     "test_two_scales_that_became_one_make_the_same_model": (),
+    "test_matrices_that_servers_join_keep_the_scale_that_they_share": (
+        *("llama-16s-nvfp4-layers", "qwen3_moe-16s-nvfp4_divided-scan"),
+    ),
     "test_layer_by_layer_the_first_that_departs_is_named": (),
     "test_the_model_is_quantized_and_the_layer_beside_it_is_not": (),
     "test_a_release_is_asked_as_it_would_be_kept": (),

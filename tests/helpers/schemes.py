@@ -273,10 +273,13 @@ def mxfp8(rng, rows, columns):
     return stored, {"quant_method": "mxfp8", "weight_block_size": [1, 32], "ignored_layers": ["lm_head"]}, values
 
 
-def nvfp4(rng, rows, columns):
-    """Codes, scales of 16 values in FP8 and the values without the scale of the tensor."""
+def nvfp4(rng, rows, columns, largest=126):
+    """Codes, scales of 16 values in FP8, up to the number `largest`, and the values without the scale of the tensor."""
     groups = -(-columns // 16)
-    codes, scales = rng.integers(0, 256, (rows, groups * 8)).astype(np.uint8), rng.integers(1, 127, (rows, groups))
+    codes, scales = (
+        rng.integers(0, 256, (rows, groups * 8)).astype(np.uint8),
+        rng.integers(1, largest + 1, (rows, groups)),
+    )
     values = np.stack([FP4[codes & 15], FP4[codes >> 4]], -1).reshape(rows, -1)
     return codes, scales.astype(np.uint8).view(FP8), values
 

@@ -38,7 +38,12 @@ QUANTIZATIONS = (
         "calibration_data": Optional({"text": str, "samples": Size, "length": Size, "xxh3_128": str}),
         "parameters": Each((_QUANTIZED, {**_PASSTHROUGH, "rule": Size, "figures": STATISTICS})),
     },
-    {**_NAMED, "rules": Optional(OneOf()), "parameters": Each(_PASSTHROUGH)},
+    {
+        **_NAMED,
+        "rules": Optional(OneOf()),
+        "parameters": Each(_PASSTHROUGH),
+        "tensor_scales": Optional(Each(float)),
+    },
 )
 """The schema of parameters that were quantized by rules, which `quantize.config` reads, and of passthrough
 parameters."""

@@ -211,13 +211,14 @@ class Tensor:
         scales = decode_scales(stored)
         if self.tensor_scale is None:
             return scales
-        tensor_scale = self._tensor_scale(reader)
+        tensor_scale = self.read_tensor_scale(reader)
         product: np.ndarray = (np.divide if self.scheme.divided else np.multiply)(
             scales, tensor_scale.astype(np.float32)
         )
         return product
 
-    def _tensor_scale(self, reader: Reader) -> np.ndarray:
+    def read_tensor_scale(self, reader: Reader) -> np.ndarray:
+        """Returns the scale of the whole tensor, as it is stored, in the shape [1]."""
         assert self.tensor_scale is not None
         scale = np.empty(1, DTYPES[self.tensor_scale.dtype])
         reader.read(self.tensor_scale, 0, scale.view(np.uint8).data)
@@ -229,7 +230,7 @@ class Tensor:
         scales = decode_scales(stored).reshape(self.scales.shape)
         check_scales(self.scales.name, scales, any_sign=self.scheme.any_sign)
         if self.tensor_scale is not None:
-            check_scales(self.tensor_scale.name, self._tensor_scale(reader).reshape(self.tensor_scale.shape))
+            check_scales(self.tensor_scale.name, self.read_tensor_scale(reader).reshape(self.tensor_scale.shape))
 
     def _decode(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
         """Each value is the product of its number in the table and its scale, in float32, rounded once to the dtype of

@@ -3,11 +3,11 @@ own.
 
 Both are exact and have an inverse. Scales in powers of two (E8M0) become bfloat16, which holds all of them; those in
 float16 become float32; all others keep their dtype. If a tensor has scales of blocks and one of its own, their product
-in float32 is stored, as values are multiplied by it. That is exact, but the two scales cannot be separated again. Zero
-points are a third tensor.
+in float32 is stored, as values are multiplied by it. That is exact; the inverse needs the tensor's own scale, which the
+manifest has. Zero points are a third tensor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -265,26 +265,33 @@ def unrefine(
     return stored.astype(DTYPES[dtype], copy=False).reshape(shape)
 
 
-def separate_scales(products: np.ndarray, *, divided: bool) -> tuple[np.ndarray, np.ndarray] | None:
+def separate_scales(
+    products: np.ndarray, *, divided: bool, tensor_scale: float | None = None
+) -> tuple[np.ndarray, np.ndarray] | None:
     """Returns the inverse of multiplying the scales of blocks, in float8_e4m3fn, by one scale of the tensor, or of
     dividing them by it if `divided`: scales in the shape of `products`, and one in float32 of shape [1]. Their products
     are `products`, bit for bit. None if no such scales exist.
 
-    The largest scale of a block is tried as each number of its type, from 448 down, which is what quantizers give it.
+    Without `tensor_scale`, several may: the largest scale of a block is tried as each number of its type, from 448
+    down, which is what quantizers give the largest of the tensors that share a scale.
     """
     unique = np.unique(products)
-    top = unique[-1]
     undone = np.multiply if divided else np.divide
     done = np.divide if divided else np.multiply
+    with np.errstate(all="ignore"):
+        tried = _tensor_scales(unique[-1], divided=divided) if tensor_scale is None else [np.float32(tensor_scale)]
+        for whole in tried:
+            scales = undone(unique, whole).astype(FLOAT8)
+            if np.array_equal(done(scales.astype(np.float32), whole), unique):
+                return undone(products, whole).astype(FLOAT8), np.array([whole], np.float32)
+    return None
+
+
+def _tensor_scales(top: np.float32, *, divided: bool) -> Iterator[np.float32]:
+    """Yields the scales of a tensor that make `top` of a number of float8_e4m3fn, and their neighbors."""
     for code in FLOAT8_NUMBERS[::-1]:
         near = code / top if divided else top / code
-        for step in (0, 1, -1, 2, -2):
-            whole = (near.view(np.int32) + np.int32(step)).view(np.float32)
-            with np.errstate(all="ignore"):
-                scales = undone(unique, whole).astype(FLOAT8)
-                if np.array_equal(done(scales.astype(np.float32), whole), unique):
-                    return undone(products, whole).astype(FLOAT8), np.array([whole], np.float32)
-    return None
+        yield from ((near.view(np.int32) + np.int32(step)).view(np.float32) for step in (0, 1, -1, 2, -2))
 
 
 HALF_PRECISION_REST = 13

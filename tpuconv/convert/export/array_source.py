@@ -65,6 +65,16 @@ class ArraySource(Protocol):
             figures: takes what was found when it was quantized, by parameter.
         """
 
+    def tensor_scale(self, name: str) -> float | None:
+        """Returns the scale of a tensor that the array has multiplied with the scales of blocks.
+
+        Args:
+            name: of the scale in the source.
+
+        Returns:
+            The scale; None if it is not known.
+        """
+
     @property
     def hashed(self) -> Sequence[str]:
         """The files of the source that are hashed while they are read, by this process or others."""
@@ -118,6 +128,11 @@ class IdentifiedArrays:
     ) -> np.ndarray:
         """See `ArraySource`. Raises as `read_box` does."""
         return self.read_box(name, array_box(axes, self.manifest.arrays[name].shape, ranges))
+
+    def tensor_scale(self, name: str) -> float | None:
+        """See `ArraySource`."""
+        scale: float | None = (self.manifest.quantization or {}).get("tensor_scales", {}).get(name)
+        return scale
 
     def finish_part(self) -> dict[str, str]:
         """See `ArraySource`."""

@@ -138,6 +138,12 @@ class PlannedArrays:
             add_statistics(figures.setdefault(name, {}), found)
             made |= zip(plan.stored_names(name), parts, strict=True)
 
+    def tensor_scale(self, name: str) -> float | None:
+        """See `ArraySource`. Raises SourceError if it cannot be read."""
+        scale = np.empty(1, np.float32)
+        self.reader.read(self.plan.source.tensors[name], 0, scale.view(np.uint8).data)
+        return float(scale[0])
+
     @property
     def hashed(self) -> Sequence[str]:
         """See `ArraySource`."""

@@ -96,7 +96,7 @@ def export_pieces(
                 groups.setdefault(row.group, []).extend(row.modules)
                 rows = row.rows
             else:
-                rows = tuple(ExportRow(*row) for row in _plain_rows(manifest, binding, known, target.part))
+                rows = tuple(ExportRow(*row) for row in _plain_rows(arrays, binding, known, target.part))
             if not number:
                 _check_shapes(manifest, rows, ranges)
             pieces.append(_in_slabs(binding, rows, ranges))
@@ -179,9 +179,10 @@ def _linear_modules(binding: Binding) -> Iterator[str]:
 
 
 def _plain_rows(
-    manifest: Manifest, binding: Binding, known: Mapping[str, Scheme], part: Callable[[str, str], str]
+    source: ArraySource, binding: Binding, known: Mapping[str, Scheme], part: Callable[[str, str], str]
 ) -> Iterator[tuple[Binding, list[ExportTensor]]]:
     """Yields the inverse rows of parameters that are plain, or encoded as they were released."""
+    manifest = source.manifest
     if facts := manifest.passthrough.get(binding.dst[0].names[0]):
         scheme = known.get(facts["kept"])
         if scheme is None or len(facts["stored"]) != len(binding.src):
@@ -197,7 +198,7 @@ def _plain_rows(
                 hint='convert the release with `encoding="dequantize"`, and export that',
             )
         stored = [Stored.from_json(each) for each in facts["stored"]]
-        yield from _passthrough_rows(binding, scheme, stored, part)
+        yield from _passthrough_rows(source, binding, scheme, stored, part)
     else:
         if (name := binding.dst[0].names[0]) not in manifest.arrays:
             raise _no_array(manifest, name, binding.dst_shapes()[name])
@@ -239,7 +240,7 @@ def _same(array: np.ndarray) -> np.ndarray:
 
 
 def _passthrough_rows(
-    binding: Binding, scheme: Scheme, stored: list[Stored], part: Callable[[str, str], str]
+    source: ArraySource, binding: Binding, scheme: Scheme, stored: list[Stored], part: Callable[[str, str], str]
 ) -> Iterator[tuple[Binding, list[ExportTensor]]]:
     binding = binding.swapped(lambda _: scheme.input_first)
     parts = split(binding, scheme, [each.shape for each in stored], part)
@@ -263,7 +264,7 @@ def _passthrough_rows(
                 value = scheme.expected(suffix, shape, stored_scales.shape, dtype)
                 qvalues.append(ExportTensor(base + suffix, dtype, value.shape, name, lambda x, value=value: value))  # type: ignore[misc]
             if scheme.tensor_scale:
-                scales += _two_scales(scheme, base, scale_name, stored_scales, refine)
+                scales += _two_scales(source, scheme, base, scale_name, stored_scales, refine)
             else:
                 dtype, grid = stored_scales.dtype, stored_scales.shape
                 sliced = len(grid) > 2 and refine[0] == 1
@@ -288,12 +289,18 @@ def _passthrough_rows(
 
 
 def _two_scales(
-    scheme: Scheme, base: str, scale_name: str, stored: Stored, refine: Sequence[int]
+    source: ArraySource, scheme: Scheme, base: str, scale_name: str, stored: Stored, refine: Sequence[int]
 ) -> Iterator[ExportTensor]:
-    """Separates the scales of blocks and the scale of the tensor; a checkpoint has their products."""
+    """Separates the scales of blocks and the scale of the tensor; a checkpoint has their products. Servers join
+    matrices under one scale of the tensor, so the source's scale must come back, not another with the same products."""
+    tensor_scale_name = base + scheme.tensor_scale
 
     def separated(products: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        found = separate_scales(unrefine(products, refine, "F32", stored.shape), divided=scheme.divided)
+        found = separate_scales(
+            unrefine(products, refine, "F32", stored.shape),
+            divided=scheme.divided,
+            tensor_scale=source.tensor_scale(tensor_scale_name),
+        )
         if found is None:
             raise CorruptOutput(
                 f"the scales of {base} are not products of scales of blocks and one of the tensor",
@@ -303,4 +310,4 @@ def _two_scales(
 
     yield ExportTensor(scale_name, stored.dtype, stored.shape, scale_name, lambda x: separated(x)[0])
     shape = (1,) if scheme.divided else ()  # as compressed-tensors and ModelOpt write it
-    yield ExportTensor(base + scheme.tensor_scale, "F32", shape, scale_name, lambda x: separated(x)[1].reshape(shape))
+    yield ExportTensor(tensor_scale_name, "F32", shape, scale_name, lambda x: separated(x)[1].reshape(shape))

@@ -12,6 +12,7 @@ from tpuconv.convert.run.calibrated import CalibratedValues
 from tpuconv.convert.run.results import UnitResult
 from tpuconv.convert.run.sizing import Buffers
 from tpuconv.convert.run.slab_arrays import SlabArrays
+from tpuconv.convert.run.slabs import tensor_scales
 from tpuconv.convert.run.store import Store
 from tpuconv.sources.reader import Reader
 from tpuconv.storage.disk import page_buffer
@@ -58,11 +59,13 @@ class SlabConverter:
             SourceError: the source cannot be read, or holds values that are not finite.
         """
         boxes = self._arrays.boxes(slab, result.statistics)
-        return [
+        writes = [
             self._write(array, part, values[place], result)
             for array, box, values in boxes
             for part, place in array.parts(box)
         ]
+        result.tensor_scales |= tensor_scales(self._arrays.reader, self._arrays.plan, slab)
+        return writes
 
     def _write(self, array: OutputArray, box: tuple[slice, ...], values: np.ndarray, result: UnitResult) -> Future[str]:
         """Builds the shard of the `values`, unsigned integers that fill `box`, and begins to write it."""

@@ -66,7 +66,8 @@ def describe(
         }
         manifest["quantization"] = {**plan.quantization.config, "parameters": parameters}
     elif plan.passthrough:
-        manifest["quantization"] = passthrough_facts(plan.passthrough)
+        scales = {"tensor_scales": result.tensor_scales} if result.tensor_scales else {}
+        manifest["quantization"] = passthrough_facts(plan.passthrough) | scales
     return manifest
 
 

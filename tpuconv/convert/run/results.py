@@ -14,6 +14,7 @@ UNIT_ENTRY = {
     "checksums": Each({"values": SUM, "crcs": SUM}),
     "figures": Each(STATISTICS),
     "shard_bytes": Optional(Each(Each(Size))),
+    "tensor_scales": Optional(Each(float)),
 }
 """Schemas of the journal's entries for the hash of a shard and for a unit of work."""
 
@@ -36,11 +37,13 @@ class UnitResult:
         checksums: the checksums of each array that it wrote to.
         statistics: the statistics of each quantized parameter, from its encoder.
         shard_bytes: for each compressed array, the sizes of the files that it wrote, by name.
+        tensor_scales: the scales of tensors that it multiplied with scales of blocks, by the names of the source.
     """
 
     checksums: Checksums = field(default_factory=dict)
     statistics: dict[str, dict[str, float]] = field(default_factory=dict)
     shard_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    tensor_scales: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the journal's entry."""
@@ -49,6 +52,7 @@ class UnitResult:
             "checksums": sums,
             "figures": self.statistics,
             **({"shard_bytes": self.shard_bytes} if self.shard_bytes else {}),
+            **({"tensor_scales": self.tensor_scales} if self.tensor_scales else {}),
         }
 
     def add(self, other: "UnitResult") -> None:
@@ -59,9 +63,10 @@ class UnitResult:
             manifest.add_statistics(self.statistics.setdefault(name, {}), found)
         for name, files in other.shard_bytes.items():
             self.shard_bytes.setdefault(name, {}).update(files)
+        self.tensor_scales |= other.tensor_scales
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
         """Returns the contents of the journal's entry of a unit."""
         checksums = {name: (sums["values"], sums["crcs"]) for name, sums in entry["checksums"].items()}
-        return cls(checksums, entry["figures"], entry.get("shard_bytes", {}))
+        return cls(checksums, entry["figures"], entry.get("shard_bytes", {}), entry.get("tensor_scales", {}))
