@@ -74,6 +74,8 @@ def test_texts_about_images_are_those_of_transformers(seeing, images, monkeypatc
         assert list(found.ids) == expected(case, ids, features)
     [alone], [other] = generator(["t5 t9"], NEW), generator(["t5 t9"], NEW, images=images[:1])
     assert alone.ids != other.ids
+    with pytest.raises(UsageError, match="images are of type PosixPath"):
+        generator(["t5"], NEW, images=images[0])
 
 
 def test_the_command_takes_files(seeing, images):
