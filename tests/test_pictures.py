@@ -328,6 +328,11 @@ def test_a_processor_that_cannot_be_read_is_refused(gemma):
     (gemma / "preprocessor_config.json").write_text("{")
     with pytest.raises(ConfigError, match="the image processor in "):
         load_processor(gemma, IMAGE)
+    (gemma / "preprocessor_config.json").write_text('{"image_processor_type": "Unknown"}')
+    (gemma / "config.json").write_text('{"model_type": "unknown"}')
+    with pytest.raises(ConfigError, match="the image processor in ") as e:
+        load_processor(gemma, IMAGE)
+    assert len(str(e.value)) < 1000  # transformers lists all types that it has
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,7 @@ def test_a_model_is_calibrated_on_prompts_with_images(seeing, images, tmp_path):
     for wrong, fault in (
         ({"prompt": "t5", "image": "0.png"}, "line 1 of .*image"),
         ({"prompt": "t5", "images": ["absent.png"]}, "absent.png"),
+        ({"prompt": "t5", "images": ["https://a.b/c.png"]}, "https://a.b/c.png cannot be used"),
         ({"images": []}, "line 1 of .*prompt must be a text"),
     ):
         with pytest.raises(UsageError, match=fault):

@@ -186,7 +186,7 @@ def _unloadable(folder: Path, what: str, error: Exception) -> TpuconvError:
             hint="pip install torchvision, from the index that torch came from",
         )
     return ConfigError(
-        f"the {what} in {folder} cannot be loaded: {type(error).__name__}: {root_cause(error)}",
+        f"the {what} in {folder} cannot be loaded: {type(error).__name__}: {root_cause(error)[:300]}",
         hint=COPY,
     )
 
