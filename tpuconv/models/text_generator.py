@@ -137,7 +137,7 @@ class PromptEncoder:
                     hint=f"leave the {kind}s out; or, if the model has such a part, convert it whole, without "
                     "`text_only=`",
                 )
-        if self.folder is None:
+        if self.folder is None or not any(media.values()):
             return self.encode([prompt], chat=chat, system=system)[0], {}
         from tpuconv.models.pictures import prepared
 
