@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 import wave
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +17,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from scipy.io import wavfile
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers.image_processing_utils import select_best_resolution
@@ -27,9 +29,11 @@ from transformers.processing_utils import ProcessorMixin
 
 from tpuconv.errors import ConfigError, UsageError
 from tpuconv.models import pictures
+from tpuconv.models.media_files import image_of, load_image, load_sound, sound_of
 from tpuconv.models.media_texts import best_tiles, unpadded
-from tpuconv.models.pictures import load_image, load_processor, load_sound, prepared
+from tpuconv.models.pictures import load_processor, prepared
 from tpuconv.models.placeholders import IMAGE, SOUND, placeholder_of
+from tpuconv.models.text_generator import PromptEncoder
 
 RNG = np.random.default_rng(0)
 IMAGES = [Image.fromarray(RNG.integers(0, 255, size, dtype=np.uint8)) for size in ((90, 60, 3), (54, 78, 3))]
@@ -281,7 +285,7 @@ def gemma(tmp_path) -> Path:
 
 
 def test_markers_and_images_must_match(gemma):
-    with pytest.raises(UsageError, match="the prompt has 1 markers <start_of_image> for 2 images") as e:
+    with pytest.raises(UsageError, match="the prompt has 1 marker <start_of_image> for 2 images") as e:
         prepared(gemma, None, "<start_of_image>", IMAGES)
     assert "write <start_of_image> once" in e.value.hint
 
@@ -324,6 +328,11 @@ def test_a_processor_that_cannot_be_read_is_refused(gemma):
     (gemma / "preprocessor_config.json").write_text("{")
     with pytest.raises(ConfigError, match="the image processor in "):
         load_processor(gemma, IMAGE)
+    (gemma / "preprocessor_config.json").write_text('{"image_processor_type": "Unknown"}')
+    (gemma / "config.json").write_text('{"model_type": "unknown"}')
+    with pytest.raises(ConfigError, match="the image processor in ") as e:
+        load_processor(gemma, IMAGE)
+    assert len(str(e.value)) < 1000  # transformers lists all types that it has
 
 
 @pytest.mark.parametrize(
@@ -340,9 +349,63 @@ def test_settings_that_are_malformed_are_refused(settings, fault, gemma):
         prepared(gemma, None, "<start_of_image>", IMAGES[:1])
 
 
-def test_images_that_the_processor_cannot_prepare_are_refused(gemma):
-    with pytest.raises(ConfigError, match="the checkpoint's processor cannot prepare 1 images"):
-        prepared(gemma, None, "<start_of_image>", [np.zeros(3)])
+def test_images_that_the_processor_cannot_prepare_are_refused(gemma, tmp_path):
+    """By name; if it cannot prepare any, its settings are at fault."""
+    with pytest.raises(UsageError, match="the checkpoint's processor cannot prepare image 2: ValueError"):
+        prepared(gemma, None, "", [IMAGES[0], np.zeros(3)])
+    long = tmp_path / "long.png"
+    Image.new("RGB", (1, 300)).save(long)
+    qwen = saved(tmp_path / "qwen", {"model_type": "qwen2_vl"}, transformers.Qwen2VLImageProcessorPil(), {})
+    with pytest.raises(UsageError, match=f"cannot prepare {long}: .* aspect ratio"):
+        prepared(qwen, None, "", [IMAGES[0], long])
+    saved(tmp_path, {"model_type": "gemma3"}, transformers.Gemma3ImageProcessorPil(image_mean=[0.5] * 5), {})
+    with pytest.raises(ConfigError, match="cannot prepare image 1, nor any other: ") as e:
+        prepared(tmp_path, None, "", IMAGES[:1])
+    assert "preprocessor_config.json" in e.value.hint
+
+
+IMAGE_TEMPLATE = (
+    "{% for m in messages %}({% for p in m.content %}{{ p.text or '<start_of_image>' }}{% endfor %}){% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "want"),
+    [
+        (IMAGE_TEMPLATE, "a", "({0}{0}a)"),
+        (IMAGE_TEMPLATE, "a<start_of_image>b<start_of_image>", "(a{0}b{0})"),
+        ("{% for m in messages %}({{ m.content }}){% endfor %}", "a", "({0}{0}a)"),
+        ("{% for m in messages %}({{ m.content }}){% endfor %}", "<start_of_image>a<start_of_image>", "({0}a{0})"),
+        ("{% for m in messages %}{{ '(' + m.content + ')' }}{% endfor %}", "a", "({0}{0}a)"),
+    ],
+)
+def test_images_stand_within_the_conversation(template, prompt, want, gemma):
+    """Templates that take a text alone are given the markers in it."""
+    tokenizer = tokenizer_of(tokens_of({"model_type": "gemma3"}))
+    tokenizer.chat_template = template
+    encoder = PromptEncoder(tokenizer, 100, lambda: gemma, ("vision",))
+    ids, _ = encoder.encode_with(prompt, IMAGES, chat=True)
+    image = f"\n\n<start_of_image>{'<image_soft_token>' * 2}<end_of_image>\n\n"
+    assert ids == tokenizer(want.format(image), add_special_tokens=False)["input_ids"]
+
+
+def test_what_a_prompt_cannot_be_about_is_refused(gemma):
+    tokenizer = tokenizer_of(tokens_of({"model_type": "gemma3"}))
+    encoder = PromptEncoder(tokenizer, 100, lambda: gemma, ("vision",))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    for media, fault in (
+        ({"images": IMAGES, "chat": True}, "the chat template leaves out images"),
+        ({"sounds": SOUNDS}, "no part that hears sounds"),
+        ({"images": "a.png"}, "images are of type str"),
+        ({"images": IMAGES[0]}, "images are of type Image"),
+        ({"sounds": SOUNDS[0]}, "sounds are of type ndarray"),
+        ({"images": [None]}, "image 1 is of type NoneType"),
+        ({"images": ["https://a.b/c.png"]}, "download it"),
+    ):
+        with pytest.raises(UsageError, match=fault):
+            encoder.encode_with("a", **media)
+    with pytest.raises(UsageError, match="no part that sees images"):
+        PromptEncoder(tokenizer, 100).encode_with("a", IMAGES)
 
 
 def test_a_processor_that_needs_torchvision_says_so(gemma):
@@ -392,9 +455,59 @@ def test_images_are_turned_as_the_camera_was_held(tmp_path):
     IMAGES[0].convert("RGBA").save(tmp_path / "a.png", exif=exif)
     image = load_image(tmp_path / "a.png")
     assert (image.size, image.mode) == ((90, 60), "RGB")
-    (tmp_path / "b.png").write_bytes(b"no image")
-    with pytest.raises(UsageError, match="cannot be read as an image"):
-        load_image(tmp_path / "b.png")
+
+
+PALETTE = IMAGES[0].quantize(16)
+
+
+@pytest.mark.parametrize(
+    ("name", "image", "options"),
+    [
+        ("a.gif", PALETTE, {"save_all": True, "append_images": [IMAGES[1]]}),
+        ("a.webp", IMAGES[0], {"save_all": True, "append_images": [IMAGES[0].rotate(180)]}),
+        ("a.png", PALETTE, {"transparency": bytes([0, 128] * 8)}),
+        ("a.png", IMAGES[0].convert("LA"), {}),
+        ("a.png", IMAGES[0].convert("1"), {}),
+        ("a.bmp", IMAGES[0], {}),
+        ("a.jpg", IMAGES[0].convert("CMYK"), {}),
+        ("a.tiff", IMAGES[0].convert("RGBA"), {}),
+        ("a.png", Image.new("1", (100, 90)), {}),
+    ],
+)
+def test_images_of_files_are_those_of_transformers(name, image, options, tmp_path, monkeypatch):
+    """Without a warning on the terminal, such as for more pixels than Pillow likes."""
+    image.save(tmp_path / name, **options)
+    with warnings.catch_warnings(), Image.open(tmp_path / name) as opened:
+        warnings.simplefilter("ignore")
+        want = np.asarray(transformers.image_utils.load_image(opened))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_array_equal(np.asarray(load_image(tmp_path / name)), want)
+
+
+def test_images_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "a.png"
+
+    def fault() -> str:
+        with pytest.raises(UsageError, match=f"^{path} ") as e:
+            load_image(path)
+        return str(e.value)
+
+    assert "cannot be read as an image: No such file" in fault()
+    for mode, values in (("I;16", np.uint16), ("F", np.float32)):  # in RGB white and black
+        Image.fromarray(np.linspace(0, 1, 12).reshape(3, 4).astype(values)).save(path, "TIFF")
+        assert f"mode {mode} of Pillow" in fault()
+    with pytest.raises(UsageError, match="image 3 has values of more than 8 bits"):
+        image_of(Image.new("I", (2, 2)), "image 3")
+    IMAGES[0].save(path)
+    path.write_bytes(path.read_bytes()[:2000])
+    assert "image file is truncated" in fault()
+    path.write_bytes(b"no image")
+    assert "it has no format that Pillow knows" in fault()
+    IMAGES[0].save(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    assert "more than 20 pixels" in fault()
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
@@ -434,14 +547,66 @@ def test_what_a_file_has_beside_its_samples_is_ignored(tmp_path):
     np.testing.assert_array_equal(load_sound(tmp_path / "a.wav", 8000), [0, 0.5])
 
 
+def written(path: Path, samples: np.ndarray, rate: int = 8000) -> bytes:
+    wavfile.write(path, rate, samples)
+    return path.read_bytes()
+
+
 def test_sounds_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
-    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
-        file.setparams((1, 2, 8000, 0, "NONE", ""))
-    with pytest.raises(UsageError, match="a sound without samples"):
-        load_sound(tmp_path / "a.wav", 8000)
-    (tmp_path / "a.wav").write_bytes(b"no sound")
-    with pytest.raises(UsageError, match="cannot be read as a sound"):
-        load_sound(tmp_path / "a.wav", 16_000)
     monkeypatch.setitem(sys.modules, "soundfile", None)
-    with pytest.raises(UsageError, match="soundfile, which reads others, is not installed"):
-        load_sound(tmp_path / "a.mp3", 16_000)
+    path = tmp_path / "a.wav"
+    whole = written(path, np.zeros(9, np.int16))
+    for data, fault in (
+        (written(path, np.zeros(0, np.int16)), "a sound without samples"),
+        (written(path, np.array([0.5, np.nan], np.float32)), "samples that are infinite or no numbers"),
+        (written(path, np.zeros(9, np.int16), 999_999_937), "a sampling rate of 999,999,937, and rates from 1,000"),
+        (b"no sound", "is not a WAV file, and soundfile, which reads others, is not installed"),
+        (whole[:20] + b"\6\0" + whole[22:], "cannot be read as a sound: Unknown wave file format: ALAW"),
+        (whole[:30], "cannot be read as a sound: "),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(UsageError, match=fault) as e:
+            load_sound(path, 16_000)
+        assert str(path) in str(e.value)
+    with pytest.raises(UsageError, match="cannot be read as a sound: No such file"):
+        load_sound(tmp_path / "absent.mp3", 16_000)
+
+
+def test_the_bytes_of_a_sound_decide_who_reads_it(tmp_path, monkeypatch):
+    """Names may be wrong, and WAV files hold more formats than scipy reads."""
+    samples = np.array([[0.5, 0], [0.25, 0.25]], np.float32)
+    whole = written(tmp_path / "a.mp3", samples)
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    np.testing.assert_array_equal(load_sound(tmp_path / "a.mp3", 8000), [0.25, 0.25])
+    monkeypatch.setitem(sys.modules, "soundfile", SimpleNamespace(read=lambda file, dtype: (2 * samples, 8000)))
+    for data in (b"fLaC", whole[:20] + b"\6\0" + whole[22:]):
+        (tmp_path / "a.wav").write_bytes(data)
+        np.testing.assert_array_equal(load_sound(tmp_path / "a.wav", 8000), [0.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("sound", "fault"),
+    [
+        (np.zeros(9, np.int16), r"an array \[9\] of int16"),
+        (np.zeros((9, 2), np.float32), r"an array \[9, 2\] of float32"),
+        ((SOUNDS[0], 16_000), "of type tuple"),
+        (None, "of type NoneType"),
+        ([], "without samples"),
+        ([0.5, np.inf], "samples that are infinite"),
+    ],
+)
+def test_samples_that_are_no_sound_are_refused(sound, fault):
+    with pytest.raises(UsageError, match=f"sound 1 .*{fault}"):
+        sound_of(sound, "sound 1", 16_000)
+
+
+def test_samples_may_be_a_list():
+    np.testing.assert_array_equal(sound_of([0.5, 0.25], "sound 1", 16_000), np.array([0.5, 0.25], np.float32))
+
+
+@pytest.mark.parametrize("rate", [None, 0, 1 << 40])
+def test_a_feature_extractor_without_a_rate_is_refused(rate, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_audio"}')
+    monkeypatch.setattr(pictures, "load_processor", lambda *_: SimpleNamespace(sampling_rate=rate))
+    with pytest.raises(ConfigError, match=f"has the sampling_rate {rate}"):
+        prepared(tmp_path, None, "", sounds=SOUNDS)

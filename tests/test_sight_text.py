@@ -74,6 +74,8 @@ def test_texts_about_images_are_those_of_transformers(seeing, images, monkeypatc
         assert list(found.ids) == expected(case, ids, features)
     [alone], [other] = generator(["t5 t9"], NEW), generator(["t5 t9"], NEW, images=images[:1])
     assert alone.ids != other.ids
+    with pytest.raises(UsageError, match="images are of type PosixPath"):
+        generator(["t5"], NEW, images=images[0])
 
 
 def test_the_command_takes_files(seeing, images):
@@ -126,6 +128,7 @@ def test_a_model_is_calibrated_on_prompts_with_images(seeing, images, tmp_path):
     for wrong, fault in (
         ({"prompt": "t5", "image": "0.png"}, "line 1 of .*image"),
         ({"prompt": "t5", "images": ["absent.png"]}, "absent.png"),
+        ({"prompt": "t5", "images": ["https://a.b/c.png"]}, "https://a.b/c.png cannot be used"),
         ({"images": []}, "line 1 of .*prompt must be a text"),
     ):
         with pytest.raises(UsageError, match=fault):

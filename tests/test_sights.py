@@ -208,6 +208,8 @@ def test_features_that_do_not_fit_are_refused(whole):
         model.see(case.ids_BT, case.mask_BT, input_features=np.zeros(3))
     with pytest.raises(UsageError, match="image_grid_thw is missing"):
         model.see(case.ids_BT, case.mask_BT, pixel_values=patches)
+    with pytest.raises(UsageError, match=r"vision cannot take features of these shapes: pixel_values \[124, 48\]"):
+        model.see(case.ids_BT, case.mask_BT, pixel_values=patches[:, :48], image_grid_thw=grids)
 
 
 def test_inputs_of_another_kind_are_refused(whole):

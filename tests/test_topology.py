@@ -271,7 +271,7 @@ def test_images_are_read_before_the_prefill(tmp_path):
     )  # features for the text and its first layer
     assert see["estimate"] > see["floor"] > 0
     assert "The images take about" in one["verdict"]
-    assert "and 1 sequences of 1,024 tokens have no room for them" in (
+    assert "exceed 1 sequence of 1,024 tokens" in (
         ask(tmp_path, VL, "--topology", "v5e:1x1", "--context", 1024, "--images", 2, code=2).stderr
     )
 

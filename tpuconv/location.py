@@ -99,9 +99,10 @@ def to_location(place: "str | Path | BucketPath") -> Location:
     scheme, slash, rest = found[1].lower(), found[2], found[3]
     if scheme not in SCHEMES:
         names = ", ".join(f"{name}://" for name in SCHEMES)
+        first = "download it, and " if scheme in ("http", "https") else ""
         raise UsageError(
             f"{place} cannot be used: tpuconv does not know the scheme {found[1]}:",
-            hint=f"give a local path, or the URL of a bucket ({names})",
+            hint=f"{first}give a local path, or the URL of a bucket ({names})",
         )
     if not slash:
         hint = f"write {scheme}://{rest}"

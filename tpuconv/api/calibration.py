@@ -134,7 +134,7 @@ def calibration_data(
             return from_text(folder, file, samples, length)
         check_tokenizer(folder)
         processors = (lambda: folder) if manifest.parts else None
-        encoder = PromptEncoder(load_tokenizer(folder), context_of(model_config(manifest)), processors)
+        encoder = PromptEncoder(load_tokenizer(folder), context_of(model_config(manifest)), processors, manifest.parts)
         return from_prompts(file, encoder, samples, length)
 
 

@@ -205,7 +205,7 @@ def _generator(asked: GeneratorRequest, opened: OpenedModel, opened_by: OpenedMo
     kept = ExitStack()  # the files of processors, while the generator lives
     processors = cache(lambda: kept.enter_context(tokenizer_folder(manifest))) if manifest.parts else None
     if asked.before_reading is not None:
-        asked.before_reading(PromptEncoder(tokenizer, context_of(model_config(manifest)), processors))
+        asked.before_reading(PromptEncoder(tokenizer, context_of(model_config(manifest)), processors, manifest.parts))
     model = opened.load_on_all_devices(mtp=asked.speculate is True)
     draft = None if opened_by is None else opened_by.load_on_all_devices(manifest.dtype, beside=opened)
     manifest.check_current()  # the tokenizer was read from the same checkpoint
@@ -214,6 +214,7 @@ def _generator(asked: GeneratorRequest, opened: OpenedModel, opened_by: OpenedMo
         speculate=bool(asked.speculate),
         draft=draft,
         folder=processors,
+        parts=manifest.parts,
     )
 
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     "sounds",
     type=File(exists=True, dir_okay=False),
     multiple=True,
-    help="A sound that the prompt is about, as a WAV file; may be repeated.",
+    help="A sound that the prompt is about; may be repeated. Other formats than WAV need the package soundfile.",
 )
 @click.option("--chat", is_flag=True, help="Format each prompt as a user message with the chat template of the model.")
 @click.option("--system", type=Prompt(), help="The system message of the chat.")

@@ -1,15 +1,13 @@
-"""Features of images and sounds: reads the files, runs the image processor or feature extractor that came with a
-checkpoint, and writes placeholders into the prompt. transformers and Pillow are imported when they are needed; without
-torchvision most image processors run, but not all."""
+"""Features of images and sounds: runs the image processor or feature extractor that came with a checkpoint, and writes
+placeholders into the prompt. transformers is imported when it is needed; without torchvision most image processors run,
+but not all."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from math import gcd
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +15,17 @@ from numpy.typing import NDArray
 from tpuconv.errors import ConfigError, TpuconvError, UsageError, root_cause
 from tpuconv.extras import install_command
 from tpuconv.jsonfile import check
+from tpuconv.models.media_files import SAMPLING_RATES, SoundArray, image_of, name_of, pillow, sound_of
 from tpuconv.models.media_texts import PIECES, MediaItem
 from tpuconv.models.placeholders import IMAGE, PROCESSOR_KEYS, SOUND, Placeholder, placeholder_of
 from tpuconv.sources.config import read_json
+from tpuconv.text import format_count
 
-T = TypeVar("T")
-SoundArray = NDArray[np.float32]
 Features = dict[str, NDArray[Any]]
 FILES = ("preprocessor_config.json", "processor_config.json")
 """The files that have the settings of an image processor or feature extractor; the second has the settings of both."""
+
+COPY = f"copy {' and '.join(FILES)} of the release into the folder again, as far as it has them"
 
 COUNTS = ("num_crops", "num_patches", "num_soft_tokens_per_image", "rows", "cols", "aspect_ratios", PIECES)
 """Features that image processors return for the prompt alone, and no model takes."""
@@ -57,13 +57,12 @@ def prepared(
         folder: a local folder with config.json and the settings of the processor.
         tokenizer: names the special tokens; see `load_tokenizer`.
         text: with a marker for each image and sound, such as a chat template writes; without any they stand before it.
-        images: files, see `load_image`, or images of Pillow.
-        sounds: files, see `load_sound`, or samples from -1 to 1 at the rate of the model.
+        images, sounds: see `image_of` and `sound_of` of `tpuconv.models.media_files`.
 
     Raises:
-        UsageError: markers and images do not match, a package or file of the processor is missing, or how the model
-            writes placeholders is not known.
-        ConfigError: the processor cannot be loaded, or cannot prepare an image or a sound.
+        UsageError: markers and images do not match, an image or sound cannot be read or prepared, a package or file of
+            the processor is missing, or how the model writes placeholders is not known.
+        ConfigError: the processor cannot be loaded, or prepares no image or sound at all.
     """
     features: Features = {}
     for kind, items in ((IMAGE, images), (SOUND, sounds)):
@@ -75,6 +74,45 @@ def prepared(
 
 def _written(folder: Path, tokenizer: Any, text: str, kind: str, items: Sequence[Any]) -> tuple[str, Features]:
     """Returns the text with placeholders instead of the markers of one kind, and the features."""
+    config, row = _row(folder, kind)
+    extractor = load_processor(folder, kind)
+    names = [name_of(item, kind, i) for i, item in enumerate(items)]
+    if kind == IMAGE:
+        returned = _of_images(extractor, row, [image_of(*each) for each in zip(items, names, strict=True)], names)
+    else:
+        rate = getattr(extractor, "sampling_rate", None)
+        if not isinstance(rate, int) or rate not in SAMPLING_RATES:
+            raise ConfigError(f"the feature extractor in {folder} has the sampling_rate {rate}", hint=COPY)
+        given = [sound_of(*each, rate) for each in zip(items, names, strict=True)]
+        returned = _of_sounds(extractor, row, given, names)
+    features = {row.renamed.get(name, name): values for name, values in returned.items()}
+    together = folder / FILES[1]
+    settings = read_json(together, ConfigError) if together.exists() else {}
+    check(settings, PROCESSOR_KEYS, str(together), ConfigError)
+    marker, framed = marker_of(folder, tokenizer, kind)
+    token = partial(_token, tokenizer, row, folder)
+    count = format_count(len(items), kind)
+    pieces = (text if marker in text else framed * len(items) + text).split(marker)
+    if len(pieces) - 1 != len(items):
+        raise UsageError(
+            f"the prompt has {format_count(len(pieces) - 1, 'marker')} {marker} for {count}",
+            hint=f"write {marker} once where each {kind} is to stand; without any they stand before the text",
+        )
+    try:
+        written = [row.write(MediaItem(i, features, extractor, settings, config, token)) for i in range(len(items))]
+    except TpuconvError:
+        raise
+    except Exception as e:  # of any type: settings that do not fit
+        raise ConfigError(
+            f"the placeholders of {count} cannot be written: {type(e).__name__}: {root_cause(e)}", hint=COPY
+        ) from e
+    text = pieces[0] + "".join(new + piece for new, piece in zip(written, pieces[1:], strict=True))
+    taken = {name: values for name, values in features.items() if name not in (*COUNTS, *row.spare)}
+    return text, {name: _array(values, name) for name, values in taken.items()}
+
+
+def _row(folder: Path, kind: str) -> tuple[dict[str, Any], Placeholder]:
+    """Returns the config.json in a folder, and how its model writes an image or a sound."""
     config = read_json(folder / "config.json", ConfigError)
     row = placeholder_of(config, kind)
     if row is None:
@@ -82,32 +120,19 @@ def _written(folder: Path, tokenizer: Any, text: str, kind: str, items: Sequence
             f"the placeholders that {config.get('model_type')} has for {kind}s are not known",
             hint="prepare ids and features with the processor of the release, and give both to the model",
         )
-    extractor = load_processor(folder, kind)
-    if kind == IMAGE:
-        returned = _of_images(extractor, row, [load_image(x) if isinstance(x, str | Path) else x for x in items])
-    else:
-        rate = extractor.sampling_rate
-        returned = _of_sounds(extractor, row, [load_sound(x, rate) if isinstance(x, str | Path) else x for x in items])
-    features = {row.renamed.get(name, name): values for name, values in returned.items()}
-    together = folder / FILES[1]
-    settings = read_json(together, ConfigError) if together.exists() else {}
-    check(settings, PROCESSOR_KEYS, str(together), ConfigError)
-    token = partial(_token, tokenizer, row, folder)
-    marker = token(row.marker)
-    before, after = row.frame
-    pieces = (text if marker in text else f"{before}{marker}{after}" * len(items) + text).split(marker)
-    if len(pieces) - 1 != len(items):
-        raise UsageError(
-            f"the prompt has {len(pieces) - 1} markers {marker} for {len(items)} {kind}s",
-            hint=f"write {marker} once where each {kind} is to stand, or use the chat template",
-        )
-    written = _called(
-        lambda: [row.write(MediaItem(i, features, extractor, settings, config, token)) for i in range(len(items))],
-        f"{len(items)} {kind}s",
-    )
-    text = pieces[0] + "".join(new + piece for new, piece in zip(written, pieces[1:], strict=True))
-    taken = {name: values for name, values in features.items() if name not in (*COUNTS, *row.spare)}
-    return text, {name: _array(values, name) for name, values in taken.items()}
+    return config, row
+
+
+def marker_of(folder: Path, tokenizer: Any, kind: str) -> tuple[str, str]:
+    """Returns the marker of an image or a sound in a prompt, and the marker with what chat templates write around it.
+
+    Raises:
+        UsageError: how the model writes placeholders is not known.
+        ConfigError: the tokenizer lacks the marker.
+    """
+    _, row = _row(folder, kind)
+    marker = _token(tokenizer, row, folder, row.marker)
+    return marker, marker.join(row.frame)
 
 
 def _token(tokenizer: Any, row: Placeholder, folder: Path, name: str) -> str:
@@ -136,7 +161,7 @@ def load_processor(folder: Path, kind: str) -> Any:
             "transformers is not installed, which has the processors", hint=install_command("hf")
         ) from None
     if kind == IMAGE:
-        _pillow()
+        pillow()
     try:  # a torchvision that does not fit to torch is found when transformers imports the class
         auto = transformers.AutoImageProcessor if kind == IMAGE else transformers.AutoFeatureExtractor
         return auto.from_pretrained(folder, trust_remote_code=False)
@@ -161,122 +186,71 @@ def _unloadable(folder: Path, what: str, error: Exception) -> TpuconvError:
             hint="pip install torchvision, from the index that torch came from",
         )
     return ConfigError(
-        f"the {what} in {folder} cannot be loaded: {type(error).__name__}: {root_cause(error)}",
-        hint=f"copy {FILES[0]} of the release into the folder again",
+        f"the {what} in {folder} cannot be loaded: {type(error).__name__}: {root_cause(error)[:300]}",
+        hint=COPY,
     )
 
 
-def _pillow() -> Any:
-    """Returns Pillow's module `Image`.
+def _of_images(processor: Any, row: Placeholder, images: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+    def call(given: Sequence[Any]) -> dict[str, Any]:
+        return dict(processor([list(given)] if row.nested else list(given), **row.call))
 
-    Raises:
-        UsageError: Pillow is not installed.
-    """
-    try:
-        from PIL import Image
-    except ImportError:
-        raise UsageError("Pillow is not installed, which reads images", hint=install_command("hf")) from None
-    return Image
+    return _called(call, images, names, pillow().new("RGB", (256, 256)))
 
 
-def load_image(path: str | Path) -> Any:
-    """Returns the image in a file, of any format that Pillow reads, in RGB and turned as its camera was held.
+def _of_sounds(extractor: Any, row: Placeholder, sounds: Sequence[SoundArray], names: Sequence[str]) -> dict[str, Any]:
+    rate = extractor.sampling_rate
 
-    Raises:
-        UsageError: it cannot be read, or Pillow is not installed.
-    """
-    image = _pillow()
-    from PIL import ImageOps
-
-    try:
-        with image.open(path) as opened:
-            return ImageOps.exif_transpose(opened).convert("RGB")
-    except Exception as e:  # of any type: Pillow's decoders raise many
-        raise UsageError(f"{path} cannot be read as an image: {root_cause(e)}", hint="give a PNG or JPEG file") from e
-
-
-def load_sound(path: str | Path, rate: int) -> SoundArray:
-    """Returns the sound in a file: the mean of its channels, from -1 to 1, at `rate` samples a second. scipy reads WAV
-    files; other formats need the package soundfile.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
-    from scipy.signal import resample_poly
-
-    try:
-        samples, given = (_of_wav if str(path).lower().endswith(".wav") else _of_soundfile)(path)
-    except ImportError:
-        raise UsageError(
-            f"{path} is not a WAV file, and soundfile, which reads others, is not installed",
-            hint="pip install soundfile, or convert the file to WAV",
-        ) from None
-    except Exception as e:  # of any type
-        raise UsageError(f"{path} cannot be read as a sound: {root_cause(e)}", hint="give a WAV file") from e
-    if not len(samples):
-        raise UsageError(f"{path} is a sound without samples", hint="give a file with sound")
-    if samples.ndim == 2:
-        samples = samples.mean(axis=1, dtype=np.float32)
-    if given != rate:
-        divisor = gcd(given, rate)
-        samples = resample_poly(samples, rate // divisor, given // divisor)
-    return np.asarray(samples, np.float32)
-
-
-def _of_wav(path: str | Path) -> tuple[NDArray[Any], int]:
-    from scipy.io import wavfile
-
-    with warnings.catch_warnings():  # of what is in the file beside the samples
-        warnings.simplefilter("ignore", wavfile.WavFileWarning)
-        rate, samples = wavfile.read(path)
-    if samples.dtype.kind == "f":
-        return samples.astype(np.float32), rate
-    zero = 128 if samples.dtype == np.uint8 else 0  # 8 bits have no sign
-    return (samples.astype(np.float32) - zero) / np.float32(2.0 ** (8 * samples.dtype.itemsize - 1)), rate
-
-
-def _of_soundfile(path: str | Path) -> tuple[NDArray[Any], int]:
-    import soundfile
-
-    samples, rate = soundfile.read(path, dtype="float32")
-    return samples, rate
-
-
-def _of_images(processor: Any, row: Placeholder, images: Sequence[Any]) -> dict[str, Any]:
-    given = [list(images)] if row.nested else list(images)
-    return _called(lambda: dict(processor(given, **row.call)), f"{len(images)} images")
-
-
-def _of_sounds(extractor: Any, row: Placeholder, sounds: Sequence[SoundArray]) -> dict[str, Any]:
     def call(given: Sequence[SoundArray]) -> dict[str, Any]:
-        rate = extractor.sampling_rate
-        return _called(lambda: dict(extractor(list(given), sampling_rate=rate, **row.call)), f"{len(given)} sounds")
+        return dict(extractor(list(given), sampling_rate=rate, **row.call))
 
-    if row.windows:
-        length = int(extractor.sampling_rate * extractor.chunk_length)
-        pieces = [[sound[i : i + length] for i in range(0, max(1, len(sound)), length)] for sound in sounds]
-        return call([piece for each in pieces for piece in each]) | {PIECES: [len(each) for each in pieces]}
-    if row.frames is None:
-        return call(sounds)
-    each = [np.asarray(call([sound])["input_features"])[0] for sound in sounds]  # [mel, frames]
-    cut = [x.reshape(len(x), -1, row.frames).swapaxes(0, 1) for x in each]
-    return {"input_features": np.concatenate(cut), PIECES: [len(x) for x in cut]}
+    def call_in_pieces(given: Sequence[SoundArray]) -> dict[str, Any]:
+        if row.windows:
+            length = int(rate * extractor.chunk_length)
+            pieces = [[sound[i : i + length] for i in range(0, max(1, len(sound)), length)] for sound in given]
+            return call([piece for each in pieces for piece in each]) | {PIECES: [len(each) for each in pieces]}
+        if row.frames is None:
+            return call(given)
+        each = [np.asarray(call([sound])["input_features"])[0] for sound in given]  # [mel, frames]
+        cut = [x.reshape(len(x), -1, row.frames).swapaxes(0, 1) for x in each]
+        return {"input_features": np.concatenate(cut), PIECES: [len(x) for x in cut]}
+
+    return _called(call_in_pieces, sounds, names, np.sin(np.arange(rate, dtype=np.float32)))
 
 
-def _called(run: Callable[[], T], what: str) -> T:
-    """Returns what a function returns that prepares images or sounds.
+def _called(
+    call: Callable[[Sequence[Any]], dict[str, Any]], items: Sequence[Any], names: Sequence[str], usual: Any
+) -> dict[str, Any]:
+    """Returns what a processor returns for images or sounds.
 
     Raises:
-        ConfigError: it raises an error, such as for settings that do not fit.
+        UsageError: it raises an error for them, but not for a usual one.
+        ConfigError: it does for a usual one, such as for settings that do not fit.
     """
+
+    def error_of(some: Sequence[Any]) -> Exception | None:
+        try:
+            call(some)
+        except Exception as e:  # of any type
+            return e
+        return None
+
     try:
-        return run()
-    except TpuconvError:
-        raise
+        return call(items)
     except Exception as e:  # of any type
-        raise ConfigError(
-            f"the checkpoint's processor cannot prepare {what}: {type(e).__name__}: {root_cause(e)}",
-            hint="compare its settings with the release's",
+        if unusable := error_of([usual]):
+            raise ConfigError(
+                f"the checkpoint's processor cannot prepare {', '.join(names)}, nor any other: "
+                f"{type(unusable).__name__}: {root_cause(unusable)}",
+                hint=COPY,
+            ) from e
+        name, error = next(
+            ((name, found) for item, name in zip(items, names, strict=True) if (found := error_of([item]))),
+            (f"{', '.join(names)} together", e),
+        )
+        raise UsageError(
+            f"the checkpoint's processor cannot prepare {name}: {type(error).__name__}: {root_cause(error)}",
+            hint="give another one, or of another size or length",
         ) from e
 
 

@@ -36,6 +36,8 @@ from tpuconv.models.media_texts import (
 )
 
 IMAGE, SOUND = "image", "sound"
+PART_OF_KIND = {IMAGE: "vision", SOUND: "audio"}
+"""The part of a model that takes it."""
 
 FEW, NONE_OR_FEW = Optional((Range(1, 1 << 20), None)), Optional((Range(0, 1 << 20), None))
 PROCESSOR_KEYS = {

@@ -14,9 +14,13 @@ from tpuconv.models.common.config import context_of
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.drafts import generator_of
 from tpuconv.models.generate import ENDED, NOTHING_TO_DO, Sampling
+from tpuconv.models.media_files import listed
+from tpuconv.models.placeholders import IMAGE, PART_OF_KIND, SOUND
 from tpuconv.models.seeing import SeeingGenerator
 from tpuconv.models.speculate import Speculator
 
+CHAT_TYPES = {IMAGE: "image", SOUND: "audio"}
+"""How chat templates name them."""
 INCOMPLETE = "\ufffd"
 """The character that a tokenizer decodes an incomplete UTF-8 sequence to."""
 
@@ -51,11 +55,13 @@ class PromptEncoder:
         context: how many tokens a sequence of the model may have.
         folder: makes the local folder with the files of the processors of images and sounds; None of a model that has
             the text alone.
+        parts: what the model has beside its text model: "vision", "audio".
     """
 
     tokenizer: Any
     context: int
     folder: Callable[[], Path] | None = None
+    parts: Collection[str] = ()
 
     @property
     def has_chat_template(self) -> bool:
@@ -115,25 +121,65 @@ class PromptEncoder:
         Args:
             prompt: the text. It may have a marker of the model where each image or sound is to stand, such as
                 "<start_of_image>"; without any they stand before the text.
-            images: files, or images of Pillow.
-            sounds: files, or samples from -1 to 1 at the rate of the model.
+            images: a list of files, or of images of Pillow.
+            sounds: a list of files, or of samples from -1 to 1 at the rate of the model.
             chat, system: as of `encode`.
 
         Raises:
-            UsageError: the checkpoint has the text model alone, or see `encode` and `tpuconv.models.pictures.prepared`.
+            UsageError: the checkpoint has no part that sees or hears, the chat template leaves images or sounds out, or
+                see `encode` and `tpuconv.models.pictures.prepared`.
         """
-        if self.folder is None:
-            raise UsageError(
-                "this checkpoint has no part that sees or hears",
-                hint="convert the whole model: leave out `text_only=`",
-            )
+        media = {IMAGE: listed(images, IMAGE), SOUND: listed(sounds, SOUND)}
+        for kind, items in media.items():
+            if items and (self.folder is None or PART_OF_KIND[kind] not in self.parts):
+                raise UsageError(
+                    f"this checkpoint has no part that {'sees images' if kind == IMAGE else 'hears sounds'}",
+                    hint=f"leave the {kind}s out; or, if the model has such a part, convert it whole, without "
+                    "`text_only=`",
+                )
+        if self.folder is None or not any(media.values()):
+            return self.encode([prompt], chat=chat, system=system)[0], {}
         from tpuconv.models.pictures import prepared
 
         if chat:
-            kinds = [{"type": "image"}] * len(images) + [{"type": "audio"}] * len(sounds)
-            prompt = self._in_chat([*kinds, {"type": "text", "text": prompt}], system)
-        found = prepared(self.folder(), self.tokenizer, prompt, images, sounds)
+            prompt = self._in_chat_about(prompt, self.folder(), media, system)
+        found = prepared(self.folder(), self.tokenizer, prompt, *media.values())
         return list(self.tokenizer(found.text, add_special_tokens=not chat)["input_ids"]), found.features
+
+    def _in_chat_about(self, prompt: str, folder: Path, media: Mapping[str, Sequence[Any]], system: str | None) -> str:
+        """Returns the text of a conversation about images and sounds, with their markers. A template that takes a text
+        alone, and would write the list of its parts as Python does, is given a text with markers.
+
+        Raises:
+            UsageError: the template leaves them out, or see `_in_chat`.
+        """
+        from tpuconv.models.pictures import marker_of
+
+        markers, parts, text = [], [], prompt
+        for kind, items in media.items():
+            if items:
+                marker, framed = marker_of(folder, self.tokenizer, kind)
+                markers.append(marker)
+                if marker not in prompt:
+                    parts += [{"type": CHAT_TYPES[kind]}] * len(items)
+                    text = framed * len(items) + text
+        parts.append({"type": "text", "text": prompt})
+
+        def is_whole(found: str) -> bool:
+            return str(parts) not in found and all(marker in found for marker in markers)
+
+        try:
+            found = self._in_chat(parts, system)
+        except UsageError:  # it adds the content to a text
+            found = ""
+        if not is_whole(found):
+            found = self._in_chat(text, system)
+        if not is_whole(found):
+            raise UsageError(
+                f"the chat template leaves out {' and '.join(f'{kind}s' for kind, items in media.items() if items)}",
+                hint="leave `chat=` out, and write the prompt as the model expects a conversation",
+            )
+        return found
 
     def check_lengths(self, ids: Sequence[Sequence[int]], max_new_tokens: int, width: int = 0) -> None:
         """Checks the token ids of prompts, which may be padded to `width`.
@@ -148,7 +194,7 @@ class PromptEncoder:
             raise UsageError(
                 f"a prompt of {longest} tokens and {max_new_tokens} new ones are {longest + max_new_tokens}, and the "
                 f"model has {self.context} positions",
-                hint="ask for fewer new tokens, or give a shorter prompt",
+                hint="ask for fewer new tokens, or give a shorter prompt, or fewer or smaller images and sounds",
             )
 
 
@@ -168,7 +214,7 @@ class TextGenerator:
         cache_dtype: of keys and values; None for the model's dtype.
         speculate: draft tokens with the model's module for multi-token prediction; see `Speculator`.
         draft: a draft of the model from `tpuconv.load`, which drafts tokens instead; see `DraftSpeculator`.
-        folder: as of `PromptEncoder`.
+        folder, parts: as of `PromptEncoder`.
 
     Raises:
         UsageError: tokens are drafted with a temperature, with a model without that module, or by a draft of another
@@ -186,11 +232,12 @@ class TextGenerator:
         speculate: bool = False,
         draft: Any = None,
         folder: Callable[[], Path] | None = None,
+        parts: Collection[str] = (),
     ):
         self.generator = generator_of(model, sampling, cache_dtype, speculate=speculate, draft=draft)
         self._options = model, sampling, cache_dtype
         self.tokenizer, self.ends = tokenizer, frozenset(ends)
-        self.encoder = PromptEncoder(tokenizer, context_of(model.config), folder)
+        self.encoder = PromptEncoder(tokenizer, context_of(model.config), folder, parts)
 
     @cached_property
     def seeing(self) -> SeeingGenerator:
@@ -237,7 +284,7 @@ class TextGenerator:
         Raises:
             UsageError: see `encode`; or a prompt has no tokens, or prompt and new tokens exceed the model's context.
         """
-        if not images and not sounds:
+        if not listed(images, IMAGE) and not listed(sounds, SOUND):
             ids = self.encode(prompts, chat=chat, system=system)
             yield from self.stream_ids(prompts, ids, max_new_tokens, stop=stop, seed=seed)
             return

@@ -1,6 +1,7 @@
 """Images and sounds as a text model takes them: the features of encoders, and where they are in the text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from tpuconv.errors import UsageError
+from tpuconv.errors import UsageError, root_cause
 from tpuconv.models.common.beside import VISION
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.explicit import is_explicit, run_on_explicit_mesh
@@ -134,7 +135,8 @@ def see(
             continue  # a processor returns arrays without rows for a batch without images
         starts = is_placeholder & ~np.pad(is_placeholder, ((0, 0), (1, 0)))[:, :-1]
         runs = np.diff(np.append(np.flatnonzero(starts[is_placeholder]), is_placeholder.sum())).tolist()
-        prepared[part] = found = encoder.placed(encoder.prepare(given), runs)
+        with _readable(part, given):
+            prepared[part] = found = encoder.placed(encoder.prepare(given), runs)
         if (placeholders := int(is_placeholder.sum())) != len(found.rows):
             raise UsageError(
                 f"the text has {placeholders} placeholders (id {encoder.config.placeholder}), "
@@ -148,7 +150,8 @@ def see(
             block_BT[is_placeholder] = np.cumsum(starts).reshape(starts.shape)[is_placeholder] - 1
             if encoder.config.block_tokens:
                 block_BT[np.isin(ids_BT, encoder.config.block_tokens) & mask_BT] = 0
-        encoded.append(_encode(encoder, found.arrays))
+        with _readable(part, given):
+            encoded.append(_encode(encoder, found.arrays))
         first += len(encoded[-1][0])
     if not encoded:
         raise UsageError(
@@ -165,6 +168,20 @@ def see(
         _deep(encoded),
         added=any(encoders[part].config.adds_features for part in prepared),
     )
+
+
+@contextmanager
+def _readable(part: str, given: Mapping[str, np.ndarray]) -> Iterator[None]:
+    """Raises UsageError if features do not have the shapes that an encoder computes with, which its program shows when
+    it is traced."""
+    try:
+        yield
+    except (ArithmeticError, IndexError, TypeError, ValueError) as e:
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in given.items())
+        raise UsageError(
+            f"the encoder of {part} cannot take features of these shapes: {shapes}: {root_cause(e)}",
+            hint="give what the processor of this release returns, by its own preprocessor_config.json",
+        ) from e
 
 
 def _numbers(name: str, value: Any) -> np.ndarray:

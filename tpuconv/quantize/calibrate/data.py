@@ -11,6 +11,7 @@ import xxhash
 
 from tpuconv.errors import UsageError
 from tpuconv.jsonfile import Exactly, Optional, check, parse
+from tpuconv.location import local_path
 from tpuconv.models.text_generator import PromptEncoder
 from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer, text_ids
 
@@ -153,7 +154,7 @@ def from_prompts(file: Path, encoder: PromptEncoder, samples: int, length: int) 
         what = f"line {number} of {file}"
         prompt = check(parse(line.encode(), what, UsageError), LINE_SCHEMA, what, UsageError)
         chat = prompt.get("chat", False)
-        media = [[file.parent / name for name in prompt.get(kind, ())] for kind in ("images", "sounds")]
+        media = [[file.parent / local_path(name) for name in prompt.get(kind, ())] for kind in ("images", "sounds")]
         if any(media):
             ids, found = encoder.encode_with(prompt["prompt"], *media, chat=chat)
         else:

@@ -15,6 +15,7 @@ from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.models.common.beside import VISION
 from tpuconv.notation.layout import UNIT
 from tpuconv.notation.sharding import MESH_AXES, decoding_mesh, format_mesh
+from tpuconv.text import format_count
 from tpuconv.verify.topology.chips import Slice
 from tpuconv.verify.topology.hlo import Schedule
 from tpuconv.verify.topology.request import CompileRequest, Memory, Program
@@ -111,8 +112,8 @@ class _Compilation:
         self.features = len(prepared.rows)
         if self.features > request.batch * request.context:
             raise UsageError(
-                f"{request.images} images have {self.features:,} features, and {request.batch} sequences of "
-                f"{request.context:,} tokens have no room for them",
+                f"{format_count(request.images, 'image')} with {self.features:,} features exceed "
+                f"{format_count(request.batch, 'sequence')} of {request.context:,} tokens",
                 hint="make `context=` or `batch=` larger, or `images=` smaller",
             )
         return prepared.arrays
