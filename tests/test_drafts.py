@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -66,6 +67,17 @@ def test_random_drafts_change_no_token(name: str, target: Any, tmp_path: Path) -
     speculator = DraftSpeculator(model, draft)
     np.testing.assert_array_equal(tokens(speculator), tokens(Generator(model)))
     assert speculator.drafts.checked > 0
+
+
+@pytest.mark.slow
+def test_drafts_beyond_the_last_learned_position_change_no_token(target: Any, tmp_path: Path) -> None:
+    """A step may draft tokens behind the last position that the target has."""
+    model = loaded(target("gpt2-plain"), tmp_path / "target")
+    source = save_draft("sglang", tmp_path / "draft", **RANDOM, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    draft = loaded(source, tmp_path / "converted")
+    ids = np.random.default_rng(0).integers(0, 101, model.config.max_position_embeddings - NEW).tolist()
+    prompts = [ids, ids[5:]]
+    np.testing.assert_array_equal(tokens(DraftSpeculator(model, draft), prompts), tokens(Generator(model), prompts))
 
 
 @pytest.mark.parametrize(
@@ -156,6 +168,12 @@ def test_drafts_of_other_models_are_refused(target: Any, tmp_path: Path) -> None
         "vocabulary: 99 in the draft, 101 in the target",
         "width of the target: 30 in the draft, 48 in the target",
     ]
+    for damaged, place in ((100000, "d2t[3] is 100000"), (-9, "d2t[3] is -9")):
+        fits.d2t[...] = fits.d2t[...].at[3].set(damaged)
+        with pytest.raises(UsageError, match="leads to tokens that the target does not have") as error:
+            DraftSpeculator(model, fits)
+        assert list(error.value.details) == [f"{place}: the token {damaged + 3} of 101"]
+    fits.d2t[...] = jnp.zeros_like(fits.d2t[...])
     model.stack_layers()
     with pytest.raises(UnsupportedConfig, match="stacked"):
         DraftSpeculator(model, fits)

@@ -55,7 +55,7 @@ class DraftSpeculator(Speculator):
         cache_dtype: of keys and values; None for the model's dtype.
 
     Raises:
-        UsageError: the sampling has a temperature, or the draft is for another model.
+        UsageError: the sampling has a temperature, or the draft is for another model or damaged.
         UnsupportedConfig: rotary positions depend on the length of the cache, the layers of the target are stacked, or
             it has several residual streams.
     """
@@ -74,6 +74,7 @@ class DraftSpeculator(Speculator):
                 "the layers of this model are stacked, and a draft reads what enters some of them",
                 hint="convert it without `scan_layers=`",
             )
+        draft.check_tokens(model.config)
         self.ahead = draft.ahead
         self.states = draft.config.states_of(model.config.num_hidden_layers)
         self._begin(WithDraft(model, draft), (*model.config.ropes, *draft.config.ropes), sampling, cache_dtype)

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.common.cache import Cache
+from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.generate import (
@@ -50,6 +51,15 @@ class Drafts:
     def share(self) -> float:
         """The share that was accepted; 0 if none was checked."""
         return self.accepted / max(1, self.checked)
+
+
+def _have_positions(config: DecoderConfig, ids_BI: jax.Array, cache: Cache) -> jax.Array:
+    """Returns a mask [B, 1 + n], False for drafts behind the last learned position: their vectors would be NaN, which
+    attention does not mask."""
+    if "positions" not in config.sizes:
+        return jnp.ones(ids_BI.shape, bool)
+    first_B1 = cache.positions_BS.max(axis=1, keepdims=True) + 1
+    return first_B1 + jnp.arange(ids_BI.shape[1]) < config.max_position_embeddings
 
 
 class Speculator(Generator):
@@ -113,7 +123,7 @@ class Speculator(Generator):
     def _decode_step(self, weights: list[jax.Array], ids_BI: jax.Array, cache: Cache, key: jax.Array) -> Any:
         merged, slot = self._merged(weights), cache.used
         model = self._target(merged)
-        x_BID, states, after = self._read(model, ids_BI, jnp.ones(ids_BI.shape, bool), cache)
+        x_BID, states, after = self._read(model, ids_BI, _have_positions(model.config, ids_BI, cache), cache)
         best_BI = jnp.argmax(model.head(model.norm(x_BID)), axis=-1).astype(jnp.int32)
         is_right_BI = best_BI[:, :-1] == ids_BI[:, 1:]
         accepted_B = jnp.cumprod(is_right_BI.astype(jnp.int32), axis=1).sum(axis=1)
