@@ -14,13 +14,14 @@ import pytest
 from click.testing import CliRunner
 
 import tpuconv
-from helpers.checkpoints import read_tensors
+from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.commands import EXAMPLE
 from helpers.conversions import convert
 from helpers.drafts import save_target
 from helpers.eagle3 import CASES, drafted, save_agreeing_draft, save_draft
 from helpers.families import BY_ID, PROMPTS
 from tpuconv import api, cli
+from tpuconv.api.opened import OpenedModel
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.drafts import DraftSpeculator
@@ -194,11 +195,31 @@ def test_commands_draft_with_a_checkpoint(converted: Path, tmp_path: Path) -> No
     assert with_drafts["ids"] == plain["ids"]
     assert 0 <= with_drafts["accepted_share"] <= 1
     assert "accepted_share" not in plain
+    first = run(*asked[:-2], 1, "--json", "--speculate", source)
+    assert (first["ids"], "accepted_share" in first) == (plain["ids"][:1], False)
     sizes = ("--repeats", 1, "--prompt-length", 4, "--new-tokens", 8)
     timing = run("benchmark", ckpt, "--speculate", source, *sizes, "--json")["timings"][0]
     assert timing["accepted_share"] == pytest.approx((timing["tokens_per_step"] - 1) / 3)
     with pytest.raises(UsageError, match="is no draft"):
         api.generator(str(ckpt), speculate=str(ckpt))
+
+
+def test_pairs_are_refused_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(EXAMPLE, tmp_path / "stacked", Options(scan_layers=True))
+    fits = save_agreeing_draft(EXAMPLE, tmp_path / "fits", np.arange(0, 256))
+    config = json.loads((fits / "config.json").read_text())
+    tensors = read_tensors(fits)
+    dynamic = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    for name, keys in (("dynamic", dynamic), ("deep", {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]})):
+        write_checkpoint(tmp_path / name, {**config, **keys}, tensors)
+    monkeypatch.setattr(OpenedModel, "load", lambda *args, **options: pytest.fail("weights are read"))
+    with pytest.raises(UnsupportedConfig, match="stacked"):
+        api.generator(str(tmp_path / "stacked"), speculate=str(fits))
+    with pytest.raises(UnsupportedConfig, match="longer with drafts"):
+        api.generator(str(EXAMPLE), speculate=str(tmp_path / "dynamic"))
+    with pytest.raises(UsageError, match="the target has 5") as error:
+        api.generator(str(EXAMPLE), speculate=str(tmp_path / "deep"))
+    assert "give a draft of this target" in str(error.value.hint)
 
 
 @pytest.mark.slow

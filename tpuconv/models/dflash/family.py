@@ -14,6 +14,7 @@ from tpuconv.errors import ConfigError, UsageError
 from tpuconv.jsonfile import short
 from tpuconv.models.common.config_keys import unnested
 from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.heads import ANOTHER_DRAFT
 from tpuconv.models.common.rows import ATTENTION, HEAD_NORMS, MLP, O_BIAS, PRE_NORMS, QKV_BIAS, when
 from tpuconv.models.eagle3.family import FROM_TARGET, LAYER_CONFIG, MOST_STATES, OF_VERIFIER, WITHOUT_EFFECT
 from tpuconv.models.lineages.qwen import QWEN3
@@ -133,7 +134,8 @@ class Config(QWEN3.config):  # type: ignore[name-defined,misc]  # a class that i
         it after the last norm, vLLM before it."""
         if max(self.state_layers) >= layers:
             raise UsageError(
-                f"the draft reads the inputs of the layers {list(self.state_layers)}, and the target has {layers}"
+                f"the draft reads the inputs of the layers {list(self.state_layers)}, and the target has {layers}",
+                hint=ANOTHER_DRAFT,
             )
         return self.state_layers
 
