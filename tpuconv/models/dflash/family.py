@@ -126,6 +126,11 @@ class Config(QWEN3.config):  # type: ignore[name-defined,misc]  # a class that i
 
     def sizes_beside(self, target: Any) -> Mapping[str, tuple[int, int]]:
         """See `tpuconv.models.common.drafting.DraftConfig`."""
+        if not self.vocab_size and (self.mask_token_id or 0) >= target.vocab_size:  # the target would embed it as NaN
+            raise UsageError(
+                f"the mask of the draft is the token {self.mask_token_id}, and the target has {target.vocab_size}",
+                hint=ANOTHER_DRAFT,
+            )
         sizes = {"vocabulary": (self.vocab_size, target.vocab_size)} if self.vocab_size else {}
         return {**sizes, FROM_TARGET: (self.hidden_size, target.hidden_size)}
 
