@@ -257,6 +257,9 @@ def test_targets_that_do_not_fit_are_refused(target: Path, tmp_path: Path) -> No
     narrow = save_dflash("z-lab", tmp_path / "narrow", hidden_size=30)
     with pytest.raises(UsageError, match="sizes differ"):
         DraftSpeculator(model, loaded(narrow, tmp_path / "narrow-out"))
+    muse = save_muse(tmp_path / "muse", mask_token_id=101)  # its config.json has no vocabulary
+    with pytest.raises(UsageError, match="the mask of the draft is the token 101, and the target has 101"):
+        DraftSpeculator(model, loaded(muse, tmp_path / "muse-out"))
 
 
 @pytest.mark.parametrize("name", ["dflash", "DFlashDraftModel", "muse_glimmer_assistant", "MuseGlimmerAssistantModel"])

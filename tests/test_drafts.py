@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 import tpuconv
-from helpers.checkpoints import read_tensors
+from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.commands import EXAMPLE
 from helpers.conversions import convert
 from helpers.drafts import save_target
 from helpers.eagle3 import CASES, drafted, save_agreeing_draft, save_draft
 from helpers.families import BY_ID, PROMPTS
 from tpuconv import api, cli
+from tpuconv.api.opened import OpenedModel
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.drafts import DraftSpeculator
@@ -66,6 +68,17 @@ def test_random_drafts_change_no_token(name: str, target: Any, tmp_path: Path) -
     speculator = DraftSpeculator(model, draft)
     np.testing.assert_array_equal(tokens(speculator), tokens(Generator(model)))
     assert speculator.drafts.checked > 0
+
+
+@pytest.mark.slow
+def test_drafts_beyond_the_last_learned_position_change_no_token(target: Any, tmp_path: Path) -> None:
+    """A step may draft tokens behind the last position that the target has."""
+    model = loaded(target("gpt2-plain"), tmp_path / "target")
+    source = save_draft("sglang", tmp_path / "draft", **RANDOM, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    draft = loaded(source, tmp_path / "converted")
+    ids = np.random.default_rng(0).integers(0, 101, model.config.max_position_embeddings - NEW).tolist()
+    prompts = [ids, ids[5:]]
+    np.testing.assert_array_equal(tokens(DraftSpeculator(model, draft), prompts), tokens(Generator(model), prompts))
 
 
 @pytest.mark.parametrize(
@@ -156,6 +169,12 @@ def test_drafts_of_other_models_are_refused(target: Any, tmp_path: Path) -> None
         "vocabulary: 99 in the draft, 101 in the target",
         "width of the target: 30 in the draft, 48 in the target",
     ]
+    for damaged, place in ((100000, "d2t[3] is 100000"), (-9, "d2t[3] is -9")):
+        fits.d2t[...] = fits.d2t[...].at[3].set(damaged)
+        with pytest.raises(UsageError, match="leads to tokens that the target does not have") as error:
+            DraftSpeculator(model, fits)
+        assert list(error.value.details) == [f"{place}: the token {damaged + 3} of 101"]
+    fits.d2t[...] = jnp.zeros_like(fits.d2t[...])
     model.stack_layers()
     with pytest.raises(UnsupportedConfig, match="stacked"):
         DraftSpeculator(model, fits)
@@ -176,11 +195,31 @@ def test_commands_draft_with_a_checkpoint(converted: Path, tmp_path: Path) -> No
     assert with_drafts["ids"] == plain["ids"]
     assert 0 <= with_drafts["accepted_share"] <= 1
     assert "accepted_share" not in plain
+    first = run(*asked[:-2], 1, "--json", "--speculate", source)
+    assert (first["ids"], "accepted_share" in first) == (plain["ids"][:1], False)
     sizes = ("--repeats", 1, "--prompt-length", 4, "--new-tokens", 8)
     timing = run("benchmark", ckpt, "--speculate", source, *sizes, "--json")["timings"][0]
     assert timing["accepted_share"] == pytest.approx((timing["tokens_per_step"] - 1) / 3)
     with pytest.raises(UsageError, match="is no draft"):
         api.generator(str(ckpt), speculate=str(ckpt))
+
+
+def test_pairs_are_refused_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(EXAMPLE, tmp_path / "stacked", Options(scan_layers=True))
+    fits = save_agreeing_draft(EXAMPLE, tmp_path / "fits", np.arange(0, 256))
+    config = json.loads((fits / "config.json").read_text())
+    tensors = read_tensors(fits)
+    dynamic = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    for name, keys in (("dynamic", dynamic), ("deep", {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]})):
+        write_checkpoint(tmp_path / name, {**config, **keys}, tensors)
+    monkeypatch.setattr(OpenedModel, "load", lambda *args, **options: pytest.fail("weights are read"))
+    with pytest.raises(UnsupportedConfig, match="stacked"):
+        api.generator(str(tmp_path / "stacked"), speculate=str(fits))
+    with pytest.raises(UnsupportedConfig, match="longer with drafts"):
+        api.generator(str(EXAMPLE), speculate=str(tmp_path / "dynamic"))
+    with pytest.raises(UsageError, match="the target has 5") as error:
+        api.generator(str(EXAMPLE), speculate=str(tmp_path / "deep"))
+    assert "give a draft of this target" in str(error.value.hint)
 
 
 @pytest.mark.slow

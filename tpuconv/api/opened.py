@@ -97,6 +97,7 @@ def check_draft(opened: OpenedModel, draft: "OpenedModel | None", speculate: Spe
 
     Raises:
         UsageError: the model has no module for multi-token prediction, or the draft is for another model.
+        UnsupportedConfig: drafts are not implemented for this model.
     """
     from tpuconv.checkpoint.reader import check_mtp
 
@@ -106,7 +107,8 @@ def check_draft(opened: OpenedModel, draft: "OpenedModel | None", speculate: Spe
         from tpuconv.models.drafts import check_pair
         from tpuconv.models.stored import model_config
 
-        check_pair(model_config(opened.manifest), model_config(draft.manifest))
+        target = opened.manifest
+        check_pair(model_config(target), model_config(draft.manifest), stacked=target.scan_layers)
 
 
 @contextmanager

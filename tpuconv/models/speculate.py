@@ -6,7 +6,7 @@ itself would not choose, and then the token that it chooses there. So a step giv
 weights once.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.common.cache import Cache
+from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.generate import (
@@ -39,6 +40,15 @@ def check_greedy(sampling: Sampling) -> None:
         )
 
 
+def check_ropes(ropes: Iterable[Rope | None]) -> None:
+    """Raises UnsupportedConfig if rotary positions depend on the length of the cache."""
+    if any(rope and rope.depends_on_length for rope in ropes):
+        raise UnsupportedConfig(
+            "the rotary positions of this model depend on the length of the cache, which is longer with drafts",
+            hint="generate without them, for the same text",
+        )
+
+
 @dataclass
 class Drafts:
     """How many drafts were checked, of all sequences together, and how many of them were accepted."""
@@ -50,6 +60,15 @@ class Drafts:
     def share(self) -> float:
         """The share that was accepted; 0 if none was checked."""
         return self.accepted / max(1, self.checked)
+
+
+def _have_positions(config: DecoderConfig, ids_BI: jax.Array, cache: Cache) -> jax.Array:
+    """Returns a mask [B, 1 + n], False for drafts behind the last position: their vectors would be NaN, which attention
+    does not mask."""
+    if config.position_limit is None:
+        return jnp.ones(ids_BI.shape, bool)
+    first_B1 = cache.positions_BS.max(axis=1, keepdims=True) + 1
+    return first_B1 + jnp.arange(ids_BI.shape[1]) < config.position_limit
 
 
 class Speculator(Generator):
@@ -101,11 +120,7 @@ class Speculator(Generator):
         self, model: Any, ropes: Sequence[Rope | None], sampling: Sampling, cache_dtype: DTypeLike | None
     ) -> None:
         """Initializes the generator of a model that has these rotary positions."""
-        if any(rope and rope.depends_on_length for rope in ropes):
-            raise UnsupportedConfig(
-                "the rotary positions of this model depend on the length of the cache, which is longer with drafts",
-                hint="generate without them, for the same text",
-            )
+        check_ropes(ropes)
         super().__init__(model, sampling, cache_dtype)
         self.ids_of_step = 1 + self.ahead
         self.drafts = Drafts()
@@ -113,7 +128,7 @@ class Speculator(Generator):
     def _decode_step(self, weights: list[jax.Array], ids_BI: jax.Array, cache: Cache, key: jax.Array) -> Any:
         merged, slot = self._merged(weights), cache.used
         model = self._target(merged)
-        x_BID, states, after = self._read(model, ids_BI, jnp.ones(ids_BI.shape, bool), cache)
+        x_BID, states, after = self._read(model, ids_BI, _have_positions(model.config, ids_BI, cache), cache)
         best_BI = jnp.argmax(model.head(model.norm(x_BID)), axis=-1).astype(jnp.int32)
         is_right_BI = best_BI[:, :-1] == ids_BI[:, 1:]
         accepted_B = jnp.cumprod(is_right_BI.astype(jnp.int32), axis=1).sum(axis=1)

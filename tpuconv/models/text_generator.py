@@ -246,8 +246,9 @@ class TextGenerator:
 
     @property
     def accepted_share(self) -> float | None:
-        """The share of all drafts so far that were accepted; None if it does not speculate."""
-        return self.generator.drafts.share if isinstance(self.generator, Speculator) else None
+        """The share of all drafts so far that were accepted; None if none was checked."""
+        drafts = self.generator.drafts if isinstance(self.generator, Speculator) else None
+        return drafts.share if drafts and drafts.checked else None
 
     @property
     def has_chat_template(self) -> bool:

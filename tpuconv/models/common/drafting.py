@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.errors import UnsupportedConfig
+from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.common.cache import Cache
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Embed, Keys
@@ -106,6 +106,16 @@ class Draft(nnx.Module):
         """The module of which a step reads single rows; None if there is none."""
         raise NotImplementedError
 
+    def check_tokens(self, target: Any) -> None:
+        """Checks the tokens that the weights name: the target would read an id outside its vocabulary as NaN.
+
+        Args:
+            target: the config of the target.
+
+        Raises:
+            UsageError: the target does not have one of them.
+        """
+
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
         """Returns an empty cache for `batch` sequences of `length` tokens; None for a draft without a cache."""
         raise NotImplementedError
@@ -157,6 +167,20 @@ class SharingDraft(Draft):
         if config.has_maps:
             self.d2t = nnx.Param(jnp.zeros(config.sizes["draft_vocab"], jnp.int32))
             self.t2d = nnx.Param(jnp.zeros(config.sizes["V"], bool))
+
+    def check_tokens(self, target: Any) -> None:
+        if not self.config.has_maps:
+            return
+        distances = self.d2t[...]
+        ids = distances + jnp.arange(len(distances), dtype=distances.dtype)
+        is_wrong = (ids < 0) | (ids >= target.vocab_size)
+        if is_wrong.any():
+            first = int(is_wrong.argmax())
+            raise UsageError(
+                "the draft is damaged: its map `d2t` leads to tokens that the target does not have",
+                details=[f"d2t[{first}] is {distances[first]}: the token {ids[first]} of {target.vocab_size}"],
+                hint="download the draft again, or generate without it, for the same text",
+            )
 
     def embedded(self, ids_BT: jax.Array, given_BTD: jax.Array | None) -> jax.Array:
         """Returns embeddings [B, T, D]: the draft's, else those given, else zeros."""

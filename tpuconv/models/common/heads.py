@@ -15,6 +15,8 @@ from tpuconv.notation.table import Map, MappingTable
 LOGITS, SCORES, HIDDEN = "", "scores", "hidden states"
 AS_DRAFT = "drafts"
 """The outputs of models. A model that returns drafts runs with its target alone."""
+ANOTHER_DRAFT = "give a draft of this target, or generate without one, for the same text"
+"""The hint of errors about a draft that does not fit its target."""
 
 CAUSAL_ENDS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 HEADLESS_ENDS = {"ForSequenceClassification": SCORES, "Model": HIDDEN}

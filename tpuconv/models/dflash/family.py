@@ -14,6 +14,7 @@ from tpuconv.errors import ConfigError, UsageError
 from tpuconv.jsonfile import short
 from tpuconv.models.common.config_keys import unnested
 from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.heads import ANOTHER_DRAFT
 from tpuconv.models.common.rows import ATTENTION, HEAD_NORMS, MLP, O_BIAS, PRE_NORMS, QKV_BIAS, when
 from tpuconv.models.eagle3.family import FROM_TARGET, LAYER_CONFIG, MOST_STATES, OF_VERIFIER, WITHOUT_EFFECT
 from tpuconv.models.lineages.qwen import QWEN3
@@ -125,6 +126,11 @@ class Config(QWEN3.config):  # type: ignore[name-defined,misc]  # a class that i
 
     def sizes_beside(self, target: Any) -> Mapping[str, tuple[int, int]]:
         """See `tpuconv.models.common.drafting.DraftConfig`."""
+        if not self.vocab_size and (self.mask_token_id or 0) >= target.vocab_size:  # the target would embed it as NaN
+            raise UsageError(
+                f"the mask of the draft is the token {self.mask_token_id}, and the target has {target.vocab_size}",
+                hint=ANOTHER_DRAFT,
+            )
         sizes = {"vocabulary": (self.vocab_size, target.vocab_size)} if self.vocab_size else {}
         return {**sizes, FROM_TARGET: (self.hidden_size, target.hidden_size)}
 
@@ -133,7 +139,8 @@ class Config(QWEN3.config):  # type: ignore[name-defined,misc]  # a class that i
         it after the last norm, vLLM before it."""
         if max(self.state_layers) >= layers:
             raise UsageError(
-                f"the draft reads the inputs of the layers {list(self.state_layers)}, and the target has {layers}"
+                f"the draft reads the inputs of the layers {list(self.state_layers)}, and the target has {layers}",
+                hint=ANOTHER_DRAFT,
             )
         return self.state_layers
 

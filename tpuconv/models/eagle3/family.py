@@ -15,6 +15,7 @@ from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.jsonfile import short
 from tpuconv.models.common.config_keys import unnested
 from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.heads import ANOTHER_DRAFT
 from tpuconv.models.common.rows import JOINED_ATTENTION, MLP, MLP_BIAS, O_BIAS, QKV_BIAS, when
 from tpuconv.models.lineages.llama import LLAMA
 from tpuconv.models.registry import draft_family
@@ -158,7 +159,10 @@ class Config(LLAMA.config):  # type: ignore[name-defined,misc]  # a class that i
         """
         chosen = self.state_layers or tuple(layer(layers) for layer in DEFAULT_STATES)
         if min(chosen) < 0 or max(chosen) > layers or len(set(chosen)) < len(chosen):
-            raise UsageError(f"the draft reads the inputs of the layers {list(chosen)}, and the target has {layers}")
+            raise UsageError(
+                f"the draft reads the inputs of the layers {list(chosen)}, and the target has {layers}",
+                hint=ANOTHER_DRAFT,
+            )
         return chosen
 
 
