@@ -209,8 +209,11 @@ ODD = (
 
 ODD_INPUTS = ("mamba-two-taps", "mamba-deep", "recurrent_gemma-one-head")
 """Cases without a matrix whose number of inputs is a multiple of 8, which the words of compressed-tensors hold."""
+NO_FOURS = ("mamba-wide-state",)
+"""Cases without a matrix whose number of inputs is a multiple of 4, which words of 8 bits hold without filling."""
 LEFT_OUT = {
     awq: ODD_OUTPUTS,
+    int8: NO_FOURS,
     **dict.fromkeys((gptq, gptq_asymmetric), ODD),
     **dict.fromkeys((int4, int4_asymmetric), ODD_INPUTS),
 }
