@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -95,8 +96,9 @@ class _Parts:
             any_scales=any_scales,
         )
 
+    @cached_property
     def fault(self) -> Fault | None:
-        """Returns the first fault; None if the tensors belong together."""
+        """The first fault; None if the tensors belong together."""
         scheme, scales, name = self.scheme, self.scales, self.values.name
         if scheme.affine and (want := scheme.stored_shape(self.shape)) != self.values.shape:
             words = scheme.affine.words
@@ -155,7 +157,7 @@ def decode_names(
         taken |= parts.names
         unused |= {parts.base + suffix for suffix in parts.scheme.unused}
         name = parts.base + parts.scheme.name
-        if found := parts.fault():
+        if found := parts.fault:
             faults.setdefault(found[1], []).append(found[0])
         elif name in out:
             faults.setdefault(_twice(out[name]), []).append(parts.values.name)
@@ -197,7 +199,7 @@ def _choose(
         if not candidates:
             continue
         candidates.sort(key=lambda parts: parts.scheme.affine is None)  # values without zero points fit others too
-        fits = [parts for parts in candidates if parts.fault() is None]
+        fits = [parts for parts in candidates if parts.fault is None]
         if len(fits) > 1 and len(described) > 1:
             unclear[len(out)] = fits
         all_fits.append(fits)

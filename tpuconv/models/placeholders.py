@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tpuconv.jsonfile import Each, Optional, Range
+from tpuconv.models.common.beside import AUDIO, VISION
 from tpuconv.models.media_texts import (
     FRAME_MASKS,
     GEMMA_IMAGE,
@@ -36,7 +37,7 @@ from tpuconv.models.media_texts import (
 )
 
 IMAGE, SOUND = "image", "sound"
-PART_OF_KIND = {IMAGE: "vision", SOUND: "audio"}
+PART_OF_KIND = {IMAGE: VISION, SOUND: AUDIO}
 """The part of a model that takes it."""
 
 FEW, NONE_OR_FEW = Optional((Range(1, 1 << 20), None)), Optional((Range(0, 1 << 20), None))

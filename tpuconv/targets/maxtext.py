@@ -346,7 +346,7 @@ def _delta(stacked: tuple[str, ...]) -> Tree:
             LayerPlaces({**both, **full}, "decoder.layers_{attention_layers}", stacked, "attention_layers"),
         ),
         4,
-        needs={**DELTA_LAYERS, **rope_of("default"), **NORMALIZED},
+        needs={**DELTA_LAYERS, **UNSCALED_ROPE, **NORMALIZED},
         stacked_needs=DELTA_PERIOD,
     )
 

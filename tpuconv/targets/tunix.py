@@ -143,7 +143,6 @@ IMAGES = PartPlaces(
 
 FIXED_BASE: Needs = {"rope_theta=1000000": lambda config: config.rope.theta == 1_000_000}
 OTHER_ROPE = "Tunix 0.1.7 computes with rope_theta 1,000,000 and without rope scaling, whatever its settings say"
-OTHER_BASE: Any = {"note": OTHER_ROPE, "differs": {**FIXED_BASE, **UNSCALED_ROPE}}
 
 
 TUNIX = Target(
@@ -155,8 +154,10 @@ TUNIX = Target(
             {**ATTENTION_PLACES, **MLP_PLACES}, {}, note=OTHER_ROPE, differs={**FIXED_BASE, **PLAIN_ATTENTION}
         ),
         "qwen2": _tree({**ATTENTION_PLACES, **BIASES, **MLP_PLACES}, PLAIN_ATTENTION),
-        "qwen3": _tree({**ATTENTION_PLACES, **MLP_PLACES}, PLAIN_ATTENTION, **OTHER_BASE),
-        "qwen3_moe": _tree({**ATTENTION_PLACES, **ROUTED}, {**PLAIN_ATTENTION, **NORMALIZED}, **OTHER_BASE),
+        "qwen3": _tree({**ATTENTION_PLACES, **MLP_PLACES}, PLAIN_ATTENTION, note=OTHER_ROPE, differs=FIXED_BASE),
+        "qwen3_moe": _tree(
+            {**ATTENTION_PLACES, **ROUTED}, {**PLAIN_ATTENTION, **NORMALIZED}, note=OTHER_ROPE, differs=FIXED_BASE
+        ),
         "gemma": GEMMA12,
         "gemma2": GEMMA12,
         "gemma3_text": TUNIX_GEMMA3,

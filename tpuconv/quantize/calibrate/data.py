@@ -155,10 +155,7 @@ def from_prompts(file: Path, encoder: PromptEncoder, samples: int, length: int) 
         prompt = check(parse(line.encode(), what, UsageError), LINE_SCHEMA, what, UsageError)
         chat = prompt.get("chat", False)
         media = [[file.parent / local_path(name) for name in prompt.get(kind, ())] for kind in ("images", "sounds")]
-        if any(media):
-            ids, found = encoder.encode_with(prompt["prompt"], *media, chat=chat)
-        else:
-            [ids], found = encoder.encode([prompt["prompt"]], chat=chat), {}
+        ids, found = encoder.encode_with(prompt["prompt"], *media, chat=chat)
         if found and len(ids) > length:
             raise UsageError(
                 f"the prompt in {what} has {len(ids)} tokens with its images and sounds, and a sample has {length}",
