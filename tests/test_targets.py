@@ -6,13 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import tpuconv
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
-from helpers.conversions import same_bits
-from helpers.families import BY_ID, FIRST, Case, one_fast_of_each
+from helpers.conversions import flatten, same_bits
+from helpers.families import BY_ID, FIRST, Case, one_fast_of_each, save
 from helpers.logits import forward
+from helpers.released import GEMMA4, GEMMA4_SHARED, gemma3n
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import LayoutError, UnsupportedConfig, UsageError
@@ -303,6 +305,12 @@ OTHER_BASE = {"rope_type": "default", "rope_theta": 500.0}
             for target in ("maxtext", "tunix", "gemma")
         ),
         ("jax-llm-examples", "qwen3-yarn", {}, "rotary positions without scaling"),
+        ("gemma", "gemma3n_text-plain", {}, "for all later layers"),
+        ("gemma", "gemma3n_text-widths", {"num_key_value_heads": 1}, "MLPs of one width and altup_active_idx=0"),
+        *(
+            (target, "gemma4_text-shared", {"vocab_size_per_layer_input": 70}, "vocab_size_per_layer_input=vocab_size")
+            for target in ("tunix", "gemma")
+        ),
     ],
 )
 def test_a_config_that_a_program_cannot_express_is_refused(target, case, changes, message):
@@ -561,3 +569,51 @@ def test_parameters_that_the_way_back_rounds_are_told(hf, tmp_path):
     assert done.rounded == note == done.to_json()["rounded"]
     for options in ({"target": "maxtext", "dtype": "float32"}, {"target": "nnx", "dtype": "bfloat16"}, {}):
         assert not api.plan(folder, **options).notes
+
+
+@pytest.mark.parametrize("is_released", [True, False], ids=["of a release", "of transformers"])
+@pytest.mark.parametrize("target", ["gemma", "tunix"])
+def test_keys_and_values_that_no_layer_reads(target, is_released, tmp_path):
+    """Both programs have arrays for them. A release has their tensors, which come back; what transformers saves has
+    none: the tensors of the layer that is read instead stand for them."""
+    case = Case("gemma4-shared", "gemma4_text", "gemma4_text", GEMMA4 | GEMMA4_SHARED)
+    save(case, source := tmp_path / "hf")
+    tensors = read_tensors(source)
+    last, rng = {5: 5, 11: 5}, np.random.default_rng(0)  # layers that see all tokens, and the one that they read
+    unused = {
+        f"model.layers.{i}.self_attn.{x}.weight": tensors[f"model.layers.{last.get(i, 4)}.self_attn.{x}.weight"]
+        for i in range(6, 12)
+        for x in ("k_proj", "v_proj", "k_norm")
+    }
+    if is_released:
+        unused = {name: rng.normal(size=x.shape).astype(x.dtype) for name, x in unused.items()}
+        write_checkpoint(source, json.loads((source / "config.json").read_text()), tensors | unused)
+    assert bool(tensors.keys() & unused.keys()) is False
+    found = back(source, tmp_path, target)
+    assert found.keys() == tensors.keys() | unused.keys()
+    for name, values in found.items():
+        assert same_bits(values, (tensors | unused)[name]), name
+    assert same_logits(tmp_path / "back", source)
+
+
+def same_logits(one: Path, other: Path) -> bool:
+    """Whether two checkpoints have the same logits to the bit, by our own model."""
+    ids = np.arange(3, 15)[None]
+    first, second = (np.asarray(forward(tpuconv.load(folder), ids)) for folder in (one, other))
+    return same_bits(first, second)
+
+
+@pytest.mark.parametrize("further", [0, 7])
+def test_ids_without_embeddings_of_layers_have_an_array_of_their_own(further, tmp_path):
+    """The ids of images and sounds of Gemma 3n, for which the library gemma has no rows."""
+    save(gemma3n(further), source := tmp_path / "hf")
+    tensors = read_tensors(source)
+    found = back(source, tmp_path, "gemma")
+    assert found.keys() == tensors.keys()
+    assert all(same_bits(found[name], values) for name, values in tensors.items())
+    with ocp.StandardCheckpointer() as checkpointer:
+        arrays = dict(flatten(checkpointer.restore(tmp_path / "out" / "params")))
+    whole = tensors["model.embed_tokens.weight"]
+    assert same_bits(arrays["embedder.input_embedding"], whole[:101])
+    assert ("embedder.further_embedding" in arrays) == bool(further)
+    assert not further or same_bits(arrays["embedder.further_embedding"], whole[101:])

@@ -48,7 +48,7 @@ LISTED = {
     "gemma": {
         r"Gemma2_\d+B": "gemma2",
         r"Gemma3_\d+[MB]": "gemma3",
-        r"Gemma3n_E\dB": None,  # its layers share keys and values
+        r"Gemma3n_E\dB": "gemma3n",
         r"Gemma4_(E\dB|\d+B|26B_A4B)": "gemma4",
     },
 }

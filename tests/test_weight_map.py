@@ -20,6 +20,7 @@ from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, w
 from helpers.commands import tpuconv as command
 from helpers.conversions import assert_same, same_bits
 from helpers.families import BY_ID, CASES, CORE, Case
+from helpers.released import GEMMA4, GEMMA4_SHARED, gemma3n
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import ConfigError, MappingError, UnsupportedConfig, UsageError
@@ -62,12 +63,13 @@ def on_host(tree) -> dict[str, np.ndarray]:
 def forms() -> list:
     first = {case.family: case for case in reversed(CASES) if case.family in FAMILIES}
     first |= {family: BY_ID[f"{family}-released"] for family in ("gemma3_text", "gemma4_text")}
+    shared = Case("gemma4-shared", "gemma4_text", "gemma4_text", GEMMA4 | GEMMA4_SHARED)
     fast = {
         *("llama-plain-maxtext-scanned", "qwen3_moe-few-experts-tunix", "qwen3-tied-jax-llm-examples"),
-        "deepseek_v3-groups-nnx",
+        *("deepseek_v3-groups-nnx", "gemma4-shared-tunix"),
     }
     out = []
-    for case in first.values():
+    for case in (*first.values(), shared, gemma3n(7)):
         for tree in TREES:
             trees = get_target(tree).trees
             if trees is not None and (case.written_as or case.model_type) not in trees:

@@ -1,7 +1,7 @@
 """Run by the Python of the library gemma: what its `load_params` restores for its models, and their logits. It takes a
-JSON list of requests from its input, with the keys module, settings (of its `TransformerConfig`), out (npz), and root
-(a checkpoint) and ids (npy); or, for the shapes of a whole model, model (the name of a class of `gm.nn`); or, to run
-the code of a page, code, model and ids."""
+JSON list of requests from its input, with the keys module, settings (of its `TransformerConfig`), out (npz), root (a
+checkpoint), ids (npy), and rest (an array of the embedder that the model has not); or, for the shapes of a whole model,
+model (the name of a class of `gm.nn`); or, to run the code of a page, code, model and ids."""
 
 import dataclasses
 import json
@@ -25,6 +25,8 @@ def restored(request: dict) -> dict[str, np.ndarray]:
     if "attention_types" in settings:
         kinds = modules.AttentionType
         settings["attention_types"] = tuple(kinds[name] for name in settings["attention_types"])
+    if "kv_cache_sharing_config" in settings:
+        settings["kv_cache_sharing_config"] = configs.KVCacheSharingConfig(**settings["kv_cache_sharing_config"])
     if "query_pre_attn_norm" in settings:
         scale = settings["query_pre_attn_norm"]
         settings["query_pre_attn_norm"] = configs.QueryPreAttentionNormalisation[scale]
@@ -36,11 +38,16 @@ def restored(request: dict) -> dict[str, np.ndarray]:
     ids = jnp.asarray(np.load(request["ids"])) if "ids" in request else jnp.zeros((1, 3), int)
     if "code" in request:
         return with_logits(*ran(request["code"], whole, config), ids)
-    model = models.Transformer(config=config, dtype=jnp.float32)
+    whole = getattr(models, "Gemma3nTransformer", None) or models.Transformer
+    model = whole(config=config, dtype=jnp.float32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), ids)["params"]
     if "model" in request:
         return {name: np.array(leaf.shape) for name, leaf in named(shapes)}
-    return with_logits(model, gm.ckpts.load_params(request["root"], params=shapes, donate=False), ids)
+    if "rest" not in request:
+        return with_logits(model, gm.ckpts.load_params(request["root"], params=shapes, donate=False), ids)
+    params = gm.ckpts.load_params(request["root"])
+    params["embedder"].pop(request["rest"])
+    return with_logits(model, params, ids)
 
 
 def ran(code: str, whole: type, config):

@@ -38,6 +38,36 @@ GEMMA4_INPUTS = {
     "hidden_size_per_layer_input": 6,
     "vocab_size_per_layer_input": 101,
 }
+GEMMA4_SHARED = {
+    **GEMMA4_INPUTS,
+    "num_hidden_layers": 12,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,
+    "num_kv_shared_layers": 6,
+    "use_double_wide_mlp": True,
+}
+
+
+def gemma3n(further: int) -> Case:
+    """A Gemma 3n whose layers have embeddings for all ids but the last `further`."""
+    return Case(
+        f"gemma3n-{further}",
+        "gemma3n_text",
+        "gemma3n_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 6,
+            "vocab_size": 101 + further,
+            "vocab_size_per_layer_input": 101,
+            "hidden_size_per_layer_input": 6,
+            "num_hidden_layers": 10,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 2,
+            "num_kv_shared_layers": 5,
+            "laurel_rank": 5,
+            "activation_sparsity_pattern": [0.0] * 10,
+            "final_logit_softcapping": 30.0,
+            "altup_num_inputs": 4,
+        },
+    )
 
 
 def save_with_constant_norms(case: Case, folder: Path):

@@ -124,7 +124,9 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
     "test_an_output_that_is_a_mount_point": ("another disk-", "a read-only volume-"),
     "test_an_old_output_that_a_server_has_open": (),
     "test_pairs_of_trees": ("qwen3-maxtext-scanned", "qwen3-tunix", "deepseek_v3-tpuconv"),
-    "test_a_map_makes_what_convert_and_export_write": ("llama-plain-maxtext-scanned", "qwen3_moe-few-experts-tunix"),
+    "test_a_map_makes_what_convert_and_export_write": (
+        *("llama-plain-maxtext-scanned", "qwen3_moe-few-experts-tunix", "gemma4-shared-tunix"),
+    ),
     "test_a_server_of_another_model": ("vLLM",),
     "test_a_pattern_that_cannot_be_used_is_named_with_its_place": (
         *("none", "many repetitions", "too long", "deep", "what takes too long to compile"),

@@ -63,6 +63,7 @@ class Map:
         arithmetic: for each parameter, how its values differ from the sources; empty if none differ.
         input_first: whether the source is a matrix [in, out], as transformers' Conv1D has it. What adapters change and
             servers read is [out, in].
+        otherwise: the letter of the one layer whose tensors are taken where the row's are missing; empty if none are.
         part: the part of a multimodal model beside its text model, whose config has the sizes; empty in the text model.
     """
 
@@ -73,6 +74,7 @@ class Map:
     buffer: bool = False
     arithmetic: tuple[Arithmetic | None, ...] = ()
     input_first: bool = False
+    otherwise: str = ""
     part: str = ""
 
     @property

@@ -118,7 +118,7 @@ def _of_tree(config: Any, table: MappingTable, tree: Tree, scan: bool) -> HasSiz
     """
     period = tree.period
     half = {HALF_HEAD: config.sizes["H"] // 2} if "H" in config.sizes else {}
-    sizes, sets = {**config.sizes, **half}, {**config.layer_sets, **table.layer_sets}
+    sizes, sets = {**config.sizes, **half}, {**config.layer_sets, **table.layer_sets, **tree.layer_sets(config)}
     if period == 1:
         return WithSizes(config, sizes, sets)
     numbers = sets[LAYERS]
@@ -180,17 +180,24 @@ def _merged(rows: Sequence[Map], tree: Tree) -> list[Map]:
             parts = [
                 row for name in joined for row in out if any(_is_named(own, name, letter) for own in row.jax_names)
             ]
-            parts = list(dict.fromkeys(parts))
-            if len(parts) > 1:
-                sides = zip(*(_sides(row.layout) for row in parts), strict=True)
-                merged = replace(
-                    parts[0],
-                    hf=tuple(name for row in parts for name in row.hf_names),
-                    jax=tuple(name for row in parts for name in row.jax_names),
-                    layout=" -> ".join(", ".join(side) for side in sides),
-                )
-                out = [merged if row is parts[0] else row for row in out if row not in parts[1:]]
+            by_layers: dict[str, list[Map]] = {}
+            for row in dict.fromkeys(parts):
+                layer = _LAYER.match(row.jax_names[0])
+                by_layers.setdefault(layer[1] if layer else "", []).append(row)
+            for first, *others in by_layers.values():
+                merged = _merge([first, *others])
+                out = [merged if row is first else row for row in out if row not in others]
     return out
+
+
+def _merge(rows: Sequence[Map]) -> Map:
+    """Returns one row of the names and axes of all."""
+    return replace(
+        rows[0],
+        hf=tuple(name for row in rows for name in row.hf_names),
+        jax=tuple(name for row in rows for name in row.jax_names),
+        layout=" -> ".join(", ".join(side) for side in zip(*(_sides(row.layout) for row in rows), strict=True)),
+    )
 
 
 def _outside_layers(tree: Tree) -> Places:
@@ -277,15 +284,16 @@ class _Composer:
 
     def _row(self, row: Map, placed: "_Placed", front: str = "", stack: Sequence[str] = ()) -> Map:
         sources, targets = _joined(row, placed)
+        of_arrays = [(name, place) for _, place in placed for name in place.names]
         if stack:
             targets = [
-                _stacked(axes, stack, self._axis(place)) for axes, (_, place) in zip(targets, placed, strict=True)
+                _stacked(axes, stack, self._axis(place)) for axes, (_, place) in zip(targets, of_arrays, strict=True)
             ]
-        arithmetic = tuple(place.arithmetic for _, place in placed)
+        arithmetic = tuple(place.arithmetic for _, place in of_arrays)
         layout = " -> ".join(", ".join(map(format_axes, side)) for side in (sources, targets))
         return replace(
             row,
-            jax=tuple(f"{self.target.root}{front}{place.name}{self.target.leaf}" for _, place in placed),
+            jax=tuple(f"{self.target.root}{front}{name}{self.target.leaf}" for name, _ in of_arrays),
             layout=layout,
             arithmetic=arithmetic if any(arithmetic) else (),
         )
@@ -326,13 +334,13 @@ def _find(places: Places, names: Collection[str]) -> _Placed | None:
 
 def _joined(row: Map, placed: _Placed) -> tuple[list[Axes], list[Axes]]:
     """Returns the axes of a row's sources and of the target's parameters. A letter that a place takes apart, such as H
-    as (half_head + half_head), is taken apart in the sources too."""
+    as (half_head + half_head), is taken apart in the sources too. An index in a place's name is no axis there."""
     stack = tuple(row_indices(row)[1])
     layout = Layout.parse(row.layout, stack)
     apart: dict[str, Axis] = {}
     targets: list[Axes] = []
     for numbers, place in placed:
-        own = [layout.dst[i] for i in numbers]
+        own = [_without_indices(layout.dst[i], place.name) for i in numbers]
         if not place.layout:
             (axes,) = own
             targets.append(axes)
@@ -344,9 +352,13 @@ def _joined(row: Map, placed: _Placed) -> tuple[list[Axes], list[Axes]]:
                     if axis.op or not part.op:
                         raise LayoutError(f"'{place.layout}' of {place.name} does not begin with {format_axes(axes)}")
                     apart[axis.letter] = part
-        targets.append(wanted.dst[0])
+        targets += wanted.dst
     sources = [axes[len(stack) :] for axes in layout.src]
     return [_taken_apart(axes, apart) for axes in sources], [_taken_apart(axes, apart) for axes in targets]
+
+
+def _without_indices(axes: Axes, name: str) -> Axes:
+    return tuple(axis for axis in axes if axis.op or f"{{{axis.letter}}}" not in name)
 
 
 def _taken_apart(axes: Axes, apart: Mapping[str, Axis]) -> Axes:

@@ -58,6 +58,12 @@ def _has_llama4_layers(config: Any) -> bool:
     )
 
 
+def _shares_last_keys(config: Any) -> bool:
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+    last = {"full_attention": own - 1, "sliding_attention": own - 2}
+    return own == config.num_hidden_layers or all(last[kind] == layer for kind, layer in config.last_keys.items())
+
+
 NO_WINDOWS: Needs = {"no sliding windows": lambda config: not any(config.windows)}
 UNSCALED_ROPE: Needs = {"rotary positions without scaling": lambda config: config.rope.type == "default"}
 LLAMA31 = Rope("llama3", factor=8, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)
@@ -102,6 +108,23 @@ DELTA_PERIOD: Needs = {
 GROUPED: Needs = {
     # Otherwise all three projections are one array, for which there is no table.
     "fewer heads of keys than of queries": lambda config: config.num_key_value_heads != config.num_attention_heads
+}
+WHOLE_VOCABULARY: Needs = {
+    "vocab_size_per_layer_input=vocab_size": lambda config: (
+        not config.has_layer_inputs or config.vocab_size_per_layer_input == config.vocab_size
+    )
+}
+SHARED_KEYS: Needs = {
+    "the keys and values of the last two layers with own ones for all later layers": _shares_last_keys
+}
+GEMMA3N_STREAMS: Needs = {
+    "MLPs of one width": lambda config: len(set(config.widths)) == 1,
+    "altup_active_idx=0 and altup_correct_scale": lambda config: (
+        config.altup_active_idx == 0 and config.altup_correct_scale
+    ),
+    "rotary positions without scaling in layers with a sliding window": lambda config: (
+        config.local_rope.type == "default"
+    ),
 }
 HEAD_SCALE: Needs = {
     "query_pre_attn_scalar=head_dim": lambda config: (

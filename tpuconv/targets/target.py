@@ -5,7 +5,7 @@ that it joins, the axis on which it stacks layers, and the few values that it ch
 a release, and the way back, follow from it and from the family's table (`tpuconv.targets.compose`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,12 +31,19 @@ class Place:
         layout: how our axes become the target's, as in a mapping table; by default they are the same.
         arithmetic: how its values differ from ours; by default they are the same.
         layer_axis: the axis on which scanned layers are stacked; by default the axis of the target.
+        rest: the name of a second array, for what the target has no place for: the layout's second result.
     """
 
     name: str
     layout: str = ""
     arithmetic: Arithmetic | None = None
     layer_axis: int | None = None
+    rest: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its arrays."""
+        return (self.name, self.rest) if self.rest else (self.name,)
 
 
 Places = Mapping[str | tuple[str, ...], str | Place]
@@ -100,6 +107,7 @@ class Tree:
         differs: the same where a model without the property is converted all the same: its weights are right, and the
             program computes other logits.
         note: what a user must know to load it.
+        layer_sets: layers of the tree that a config does not have, by their letter.
         parts: the parts beside the text model that the target has, by name. Without the others the text model is
             converted.
         quantized: sets of parameters of layers, by our names after `layers.{L}.`, of which the program reads all
@@ -114,6 +122,7 @@ class Tree:
     stacked_needs: Needs = field(default_factory=dict)
     differs: Needs = field(default_factory=dict)
     note: str = ""
+    layer_sets: Callable[[Any], Mapping[str, Sequence[int]]] = lambda config: {}
     parts: Mapping[str, PartPlaces] = field(default_factory=dict)
     quantized: tuple[frozenset[str], ...] | None = None
 

@@ -122,11 +122,13 @@ class NamedStep:
 
 
 def compose_steps(source: Sequence[Binding], target: Sequence[Binding]) -> tuple[NamedStep, ...]:
-    """Returns the steps from one tree to another one, given the rows from released tensors to each.
+    """Returns the steps from one tree to another one, given the rows from released tensors to each. Arrays of the
+    source that no layer reads are left out.
 
     Raises:
         UnsupportedConfig: one tree has released tensors that the other one lacks.
     """
+    source = [row for row in source if not row.row.otherwise]
     _check_alike(source, target)
     owner = {name: i for i, row in enumerate(source) for stack in row.src for name in stack.names}
     parent = list(range(len(source) + len(target)))

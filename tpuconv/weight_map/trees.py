@@ -1,6 +1,6 @@
 """The trees of a weight map: for each tree the rows from released tensors to its arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tpuconv.errors import UsageError
 from tpuconv.notation.layout import Layout, Shape, format_axes
 from tpuconv.notation.sharding import MESH_AXES, letter_sizes
+from tpuconv.notation.stand_ins import stand_ins
 from tpuconv.notation.table import Binding, Map, Stack
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target, target_names
@@ -103,7 +104,8 @@ def parts_in(model: MappedModel, form: TreeForm) -> tuple[str, ...]:
 
 
 def tree_rows(model: MappedModel, form: TreeForm) -> Sequence[Binding]:
-    """Returns the rows from released tensors to the arrays of a tree.
+    """Returns the rows from released tensors to the arrays of a tree. Arrays that no layer reads are made of the
+    tensors that stand for theirs, which no other tree has.
 
     Raises:
         UnsupportedConfig: the tree does not have the model or its layers stacked.
@@ -118,9 +120,16 @@ def tree_rows(model: MappedModel, form: TreeForm) -> Sequence[Binding]:
             scan_layers=form.scan_layers,
             include_mtp=model.include_mtp,
         )
-        return in_tree.bind(with_letters, model.include_mtp)
+        others = stand_ins(in_tree, with_letters)
+        return [_standing_in(row, others) for row in in_tree.bind(with_letters, model.include_mtp)]
     released = _released(table.bind(config, model.include_mtp))
     return joined(released, form.tensor_parallel) if form.name == VLLM else released
+
+
+def _standing_in(binding: Binding, others: Mapping[str, str]) -> Binding:
+    if not binding.row.otherwise:
+        return binding
+    return replace(binding, src=tuple(Stack(tuple(others[n] for n in x.names), x.depth) for x in binding.src))
 
 
 def _released(bindings: Sequence[Binding]) -> list[Binding]:

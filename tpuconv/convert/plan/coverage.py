@@ -27,6 +27,7 @@ from tpuconv.notation.forms import ReleaseReader
 from tpuconv.notation.layout import Shape
 from tpuconv.notation.sizes import MTP, HasSizes, WithSizes, sets_of_layers
 from tpuconv.notation.spelling import by_template, template
+from tpuconv.notation.stand_ins import stand_ins
 from tpuconv.notation.table import EXPERTS, LAYERS, PERIODS, PLACES, Binding, MappingTable, row_indices
 from tpuconv.sources.config import ENCODING_KEYS
 from tpuconv.sources.source import Source
@@ -94,6 +95,11 @@ def make_plan(
     why_ignored = table.ignored(config, mtp)
     placed_changes, elsewhere = without_ignored(placed_changes, tensors, why_ignored)
     tensors, misfits = adapt(tensors, placed_changes, input_first)
+    tensors |= {
+        name: tensors[other]
+        for name, other in stand_ins(cut_table, cut_config).items()
+        if name not in tensors and other in tensors
+    }
     faults += apart + untied + misfits
     copies = {
         name: original

@@ -15,6 +15,11 @@ declare(
     window_kv_layers=Word("layers with a sliding window, and keys and values of their own"),
     full_kv_layers=Word("layers that see all tokens, with keys and values of their own"),
     shared_kv_layers=Word("layers that use the keys and values of an earlier one"),
+    unused_window_layers=Word("of them those with a sliding window, for programs with arrays that no layer reads"),
+    unused_full_layers=Word("of them those that see all tokens, for programs with arrays that no layer reads"),
+    last_window_layer=Word("the last layer with a sliding window, and keys and values of its own"),
+    last_full_layer=Word("the last layer that sees all tokens, with keys and values of its own"),
+    further_vocab=Word("ids after the vocabulary of the embeddings of layers"),
 )
 
 
@@ -47,6 +52,7 @@ class SharedKeysConfig(PatternConfig):
             "layer_dim": self.hidden_size_per_layer_input,
             "layer_vocab": self.vocab_size_per_layer_input,
             "all_layers": self.num_hidden_layers,
+            "further_vocab": max(0, self.vocab_size - self.vocab_size_per_layer_input),
         }
 
     @property
@@ -61,6 +67,20 @@ class SharedKeysConfig(PatternConfig):
             "window_kv_layers": tuple(i for i in own if i not in full),
             "full_kv_layers": tuple(i for i in own if i in full),
             "shared_kv_layers": tuple(layers[len(own) :]),
+            "unused_window_layers": (),
+            "unused_full_layers": (),
+            "last_window_layer": tuple(i for i in own if i not in full)[-1:],
+            "last_full_layer": tuple(i for i in own if i in full)[-1:],
+        }
+
+    @property
+    def unused_layer_sets(self) -> dict[str, Sequence[int]]:
+        """The layers whose own keys and values no model uses, though releases have tensors for them: for a program that
+        has their arrays too."""
+        sets = self.layer_sets
+        return {
+            f"unused_{kind}_layers": tuple(i for i in sets["shared_kv_layers"] if i in sets[f"{kind}_layers"])
+            for kind in ("window", "full")
         }
 
     @property

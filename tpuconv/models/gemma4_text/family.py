@@ -1,6 +1,7 @@
 """Gemma 4, the text model on its own: config and mapping table."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError
@@ -172,6 +173,12 @@ def _in(index: str, *rows: Map, part: str = "self_attn", to: str = "attn") -> tu
     return under(f"model.layers.{{{index}}}.{part}", f"layers.{{{index}}}.{to}", *rows)
 
 
+def _unused(kind: str, *rows: Map) -> tuple[Map, ...]:
+    """Returns rows of the keys and values that no layer reads. transformers writes no tensors for them; those that the
+    layer reads instead stand for them."""
+    return tuple(replace(row, otherwise=f"last_{kind}_layer") for row in _in(f"unused_{kind}_layers", *rows))
+
+
 FULL_KV = _attention("full_head_dim", "full_kv_heads")
 QUERIES_OF_LAYERS = (
     *_in("window_layers", *_queries("H")),
@@ -182,6 +189,9 @@ ATTENTION_OF_LAYERS = (
     *_in("window_kv_layers", *_attention("H", "K")),
     *_in("full_kv_layers", *FULL_KV[:2]),
     *when("has_global_values", *_in("full_kv_layers", *FULL_KV[2:])),
+    *_unused("window", *_attention("H", "K")),
+    *_unused("full", *FULL_KV[:2]),
+    *when("has_global_values", *_unused("full", *FULL_KV[2:])),
 )
 MLP_OF_LAYERS = (
     *under("model.layers.{narrow_layers}.mlp", "layers.{narrow_layers}.mlp", *MLP),
@@ -224,7 +234,7 @@ SHARED_ALREADY = {
     f"model.layers.{{shared_kv_layers}}.self_attn.{name}.weight": USES_EARLIER
     for name in ("k_proj", "v_proj", "k_norm", "v_norm")
 }
-"""Tensors that releases have, and that no model uses."""
+"""Tensors that releases have, and that no model uses. Programs with arrays for them have rows, in `unused_*_layers`."""
 
 
 TABLE = decoder_table(
