@@ -20,6 +20,7 @@ from helpers import quantizing
 from helpers.checkpoints import json_headers, read_tensors, write_checkpoint
 from helpers.commands import LISTINGS, every_name, forked
 from helpers.conversions import assert_same, convert, plan_for, restore, same_bits
+from helpers.drafts import drafted
 from helpers.encoded import (
     ENCODINGS,
     GPT_OSS,
@@ -367,11 +368,18 @@ def test_what_was_dequantized_comes_back_as_a_plain_checkpoint(saved, tmp_path):
     assert np.abs(ours - theirs).max() < 2e-5 * np.abs(theirs).max()
 
 
+@pytest.mark.filterwarnings("ignore:.*not loaded, since the model does not use them. mtp:UserWarning")
 def test_layers_that_predict_further_tokens_come_back_too(with_mtp, tmp_path):
     encoded(with_mtp, tmp_path / "hf", fp8)
     plan = convert(tmp_path / "hf", tmp_path / "out", Options(include_mtp=True, encoding="keep"))
     assert any(name.startswith("mtp.") for name in plan.passthrough)
     assert_came_back(tmp_path / "hf", tmp_path / "out", plan)
+    ids = np.arange(3, 23)[None]
+    convert(tmp_path / "hf", tmp_path / "plain", Options(include_mtp=True, dtype="float32"))
+    plain, kept = (tpuconv.load(tmp_path / name, "float32", mtp=True) for name in ("plain", "out"))
+    assert same_bits(forward(kept, ids), forward(tpuconv.load(tmp_path / "out", "float32"), ids))
+    want, got = (drafted(model) for model in (plain, kept))
+    assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
 
 
 def test_files_are_cut_and_indexed(saved, tmp_path, monkeypatch):

@@ -6,16 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from flax import nnx
 
 import tpuconv
 from helpers.commands import EXAMPLE
 from helpers.conversions import convert
-from helpers.drafts import NOISE, WITH_MODULE, save_with_drafts
+from helpers.drafts import NOISE, WITH_MODULE, drafted, save_with_drafts
 from helpers.families import BY_ID, PROMPTS
-from tpuconv import cli
+from tpuconv import api, cli
+from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.generate import ENDED, Generator, Sampling
@@ -136,3 +140,36 @@ def test_commands_tell_how_many_drafts_were_accepted(drafting: Any, tmp_path: Pa
     timing = found["timings"][0]
     assert 1 <= timing["tokens_per_step"] <= 2
     assert timing["tokens_per_second"] == pytest.approx(timing["tokens_per_step"] / timing["step_seconds"])
+
+
+BY_NAME = """
+qwix:
+  rules:
+    - module_path: 'mtp/.*/(attn|mlp|moe)/(?!(.*/)?router).*'
+      weight_qtype: int8
+    - module_path: '.*/(attn|mlp|moe)/(?!(.*/)?router).*'
+      weight_qtype: int8
+"""
+"""The module for multi-token prediction is quantized by a rule that names it."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "glm4_moe-air" else pytest.mark.slow) for name in WITH_MODULE]
+)
+def test_a_module_that_a_rule_names_is_quantized(name: str, tmp_path: Path) -> None:
+    """It drafts as the module of the values that its export holds, and changes no token."""
+    save_with_drafts(BY_ID[name], tmp_path / "hf")
+    (tmp_path / "mtp.yaml").write_text(BY_NAME)
+    api.convert(tmp_path / "hf", tmp_path / "int8", include_mtp=True, quantize=str(tmp_path / "mtp.yaml"))
+    named = [name for name in read_manifest(tmp_path / "int8").quantization["parameters"] if name.startswith("mtp.")]
+    assert any(".attn." in name for name in named)
+    model = tpuconv.load(tmp_path / "int8", mtp=True)
+    assert sum(x.dtype == jnp.int8 for x in jax.tree.leaves(nnx.state(model.mtp))) == len(named)
+    speculator = Speculator(model)
+    np.testing.assert_array_equal(tokens(speculator, PROMPTS), tokens(Generator(model), PROMPTS))
+    assert speculator.drafts.checked
+    api.export(tmp_path / "int8", tmp_path / "served")
+    api.convert(tmp_path / "served", tmp_path / "again", include_mtp=True, dtype="float32")
+    again = tpuconv.load(tmp_path / "again", mtp=True)
+    ours, theirs = (drafted(each) for each in (model, again))
+    assert np.abs(ours - theirs).max() <= 2e-5 * np.abs(theirs).max()

@@ -4,6 +4,7 @@ places: of a checkpoint here, of a release in `tpuconv.direct`."""
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,31 +238,22 @@ def _check_casts(manifest: Manifest, targets: Mapping[str, jax.ShapeDtypeStruct]
 
 def abstract_model(manifest: Manifest, dtype: DTypeLike | None = None, *, mtp: bool = False) -> Any:
     """Returns the model of a checkpoint with shapes instead of arrays, in the dtypes that `load` gives them; with `mtp`
-    the module for multi-token prediction too, which is never quantized."""
-    model = _abstract_model(manifest, dtype)
-    if mtp:
-        model_dtype = jnp.dtype(manifest.dtype if dtype is None else dtype)
-
-        def with_mtp(model: Any) -> Any:
-            model.add_mtp(dtype=model_dtype)
-            return model.mtp
-
-        model.mtp = nnx.eval_shape(with_mtp, model)
-    return model
-
-
-def _abstract_model(manifest: Manifest, dtype: DTypeLike | None) -> Any:
+    the module for multi-token prediction too."""
     family, config = get_family(manifest.family), _model_config(manifest)
     model_dtype = jnp.dtype(manifest.dtype if dtype is None else dtype)
 
+    def build(*, scan_layers: bool = False) -> Any:
+        model = family.model_class(config, scan_layers=scan_layers, dtype=model_dtype)
+        if mtp:
+            model.add_mtp(dtype=model_dtype)
+        return model
+
     if manifest.quantization is None:
-        return nnx.eval_shape(lambda: family.model_class(config, scan_layers=manifest.scan_layers, dtype=model_dtype))
+        return nnx.eval_shape(partial(build, scan_layers=manifest.scan_layers))
     from tpuconv.quantize.rules import abstract_quantized_model
 
     stacks = LayerStacks(config.num_hidden_layers, config.period) if manifest.scan_layers else None
-    model = abstract_quantized_model(
-        lambda: family.model_class(config, dtype=model_dtype), manifest.quantization, stacks
-    )
+    model = abstract_quantized_model(build, manifest.quantization, stacks)
     graphdef, state = nnx.split(model)
     leaves = []
     for path, value in nnx.to_flat_state(state):
@@ -346,14 +338,14 @@ def _check_arrays(manifest: Manifest, model: Mapping[str, Any]) -> None:
 def _mtp_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     """The shapes of the arrays of layers for multi-token prediction, which are not part of the model; empty if they
     were not converted."""
-    config = _model_config(manifest)
+    config, quantized = _model_config(manifest), (manifest.quantization or {}).get("parameters", {})
     table = get_family(manifest.family).table_without_release(manifest.returns, config.parts)
     with_mtp, model_only = (
         {n: s for b in table.bind(config, mtp) for n, s in b.dst_shapes().items()} for mtp in (True, False)
     )
     out = {}
     for name in with_mtp.keys() - model_only.keys():
-        if facts := manifest.passthrough.get(name):
+        if facts := quantized.get(name):
             out[name + QVALUE] = with_mtp[name]
             for part in (SCALE, ZERO_POINT) if facts.get("zero_points") else (SCALE,):
                 out[name + part] = tuple(n // size for n, size in zip(with_mtp[name], facts["tiles"], strict=True))

@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from helpers.checkpoints import read_tensors, write_checkpoint
@@ -102,3 +104,10 @@ def assert_exported_as_released(checkpoint: Path, source: Path, out: Path) -> No
         {name: (x.dtype, x.tobytes()) for name, x in read_tensors(folder).items()} for folder in (out, source)
     )
     assert have == want
+
+
+def drafted(model: Any) -> np.ndarray:
+    """Hidden states [1, T, D] of the module for multi-token prediction after a text."""
+    ids_BT = jnp.arange(3, 23)[None]
+    x_BTD, cache = model.run_layers(ids_BT, ids_BT >= 0, model.init_cache(1, 24))
+    return np.asarray(model.draft(x_BTD, jnp.roll(ids_BT, -1, axis=1), cache, 0)[0])

@@ -152,18 +152,12 @@ def check_mtp(manifest: Manifest) -> None:
     """Checks that a checkpoint has layers for multi-token prediction.
 
     Raises:
-        UsageError: it has none, or has them quantized.
+        UsageError: it has none.
     """
     if not any(name.startswith(MTP_PARAMETERS) for name in manifest.arrays):
         raise UsageError(
             f"{manifest.folder} has no layers for multi-token prediction",
             hint="convert the model again with `include_mtp=True`",
-        )
-    if quantized := sorted(name for name in manifest.passthrough if name.startswith(MTP_PARAMETERS)):
-        raise UsageError(
-            f"{manifest.folder} has its layers for multi-token prediction quantized as released: {quantized[0]} and "
-            f"{len(quantized) - 1} more, and the model computes them only from dequantized weights",
-            hint='convert the model again without `encoding="keep"`',
         )
 
 

@@ -18,7 +18,7 @@ from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.registry import Family
-from tpuconv.quantize.config import QuantConfig
+from tpuconv.quantize.config import MTP_MODULE, QuantConfig
 from tpuconv.quantize.matches import check_rules
 from tpuconv.quantize.report import report_page
 
@@ -78,7 +78,13 @@ def quantization(
     from tpuconv.quantize.rules import ModelBuilder, resolve_rules
 
     stacks = LayerStacks(config.num_hidden_layers, config.period) if plain.options.scan_layers else None
-    quants = resolve_rules(ModelBuilder(family.model_class, config), rules, stacks)
+    mtp = plain.options.include_mtp and any(rule.names_part(MTP_MODULE) for rule in rules.rules)
+    if mtp and rules.calibration is not None:
+        raise ConfigError(
+            f"{rules.name} has a calibration, which does not run the module for multi-token prediction",
+            hint="leave out the rule for mtp, or the calibration",
+        )
+    quants = resolve_rules(ModelBuilder(family.model_class, config, mtp), rules, stacks)
     if for_servers and _is_by_the_way(HEAD_KERNEL, quants):
         del quants[HEAD_KERNEL]
         notes.append(HEAD_NOTE)

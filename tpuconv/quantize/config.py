@@ -28,6 +28,7 @@ from tpuconv.jsonfile import read_bytes
 from tpuconv.location import BucketPath, to_location
 from tpuconv.models.common.beside import AUDIO, VIDEO, VISION
 from tpuconv.names import MANIFEST
+from tpuconv.notation.table import MTP_PARAMETERS
 from tpuconv.quantize.calibration_settings import Calibration, parse_calibration
 from tpuconv.quantize.strict_yaml import MAX_CONFIG_BYTES, YamlValue, compose, node_text, yaml_node
 
@@ -58,8 +59,10 @@ ALL_TOKENS = (0, 1)
 
 TILE_AXES = ("last", "all", "block")
 
-NAMED_ALONE = (VISION, VIDEO, AUDIO)
-"""The parts beside the text model. A rule for all modules leaves them alone."""
+MTP_MODULE = MTP_PARAMETERS.removesuffix(".")
+NAMED_ALONE = (VISION, VIDEO, AUDIO, MTP_MODULE)
+"""The parts beside the text model, and the module for multi-token prediction. A rule for all modules leaves them
+alone."""
 
 AUTO = "auto:"
 """The beginning of a config that names a number of bits."""

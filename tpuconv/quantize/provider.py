@@ -1,6 +1,7 @@
 """Qwix's provider with our products, and the models that it quantizes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from tpuconv.private import apply_interceptors, flax_util, ptq, qarray
 from tpuconv.private import qwix_einsum as einsum
 from tpuconv.private import qwix_ragged_dot as ragged_dot
 from tpuconv.quantize import tiled
-from tpuconv.quantize.config import QuantConfig
+from tpuconv.quantize.config import MTP_MODULE, QuantConfig, Rule
 
 TOKENS = 1024
 """The number of tokens in the call that shows Qwix every product: enough that no product takes a path for few
@@ -33,7 +34,7 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
     asked for a rule, which was the last one, and the number of the config's rule that quantizes the weights of each."""
 
     def __init__(self, config: QuantConfig):
-        rules = [qwix.QuantizationRule(**rule.to_qwix()) for rule in config.rules]
+        rules = [qwix.QuantizationRule(**_for_text(rule).to_qwix()) for rule in config.rules]
         super().__init__([qwix.QuantizationRule(module_path=EMBEDDING), *rules], _einsum_fn=_einsum)
         self.config = config
         self.seen_modules: dict[str, None] = {}
@@ -133,8 +134,14 @@ def _einsum(equation: str, lhs: Any, rhs: Any) -> jax.Array:
     return jax.lax.platform_dependent(*operands, tpu=on_tpu, default=by_qwix)  # type: ignore[no-any-return]
 
 
-ENTRIES = ("run_layers", "head")
+ENTRIES = ("run_layers", "head", "draft")
 """The methods of a decoder that are called from outside too, by drafts. Qwix quantizes `__call__` alone."""
+
+
+def _for_text(rule: Rule) -> Rule:
+    """Returns a rule that leaves the module for multi-token prediction alone, unless it names it."""
+    named = rule.names_part(MTP_MODULE)
+    return rule if named else replace(rule, module_path=f"(?!{MTP_MODULE}/)({rule.module_path})")
 
 
 def quantized(model: nnx.Module, provider: Provider) -> Any:
@@ -143,6 +150,10 @@ def quantized(model: nnx.Module, provider: Provider) -> Any:
     for name in ENTRIES if isinstance(model, Decoder) else ():
         method = apply_interceptors(getattr(type(model), name), provider, lambda output: output)
         setattr(type(model), name, method)
+    if hasattr(model, MTP_MODULE) and any(rule.names_part(MTP_MODULE) for rule in provider.config.rules):
+        ids_BT = jnp.zeros((1, TOKENS), jnp.int32)
+        x_BTD, cache = model.run_layers(ids_BT, ids_BT >= 0, model.init_cache(1, TOKENS))
+        model.draft(x_BTD, ids_BT, cache, 0)
     for part in model.config.parts if isinstance(model, Decoder) else ():
         if any(rule.names_part(part) for rule in provider.config.rules):
             _quantize_part(getattr(model, part), provider.for_part(part))

@@ -19,6 +19,7 @@ from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT, collapse
 from tpuconv.notation.layout import Shape
+from tpuconv.notation.table import MTP_PARAMETERS
 from tpuconv.private import flax_util, ptq, qarray
 from tpuconv.quantize.cache_scales import add_scales, scale_counts
 from tpuconv.quantize.config import MSE, NAMED_ALONE, QuantConfig, Rule, config_names
@@ -113,7 +114,10 @@ def abstract_quantized_model(
     flat = {".".join(map(str, path)): (path, value) for path, value in nnx.to_flat_state(state)}
     ours = {i for i, rule in enumerate(config.rules) if rule.tile_axes != "last"} if "rules" in quantization else set()
     tiled_by_us = {n: facts for n, facts in quantization.get("parameters", {}).items() if facts.get("rule") in ours}
+    lacks_mtp = not any(name.startswith(MTP_PARAMETERS) for name in flat)  # its arrays may be stored all the same
     for name, facts in (passthrough | tiled_by_us).items():  # scales of their own, whatever Qwix would make
+        if lacks_mtp and name.startswith(MTP_PARAMETERS):
+            continue
         known = {name + SCALE, name + QVALUE} <= flat.keys() and facts.get("stored", True)
         if not known or len(facts["tiles"]) != flat[name + QVALUE][1].ndim:
             raise CorruptOutput(f"the manifest has {name} quantized, and the model has no such parameter")
@@ -130,13 +134,17 @@ def abstract_quantized_model(
 
 @dataclass(frozen=True)
 class ModelBuilder:
-    """Makes a model with separate layers in bfloat16."""
+    """Makes a model with separate layers in bfloat16; with `mtp` and its module for multi-token prediction."""
 
     model_class: Callable[..., Any]
     config: DecoderConfig
+    mtp: bool = False
 
     def __call__(self) -> Any:
-        return self.model_class(self.config, dtype=jnp.bfloat16)
+        model = self.model_class(self.config, dtype=jnp.bfloat16)
+        if self.mtp:
+            model.add_mtp()
+        return model
 
 
 def resolve_rules(
