@@ -62,6 +62,17 @@ def test_the_tensors_are_those_of_the_source(case, hf, tmp_path):
     assert with_older_rope_keys(configs[0]) == configs[1]
 
 
+def test_servers_read_the_class_that_fsdp2_renamed(hf, tmp_path):
+    source = tmp_path / "hf"
+    config = json.loads((hf(FIRST["qwen3"], "bfloat16") / "config.json").read_text())
+    write_checkpoint(source, config | {"architectures": ["FSDPQwen3ForCausalLM"]}, read_tensors(hf(FIRST["qwen3"])))
+    one_pass(source, tmp_path / "served")
+    assert json.loads((tmp_path / "served" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    api.convert(source, tmp_path / "out")
+    api.export(tmp_path / "out", tmp_path / "back")
+    assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("family", "config"),
     [

@@ -16,7 +16,7 @@ from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import Modality, PartConfig, modality_of
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.config_keys import given_keys, without_keys
-from tpuconv.models.common.heads import AS_DRAFT, LOGITS, Head, headed, named_head, shown_head
+from tpuconv.models.common.heads import AS_DRAFT, LOGITS, Head, class_of, headed, named_head, shown_head
 from tpuconv.models.common.ignored import ConfigReport, report_ignored
 from tpuconv.models.common.rows import ALL_FORMS
 from tpuconv.models.common.saved import saved_names, saved_outside, saved_places
@@ -357,7 +357,8 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
     if not isinstance(model_type, str) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
             f"config.json: model_type={short(model_type)} and architectures={short(architectures)} name no model",
-            hint="write the model_type of the release into config.json: `tpuconv families` lists known ones",
+            hint="write the model_type of the release into config.json, a text, and its architectures, a list of "
+            "texts: `tpuconv families` lists known ones",
         )
     model_type = type_of_family(hf_config)
     known: set[str] = set()
@@ -373,7 +374,8 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
             raise UnsupportedConfig(
                 f"{family.name} reads model_type '{model_type}', but not its architecture "
                 + ", ".join(name[:100] for name in other[:10]),
-                hint=f"of this model_type it reads {', '.join(causal)}",
+                hint=f"of this model_type it reads {', '.join(causal)}, and the same without a head or with scores; if "
+                "the weights are of one of these, write it into architectures",
             )
     text, compare = hf_config.get("text_config"), "`tpuconv families --new SRC` compares the model with each"
     around = f" with a text model {short(text.get('model_type'))}" if isinstance(text, Mapping) else ""
@@ -390,7 +392,7 @@ def type_of_family(hf_config: Mapping[str, Any]) -> str:
     """Returns the model_type of a parsed config.json, or the type that the family of its first architecture has here,
     where releases of several families write the same one."""
     model_type: str = hf_config["model_type"]
-    first = next(iter(hf_config.get("architectures") or ()), "")
+    first = class_of(next(iter(hf_config.get("architectures") or ()), ""))
     kinds = SHARED_TYPES.get(model_type, {}).items()
     return next((kind for stem, kind in kinds if first.startswith(stem)), model_type)
 

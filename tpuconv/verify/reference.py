@@ -14,7 +14,7 @@ import numpy as np
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError, shorten
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES
+from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES, class_of
 from tpuconv.models.logits import Window
 from tpuconv.models.registry import find_family, type_of_family
 from tpuconv.models.stored import model_config
@@ -108,7 +108,7 @@ def reference_class(config: Any, returns: str = LOGITS, *, sees: bool = False) -
         return AutoModelForCausalLM
     # transformers 5.24 lists some models that hear for none of its tasks.
     known = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
-    return AutoModelForMultimodalLM if known else getattr(transformers, config.architectures[0])
+    return AutoModelForMultimodalLM if known else getattr(transformers, class_of(config.architectures[0]))
 
 
 def attention_of(config: Any) -> str:
