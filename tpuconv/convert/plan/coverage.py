@@ -11,7 +11,16 @@ from tpuconv.convert.plan.adapters import changes_on_disk, of_shared_matrices, o
 from tpuconv.convert.plan.cutting import cut_binding
 from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.quantization import Quantization
-from tpuconv.convert.plan.types import FLOAT_DTYPES, INTEGER_DTYPES, IS_MISSING, ZEROS, OutputArray, Plan, Skip
+from tpuconv.convert.plan.types import (
+    FIT_WITHOUT,
+    FLOAT_DTYPES,
+    INTEGER_DTYPES,
+    IS_MISSING,
+    ZEROS,
+    OutputArray,
+    Plan,
+    Skip,
+)
 from tpuconv.convert.plan.units import Slab
 from tpuconv.encodings.adapted import BY_ADAPTER, Adapted, adapt
 from tpuconv.encodings.decode import Tensor
@@ -121,7 +130,12 @@ def make_plan(
             reason += BY_ADAPTER
         skipped.setdefault(reason, []).extend(info.name for info in tensor.stored)
     faults += [f"{p}  is changed by an adapter, and not converted" for p in collapse(lost)]
-    front = _strange_front(lambda: get_family(family).release_reader(table.returns, parts), why_ignored, unmapped)
+    is_found = not expected.keys().isdisjoint(tensors)  # beside a copy with a front, such as an average of weights
+    front = (
+        []
+        if is_found
+        else _strange_front(lambda: get_family(family).release_reader(table.returns, parts), why_ignored, unmapped)
+    )
     faults += front or _coverage_faults(source, tensors, bindings, expected, unmapped, copies)
 
     if options.encoding == "keep" and not is_encoded:
@@ -315,7 +329,7 @@ def _strange_front(
     read = by_template(name for name in plain if not why_ignored(name))
     fits = all(speller.canonical(each) is not None for each in read)
     is_strange = not any(map(speller.canonical, by_template(names)))
-    return [f"every name begins with {front!r}, and all of them fit without it"] if fits and is_strange else []
+    return [f"every name begins with {front!r}, and {FIT_WITHOUT}"] if fits and is_strange else []
 
 
 def _is_input_first(tensors: Mapping[str, Tensor], name: str) -> bool:
