@@ -345,6 +345,7 @@ def test_a_folder_that_is_no_whole_checkpoint_is_refused(case, folder):
     [
         ("consolidated.safetensors", "names of Mistral's or Meta's own code"),
         ("model.fp16.safetensors", "these are a variant"),
+        ("model-00001-of-00001.safetensors", "rename the file to model.safetensors"),
         ("other.safetensors", "missing files cannot be detected"),
     ],
 )

@@ -39,6 +39,12 @@ GROUP = "tpuconv.families"
 MODALITIES = "tpuconv.modalities"
 """The group of entry points for encoders of images and sounds. The name of one is the family that gets it."""
 
+CORRECT = (
+    "correct config.json, as the model was trained: a program that cuts layers or adds tokens has to change all keys "
+    "that count them"
+)
+"""What to do where values of config.json cannot be."""
+
 NO_PARTS: Mapping[str, PartConfig] = MappingProxyType({})
 """The parts of a text model alone."""
 
@@ -148,10 +154,15 @@ class Family:
             UnsupportedConfig, ConfigError: see `DecoderConfig.from_hf` and `Head.from_hf`.
         """
         raw = without_keys(raw, allow)
-        config = self.config.from_hf(self.config.settled(raw, tensors) if tensors else raw)
-        outer: Any = self.config.around_text(raw) if parts else raw
-        towers = tuple(modality_of(self.modalities, part, outer).read(outer, config) for part in parts)
-        return replace(config, head=Head.from_hf(returns, raw), towers=towers)
+        try:
+            config = self.config.from_hf(self.config.settled(raw, tensors) if tensors else raw)
+            outer: Any = self.config.around_text(raw) if parts else raw
+            towers = tuple(modality_of(self.modalities, part, outer).read(outer, config) for part in parts)
+            return replace(config, head=Head.from_hf(returns, raw), towers=towers)
+        except ConfigError as error:
+            if error.hint is None:
+                error.hint = CORRECT
+            raise
 
     def check_config(
         self,

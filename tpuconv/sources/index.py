@@ -72,6 +72,8 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None, Mapp
 NOT_BY_THEMSELVES = (
     ("consolidated*.safetensors", "these are in the names of Mistral's or Meta's own code: look for a release in the "
      "form of transformers"),
+    ("*-00001-of-00001.safetensors", "this is a complete checkpoint: rename the file to model.safetensors to convert "
+     "it"),
     ("model.*.safetensors", "these are a variant: rename the file to model.safetensors to convert it"),
 )  # fmt: skip
 """Patterns of the names of safetensors that transformers does not load by themselves, and what to do."""
@@ -94,7 +96,7 @@ OTHER_KINDS = (
     ("*.bin", "pickled weights (.bin), which can run code and are not read",
      "save them with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"),
     ("*.pth|*.pt|*.ckpt|*.pkl", "pickled weights, which can run code and are not read",
-     "look for a safetensors version of this model"),
+     "look for a safetensors version of this model, or save it as such by the program that wrote it"),
     ("*.h5|*.msgpack|*.onnx|*.tflite|*.npz", "weights of TensorFlow, Flax or ONNX",
      "look for a safetensors version of this model"),
     ("model_index.json", "a pipeline of diffusers", "give the folder of a language model in it, such as text_encoder"),
