@@ -5,12 +5,16 @@ from collections.abc import Callable, Collection, Sequence
 
 FRONTS = frozenset({"model", "language_model", "text_model", "transformer", "thinker"})
 """Leading segments that classes of transformers add or leave out."""
-INSERTED = re.compile(
-    r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|module|base_layer)(?:\.|$)"
-)
+_WRAPPERS = "_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|module|base_layer"
+INSERTED = re.compile(rf"(?<![^.])(?:{_WRAPPERS})(?:\.|$)")
 """Segments that trainers insert into names."""
 TRAINERS = re.compile(r"^(?:base_model\.model|pretrained_model|module|_orig_mod|_forward_module)\.")
 """Segments that trainers put before names."""
+KEY_MAPPING = {
+    rf"^(?:(?:base_model\.model|pretrained_model|_forward_module|{_WRAPPERS})\.)+": "",
+    rf"(?<=\.)(?:(?:{_WRAPPERS})\.)+": "",
+}
+"""The same segments for transformers' `key_mapping`, which takes each pattern out of a name once."""
 BESIDE_MODELS = (
     (
         re.compile(

@@ -26,7 +26,7 @@ from tpuconv.encodings.adapted import BY_ADAPTER, Adapted, adapt
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough_rows import Passthrough, pass_through
 from tpuconv.encodings.reshaped import recut, shaped
-from tpuconv.encodings.tensors import decode_names, unused_reason
+from tpuconv.encodings.tensors import decode_names, is_encoded, unused_reason
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.models.common.ignored import IgnoredKey
 from tpuconv.models.common.saved import INPUTS_FIRST
@@ -75,8 +75,8 @@ def make_plan(
     target, mtp = get_target(options.target), options.include_mtp
     table = _checked_table(source, table, config, options)
     tensors, faults = decode_names(source.tensors, source.encoding, any_scales=options.allow_nonfinite)
-    is_encoded = bool(faults) or any(tensor.scheme for tensor in tensors.values())  # all of them may have faults
-    if source.encoding is not None and not is_encoded:
+    encoded = is_encoded(tensors, faults)
+    if source.encoding is not None and not encoded:
         warning = "transformers may quantize the weights when it loads them"
         key = IgnoredKey(ENCODING_KEYS[0], dict(source.encoding), "no tensor is stored as it says", warning)
         ignored_config = (*ignored_config, key)
@@ -138,7 +138,7 @@ def make_plan(
     )
     faults += front or _coverage_faults(source, tensors, bindings, expected, unmapped, copies)
 
-    if options.encoding == "keep" and not is_encoded:
+    if options.encoding == "keep" and not encoded:
         raise UsageError(
             f"{source.name} is not encoded: there are no quantized values and scales to keep",
             hint="leave `encoding=` out",
