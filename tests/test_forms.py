@@ -320,6 +320,19 @@ def test_weights_as_trainers_leave_them_are_explained(
     assert ("every name begins" in str(error.value)) == (name == "with a prefix")
 
 
+def test_stacked_layers_of_two_dtypes_are_explained(hf: Any, tmp_path: Path) -> None:
+    """As a merge of models leaves them."""
+    source = rewritten(
+        hf(FIRST["llama"]),
+        tmp_path / "hf",
+        lambda tensors: {n: x.astype(np.float16) if ".1." in n else x for n, x in tensors.items()},
+    )
+    plan_for(source).check()
+    with pytest.raises(MappingError, match="another dtype than the tensors it is joined with") as error:
+        plan_for(source, Options(scan_layers=True)).check()
+    assert "in one dtype" in (error.value.hint or "")
+
+
 def test_an_unknown_prefix_is_named(hf: Any, tmp_path: Path) -> None:
     source = rewritten(hf(FIRST["llama"]), tmp_path / "hf", lambda tensors: {f"foo.{n}": x for n, x in tensors.items()})
     with pytest.raises(MappingError, match=r"every name begins with 'foo\.', and all of them fit without it"):

@@ -43,7 +43,7 @@ CORRECT = (
     "correct config.json, as the model was trained: a program that cuts layers or adds tokens has to change all keys "
     "that count them"
 )
-"""What to do where values of config.json cannot be."""
+"""The hint of errors about values of config.json."""
 
 NO_PARTS: Mapping[str, PartConfig] = MappingProxyType({})
 """The parts of a text model alone."""

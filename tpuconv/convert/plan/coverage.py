@@ -16,6 +16,7 @@ from tpuconv.convert.plan.types import (
     FLOAT_DTYPES,
     INTEGER_DTYPES,
     IS_MISSING,
+    OTHER_DTYPE,
     ZEROS,
     OutputArray,
     Plan,
@@ -400,4 +401,4 @@ def _dtype_faults(tensors: Mapping[str, Tensor], bindings: list[Binding]) -> lis
     return [
         _describe(tensors, pattern, names, "is not a plain float, and config.json does not say how it is encoded")
         for pattern, names in collapse(not_float).items()
-    ] + [f"{pattern}  has another dtype than the tensors it is joined with" for pattern in collapse(mixed)]
+    ] + [f"{pattern}  {OTHER_DTYPE}" for pattern in collapse(mixed)]

@@ -39,8 +39,9 @@ ZEROS = ""
 """In `Plan.copies` the original of a tensor whose values must all be 0."""
 IS_MISSING = "  is missing"
 """In a fault, after the pattern of the tensors' names."""
+OTHER_DTYPE = "has another dtype than the tensors it is joined with"
 FIT_WITHOUT = "all of them fit without it"
-"""In the fault of a segment before all names."""
+"""In the faults of a tensor, and of a segment before all names."""
 CAUSES = (
     (r" \[0\] \(.*should be", "the tensors were empty when they were saved, as DeepSpeed ZeRO 3 had divided them: join "
      "its shards by `python zero_to_fp32.py CHECKPOINT OUT --safe_serialization`, or save the model again with "
@@ -50,6 +51,7 @@ CAUSES = (
     (r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|modules_to_save)\.", "there is an adapter in the model: "
      "save the model that `merge_and_unload` of peft returns; or save the adapter alone, and convert its base model "
      "with `adapter=`"),
+    (OTHER_DTYPE, "save the weights again in one dtype, as `model.to(torch.bfloat16)` and `save_pretrained` do"),
     (FIT_WITHOUT, "a program around the model put it there: save the weights again with names without it"),
 )  # fmt: skip
 """Patterns of faults that trainers cause, and what to do."""

@@ -23,7 +23,7 @@ HEADLESS_ENDS = {"ForSequenceClassification": SCORES, "Model": HIDDEN}
 """The ends of architectures' names, in place of `CAUSAL_ENDS`."""
 
 FSDP = "FSDP"
-"""What FSDP2 puts before the name of a model's class. transformers before 4.56 saved it in `architectures`."""
+"""The prefix that FSDP2 gives the name of a model's class. transformers before 4.56 saved it in `architectures`."""
 
 MOST_LABELS = 1 << 16
 TWO_LABELS = 2
