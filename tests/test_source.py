@@ -367,6 +367,7 @@ def test_all_faults_are_named_at_once(folder):
     with pytest.raises(TpuconvError) as info:
         open_source(folder)
     assert "a.bias" in str(info.value)
+    assert "save a model of your own again" in (info.value.hint or "")
 
 
 def test_a_shard_that_shrinks_raises_and_does_not_kill(folder):

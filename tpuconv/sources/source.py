@@ -227,7 +227,7 @@ def open_source(
             if len(faults) > 1
             else f"the checkpoint in {folder} cannot be read safely",
             details=shorten(faults),
-            hint="download it again, or ask where it comes from",
+            hint="download it again, or ask where it comes from; save a model of your own again, with its index",
         )
     tensors |= _shared(tensors, said)
     weights = {*shard_names, *([INDEX_FILE] if weight_map is not None else [])}
