@@ -681,6 +681,12 @@ CONFIGS = {
     "unknown key": ({"attention_chunk_size": 4}, 5, "--allow-config attention_chunk_size"),
     "quantized": ({"quantization_config": {"quant_method": "aqlm"}}, 5, "quant_method='aqlm' is not implemented"),
     "contradiction": ({"num_key_value_heads": 3}, 6, "num_key_value_heads"),
+    "rotary positions twice": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 7.0}},
+        6,
+        "transformers drops the other without a word",
+    ),
+    "layers cut": ({"layer_types": ["full_attention"] * 36}, 6, "a program that cuts layers"),
     "wrong type": ({"hidden_size": "32"}, 6, "hidden_size"),
     "shape against the config": ({"intermediate_size": 81}, 5, "should be [81, 32] by config.json"),
 }
@@ -693,7 +699,9 @@ def test_a_config_that_cannot_be_has_its_error(case, tmp_path):
     (tmp_path / "hf" / "config.json").write_text(json.dumps(qwen3_config(**changes)))
     done = tpuconv("convert", "hf", "--json", cwd=tmp_path, code=code)
     assert message in done.stderr
-    assert json.loads(done.stdout)["error"]["exit_code"] == code
+    error = json.loads(done.stdout)["error"]
+    assert error["exit_code"] == code
+    assert error["hint"]
     assert os.listdir(tmp_path) == ["hf"]
 
 

@@ -36,6 +36,8 @@ LEFT_OUT = {
     "trainer_state.json": "the state of a trainer",
     "optimizer.pt": "the state of a trainer",
     "training_args.bin": "the state of a trainer",
+    "random_states_0.pkl": "the state of a trainer",
+    "value_head.safetensors": "the state of a trainer",
     "pytorch_model.bin": "weights in a format that is not read",
     "2_Dense/pytorch_model.bin": "weights in a format that is not read",
     "model-Q4.gguf": "weights in a format that is not read",

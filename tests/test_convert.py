@@ -18,10 +18,12 @@ import pytest
 import xxhash
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import LIMITS, assert_same, convert, flatten, plan_for, restore
 from helpers.families import BY_ID, CASES
+from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert.plan import sizes
@@ -313,6 +315,29 @@ def test_a_tied_head_on_disk_is_compared_and_dropped(tmp_path):
     write_checkpoint(folder, qwen3_config(tie_word_embeddings=True), tensors)
     with pytest.raises(MappingError, match="another shape or dtype"):
         plan_for(folder).check()
+
+
+@pytest.mark.parametrize("shard_size", [10**9, 20_000], ids=["one file", "shards"])
+def test_an_embedding_that_is_saved_once_as_its_tied_head(shard_size, tmp_path):
+    """As `save_model` of safetensors and of huggingface_hub do: metadata has the name that was left out."""
+    import torch
+    from huggingface_hub import save_torch_state_dict
+
+    config = qwen3_config(tie_word_embeddings=True)
+    folder = random_checkpoint(tmp_path / "hf", config, "float32")
+    tensors = {name: torch.from_numpy(x.copy()) for name, x in read_tensors(folder).items()}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    write_checkpoint(tmp_path / "saved", config, {})
+    save_torch_state_dict(tensors, tmp_path / "saved", max_shard_size=shard_size)
+    files = [load_file(path) for path in (tmp_path / "saved").glob("*.safetensors")]
+    assert (len(files) > 1) == (shard_size < 10**9)
+    assert not any("model.embed_tokens.weight" in file for file in files)
+    plan = convert(tmp_path / "saved", tmp_path / "out")
+    assert [(s.pattern, s.reason) for s in plan.skipped] == [("lm_head.weight", "a copy of model.embed_tokens.weight")]
+    assert_same(restore(tmp_path / "out"), expected(folder, Options()))
+    assert api.verify(tmp_path / "out").passed
+    api.export(tmp_path / "out", tmp_path / "back")
+    assert_same(read_tensors(tmp_path / "back"), read_tensors(folder))
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------

@@ -224,7 +224,8 @@ def test_first_releases_of_mamba(name: str, hf: Any, orbax: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "prefix", ["_orig_mod.", "module.", "base_model.model.", "pretrained_model.", "module._orig_mod."]
+    "prefix",
+    ["_orig_mod.", "module.", "base_model.model.", "pretrained_model.", "module._orig_mod.", "_forward_module.model."],
 )
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma3"])
 def test_prefixes_of_trainers(prefix: str, name: str, hf: Any, orbax: Any, tmp_path: Path) -> None:
@@ -276,20 +277,60 @@ def test_spellings_of_an_encoder(spelled: Callable[[Tensors, Tensors], Tensors],
     assert_same(restore(tmp_path / "text"), text)
 
 
+ONE = np.ones((1, 1), np.float32)
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "reason"),
     [
-        "model.rotary_emb.inv_freq",
-        "model.layers.9.self_attn.rotary_emb.inv_freq",
-        "vision_tower.vision_model.embeddings.position_ids",
+        ("model.rotary_emb.inv_freq", "computed from config.json"),
+        ("model.layers.9.self_attn.rotary_emb.inv_freq", "computed from config.json"),
+        ("_orig_mod.model.layers.9.self_attn.rotary_emb.cos_cached", "computed from config.json"),
+        ("vision_tower.vision_model.embeddings.position_ids", "computed from config.json"),
+        ("v_head.summary.weight", "the value head of a training by PPO, which no logits depend on"),
     ],
 )
-def test_buffers_that_follow_from_the_config(name: str, hf: Any, tmp_path: Path) -> None:
+def test_tensors_that_no_model_reads(name: str, reason: str, hf: Any, tmp_path: Path) -> None:
     case = FIRST["gemma2"]
     source = rewritten(hf(case), tmp_path / "hf", lambda tensors: {**tensors, name: np.ones(4, np.float32)})
     plan = plan_for(source)
     plan.check()
-    assert [skip.reason for skip in plan.skipped] == ["computed from config.json"]
+    assert [skip.reason for skip in plan.skipped] == [reason]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "hint"),
+    [
+        ("of ZeRO 3", lambda tensors: {n: x[:0].ravel() if x.ndim == 2 else x for n, x in tensors.items()}, "ZeRO 3"),
+        ("no tensors", lambda tensors: {}, "join the shards"),
+        ("of FSDP", lambda tensors: {"_fsdp_wrapped_module._flat_param": np.ones(9, np.float32)}, "FULL_STATE_DICT"),
+        ("with an adapter", lambda tensors: {**tensors, "base_model.model.x.lora_A.default.weight": ONE}, "of peft"),
+        ("as saved modules", lambda tensors: {**tensors, "x.modules_to_save.default.weight": ONE}, "of peft"),
+        ("with a prefix", lambda tensors: {f"foo.{n}": x for n, x in tensors.items()}, "with names without it"),
+        ("with an average", lambda tensors: {**tensors, **{f"ema.{n}": x for n, x in tensors.items()}}, "check that"),
+    ],
+)
+def test_weights_as_trainers_leave_them_are_explained(
+    name: str, change: Callable[[Tensors], Tensors], hint: str, hf: Any, tmp_path: Path
+) -> None:
+    source = rewritten(hf(FIRST["llama"]), tmp_path / "hf", change)
+    with pytest.raises(MappingError) as error:
+        plan_for(source).check()
+    assert hint in (error.value.hint or "")
+    assert ("every name begins" in str(error.value)) == (name == "with a prefix")
+
+
+def test_stacked_layers_of_two_dtypes_are_explained(hf: Any, tmp_path: Path) -> None:
+    """As a merge of models leaves them."""
+    source = rewritten(
+        hf(FIRST["llama"]),
+        tmp_path / "hf",
+        lambda tensors: {n: x.astype(np.float16) if ".1." in n else x for n, x in tensors.items()},
+    )
+    plan_for(source).check()
+    with pytest.raises(MappingError, match="another dtype than the tensors it is joined with") as error:
+        plan_for(source, Options(scan_layers=True)).check()
+    assert "in one dtype" in (error.value.hint or "")
 
 
 def test_an_unknown_prefix_is_named(hf: Any, tmp_path: Path) -> None:

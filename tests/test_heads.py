@@ -195,6 +195,8 @@ def test_scores_of_a_padded_batch(converted_headless: Any) -> None:
         ("LlamaModel", ("model.layers.0.mlp.up_proj.weight", "lm_head.weight"), LOGITS),
         ("LlamaForSequenceClassification", ("lm_head.weight", "score.weight"), SCORES),
         ("LlamaForSequenceClassification", ("lm_head.weight",), LOGITS),
+        ("FSDPLlamaForCausalLM", ("lm_head.weight",), LOGITS),  # as FSDP2 names classes
+        ("FSDPLlamaForSequenceClassification", ("score.weight",), SCORES),
         ("LlamaForCausalLM", ("layers.0.mlp.up_proj.weight", "embed_tokens.weight"), HIDDEN),
         ("LlamaForCausalLM", ("layers.0.ffn.gate.weight", "embed.weight"), LOGITS),  # DeepSeek V4's names, tied
         ("LlamaForCausalLM", ("layers.0.gate.weight", "tok_embeddings.weight"), LOGITS),  # Mistral's names, tied

@@ -1,6 +1,7 @@
 """`convert --target huggingface`: safetensors in one pass, as by a conversion and an export."""
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -60,6 +61,33 @@ def test_the_tensors_are_those_of_the_source(case, hf, tmp_path):
     assert not [name for name in have if not same_bits(have[name], want[name])]
     configs = [json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "out")]
     assert with_older_rope_keys(configs[0]) == configs[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"text_only": True}], ids=["whole", "encoder carried"])
+def test_servers_read_names_without_the_segments_of_trainers(options, hf, tmp_path):
+    """transformers fills in random numbers for names that it does not know."""
+    plain, source = hf(FIRST["gemma3"], "bfloat16"), tmp_path / "hf"
+    config, tensors = json.loads((plain / "config.json").read_text()), read_tensors(plain)
+    wrapped = {f"module._orig_mod.{n}".replace(".layers.1.", ".layers.1.module."): x for n, x in tensors.items()}
+    write_checkpoint(source, config, wrapped)
+    assert_same(one_pass(source, tmp_path / "served", **options), tensors)
+    api.convert(source, tmp_path / "out", quantize="int8_weight_only")
+    api.export(tmp_path / "out", tmp_path / "int8")
+    assert {re.sub("_(packed|scale|shape)$", "", name) for name in read_tensors(tmp_path / "int8")} == {*tensors}
+    api.convert(source, tmp_path / "again")
+    api.export(tmp_path / "again", tmp_path / "back")
+    assert_same(read_tensors(tmp_path / "back"), wrapped)
+
+
+def test_servers_read_the_class_that_fsdp2_renamed(hf, tmp_path):
+    source = tmp_path / "hf"
+    config = json.loads((hf(FIRST["qwen3"], "bfloat16") / "config.json").read_text())
+    write_checkpoint(source, config | {"architectures": ["FSDPQwen3ForCausalLM"]}, read_tensors(hf(FIRST["qwen3"])))
+    one_pass(source, tmp_path / "served")
+    assert json.loads((tmp_path / "served" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    api.convert(source, tmp_path / "out")
+    api.export(tmp_path / "out", tmp_path / "back")
+    assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
 @pytest.mark.parametrize(

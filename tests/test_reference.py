@@ -36,6 +36,28 @@ def test_weights_that_transformers_does_not_find_are_named(source: Path, tmp_pat
     assert "model.layers.{0,1}.mlp.down_proj.weight: not found" in text
 
 
+@pytest.mark.parametrize("layerwise", [False, True], ids=["whole", "by layer"])
+def test_names_with_segments_of_trainers_are_compared(source: Path, tmp_path: Path, *, layerwise: bool) -> None:
+    config, tensors = json.loads((source / "config.json").read_text()), read_tensors(source)
+    wrapped = {
+        f"module._orig_mod.{n}".replace("layers.1.", "layers.1._fsdp_wrapped_module._checkpoint_wrapped_module."): x
+        for n, x in tensors.items()
+    }
+    write_checkpoint(tmp_path / "hf", config, wrapped)
+    api.convert(tmp_path / "hf", tmp_path / "out")
+    assert api.compare(tmp_path / "out", source=tmp_path / "hf", layerwise=layerwise).passed
+
+
+def test_a_description_of_an_encoding_that_was_left_does_not_quantize_plain_weights(
+    source: Path, tmp_path: Path
+) -> None:
+    left = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": left}
+    write_checkpoint(tmp_path / "hf", config, read_tensors(source))
+    found = reference(tmp_path / "hf", whole_texts(IDS), "float32").logits[0]
+    np.testing.assert_array_equal(found, reference(source, whole_texts(IDS), "float32").logits[0])
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_an_adapter_in_the_folder_is_applied_only_where_one_was_merged(source: Path, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model

@@ -345,6 +345,7 @@ def test_a_folder_that_is_no_whole_checkpoint_is_refused(case, folder):
     [
         ("consolidated.safetensors", "names of Mistral's or Meta's own code"),
         ("model.fp16.safetensors", "these are a variant"),
+        ("model-00001-of-00001.safetensors", "rename the file to model.safetensors"),
         ("other.safetensors", "missing files cannot be detected"),
     ],
 )
@@ -366,6 +367,7 @@ def test_all_faults_are_named_at_once(folder):
     with pytest.raises(TpuconvError) as info:
         open_source(folder)
     assert "a.bias" in str(info.value)
+    assert "save a model of your own again" in (info.value.hint or "")
 
 
 def test_a_shard_that_shrinks_raises_and_does_not_kill(folder):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 import tpuconv
 from helpers.commands import EXAMPLE
@@ -19,6 +20,7 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.generate import ENDED
 from tpuconv.models.text_generator import Completion, TextGenerator, _Text
 from tpuconv.models.tokenizer import PlainTokenizer, end_tokens, load_tokenizer
+from tpuconv.verify.logits import tokenize
 
 CHAT = (
     "{% for m in messages %}{% if m.role == 'system' and 'no system' in m.content %}{{ raise_exception('refused') }}"
@@ -176,6 +178,20 @@ def test_the_context_is_that_of_stretched_positions() -> None:
     assert of(Rope("llama3", factor=8.0, original_max_position_embeddings=8192)) == 40960
 
 
+def add_token(path: Path) -> None:
+    """As training does, which has to resize the embedding too."""
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_tokens([f"<new{i}>" for i in range(300 - tokenizer.get_vocab_size())] + ["<new>"])
+    tokenizer.save(str(path))
+
+
+def test_prompts_to_compare_have_no_token_without_an_embedding(folder: Path, tmp_path: Path) -> None:
+    shutil.copyfile(folder / "tokenizer.json", tmp_path / "tokenizer.json")
+    add_token(tmp_path / "tokenizer.json")
+    with pytest.raises(UsageError, match="no embedding: 300"):
+        tokenize(tmp_path, ["The king", "The <new> king"], 257)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -183,6 +199,7 @@ def test_the_context_is_that_of_stretched_positions() -> None:
         (("--chat",), "no chat template"),
         (("--speculate",), "no layers for multi-token prediction"),
         (("--prompt", ""), "every prompt must have a token"),
+        (("--prompt", "The <new> king"), "no embedding: 300 ('<new>'); the model has 257"),
     ],
 )
 def test_the_command_refuses_before_weights_are_read(
@@ -193,6 +210,7 @@ def test_the_command_refuses_before_weights_are_read(
     shutil.copytree(folder, damaged)
     for chunk in damaged.glob("params/*/c.*"):
         chunk.write_bytes(b"")
+    add_token(damaged / "tokenizer.json")
     assert message in command("generate", damaged, "--prompt", "x", *args, code=2).stderr
     command("generate", damaged, "--prompt", "x", code=10)
 

@@ -112,9 +112,8 @@ def calibration_data(
             )
         return None
     from tpuconv.checkpoint.companions import tokenizer_folder
-    from tpuconv.models.common.config import context_of
     from tpuconv.models.stored import check_positions, model_config
-    from tpuconv.models.text_generator import PromptEncoder
+    from tpuconv.models.text_generator import prompt_encoder
     from tpuconv.models.tokenizer import load_tokenizer
     from tpuconv.quantize.calibrate.data import (
         PROMPTS_SUFFIX,
@@ -134,7 +133,7 @@ def calibration_data(
             return from_text(folder, file, samples, length)
         check_tokenizer(folder)
         processors = (lambda: folder) if manifest.parts else None
-        encoder = PromptEncoder(load_tokenizer(folder), context_of(model_config(manifest)), processors, manifest.parts)
+        encoder = prompt_encoder(load_tokenizer(folder), model_config(manifest), processors, manifest.parts)
         return from_prompts(file, encoder, samples, length)
 
 

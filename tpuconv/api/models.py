@@ -188,11 +188,10 @@ def _generator(asked: GeneratorRequest, opened: OpenedModel, opened_by: OpenedMo
     check_logits(manifest)
     check_draft(opened, opened_by, asked.speculate)
     # These take seconds, in which a mistake would not be said yet.
-    from tpuconv.models.common.config import context_of
     from tpuconv.models.generate import Sampling
     from tpuconv.models.speculate import check_greedy
     from tpuconv.models.stored import check_cache_dtype, model_config
-    from tpuconv.models.text_generator import PromptEncoder, TextGenerator
+    from tpuconv.models.text_generator import TextGenerator, prompt_encoder
     from tpuconv.models.tokenizer import end_tokens, load_tokenizer
 
     check_cache_dtype(manifest, asked.cache_dtype)
@@ -205,7 +204,7 @@ def _generator(asked: GeneratorRequest, opened: OpenedModel, opened_by: OpenedMo
     kept = ExitStack()  # the files of processors, while the generator lives
     processors = cache(lambda: kept.enter_context(tokenizer_folder(manifest))) if manifest.parts else None
     if asked.before_reading is not None:
-        asked.before_reading(PromptEncoder(tokenizer, context_of(model_config(manifest)), processors, manifest.parts))
+        asked.before_reading(prompt_encoder(tokenizer, model_config(manifest), processors, manifest.parts))
     model = opened.load_on_all_devices(mtp=asked.speculate is True)
     draft = None if opened_by is None else opened_by.load_on_all_devices(manifest.dtype, beside=opened)
     manifest.check_current()  # the tokenizer was read from the same checkpoint

@@ -320,6 +320,11 @@ OF_ACTIVATIONS = "of quantized activations, which the model computes without"
 _OF_ACTIVATIONS = re.compile(r".*\.((activation|(input|output|[qkv])(_global)?)_(scale|zero_point)|weight_scale_2)")
 
 
+def is_encoded(tensors: Mapping[str, Tensor], faults: Sequence[str]) -> bool:
+    """Returns whether any tensor is encoded, by what `decode_names` returns."""
+    return bool(faults) or any(tensor.scheme for tensor in tensors.values())  # all of them may have faults
+
+
 def unused_reason(name: str) -> str | None:
     """Returns the reason why a tensor of a quantized checkpoint does not concern the weights; None if it may. A second
     scale that no scheme takes brings weights to the range of FP8, for products with activations in FP8."""

@@ -16,7 +16,7 @@ from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import Modality, PartConfig, modality_of
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.config_keys import given_keys, without_keys
-from tpuconv.models.common.heads import AS_DRAFT, LOGITS, Head, headed, named_head, shown_head
+from tpuconv.models.common.heads import AS_DRAFT, LOGITS, Head, class_of, headed, named_head, shown_head
 from tpuconv.models.common.ignored import ConfigReport, report_ignored
 from tpuconv.models.common.rows import ALL_FORMS
 from tpuconv.models.common.saved import saved_names, saved_outside, saved_places
@@ -38,6 +38,12 @@ GROUP = "tpuconv.families"
 
 MODALITIES = "tpuconv.modalities"
 """The group of entry points for encoders of images and sounds. The name of one is the family that gets it."""
+
+CORRECT = (
+    "correct config.json, as the model was trained: a program that cuts layers or adds tokens has to change all keys "
+    "that count them"
+)
+"""The hint of errors about values of config.json."""
 
 NO_PARTS: Mapping[str, PartConfig] = MappingProxyType({})
 """The parts of a text model alone."""
@@ -148,10 +154,15 @@ class Family:
             UnsupportedConfig, ConfigError: see `DecoderConfig.from_hf` and `Head.from_hf`.
         """
         raw = without_keys(raw, allow)
-        config = self.config.from_hf(self.config.settled(raw, tensors) if tensors else raw)
-        outer: Any = self.config.around_text(raw) if parts else raw
-        towers = tuple(modality_of(self.modalities, part, outer).read(outer, config) for part in parts)
-        return replace(config, head=Head.from_hf(returns, raw), towers=towers)
+        try:
+            config = self.config.from_hf(self.config.settled(raw, tensors) if tensors else raw)
+            outer: Any = self.config.around_text(raw) if parts else raw
+            towers = tuple(modality_of(self.modalities, part, outer).read(outer, config) for part in parts)
+            return replace(config, head=Head.from_hf(returns, raw), towers=towers)
+        except ConfigError as error:
+            if error.hint is None:
+                error.hint = CORRECT
+            raise
 
     def check_config(
         self,
@@ -357,7 +368,8 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
     if not isinstance(model_type, str) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
             f"config.json: model_type={short(model_type)} and architectures={short(architectures)} name no model",
-            hint="write the model_type of the release into config.json: `tpuconv families` lists known ones",
+            hint="write the model_type of the release into config.json, a text, and its architectures, a list of "
+            "texts: `tpuconv families` lists known ones",
         )
     model_type = type_of_family(hf_config)
     known: set[str] = set()
@@ -373,7 +385,8 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
             raise UnsupportedConfig(
                 f"{family.name} reads model_type '{model_type}', but not its architecture "
                 + ", ".join(name[:100] for name in other[:10]),
-                hint=f"of this model_type it reads {', '.join(causal)}",
+                hint=f"of this model_type it reads {', '.join(causal)}, and the same without a head or with scores; if "
+                "the weights are of one of these, write it into architectures",
             )
     text, compare = hf_config.get("text_config"), "`tpuconv families --new SRC` compares the model with each"
     around = f" with a text model {short(text.get('model_type'))}" if isinstance(text, Mapping) else ""
@@ -390,7 +403,7 @@ def type_of_family(hf_config: Mapping[str, Any]) -> str:
     """Returns the model_type of a parsed config.json, or the type that the family of its first architecture has here,
     where releases of several families write the same one."""
     model_type: str = hf_config["model_type"]
-    first = next(iter(hf_config.get("architectures") or ()), "")
+    first = class_of(next(iter(hf_config.get("architectures") or ()), ""))
     kinds = SHARED_TYPES.get(model_type, {}).items()
     return next((kind for stem, kind in kinds if first.startswith(stem)), model_type)
 

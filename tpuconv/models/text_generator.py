@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from tpuconv.errors import UsageError
-from tpuconv.models.common.config import context_of
+from tpuconv.models.common.config import DecoderConfig, context_of
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.drafts import generator_of
 from tpuconv.models.generate import ENDED, NOTHING_TO_DO, Sampling
@@ -18,6 +18,7 @@ from tpuconv.models.media_files import listed
 from tpuconv.models.placeholders import IMAGE, PART_OF_KIND, SOUND
 from tpuconv.models.seeing import SeeingGenerator
 from tpuconv.models.speculate import Speculator
+from tpuconv.models.tokenizer import check_ids
 
 CHAT_TYPES = {IMAGE: "image", SOUND: "audio"}
 """How chat templates name them."""
@@ -56,12 +57,14 @@ class PromptEncoder:
         folder: makes the local folder with the files of the processors of images and sounds; None of a model that has
             the text alone.
         parts: what the model has beside its text model: "vision", "audio".
+        rows: of the embedding; None if they are not known.
     """
 
     tokenizer: Any
     context: int
     folder: Callable[[], Path] | None = None
     parts: Collection[str] = ()
+    rows: int | None = None
 
     @property
     def has_chat_template(self) -> bool:
@@ -78,16 +81,20 @@ class PromptEncoder:
 
         Raises:
             UsageError: the tokenizer has no chat template, the template fails, or `system` is given without `chat`; or
-                `prompts` is a single text, whose characters would each be a prompt.
+                `prompts` is a single text, whose characters would each be a prompt; or see `check_ids`.
         """
         if isinstance(prompts, str):
             raise UsageError("the prompts are a single text", hint="give a list: [prompt]")
         if not chat:
             if system is not None:
                 raise UsageError("a system prompt needs a chat template", hint="add `chat=True`")
-            return [list(self.tokenizer(prompt)["input_ids"]) for prompt in prompts]
-        texts = [self._in_chat(prompt, system) for prompt in prompts]
-        return [list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+            ids = [list(self.tokenizer(prompt)["input_ids"]) for prompt in prompts]
+        else:
+            texts = [self._in_chat(prompt, system) for prompt in prompts]
+            ids = [list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+        if self.rows is not None:
+            check_ids(self.tokenizer, ids, self.rows)
+        return ids
 
     def _in_chat(self, content: Any, system: str | None) -> str:
         """Returns the text of a conversation whose user's message has this content.
@@ -198,6 +205,14 @@ class PromptEncoder:
             )
 
 
+def prompt_encoder(
+    tokenizer: Any, config: DecoderConfig, folder: Callable[[], Path] | None, parts: Collection[str]
+) -> PromptEncoder:
+    """Returns the encoder of prompts for the model of a config; other arguments are as of `PromptEncoder`."""
+    rows = config.sizes["V"] + config.sizes.get("added_vocab", 0)
+    return PromptEncoder(tokenizer, context_of(config), folder, parts, rows)
+
+
 class TextGenerator:
     """Generates text with a model, for several prompts at once.
 
@@ -237,7 +252,7 @@ class TextGenerator:
         self.generator = generator_of(model, sampling, cache_dtype, speculate=speculate, draft=draft)
         self._options = model, sampling, cache_dtype
         self.tokenizer, self.ends = tokenizer, frozenset(ends)
-        self.encoder = PromptEncoder(tokenizer, context_of(model.config), folder, parts)
+        self.encoder = prompt_encoder(tokenizer, model.config, folder, parts)
 
     @cached_property
     def seeing(self) -> SeeingGenerator:

@@ -2,14 +2,14 @@
 end a text."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tpuconv.errors import ConfigError, UsageError, root_cause
 from tpuconv.extras import install_command
-from tpuconv.jsonfile import Optional, Size, check
+from tpuconv.jsonfile import Optional, Size, check, short
 from tpuconv.sources.config import parts_of, read_json
 
 TOKEN_IDS = (Size, [Size], None)
@@ -128,6 +128,26 @@ def end_tokens(folder: Path, tokenizer: Any = None) -> frozenset[int]:
         if ids is not None:
             return found | frozenset(ids if isinstance(ids, list) else [ids])
     return found
+
+
+def check_ids(tokenizer: Any, ids: Iterable[Sequence[int]], rows: int) -> None:
+    """Checks the token ids of prompts.
+
+    Args:
+        tokenizer: made them.
+        ids: of each prompt.
+        rows: of the embedding.
+
+    Raises:
+        UsageError: the model has no embedding for a token. JAX would take NaN for it, and write some text.
+    """
+    if unknown := sorted({i for each in ids for i in each if i >= rows}):
+        named = ", ".join(f"{i} ({short(tokenizer.decode([i]))})" for i in unknown[:3])
+        raise UsageError(
+            f"the tokenizer gives tokens for which the model has no embedding: {named}; the model has {rows}",
+            hint="take the tokenizer of this model; if tokens were added to it, save the model after "
+            "`model.resize_token_embeddings(len(tokenizer))`, and convert that",
+        )
 
 
 def text_ids(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:

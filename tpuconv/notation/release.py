@@ -1,8 +1,10 @@
 """How a release differs from its family's table."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from tpuconv.notation.segments import undressed
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,14 @@ class Release:
     def to_json(self) -> dict[str, Any]:
         """Returns what a manifest keeps: nothing of a release that has its family's table."""
         return {name: dict(value) for name, value in vars(self).items() if value}
+
+    def undressed(self) -> "Release":
+        """Returns the same without the segments of trainers."""
+        spelling = {ours: undressed(theirs) for ours, theirs in self.spelling.items()}
+        apart = {
+            ours: {undressed(name): layers for name, layers in theirs.items()} for ours, theirs in self.apart.items()
+        }
+        return replace(self, spelling=spelling, apart=apart)
 
 
 AS_TABLED = Release()

@@ -5,14 +5,31 @@ from collections.abc import Callable, Collection, Sequence
 
 FRONTS = frozenset({"model", "language_model", "text_model", "transformer", "thinker"})
 """Leading segments that classes of transformers add or leave out."""
-INSERTED = re.compile(
-    r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|module|base_layer)(?:\.|$)"
-)
+_WRAPPERS = "_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|module|base_layer"
+INSERTED = re.compile(rf"(?<![^.])(?:{_WRAPPERS})(?:\.|$)")
 """Segments that trainers insert into names."""
-TRAINERS = re.compile(r"^(?:base_model\.model|pretrained_model|module|_orig_mod)\.")
+TRAINERS = re.compile(r"^(?:base_model\.model|pretrained_model|module|_orig_mod|_forward_module)\.")
 """Segments that trainers put before names."""
-COMPUTED = re.compile(r"(.+\.)?(rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq|embeddings\.position_ids)")
-"""Buffers that transformers computes from config.json. Some of its versions, and some trainers, saved them."""
+KEY_MAPPING = {
+    rf"^(?:(?:base_model\.model|pretrained_model|_forward_module|{_WRAPPERS})\.)+": "",
+    rf"(?<=\.)(?:(?:{_WRAPPERS})\.)+": "",
+}
+"""The same segments for transformers' `key_mapping`, which takes each pattern out of a name once."""
+BESIDE_MODELS = (
+    (
+        re.compile(
+            r"(.+\.)?(rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)|rotary_pos_emb\.inv_freq|"
+            r"embeddings\.position_ids)"
+        ),
+        "computed from config.json",
+    ),
+    (
+        re.compile(r"v_head\.(summary\.)?(weight|bias)"),
+        "the value head of a training by PPO, which no logits depend on",
+    ),
+)
+"""Tensors that no model reads, and why they are skipped: buffers that some versions of transformers, and some trainers,
+saved; and what TRL saves beside a model."""
 
 
 def without_front(name: str, fronts: Collection[str] = FRONTS) -> str:
@@ -39,7 +56,7 @@ def reason_by(patterns: Sequence[tuple[re.Pattern[str], str]]) -> Callable[[str]
 
     def why(name: str) -> str | None:
         names = (name, without_front(undressed(name)))
-        found = (reason for pattern, reason in patterns if any(map(pattern.fullmatch, names)))
-        return next(found, "computed from config.json" if COMPUTED.fullmatch(name) else None)
+        found = (reason for pattern, reason in (*patterns, *BESIDE_MODELS) if any(map(pattern.fullmatch, names)))
+        return next(found, None)
 
     return why

@@ -33,7 +33,8 @@ LEFT_OUT: Mapping[str, Sequence[str]] = {
     "written by tpuconv": (MANIFEST, LAYOUTS, SOURCE_CARD.lower(), "quantization.html"),
     "the state of a trainer": (
         *("trainer_state.json", "training_args*", "*_results.json", "optimizer*", "scheduler*", "rng_state*"),
-        *("scaler*", "latest", "zero_to_fp32.py", "*.distcp"),
+        *("scaler*", "latest", "zero_to_fp32.py", "*.distcp", "zero_pp_rank_*", "random_states_*", "sampler*.bin"),
+        *("custom_checkpoint_*", "dl_state_dict*", "recipe_state*", "value_head.*"),
     ),
     AN_ADAPTER: ("adapter_config.json", "adapter_model.*"),
     OTHER_WEIGHTS: ("*.safetensors", "*.index.json", "params.json"),

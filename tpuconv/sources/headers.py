@@ -61,16 +61,16 @@ class TensorInfo:
         return prod(self.shape)
 
 
-def read_header(path: Location) -> tuple[int, int, list[TensorInfo]]:
+def read_header(path: Location) -> tuple[int, dict[str, str], list[TensorInfo]]:
     """Reads the header of a safetensors file.
 
     Returns:
-        The file's size, its modification time in ns, and its tensors in the order of the file.
+        The file's size, its metadata, and its tensors in the order of the file.
 
     Raises:
         SourceError: the file cannot be read, or its header is not exactly what the format allows.
     """
-    with _random_access(path) as (file_bytes, modified, pread):
+    with _random_access(path) as (file_bytes, pread):
         start = pread(64, 0)
         length = int.from_bytes(start[:8], "little")
         if len(start) < 8 or 8 + length > file_bytes:
@@ -107,28 +107,31 @@ def read_header(path: Location) -> tuple[int, int, list[TensorInfo]]:
         faults.append(f"{path.name} {fault}: its header describes {end} bytes, the file has {file_bytes}")
     if faults:
         raise SourceError(faults[0], details=shorten(faults[1:]))
-    return file_bytes, modified, infos
+    return file_bytes, metadata or {}, infos
 
 
 @contextmanager
-def _random_access(path: Location) -> Iterator[tuple[int, int, Callable[[int, int], bytes]]]:
-    """Yields the size of a file, its modification time in ns, and a function that reads bytes of it: how many, from
-    where."""
+def _random_access(path: Location) -> Iterator[tuple[int, Callable[[int, int], bytes]]]:
+    """Yields the size of a file, and a function that reads bytes of it: how many, from where."""
     if isinstance(path, BucketPath):
         found = buckets.facts(path)
         if found is None:
             raise SourceError(f"{path} is missing")
         file_bytes = found.size
-        modified = int(found.modified.timestamp() * 1e9)
-        yield file_bytes, modified, lambda n, start: bytes(buckets.read(path, start, min(start + n, file_bytes)))
+        yield file_bytes, lambda n, start: bytes(buckets.read(path, start, min(start + n, file_bytes)))
         return
     with opened(path, SourceError) as (fd, status):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # else the system would read on where the header ends
-        yield status.st_size, status.st_mtime_ns, lambda n, start: os.pread(fd, n, start)
+        yield status.st_size, lambda n, start: os.pread(fd, n, start)
+
+
+def is_safe_name(name: str) -> bool:
+    """Returns whether a tensor may have a name."""
+    return name.isprintable() and ".." not in name and 0 < len(name) <= MAX_NAME_LENGTH
 
 
 def _tensor_info(name: str, value: Any, shard: str, data_start: int) -> TensorInfo:
-    if not name.isprintable() or ".." in name or not 0 < len(name) <= MAX_NAME_LENGTH:
+    if not is_safe_name(name):
         raise ValueError(f"unsafe tensor name {name[:80]!r}")
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name} is not described by dtype, shape and data_offsets alone")

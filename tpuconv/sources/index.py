@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from tpuconv.errors import SourceError, TpuconvError, UsageError, shorten
 from tpuconv.location import Location
@@ -19,8 +20,9 @@ MAX_NAMES_TO_COLLAPSE = 10_000
 _SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 
-def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
-    """Returns the names of the shards and, if there is an index, the shard of every tensor.
+def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None, Mapping[str, Any]]:
+    """Returns the names of the shards and, if there is an index, the shard of every tensor; and the metadata of the
+    index.
 
     Raises:
         UsageError: the folder holds no safetensors.
@@ -30,9 +32,9 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
         names = set(names_in(folder))  # once: an index may name very many files
     except OSError as e:
         raise SourceError(f"{folder} cannot be read: {e.strerror}") from None
-    weight_map = read_weight_map(folder / INDEX_FILE) if INDEX_FILE in names else None
+    weight_map, metadata = _read_index_file(folder / INDEX_FILE) if INDEX_FILE in names else (None, {})
     if SINGLE_FILE in names and is_alone(weight_map):
-        return [SINGLE_FILE], None
+        return [SINGLE_FILE], None, {}
     if weight_map is None:
         shards = sorted(name for name in names if name.endswith(".safetensors") and not name.startswith("adapter_"))
         if not shards and MANIFEST in names and ADAPTER_CONFIG not in names:
@@ -64,12 +66,14 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None]:
             details=describe_missing(weight_map, missing),
             hint="download them; if this is a Hub checkpoint, give its id instead of the folder",
         )
-    return shards, weight_map
+    return shards, weight_map, metadata
 
 
 NOT_BY_THEMSELVES = (
     ("consolidated*.safetensors", "these are in the names of Mistral's or Meta's own code: look for a release in the "
      "form of transformers"),
+    ("*-00001-of-00001.safetensors", "this is a complete checkpoint: rename the file to model.safetensors to convert "
+     "it"),
     ("model.*.safetensors", "these are a variant: rename the file to model.safetensors to convert it"),
 )  # fmt: skip
 """Patterns of the names of safetensors that transformers does not load by themselves, and what to do."""
@@ -92,7 +96,7 @@ OTHER_KINDS = (
     ("*.bin", "pickled weights (.bin), which can run code and are not read",
      "save them with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"),
     ("*.pth|*.pt|*.ckpt|*.pkl", "pickled weights, which can run code and are not read",
-     "look for a safetensors version of this model"),
+     "look for a safetensors version of this model, or save it as such by the program that wrote it"),
     ("*.h5|*.msgpack|*.onnx|*.tflite|*.npz", "weights of TensorFlow, Flax or ONNX",
      "look for a safetensors version of this model"),
     ("model_index.json", "a pipeline of diffusers", "give the folder of a language model in it, such as text_encoder"),
@@ -142,7 +146,13 @@ def read_weight_map(index: Location) -> dict[str, str]:
     Raises:
         SourceError: it has no such map, or names other files.
     """
-    weight_map = read_json(index, SourceError, MAX_INDEX_BYTES).get("weight_map")
+    return _read_index_file(index)[0]
+
+
+def _read_index_file(index: Location) -> tuple[dict[str, str], Mapping[str, Any]]:
+    """The shard of every tensor, and the metadata. Raises as `read_weight_map` does."""
+    content = read_json(index, SourceError, MAX_INDEX_BYTES)
+    weight_map, metadata = content.get("weight_map"), content.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(
             f"{index} names no shards: it has no weight_map from names to files", hint="do not trust this checkpoint"
@@ -154,7 +164,7 @@ def read_weight_map(index: Location) -> dict[str, str]:
             details=shorten(sorted(unsafe)),
             hint="do not trust this checkpoint",
         )
-    return weight_map
+    return weight_map, metadata if isinstance(metadata, Mapping) else {}
 
 
 def shard_names(folder: Location) -> set[str]:

@@ -16,7 +16,7 @@ from tpuconv.sources.companions import LeftOut, check_inside, find_companions
 from tpuconv.sources.config import encoding_of, read_config
 from tpuconv.sources.damaged import check_download
 from tpuconv.sources.files import CONFIG_FILE, INDEX_FILE
-from tpuconv.sources.headers import TensorInfo, read_header
+from tpuconv.sources.headers import TensorInfo, is_safe_name, read_header
 from tpuconv.sources.index import read_index
 from tpuconv.sources.reader import Reader, SafetensorsReader
 from tpuconv.sources.remote import ObjectShard, RemoteFile
@@ -192,7 +192,8 @@ def open_source(
         raise UsageError(f"{folder} is not a folder")
     if repo is None:
         check_inside(folder, [CONFIG_FILE, INDEX_FILE])
-    shard_names, weight_map = read_index(folder)
+    shard_names, weight_map, metadata = read_index(folder)
+    said = dict(metadata)
     if repo is None:
         check_inside(folder, shard_names)
     config = read_config(folder / CONFIG_FILE)
@@ -201,13 +202,14 @@ def open_source(
     shards = []
     for name in shard_names:
         try:
-            size, _, infos = read_header(folder / name)
+            size, metadata, infos = read_header(folder / name)
             digest, stamp = read_digest(folder / name)
         except SourceError as error:
             if (promised := (sha256 or {}).get(name)) is not None:  # a damaged download is downloaded again
                 check_download(folder / name, ("sha256", promised))
             faults += [error.message, *error.details]
             continue
+        said |= metadata
         shards.append(SourceShard(name, size, digest, stamp, (sha256 or {}).get(name)))
         for info in infos:
             if info.name in tensors:
@@ -225,11 +227,22 @@ def open_source(
             if len(faults) > 1
             else f"the checkpoint in {folder} cannot be read safely",
             details=shorten(faults),
-            hint="download it again, or ask where it comes from",
+            hint="download it again, or ask where it comes from; save a model of your own again, with its index",
         )
+    tensors |= _shared(tensors, said)
     weights = {*shard_names, *([INDEX_FILE] if weight_map is not None else [])}
     beside = find_companions(folder, trusted=repo is not None, weights=weights, listed=listed)
     return Source(folder, config, tensors, tuple(shards), repo, commit, beside.copied, unproved, beside.left_out)
+
+
+def _shared(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """The further names of tensors. `save_model` of safetensors and of huggingface_hub write a tensor that several
+    modules share once, perhaps under the name of a tied head, and in the metadata that name for each of the others."""
+    return {
+        name: replace(tensors[kept], name=name)
+        for name, kept in metadata.items()
+        if isinstance(kept, str) and kept in tensors and name not in tensors and is_safe_name(name)
+    }
 
 
 def open_described(resolved: Resolved) -> Source:

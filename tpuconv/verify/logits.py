@@ -19,7 +19,7 @@ from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import UsageError
 from tpuconv.location import Location
 from tpuconv.models.logits import Window, divergences, forward_each, log_softmax, whole_texts
-from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
+from tpuconv.models.tokenizer import check_ids, has_tokenizer, load_tokenizer
 from tpuconv.notation.sharding import format_mesh
 
 PROMPTS = (
@@ -205,7 +205,8 @@ def tokenize(source: Path, prompts: Sequence[str], vocab_size: int) -> list[list
     source has no tokenizer and no prompts are given, the ids are pseudo-random, the same in every run.
 
     Raises:
-        UsageError: the source has no tokenizer for the prompts, or every prompt is shorter than two tokens.
+        UsageError: the source has no tokenizer for the prompts, every prompt is shorter than two tokens, or the model
+            has no embedding for a token.
     """
     if not has_tokenizer(source):
         if prompts:
@@ -219,6 +220,7 @@ def tokenize(source: Path, prompts: Sequence[str], vocab_size: int) -> list[list
     ids = [prompt_ids for prompt_ids in ids if len(prompt_ids) > 1]
     if not ids:
         raise UsageError("the prompts are shorter than two tokens", hint="give longer prompts")
+    check_ids(tokenizer, ids, vocab_size)
     return ids
 
 

@@ -12,17 +12,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
+from tpuconv.encodings.tensors import decode_names, is_encoded
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError, shorten
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES
+from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES, class_of
 from tpuconv.models.logits import Window
 from tpuconv.models.registry import find_family, type_of_family
 from tpuconv.models.stored import model_config
 from tpuconv.names import collapse
 from tpuconv.notation.letters import meaning
+from tpuconv.notation.segments import KEY_MAPPING, undressed
 from tpuconv.notation.table import LAYERS
-from tpuconv.sources.config import read_config, read_json
-from tpuconv.sources.files import ADAPTER_CONFIG, CONFIG_FILE, ENCODING_FILES, INDEX_FILE
+from tpuconv.sources.config import ENCODING_KEYS, read_config, read_json
+from tpuconv.sources.files import ADAPTER_CONFIG, CONFIG_FILE, ENCODING_FILES
 from tpuconv.sources.source import open_source
 from tpuconv.text import format_count
 from tpuconv.verify.logits import compare_logits
@@ -108,7 +110,7 @@ def reference_class(config: Any, returns: str = LOGITS, *, sees: bool = False) -
         return AutoModelForCausalLM
     # transformers 5.24 lists some models that hear for none of its tasks.
     known = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
-    return AutoModelForMultimodalLM if known else getattr(transformers, config.architectures[0])
+    return AutoModelForMultimodalLM if known else getattr(transformers, class_of(config.architectures[0]))
 
 
 def attention_of(config: Any) -> str:
@@ -187,13 +189,17 @@ def reference(
             f"{next(name for name in ENCODING_FILES if (source / name).exists())}, which transformers does not read",
             hint="use `layerwise=True`, which gives transformers the decoded weights",
         )
-    if (source / INDEX_FILE).exists():
-        open_source(source)  # refuses an index with `../` in a file name, which transformers would follow
+    # Refuses an index with `../` in a file name, which transformers would follow.
+    opened = open_source(source)
+    is_dressed = any(undressed(name) != name for name in opened.tensors)
     import torch
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     config = reference_config(source)
+    if not is_encoded(*decode_names(opened.tensors, opened.encoding)):
+        for part in (config, config.get_text_config()):
+            vars(part).pop(ENCODING_KEYS[0], None)  # left in config.json: transformers would quantize plain weights
     try:
         with empty_weights(), without_adapter(source, adapted) as folder:
             model, loaded = reference_class(config, returns, sees=bool(sights)).from_pretrained(
@@ -204,6 +210,7 @@ def reference(
                 trust_remote_code=False,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # named below
+                key_mapping=KEY_MAPPING if is_dressed else None,
                 output_loading_info=True,
             )
     except ImportError as e:

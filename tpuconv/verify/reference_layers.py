@@ -21,6 +21,7 @@ from tpuconv.encodings.tensors import decode_names
 from tpuconv.errors import SourceError
 from tpuconv.models.logits import Window
 from tpuconv.models.registry import get_family
+from tpuconv.notation.segments import undressed
 from tpuconv.notation.table import MappingTable
 from tpuconv.sources.source import open_source
 from tpuconv.verify.parts_of_reference import (
@@ -245,7 +246,7 @@ class LayeredReference:
                 f"{self.folder} has no {', '.join(sorted(absent)[:5])}",
                 hint="if it is not the source of this checkpoint, name the right one with `source=`",
             )
-        state = {name: self._read(self.tensors[name]) for name in sorted(names)}
+        state = {undressed(name): self._read(self.tensors[name]) for name in sorted(names)}
         convert_and_load_state_dict_in_model(
             self.model, state, LoadStateDictConfig(dtype=self.dtype, weight_mapping=self.conversions)
         )

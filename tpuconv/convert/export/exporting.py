@@ -14,6 +14,7 @@ from tpuconv.models.common.saved import BY_TRANSFORMERS, saved_release
 from tpuconv.models.eagle3.formats import EAGLE3, SGLANG
 from tpuconv.models.registry import Family, get_family
 from tpuconv.notation.release import AS_TABLED
+from tpuconv.notation.segments import undressed
 from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import MappingTable
 from tpuconv.options import DRAFT_FORMS
@@ -51,7 +52,8 @@ def describe_exporting(
         scheme: in which quantized parameters are written. By default that of their types; parameters that are all
             encoded as they were released stay so.
         beside: tensors of the source that are written too.
-        form: whose names tensors have, of `FORM_CHOICES`; by default those of the source.
+        form: whose names tensors have, of `FORM_CHOICES`; by default those of the source, for servers without the
+            segments of trainers: these fill in random numbers for names that they do not know.
 
     Raises:
         UsageError: a scheme is given, and nothing is quantized; or the names of a form are not known.
@@ -67,7 +69,10 @@ def describe_exporting(
         scheme = _scheme_of(manifest, family, raw)
     if scheme is not None:
         raw = _encoded(raw, scheme)
-    table, config = _form(manifest, family, raw, manifest.scan_layers, form)
+    is_served = scheme is not None or get_target(manifest.target).is_safetensors
+    if beside is not None and is_served:
+        beside = replace(beside, tensors=tuple(replace(each, name=undressed(each.name)) for each in beside.tensors))
+    table, config = _form(manifest, family, raw, manifest.scan_layers, form, is_served=is_served)
     table = with_cache_scales(table, manifest)
     return Exporting(table, config, family.name, beside, scheme)
 
@@ -87,7 +92,13 @@ def target_form(arrays: ArraySource, *, scan_layers: bool) -> tuple[MappingTable
 
 
 def _form(
-    manifest: Manifest, family: Family, raw: Mapping[str, Any], scan_layers: bool, form: str | None = None
+    manifest: Manifest,
+    family: Family,
+    raw: Mapping[str, Any],
+    scan_layers: bool,
+    form: str | None = None,
+    *,
+    is_served: bool = False,
 ) -> tuple[MappingTable, HasSizes]:
     model_config = _read(manifest, family, raw)
     if form in DRAFT_FORMS and family.name == EAGLE3:  # the tensors of other drafts have one name in both
@@ -95,21 +106,25 @@ def _form(
     return target_table(
         get_target(manifest.target),
         *family.in_targets(raw.get("model_type", "")),
-        released_table(manifest, family, model_config, form),
+        released_table(manifest, family, model_config, form, is_served=is_served),
         model_config,
         scan_layers=scan_layers,
         include_mtp=manifest.include_mtp,
     )
 
 
-def released_table(manifest: Manifest, family: Family, config: Any, form: str | None = None) -> MappingTable:
-    """Returns the table of the release that a checkpoint was made from, or that of a form."""
+def released_table(
+    manifest: Manifest, family: Family, config: Any, form: str | None = None, *, is_served: bool = False
+) -> MappingTable:
+    """Returns the table of the release that a checkpoint was made from, or that of a form. What `is_served` has no
+    segments of trainers."""
     if form is not None:
         release = saved_release(family.name) if form == BY_TRANSFORMERS else AS_TABLED
         return family.table_of(release, config, manifest.returns)
     if manifest.has_variant:
         return family.table_for(manifest.source_names, config, manifest.returns)
-    return family.table_of(manifest.release, config, manifest.returns)
+    release = manifest.release.undressed() if is_served else manifest.release
+    return family.table_of(release, config, manifest.returns)
 
 
 def _scheme_of(manifest: Manifest, family: Family, raw: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from tpuconv.convert.export.tensor import ExportTensor
 from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.convert.run.card import served_card
 from tpuconv.convert.run.card_metadata import source_metadata
+from tpuconv.models.common.heads import with_classes
 from tpuconv.models.common.rope_keys import with_older_rope_keys
 from tpuconv.names import MANIFEST, collapse
 from tpuconv.notation.layout import Shape
@@ -102,7 +103,8 @@ def write_index_and_companions(
     encoding: dict[str, Any] | None,
 ) -> None:
     """Writes the index and the files that go with the weights, and adds them to `files`. Config.json describes an
-    `encoding`. What is for other programs has older keys besides; what comes back as it was released has not."""
+    `encoding`. What is for other programs has older keys besides, and names classes that they know; what comes back
+    as it was released has not."""
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
 
     def write(name: str, text: str) -> None:
@@ -116,7 +118,7 @@ def write_index_and_companions(
     if encoding is not None:
         config = without_encoding(config) | {"quantization_config": encoding}
     if encoding is not None or get_target(arrays.manifest.target).is_safetensors:
-        config = with_older_rope_keys(config)
+        config = with_classes(with_older_rope_keys(config))
     undone = not arrays.manifest.passthrough  # what is exported is not encoded any more
     is_rounded = encoding is not None and arrays.manifest.is_rounded
     if encoding is not None and is_rounded:

@@ -11,13 +11,23 @@ from tpuconv.convert.plan.adapters import changes_on_disk, of_shared_matrices, o
 from tpuconv.convert.plan.cutting import cut_binding
 from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.quantization import Quantization
-from tpuconv.convert.plan.types import FLOAT_DTYPES, INTEGER_DTYPES, IS_MISSING, ZEROS, OutputArray, Plan, Skip
+from tpuconv.convert.plan.types import (
+    FIT_WITHOUT,
+    FLOAT_DTYPES,
+    INTEGER_DTYPES,
+    IS_MISSING,
+    OTHER_DTYPE,
+    ZEROS,
+    OutputArray,
+    Plan,
+    Skip,
+)
 from tpuconv.convert.plan.units import Slab
 from tpuconv.encodings.adapted import BY_ADAPTER, Adapted, adapt
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough_rows import Passthrough, pass_through
 from tpuconv.encodings.reshaped import recut, shaped
-from tpuconv.encodings.tensors import decode_names, unused_reason
+from tpuconv.encodings.tensors import decode_names, is_encoded, unused_reason
 from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
 from tpuconv.models.common.ignored import IgnoredKey
 from tpuconv.models.common.saved import INPUTS_FIRST
@@ -67,8 +77,8 @@ def make_plan(
     target, mtp = get_target(options.target), options.include_mtp
     table = _checked_table(source, table, config, options)
     tensors, faults = decode_names(source.tensors, source.encoding, any_scales=options.allow_nonfinite)
-    is_encoded = bool(faults) or any(tensor.scheme for tensor in tensors.values())  # all of them may have faults
-    if source.encoding is not None and not is_encoded:
+    encoded = is_encoded(tensors, faults)
+    if source.encoding is not None and not encoded:
         warning = "transformers may quantize the weights when it loads them"
         key = IgnoredKey(ENCODING_KEYS[0], dict(source.encoding), "no tensor is stored as it says", warning)
         ignored_config = (*ignored_config, key)
@@ -127,10 +137,15 @@ def make_plan(
             reason += BY_ADAPTER
         skipped.setdefault(reason, []).extend(info.name for info in tensor.stored)
     faults += [f"{p}  is changed by an adapter, and not converted" for p in collapse(lost)]
-    front = _strange_front(lambda: get_family(family).release_reader(table.returns, parts), why_ignored, unmapped)
+    is_found = not expected.keys().isdisjoint(tensors)  # beside a copy with a front, such as an average of weights
+    front = (
+        []
+        if is_found
+        else _strange_front(lambda: get_family(family).release_reader(table.returns, parts), why_ignored, unmapped)
+    )
     faults += front or _coverage_faults(source, tensors, bindings, expected, unmapped, copies)
 
-    if options.encoding == "keep" and not is_encoded:
+    if options.encoding == "keep" and not encoded:
         raise UsageError(
             f"{source.name} is not encoded: there are no quantized values and scales to keep",
             hint="leave `encoding=` out",
@@ -321,7 +336,7 @@ def _strange_front(
     read = by_template(name for name in plain if not why_ignored(name))
     fits = all(speller.canonical(each) is not None for each in read)
     is_strange = not any(map(speller.canonical, by_template(names)))
-    return [f"every name begins with {front!r}, and all of them fit without it"] if fits and is_strange else []
+    return [f"every name begins with {front!r}, and {FIT_WITHOUT}"] if fits and is_strange else []
 
 
 def _is_input_first(tensors: Mapping[str, Tensor], name: str) -> bool:
@@ -392,4 +407,4 @@ def _dtype_faults(tensors: Mapping[str, Tensor], bindings: list[Binding]) -> lis
     return [
         _describe(tensors, pattern, names, "is not a plain float, and config.json does not say how it is encoded")
         for pattern, names in collapse(not_float).items()
-    ] + [f"{pattern}  has another dtype than the tensors it is joined with" for pattern in collapse(mixed)]
+    ] + [f"{pattern}  {OTHER_DTYPE}" for pattern in collapse(mixed)]

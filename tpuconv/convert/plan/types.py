@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,6 +39,22 @@ ZEROS = ""
 """In `Plan.copies` the original of a tensor whose values must all be 0."""
 IS_MISSING = "  is missing"
 """In a fault, after the pattern of the tensors' names."""
+OTHER_DTYPE = "has another dtype than the tensors it is joined with"
+FIT_WITHOUT = "all of them fit without it"
+"""In the faults of a tensor, and of a segment before all names."""
+CAUSES = (
+    (r" \[0\] \(.*should be", "the tensors were empty when they were saved, as DeepSpeed ZeRO 3 had divided them: join "
+     "its shards by `python zero_to_fp32.py CHECKPOINT OUT --safe_serialization`, or save the model again with "
+     "stage3_gather_16bit_weights_on_model_save"),
+    (r"_flat_param", "these are the parameters of FSDP, joined: save the model again with state_dict_type "
+     "FULL_STATE_DICT"),
+    (r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|modules_to_save)\.", "there is an adapter in the model: "
+     "save the model that `merge_and_unload` of peft returns; or save the adapter alone, and convert its base model "
+     "with `adapter=`"),
+    (OTHER_DTYPE, "save the weights again in one dtype, as `model.to(torch.bfloat16)` and `save_pretrained` do"),
+    (FIT_WITHOUT, "a program around the model put it there: save the weights again with names without it"),
+)  # fmt: skip
+"""Patterns of faults that trainers cause, and what to do."""
 INTEGER_DTYPES = ("int32", "int64", "bool")
 """Dtypes of buffers, besides floats."""
 FLOAT_DTYPES = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
@@ -295,6 +312,11 @@ class Plan:
                 hint="save the model untied first: load it with tie_word_embeddings=False, and copy the embedding into "
                 "its head",
             )
+        if self.faults and not self.source.tensors:
+            raise MappingError(
+                f"the safetensors of {self.source.name} hold no tensors",
+                hint="a trainer with divided weights (FSDP, DeepSpeed ZeRO 3) wrote them: join the shards beside them",
+            )
         lost = [fault.partition(IS_MISSING)[0] for fault in self.faults if IS_MISSING in fault]
         if len(lost) == count > 0 and all(map(is_of_head, lost)):
             named = ", ".join(f'"{name}"' for name in map(headless_name, self.source.config.get("architectures") or ()))
@@ -306,13 +328,18 @@ class Plan:
             )
         if self.faults:
             adapters = "that each adapter was trained on this model, " if self.options.adapters else ""
+            causes = () if self.options.adapters else CAUSES
+            known = (hint for pattern, hint in causes if any(re.search(pattern, fault) for fault in self.faults))
             raise MappingError(
                 f"{count} tensor {'patterns' if count > 1 else 'pattern'} of {self.source.name} "
                 f"{'do' if count > 1 else 'does'} not match the {self.family} table",
                 details=shorten(self.faults),
-                hint=f"check {adapters}that config.json belongs to these files, with the same numbers of layers and "
-                "sizes, "
-                f"and that no file is missing; `tpuconv families {self.family} --table` shows what the family reads",
+                hint=next(
+                    known,
+                    f"check {adapters}that config.json belongs to these files, with the same numbers of layers and "
+                    f"sizes, and that no file is missing; `tpuconv families {self.family} --table` shows what the "
+                    "family reads",
+                ),
             )
 
 

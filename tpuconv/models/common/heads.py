@@ -22,6 +22,9 @@ CAUSAL_ENDS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 HEADLESS_ENDS = {"ForSequenceClassification": SCORES, "Model": HIDDEN}
 """The ends of architectures' names, in place of `CAUSAL_ENDS`."""
 
+FSDP = "FSDP"
+"""The prefix that FSDP2 gives the name of a model's class. transformers before 4.56 saved it in `architectures`."""
+
 MOST_LABELS = 1 << 16
 TWO_LABELS = 2
 """The number of labels where config.json does not say it, as transformers has it."""
@@ -77,9 +80,22 @@ class Head:
 LANGUAGE_MODEL = Head()
 
 
+def class_of(architecture: str) -> str:
+    """Returns the class that an architecture of config.json names."""
+    return architecture.removeprefix(FSDP)
+
+
+def with_classes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config.json whose architectures are the classes that they name: servers know no others."""
+    if not isinstance(named := config.get("architectures"), list):
+        return dict(config)
+    return {**config, "architectures": [class_of(name) if isinstance(name, str) else name for name in named]}
+
+
 def named_head(architecture: str, causal: Collection[str]) -> str | None:
     """Returns what a model of an architecture returns; None unless it is of the same family as one of the
     architectures `causal`, which return logits."""
+    architecture = class_of(architecture)
     if architecture in causal:
         return LOGITS
     for own in causal:
@@ -92,6 +108,7 @@ def named_head(architecture: str, causal: Collection[str]) -> str | None:
 
 def headless_name(architecture: str) -> str:
     """Returns the architecture of the same model without a head."""
+    architecture = class_of(architecture)
     stem = next((architecture.removesuffix(end) for end in CAUSAL_ENDS if architecture.endswith(end)), architecture)
     return f"{stem}Model"
 

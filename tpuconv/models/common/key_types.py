@@ -42,7 +42,11 @@ def checked_values(read: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[st
         if isinstance(read[key], list) and len(read[key]) > MOST_IN_A_LIST
     ]
     if wrong:
-        raise ConfigError("config.json has values of the wrong type", details=wrong)
+        raise ConfigError(
+            "config.json has values of the wrong type",
+            details=wrong,
+            hint="write them in these types; a key that is left out has the default of transformers",
+        )
     return {key: tuple(read[key]) if isinstance(read[key], list) else read[key] for key in given}
 
 

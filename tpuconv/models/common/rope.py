@@ -57,6 +57,9 @@ MOST_FACTORS = 1 << 15
 FloatArray = NDArray[np.float32]
 
 
+ONE_OF_BOTH = "leave one of them, with all values of the model: transformers drops the other without a word"
+
+
 @dataclass(frozen=True)
 class Rope:
     """Type and base (`theta`) of rotary positions, and the parameters of the type, with their names in config.json."""
@@ -90,22 +93,27 @@ class Rope:
         key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
         given = raw.get(key) or {}
         if key == "rope_scaling" and raw.get("rope_parameters") and raw["rope_parameters"] != given:
-            raise ConfigError("config.json has both rope_scaling and rope_parameters, and they differ")
+            raise ConfigError(
+                "config.json has both rope_scaling and rope_parameters, and they differ", hint=ONE_OF_BOTH
+            )
 
         # "type" is the older name of "rope_type"; null is as good as absent.
         values = {name: value for name, value in given.items() if value is not None}
         kinds = {values.pop(name) for name in ("type", "rope_type") if isinstance(values.get(name), str)}
         if len(kinds) > 1:
-            raise ConfigError(f"config.json: {key}={short(given, 300)} has two types")
+            raise ConfigError(f"config.json: {key}={short(given, 300)} has two types", hint=ONE_OF_BOTH)
         kind = kinds.pop() if kinds else "default"
         outside = raw.get("rope_theta")
         theta = values.pop("rope_theta", cls.theta if outside is None else outside)
         if outside not in (None, theta):
-            raise ConfigError(f"config.json: rope_theta={short(outside)} outside {key}, {short(theta)} inside")
+            raise ConfigError(
+                f"config.json: rope_theta={short(outside)} outside {key}, {short(theta)} inside", hint=ONE_OF_BOTH
+            )
         context = raw.get(ORIGINAL)
         if context is not None and kind in EXTENDED and values.setdefault(ORIGINAL, context) != context:
             raise ConfigError(
-                f"config.json: {ORIGINAL}={short(context)} outside {key}, {short(values[ORIGINAL])} inside"
+                f"config.json: {ORIGINAL}={short(context)} outside {key}, {short(values[ORIGINAL])} inside",
+                hint=ONE_OF_BOTH,
             )
         if values.get("partial_rotary_factor") == 1:
             del values["partial_rotary_factor"]
@@ -119,7 +127,10 @@ class Rope:
                 hint="these types are implemented, with these parameters",
             )
         if missing := [name for name in REQUIRED[kind] if name not in values]:
-            raise ConfigError(f"config.json: {key}={short(given, 300)} lacks {', '.join(missing)}")
+            raise ConfigError(
+                f"config.json: {key}={short(given, 300)} lacks {', '.join(missing)}",
+                hint="add them, as the model was trained",
+            )
         if kind in EXTENDED:
             values.setdefault(ORIGINAL, max_position_embeddings)
         for name in ("short_factor", "long_factor"):
