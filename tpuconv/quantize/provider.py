@@ -1,8 +1,7 @@
 """Qwix's provider with our products, and the models that it quantizes."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from tpuconv.private import apply_interceptors, flax_util, ptq, qarray
 from tpuconv.private import qwix_einsum as einsum
 from tpuconv.private import qwix_ragged_dot as ragged_dot
 from tpuconv.quantize import tiled
-from tpuconv.quantize.config import MTP_MODULE, QuantConfig, Rule
+from tpuconv.quantize.config import MTP_MODULE, QuantConfig
 
 TOKENS = 1024
 """The number of tokens in the call that shows Qwix every product: enough that no product takes a path for few
@@ -33,10 +32,10 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
     """Qwix's provider for quantized weights. It handles the experts' grouped products too, and records which modules
     asked for a rule, which was the last one, and the number of the config's rule that quantizes the weights of each."""
 
-    def __init__(self, config: QuantConfig):
-        rules = [qwix.QuantizationRule(**_for_text(rule).to_qwix()) for rule in config.rules]
+    def __init__(self, config: QuantConfig, part: str = ""):
+        rules = [qwix.QuantizationRule(**rule.to_qwix()) for rule in config.rules]
         super().__init__([qwix.QuantizationRule(module_path=EMBEDDING), *rules], _einsum_fn=_einsum)
-        self.config = config
+        self.config, self.part = config, part
         self.seen_modules: dict[str, None] = {}
         self.rule_numbers: dict[str, int] = {}
         self.module = ""
@@ -44,10 +43,14 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
 
     def for_part(self, part: str) -> "Provider":
         """Returns a provider with the rules that name a part. What it records is in this one too."""
-        provider = Provider(self.config.for_part(part))
+        provider = Provider(self.config.for_part(part), part)
         provider.seen_modules, provider.rule_numbers = self.seen_modules, self.rule_numbers
         self.of_parts.append(provider)
         return provider
+
+    @cached_property
+    def _for_mtp(self) -> "Provider":
+        return self.for_part(MTP_MODULE)
 
     def unused(self) -> set[int]:
         """Returns the numbers of the config's rules that matched nothing."""
@@ -56,6 +59,8 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
 
     def _get_current_rule_and_op_id(self, op_name: str, **kwargs: Any) -> Any:
         self.module = "/".join(map(str, flax_util.get_current_module_path()))
+        if not self.part and self.module.startswith(f"{MTP_MODULE}/"):
+            return self._for_mtp._get_current_rule_and_op_id(op_name, **kwargs)
         self.seen_modules[self.module] = None
         rule, op_id = super()._get_current_rule_and_op_id(op_name, **kwargs)
         if rule is not None and rule.weight_qtype is not None:  # the first rule is not the config's
@@ -138,12 +143,6 @@ ENTRIES = ("run_layers", "head", "draft")
 """The methods of a decoder that are called from outside too, by drafts. Qwix quantizes `__call__` alone."""
 
 
-def _for_text(rule: Rule) -> Rule:
-    """Returns a rule that leaves the module for multi-token prediction alone, unless it names it."""
-    named = rule.names_part(MTP_MODULE)
-    return rule if named else replace(rule, module_path=f"(?!{MTP_MODULE}/)({rule.module_path})")
-
-
 def quantized(model: nnx.Module, provider: Provider) -> Any:
     """Returns the model as Qwix quantizes it. Within `nnx.eval_shape` it needs no weights."""
     model = qwix.quantize_model(model, provider, jnp.zeros((1, TOKENS), jnp.int32))
@@ -151,13 +150,18 @@ def quantized(model: nnx.Module, provider: Provider) -> Any:
         method = apply_interceptors(getattr(type(model), name), provider, lambda output: output)
         setattr(type(model), name, method)
     if hasattr(model, MTP_MODULE) and any(rule.names_part(MTP_MODULE) for rule in provider.config.rules):
-        ids_BT = jnp.zeros((1, TOKENS), jnp.int32)
-        x_BTD, cache = model.run_layers(ids_BT, ids_BT >= 0, model.init_cache(1, TOKENS))
-        model.draft(x_BTD, ids_BT, cache, 0)
+        _quantize_mtp(model)
     for part in model.config.parts if isinstance(model, Decoder) else ():
         if any(rule.names_part(part) for rule in provider.config.rules):
             _quantize_part(getattr(model, part), provider.for_part(part))
     return model
+
+
+def _quantize_mtp(model: Any) -> None:
+    """Quantizes the module for multi-token prediction, of a model whose `draft` is intercepted."""
+    ids_BT = jnp.zeros((1, TOKENS), jnp.int32)
+    x_BTD, cache = model.run_layers(ids_BT, ids_BT >= 0, model.init_cache(1, TOKENS))
+    model.draft(x_BTD, ids_BT, cache, 0)
 
 
 def _quantize_part(encoder: Any, provider: Provider) -> None:
