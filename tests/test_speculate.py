@@ -21,7 +21,7 @@ from helpers.families import BY_ID, PROMPTS
 from tpuconv import api, cli
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
-from tpuconv.errors import UnsupportedConfig, UsageError
+from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.generate import ENDED, Generator, Sampling
 from tpuconv.models.speculate import Speculator
 
@@ -142,10 +142,11 @@ def test_commands_tell_how_many_drafts_were_accepted(drafting: Any, tmp_path: Pa
     assert timing["tokens_per_second"] == pytest.approx(timing["tokens_per_step"] / timing["step_seconds"])
 
 
-BY_NAME = """
+PATTERN = "mtp/.*/(attn|mlp|moe)/(?!(.*/)?router).*"
+BY_NAME = f"""
 qwix:
   rules:
-    - module_path: 'mtp/.*/(attn|mlp|moe)/(?!(.*/)?router).*'
+    - module_path: '{PATTERN}'
       weight_qtype: int8
     - module_path: '.*/(attn|mlp|moe)/(?!(.*/)?router).*'
       weight_qtype: int8
@@ -173,3 +174,21 @@ def test_a_module_that_a_rule_names_is_quantized(name: str, tmp_path: Path) -> N
     again = tpuconv.load(tmp_path / "again", mtp=True)
     ours, theirs = (drafted(each) for each in (model, again))
     assert np.abs(ours - theirs).max() <= 2e-5 * np.abs(theirs).max()
+
+
+def test_a_rule_for_a_module_that_was_not_converted_says_so(tmp_path: Path) -> None:
+    (tmp_path / "mtp.yaml").write_text(BY_NAME)
+    save_with_drafts(BY_ID["glm4_moe-air"], tmp_path / "hf")
+    with pytest.raises(ConfigError) as error:
+        api.plan(tmp_path / "hf", quantize=str(tmp_path / "mtp.yaml"))
+    (fault,) = error.value.details
+    assert fault == f"line 4: '{PATTERN}' matches no module with a product"
+    assert "`include_mtp=True`" in str(error.value.hint)
+
+
+def test_a_calibration_does_not_run_the_module(tmp_path: Path) -> None:
+    (tmp_path / "mtp.yaml").write_text(BY_NAME.replace("int8", "int4") + "calibration: {method: gptq}\n")
+    save_with_drafts(BY_ID["glm4_moe-air"], tmp_path / "hf")
+    api.convert(tmp_path / "hf", tmp_path / "out", include_mtp=True)
+    with pytest.raises(ConfigError, match="does not run the module for multi-token prediction"):
+        api.quantize(tmp_path / "out", tmp_path / "int4", config=str(tmp_path / "mtp.yaml"), calibration="self")

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from tpuconv.errors import ConfigError
 from tpuconv.patterns import check_patterns
-from tpuconv.quantize.config import QuantConfig
+from tpuconv.quantize.config import MTP_MODULE, QuantConfig
 
 
 def check_rules(config: QuantConfig, modules: Iterable[str]) -> None:
@@ -45,7 +45,7 @@ def check_used(config: QuantConfig, modules: Sequence[str], unmatched: Collectio
     Raises:
         ConfigError: a rule does nothing.
     """
-    faults, shadowed = [], False
+    faults, shadowed, of_mtp = [], False, False
     for i, rule in enumerate(config.rules):
         matched = [path for path in modules if rule.matches(path)]
         if i in unmatched and matched:
@@ -54,6 +54,7 @@ def check_used(config: QuantConfig, modules: Sequence[str], unmatched: Collectio
             shadowed = True
         elif i in unmatched:
             faults.append(f"line {rule.line}: '{rule.module_path}' matches no module with a product")
+            of_mtp |= rule.names_part(MTP_MODULE)
         elif rule.weight_qtype and not rule.act_qtype and i not in used:
             faults.append(f"line {rule.line}: '{rule.module_path}' matches no product with a weight")
     if faults:
@@ -62,6 +63,7 @@ def check_used(config: QuantConfig, modules: Sequence[str], unmatched: Collectio
             + ("has no effect" if len(faults) == 1 else "have no effect"),
             details=faults,
             hint=("the first rule that matches counts: put the narrower one first; " if shadowed else "")
+            + ("the module for multi-token prediction is converted by `include_mtp=True`; " if of_mtp else "")
             + "modules have names like "
             + ", ".join(_examples(modules)),
         )
