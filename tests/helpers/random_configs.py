@@ -17,6 +17,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "hidden_size": (48, 72, 96),
     "num_attention_heads": (6, 12),
     "vocab_size": (103, 120, 137),
+    "hidden_size_per_layer_input": (0, 10, 16),  # a norm of one number is its sign, which rounding turns
     **dict.fromkeys(("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads"), (1, 2, 3, 6)),
 }
 """What a key of a text model may be where not any number makes a model."""
