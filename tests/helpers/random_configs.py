@@ -150,9 +150,8 @@ def changed_cases(draw: st.DrawFn, family: str) -> Case:
     config = case.hf_config().get_text_config()
     changed, keys = changes_of(draw, config, CHOICES, 4), config.to_dict()
     if "hidden_size" in changed:  # else sums are larger, and attention so sharp that it enlarges what float32 rounds
-        changed["initializer_range"] = (
-            SIZES["initializer_range"] * (keys["hidden_size"] / changed["hidden_size"]) ** 0.5
-        )
+        usual = (SIZES | dict(case.config))["initializer_range"]
+        changed["initializer_range"] = usual * (keys["hidden_size"] / changed["hidden_size"]) ** 0.5
     if "index_topk" in keys:  # all tokens: of fewer, scores that are equal or nearly so leave either one
         changed["index_topk"] = 64
     if keys.get("indexer_budget"):
