@@ -113,7 +113,7 @@ def _ropes(draw: st.DrawFn, old: Mapping[str, Any]) -> dict[str, Any]:
     kind = draw(st.sampled_from(kinds if old["rope_type"] in kinds else [old["rope_type"], "linear"]))
     out = {key: value for key, value in old.items() if key in ("rope_theta", "partial_rotary_factor", "mrope_section")}
     out["rope_type"] = kind
-    if "rope_theta" in old:
+    if old.get("rope_theta") is not None:  # null: no rotary positions
         out["rope_theta"] = draw(st.sampled_from([old["rope_theta"], 4 * old["rope_theta"], 100.0]))
     if kind not in ("default", "axial"):
         out["factor"] = 4.0
