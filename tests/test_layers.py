@@ -1,5 +1,7 @@
 """The layers that families share."""
 
+from collections.abc import Callable
+from math import erfc, exp, pi, sqrt
 from typing import Any
 
 import jax
@@ -7,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpuconv.models.common.layers import Einsum, Embed, Keys
+from tpuconv.models.common.layers import Einsum, Embed, Keys, gelu, gelu_tanh
 
 SIZES = {"D": 96, "N": 4, "H": 16, "F": 70, "V": 301}
 
@@ -38,3 +40,18 @@ def test_logits_by_the_embedding_are_rounded_once(tokens: int) -> None:
     embed = Embed(SIZES, dtype=jnp.bfloat16, keys=Keys(jax.random.key(0)))
     x_BTD = jax.random.normal(jax.random.key(1), (1, tokens, SIZES["D"]), jnp.bfloat16)
     assert_rounded_once(jax.jit(embed.attend)(x_BTD), exact("BTD,VD->BTV", x_BTD, embed.embedding[...]))
+
+
+@pytest.mark.parametrize(
+    ("ours", "exactly"),
+    [
+        (gelu, lambda x: x * erfc(-x / sqrt(2)) / 2),
+        (gelu_tanh, lambda x: x / (1 + exp(-2 * sqrt(2 / pi) * (x + 0.044715 * x**3)))),
+    ],
+    ids=["gelu", "gelu_tanh"],
+)
+def test_gelu_of_negative_inputs_loses_no_digits(
+    ours: Callable[[jax.Array], jax.Array], exactly: Callable[[float], float]
+) -> None:
+    x = np.linspace(-5, 5, 1001, dtype=np.float32)
+    np.testing.assert_allclose(jax.jit(ours)(jnp.asarray(x)), [exactly(each) for each in x.tolist()], rtol=5e-6)

@@ -712,6 +712,11 @@ UNSUPPORTED = {
     ),
     "activation": ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not implemented for llama, only 'silu'"),
     "bidirectional": ("qwen3", {"is_causal": False}, "is_causal=False"),
+    "bias of tied logits": (
+        "phi",
+        {"tie_word_embeddings": True},
+        "tie_word_embeddings=True is not implemented for phi",
+    ),
     "window of llama": ("llama", {"sliding_window": 5}, "sliding_window=5"),
     "two experts of zaya": ("zaya", {"num_experts_per_tok": 2}, "num_experts_per_tok=2 is not implemented for zaya"),
     "head of modernbert": ("modernbert-decoder", {"classifier_activation": "relu"}, "classifier_activation='relu'"),

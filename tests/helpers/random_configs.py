@@ -17,6 +17,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "hidden_size": (48, 72, 96),
     "num_attention_heads": (6, 12),
     "vocab_size": (103, 120, 137),
+    "hidden_size_per_layer_input": (0, 10, 16),  # a norm of one number is its sign, which rounding turns
     **dict.fromkeys(("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads"), (1, 2, 3, 6)),
 }
 """What a key of a text model may be where not any number makes a model."""
@@ -112,7 +113,7 @@ def _ropes(draw: st.DrawFn, old: Mapping[str, Any]) -> dict[str, Any]:
     kind = draw(st.sampled_from(kinds if old["rope_type"] in kinds else [old["rope_type"], "linear"]))
     out = {key: value for key, value in old.items() if key in ("rope_theta", "partial_rotary_factor", "mrope_section")}
     out["rope_type"] = kind
-    if "rope_theta" in old:
+    if old.get("rope_theta") is not None:  # null: no rotary positions
         out["rope_theta"] = draw(st.sampled_from([old["rope_theta"], 4 * old["rope_theta"], 100.0]))
     if kind not in ("default", "axial"):
         out["factor"] = 4.0
@@ -149,9 +150,8 @@ def changed_cases(draw: st.DrawFn, family: str) -> Case:
     config = case.hf_config().get_text_config()
     changed, keys = changes_of(draw, config, CHOICES, 4), config.to_dict()
     if "hidden_size" in changed:  # else sums are larger, and attention so sharp that it enlarges what float32 rounds
-        changed["initializer_range"] = (
-            SIZES["initializer_range"] * (keys["hidden_size"] / changed["hidden_size"]) ** 0.5
-        )
+        usual = (SIZES | dict(case.config))["initializer_range"]
+        changed["initializer_range"] = usual * (keys["hidden_size"] / changed["hidden_size"]) ** 0.5
     if "index_topk" in keys:  # all tokens: of fewer, scores that are equal or nearly so leave either one
         changed["index_topk"] = 64
     if keys.get("indexer_budget"):

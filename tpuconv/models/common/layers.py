@@ -1,6 +1,7 @@
 """Layers that the families share. Names of arrays end in the letters of their axes, which are in
 `tpuconv.notation.letters.LETTERS`."""
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -187,7 +188,9 @@ class PlainRMSNorm(nnx.Module):
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
     """Returns the tanh approximation of GELU (arXiv:1606.08415), computed in float32, in the dtype of x."""
-    return nnx.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+    x_32 = x.astype(jnp.float32)
+    # (1 + tanh(y)) / 2 is sigmoid(2 y), which does not lose digits where tanh is near -1.
+    return (x_32 * nnx.sigmoid(math.sqrt(8 / math.pi) * (x_32 + 0.044715 * x_32**3))).astype(x.dtype)
 
 
 def gelu(x: jax.Array) -> jax.Array:

@@ -55,7 +55,7 @@ PHI = decoder(
     config=HeadWithBias,
     defaults={"partial_rotary_factor": 0.5},
     hf_names=PHI_EPS,
-    only={"hidden_act": ("gelu_new",)},
+    only={"hidden_act": ("gelu_new",), "tie_word_embeddings": (False,)},
     table=MappingTable(
         (
             Map("model.embed_tokens.weight", "embed.embedding", "V D"),
