@@ -69,19 +69,16 @@ class SharedKeysConfig(PatternConfig):
             "shared_kv_layers": tuple(layers[len(own) :]),
             "unused_window_layers": (),
             "unused_full_layers": (),
-            "last_window_layer": tuple(i for i in own if i not in full)[-1:],
-            "last_full_layer": tuple(i for i in own if i in full)[-1:],
         }
 
     @property
     def unused_layer_sets(self) -> dict[str, Sequence[int]]:
         """The layers whose own keys and values no model uses, though releases have tensors for them: for a program that
-        has their arrays too."""
-        sets = self.layer_sets
-        return {
-            f"unused_{kind}_layers": tuple(i for i in sets["shared_kv_layers"] if i in sets[f"{kind}_layers"])
-            for kind in ("window", "full")
-        }
+        has their arrays too. And the layers that are used instead."""
+        sets, kinds = self.layer_sets, ("window", "full")
+        shared = set(sets["shared_kv_layers"])
+        unused = {f"unused_{x}_layers": tuple(i for i in sets[f"{x}_layers"] if i in shared) for x in kinds}
+        return unused | {f"last_{x}_layer": tuple(sets[f"{x}_kv_layers"][-1:]) for x in kinds}
 
     @property
     def kv_sources(self) -> tuple[int, ...]:
