@@ -56,7 +56,7 @@ class Traits:
     """For a text model inside a multimodal model: sizes of the vision tower."""
     beside_text: Mapping[str, Any] = field(default_factory=dict)
     """Further keys beside `text_config` and `vision_config`."""
-    as_wide_as_text: Sequence[str] = ()
+    as_wide_as_text: Sequence[str] = ("out_hidden_size",)
     """Keys of the towers that have to be the text model's `hidden_size`."""
     thinker_of: str = ""
     """The class in transformers of the whole model, if the part that returns logits is its `thinker`."""
