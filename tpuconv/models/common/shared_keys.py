@@ -72,7 +72,7 @@ class SharedKeysConfig(PatternConfig):
         }
 
     @property
-    def unused_layer_sets(self) -> dict[str, Sequence[int]]:
+    def unused_layer_sets(self) -> Mapping[str, Sequence[int]]:
         """The layers whose own keys and values no model uses, though releases have tensors for them: for a program that
         has their arrays too. And the layers that are used instead."""
         sets, kinds = self.layer_sets, ("window", "full")
