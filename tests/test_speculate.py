@@ -3,6 +3,7 @@
 import json
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +155,8 @@ qwix:
 """The module for multi-token prediction is quantized by a rule that names it."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "glm4_moe-air" else pytest.mark.slow) for name in WITH_MODULE]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_MODULE)
 def test_a_module_that_a_rule_names_is_quantized(name: str, tmp_path: Path) -> None:
     """It drafts as the module of the values that its export holds, and changes no token."""
     save_with_drafts(BY_ID[name], tmp_path / "hf")
@@ -176,11 +176,17 @@ def test_a_module_that_a_rule_names_is_quantized(name: str, tmp_path: Path) -> N
     assert np.abs(ours - theirs).max() <= 2e-5 * np.abs(theirs).max()
 
 
-def test_a_rule_for_a_module_that_was_not_converted_says_so(tmp_path: Path) -> None:
+def test_a_rule_is_for_a_module_that_is_converted(tmp_path: Path) -> None:
     (tmp_path / "mtp.yaml").write_text(BY_NAME)
     save_with_drafts(BY_ID["glm4_moe-air"], tmp_path / "hf")
+    plan = partial(api.plan, tmp_path / "hf", quantize=str(tmp_path / "mtp.yaml"))
+    quantized = plan(include_mtp=True).plan.quantization
+    assert quantized is not None
+    of_mtp = {name.split(".", 2)[2] for name in quantized.encoders if name.startswith("mtp.")}
+    assert {"attn.q.kernel", "moe.down.kernel", "moe.shared.up.kernel"} <= of_mtp
+    assert not of_mtp & {"moe.router.kernel", "from_hidden.kernel"}
     with pytest.raises(ConfigError) as error:
-        api.plan(tmp_path / "hf", quantize=str(tmp_path / "mtp.yaml"))
+        plan()
     (fault,) = error.value.details
     assert fault == f"line 4: '{PATTERN}' matches no module with a product"
     assert "`include_mtp=True`" in str(error.value.hint)

@@ -73,6 +73,8 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
     "test_a_dense_layer_has_two_all_reduces": (),
     "test_fewer_key_value_heads_than_chips": (),
     "test_a_collective_has_the_bytes_that_are_known_by_hand": (),
+    "test_a_collective_beside_a_product_takes_no_time": (),
+    "test_a_collective_alone_takes_its_time": (),
     "test_what_does_not_fit_is_an_answer": (),
     "test_on_a_mesh_each_device_has_its_shards": (),
     "test_one_tokens_products_are_the_matrix_units": (),
