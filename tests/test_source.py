@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import struct
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -211,6 +211,17 @@ def test_an_index_of_a_million_shards_is_refused_at_once(folder):
     with ProcessorTime() as refusing, pytest.raises(SourceError, match="1000000 of 1000000 shards are missing"):
         open_source(folder)
     assert refusing.seconds < 20 * parsing.seconds  # 5 times where the machine does nothing else
+
+
+def test_more_further_names_than_tensors_are_refused(folder):
+    """A tensor that several modules share is saved once, with its other names in the metadata."""
+    index = json.loads((folder / INDEX).read_text())
+    (kept, *_), count = index["weight_map"], len(index["weight_map"])
+    for further in (count, count + 1):
+        index["metadata"] = {f"x{i}": kept for i in range(further)}
+        (folder / INDEX).write_text(json.dumps(index))
+        with nullcontext() if further == count else pytest.raises(SourceError, match="further names of"):
+            open_source(folder)
 
 
 def test_a_file_in_whose_place_there_is_no_file_is_named(folder):

@@ -12,6 +12,7 @@ import pytest
 import tpuconv
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import flatten, same_bits
+from helpers.encoded import awq, encoded
 from helpers.families import BY_ID, FIRST, Case, one_fast_of_each, save
 from helpers.logits import forward
 from helpers.released import GEMMA4, GEMMA4_SHARED, gemma3n
@@ -588,12 +589,25 @@ def test_keys_and_values_that_no_layer_reads(target, is_released, tmp_path):
     if is_released:
         unused = {name: rng.normal(size=x.shape).astype(x.dtype) for name, x in unused.items()}
         write_checkpoint(source, json.loads((source / "config.json").read_text()), tensors | unused)
-    assert bool(tensors.keys() & unused.keys()) is False
+    assert not tensors.keys() & unused.keys()
     found = back(source, tmp_path, target)
     assert found.keys() == tensors.keys() | unused.keys()
     for name, values in found.items():
         assert same_bits(values, (tensors | unused)[name]), name
     assert same_logits(tmp_path / "back", source)
+
+
+def test_matrices_that_stand_for_others_lie_as_they_do(tmp_path):
+    """AWQ stores [in, out]."""
+    case = Case("gemma4-shared", "gemma4_text", "gemma4_text", GEMMA4 | GEMMA4_SHARED)
+    save(case, tmp_path / "plain")
+    encoded(tmp_path / "plain", tmp_path / "hf", awq)
+    api.convert(tmp_path / "hf", tmp_path / "out", target="tunix", dtype="float32")
+    with ocp.StandardCheckpointer() as checkpointer:
+        arrays = dict(flatten(checkpointer.restore(tmp_path / "out" / "0" / "model_params")))
+    for layer, other in ((6, 4), (11, 5)):
+        unread, read = (arrays[f"layers.{i}.attn.kv_einsum.w.value"] for i in (layer, other))
+        assert same_bits(unread, read)
 
 
 def same_logits(one: Path, other: Path) -> bool:

@@ -38,8 +38,8 @@ def restored(request: dict) -> dict[str, np.ndarray]:
     ids = jnp.asarray(np.load(request["ids"])) if "ids" in request else jnp.zeros((1, 3), int)
     if "code" in request:
         return with_logits(*ran(request["code"], whole, config), ids)
-    whole = getattr(models, "Gemma3nTransformer", None) or models.Transformer
-    model = whole(config=config, dtype=jnp.float32)
+    model_class = getattr(models, "Gemma3nTransformer", None) or models.Transformer
+    model = model_class(config=config, dtype=jnp.float32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), ids)["params"]
     if "model" in request:
         return {name: np.array(leaf.shape) for name, leaf in named(shapes)}

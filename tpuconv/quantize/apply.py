@@ -78,7 +78,7 @@ def quantization(
     from tpuconv.quantize.rules import ModelBuilder, resolve_rules
 
     stacks = LayerStacks(config.num_hidden_layers, config.period) if plain.options.scan_layers else None
-    mtp = plain.options.include_mtp and any(rule.names_part(MTP_MODULE) for rule in rules.rules)
+    mtp = plain.options.include_mtp and rules.names_part(MTP_MODULE)
     if mtp and rules.calibration is not None:
         raise ConfigError(
             f"{rules.name} has a calibration, which does not run the module for multi-token prediction",

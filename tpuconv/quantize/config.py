@@ -155,6 +155,10 @@ class QuantConfig:
         """Returns the number of the first rule that matches a module."""
         return next(i for i, rule in enumerate(self.rules) if rule.matches(module))
 
+    def names_part(self, part: str) -> bool:
+        """Returns True if a rule names a part."""
+        return any(rule.names_part(part) for rule in self.rules)
+
     def for_part(self, part: str) -> "QuantConfig":
         """Returns the config with as many rules, of which the ones that do not name the part match no module."""
         kept = (rule if rule.names_part(part) else replace(rule, module_path=NO_MODULE) for rule in self.rules)

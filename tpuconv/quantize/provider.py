@@ -149,10 +149,10 @@ def quantized(model: nnx.Module, provider: Provider) -> Any:
     for name in ENTRIES if isinstance(model, Decoder) else ():
         method = apply_interceptors(getattr(type(model), name), provider, lambda output: output)
         setattr(type(model), name, method)
-    if hasattr(model, MTP_MODULE) and any(rule.names_part(MTP_MODULE) for rule in provider.config.rules):
+    if hasattr(model, MTP_MODULE) and provider.config.names_part(MTP_MODULE):
         _quantize_mtp(model)
     for part in model.config.parts if isinstance(model, Decoder) else ():
-        if any(rule.names_part(part) for rule in provider.config.rules):
+        if provider.config.names_part(part):
             _quantize_part(getattr(model, part), provider.for_part(part))
     return model
 

@@ -237,12 +237,19 @@ def open_source(
 
 def _shared(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any]) -> dict[str, TensorInfo]:
     """The further names of tensors. `save_model` of safetensors and of huggingface_hub write a tensor that several
-    modules share once, perhaps under the name of a tied head, and in the metadata that name for each of the others."""
-    return {
-        name: replace(tensors[kept], name=name)
+    modules share once, perhaps under the name of a tied head, and in the metadata that name for each of the others.
+    Raises SourceError if most names are such."""
+    further = {
+        name: kept
         for name, kept in metadata.items()
         if isinstance(kept, str) and kept in tensors and name not in tensors and is_safe_name(name)
     }
+    if len(further) > len(tensors):
+        raise SourceError(
+            f"the metadata has {len(further):,} further names of {len(tensors):,} tensors",
+            hint="do not trust this checkpoint",
+        )
+    return {name: replace(tensors[kept], name=name) for name, kept in further.items()}
 
 
 def open_described(resolved: Resolved) -> Source:

@@ -83,6 +83,8 @@ def make_plan(
         key = IgnoredKey(ENCODING_KEYS[0], dict(source.encoding), "no tensor is stored as it says", warning)
         ignored_config = (*ignored_config, key)
     cut_table, cut_config = _cut_layers(table, config, options.layers)
+    others = {name: other for name, other in stand_ins(cut_table, cut_config).items() if name not in tensors}
+    tensors |= {name: tensors[other] for name, other in others.items() if other in tensors}
     bindings = [b.swapped(partial(_is_input_first, tensors)) for b in cut_table.bind(cut_config, mtp)]
     expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
     everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
@@ -105,11 +107,7 @@ def make_plan(
     why_ignored = table.ignored(config, mtp)
     placed_changes, elsewhere = without_ignored(placed_changes, tensors, why_ignored)
     tensors, misfits = adapt(tensors, placed_changes, input_first)
-    tensors |= {
-        name: tensors[other]
-        for name, other in stand_ins(cut_table, cut_config).items()
-        if name not in tensors and other in tensors
-    }
+    tensors |= {name: tensors[other] for name, other in others.items() if other in tensors}  # with adapters
     faults += apart + untied + misfits
     copies = {
         name: original
