@@ -147,10 +147,9 @@ def headed(table: MappingTable, kind: str) -> MappingTable:
         return table
     if kind == AS_DRAFT:
         return replace(table, returns=AS_DRAFT)
-    return _headless(table, kind, *[SCORE_ROW] * (kind == SCORES))
-
-
-SCORE_ROW = Map("score.weight", "score.kernel", "O D -> D O")
+    (width,) = (row.layout.split()[1] for row in table if row.jax_names == ("embed.embedding",))
+    scores = Map("score.weight", "score.kernel", f"O {width} -> {width} O")
+    return _headless(table, kind, *[scores] * (kind == SCORES))
 
 
 def _headless(table: MappingTable, kind: str, *rows: Map) -> MappingTable:

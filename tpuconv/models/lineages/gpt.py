@@ -41,21 +41,37 @@ declare(
 
 POSITIONED = "modules.gpt:PositionedDecoder"
 
+
+@family_config
+class Gpt2Config(PositionedConfig):
+    """The factor of scores may differ between layers."""
+
+    scale_attn_weights: bool
+    scale_attn_by_inverse_layer_idx: bool
+
+    @property
+    def score_scales(self) -> list[float]:
+        """The factor of scores of each layer."""
+        scale = self.sizes["H"] ** -0.5 if self.scale_attn_weights else 1.0
+        by_layer = self.scale_attn_by_inverse_layer_idx
+        return [scale / (layer + 1 if by_layer else 1) for layer in range(self.num_hidden_layers)]
+
+    @property
+    def unscannable(self) -> str:
+        """Why `scan_layers` is impossible; empty if it is possible."""
+        return "its layers scale scores differently" if self.scale_attn_by_inverse_layer_idx else super().unscannable
+
+
 GPT2 = decoder(
     "gpt2",
     "GPT-2",
     "GPT2LMHeadModel",
-    Norms(kind="layer"),
+    Norms(kind="layer", module="modules.gpt:ScaledScoresBlock"),
     Attn(True),
     Mlp("plain", "gelu_tanh", bias=True),
     base=POSITIONED,
-    config=PositionedConfig,
-    only={
-        "activation_function": GELU_TANH,
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-    },
+    config=Gpt2Config,
+    only={"activation_function": GELU_TANH, "add_cross_attention": (False,)},
     hf_names=GPT_KEYS,
     left_out=frozenset({"n_ctx", "reorder_and_upcast_attn"}),
     table=gpt_table(
@@ -77,6 +93,7 @@ GPT_BIGCODE = GPT2.but(
     "gpt_bigcode",
     "StarCoder, SantaCoder",
     "GPTBigCodeForCausalLM",
+    Norms(kind="layer"),
     config=OneKeyHead,
     only={
         "activation_function": GELU_TANH,
@@ -364,6 +381,7 @@ GPT_NEO = GPT2.but(
     "gpt_neo",
     "GPT-Neo",
     "GPTNeoForCausalLM",
+    Norms(kind="layer"),
     Attn(out_bias=True, scale="score_scale"),
     config=GptNeoConfig,
     only={"activation_function": GELU_TANH},

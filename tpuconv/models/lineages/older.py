@@ -23,8 +23,8 @@ from tpuconv.models.common.gpt import (
 from tpuconv.models.common.rows import when
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.declare import decoder
-from tpuconv.models.lineages.gpt import POSITIONED
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
 
 OPENAI_GPT = decoder(
@@ -154,6 +154,11 @@ BLOOM = decoder(
 )
 
 
+declare(
+    token_width=Word("embeddings before they are projected", as_="D"),
+)
+
+
 @family_config
 class OptConfig(PositionedConfig):
     """The vectors of the first two positions are not used."""
@@ -161,42 +166,54 @@ class OptConfig(PositionedConfig):
     intermediate_size: int
     word_embed_proj_dim: int | None
     activation_function: str
+    do_layer_norm_before: bool
+    remove_final_layer_norm: bool = False
 
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.word_embed_proj_dim not in (None, self.hidden_size):
-            yield (
-                f"word_embed_proj_dim={self.word_embed_proj_dim} is not hidden_size={self.hidden_size}: projected "
-                "embeddings are not implemented"
-            )
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "token_width": self.word_embed_proj_dim or self.hidden_size}
+
+    @property
+    def projects_embeddings(self) -> bool:
+        """True if embeddings have another width than layers."""
+        return self.sizes["token_width"] != self.hidden_size
+
+    @property
+    def has_last_norm(self) -> bool:
+        """True if a norm follows the last layer."""
+        return self.do_layer_norm_before and not self.remove_final_layer_norm
 
 
 OPT = decoder(
     "opt",
     "OPT",
     "OPTForCausalLM",
-    Norms(kind="layer"),
+    Norms(kind="layer", module="modules.opt:ChosenNormBlock"),
     Attn("enable_bias"),
     Mlp("plain", bias="enable_bias", module="modules.gpt:ChosenMLP"),
-    base=POSITIONED,
+    base="modules.opt:OptDecoder",
     config=OptConfig,
-    only={
-        "do_layer_norm_before": (True,),
-        "_remove_final_layer_norm": (False,),
-        "layer_norm_elementwise_affine": (True,),
-        "activation_function": ("relu", "gelu"),
-    },
-    hf_names={"intermediate_size": "ffn_dim"},
+    only={"layer_norm_elementwise_affine": (True,), "activation_function": ("relu", "gelu")},
+    hf_names={"intermediate_size": "ffn_dim", "remove_final_layer_norm": "_remove_final_layer_norm"},
     left_out=frozenset({"dropout", "init_std", "layerdrop"}),
     derived=PositionedConfig.derived | {"rms_norm_eps"},
     first_position=2,
     table=MappingTable(
         (
-            Map("model.decoder.embed_tokens.weight", "embed.embedding", "V D"),
-            Map("model.decoder.embed_positions.weight", "positions.embedding", "positions D"),
-            *under("model.decoder.layers.{L}", "layers.{L}", *FAIRSEQ_ROWS, *when("enable_bias", *FAIRSEQ_BIASES)),
-            *norm_rows("model.decoder.final_layer_norm", "norm"),
-            Map("lm_head.weight", "lm_head.kernel", "V D -> D V", when="has_lm_head"),
+            *under(
+                "model.decoder",
+                "",
+                Map("embed_tokens.weight", "embed.embedding", "V token_width"),
+                *when(
+                    "projects_embeddings",
+                    Map("project_in.weight", "project_in.kernel", "D token_width -> token_width D"),
+                    Map("project_out.weight", "norm.out.kernel", "token_width D -> D token_width"),
+                ),
+                Map("embed_positions.weight", "positions.embedding", "positions D"),
+                *under("layers.{L}", "layers.{L}", *FAIRSEQ_ROWS, *when("enable_bias", *FAIRSEQ_BIASES)),
+                *when("has_last_norm", *norm_rows("final_layer_norm", "norm")),
+            ),
+            Map("lm_head.weight", "lm_head.kernel", "V token_width -> token_width V", when="has_lm_head"),
         ),
         copies={"lm_head.weight": "model.decoder.embed_tokens.weight"},
     ),

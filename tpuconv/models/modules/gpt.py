@@ -87,6 +87,15 @@ class LastBiasBlock(blocks.PreNormBlock):
         return attn
 
 
+class ScaledScoresBlock(blocks.PreNormBlock):
+    """One layer: attention, then an MLP, each after a norm. Each layer has a factor of scores of its own."""
+
+    def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
+        attn = super().new_attention(config, layer, dtype=dtype, keys=keys)
+        attn.scale = config.score_scales[layer]
+        return attn
+
+
 class AlibiAttention(blocks.Attention):
     """Attention biased by distance, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far."""
 
