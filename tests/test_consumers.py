@@ -20,6 +20,7 @@ from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.commands import EXAMPLE
 from helpers.consumers import (
     BASE,
+    CALIBRATED,
     EMBEDDING_FACTORS,
     EXACT,
     EXPERTS,
@@ -88,11 +89,26 @@ class Served:
         (self.folder / f"{name}.yaml").write_text(text)
         return self.folder / f"{name}.yaml"
 
+    def ours(self, config: str) -> Path:
+        """A checkpoint of ours by these rules; its head is plain where a server's is."""
+        rules = self.rules(config)
+        out = self.folder / f"{rules.stem if rules else 'plain'}-ours"
+        if out.exists():
+            return out
+        if config == CALIBRATED:
+            api.quantize(self.source, out, config=rules, calibration="self", samples=8, length=64)
+        else:
+            api.convert(self.source, out, quantize=rules)
+        return out
+
     def written(self, form: str) -> Path:
-        """What `--target huggingface` writes."""
+        """What `--target huggingface` writes, or `export` of what was calibrated."""
         config, scheme = FORMS[form].config, FORMS[form].scheme
         out = self.folder / form.replace(" ", "-")
         options = {"scheme": scheme} if scheme else {}
+        if config == CALIBRATED:
+            api.export(self.ours(config), out, **options)
+            return out
         quantize = self.rules(config) if config.startswith("{") else config or None
         api.convert(self.source, out, target="huggingface", quantize=quantize, **options)
         return out
@@ -100,11 +116,8 @@ class Served:
 
 @cache
 def our_logprobs(served: Served, config: str) -> np.ndarray:
-    """Ours [T, V], of a checkpoint by these rules; its head is plain where a server's is."""
-    rules = served.rules(config)
-    out = served.folder / f"{rules.stem if rules else 'plain'}-ours"
-    api.convert(served.source, out, quantize=rules)
-    (logits,) = forward(tpuconv.load(out, "float32"), [IDS], "float32")()
+    """Ours [T, V], of a checkpoint by these rules."""
+    (logits,) = forward(tpuconv.load(served.ours(config), "float32"), [IDS], "float32")()
     exact = np.asarray(logits, np.float64)
     return exact - np.logaddexp.reduce(exact, -1, keepdims=True)
 

@@ -324,8 +324,12 @@ def test_an_adapter_that_is_kept_comes_back(case: Case, target: str, scan: bool,
         pytest.skip(f"{target} has no such model: {error.message}")
     api.verify(tmp_path / "tree").check()
     save_standard(tmp_path / "run", trained_tree(tmp_path / "tree"))
-    api.export(tmp_path / "run", tmp_path / "back", config=src, adapter=True, lora_alpha=ALPHA)
-    before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("lora", "back"))
+    for saved, back in (("run", "back"), ("tree", "untrained")):
+        api.export(tmp_path / saved, tmp_path / back, config=src, adapter=True, lora_alpha=ALPHA)
+    before, after, untrained = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("lora", "back", "untrained")
+    )
+    assert_same(untrained, after)
     if target == "maxtext" and case.family in ("gemma2", "deepseek_v3"):  # which multiplies queries
         assert before.keys() == after.keys()
         for name, values in before.items():

@@ -75,6 +75,8 @@ class Form:
     most: int = 1
 
 
+CALIBRATED = "int4_gptq"
+"""The config whose values are chosen on text."""
 FORMS: Mapping[str, Form] = {
     "plain": Form(),
     "int8": Form("int8_default"),
@@ -92,6 +94,7 @@ FORMS: Mapping[str, Form] = {
         dtype="bfloat16",
         most=32,
     ),
+    "int4, GPTQ": Form(CALIBRATED, dtype="bfloat16", most=32),
     "awq": Form("int4_weight_only", "awq", "bfloat16", most=32),
     "mxfp4 experts": Form("mxfp4_weight_only", dtype="bfloat16", most=32),
 }
@@ -135,7 +138,7 @@ def refused(error: str, *forms: str) -> dict[str, Outcome]:
 
 
 _BLOCKS = ("fp8 blocks", "fp8 blocks, fp8")
-_INT4 = ("int4, 32", "int4, 128", "int4 zero points", "awq")
+_INT4 = ("int4, 32", "int4, 128", "int4 zero points", "int4, GPTQ", "awq")
 VLLM: Mapping[str, Outcome] = {
     "plain": EXACT,
     "fp8": BUT_FLIPS,
@@ -165,14 +168,14 @@ _JAX_QWEN3: Mapping[str, Outcome] = {
         "is not yet supported in the JAX path",
         *("int8", "int8 with head", "int8 attention", "int8 weights", "fp8 weights", "int4 zero points"),
     ),
-    "int4, 32": WITH_TPU_KERNEL,
+    **dict.fromkeys(("int4, 32", "int4, GPTQ"), WITH_TPU_KERNEL),
     **refused("wNa16 with group_size 128 is not supported on a layer whose input dim is sharded", "int4, 128"),
     **refused("auto_awq quantization method not supported", "awq"),
 }
 _JAX_LLAMA: Mapping[str, Outcome] = {
     "plain": EXACT,
     **refused("module 'numpy' has no attribute 'float8_e4m3fn'", "fp8", *_BLOCKS),
-    **refused("is not a valid param path", "int8", "int4, 32"),
+    **refused("is not a valid param path", "int8", "int4, 32", "int4, GPTQ"),
 }
 JAX_MODELS: Mapping[str, Mapping[str, Outcome]] = {"qwen3": _JAX_QWEN3, "llama": _JAX_LLAMA}
 """By model and form, what the JAX models of tpu-inference do on a CPU."""

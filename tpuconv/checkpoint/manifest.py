@@ -275,11 +275,17 @@ class Manifest:
                 hint="convert without `layers=`",
             )
 
+    @property
+    def holds_lora(self) -> bool:
+        """True if an adapter was kept, so that there is LoRA alone."""
+        return bool(self.raw["options"].get("keep_adapter"))
+
     def _check_model(self) -> None:
-        if self.raw["options"].get("keep_adapter"):
+        if self.holds_lora:
             raise UsageError(
                 f"{self.folder} holds LoRA alone, as a trainer loads it beside the model",
-                hint="convert without `keep_adapter=`, which merges the adapter into the model",
+                hint="convert without `keep_adapter=`, which merges the adapter into the model; `export` with `adapter=` "
+                "and `config=` gives the adapter back",
             )
 
     @property

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.orbax_tree import TrainedTree, holds_tree, locate_tree
 from tpuconv.convert.export.lora.tree import MergedPairs, explain_pairs, read_pairs
 from tpuconv.convert.export.orbax_arrays import OrbaxArrays
@@ -63,11 +64,11 @@ def open_trained(ckpt: Location, config: str, stack: ExitStack, progress: Listen
         progress: called while config.json is downloaded.
 
     Raises:
-        UsageError: `ckpt` has a manifest of tpuconv.
+        UsageError: `ckpt` has a manifest of tpuconv, and is no adapter that `keep_adapter=` wrote.
         TpuconvError: it is no checkpoint of Orbax, or the model is not known.
     """
     folder = locate_tree(ckpt)
-    if is_there(ckpt / MANIFEST):
+    if is_there(ckpt / MANIFEST) and not read_manifest(ckpt).holds_lora:
         raise UsageError(
             f"{ckpt} has a manifest of tpuconv, so `config=` is not needed",
             hint="leave out `config=`; if a trainer wrote other arrays into it, give the folder of its step",
