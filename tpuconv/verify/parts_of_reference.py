@@ -18,6 +18,7 @@ DECODER_NAMES = ("language_model", "text_model", "decoder")
 INPUT_NAMES = {
     **dict.fromkeys(("wpe", "embed_positions", "positions_embed"), "positions."),
     **dict.fromkeys(("word_embeddings_layernorm", "embeddings"), "embed_norm."),
+    "project_in": "project_in.",
 }
 """The names that they have for what makes the first layer's input besides the embedding, and ours."""
 
@@ -37,4 +38,5 @@ them and that the model does not unpack."""
 
 def first_of(module: Any, names: Sequence[str], *default: Any) -> Any:
     """Returns the submodule with the first of these names that the module has, or the default."""
-    return next(iter((*(getattr(module, name) for name in names if hasattr(module, name)), *default)))
+    found = (getattr(module, name, None) for name in names)
+    return next(iter((*(each for each in found if each is not None), *default)))

@@ -205,7 +205,8 @@ class LayeredReference:
             ids = self._ids(window) * (not window.features)  # of text: placeholders without features are an error
             with ExitStack() as stack:
                 stack.enter_context(head_from(self.model, window.first))
-                stack.enter_context(_replace_forward(embedding, lambda ids, x=hidden: x.clone()))  # CTRL changes it
+                nothing_BTD = hidden.new_zeros((*ids.shape, embedding.weight.shape[-1]))
+                stack.enter_context(_replace_forward(embedding, lambda ids, x=nothing_BTD: x))
                 for layer in self.layers:
                     stack.enter_context(_replace_forward(layer, lambda *args, x=hidden, **kwargs: self._returned(x)))
                 with self.torch.no_grad():
