@@ -284,8 +284,8 @@ class Manifest:
         if self.holds_lora:
             raise UsageError(
                 f"{self.folder} holds LoRA alone, as a trainer loads it beside the model",
-                hint="convert without `keep_adapter=`, which merges the adapter into the model; `export` with `adapter=` "
-                "and `config=` gives the adapter back",
+                hint="convert without `keep_adapter=`, which merges the adapter into the model; `export` with "
+                "`adapter=` and `config=` gives the adapter back",
             )
 
     @property
