@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tpuconv.encodings.auto_round import AUTO_ROUND, AUTO_ROUND_METHODS, auto_round_groups
 from tpuconv.encodings.awq_gptq import AWQ, GPTQ, awq_groups, gptq_groups
 from tpuconv.encodings.bitsandbytes import BITSANDBYTES, METHOD, bitsandbytes_groups, is_bitsandbytes
 from tpuconv.encodings.compressed_tensors import COMPRESSED, compressed_groups
@@ -40,6 +41,7 @@ METHOD_SCHEMAS: Mapping[Any, Any] = {
     "compressed-tensors": COMPRESSED,
     "awq": AWQ,
     "gptq": GPTQ,
+    **dict.fromkeys(AUTO_ROUND_METHODS, AUTO_ROUND),
     METHOD: BITSANDBYTES,
 }
 """For each method, the keys of a description that are read, and their types."""
@@ -96,6 +98,8 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         return awq_groups(quantization)
     if method == "gptq":
         return gptq_groups(quantization)
+    if method in AUTO_ROUND_METHODS:
+        return auto_round_groups(quantization)
     if method == METHOD:
         return bitsandbytes_groups(quantization)
     if method is None and "bits" in quantization:
@@ -106,8 +110,8 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         )
     raise UnsupportedConfig(
         f"the encoding quant_method={method!r} is not implemented",
-        hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, mxfp8, compressed-tensors, awq, gptq and bitsandbytes; or "
-        "convert an unquantized release",
+        hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, mxfp8, compressed-tensors, awq, gptq, auto-round and "
+        "bitsandbytes; or convert an unquantized release",
     )
 
 
