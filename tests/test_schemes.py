@@ -23,7 +23,7 @@ from helpers.served import decompressed, dequantized, quantized, rule, to_torch
 from tpuconv import api
 from tpuconv.encodings.passthrough import FLOAT8, separate_scales
 from tpuconv.encodings.schemes import groups
-from tpuconv.errors import UsageError
+from tpuconv.errors import UnsupportedConfig, UsageError
 
 BF16 = ml_dtypes.bfloat16
 INT4 = {"weight_qtype": "int4", "tile_size": 32}
@@ -263,3 +263,33 @@ def test_a_description_of_many_modules_is_fast():
     assert not any(group.takes(f"model.layers.{layer}.self_attn.q_proj") for layer in range(100))
     (whole,) = groups({"quant_method": "modelopt", "quant_algo": "NVFP4"})
     assert whole.takes("lm_head")
+
+
+WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"a": {"weights": WEIGHTS}},
+}
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        {"quant_method": "fp8", "fmt": "e5m2"},
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "moe_quant_algo": "W4A16"},
+        {"quant_method": "mxfp8", "scale_fmt": "e4m3"},
+        {"quant_method": "modelopt", "quantization": "FP8"},
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+        {**PACKED, "format": "marlin-24"},
+        {**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}},
+        {**PACKED, "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_has_fp16_weight": True},
+    ],
+    ids=lambda description: "-".join(map(str, description.values()))[:60],
+)
+def test_encodings_that_are_refused_say_what_to_do(description):
+    with pytest.raises(UnsupportedConfig, match="is not implemented") as e:
+        groups(description)
+    assert "release" in e.value.hint

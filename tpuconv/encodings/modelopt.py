@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from tpuconv.encodings.groups import FLAG, NAMES, SchemeGroup, is_within, pattern_to_check, within
+from tpuconv.encodings.groups import FLAG, NAMES, UNQUANTIZED, SchemeGroup, is_within, pattern_to_check, within
 from tpuconv.encodings.scheme import (
     BY_SCALES,
     FP4_FIELDS,
@@ -75,7 +75,7 @@ def modelopt_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
     """
     description = quantization.get("quantization", quantization)
     if not isinstance(description, Mapping):
-        raise UnsupportedConfig(f"modelopt with quantization={description!r} is not implemented")
+        raise UnsupportedConfig(f"modelopt with quantization={description!r} is not implemented", hint=UNQUANTIZED)
     if str(description.get("quant_algo")).upper() != MIXED:
         left_out = {
             name: translate(name) for name in description.get("exclude_modules", description.get("ignore")) or ()
@@ -92,7 +92,8 @@ def modelopt_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
     layers = description.get("quantized_layers")
     if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
         raise UnsupportedConfig(
-            f"modelopt with quant_algo={MIXED!r} and quantized_layers={layers!r} is not implemented"
+            f"modelopt with quant_algo={MIXED!r} and quantized_layers={layers!r} is not implemented",
+            hint="each layer needs an object with its quant_algo: take the config.json of the release",
         )
     alike: dict[tuple[str, str], list[str]] = {}
     for name, layer in layers.items():
