@@ -2,7 +2,8 @@
 is refused.
 
 `data/auto-round` was written by auto-round 0.16.1 on a CPU: a Qwen3 of one layer with random weights in groups of 32,
-in its formats auto_gptq and auto_awq; `original.safetensors` has the matrices before that.
+in its formats auto_gptq and auto_awq, and with 2 bits in its own packing; `original.safetensors` has the matrices
+before that.
 """
 
 import json
@@ -207,6 +208,22 @@ def test_the_format_of_auto_round(form, tmp_path):
     assert not [name for name in stored if not same_bits(back[name], stored[name])]
     written = json.loads((tmp_path / "back/config.json").read_text())["quantization_config"]
     assert written == config["quantization_config"]
+
+
+def test_the_packing_of_auto_round(tmp_path):
+    """Of 2 bits: 16 to a word, from the lowest on, with zero points as they are."""
+    original, stored = load_file(AUTO_ROUND / "original.safetensors"), read_tensors(AUTO_ROUND / "native")
+    api.convert(AUTO_ROUND / "native", tmp_path / "out", target="huggingface", dtype="float32")
+    found = read_tensors(tmp_path / "out")
+    shifts = np.arange(0, 32, 2)
+    for name, x in original.items():
+        words, zeros, scales = (stored[f"{name.removesuffix('weight')}{x}"] for x in ("qweight", "qzeros", "scales"))
+        codes = (words[:, None, :] >> shifts[:, None] & 3).reshape(-1, words.shape[1])
+        offsets = (zeros[..., None] >> shifts & 3).reshape(len(zeros), -1)
+        rows = np.arange(len(codes)) // 32
+        want = ((codes - offsets[rows]).astype("f4") * scales.astype("f4")[rows]).T
+        np.testing.assert_array_equal(found[name], want)
+        assert np.corrcoef(want.ravel(), x.astype("f4").ravel())[0, 1] > 0.9, name
 
 
 def test_modules_that_auto_round_describes_apart():
