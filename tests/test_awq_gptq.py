@@ -2,7 +2,8 @@
 is refused.
 
 `data/auto-round` was written by auto-round 0.16.1 on a CPU: a Qwen3 of one layer with random weights in groups of 32,
-in its formats auto_gptq and auto_awq; `original.safetensors` has the matrices before that.
+in its formats auto_gptq and auto_awq, and with 2 bits in its own packing; `original.safetensors` has the matrices
+before that.
 """
 
 import json
@@ -36,7 +37,7 @@ from tpuconv.convert.plan.types import Options
 from tpuconv.encodings.schemes import groups, schemes
 from tpuconv.encodings.tensors import decode_names
 from tpuconv.encodings.words import Words
-from tpuconv.errors import MappingError, SourceError
+from tpuconv.errors import MappingError, SourceError, UnsupportedConfig
 from tpuconv.sources.source import open_source
 
 AUTO_ROUND = Path(__file__).parent / "data" / "auto-round"
@@ -179,6 +180,95 @@ def test_what_auto_round_writes(form, tmp_path):
     back = exported(tmp_path / "kept", tmp_path / "back")
     assert back.keys() == stored.keys()
     assert not [name for name in stored if not same_bits(back[name], stored[name])]
+
+
+NATIVE = {
+    "gptq": {"packing_format": "auto_round:auto_gptq", "quant_method": "auto-round"},
+    "gptq_symmetric": {"backend": "auto_round:gptq:exllamav2", "quant_method": "intel/auto-round"},
+    "awq": {"packing_format": "auto_round:auto_awq", "block_name_to_quantize": "model.layers"},
+}
+
+
+@pytest.mark.parametrize(
+    "form", ["gptq", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gptq_symmetric", "awq"))]
+)
+def test_the_format_of_auto_round(form, tmp_path):
+    folder = Path(shutil.copytree(AUTO_ROUND / form, tmp_path / "native"))
+    config = json.loads((folder / "config.json").read_text())
+    described = {key: config["quantization_config"][key] for key in ("bits", "data_type", "group_size", "sym")}
+    config["quantization_config"] = described | {"quant_method": "auto-round"} | NATIVE[form]
+    (folder / "config.json").write_text(json.dumps(config))
+    for name, encoding in (("decoded", "dequantize"), ("kept", "keep")):
+        for source in (folder, AUTO_ROUND / form):
+            api.convert(source, tmp_path / f"{source.name}-{name}", encoding=encoding)
+        assert_same(restore(tmp_path / f"native-{name}"), restore(tmp_path / f"{form}-{name}"))
+    api.export(tmp_path / "native-kept", tmp_path / "back")
+    back, stored = read_tensors(tmp_path / "back"), read_tensors(folder)
+    assert back.keys() == stored.keys()
+    assert not [name for name in stored if not same_bits(back[name], stored[name])]
+    written = json.loads((tmp_path / "back/config.json").read_text())["quantization_config"]
+    assert written == config["quantization_config"]
+
+
+def test_the_packing_of_auto_round(tmp_path):
+    """Of 2 bits: 16 to a word, from the lowest on, with zero points as they are."""
+    original, stored = load_file(AUTO_ROUND / "original.safetensors"), read_tensors(AUTO_ROUND / "native")
+    api.convert(AUTO_ROUND / "native", tmp_path / "out", target="huggingface", dtype="float32")
+    found = read_tensors(tmp_path / "out")
+    shifts = np.arange(0, 32, 2)
+    for name, x in original.items():
+        words, zeros, scales = (stored[f"{name.removesuffix('weight')}{x}"] for x in ("qweight", "qzeros", "scales"))
+        codes = (words[:, None, :] >> shifts[:, None] & 3).reshape(-1, words.shape[1])
+        offsets = (zeros[..., None] >> shifts & 3).reshape(len(zeros), -1)
+        rows = np.arange(len(codes)) // 32
+        want = ((codes - offsets[rows]).astype("f4") * scales.astype("f4")[rows]).T
+        np.testing.assert_array_equal(found[name], want)
+        assert np.corrcoef(want.ravel(), x.astype("f4").ravel())[0, 1] > 0.9, name
+
+
+def test_modules_that_auto_round_describes_apart():
+    description = {
+        "quant_method": "auto-round",
+        "packing_format": "auto_round:auto_gptq",
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
+        "block_name_to_quantize": "model.language_model.layers",
+        "extra_config": {
+            "model.language_model.layers.0.mlp.up_proj": {"bits": 8},
+            r".*down_proj.*": {"bits": 2, "group_size": 32},
+            r".*mlp\.gate$": {"bits": 16, "data_type": "float"},
+            "model.layers.0.mlp.down_proj": {"bits": 8},
+        },
+    }
+    modules = [f"model.layers.{i}.mlp.{x}" for i in (0, 1) for x in ("up_proj", "down_proj", "gate")]
+    modules += ["model.visual.blocks.0.up_proj", "lm_head"]
+
+    def titles(changes):
+        known = groups(description | changes)
+        takers = [next((group for group in known if group.takes(module)), None) for module in modules]
+        return [group and group.schemes[0].title.removeprefix("GPTQ ") for group in takers]
+
+    by_8, by_4, by_2 = (f"{bits} bits in groups of {size}" for bits, size in ((8, 128), (4, 128), (2, 32)))
+    assert titles({}) == [by_8, by_8, None, by_4, by_2, None, None, None]
+    head = {"extra_config": {"lm_head": {"bits": 8}}, "block_name_to_quantize": None}
+    assert titles(head | {"modules_to_not_convert": ["visual", ".mlp.gate"]}) == [by_4, by_4, None] * 2 + [None, by_8]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"packing_format": "auto_round:llm_compressor", "data_type": "mx_fp"},
+        {"packing_format": "auto_round:fp8_static"},
+        {"act_bits": 8},
+        {"rotation_config": {"block_size": 32}},
+    ],
+    ids=["MX", "FP8", "inputs", "rotations"],
+)
+def test_what_auto_round_writes_otherwise_is_refused(changes):
+    with pytest.raises(UnsupportedConfig, match="auto-round with packing_format") as e:
+        groups({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4} | changes)
+    assert "auto_round:auto_awq" in e.value.hint
 
 
 FAULTS = {

@@ -196,3 +196,13 @@ def test_the_manifest_says_what_was_let_through(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "q").allow_config == ("attention_chunk_size",)
     command("export", tmp_path / "out", tmp_path / "again")
     assert (tmp_path / "again" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+def test_keys_of_releases_that_change_nothing_are_no_warnings():
+    """Keys of MiniMax M2, Kimi K2.5 and Vicuna."""
+    raw = {"model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "use_routing_bias": True}
+    raw |= {"use_mtp": True, "num_mtp_modules": 3, "mtp_transformer_layers": 1}
+    raw |= {"ignore_index": -100, "max_sequence_length": 2048}
+    tensors = ["model.layers.0.block_sparse_moe.e_score_correction_bias"]
+    assert not [key for key in report(raw, tensors=tensors).ignored if key.warning]
+    assert [key.key for key in report(raw).ignored if key.warning] == ["use_routing_bias"]

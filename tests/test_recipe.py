@@ -77,6 +77,25 @@ def test_a_config_alone_gives_the_same_commands(example: ModelRecipe, tmp_path: 
     assert commands_of(found) == [line.replace(str(EXAMPLE), str(folder)) for line in commands_of(example)]
 
 
+def test_a_config_alone_tells_the_encoders(tmp_path: Path) -> None:
+    """Sizes of Qwen3-VL-2B, with one layer of 28: the whole model has 2,127,532,032 parameters, 1,720,574,976 of them
+    in its text model."""
+    text = {"head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16}
+    text |= {"num_hidden_layers": 1, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": True}
+    vision = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048}
+    config = {
+        "model_type": "qwen3_vl",
+        "tie_word_embeddings": True,
+        "text_config": text | {"model_type": "qwen3_vl_text"},
+    }
+    config["vision_config"] = vision | {"deepstack_visual_indexes": [5, 11, 17]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3VLForConditionalGeneration"]}))
+    found = api.recipe(tmp_path / "config.json")
+    assert found.parts == ("vision",)
+    text_layer = (1_720_574_976 - 151_936 * 2048 - 2048) // 28
+    assert found.parameters == 2_127_532_032 - 27 * text_layer
+
+
 def test_what_a_model_cannot_have_is_told(maker: SimpleNamespace) -> None:
     """gpt-oss has no table for Tunix, and groups of 128 do not divide its axes."""
     model = "openai/gpt-oss-20b"

@@ -65,12 +65,15 @@ def _from_config(path: str) -> "Source":
     from tpuconv.convert.plan.source_from_config import source_from_config
     from tpuconv.models.registry import find_family
     from tpuconv.sources.hub import fetch_config
+    from tpuconv.weight_map.model import described_parts
 
     raw = fetch_config(path)
     family = find_family(raw)
     returns = family.returns(raw)
-    config = family.read_config(raw, returns=returns)
-    source = source_from_config(Path(path).absolute().parent.name, raw, family.table_without_release(returns), config)
+    parts = described_parts(family, raw, returns)
+    config = family.read_config(raw, returns=returns, parts=parts)
+    table = family.table_without_release(returns, config.parts)
+    source = source_from_config(Path(path).absolute().parent.name, raw, table, config)
     if not source.tensors:
         raise SourceError(f"{path} describes no tensors", hint="give a folder with safetensors")
     return source

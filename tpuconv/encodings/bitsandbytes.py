@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.encodings.groups import FLAG, NAMES, SchemeGroup, unless_named
+from tpuconv.encodings.groups import FLAG, NAMES, UNQUANTIZED, SchemeGroup, unless_named
 from tpuconv.encodings.scheme import BY_SCALES, INT8, NESTED_SCALES, Flat, Scheme, is_head
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import Exactly, Optional
@@ -87,7 +87,7 @@ def bitsandbytes_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, .
             hint="one of them must be true",
         )
     if by_bits[1] and quantization.get("llm_int8_has_fp16_weight"):
-        raise UnsupportedConfig("bitsandbytes with llm_int8_has_fp16_weight=True is not implemented")
+        raise UnsupportedConfig("bitsandbytes with llm_int8_has_fp16_weight=True is not implemented", hint=UNQUANTIZED)
     scheme = _four_bits(quantization) if by_bits[0] else LLM_INT8
     names = quantization.get("llm_int8_skip_modules")
     group = unless_named((scheme,), names or (), "llm_int8_skip_modules")

@@ -5,7 +5,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from tpuconv.encodings.groups import NAMES, SchemeGroup, compiled_pattern, pattern_to_check
+from tpuconv.encodings.groups import NAMES, UNQUANTIZED, SchemeGroup, compiled_pattern, pattern_to_check
 from tpuconv.encodings.scheme import (
     BY_SCALES,
     FP4_FIELDS,
@@ -113,13 +113,15 @@ def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...
     for key in ("transform_config", "sparsity_config"):
         own = quantization.get(key) or {}
         if own and own.get("format") != "dense":
-            raise UnsupportedConfig(f"compressed-tensors with {key}={own!r} is not implemented")
+            raise UnsupportedConfig(f"compressed-tensors with {key}={own!r} is not implemented", hint=UNQUANTIZED)
     ignored = quantization.get("ignore") or ()
     out = []
     for group in sorted(config_groups.values(), key=_takes_all):
         for stored_in in (group.get("format"), quantization.get("format")):
             if stored_in not in KNOWN_FORMATS:
-                raise UnsupportedConfig(f"compressed-tensors with format={stored_in!r} is not implemented")
+                raise UnsupportedConfig(
+                    f"compressed-tensors with format={stored_in!r} is not implemented", hint=UNQUANTIZED
+                )
         weights = group.get("weights") or {}
         known = STORED_WITH_TWO_SCALES if weights.get("strategy") == TENSOR_GROUP else STORED
         if is_asymmetric := weights.get("symmetric", True) is not True:

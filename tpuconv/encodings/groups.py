@@ -12,6 +12,8 @@ from tpuconv.jsonfile import Optional
 NAMES = Optional(([str], None))
 """The schema of a list of names; see `tpuconv.jsonfile.check`."""
 FLAG = Optional((bool, None))
+UNQUANTIZED = "convert an unquantized release"
+"""The hint for weights whose encoding is not implemented."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ NVFP4 has two scales, one in FP8 for each 16 values and one in float32 for the t
 hf_quant_config.json. AWQ's int4 (arXiv:2306.00978) has scales of groups, and where no norm before the product could
 take it, a scale for each input."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import translate
@@ -11,7 +12,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from tpuconv.encodings.groups import FLAG, NAMES, SchemeGroup, compiled_pattern, is_within, pattern_to_check, within
+from tpuconv.encodings.groups import FLAG, NAMES, UNQUANTIZED, SchemeGroup, is_within, pattern_to_check, within
 from tpuconv.encodings.scheme import (
     BY_SCALES,
     FP4_FIELDS,
@@ -53,6 +54,8 @@ MODELOPT_NVFP4 = Scheme(
 )
 INPUT_SCALES = ".pre_quant_scale"
 """Suffix of AWQ's scales of inputs, where no norm before the product could take them."""
+NOTHING = r"(?!)"
+"""A pattern that matches no name."""
 MIXED = "MIXED_PRECISION"
 MODELOPT_BLOCK = 128
 AWQ_GROUPS = (128, 64, 32, 16, 256)
@@ -72,21 +75,25 @@ def modelopt_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
     """
     description = quantization.get("quantization", quantization)
     if not isinstance(description, Mapping):
-        raise UnsupportedConfig(f"modelopt with quantization={description!r} is not implemented")
+        raise UnsupportedConfig(f"modelopt with quantization={description!r} is not implemented", hint=UNQUANTIZED)
     if str(description.get("quant_algo")).upper() != MIXED:
         left_out = {
             name: translate(name) for name in description.get("exclude_modules", description.get("ignore")) or ()
         }
 
+        # One pattern of all: each of 200,000 modules has several parents, and a description hundreds of names.
+        together = re.compile("|".join(left_out.values()) or NOTHING)
+
         def takes(module: str) -> bool:
-            return not any(compiled_pattern(p).match(outer) for p in left_out.values() for outer in within(module))
+            return not any(together.match(outer) for outer in within(module))
 
         checked = (pattern_to_check("exclude_modules", name, pattern) for name, pattern in left_out.items())
         return (SchemeGroup(_modelopt_schemes(description), takes, tuple(chain.from_iterable(checked))),)
     layers = description.get("quantized_layers")
     if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
         raise UnsupportedConfig(
-            f"modelopt with quant_algo={MIXED!r} and quantized_layers={layers!r} is not implemented"
+            f"modelopt with quant_algo={MIXED!r} and quantized_layers={layers!r} is not implemented",
+            hint="each layer needs an object with its quant_algo: take the config.json of the release",
         )
     alike: dict[tuple[str, str], list[str]] = {}
     for name, layer in layers.items():

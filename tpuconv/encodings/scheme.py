@@ -50,6 +50,7 @@ class Affine:
         zero_shift: what is added to a stored zero point, modulo the number of values.
         symmetric: whether the description says that all zero points are in the middle.
         group_index: suffix of a tensor that tells the group of each row. Without it groups are in order.
+        writes_index: whether the writer stores it for groups in order too.
         any_order: whether they may be in any order, by the description.
         centered: whether values without zero points are stored from the middle: q + 2^(bits - 1).
     """
@@ -60,6 +61,7 @@ class Affine:
     zero_shift: int = 0
     symmetric: bool = False
     group_index: str = ""
+    writes_index: bool = True
     any_order: bool = False
     centered: bool = False
 
@@ -316,7 +318,11 @@ class Scheme:
             base + self.scales: (self.scale_dtype, scales),
             **({base + self.tensor_scale: ("F32", (1,))} if self.tensor_scale else {}),
             **{base + suffix: kind for suffix, kind in self.extra_kinds(shape, scales).items()},
-            **{base + suffix: ("I32", own) for suffix, own in self.affine_shapes(shape, scales).items()},
+            **{
+                base + suffix: ("I32", own)
+                for suffix, own in self.affine_shapes(shape, scales).items()
+                if self.affine is not None and (self.affine.writes_index or suffix != self.affine.group_index)
+            },
         }
 
     def extra_kinds(self, shape: Shape, scales: Shape) -> dict[str, tuple[str, Shape]]:

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tpuconv.encodings.auto_round import AUTO_ROUND, AUTO_ROUND_METHODS, auto_round_groups
 from tpuconv.encodings.awq_gptq import AWQ, GPTQ, awq_groups, gptq_groups
 from tpuconv.encodings.bitsandbytes import BITSANDBYTES, METHOD, bitsandbytes_groups, is_bitsandbytes
 from tpuconv.encodings.compressed_tensors import COMPRESSED, compressed_groups
-from tpuconv.encodings.groups import NAMES, SchemeGroup, unless_named
+from tpuconv.encodings.groups import NAMES, UNQUANTIZED, SchemeGroup, unless_named
 from tpuconv.encodings.modelopt import MODELOPT, MODELOPT_NVFP4, modelopt_groups
 from tpuconv.encodings.scheme import (
     BY_SCALES,
@@ -40,6 +41,7 @@ METHOD_SCHEMAS: Mapping[Any, Any] = {
     "compressed-tensors": COMPRESSED,
     "awq": AWQ,
     "gptq": GPTQ,
+    **dict.fromkeys(AUTO_ROUND_METHODS, AUTO_ROUND),
     METHOD: BITSANDBYTES,
 }
 """For each method, the keys of a description that are read, and their types."""
@@ -96,6 +98,8 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         return awq_groups(quantization)
     if method == "gptq":
         return gptq_groups(quantization)
+    if method in AUTO_ROUND_METHODS:
+        return auto_round_groups(quantization)
     if method == METHOD:
         return bitsandbytes_groups(quantization)
     if method is None and "bits" in quantization:
@@ -106,8 +110,8 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         )
     raise UnsupportedConfig(
         f"the encoding quant_method={method!r} is not implemented",
-        hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, mxfp8, compressed-tensors, awq, gptq and bitsandbytes; or "
-        "convert an unquantized release",
+        hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, mxfp8, compressed-tensors, awq, gptq, auto-round and "
+        "bitsandbytes; or convert an unquantized release",
     )
 
 
@@ -144,7 +148,9 @@ def _experts(quantization: Mapping[str, Any]) -> Scheme | None:
     if algorithm == "NVFP4":
         return MODELOPT_NVFP4
     if algorithm is not None:
-        raise UnsupportedConfig(f"FP8 with moe_quant_algo={algorithm!r} is not implemented, only 'NVFP4'")
+        raise UnsupportedConfig(
+            f"FP8 with moe_quant_algo={algorithm!r} is not implemented, only 'NVFP4'", hint=UNQUANTIZED
+        )
     return FP4_BY_32 if quantization.get("expert_dtype") == "fp4" else None
 
 
@@ -152,12 +158,15 @@ def _fp8(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
     block = quantization.get("weight_block_size")
     if quantization.get("fmt", E4M3_NAMES[0]) not in E4M3_NAMES:
         raise UnsupportedConfig(
-            f"FP8 with fmt={quantization['fmt']!r} is not implemented, only {' or '.join(map(repr, E4M3_NAMES))}"
+            f"FP8 with fmt={quantization['fmt']!r} is not implemented, only {' or '.join(map(repr, E4M3_NAMES))}",
+            hint=UNQUANTIZED,
         )
     if block is None:  # two writers, two names
         return tuple(fp8_scheme(f"FP8, {name} by tensor", f".{name}", BY_SCALES) for name in FP8_SCALES)
     if not is_block(block):
-        raise UnsupportedConfig(f"FP8 with weight_block_size={block!r} is not implemented, only [rows, columns]")
+        raise UnsupportedConfig(
+            f"FP8 with weight_block_size={block!r} is not implemented, only [rows, columns]", hint=UNQUANTIZED
+        )
     title, blocks = f"FP8, blocks of {block[0]}x{block[1]}", (block[0], block[1])
     by_inverse = fp8_scheme(title, ".weight_scale_inv", blocks)
     if quantization.get("expert_dtype") is None:
@@ -170,5 +179,7 @@ def _mxfp8(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
     """FP8 with a power of two for each group of inputs; its writers have two names for the scales, as for FP8."""
     for key, known in (("weight_block_size", [1, MX_GROUP]), ("scale_fmt", "ue8m0"), ("moe_quant_algo", "MXFP8")):
         if quantization.get(key) not in (None, known):
-            raise UnsupportedConfig(f"MXFP8 with {key}={quantization[key]!r} is not implemented, only {known!r}")
+            raise UnsupportedConfig(
+                f"MXFP8 with {key}={quantization[key]!r} is not implemented, only {known!r}", hint=UNQUANTIZED
+            )
     return tuple(mxfp8_scheme(f"MXFP8, {name}", f".{name}") for name in FP8_SCALES)

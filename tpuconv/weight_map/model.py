@@ -113,12 +113,14 @@ def _from_config(config: Mapping[str, Any], tensors: Collection[str] = ()) -> Ma
     raw = without_encoding(config)
     family = find_family(raw)
     returns = family.returns(raw, tensors)
-    if tensors:
-        parts = family.parts_among(tensors)
-    else:
-        *_, (_, largest) = readings(family, raw, tensors, returns)
-        parts = tuple(getattr(largest, "parts", ()))
+    parts = family.parts_among(tensors) if tensors else described_parts(family, raw, returns)
     return MappedModel(family, raw, tensors, returns, parts, lambda config: family.table_for(tensors, config, returns))
+
+
+def described_parts(family: Family, raw: Mapping[str, Any], returns: str) -> tuple[str, ...]:
+    """Returns all parts beside the text model that a parsed config.json describes."""
+    *_, (_, largest) = readings(family, raw, (), returns)
+    return tuple(getattr(largest, "parts", ()))
 
 
 def _of_checkpoint(manifest: Manifest) -> MappedModel:

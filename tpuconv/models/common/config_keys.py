@@ -36,7 +36,9 @@ NO_EFFECT = frozenset(
         *("id2label", "label2id", "num_labels", "problem_type", "ep_size", "aux_loss_alpha", "seq_aux"),
         *("router_aux_loss_coef", "router_jitter_noise", "input_jitter_noise", "for_llm_compressor"),
         *("classifier_dropout", "mtp_loss_scaling_factor", "linear_a_log_min", "linear_a_log_max", "linear_dt_min"),
-        *("linear_dt_max", "linear_dt_init_floor", "learnable_sink_init"),
+        *("linear_dt_max", "linear_dt_init_floor", "learnable_sink_init", "ignore_index"),
+        # layers for multi-token prediction, which the logits do not depend on
+        *("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "index_share_for_mtp_iteration"),
         # generation, and options of the forward pass
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "eod_token_id", "use_cache", "max_length"),
         *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "output_attentions"),
@@ -44,7 +46,7 @@ NO_EFFECT = frozenset(
         *("length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "cache_implementation"),
         *("num_return_sequences", "output_scores", "typical_p", "return_dict_in_generate", "remove_invalid_values"),
         *("output_router_logits", "tf_legacy_loss", "return_dict", "torchscript", "attn_implementation"),
-        *("_attn_implementation", "_attn_implementation_autoset", "num_logits_to_keep"),
+        *("_attn_implementation", "_attn_implementation_autoset", "num_logits_to_keep", "max_sequence_length"),
         # of layers with a state: how it is computed, and initial values
         *("mamba_chunk_size", "chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "z_loss_coefficient"),
         *("time_step_max", "time_step_floor", "rescale_prenorm_residual", "moe_shared_expert_overlap"),

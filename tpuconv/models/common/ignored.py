@@ -18,6 +18,7 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "qk_norm": ("q_norm",),
     "qk_layernorm": ("q_norm",),
     "add_qkv_bias": ("q_proj.bias", "q.bias"),
+    "use_routing_bias": ("e_score_correction_bias",),
     "shared_expert_intermediate_size": ("shared_expert",),
 }
 """Keys that the reference may not read because the tensors show their value, and parts of the names of such tensors."""

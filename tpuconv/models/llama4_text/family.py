@@ -22,7 +22,7 @@ from tpuconv.models.registry import family
 from tpuconv.notation.table import Map, under
 from tpuconv.sources.config import encoding_of
 
-ONE_BY_ONE = ("compressed-tensors", "awq", "gptq")
+ONE_BY_ONE = ("compressed-tensors", "awq", "gptq", "auto-round")
 """Encodings whose releases have the experts of a layer as matrices of their own."""
 
 
