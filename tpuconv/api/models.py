@@ -63,7 +63,7 @@ class LoadRequest:
         default=None,
         metadata=argument(
             "Devices to shard the parameters over, with axes of the names in `tpuconv.notation.sharding.AXES`; each "
-            "device has its own shards only. None for one device of this process."
+            "device has its own shards only. None for one device of this process, jax's default."
         ),
     )
     _: KW_ONLY
