@@ -285,7 +285,7 @@ STORED_ARGUMENT = argument(
 PART_ARGUMENT = argument(
     "The share of this process, if several convert one model, on this host or others. The last one publishes OUT."
 )
-PROGRESS_ARGUMENT = argument("Called with a `Progress` while long work runs; True draws a bar.")
+PROGRESS_ARGUMENT = argument("Called with a `Progress` while long work runs; `Bar()` draws a bar.")
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
