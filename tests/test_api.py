@@ -104,6 +104,37 @@ def test_importing_it_imports_neither_numpy_nor_jax():
     assert done.stdout == "set()\n"
 
 
+def test_arguments_that_would_mean_nothing_are_refused(tmp_path):
+    """Each was taken: a gate that is none, an axis over which nothing lies, no devices, layers that a manifest cannot
+    say, the letters of a stop string, a source named None of the Hub."""
+    out = tmp_path / "out"
+    api.convert(EXAMPLE, out)
+    generator = api.generator(out)
+    for call, message in (
+        (lambda: api.compare_checkpoints(out, out, prompts="In the", gates={"top_1": 0.9}), "top_1=0.9 is not a gate"),
+        (lambda: api.sensitivity(out, gates={"top1": 2}), "top1=2 is not a gate"),
+        (lambda: api.inspect(out, mesh={"rows": 2}), "'rows' is not the name of one axis"),
+        (lambda: api.inspect(out, mesh={"tensor": 0}), "cannot have 0 devices"),
+        (lambda: api.plan_reshard(out, mesh={"tensor": -1}), "cannot have -1 devices"),
+        (lambda: api.plan(EXAMPLE, layers=range(0, 4, 2)), r"layers cannot be range\(0, 4, 2\)"),
+        (lambda: api.propose(None), "src cannot be None"),
+        (lambda: api.explain(3), "error cannot be 3"),
+        (lambda: generator(["In the"], "3"), "max_new_tokens cannot be '3'"),
+        (lambda: generator([3], 3), r"prompts cannot be \[3\]"),
+    ):
+        with pytest.raises(UsageError, match=message) as error:
+            call()
+        assert error.value.hint
+    assert api.inspect(out, mesh={"fsdp": 2}).device_bytes == api.inspect(out, mesh={"data": 2}).device_bytes
+    (whole,) = generator(["In the beginning"], 8)
+    assert generator(["In the beginning"], 8, stop=whole.text[-1] + "\0") == [whole]
+
+
+def test_progress_may_be_left_out_by_its_value(tmp_path):
+    for name, progress in (("none", None), ("false", False)):
+        assert api.convert(EXAMPLE, tmp_path / name, progress=progress).published
+
+
 @pytest.mark.parametrize("given", [{"dtype": "bf16"}, {"encoding": "kept"}], ids=str)
 def test_a_value_that_is_not_known_is_a_mistake(given):
     (name,) = given

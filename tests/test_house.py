@@ -22,7 +22,8 @@ MODULES = {
 }
 # From the ground up: a room imports those that stand before it.
 ORDER = (
-    *("errors", "explanations", "extras", "text", "pages", "memory", "names", "progress", "options", "location"),
+    *("errors", "explanations", "extras", "text", "pages", "memory", "names", "progress"),
+    *("location", "arguments", "options"),
     *("credentials", "object_requests", "buckets", "jsonfile", "hosts"),
     *("patterns", "private", "libtpu", "notation", "storage", "sources", "encodings", "checkpoint", "models"),
     *("targets", "convert", "quantize", "weight_map", "restore", "direct", "persist", "verify", "doctor"),

@@ -62,6 +62,8 @@ write_layouts(Path(out), "cpu", dict(mesh.shape), {"layers.0.mlp.gate.kernel": D
 model = tpuconv.load(out, mesh=mesh)
 lies = [layer.mlp.gate.kernel[...].format for layer in model.layers[:2]]
 facts.append([[x.layout.major_to_minor for x in lies], lies[0].sharding == lies[1].sharding, written(model)])
+with jax.default_device(jax.devices()[3]):
+    assert tpuconv.load(out).norm.scale[...].devices() == {jax.devices()[3]}
 print(json.dumps(facts))
 """
 

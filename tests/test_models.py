@@ -28,6 +28,9 @@ from tpuconv.models.common.config_keys import keys_of_reference
 from tpuconv.models.common.layers import RMSNorm, rope_cos_sin
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.wrapper import PREFIXES
+from tpuconv.models.declare import decoder
+from tpuconv.models.named import example_config
+from tpuconv.models.parts import Attn, Mlp, Norms
 from tpuconv.models.registry import FAMILIES, Family, all_families, find_family, get_family
 from tpuconv.notation.table import MappingTable
 
@@ -1021,27 +1024,39 @@ def test_an_unknown_name_is_refused() -> None:
 OUTSIDE = replace(get_family("llama"), name="outside", architectures={"OutsideForCausalLM": "outside"})
 
 
+def test_a_family_of_a_type_that_transformers_lacks_names_missing_keys() -> None:
+    """No defaults are known of it: an example of its config.json has the names alone."""
+    made = decoder("unheard", "A family", "UnheardForCausalLM", Norms(), Attn(), Mlp(bias="mlp_bias"))
+    with pytest.raises(ConfigError, match=r"config\.json does not have vocab_size, .*, mlp_bias, for which") as error:
+        made.read_config({"model_type": "unheard"})
+    assert error.value.hint
+    assert example_config(made) == {"architectures": ["UnheardForCausalLM"], "model_type": "unheard"}
+
+
 def test_families_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
         EntryPoint("outside", f"{__name__}:OUTSIDE", registry.GROUP),
         EntryPoint("llama", f"{__name__}:OUTSIDE", registry.GROUP),
         EntryPoint("broken", "no_such_module:FAMILY", registry.GROUP),
         EntryPoint("wrong", "math:pi", registry.GROUP),
+        EntryPoint("renamed", f"{__name__}:OUTSIDE", registry.GROUP),
     ]
     monkeypatch.setattr(registry, "entry_points", lambda group: points if group == registry.GROUP else [])
     registry._plugins.cache_clear()
     try:
-        assert registry.family_names() == [*FAMILIES, "outside", "broken", "wrong"]
+        assert registry.family_names() == [*FAMILIES, "outside", "broken", "wrong", "renamed"]
         assert find_family({"model_type": "outside"}) is OUTSIDE
         assert get_family("llama").name == "llama"
         with pytest.raises(UsageError, match="'broken' cannot be imported from no_such_module:FAMILY"):
             get_family("broken")
         with pytest.raises(UsageError, match="'wrong', math:pi, is no"):
             get_family("wrong")
+        with pytest.raises(UsageError, match=f"'renamed', {__name__}:OUTSIDE, has the name 'outside'"):
+            get_family("renamed")
         # A model that no family reads may be one of theirs.
         with pytest.raises(UnsupportedConfig, match="no family reads model_type 'other'") as unread:
             find_family({"model_type": "other"})
-        assert ["'broken'" in detail or "'wrong'" in detail for detail in unread.value.details] == [True, True]
+        assert ["'broken'" in detail or "'wrong'" in detail for detail in unread.value.details] == [True, True, False]
         with pytest.raises(UsageError, match="there is no family 'other'"):
             registry.named_family("other")
     finally:

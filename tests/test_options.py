@@ -2,11 +2,12 @@
 
 import json
 import runpy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -18,6 +19,7 @@ from tpuconv.convert.export.serving.formats import IN_AWQ, IN_COMPRESSED, IN_FP8
 from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.types import FLOAT_DTYPES
 from tpuconv.errors import UsageError
+from tpuconv.location import BucketPath
 from tpuconv.models.common.saved import BY_RELEASES, BY_TRANSFORMERS
 from tpuconv.models.eagle3.formats import SGLANG, SPECULATORS
 from tpuconv.options import (
@@ -88,7 +90,101 @@ def given_to(asked: Several) -> Sequence[str]:
 
 def test_a_single_value_is_no_sequence_of_characters():
     assert given_to(adapter="ab") == given_to(adapter=Path("ab")) == ("ab",)
-    assert given_to(adapter=["a", "b"]) == ["a", "b"]
+    assert given_to(adapter=["a", "b"]) == given_to(adapter=iter("ab")) == ("a", "b")
+
+
+@dataclass(kw_only=True)
+class Kinds:
+    place: str | Path | BucketPath = field(metadata=argument("A place."))
+    count: int | None = option(None, "A count.", least=1)
+    share: float = option(0.5, "A share.")
+    is_on: bool = option(False, "A switch.")
+    name: str = option("x", "A name.", choices=("x", "y"))
+    counts: Sequence[int] = option((1,), "Counts.", least=1)
+    sizes: Mapping[str, int] | None = option(None, 'Sizes, such as {"a": 1}.')
+    layers: range | None = option(None, "Layers.")
+    when: Callable[[], None] = option(print, "A function.")
+    mesh: "Mesh | None" = option(None, "A mesh.")  # noqa: F821
+    dtype: "DTypeLike | None" = option(None, "A dtype.")  # noqa: F821
+    adapter: "Sequence[str | Adapter]" = option((), "Adapters.")  # noqa: F821
+
+
+@takes(Kinds)
+def kinds(asked: Kinds) -> dict:
+    """Returns them."""
+    return vars(asked)
+
+
+class Folder:
+    def __fspath__(self) -> str:
+        return "folder"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "taken"),
+    [
+        ("place", Folder(), "folder"),
+        ("place", np.str_("x"), "x"),
+        ("place", "~/x", "/home/me/x"),
+        ("place", Path("~/x"), Path("/home/me/x")),
+        ("place", "./~/x", "./~/x"),
+        ("place", "~x", "~x"),
+        ("place", BucketPath("gs", "b"), BucketPath("gs", "b")),
+        ("count", np.int64(2), 2),
+        ("count", 8e9, 8_000_000_000),
+        ("share", np.float32(0.25), 0.25),
+        ("share", 1, 1),
+        ("is_on", np.True_, True),
+        ("is_on", 1, True),
+        ("counts", np.arange(1, 3), (1, 2)),
+        ("counts", 4, (4,)),
+        ("sizes", {"a": np.int64(2)}, {"a": 2}),
+        ("dtype", np.float32, np.float32),
+        ("adapter", [Path("a"), "b"], ("a", "b")),
+    ],
+)
+def test_values_become_those_of_the_declared_type(name, given, taken, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    found = kinds(**({"place": "x"} | {name: given}))[name]
+    assert found == taken
+    assert type(found) is type(taken)
+
+
+def test_a_folder_that_is_named_like_the_home_folder_is_there_first(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "~").mkdir()
+    assert kinds(place="~/x")["place"] == "~/x"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "hint"),
+    [
+        *(("place", wrong, "a path: a text or a pathlib.Path") for wrong in (b"x", None, 3, ["x"], "", "a\0b")),
+        *(("count", wrong, "a whole number, or leave it out") for wrong in ("2", 2.5, True, [2])),
+        *(("share", wrong, "a number, or leave it out") for wrong in ("1", float("nan"), float("inf"), None)),
+        *(("is_on", wrong, "True or False, or leave it out") for wrong in ("no", None, 2, np.zeros(2))),
+        *(("name", wrong, "one of x, y, or leave it out") for wrong in (np.dtype("float32"), None)),
+        *(("counts", wrong, "a list, or leave it out") for wrong in ("12", [1, "2"], b"1", {1: 2})),
+        *(("sizes", wrong, "a dict, or leave it out") for wrong in ("a=1", {"a": "1"}, {1: 1}, [("a", 1)])),
+        *(("layers", wrong, "a range, such as range(2), or leave it out") for wrong in (2, [0, 1], "0-1")),
+        *(("when", wrong, "a function, or leave it out") for wrong in ("x", None)),
+        *(("mesh", wrong, "a Mesh, or leave it out") for wrong in ({"tensor": 2}, (2, 4))),
+        *(("adapter", wrong, "a list, or leave it out") for wrong in (3, None, b"x")),
+    ],
+)
+def test_a_value_of_another_type_is_a_mistake(name, given, hint):
+    with pytest.raises(UsageError, match=f"^{name} cannot be ") as error:
+        kinds(**({"place": "x"} | {name: given}))
+    assert error.value.hint == f"give {hint}"
+    assert "\n" not in error.value.message
+    assert error.value.details
+
+
+def test_bounds_hold_for_each_of_several_values():
+    for given, message in (((4, 0), "counts cannot be 0"), ((), "counts cannot be empty")):
+        with pytest.raises(UsageError, match=message):
+            kinds(place="x", counts=given)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

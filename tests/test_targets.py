@@ -20,13 +20,14 @@ from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import LayoutError, UnsupportedConfig, UsageError
 from tpuconv.models.common.wrapper import is_outside
-from tpuconv.models.registry import FAMILIES, find_family
+from tpuconv.models.registry import FAMILIES, find_family, get_family
 from tpuconv.names import expand
 from tpuconv.notation.arithmetic import Plus, Times
 from tpuconv.notation.table import Map, MappingTable
 from tpuconv.targets import registry
 from tpuconv.targets.compose import target_table
-from tpuconv.targets.registry import get_target, target_names
+from tpuconv.targets.listing import targets_of
+from tpuconv.targets.registry import all_targets, get_target, target_names
 from tpuconv.targets.target import LayerPlaces, Place, Target, Tree
 
 HELPERS = Path(__file__).parent / "helpers"
@@ -502,13 +503,25 @@ class Point:
 
 
 def test_other_packages_register_targets(monkeypatch, tmp_path):
-    monkeypatch.setattr(registry, "entry_points", lambda group: [Point("mine", MINE), Point("wrong", 3)])
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [Point("mine", MINE), Point("wrong", 3), Point("other", MINE)]
+    )
     registry._plugins.cache_clear()
     try:
-        assert target_names()[-2:] == ["mine", "wrong"]
+        assert target_names()[-3:] == ["mine", "wrong", "other"]
+        with pytest.raises(UsageError, match="'other', mine:other, has the name 'mine'"):
+            get_target("other")
+        # Broken ones stop nothing that does not need them.
+        *_, mine, wrong, other = targets_of(get_family("qwen3"))
+        assert (mine.supported, wrong.supported, other.supported) == (True, False, False)
+        assert "is not a" in wrong.notes[0]
+        assert all_targets()[-1] is MINE
         with pytest.raises(UsageError, match=r"is not a tpuconv\.targets\.target\.Target"):
             get_target("wrong")
         random_checkpoint(tmp_path / "hf", qwen3_config(tie_word_embeddings=True), dtype="float32")
+        *_, wrong, other = api.recipe(tmp_path / "hf").targets
+        assert "is not a" in wrong.refusal
+        assert "has the name" in other.refusal
         source = read_tensors(tmp_path / "hf")
         for scan in (False, True):
             found = back(tmp_path / "hf", tmp_path / str(scan), "mine", scan_layers=scan)

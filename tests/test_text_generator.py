@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 from tokenizers import Tokenizer
 
@@ -17,7 +18,7 @@ from helpers.conversions import convert
 from tpuconv.errors import UsageError
 from tpuconv.models.common.config import context_of
 from tpuconv.models.common.rope import Rope
-from tpuconv.models.generate import ENDED
+from tpuconv.models.generate import ENDED, Sampling
 from tpuconv.models.text_generator import Completion, TextGenerator, _Text
 from tpuconv.models.tokenizer import PlainTokenizer, end_tokens, load_tokenizer
 from tpuconv.verify.logits import tokenize
@@ -54,6 +55,18 @@ def test_a_batch_is_each_prompt_alone(write: TextGenerator) -> None:
     assert [out.stopped for out in together] == ["length"] * 2
     assert together == [write([prompt], max_new_tokens=8)[0] for prompt in prompts]
     assert all(len(out.ids) == 8 and out.text == write.tokenizer.decode(out.ids) for out in together)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=5, top_p=0.9)], ids=["greedy", "drawn"])
+def test_numbers_of_64_bits_change_no_text(write: TextGenerator, folder: Path, sampling: Sampling) -> None:
+    def text() -> str:
+        writer = TextGenerator(tpuconv.load(folder), write.tokenizer, write.ends, sampling)
+        return writer(["The king said"], max_new_tokens=4)[0].text
+
+    with jax.enable_x64(True):
+        found = text()
+    assert found == text() or sampling.temperature
+    assert found
 
 
 def test_the_pieces_are_the_text(write: TextGenerator) -> None:

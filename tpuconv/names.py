@@ -19,6 +19,9 @@ ADDED_FILES = (".cache/huggingface", ".gitattributes", SIGNATURE)
 OWN_TARGET = "tpuconv"
 """The target whose tree is ours."""
 
+REPAIR = "update or uninstall the package that registers it"
+"""The hint of errors about entry points of other packages."""
+
 QVALUE, SCALE, ZERO_POINT = ".array.qvalue", ".array.scale", ".array.zero_point"
 """The suffixes that Qwix appends to a parameter's name for its quantized values, scales and zero points."""
 

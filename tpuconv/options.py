@@ -13,16 +13,16 @@ as a flag.
 """
 
 import inspect
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+from tpuconv.arguments import as_declared
 from tpuconv.errors import UsageError
-from tpuconv.progress import Bar
+from tpuconv.progress import Bar, ignore
 
 DTYPE_CHOICES = ("auto", "bfloat16", "float32")
 ENCODING_CHOICES = ("dequantize", "keep")
@@ -128,8 +128,8 @@ def takes(request: Callable[Arguments, Asked]) -> Callable[[Callable[[Asked], An
     `convert(ConvertRequest(src, out, dtype="float32"))`. Type checkers, editors and `help` see the fields as its
     parameters. `request` of the result is the dataclass.
 
-    A call raises TypeError for an argument that the function does not have, and UsageError for a value that is not
-    among the choices or within the bounds.
+    A call raises TypeError for an argument that the function does not have, and UsageError for a value that is of
+    another type, not among the choices or not within the bounds.
     """
 
     def decorate(function: Callable[[Asked], Answer]) -> Callable[Arguments, Answer]:
@@ -144,11 +144,10 @@ def takes(request: Callable[Arguments, Asked]) -> Callable[[Callable[[Asked], An
                 near = get_close_matches(wrong, signature.parameters, 1)
                 meant = f". Did you mean '{near[0]}'?" if near else ""
                 raise TypeError(f"{function.__name__}() {error}{meant}") from None
-            if kwargs.get("progress") is True:
-                kwargs["progress"] = Bar()
+            if "progress" in kwargs and isinstance(wanted := kwargs["progress"], bool | None):
+                kwargs["progress"] = Bar() if wanted else ignore
             asked = request(*args, **kwargs)
-            _wrap_single_values(asked)
-            check_values(asked)
+            give_values(asked)
             return function(asked)
 
         call.__signature__, call.request = signature, request  # type: ignore[attr-defined]
@@ -158,27 +157,28 @@ def takes(request: Callable[Arguments, Asked]) -> Callable[[Callable[[Asked], An
     return decorate
 
 
-def _wrap_single_values(asked: Any) -> None:
-    """Makes a sequence of a single text or path, whose characters would be taken for several values."""
-    for each, _ in options_of(asked):
-        if each.default == () and isinstance(value := getattr(asked, each.name), str | os.PathLike):
-            setattr(asked, each.name, (os.fspath(value),))
+def give_values(asked: Any) -> None:
+    """Gives each option its value as its type (`as_declared`).
 
-
-def check_values(asked: Any) -> None:
-    """Raises UsageError if an option has a value that is not among its choices or outside of its bounds."""
+    Raises:
+        UsageError: a value is of another type, not among the choices or outside of the bounds.
+    """
     for each, known in options_of(asked):
-        value = getattr(asked, each.name)
+        value = as_declared(each, getattr(asked, each.name), known.meaning, known.choices)
+        setattr(asked, each.name, value)
         if value == each.default:
             continue
         if known.choices and value not in known.choices:
             raise UsageError(
                 f"{each.name} cannot be {value!r}", hint=f"give one of {', '.join(map(str, known.choices))}"
             )
-        if known.least is not None and isinstance(value, int) and value < known.least:
-            raise UsageError(f"{each.name} cannot be {value}", hint=f"give at least {known.least}")
-        if known.most is not None and isinstance(value, int) and value > known.most:
-            raise UsageError(f"{each.name} cannot be {value}", hint=f"give at most {known.most}")
+        if value == () and each.default is not MISSING and each.default:
+            raise UsageError(f"{each.name} cannot be empty", hint="give at least one value")
+        for number in value if isinstance(value, tuple) else (value,):
+            if known.least is not None and isinstance(number, int) and number < known.least:
+                raise UsageError(f"{each.name} cannot be {number}", hint=f"give at least {known.least}")
+            if known.most is not None and isinstance(number, int) and number > known.most:
+                raise UsageError(f"{each.name} cannot be {number}", hint=f"give at most {known.most}")
 
 
 def _documented(doc: str, request: Any, names: Iterable[str]) -> str:
@@ -285,7 +285,7 @@ STORED_ARGUMENT = argument(
 PART_ARGUMENT = argument(
     "The share of this process, if several convert one model, on this host or others. The last one publishes OUT."
 )
-PROGRESS_ARGUMENT = argument("Called with a `Progress` while long work runs; True draws a bar.")
+PROGRESS_ARGUMENT = argument("Called with a `Progress` while long work runs; `Bar()` draws a bar.")
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -297,9 +297,15 @@ def _loaded_dtype(wanted: Any, stored: StoredArray | None) -> Any:
     return jnp.dtype(stored.dtype) if stored.name.endswith((QVALUE, ZERO_POINT)) else wanted
 
 
+def _default_device() -> Any:
+    """Returns the device that jax puts arrays on."""
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return jax.local_devices(backend=chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+
+
 def _formats(manifest: Manifest, dtypes: Mapping[str, str], mesh: Mesh | None) -> dict[str, Format]:
     """The sharding of each array, and its device layout if `layouts.json` has one for this kind of device and mesh."""
-    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+    device = _default_device() if mesh is None else mesh.devices.flat[0]
     if is_readable(manifest.folder / LAYOUTS):
         manifest.read_file(LAYOUTS)  # checks its hash
     if mesh is not None:

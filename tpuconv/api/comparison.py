@@ -168,7 +168,9 @@ def _compared(
 ) -> CheckpointComparison:
     """Returns the comparison of opened models. `stack` closes what this opens."""
     from tpuconv.checkpoint.reader import check_logits
+    from tpuconv.quantize.config import check_gates
 
+    check_gates(asked.gates or {})
     for each in opened:
         check_logits(each.manifest)
     # Only now, since jax takes seconds to import.

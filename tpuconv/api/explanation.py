@@ -2,6 +2,7 @@
 
 import re
 
+from tpuconv.arguments import given_as
 from tpuconv.errors import UsageError
 from tpuconv.explanations import Explanation, explanations, nearest
 
@@ -19,7 +20,7 @@ def explain(error: str) -> Explanation:
     Raises:
         UsageError: there is no such error.
     """
-    text = error.strip()
+    text = str(given_as("error", error, str)).strip()
     shown = SHOWN_ERROR.fullmatch(text)
     if number := ID.fullmatch((shown and shown[2]) or text):
         found = explanations().get(f"TC{int(number[1]):04}")

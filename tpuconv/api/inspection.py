@@ -6,6 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpuconv.arguments import given_as
 from tpuconv.errors import UsageError
 from tpuconv.location import Location, local_path, to_location
 from tpuconv.options import MESH_OPTION, PROGRESS_ARGUMENT, argument, option, takes
@@ -81,6 +82,7 @@ def inspect(asked: InspectRequest) -> Inspection:
         TpuconvError: the path is none of these, or `mesh` is given for a checkpoint that is not ours.
     """
     from tpuconv.names import MANIFEST, collapse
+    from tpuconv.notation.sharding import named_mesh
     from tpuconv.storage.places import is_file
     from tpuconv.storage.sealed import SAFETENSORS, kind_of
 
@@ -92,7 +94,7 @@ def inspect(asked: InspectRequest) -> Inspection:
         raise UsageError(
             f"{asked.path} is not a checkpoint of tpuconv: `mesh=` shards by its axes", hint="convert it first"
         )
-    tensors = _our_tensors(folder, asked.mesh or {}) if ours else _source_tensors(str(asked.path))
+    tensors = _our_tensors(folder, named_mesh(asked.mesh or {})) if ours else _source_tensors(str(asked.path))
     patterns = []
     for pattern, names in collapse(tensors).items():
         kinds = {(tensors[name]["dtype"], tuple(tensors[name]["shape"])) for name in names}
@@ -181,5 +183,5 @@ def propose(src: str | Path) -> "FamilyProposal":
     from tpuconv.sources.hub import resolve
     from tpuconv.sources.source import open_source
 
-    with resolve(str(src), weights=False) as resolved:
+    with resolve(str(given_as("src", src, Path)), weights=False) as resolved:
         return propose_family(open_source(resolved.folder, repo=resolved.repo))

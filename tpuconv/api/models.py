@@ -63,7 +63,7 @@ class LoadRequest:
         default=None,
         metadata=argument(
             "Devices to shard the parameters over, with axes of the names in `tpuconv.notation.sharding.AXES`; each "
-            "device has its own shards only. None for one device of this process."
+            "device has its own shards only. None for one device of this process, jax's default."
         ),
     )
     _: KW_ONLY
@@ -74,7 +74,7 @@ class LoadRequest:
     scan_layers: bool = field(default=False, metadata=SCAN_LAYERS_OPTION)
     text_only: bool = field(default=False, metadata=TEXT_ONLY_OPTION)
     encoding: str = field(default="dequantize", metadata=ENCODING_OPTION)
-    quantize: "str | Path | None" = field(default=None, metadata=QUANTIZE_OPTION)
+    quantize: str | Path | None = field(default=None, metadata=QUANTIZE_OPTION)
     adapter: "Sequence[str | Adapter]" = field(default=(), metadata=ADAPTER_OPTION)
     revision: str | None = field(default=None, metadata=REVISION_OPTION)
     allow_nonfinite: bool = field(default=False, metadata=NONFINITE_OPTION)

@@ -83,10 +83,11 @@ class BenchmarkRequest:
         (1,),
         "Sequences in a batch; a list such as 1,8.",
         python="Sequences in a batch; each is timed.",
+        least=1,
         most=MOST_SEQUENCES,
     )
     prompt_length: Sequence[int] = option(
-        (128,), "Tokens per prompt; a list such as 128,1024.", python="Tokens per prompt; each is timed."
+        (128,), "Tokens per prompt; a list such as 128,1024.", python="Tokens per prompt; each is timed.", least=1
     )
     new_tokens: Sequence[int] = option(
         (64,),
@@ -267,6 +268,7 @@ def fit(asked: FitRequest) -> Fit:
     from tpuconv.checkpoint import device_layouts
     from tpuconv.models.common.config import context_of
     from tpuconv.models.registry import find_family
+    from tpuconv.notation.sharding import named_mesh
     from tpuconv.verify.topology.chips import parse_topologies
     from tpuconv.verify.topology.request import CompileRequest, ask
 
@@ -275,7 +277,7 @@ def fit(asked: FitRequest) -> Fit:
         **facts,
         batch=asked.batch,
         context=asked.context,
-        mesh=asked.mesh,
+        mesh=None if asked.mesh is None else named_mesh(asked.mesh),
         cache_dtype=asked.cache_dtype,
         images=asked.images,
     )

@@ -196,11 +196,11 @@ def _targets(planner: _Planner) -> Iterator[ModelTarget]:
     from tpuconv.targets.registry import get_target, target_names
 
     for name in target_names():
-        target = get_target(name)
-        if target.is_safetensors:
-            yield ModelTarget(name, True, parts=planner.parts)
-            continue
         try:
+            target = get_target(name)
+            if target.is_safetensors:
+                yield ModelTarget(name, True, parts=planner.parts)
+                continue
             planner.check_target(target, scan_layers=False)
         except TpuconvError as error:
             yield ModelTarget(name, False, error.message)
@@ -318,8 +318,7 @@ def _trainer_steps(facts: ModelRecipe, src: str, name: str) -> Iterator[RecipeSt
     from tpuconv.targets.registry import get_target
 
     for each in facts.targets:
-        target = get_target(each.target)
-        if not each.supported or each.target == OWN_TARGET or target.is_safetensors:
+        if not each.supported or each.target == OWN_TARGET or (target := get_target(each.target)).is_safetensors:
             continue
         out = f"{name}-{each.target}"
         options: dict[str, Any] = {"target": each.target}

@@ -157,10 +157,12 @@ def sensitivity(asked: SensitivityRequest) -> Sensitivity:
     """
     from tpuconv.api.opened import opened_model
     from tpuconv.convert.plan.options import Options
+    from tpuconv.quantize.config import check_gates
     from tpuconv.storage.reports import check_free
 
     if asked.target_bits is not None and asked.gates:
         raise UsageError("a number of bits and gates exclude each other", hint="give one of them")
+    check_gates(asked.gates or {})
     out = local_path(asked.recipe)
     is_written = asked.target_bits is not None or bool(asked.gates)
     if is_written:

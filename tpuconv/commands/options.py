@@ -160,7 +160,7 @@ def _option(
         settings |= {"default": each.default, "show_default": True}
     if known.choices:
         settings["type"] = click.Choice(known.choices)
-    elif known.least is not None:
+    elif known.least is not None and "type" not in settings:
         settings["type"] = click.IntRange(known.least, known.most)
     written = {} if settings.get("is_flag") else CLICK.get(each.name, {})
     settings |= {**written, **spelled.get(each.name, {})}

@@ -69,7 +69,7 @@ class Sampling:
     def __call__(self, logits_BV: jax.Array, key: jax.Array) -> jax.Array:
         """Returns a token id [B] for each row of logits."""
         if self.temperature < LEAST_TEMPERATURE:
-            return jnp.argmax(logits_BV, axis=-1)
+            return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
         logits_BV = logits_BV / self.temperature
         if self.top_k is not None:
             least_B1 = jax.lax.top_k(logits_BV, min(self.top_k, logits_BV.shape[-1]))[0][:, -1:]
@@ -80,7 +80,7 @@ class Sampling:
             before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # probability of all more likely tokens
             least_B1 = jnp.where(before_BV < self.top_p, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
             logits_BV = jnp.where(logits_BV < least_B1, MASKED_SCORE, logits_BV)
-        return jax.random.categorical(key, logits_BV)
+        return jax.random.categorical(key, logits_BV).astype(jnp.int32)
 
 
 TPU_OPTIONS: Mapping[str, str] = {

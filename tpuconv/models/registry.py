@@ -22,6 +22,7 @@ from tpuconv.models.common.rows import ALL_FORMS
 from tpuconv.models.common.saved import saved_names, saved_outside, saved_places
 from tpuconv.models.families import DRAFT_ARCHITECTURES, DRAFT_FAMILIES, FAMILIES, SHARED_TYPES
 from tpuconv.models.left_out import MODELS_LEFT_OUT
+from tpuconv.names import REPAIR
 from tpuconv.notation.forms import Forms, ReleaseReader
 from tpuconv.notation.release import Release
 from tpuconv.notation.segments import all_undressed
@@ -267,7 +268,9 @@ def _loaded(point: EntryPoint, what: str) -> Any:
     try:
         return point.load()
     except Exception as error:
-        raise UsageError(f"the {what} '{point.name}' cannot be imported from {point.value}: {error!r}") from error
+        raise UsageError(
+            f"the {what} '{point.name}' cannot be imported from {point.value}: {error!r}", hint=REPAIR
+        ) from error
 
 
 def _with_modalities(family: Family) -> Family:
@@ -284,7 +287,8 @@ def _with_modalities(family: Family) -> Family:
         if not isinstance(each, Modality):
             raise UsageError(
                 f"the encoder for the family '{family.name}', {point.value}, is not a "
-                "tpuconv.models.common.beside.Modality"
+                "tpuconv.models.common.beside.Modality",
+                hint=REPAIR,
             )
     return replace(family, modalities=(*family.modalities, *found))
 
@@ -312,7 +316,12 @@ def get_family(name: str) -> Family:
     point = _plugins()[name]
     plugin = _loaded(point, "family")
     if not isinstance(plugin, Family):
-        raise UsageError(f"the family '{name}', {point.value}, is not a tpuconv.models.registry.Family")
+        raise UsageError(f"the family '{name}', {point.value}, is not a tpuconv.models.registry.Family", hint=REPAIR)
+    if plugin.name != name:  # a manifest has the name of the family
+        raise UsageError(
+            f"the family '{name}', {point.value}, has the name '{plugin.name}'",
+            hint=f"name the entry point {plugin.name}",
+        )
     return _with_modalities(plugin)
 
 

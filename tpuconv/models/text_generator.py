@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
+from tpuconv.arguments import given_as
 from tpuconv.errors import UsageError
 from tpuconv.models.common.config import DecoderConfig, context_of
 from tpuconv.models.common.decoder import Decoder
@@ -298,8 +299,12 @@ class TextGenerator:
             images, sounds: of a single prompt; see `PromptEncoder.encode_with`.
 
         Raises:
-            UsageError: see `encode`; or a prompt has no tokens, or prompt and new tokens exceed the model's context.
+            UsageError: see `encode`; or an argument is of another type, a prompt has no tokens, or prompt and new
+                tokens exceed the model's context.
         """
+        if not isinstance(prompts, str):
+            prompts = given_as("prompts", prompts, Sequence[str])
+        stop, max_new_tokens = given_as("stop", stop, Sequence[str]), given_as("max_new_tokens", max_new_tokens, int)
         if not listed(images, IMAGE) and not listed(sounds, SOUND):
             ids = self.encode(prompts, chat=chat, system=system)
             yield from self.stream_ids(prompts, ids, max_new_tokens, stop=stop, seed=seed)

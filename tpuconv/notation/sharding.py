@@ -86,12 +86,14 @@ def named_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
     """Returns a mesh with our names of its axes: `fsdp`, as MaxText calls it, is `data`.
 
     Raises:
-        UsageError: an axis has an unknown name, or two have the same one.
+        UsageError: an axis has an unknown name or no devices, or two have the same name.
     """
     names = [OTHER_NAMES.get(name, name) for name in mesh]
     for given, name in zip(mesh, names, strict=True):
         if name not in AXES or names.count(name) > 1:
             raise UsageError(f"{short(given)} is not the name of one axis of a mesh", hint=_MESH_HINT)
+        if mesh[given] < 1:
+            raise UsageError(f"the axis {name} of a mesh cannot have {mesh[given]} devices", hint="give at least 1")
     return dict(zip(names, mesh.values(), strict=True))
 
 

@@ -295,10 +295,24 @@ def gate_from_text(text: str) -> tuple[str, float]:
         bound = float(number)
     except ValueError:
         bound = -1.0
-    if name not in GATE_LIMITS or not 0 <= bound <= GATE_LIMITS[name]:
-        known = ", ".join(f"{known} from 0 to {most:,.0f}" for known, most in GATE_LIMITS.items())
-        raise UsageError(f"'{text}' is not a gate", hint=f"write top1=0.99; known are {known}")
+    if not _is_gate(name, bound):
+        raise UsageError(f"'{text}' is not a gate", hint=f"write top1=0.99; {_known_gates()}")
     return name, bound
+
+
+def check_gates(gates: Mapping[str, float]) -> None:
+    """Raises UsageError if a name is none of `GATE_LIMITS`, or its bound is outside of its range."""
+    for name, bound in gates.items():
+        if not _is_gate(name, bound):
+            raise UsageError(f"{name}={bound} is not a gate", hint=f'give {{"top1": 0.99}}; {_known_gates()}')
+
+
+def _is_gate(name: str, bound: float) -> bool:
+    return name in GATE_LIMITS and 0 <= bound <= GATE_LIMITS[name]
+
+
+def _known_gates() -> str:
+    return f"known are {', '.join(f'{name} from 0 to {most:,.0f}' for name, most in GATE_LIMITS.items())}"
 
 
 NEEDED = {

@@ -63,7 +63,13 @@ class TargetSupport:
 
 def targets_of(family: Family) -> list[TargetSupport]:
     """Returns all targets, and what each has of a family."""
-    return [_support_by(get_target(name), family) for name in target_names()]
+    found = []
+    for name in target_names():
+        try:
+            found.append(_support_by(get_target(name), family))
+        except UsageError as error:  # a broken package
+            found.append(TargetSupport(name, "", supported=False, notes=(error.message,)))
+    return found
 
 
 def _support_by(target: Target, family: Family) -> TargetSupport:

@@ -1,12 +1,13 @@
 """The table of targets. Other packages add theirs by entry points."""
 
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
 from tpuconv.errors import UsageError
-from tpuconv.names import OWN_TARGET
+from tpuconv.names import OWN_TARGET, REPAIR
 from tpuconv.targets.target import OWN, Target
 
 ENTRY_POINTS = "tpuconv.targets"
@@ -37,7 +38,7 @@ def get_target(name: str) -> Target:
     """Returns the target of this name.
 
     Raises:
-        UsageError: there is no such target, or its package cannot be imported.
+        UsageError: there is no such target, or its package cannot be imported or has another one.
     """
     if name == OWN_TARGET:
         return OWN
@@ -55,7 +56,23 @@ def get_target(name: str) -> Target:
     try:
         plugin = point.load()
     except Exception as error:
-        raise UsageError(f"the target '{name}' cannot be imported from {point.value}: {error!r}") from error
+        raise UsageError(
+            f"the target '{name}' cannot be imported from {point.value}: {error!r}", hint=REPAIR
+        ) from error
     if not isinstance(plugin, Target):
-        raise UsageError(f"the target '{name}', {point.value}, is not a tpuconv.targets.target.Target")
+        raise UsageError(f"the target '{name}', {point.value}, is not a tpuconv.targets.target.Target", hint=REPAIR)
+    if plugin.name != name:  # a manifest has the name of the target
+        raise UsageError(
+            f"the target '{name}', {point.value}, has the name '{plugin.name}'",
+            hint=f"name the entry point {plugin.name}",
+        )
     return plugin
+
+
+def all_targets() -> list[Target]:
+    """Returns all targets whose packages can be imported."""
+    found = []
+    for name in target_names():
+        with suppress(UsageError):
+            found.append(get_target(name))
+    return found

@@ -20,7 +20,7 @@ from tpuconv.errors import UsageError
 from tpuconv.location import Location
 from tpuconv.models.logits import Window, divergences, forward_each, log_softmax, whole_texts
 from tpuconv.models.tokenizer import check_ids, has_tokenizer, load_tokenizer
-from tpuconv.notation.sharding import format_mesh
+from tpuconv.notation.sharding import format_mesh, named_mesh
 
 PROMPTS = (
     "The quick brown fox jumps over the lazy dog, and then it sits down to think about what it has done.",
@@ -228,10 +228,11 @@ def device_mesh(sizes: Mapping[str, int]) -> Any:
     """Returns a mesh of the first devices, of all processes, with axes of these sizes.
 
     Raises:
-        UsageError: there are too few devices.
+        UsageError: there are too few devices, or `named_mesh` refuses the axes.
     """
     import jax
 
+    sizes = named_mesh(sizes)
     devices, count = jax.devices(), prod(sizes.values())
     if count > len(devices):
         hint = "use a smaller mesh; XLA_FLAGS=--xla_force_host_platform_device_count=8 gives a CPU eight devices"

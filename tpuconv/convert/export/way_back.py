@@ -22,7 +22,7 @@ from tpuconv.notation.pairs import PAIR_ENDS
 from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import MTP_PARAMETERS, MappingTable
 from tpuconv.targets.compose import target_table
-from tpuconv.targets.registry import get_target, target_names
+from tpuconv.targets.registry import all_targets, get_target
 from tpuconv.targets.target import Target
 
 LEAF = ".value"
@@ -238,7 +238,7 @@ def _targets(names: Collection[str], name: str | None) -> list[Target]:
             raise UsageError(f"the target {name} has no arrays of Orbax", hint="leave out `target=`")
         return [target]
     leaf = LEAF if 2 * sum(array.endswith(LEAF) for array in names) > len(names) else ""
-    targets = [target for target in map(get_target, target_names()) if not target.is_safetensors]
+    targets = [target for target in all_targets() if not target.is_safetensors]
     return sorted(targets, key=lambda target: (target.leaf != leaf, target.name != OWN_TARGET))
 
 

@@ -373,9 +373,14 @@ def _cut_layers(table: MappingTable, config: HasSizes, layers: range | None) -> 
     if layers is None:
         return table, config
     have = config.layer_sets[LAYERS]
-    if not layers or layers[0] not in have or layers[-1] not in have:
+    if not layers or layers.step != 1:
+        raise UsageError(f"layers cannot be {layers}", hint="give a range of at least one layer with a step of 1")
+    if layers[0] not in have or layers[-1] not in have:
         wanted = f"{layers.start}-{layers.stop - 1}"
-        raise UsageError(f"`layers=` {wanted} is not a part of the model's layers {have[0]}-{have[-1]}")
+        raise UsageError(
+            f"`layers=` {wanted} is not a part of the model's layers {have[0]}-{have[-1]}",
+            hint=f"give some of the layers {have[0]}-{have[-1]}",
+        )
     cut, apart = (
         {x: [i for i in numbers if i in layers] for x, numbers in sets.items()}
         for sets in (sets_of_layers(config), table.layer_sets)

@@ -89,7 +89,7 @@ class StaticKV(KV):
             assert scale is not None
             largest = LARGEST_CACHED[STATIC_DTYPE]
             values = jnp.clip(new_BTKH.astype(jnp.float32) / scale[..., None], -largest, largest)
-            return jax.lax.dynamic_update_slice(old_BSKH, values.astype(old_BSKH.dtype), (0, slot, 0, 0))
+            return jax.lax.dynamic_update_slice_in_dim(old_BSKH, values.astype(old_BSKH.dtype), slot, 1)
 
         return replace(
             self,
@@ -150,7 +150,7 @@ class Cache:
         known_used = 0 if isinstance(self.used, jax.core.Tracer) else int(self.used)
         if known_used + tokens > slots:
             raise UsageError(f"the cache has {slots} slots, {known_used} of them in use: {tokens} tokens do not fit")
-        positions_BS = jax.lax.dynamic_update_slice(self.positions_BS, pos_BT, (0, self.used))
+        positions_BS = jax.lax.dynamic_update_slice_in_dim(self.positions_BS, pos_BT, self.used, 1)
         return replace(self, positions_BS=positions_BS, used=self.used + tokens)
 
     def shifted(self, delta_B1: jax.Array | None) -> "Cache":
@@ -193,7 +193,7 @@ def write_slots(old: Any, new: Any, slot: jax.Array | int) -> Any:
     quantized first."""
 
     def update(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, slot, *[0] * (old.ndim - 2)))
+        return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), slot, 1)
 
     leaves, treedef = jax.tree.flatten(old)
     scales = []

@@ -5,7 +5,7 @@ If unknown keys were skipped, a conversion might succeed and its model be wrong.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, Self, get_args
 
 from tpuconv.errors import ConfigError, UsageError
@@ -96,7 +96,8 @@ class DecoderConfig:
 
         Raises:
             UnsupportedConfig: a key or a value is not implemented.
-            ConfigError: a value has a wrong type, is too small or too large, or contradicts another.
+            ConfigError: a key is missing, or a value has a wrong type, is too small or too large, or contradicts
+                another.
         """
         kind = cls.of_type(raw.get("model_type"))
         if kind is not cls:
@@ -106,6 +107,13 @@ class DecoderConfig:
         cls._unread(read)
         fields_of = {key: name for name, key in cls.hf_names.items()}
         values: Any = {fields_of.get(key, key): value for key, value in checked_values(read, hints).items()}
+        if missing := [
+            cls._key(each.name) for each in fields(cls) if each.default is MISSING and each.name not in values
+        ]:
+            raise ConfigError(
+                f"config.json does not have {', '.join(missing)}, for which no default is known",
+                hint="add them to config.json, as the model was trained",
+            )
         config = cls(**values)
         config = replace(config, **cls.read_ropes(read, config.max_position_embeddings))
         _refuse(list(config.disagreements(raw)))

@@ -303,8 +303,7 @@ class Decoder(nnx.Module):
         Returns:
             Hidden states [B, T, D], of which `head` makes the logits of the token after `next_BT`, and the cache.
         """
-        B, T = next_BT.shape
-        pos_BT = jax.lax.dynamic_slice(cache.positions_BS, (0, slot), (B, T))
+        pos_BT = jax.lax.dynamic_slice_in_dim(cache.positions_BS, slot, next_BT.shape[1], 1)
         cos_sin = rope_cos_sin(*self.mtp_rope, pos_BT, cache.positions_BS.shape[1])
         step = Step(pos_BT, cache.positions_BS, slot, cos_sin)
         x_BTD, mtp = self.mtp(*self.mtp_inputs(next_BT, x_BTD), step, cache.mtp)
@@ -325,9 +324,11 @@ class Decoder(nnx.Module):
     def without(self, ids_BT: jax.Array, kept_BT: jax.Array, before: Cache, after: Cache) -> Cache:
         """Returns the cache `after` a call of `run_layers` with the cache `before`, as if the tokens that are not
         `kept_BT` had been padding."""
-        pos_BT = jax.lax.dynamic_slice(after.positions_BS, (0, before.used), ids_BT.shape)
+        pos_BT = jax.lax.dynamic_slice_in_dim(after.positions_BS, before.used, ids_BT.shape[1], 1)
         pos_BT = jnp.where(kept_BT, pos_BT, -1)
-        return replace(after, positions_BS=jax.lax.dynamic_update_slice(after.positions_BS, pos_BT, (0, before.used)))
+        return replace(
+            after, positions_BS=jax.lax.dynamic_update_slice_in_dim(after.positions_BS, pos_BT, before.used, 1)
+        )
 
     def readable(self, ids_BT: jax.Array, seen: Seen | None) -> jax.Array:
         """Returns token ids that all have an embedding: the vocabulary may end before the id of a placeholder."""

@@ -54,7 +54,7 @@ class Kept(NamedTuple):
 
     def positions(self, cache: Cache) -> jax.Array:
         """Returns the positions [B, T] of the tokens."""
-        return jax.lax.dynamic_slice(cache.positions_BS, (0, self.slot), self.next_BT.shape)
+        return jax.lax.dynamic_slice_in_dim(cache.positions_BS, self.slot, self.next_BT.shape[1], 1)
 
     def last(self, x_BT: jax.Array) -> jax.Array:
         """Returns the column of the last token of each sequence, as `at_column`."""

@@ -164,7 +164,9 @@ def _image_blocks(seen: Seen, pos_BS: jax.Array, slot: jax.Array | int, layers: 
         return None
     none_BS = jnp.full(pos_BS.shape, -1, jnp.int32)
     return ImageBlocks(
-        seen.block_BT, jax.lax.dynamic_update_slice(none_BS, seen.block_BT, (0, slot)), in_all_layers=layers == "all"
+        seen.block_BT,
+        jax.lax.dynamic_update_slice_in_dim(none_BS, seen.block_BT, slot, 1),
+        in_all_layers=layers == "all",
     )
 
 

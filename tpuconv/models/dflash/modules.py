@@ -89,7 +89,7 @@ class Model(SharingDraft):
             kvs = self.init_cache(B, behind + T, states_BCs.dtype)
             pos_BS = jnp.broadcast_to(jnp.arange(behind + T, dtype=jnp.int32), (B, behind + T))
             pos_BC, pos_BT = pos_BS[:, :behind], pos_BS[:, behind:]
-        pos_BS = jax.lax.dynamic_update_slice(pos_BS, pos_BT, (0, behind))
+        pos_BS = jax.lax.dynamic_update_slice_in_dim(pos_BS, pos_BT, behind, 1)
         rotations = [
             rope_cos_sin(self.config.rope, self.config.rope_dim, pos, pos_BS.shape[1]) for pos in (pos_BC, pos_BT)
         ]

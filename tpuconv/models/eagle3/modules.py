@@ -116,7 +116,7 @@ class Model(SharingDraft):
             ids_BI.append(self.most_likely(out.logits_BTV))
             behind = cache.used + further - 1
             pos_B1 = pos_B1 + 1
-            positions_BS = jax.lax.dynamic_update_slice(positions_BS, pos_B1, (0, behind))
+            positions_BS = jax.lax.dynamic_update_slice_in_dim(positions_BS, pos_B1, behind, 1)
             out = self(
                 ids_BI[-1],
                 x_BTD=out.x_BTD,
