@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 from yaml.composer import ComposerError
 
-from tpuconv.models.registry import Family
+from tpuconv.models.registry import Family, get_family
 from tpuconv.verify.reference import READ_WITHIN, attention_of, mended, whole_config
 
 FOLDER = Path(__file__).parent.parent / "data" / "cases"
@@ -279,7 +279,9 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
     and biases are random too: as ones and zeros, which they are when new, they would hide that they are used wrongly
     or not at all."""
     import torch
+    import transformers
     from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
         AutoModel,
         AutoModelForCausalLM,
         AutoModelForMultimodalLM,
@@ -298,8 +300,10 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
         config = case.hf_config().thinker_config
     else:
         config = whole_config(case.hf_config().to_dict()) if case.family in READ_WITHIN else case.hf_config()
-    if (kind := class_of(case.model_type)) is not None:
-        assert not returns, "released code has logits alone"
+    kind = class_of(case.model_type)
+    if not (kind or is_inside or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):  # Mistral 4's
+        kind = getattr(transformers, next(iter(get_family(case.family).architectures)))
+    if kind is not None and not returns:
         auto = kind._from_config
     if returns == "scores":
         config.num_labels = LABELS

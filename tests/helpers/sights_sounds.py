@@ -304,6 +304,21 @@ def qwen2_5_omni() -> Sight:
     return omni("qwen2_5_omni", (43, 22), (11, 5), **parts, **OMNI_TOKENS, **tokens)
 
 
+def thinker_of(case: Sight) -> Sight:
+    """The part of a model that reads and thinks, saved on its own."""
+    return replace(case, model=case.model.thinker)
+
+
+@sight
+def qwen2_5_omni_thinker() -> Sight:
+    return thinker_of(qwen2_5_omni())
+
+
+@sight
+def qwen3_omni_moe_thinker() -> Sight:
+    return thinker_of(qwen3_omni_moe())
+
+
 @sight
 def qwen3_asr() -> Sight:
     audio = {**QWEN_AUDIO, "n_window_infer": 200, "output_dim": 32, "downsample_hidden_size": 6}

@@ -8,7 +8,6 @@ _FACTORS = (
 )
 _QUERIES = "OPT behind learned queries: not written yet"
 _CROSS = "decoders that attend to images or to sound, or that write sound"
-_ALONE = "a part of a multimodal model that tpuconv reads, saved on its own: not written yet"
 _RECURRENT = "recurrent networks without attention"
 _ENCODERS = "encoders that may be run as decoders"
 _BEHIND_ENCODER = "decoders of models with an encoder"
@@ -31,7 +30,6 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     "unlimited_ocr": "a sliding window beside which tokens see the whole prompt, so that the mask depends on where the "
     "prompt ends",
     **dict.fromkeys(("mllama", "moshi", "git", "musicgen", "musicgen_melody", "blip", "idefics", "evolla"), _CROSS),
-    **dict.fromkeys(("aria_text", "mistral4", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), _ALONE),
     **dict.fromkeys(
         ("chameleon", "kyutai_speech_to_text"), "tokens of a codec of images or sounds, which is not written"
     ),

@@ -1,6 +1,9 @@
 """The names that transformers' models have for their parts, and ours."""
 
+import ast
+import inspect
 from collections.abc import Sequence
+from textwrap import dedent
 from typing import Any
 
 LAYER_NAMES = ("layers", "h", "blocks")
@@ -28,12 +31,16 @@ LOGIT_BIAS = "logit_bias."
 ROTARY_OPTIONS = {"rotary_emb_unscaled": {"scaled": False}}
 """Further arguments of rotary positions, by the name that the decoder has for them."""
 
-RETURNED = {
-    **dict.fromkeys(("bamba", "gptj", "codegen", "gpt_neo", "gpt_neox_japanese", "falcon", "bloom", "mpt"), 2),
-    **dict.fromkeys(("falcon_h1", "openai-gpt"), 1),
-}
-"""Model types whose layers return a tuple, and its length. Others return hidden states, or a tuple that starts with
-them and that the model does not unpack."""
+RETURNED = {"openai-gpt": 1}
+"""Model types whose layers return a list, and its length."""
+
+
+def returned_values(layer: Any, model_type: str) -> int:
+    """Returns the number of values in the tuple that a layer of transformers returns; 0 if it returns hidden states
+    alone. It differs between versions, and the code says it."""
+    code = ast.parse(dedent(inspect.getsource(type(layer).forward)))
+    *_, last = (node.value for node in ast.walk(code) if isinstance(node, ast.Return))
+    return len(last.elts) if isinstance(last, ast.Tuple) else RETURNED.get(model_type, 0)
 
 
 def first_of(module: Any, names: Sequence[str], *default: Any) -> Any:

@@ -45,6 +45,10 @@ READ_ALONE = frozenset({"gemma3n"})
 """Multimodal model types of whose checkpoints transformers reads the text model by itself. For what sees it would need
 a package for images, timm."""
 
+EMPTIES_PADDING = frozenset({"emu3", "youtu"})
+"""Model types whose embedding of the token of padding transformers sets to 0 after it was read, if the embedding is the
+head too and config.json names the token."""
+
 READ_WHOLE = frozenset({"emu3"})
 """Multimodal model types whose causal model in transformers does not read the names of the complete model."""
 
@@ -197,6 +201,9 @@ def reference(
 
     logging.disable_progress_bar()
     config = reference_config(source)
+    if config.model_type in EMPTIES_PADDING and returns != SCORES:
+        for part in (config, config.get_text_config()):
+            part.pad_token_id = None
     if not is_encoded(*decode_names(opened.tensors, opened.encoding)):
         for part in (config, config.get_text_config()):
             vars(part).pop(ENCODING_KEYS[0], None)  # left in config.json: transformers would quantize plain weights

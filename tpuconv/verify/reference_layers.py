@@ -30,9 +30,9 @@ from tpuconv.verify.parts_of_reference import (
     LAYER_NAMES,
     LOGIT_BIAS,
     NORM_NAMES,
-    RETURNED,
     ROTARY_OPTIONS,
     first_of,
+    returned_values,
 )
 from tpuconv.verify.reference import (
     attention_of,
@@ -95,6 +95,7 @@ class LayeredReference:
         self.encoders = list(_beside(self.model, self.decoder, self._head())) if sees else []
         self._stay_here()
         self.layers = list(first_of(self.decoder, LAYER_NAMES))
+        self._returns = returned_values(self.layers[0], self.decoder.config.model_type)
         self.norm = first_of(self.decoder, NORM_NAMES, self.torch.nn.Identity())
         self._compute_buffers()
         self.features: list[np.ndarray] = []
@@ -178,8 +179,7 @@ class LayeredReference:
 
     def _returned(self, x: Any) -> Any:
         """Returns the output of a layer for the hidden states x."""
-        length = RETURNED.get(self.decoder.config.model_type, 0)
-        return (x, *[None] * (length - 1)) if length else x
+        return (x, *[None] * (self._returns - 1)) if self._returns else x
 
     def layer(self, number: int) -> list[np.ndarray]:
         """Runs the next layer. Returns the hidden states [T, D] of each prompt."""

@@ -24,7 +24,7 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.windows import PatternConfig
-from tpuconv.models.common.wrapper import LLAVA, WrapperConfig, inside
+from tpuconv.models.common.wrapper import LLAVA
 from tpuconv.models.declare import config_class, decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
 from tpuconv.models.towers.modalities import ARIA_VISION, DOCLING_VISION
@@ -339,7 +339,7 @@ BAMBA = decoder(
 
 
 @family_config
-class AriaConfig(WrapperConfig, ChosenExperts, DecoderConfig):
+class AriaConfig(ChosenExperts, DecoderConfig):
     """`intermediate_size` is the width of one expert."""
 
     experts_key: ClassVar[str] = "moe_num_experts"
@@ -354,32 +354,37 @@ class AriaConfig(WrapperConfig, ChosenExperts, DecoderConfig):
         return {**super().sizes, "W": self.intermediate_size * self.moe_num_shared_experts}
 
 
-ARIA = decoder(
-    "aria",
-    "Aria",
-    "AriaForConditionalGeneration",
+ARIA_TEXT = decoder(
+    "aria_text",
+    "the text model of Aria, saved on its own",
+    "AriaTextForCausalLM",
     Norms(),
     Attn("attention_bias"),
     Experts(module="modules.experts:BestExperts"),
     config=AriaConfig,
     only={"mlp_bias": (False,)},
     hf_names={"num_experts_per_tok": "moe_topk"},
+    table=decoder_table(
+        *PRE_NORMS,
+        *BIASED_ATTENTION,
+        *under(
+            "mlp",
+            "moe",
+            Map("router.weight", "router.kernel", "E D -> D E"),
+            Map("experts.fc1.weight", ("gate.kernel", "up.kernel"), "E D (M + M) -> E D M, E D M"),
+            Map("experts.fc2.weight", "down.kernel", "E M D"),
+            *SHARED_EXPERT_ROWS,
+        ),
+    ),
+)
+
+ARIA = wrapper(
+    "aria",
+    "Aria",
+    "AriaForConditionalGeneration",
+    text=ARIA_TEXT,
+    outside=LLAVA,
+    prefix="language_model.model.",
     outside_keys=frozenset({"max_value_projector_patch_to_query_dict"}),
     modalities=(ARIA_VISION,),
-    table=inside(
-        decoder_table(
-            *PRE_NORMS,
-            *BIASED_ATTENTION,
-            *under(
-                "mlp",
-                "moe",
-                Map("router.weight", "router.kernel", "E D -> D E"),
-                Map("experts.fc1.weight", ("gate.kernel", "up.kernel"), "E D (M + M) -> E D M, E D M"),
-                Map("experts.fc2.weight", "down.kernel", "E M D"),
-                *SHARED_EXPERT_ROWS,
-            ),
-        ),
-        "language_model.model.",
-        LLAVA,
-    ),
 )

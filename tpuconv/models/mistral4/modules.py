@@ -11,14 +11,14 @@ from tpuconv.models.common.layers import Einsum, Keys
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
-from tpuconv.models.mistral4.family import Config
+from tpuconv.models.mistral4.text import TextConfig
 from tpuconv.models.modules.mistral import grown
 
 
 class Attention(deepseek_v3.Attention):
     """DeepSeek V3's attention. Queries grow with their position."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+    def __init__(self, config: TextConfig, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
         self.beta, self.original = config.llama_4_scaling_beta, config.rope.original_max_position_embeddings
 
@@ -31,7 +31,7 @@ class Router(nnx.Module):
     """x [B, T, D] to the ids and weights [B, T, X] of each token's experts: the most probable ones of the groups whose
     two most probable experts have the largest sum. Computed in the dtype of x."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
+    def __init__(self, config: TextConfig, *, dtype: DTypeLike, keys: Keys):
         self.config = config
         self.kernel = Einsum("BTD,DE->BTE", config.sizes, dtype=dtype, keys=keys).kernel
 
