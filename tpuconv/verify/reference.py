@@ -45,7 +45,7 @@ READ_ALONE = frozenset({"gemma3n"})
 """Multimodal model types of whose checkpoints transformers reads the text model by itself. For what sees it would need
 a package for images, timm."""
 
-EMPTIES_PADDING = frozenset({"emu3", "youtu"})
+EMPTIES_PADDING = frozenset({"youtu"})
 """Model types whose embedding of the token of padding transformers sets to 0 after it was read, if the embedding is the
 head too and config.json names the token."""
 

@@ -103,16 +103,22 @@ class LayeredReference:
         self.given: list[list[tuple[Any, Any]]] = []
 
     def _compute_buffers(self) -> None:
-        """Creates the buffers that are computed, not stored, outside the meta device."""
+        """Creates the buffers that are computed, also where transformers stores them (MiniMax), outside the meta
+        device."""
         for name, module in list(self.decoder.named_children()):
             if type(module).__name__.endswith("RotaryEmbedding"):
                 setattr(self.decoder, name, type(module)(config=self.decoder.config, **ROTARY_OPTIONS.get(name, {})))
         computing = []
         for module in (*self.decoder.modules(), *(each for encoder in self.encoders for each in encoder.modules())):
             buffers = dict(module.named_buffers(recurse=False))
-            if computed := [name for name in buffers if buffers[name].is_meta and name not in module.state_dict()]:
-                for name in computed:
-                    module._buffers[name] = self.torch.empty_like(buffers[name], device="cpu")
+            stored = module.state_dict()
+            computed = [
+                name for name, x in buffers.items() if x.is_meta and (name not in stored or x.dtype.is_floating_point)
+            ]
+            for name in computed:
+                empty = self.torch.empty_like(buffers[name], device="cpu")
+                module._buffers[name] = empty.fill_(float("nan")) if name in stored else empty
+            if computed:
                 computing.append(module)
         owners = {  # an encoder is a model of its own, which knows its buffers
             id(part): model
@@ -122,6 +128,9 @@ class LayeredReference:
         }
         for module in (*computing, self.decoder) if computing else ():
             owners[id(module)]._init_weights(module)
+            for name, x in module.named_buffers(recurse=False):
+                if x.is_floating_point() and not x.is_meta and x.isnan().all():  # which has to be read
+                    module._buffers[name] = x.to("meta")
 
     def embed(self) -> list[np.ndarray]:
         """Runs the embedding and the encoders, and records the other inputs of each layer. Returns the hidden states
