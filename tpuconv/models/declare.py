@@ -15,7 +15,7 @@ from tpuconv.notation.table import Map, MappingTable, under
 
 Bases = type[DecoderConfig] | tuple[type, ...]
 AnyPart = TypeVar("AnyPart", bound=Part)
-OF_FAMILIES = ("text_types", "forms", "text", "modalities")
+OF_FAMILIES = ("text_types", "forms", "text", "modalities", "output")
 """Facts of a `Family`; the other facts that a family is declared with are class variables of its Config."""
 
 

@@ -22,6 +22,8 @@ FAMILIES: Mapping[str, str] = {
     "gemma3": "lineages.gemma",
     "gemma4_text": "gemma4_text.family",
     "gemma4": "lineages.gemma",
+    "embedding_gemma2": "lineages.gemma",
+    "embedding_gemma2_text": "embedding_gemma2_text.family",
     "gemma4_unified": "lineages.gemma",
     "ministral3": "lineages.mistral",
     "mistral3": "lineages.mistral",

@@ -71,6 +71,7 @@ class Family:
             for it in the tables of targets.
         modalities: of a multimodal model how it sees and hears. Where several are of one part, the config of its tower
             says which one a model has.
+        output: what all models of the family return (`tpuconv.models.common.heads`), if that is not logits.
     """
 
     name: str
@@ -84,10 +85,13 @@ class Family:
     text_types: tuple[str, ...] = ()
     text: str = ""
     modalities: tuple[Modality, ...] = ()
+    output: str = LOGITS
 
     def returns(self, raw: Mapping[str, Any], tensors: Collection[str] = ()) -> str:
         """Returns what a model of this family returns (`tpuconv.models.common.heads`), by its parsed config.json and
         the names of its tensors."""
+        if self.output:
+            return self.output
         names = [named_head(name, self.architectures) for name in raw.get("architectures") or ()]
         embedding = next((row.hf_names[0] for row in self.table if row.jax_names[0].startswith("embed.")), "")
         return shown_head(next(filter(None, names), LOGITS), all_undressed(tensors), embedding)
@@ -226,21 +230,15 @@ def family(
     )
 
 
-class DraftFamily(Family):
-    """A family of drafts, which return no logits by themselves."""
-
-    def returns(self, raw: Mapping[str, Any], tensors: Collection[str] = ()) -> str:
-        return AS_DRAFT
-
-
 def draft_family(
     config: type[DecoderConfig], table: MappingTable, summary: str, types: Mapping[str, str] | None = None
-) -> DraftFamily:
-    """Returns the family of drafts of a folder of `tpuconv/models`; arguments are as of `family`."""
+) -> Family:
+    """Returns the family of drafts of a folder of `tpuconv/models`, which return no logits by themselves; arguments
+    are as of `family`."""
     name = config.model_type
     architectures = {each: name for each, family in DRAFT_ARCHITECTURES.items() if family == name}
     model = f"tpuconv.models.{name}.modules:Model"
-    return DraftFamily(name, summary, config, table, model, {**architectures, **(types or {})})
+    return Family(name, summary, config, table, model, {**architectures, **(types or {})}, output=AS_DRAFT)
 
 
 @cache

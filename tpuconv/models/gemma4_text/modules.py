@@ -149,22 +149,32 @@ class LayerEmbed(nnx.Module):
         return jnp.take(self.embedding[...], ids_BT, axis=0, mode="fill")
 
 
-class LayerInputs(nnx.Module):
-    """The inputs of each layer besides the hidden states: the token's embedding for the layer, and a projection
-    of the first layer's input."""
+class ProjectedInputs(nnx.Module):
+    """The inputs of each layer besides the hidden states: a projection of the first layer's input."""
 
     def __init__(self, config: SharedKeysConfig, *, dtype: DTypeLike, keys: Keys):
         self.config = config
-        self.embed = LayerEmbed(config, dtype=dtype, keys=keys)
         sizes = with_letters(config.sizes, LEGEND)
         self.projection = Einsum("BTD,Dzp->BTzp", sizes, dtype=dtype, keys=keys)
         self.norm = ScaledRMSNorm("p", sizes, config.rms_norm_eps, dtype=dtype)
 
     def __call__(self, ids_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
         """Returns [B, T, z, p]."""
-        factor: jax.Array = jnp.float32(self.config.hidden_size_per_layer_input**0.5).astype(x_BTD.dtype)
         projected_BTzp: jax.Array = self.norm(self.projection(x_BTD) * self.config.hidden_size**-0.5)
-        return (projected_BTzp + self.embed(ids_BT) * factor) * 2**-0.5
+        return projected_BTzp
+
+
+class LayerInputs(ProjectedInputs):
+    """The same, and the token's embedding for the layer."""
+
+    def __init__(self, config: SharedKeysConfig, *, dtype: DTypeLike, keys: Keys):
+        self.embed = LayerEmbed(config, dtype=dtype, keys=keys)
+        super().__init__(config, dtype=dtype, keys=keys)
+
+    def __call__(self, ids_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
+        """Returns [B, T, z, p]."""
+        factor: jax.Array = jnp.float32(self.config.hidden_size_per_layer_input**0.5).astype(x_BTD.dtype)
+        return (super().__call__(ids_BT, x_BTD) + self.embed(ids_BT) * factor) * 2**-0.5
 
 
 class Model(Decoder):
@@ -172,6 +182,7 @@ class Model(Decoder):
 
     block: ClassVar[Any] = Block
     norm_type = ScaledRMSNorm
+    inputs_type: ClassVar[Any] = LayerInputs
     config: SharedKeysConfig
 
     def __init__(
@@ -180,7 +191,7 @@ class Model(Decoder):
         super().__init__(config, dtype=dtype, rngs=rngs, **options)
         if config.has_layer_inputs:
             keys = Keys((rngs or nnx.Rngs(1)).params())
-            self.per_layer = LayerInputs(config, dtype=dtype, keys=keys)
+            self.per_layer = self.inputs_type(config, dtype=dtype, keys=keys)
 
     @property
     def input_modules(self) -> tuple[str, ...]:

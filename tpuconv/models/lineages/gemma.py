@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.config_keys import CAUSAL
 from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.heads import HIDDEN
 from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import GLOBAL_ROPE, PLAIN_ROPE, Rope
@@ -15,6 +16,7 @@ from tpuconv.models.common.rows import ATTENTION, MLP, MLP_BIAS, O_BIAS, QKV_BIA
 from tpuconv.models.common.windows import ROPES_BY_KIND, PatternConfig, read_older_ropes
 from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES
 from tpuconv.models.declare import decoder, like, wrapper
+from tpuconv.models.embedding_gemma2_text.family import FAMILY as EMBEDDING_GEMMA2_TEXT
 from tpuconv.models.gemma3n_text.family import FAMILY as GEMMA3N_TEXT
 from tpuconv.models.gemma4_text.family import FAMILY as GEMMA4_TEXT
 from tpuconv.models.parts import Attn, Factors, Mlp, Norms
@@ -175,6 +177,19 @@ GEMMA4 = wrapper(
     outside=TOWERS,
     tied=True,
     modalities=(GEMMA4_VISION, GEMMA4_AUDIO),
+)
+
+EMBEDDING_GEMMA2 = wrapper(
+    "embedding_gemma2",
+    "EmbeddingGemma 2",
+    "EmbeddingGemma2Model",
+    text=EMBEDDING_GEMMA2_TEXT,
+    outside=TOWERS,
+    prefix="language_model.",
+    head="lm_head.",
+    tied=True,
+    modalities=(GEMMA4_VISION, GEMMA4_AUDIO),
+    output=HIDDEN,
 )
 
 WITHOUT_TOWERS = {

@@ -38,7 +38,7 @@ class Projection(nnx.Module):
         return self.out(x_BTD)
 
 
-class ProjectedNorm(LayerNorm):
+class NormBeforeProjection(LayerNorm):
     """The last norm and a projection behind it, x [B, T, D] to [B, T, token_width]."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
@@ -72,7 +72,7 @@ class OptDecoder(PositionedDecoder):
         narrow, both = (with_letters(config.sizes, {letter: "token_width"}) for letter in "DE")
         self.embed = Embed(narrow, dtype=dtype, keys=keys)
         self.project_in = Einsum("BTE,ED->BTD", both, dtype=dtype, keys=keys)
-        self.norm = (ProjectedNorm if config.has_last_norm else Projection)(config, dtype=dtype, keys=keys)
+        self.norm = (NormBeforeProjection if config.has_last_norm else Projection)(config, dtype=dtype, keys=keys)
         if self.lm_head is not None:
             self.lm_head = Einsum("BTD,DV->BTV", narrow, dtype=dtype, keys=keys)
         if self.score is not None:

@@ -1,0 +1,1 @@
+"""Gemma 4, the text model on its own."""
