@@ -55,16 +55,9 @@ class OptDecoder(PositionedDecoder):
 
     config: Any
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        scan_layers: bool = False,
-        dtype: DTypeLike = jnp.bfloat16,
-        rngs: nnx.Rngs | None = None,
-    ):
+    def __init__(self, config: Any, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None, **options: Any):
         rngs = rngs or nnx.Rngs(0)
-        super().__init__(config, scan_layers=scan_layers, dtype=dtype, rngs=rngs)
+        super().__init__(config, dtype=dtype, rngs=rngs, **options)
         if not config.projects_embeddings:
             self.norm = self.norm if config.has_last_norm else NoNorm()
             return
