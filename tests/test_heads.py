@@ -14,7 +14,7 @@ from helpers import released_code
 from helpers.checkpoints import qwen3_config, read_tensors, write_checkpoint
 from helpers.conversions import convert, plan_for
 from helpers.encoded import same_bits
-from helpers.families import BY_ID, CASES, FIRST, LABELS, VISION, Case, hf_model, save
+from helpers.families import BY_ID, CASES, FIRST, VISION, Case, hf_model, save
 from helpers.logits import forward
 from helpers.quantizing import quantize
 from tpuconv import api
