@@ -299,8 +299,8 @@ def _loaded_dtype(wanted: Any, stored: StoredArray | None) -> Any:
 
 def _default_device() -> Any:
     """Returns the device that jax puts arrays on."""
-    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return jax.local_devices(backend=chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+    (device,) = jnp.zeros(()).devices()
+    return device
 
 
 def _formats(manifest: Manifest, dtypes: Mapping[str, str], mesh: Mesh | None) -> dict[str, Format]:
