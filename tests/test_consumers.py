@@ -25,6 +25,7 @@ from helpers.consumers import (
     EXACT,
     EXPERTS,
     FORMS,
+    HAS_AMX,
     IDS,
     JAX_MODELS,
     MODELS,
@@ -195,7 +196,7 @@ def compare(
         {"ids": IDS, "models": models, "results": str(folder / "results.json")},
         **variables,
     )
-    title = " ".join([program, *variables.values()])
+    title = " ".join([program, *variables.values()]) + (", AMX" if HAS_AMX and program == "vllm" else "")
     judge(title, served, {form: expected[form] for form in forms})
 
 

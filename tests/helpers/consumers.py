@@ -6,6 +6,7 @@ one changes, for better or worse.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -65,7 +66,7 @@ class Form:
     Attributes:
         config: the name of a config of the package, or the rules of one; empty for plain weights.
         scheme: as of `--scheme`.
-        dtype: in which a server computes: kernels for int4 on a CPU have no float32.
+        dtype: in which a server computes: kernels for int4 on a CPU, and those of AMX, have no float32.
         most: the number of weights along an axis that share a scale: models with smaller axes do not have the form.
     """
 
@@ -77,11 +78,14 @@ class Form:
 
 CALIBRATED = "int4_gptq"
 """The config whose values are chosen on text."""
+HAS_AMX = "amx_tile" in Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else False
+"""Whether the processor has the instructions for matrices with which vLLM has kernels of its own."""
+_OF_INT8 = "bfloat16" if HAS_AMX else "float32"
 FORMS: Mapping[str, Form] = {
     "plain": Form(),
-    "int8": Form("int8_default"),
-    "int8 with head": Form(f"{{module_path: '{_ALL}', {_INT8}}}, {{module_path: lm_head, {_INT8}}}"),
-    "int8 attention": Form(rf"{{module_path: 'layers/\d+/attn/.*', {_INT8}}}"),
+    "int8": Form("int8_default", dtype=_OF_INT8),
+    "int8 with head": Form(f"{{module_path: '{_ALL}', {_INT8}}}, {{module_path: lm_head, {_INT8}}}", dtype=_OF_INT8),
+    "int8 attention": Form(rf"{{module_path: 'layers/\d+/attn/.*', {_INT8}}}", dtype=_OF_INT8),
     "int8 weights": Form("int8_weight_only"),
     "fp8": Form("fp8_default"),
     "fp8 weights": Form("fp8_weight_only"),
@@ -146,15 +150,17 @@ VLLM: Mapping[str, Outcome] = {
     **dict.fromkeys(_INT4, LOADS),
     **refused("Unsupported quant type uint8b128", "int8 weights"),
     **refused("Failed to find a kernel that can implement the ScaledMM linear layer", "fp8 weights"),
-    **refused("requires AMX", *_BLOCKS),
+    **(dict.fromkeys(_BLOCKS, LOADS) if HAS_AMX else refused("requires AMX", *_BLOCKS)),
 }
-"""By form, what vLLM's build for CPUs does on a processor with AVX-512 and without AMX."""
+"""By form, what vLLM's build for CPUs does on a processor with AVX-512."""
 VLLM_EXPERTS: Mapping[str, Outcome] = {
     **VLLM,
     "int8 attention": CHOOSES_EXPERTS,
     **refused("No Int8 MoE backend", "int8", "int8 with head"),
     **refused("Unsupported FP8 MoE backend: NONE", "fp8"),
     **refused("No WNA16 MoE backend", *_INT4),
+    **(dict.fromkeys(("int4, 128", "awq"), LOADS) if HAS_AMX else {}),
+    **(dict.fromkeys(("int8", "int8 with head"), CHOOSES_EXPERTS) if HAS_AMX else {}),
     **refused("gptq_marlin_repack", "mxfp4 experts"),
 }
 """The same of models with experts."""
