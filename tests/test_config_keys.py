@@ -2,6 +2,7 @@
 
 import json
 import runpy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,11 @@ def test_keys_of_releases_that_change_nothing_are_no_warnings():
     tensors = ["model.layers.0.block_sparse_moe.e_score_correction_bias"]
     assert not [key for key in report(raw, tensors=tensors).ignored if key.warning]
     assert [key.key for key in report(raw).ignored if key.warning] == ["use_routing_bias"]
+
+
+def test_a_key_with_a_default_that_is_made_may_be_left_out() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Config(get_family("llama").config):  # type: ignore[misc]  # of a package
+        further: tuple[int, ...] = field(default_factory=tuple)
+
+    assert Config.from_hf({"model_type": "llama"}).further == ()

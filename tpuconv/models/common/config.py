@@ -5,7 +5,7 @@ If unknown keys were skipped, a conversion might succeed and its model be wrong.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import Any, ClassVar, Self, get_args
 
 from tpuconv.errors import ConfigError, UsageError
@@ -107,9 +107,7 @@ class DecoderConfig:
         cls._unread(read)
         fields_of = {key: name for name, key in cls.hf_names.items()}
         values: Any = {fields_of.get(key, key): value for key, value in checked_values(read, hints).items()}
-        if missing := [
-            cls._key(each.name) for each in fields(cls) if each.default is MISSING and each.name not in values
-        ]:
+        if missing := [cls._key(each.name) for each in fields(cls) if _is_needed(each) and each.name not in values]:
             raise ConfigError(
                 f"config.json does not have {', '.join(missing)}, for which no default is known",
                 hint="add them to config.json, as the model was trained",
@@ -253,6 +251,11 @@ class DecoderConfig:
         }
 
     @property
+    def outer_sizes(self) -> dict[str, int]:
+        """The sizes of the embeddings, and of what the last norm hands to the head."""
+        return self.sizes
+
+    @property
     def parts(self) -> Mapping[str, PartConfig]:
         """The configs of the parts of a multimodal model beside its text model; empty for the text model alone."""
         return {each.part: each for each in self.towers}
@@ -373,6 +376,10 @@ class DecoderConfig:
         windows = {window for window in self.windows if window is not None}
         ropes = {rope for rope in self.ropes if rope is not None and rope.depends_on_length}
         return frozenset(windows | {rope.original_max_position_embeddings for rope in ropes})
+
+
+def _is_needed(field: "Field[Any]") -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
 
 
 def _refuse(faults: list[str]) -> None:

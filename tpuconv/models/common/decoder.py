@@ -74,7 +74,7 @@ class Decoder(nnx.Module):
 
         self.config = config
         self.scan_layers = scan_layers
-        self.embed = self.embed_type(config.sizes, dtype=dtype, keys=keys)
+        self.embed = self.embed_type(config.outer_sizes, dtype=dtype, keys=keys)
         if scan_layers:
             stacks = self._stacks
             keys_of_place = [block_keys[i : stacks.rest.start : stacks.period] for i in range(stacks.period)]
@@ -83,10 +83,10 @@ class Decoder(nnx.Module):
         else:
             self.layers = nnx.List(map(new_block, count(), block_keys))
         self.norm = self.norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
-        head = partial(Einsum, "BTD,DV->BTV", config.sizes, bias=config.has_head_bias, dtype=dtype, keys=keys)
+        head = partial(Einsum, "BTD,DV->BTV", config.outer_sizes, bias=config.has_head_bias, dtype=dtype, keys=keys)
         self.lm_head = head() if config.has_lm_head else None
         is_classifier = config.head.kind == SCORES
-        self.score = Einsum("BD,DO->BO", config.sizes, dtype=dtype, keys=keys) if is_classifier else None
+        self.score = Einsum("BD,DO->BO", config.outer_sizes, dtype=dtype, keys=keys) if is_classifier else None
         for part, own in config.parts.items():
             setattr(self, part, own.encoder_class(own, dtype=dtype, keys=keys))
 

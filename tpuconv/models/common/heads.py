@@ -147,9 +147,14 @@ def headed(table: MappingTable, kind: str) -> MappingTable:
         return table
     if kind == AS_DRAFT:
         return replace(table, returns=AS_DRAFT)
-    (width,) = (row.layout.split()[1] for row in table if row.jax_names == ("embed.embedding",))
-    scores = Map("score.weight", "score.kernel", f"O {width} -> {width} O")
-    return _headless(table, kind, *[scores] * (kind == SCORES))
+    return _headless(table, kind, *[_score_row(table)] * (kind == SCORES))
+
+
+def _score_row(table: MappingTable) -> Map:
+    """The row of the matrix of scores, which is as wide as the embedding."""
+    embeddings = (row.layout for row in table if row.jax_names == ("embed.embedding",))
+    width = next(embeddings, "V D").split()[1]
+    return Map("score.weight", "score.kernel", f"O {width} -> {width} O")
 
 
 def _headless(table: MappingTable, kind: str, *rows: Map) -> MappingTable:

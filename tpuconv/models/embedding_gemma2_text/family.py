@@ -1,6 +1,7 @@
 """EmbeddingGemma 2, the text model on its own: config and mapping table."""
 
 from dataclasses import dataclass, replace
+from inspect import get_annotations
 from typing import ClassVar
 
 from tpuconv.models.common.defaults import family_config
@@ -22,12 +23,6 @@ class WithoutFurtherParts(gemma4.Config):
     """Gemma 4 without some of its parts: shared keys and values, wider MLPs, experts, embeddings of tokens for each
     layer, a soft limit of logits."""
 
-    derived: ClassVar[frozenset[str]] = gemma4.Config.derived | {
-        *("attention_k_eq_v", "use_double_wide_mlp", "enable_moe_block", "num_experts", "top_k_experts"),
-        *("moe_intermediate_size", "use_bidirectional_attention", "final_logit_softcapping"),
-        *("vocab_size_per_layer_input", "num_kv_shared_layers"),
-    }
-
     attention_k_eq_v: bool = False
     use_double_wide_mlp: bool = False
     enable_moe_block: bool = False
@@ -46,6 +41,7 @@ class Config(WithoutFurtherParts):
 
     model_type: ClassVar[str] = "embedding_gemma2_text"
     sees_behind: ClassVar[bool] = True
+    derived: ClassVar[frozenset[str]] = gemma4.Config.derived | {*get_annotations(WithoutFurtherParts)}
     only: ClassVar = {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,)}
     least: ClassVar = {"pad_token_id": 0, "num_kv_shared_layers": 0}
 

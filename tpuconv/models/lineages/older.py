@@ -24,7 +24,7 @@ from tpuconv.models.common.rows import when
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.declare import decoder
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
-from tpuconv.notation.letters import Word, declare
+from tpuconv.notation.letters import Word, declare, with_letters
 from tpuconv.notation.table import Map, MappingTable, under
 
 OPENAI_GPT = decoder(
@@ -172,6 +172,10 @@ class OptConfig(PositionedConfig):
     @property
     def sizes(self) -> dict[str, int]:
         return {**super().sizes, "token_width": self.word_embed_proj_dim or self.hidden_size}
+
+    @property
+    def outer_sizes(self) -> dict[str, int]:
+        return with_letters(self.sizes, {"D": "token_width"})
 
     @property
     def projects_embeddings(self) -> bool:

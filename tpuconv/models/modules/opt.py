@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
 from tpuconv.models.common.cache import KV
-from tpuconv.models.common.layers import Einsum, Embed, Keys, LayerNorm
+from tpuconv.models.common.layers import Einsum, Keys, LayerNorm
 from tpuconv.models.common.steps import Step
 from tpuconv.models.modules.gpt import NoNorm, PositionedDecoder, SumNormBlock
 from tpuconv.notation.letters import with_letters
@@ -61,15 +61,9 @@ class OptDecoder(PositionedDecoder):
         if not config.projects_embeddings:
             self.norm = self.norm if config.has_last_norm else NoNorm()
             return
-        keys = Keys(rngs.params())
-        narrow, both = (with_letters(config.sizes, {letter: "token_width"}) for letter in "DE")
-        self.embed = Embed(narrow, dtype=dtype, keys=keys)
-        self.project_in = Einsum("BTE,ED->BTD", both, dtype=dtype, keys=keys)
+        keys, sizes = Keys(rngs.params()), with_letters(config.sizes, {"E": "token_width"})
+        self.project_in = Einsum("BTE,ED->BTD", sizes, dtype=dtype, keys=keys)
         self.norm = (NormBeforeProjection if config.has_last_norm else Projection)(config, dtype=dtype, keys=keys)
-        if self.lm_head is not None:
-            self.lm_head = Einsum("BTD,DV->BTV", narrow, dtype=dtype, keys=keys)
-        if self.score is not None:
-            self.score = Einsum("BD,DO->BO", narrow, dtype=dtype, keys=keys)
 
     @property
     def input_modules(self) -> tuple[str, ...]:
