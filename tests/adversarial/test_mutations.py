@@ -22,18 +22,18 @@ from tpuconv.convert.plan.types import Options
 
 TESTS = Path(__file__).parent.parent
 TRIALS = {
-    "config.json": (25, 8_000),
-    "index": (50, 13_000),
-    "header": (60, 20_000),
-    "quantization_config": (50, 8_000),
-    "end tokens": (60, 15_000),
-    "tpuconv.json": (50, 8_000),
+    "config.json": (12, 8_000),
+    "index": (25, 13_000),
+    "header": (30, 20_000),
+    "quantization_config": (25, 8_000),
+    "end tokens": (30, 15_000),
+    "tpuconv.json": (25, 8_000),
     "tpuconv.json, loaded": (0, 1_000),
-    "zarr.json and layouts.json": (50, 7_000),
-    "YAML": (60, 9_000),
-    "journal": (50, 5_000),
-    "journal in a bucket": (40, 4_000),
-    "adapter": (50, 8_000),
+    "zarr.json and layouts.json": (25, 7_000),
+    "YAML": (30, 9_000),
+    "journal": (25, 5_000),
+    "journal in a bucket": (20, 4_000),
+    "adapter": (25, 8_000),
 }
 """Fast, and at full size: 106,000."""
 FAST_SEED, BATCH = 10**9, 2500

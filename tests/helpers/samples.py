@@ -279,6 +279,9 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
     "test_without_out_the_name_says_the_target_and_the_config": ("args3-tiny-qwen3-nnx-int8_default",),
     "test_what_a_model_cannot_have_is_told": (),
+    "test_what_is_made_of_a_checkpoint": (),
+    "test_numbers_of_64_bits_change_no_text": ("greedy",),
+    "test_keys_and_values_that_no_layer_reads": ("gemma-of transformers", "tunix-of a release"),
     "test_pages_are_up_to_date": ("Qwen/Qwen3-8B",),
     "test_modules_of_transformers_lead_to_the_tensors_of_releases": (
         *("gemma3 whole-released names", "gemma3 whole-names of modules", "qwen3_5_moe text-released names"),
