@@ -95,7 +95,8 @@ def decoder(
         variants: the Configs of further model types.
         types: the model_type of other architectures.
         base: as of `DecoderFamily`.
-        modules: names of modules in other releases, and the names in the table (`Family.aliases`).
+        modules: names of modules in other releases, and the names in the table (`Family.aliases`):
+            `{"blocks.{L}.wq": "model.layers.{L}.self_attn.q_proj"}`.
         table: the table, where tensors do not have the names of Llama.
         others, ignore, copies: as `decoder_table` has them.
         facts: class variables of the Config, and `OF_FAMILIES`.
