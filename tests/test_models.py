@@ -23,6 +23,7 @@ from helpers.families import BY_ID, CASES, FIRST, LINEAR, LLAMA3, YARN, Case, hf
 from helpers.logits import forward
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.models import registry
+from tpuconv.models.build import class_named
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.config_keys import keys_of_reference
 from tpuconv.models.common.layers import RMSNorm, rope_cos_sin
@@ -1033,6 +1034,11 @@ def test_a_family_of_a_type_that_transformers_lacks_names_missing_keys() -> None
         made.read_config({"model_type": "unheard"})
     assert error.value.hint
     assert example_config(made) == {"architectures": ["UnheardForCausalLM"], "model_type": "unheard"}
+
+
+def test_a_part_may_name_a_class_of_another_package() -> None:
+    assert class_named("common.blocks:Attention").__module__ == "tpuconv.models.common.blocks"
+    assert class_named("json.decoder:JSONDecoder") is json.JSONDecoder
 
 
 def test_families_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
