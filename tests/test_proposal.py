@@ -136,9 +136,9 @@ def test_a_model_with_other_names_is_found_by_shapes_and_words() -> None:
     exec(compile(proposed.draft, "family.py", "exec"), names)
     family = names["FAMILY"]
     assert 'Map("model.layers.{L}.self_attn.o_proj.bias", "layers.{L}.attn.o.bias", "D")' in proposed.draft
-    assert '"blocks.{L}.ffn.b": "model.layers.{L}.mlp.up_proj",' in proposed.draft
-    assert '"blocks.{L}.mix.wk": "model.layers.{L}.self_attn.k_proj",' in proposed.draft
-    assert '"unembed": "lm_head",' in proposed.draft
+    assert '"model.layers.{L}.mlp.up_proj": "blocks.{L}.ffn.b",' in proposed.draft
+    assert '"model.layers.{L}.self_attn.k_proj": "blocks.{L}.mix.wk",' in proposed.draft
+    assert '"lm_head": "unembed",' in proposed.draft
     config = family.read_config(source.config)
     plan = make_plan(source, family.name, family.table_for(source.tensors, config), config, Options())
     plan.check()
@@ -156,6 +156,7 @@ def test_the_example_of_the_documentation_reads_it() -> None:
     assert config.rope_dim * 2 == config.sizes["H"]
     plan = make_plan(source, family.name, family.table_for(source.tensors, config), config, Options())
     plan.check()
+    assert {name for row in family.table for name in row.hf_names} > {"tok.weight", "blocks.{L}.mix.wo.bias"}
     assert plan.parameters == sum(prod(info.shape) for info in source.tensors.values())
 
 

@@ -34,7 +34,7 @@ def draft(
         _row_of(pattern, shapes[pattern], fit.config.sizes, pattern.partition("{}")[0] in layer_fronts, modules)
         for pattern in fit.left
     ]
-    has_parts = isinstance(fit.family, DecoderFamily) and not ({"others", "table"} & fit.family.said.keys())
+    has_parts = isinstance(fit.family, DecoderFamily) and not ({"others", "table", "names"} & fit.family.said.keys())
     write = _with_parts if has_parts and not fit.unfit_rows else _with_table
     return "\n".join(write(fit, raw, rows, modules)) + "\n"
 
@@ -77,7 +77,7 @@ def _with_parts(fit: FamilyFit, raw: Mapping[str, Any], rows: list[str], modules
     for key in fit.candidate.unread:
         if key not in typed:
             yield f"    # {short(key)}: {short(fit.unread[key])}"
-    yield from (f"    {line}" for line in _renamed("modules", modules))
+    yield from (f"    {line}" for line in _renamed("names", {home: name for name, home in modules.items()}))
     if rows:
         yield "    others=("
         yield from (f"        {row}" for row in rows)
