@@ -137,7 +137,7 @@ def _all() -> "tuple[list[Family], list[Wrapper]]":
         try:
             found.append(get_family(name))
         except UsageError as error:
-            say(f"note: {plain(str(error))}", err=True)
+            say(f"note: {plain(error.message)}", err=True)
     return found, list(WRAPPERS.values())
 
 
