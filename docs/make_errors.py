@@ -165,7 +165,7 @@ def pages() -> Iterator[tuple[str, str]]:
     index = [
         "# Errors",
         "",
-        "Each error has an id, which stays when its message is reworded: `SourceError[TC0123]: ...`. `tpuconv explain`",
+        "Errors have an id, which stays when its message is reworded: `SourceError[TC0123]: ...`. `tpuconv explain`",
         "shows what these pages have, for an id or a message. `--json` has the id as `error.id`. These pages are",
         "generated from the source code by `python docs/make_errors.py`. `{path}` stands for what differs.",
         "",

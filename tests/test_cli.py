@@ -475,6 +475,7 @@ MISTAKES = {
     "one new token": (("benchmark", EXAMPLE, "--new-tokens", "1"), 2, "at least 2"),
     "no config": (("quantize",), 2, "--config is missing"),
     "a config": (("quantize", "--config", "int8_defualt"), 2, "did you mean int8_default?"),
+    "the type of a config": (("quantize", "--config", "int8"), 2, "or int8_default or"),
     "half a config": (("quantize", "--config", "fp8"), 2, "did you mean fp8_block or fp8_default or fp8_weight_only?"),
     "a process": (("convert", "x", "--process-index", "2", "--process-count", "2"), 2, "the last one is 1"),
     "a seed": (("generate", "--prompt", "x", "--seed", str(1 << 64)), 2, "--seed"),

@@ -540,7 +540,7 @@ def test_what_cannot_be_found(tmp_path):
     for place in (tmp_path / "nothing", "a/b/c", tmp_path / "out.bin"):
         with pytest.raises(UsageError, match="there is no folder"):
             tpuconv.load(place)
-    with pytest.raises(UsageError, match="cannot be read: File name too long"):
+    with pytest.raises(UsageError, match=r"src cannot be the path .*: File name too long"):
         tpuconv.load("a" * 300)
 
 

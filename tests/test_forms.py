@@ -381,6 +381,21 @@ def test_nothing_is_lost_silently(case: Case, hf: Any, tmp_path: Path) -> None:
             assert plan_for(write_checkpoint(tmp_path / str(number), raw, changed)).faults, what
 
 
+@pytest.mark.parametrize("index", ["{L}", "#"])
+def test_a_family_says_other_names_of_its_modules(index: str) -> None:
+    """With the index of its table, or as templates."""
+    names = {"input_layernorm": "ln", "self_attn.q_proj": "mix.wq"}
+    modules = {f"blocks.{index}.{new}": f"model.layers.{index}.{name}" for name, new in names.items()}
+    qwen3 = get_family("qwen3")
+    family = replace(qwen3, aliases=modules)
+    config = family.read_config(json.loads(FIRST["qwen3"].hf_config().to_json_string()))
+    released = [name for row in qwen3.table for name in row.hf_names]
+    for new, name in {new: name for name, new in names.items()}.items():
+        released = [each.replace(f"model.layers.{{L}}.{name}.", f"blocks.{{L}}.{new}.") for each in released]
+    found = family.table_for([name.replace("{L}", str(layer)) for name in released for layer in range(2)], config)
+    assert [name for row in found for name in row.hf_names] == released
+
+
 def test_names_lead_to_those_of_the_table() -> None:
     known = ["model.embed_tokens.weight", "model.layers.#.mlp.up_proj.weight", "lm_head.weight"]
     speller = Speller(known)

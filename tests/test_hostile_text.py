@@ -19,9 +19,11 @@ from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoi
 from helpers.commands import forked
 from helpers.limits import limited
 from tpuconv import text
+from tpuconv.api import convert
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.run.card import model_card
 from tpuconv.errors import ResourceError, UsageError
+from tpuconv.explanations import explanation_of
 from tpuconv.quantize.report import report_page
 from tpuconv.sources.hub import fetch_config, resolve
 
@@ -210,10 +212,20 @@ def test_a_path_that_the_system_refuses_is_a_mistake(what, tmp_path):
     assert len(err) < 500
 
 
+def test_a_folder_of_many_folders_is_no_bug(tmp_path):
+    """The folder can be there, and no file of an output in it; or it cannot either."""
+    for folder in ("a/" * 1980, "a" * 254):
+        with pytest.raises(UsageError, match="File name too long") as error:
+            convert(EXAMPLE, tmp_path / folder)
+        assert error.value.hint == "choose an OUT with a shorter path"
+        assert explanation_of(error.value).message == "{path} cannot be written: {strerror}"
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_empty_path_is_a_mistake(tmp_path):
     """As of a variable of a script that is not set: without a path another checkpoint would be taken."""
     for args in (("verify", ""), ("convert", EXAMPLE, ""), ("generate", "", "--prompt", "x")):
-        assert "the path is empty" in tpuconv(*args, cwd=tmp_path, code=2)[1]
+        assert "cannot be a path: it is empty" in tpuconv(*args, cwd=tmp_path, code=2)[1]
 
 
 def test_bytes_that_are_no_utf8_are_a_mistake_where_nothing_is(tmp_path):

@@ -22,7 +22,7 @@ MODULES = {
 }
 # From the ground up: a room imports those that stand before it.
 ORDER = (
-    *("errors", "explanations", "extras", "text", "pages", "memory", "names", "progress"),
+    *("errors", "explanations", "extras", "text", "pages", "memory", "names", "plugins", "progress"),
     *("location", "arguments", "options"),
     *("credentials", "object_requests", "buckets", "jsonfile", "hosts"),
     *("patterns", "private", "libtpu", "notation", "storage", "sources", "encodings", "checkpoint", "models"),

@@ -23,6 +23,7 @@ from helpers.families import BY_ID, CASES, FIRST, LINEAR, LLAMA3, YARN, Case, hf
 from helpers.logits import forward
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.models import registry
+from tpuconv.models.build import class_named
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.config_keys import keys_of_reference
 from tpuconv.models.common.layers import RMSNorm, rope_cos_sin
@@ -1035,10 +1036,16 @@ def test_a_family_of_a_type_that_transformers_lacks_names_missing_keys() -> None
     assert example_config(made) == {"architectures": ["UnheardForCausalLM"], "model_type": "unheard"}
 
 
+def test_a_part_may_name_a_class_of_another_package() -> None:
+    assert class_named("common.blocks:Attention").__module__ == "tpuconv.models.common.blocks"
+    assert class_named("json.decoder:JSONDecoder") is json.JSONDecoder
+
+
 def test_families_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
         EntryPoint("outside", f"{__name__}:OUTSIDE", registry.GROUP),
         EntryPoint("llama", f"{__name__}:OUTSIDE", registry.GROUP),
+        *(EntryPoint("twice", f"{package}:FAMILY", registry.GROUP) for package in ("one", "other")),
         EntryPoint("broken", "no_such_module:FAMILY", registry.GROUP),
         EntryPoint("wrong", "math:pi", registry.GROUP),
         EntryPoint("renamed", f"{__name__}:OUTSIDE", registry.GROUP),
@@ -1046,9 +1053,13 @@ def test_families_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "entry_points", lambda group: points if group == registry.GROUP else [])
     registry._plugins.cache_clear()
     try:
-        assert registry.family_names() == [*FAMILIES, "outside", "broken", "wrong", "renamed"]
+        assert registry.family_names() == [*FAMILIES, "outside", "twice", "broken", "wrong", "renamed"]
         assert find_family({"model_type": "outside"}) is OUTSIDE
-        assert get_family("llama").name == "llama"
+        with pytest.raises(UsageError, match=f"'llama' is taken several times: by tpuconv, {__name__}:OUTSIDE"):
+            get_family("llama")
+        with pytest.raises(UsageError, match="'twice' is taken several times: by one:FAMILY, other:FAMILY"):
+            get_family("twice")
+        assert get_family("qwen3").name == "qwen3"
         with pytest.raises(UsageError, match="'broken' cannot be imported from no_such_module:FAMILY"):
             get_family("broken")
         with pytest.raises(UsageError, match="'wrong', math:pi, is no"):
@@ -1058,7 +1069,8 @@ def test_families_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         # A model that no family reads may be one of theirs.
         with pytest.raises(UnsupportedConfig, match="no family reads model_type 'other'") as unread:
             find_family({"model_type": "other"})
-        assert ["'broken'" in detail or "'wrong'" in detail for detail in unread.value.details] == [True, True, False]
+        named = [re.search("'(\\w+)'", detail)[1] for detail in unread.value.details]  # type: ignore[index]
+        assert named == ["llama", "twice", "broken", "wrong", "renamed"]
         with pytest.raises(UsageError, match="there is no family 'other'"):
             registry.named_family("other")
     finally:

@@ -3,12 +3,15 @@
 import json
 import re
 import runpy
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
 from helpers.commands import tpuconv
+from tpuconv.commands.families import _all
 from tpuconv.errors import UnsupportedConfig, UsageError
+from tpuconv.models import registry
 from tpuconv.models.left_out import MODELS_LEFT_OUT
 from tpuconv.models.named import example_config, families_named, left_out
 from tpuconv.models.registry import all_families, find_family
@@ -97,3 +100,14 @@ def test_the_command_shows_one_family() -> None:
     assert "jax-llm-examples" in said
     assert '"model_type": "qwen3"' in said
     assert "recurrent networks" in tpuconv("families", "xlstm", code=5).stderr
+
+
+def test_a_family_that_two_packages_have_is_noted_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "_plugins", lambda: {"llama": [EntryPoint("llama", "x:LLAMA", registry.GROUP)]})
+    families, _ = _all()
+    assert "qwen3" in {family.name for family in families}
+    assert (
+        capsys.readouterr().err == "note: the name of the family 'llama' is taken several times: by tpuconv, x:LLAMA\n"
+    )

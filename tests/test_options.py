@@ -160,7 +160,10 @@ def test_a_folder_that_is_named_like_the_home_folder_is_there_first(monkeypatch,
 @pytest.mark.parametrize(
     ("name", "given", "hint"),
     [
-        *(("place", wrong, "a path: a text or a pathlib.Path") for wrong in (b"x", None, 3, ["x"], "", "a\0b")),
+        *(
+            ("place", wrong, "a path: a text or a pathlib.Path")
+            for wrong in (b"x", None, 3, ["x"], "", "a\0b", "a" * 300, "\ud800")
+        ),
         *(("count", wrong, "a whole number, or leave it out") for wrong in ("2", 2.5, True, [2])),
         *(("share", wrong, "a number, or leave it out") for wrong in ("1", float("nan"), float("inf"), None)),
         *(("is_on", wrong, "True or False, or leave it out") for wrong in ("no", None, 2, np.zeros(2))),

@@ -1,6 +1,8 @@
 """`families --new`: a family that is taken out of the registry is found again, by its neighbours."""
 
 import json
+import re
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from tpuconv.models import registry
 from tpuconv.models.registry import Family, get_family
 from tpuconv.sources.source import Source
 
+ROOT = Path(__file__).parent.parent
 LAYERS = "model.layers.{0,1}."
 
 
@@ -60,7 +63,7 @@ EXPERTS_LIKE = ("minimax", "minimax_m2", "qwen3_moe", "phimoe")
         ("granite", (), "llama", [], []),
         (
             "mixtral",
-            ("minimax", "minimax_m2", "qwen3_moe", "phimoe", "granitemoe_swa"),
+            ("minimax", "minimax_m2", "qwen3_moe", "phimoe", "granitemoe_swa", "granitemoe"),
             "llama",
             ["experts.{}.w1.weight"],
             ["mlp.gate_proj.weight"],
@@ -92,6 +95,90 @@ def test_the_draft_is_a_family_that_plans(name: str, without: Any) -> None:
     plan = make_plan(source, family.name, family.table, family.read_config(source.config), Options())
     plan.check()
     assert plan.parameters == sum(prod(info.shape) for info in source.tensors.values())
+
+
+NAMES = {
+    "model.embed_tokens": "tok",
+    "model.norm": "out_norm",
+    "lm_head": "unembed",
+    "model.layers": "blocks",
+    "input_layernorm": "ln_a",
+    "post_attention_layernorm": "ln_m",
+    **{f"self_attn.{x}_proj": f"mix.w{x}" for x in "qkvo"},
+    **{f"self_attn.{x}_norm": f"mix.norm_{x}" for x in "qk"},
+    **{f"mlp.{name}_proj": f"ffn.{new}" for name, new in {"gate": "a", "up": "b", "down": "c"}.items()},
+}
+"""The names of an invented model."""
+
+
+def zephyrix() -> Source:
+    """The headers of the invented model."""
+    source = described("qwen3", model_type="zephyrix", tie_word_embeddings=False)
+    source.config["architectures"] = ["ZephyrixForCausalLM"]
+    tensors = {}
+    for name, info in source.tensors.items():
+        for ours, theirs in NAMES.items():
+            name = name.replace(ours, theirs)
+        tensors[name] = info
+    bias = {f"blocks.{layer}.mix.wo.bias": tensors[f"blocks.{layer}.ln_a.weight"] for layer in range(2)}
+    return replace(source, tensors=tensors | bias)
+
+
+def test_a_model_with_other_names_is_found_by_shapes_and_words() -> None:
+    """Its family is a few lines, with a guess for each name and a row for the bias that the nearest has not."""
+    source = zephyrix()
+    proposed = propose_family(source)
+    assert proposed.nearest.name == "qwen3"
+    assert [each.pattern for each in proposed.left] == ["blocks.{0,1}.mix.wo.bias"]
+    assert not proposed.nearest.missing
+    assert len(proposed.nearest.renamed) == 14
+    names: dict[str, Any] = {}
+    exec(compile(proposed.draft, "family.py", "exec"), names)
+    family = names["FAMILY"]
+    assert 'Map("model.layers.{L}.self_attn.o_proj.bias", "layers.{L}.attn.o.bias", "D")' in proposed.draft
+    assert '"model.layers.{L}.mlp.up_proj": "blocks.{L}.ffn.b",' in proposed.draft
+    assert '"model.layers.{L}.self_attn.k_proj": "blocks.{L}.mix.wk",' in proposed.draft
+    assert '"lm_head": "unembed",' in proposed.draft
+    config = family.read_config(source.config)
+    plan = make_plan(source, family.name, family.table_for(source.tensors, config), config, Options())
+    plan.check()
+    assert plan.parameters == sum(prod(info.shape) for info in source.tensors.values())
+
+
+def test_the_example_of_the_documentation_reads_it() -> None:
+    section = (ROOT / "docs" / "families.md").read_text().partition("## A family of another package")[2]
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0], names)
+    family, source = names["ZEPHYRIX"], zephyrix()
+    source.config.update(out_bias=True, partial_rotary_factor=0.5)
+    of_qwen = ("attention_bias", "layer_types", "max_window_layers", "use_sliding_window")
+    config = family.read_config(source.config, allow=of_qwen)
+    assert config.rope_dim * 2 == config.sizes["H"]
+    plan = make_plan(source, family.name, family.table_for(source.tensors, config), config, Options())
+    plan.check()
+    assert {name for row in family.table for name in row.hf_names} > {"tok.weight", "blocks.{L}.mix.wo.bias"}
+    assert plan.parameters == sum(prod(info.shape) for info in source.tensors.values())
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "phi3", "gemma2", "mixtral"])
+def test_a_family_refuses_and_lacks_nothing_of_its_own_models(name: str) -> None:
+    """`partial_rotary_factor` was called refused by families that read it, and aliases of keys not read."""
+    source = described(name)
+    if name == "glm4_moe":  # a layer that predicts a further token is ignored
+        further = f"model.layers.{source.config['num_hidden_layers']}.enorm.weight"
+        source = replace(source, tensors={**source.tensors, further: source.tensors["model.norm.weight"]})
+    proposed = propose_family(source)
+    assert (proposed.nearest.name, proposed.left, proposed.unread) == (name, (), {})
+
+
+def test_families_that_read_a_key_are_named(without: Any) -> None:
+    source = described("llama")
+    source.config.update(partial_rotary_factor=0.5, zeal=3)
+    proposed = propose_family(source)
+    assert proposed.nearest.name == "llama"
+    assert "glm" in proposed.readers["partial_rotary_factor"]
+    assert proposed.readers["zeal"] == ()
+    assert 'keys={"zeal": int},' in proposed.draft
 
 
 def get_family_of(source: Source) -> dict[str, str]:

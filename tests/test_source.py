@@ -326,7 +326,16 @@ FOLDERS = {
     "no index": (lambda f: (f / INDEX).unlink(), SourceError, "has neither"),
     "no config": (lambda f: (f / "config.json").unlink(), ConfigError, "missing\n.*a folder that holds all files"),
     "a key twice": (lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'), ConfigError, "appears twice"),
-    "a config of another kind": (lambda f: (f / "config.json").write_text("[]"), ConfigError, "no JSON object"),
+    "a config of another kind": (
+        lambda f: (f / "config.json").write_text("[]"),
+        ConfigError,
+        "(?s)no JSON object.*download it again",
+    ),
+    "a config that ends early": (
+        lambda f: (f / "config.json").write_text('{"a":'),
+        ConfigError,
+        "(?s)not valid JSON.*download it again",
+    ),
     "a shard with a name that no file can have": (
         lambda f: edit_index(f, lambda m: m.update({"b.weight": "x" * 300 + ".safetensors"})),
         SourceError,

@@ -504,13 +504,17 @@ class Point:
 
 def test_other_packages_register_targets(monkeypatch, tmp_path):
     monkeypatch.setattr(
-        registry, "entry_points", lambda group: [Point("mine", MINE), Point("wrong", 3), Point("other", MINE)]
+        registry,
+        "entry_points",
+        lambda group: [*map(Point, ("mine", "wrong", "other", "tunix"), (MINE, 3, MINE, MINE))],
     )
     registry._plugins.cache_clear()
     try:
         assert target_names()[-3:] == ["mine", "wrong", "other"]
         with pytest.raises(UsageError, match="'other', mine:other, has the name 'mine'"):
             get_target("other")
+        with pytest.raises(UsageError, match="'tunix' is taken several times: by tpuconv, mine:tunix"):
+            get_target("tunix")
         # Broken ones stop nothing that does not need them.
         *_, mine, wrong, other = targets_of(get_family("qwen3"))
         assert (mine.supported, wrong.supported, other.supported) == (True, False, False)

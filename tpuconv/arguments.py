@@ -12,7 +12,7 @@ from types import GenericAlias
 from typing import Any, get_args, get_origin
 
 from tpuconv.errors import UsageError
-from tpuconv.location import BucketPath
+from tpuconv.location import BucketPath, path_problem
 
 _WRONG = object()
 """Stands for a value that is not of a type."""
@@ -58,11 +58,11 @@ def given_as(name: str, value: Any, *kinds: Any, meaning: str = "", hint: str = 
     for kind in kinds:
         if (found := _converted(value, kind)) is not _WRONG:
             return found
-    raise UsageError(
-        f"{name} cannot be {' '.join(reprlib.repr(value).split())}, of the type {type(value).__name__}",
-        details=[meaning] if meaning else [],
-        hint=hint or f"give {_wanted(kinds[0])}",
-    )
+    shown, hint = " ".join(reprlib.repr(value).split()), hint or f"give {_wanted(kinds[0])}"
+    details = [meaning] if meaning else []
+    if Path in kinds and isinstance(value, str | os.PathLike) and (problem := path_problem(value)):
+        raise UsageError(f"{name} cannot be the path {shown}: {problem}", details=details, hint=hint)
+    raise UsageError(f"{name} cannot be {shown}, of the type {type(value).__name__}", details=details, hint=hint)
 
 
 def _kinds(declared: Any) -> Sequence[Any]:
@@ -125,7 +125,7 @@ def _path(value: Any) -> Any:
     if isinstance(value, BucketPath):
         return value
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(path, str) or not path or "\0" in path:
+    if not isinstance(path, str) or path_problem(path):
         return _WRONG
     if path.partition("/")[0] == "~" and not os.path.lexists("~"):
         path = os.path.expanduser(path)

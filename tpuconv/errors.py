@@ -12,8 +12,14 @@ MAX_CHARACTERS = 4000
 """The largest length of a message or a detail, since text from files may be of any length."""
 
 
+MAX_AT_END = 1000
+"""How many of them are its end, which has the reason behind a path."""
+
+
 def _cut(text: str) -> str:
-    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 3]}..."
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    return f"{text[: MAX_CHARACTERS - MAX_AT_END - 3]}...{text[-MAX_AT_END:]}"
 
 
 class TpuconvError(Exception):

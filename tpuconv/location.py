@@ -5,6 +5,7 @@ to_location("gs://b/models")  BucketPath("gs", "b", "models")
 """
 
 import difflib
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -116,6 +117,20 @@ def to_location(place: "str | Path | BucketPath") -> Location:
             f"{str(place)!r} is not the URL of a folder in a bucket", hint=f"write {scheme}://BUCKET/FOLDER"
         )
     return BucketPath(scheme, bucket, "/".join(parts))
+
+
+def path_problem(path: "str | os.PathLike[str]") -> str | None:
+    """Returns the reason why no file can have this path; None if one can."""
+    if not os.fspath(path):
+        return "it is empty"
+    try:
+        os.lstat(path)
+    except ValueError as e:  # a NUL, or a character that the encoding of names does not have
+        return str(e)
+    except OSError as e:
+        if e.errno == errno.ENAMETOOLONG:
+            return e.strerror
+    return None
 
 
 def local_path(place: "str | Path | BucketPath", why: str = "it is read here from a local disk only") -> Path:

@@ -170,15 +170,17 @@ def give_values(asked: Any) -> None:
             continue
         if known.choices and value not in known.choices:
             raise UsageError(
-                f"{each.name} cannot be {value!r}", hint=f"give one of {', '.join(map(str, known.choices))}"
+                f"{each.name} cannot be {value!r}: it is not one of the choices",
+                hint=f"give one of {', '.join(map(str, known.choices))}",
             )
         if value == () and each.default is not MISSING and each.default:
             raise UsageError(f"{each.name} cannot be empty", hint="give at least one value")
         for number in value if isinstance(value, tuple) else (value,):
-            if known.least is not None and isinstance(number, int) and number < known.least:
-                raise UsageError(f"{each.name} cannot be {number}", hint=f"give at least {known.least}")
-            if known.most is not None and isinstance(number, int) and number > known.most:
-                raise UsageError(f"{each.name} cannot be {number}", hint=f"give at most {known.most}")
+            name, least, most = each.name, known.least, known.most
+            if least is not None and isinstance(number, int) and number < least:
+                raise UsageError(f"{name} cannot be {number}: it is too small", hint=f"give at least {least}")
+            if most is not None and isinstance(number, int) and number > most:
+                raise UsageError(f"{name} cannot be {number}: it is too large", hint=f"give at most {most}")
 
 
 def _documented(doc: str, request: Any, names: Iterable[str]) -> str:

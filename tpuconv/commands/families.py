@@ -137,7 +137,7 @@ def _all() -> "tuple[list[Family], list[Wrapper]]":
         try:
             found.append(get_family(name))
         except UsageError as error:
-            say(f"note: {plain(str(error))}", err=True)
+            say(f"note: {plain(error.message)}", err=True)
     return found, list(WRAPPERS.values())
 
 
@@ -187,23 +187,34 @@ def _show_proposal(proposed: "FamilyProposal") -> None:
     near = proposed.nearest
     if proposed.read_by:
         show((proposed.read_by, "bold"), " reads this model_type already. The draft follows anyway.")
-    elif not near.explained:
+    elif not near.explained and not near.renamed:
         show("No family is near: no family has a tensor of the same name and shape. The draft is mostly empty.")
+    elif not (near.left or near.missing or near.renamed or proposed.unread):
+        show(
+            (near.name, "bold"),
+            " explains every tensor and every key. If the model computes the same, write the model_type of ",
+            (near.name, "bold"),
+            " into config.json.",
+        )
     table = Table(
         f"{proposed.source}: model_type {proposed.model_type}",
-        ("family", "patterns explained", "left", "missing", "keys refused", "keys not read"),
-        right=("patterns explained", "left", "missing", "keys refused", "keys not read"),
+        ("family", "patterns explained", "renamed", "left", "missing", "keys refused", "keys not read"),
+        right=("patterns explained", "renamed", "left", "missing", "keys refused", "keys not read"),
     )
     for each in proposed.candidates:
-        counted = (each.explained, each.left, each.missing, each.refused, each.unread)
+        counted = (each.explained, each.renamed, each.left, each.missing, each.refused, each.unread)
         table.add_row(each.name, *(str(len(items)) for items in counted))
     console().print(table)
+    for name, home in near.renamed.items():
+        show(f"  {name} may be {home} of {near.name}")
     for left in proposed.left:
         show(f"  {near.name} has no row for {left.pattern}  {left.dtype} {list(left.shape)} ({left.count})")
     for pattern in near.missing:
         show(f"  {near.name} has {pattern}; the source does not have it, or has another shape")
     for key, value in proposed.unread.items():
-        show(f"  {near.name} {'refuses' if key in near.refused else 'does not read'} {key}={short(value)}")
+        readers = proposed.readers.get(key)
+        others = f"; read by {', '.join(readers)}" if readers else ""
+        show(f"  {near.name} {'refuses' if key in near.refused else 'does not read'} {key}={short(value)}{others}")
     for key, value in proposed.absent.items():
         show(f"  {near.name} reads {key}, which config.json does not set (default: {short(value)})")
     show()

@@ -1,6 +1,5 @@
 """The types of arguments and options: a value that cannot be right is refused before the command runs."""
 
-import errno
 import math
 import os
 import re
@@ -11,7 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from tpuconv.location import BucketPath, local_path, to_location
+from tpuconv.location import BucketPath, local_path, path_problem, to_location
 from tpuconv.text import has_surrogates
 
 
@@ -93,8 +92,8 @@ class File(click.Path):
 
     def convert(self, value: "str | os.PathLike[str]", param: click.Parameter | None, ctx: click.Context | None) -> Any:
         local_path(os.fspath(value))
-        if problem := _path_problem(value):
-            self.fail(problem, param, ctx)
+        if problem := path_problem(value):
+            self.fail(f"'{shortened(value)}' cannot be a path: {problem}", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -112,8 +111,8 @@ class Name(click.ParamType[str]):
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if problem := _path_problem(value):
-            self.fail(problem, param, ctx)
+        if problem := path_problem(value):
+            self.fail(f"'{shortened(value)}' cannot be a path: {problem}", param, ctx)
         return id_of_page(str(value))
 
 
@@ -198,17 +197,3 @@ def shortened(value: object) -> str:
 def _integer(text: str) -> int | None:
     """Parses an integer. Returns None if the text is not one, or has so many digits that it is a mistake."""
     return int(text) if text.isdecimal() and len(text) < 20 else None
-
-
-def _path_problem(path: "str | os.PathLike[str]") -> str | None:
-    """Returns the reason why no file can have this name; None if one can."""
-    if not os.fspath(path):
-        return "the path is empty"
-    try:
-        os.lstat(path)
-    except ValueError as e:  # a NUL, or a character that the encoding of names does not have
-        return f"'{shortened(path)}' cannot be a path: {e}"
-    except OSError as e:
-        if e.errno == errno.ENAMETOOLONG:
-            return f"'{shortened(path)}' cannot be a path: {e.strerror}"
-    return None

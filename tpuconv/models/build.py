@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -68,9 +69,11 @@ BLOCKS = {
 
 
 def class_named(module: str) -> Any:
-    """Returns the class that a part names: "common.blocks:ClippedAttention"."""
+    """Returns the class that a part names: "common.blocks:ClippedAttention" of `tpuconv.models`, or
+    "my_package.modules:MyAttention"."""
     name, _, cls = module.partition(":")
-    return getattr(import_module(f"tpuconv.models.{name}"), cls)
+    is_ours = find_spec(f"tpuconv.models.{name.partition('.')[0]}") is not None
+    return getattr(import_module(f"tpuconv.models.{name}" if is_ours else name), cls)
 
 
 @cache

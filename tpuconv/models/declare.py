@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from inspect import get_annotations
 from typing import Any, ClassVar, TypeVar, get_origin
 
@@ -11,6 +12,7 @@ from tpuconv.models.common.rows import MTP_COPIES, MTP_IGNORE, NORM_BIAS, decode
 from tpuconv.models.common.wrapper import WrapperConfig, inside, outside_of
 from tpuconv.models.parts import KEY_TYPES, WITH_BIAS, WITHOUT_SCALE, Experts, Factors, Mlp, Mtp, Norms, Part
 from tpuconv.models.registry import Family
+from tpuconv.notation.spelling import respelled
 from tpuconv.notation.table import Map, MappingTable, under
 
 Bases = type[DecoderConfig] | tuple[type, ...]
@@ -78,6 +80,7 @@ def decoder(
     base: str = "",
     modules: Mapping[str, str] | None = None,
     table: MappingTable | None = None,
+    names: Mapping[str, str] | None = None,
     others: tuple[Map, ...] = (),
     ignore: Mapping[str, str] | None = None,
     copies: Mapping[str, str] | None = None,
@@ -96,7 +99,9 @@ def decoder(
         types: the model_type of other architectures.
         base: as of `DecoderFamily`.
         modules: names of modules in other releases, and the names in the table (`Family.aliases`).
-        table: the table, where tensors do not have the names of Llama.
+        table: the table, where tensors have neither the names nor the layouts of Llama.
+        names: names of modules of Llama, and this family's names: `{"model.layers.{L}.mlp": "blocks.{L}.ffn"}`. The
+            longest one that begins a tensor's name is replaced.
         others, ignore, copies: as `decoder_table` has them.
         facts: class variables of the Config, and `OF_FAMILIES`.
 
@@ -113,12 +118,14 @@ def decoder(
     of_config = {key: value for key, value in facts.items() if key not in OF_FAMILIES}
     if variants:
         of_config["variants"] = variants
-    differing = {"base": base, "table": table, "others": others, "ignore": ignore, "copies": copies}
+    differing = {"base": base, "table": table, "names": names, "others": others, "ignore": ignore, "copies": copies}
+    if table is None:
+        table = table_of_parts(parts, others, ignore, copies).renamed(partial(respelled, rules=names or {}))
     return DecoderFamily(
         name=name,
         summary=summary,
         config=config_class(bases, {**read, **(keys or {})}, defaults or {}, model_type=name, **of_config),
-        table=table_of_parts(parts, others, ignore, copies) if table is None else table,
+        table=table,
         model=name,
         architectures=dict.fromkeys((each for each in said if isinstance(each, str)), name) | dict(types or {}),
         aliases=modules or {},

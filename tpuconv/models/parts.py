@@ -49,7 +49,8 @@ class Part:
     """A part of a decoder.
 
     Attributes:
-        module: its class, where `build.py` has none of this kind: "common.blocks:ClippedAttention".
+        module: its class, where `build.py` has none of this kind: "common.blocks:ClippedAttention" of `tpuconv.models`,
+            or a class of another package.
         rows: its rows, where its tensors do not have the names of Llama.
         keys: the keys of config.json that it reads besides those that its options name.
     """

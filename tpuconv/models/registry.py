@@ -27,6 +27,7 @@ from tpuconv.notation.forms import Forms, ReleaseReader
 from tpuconv.notation.release import Release
 from tpuconv.notation.segments import all_undressed
 from tpuconv.notation.table import MappingTable
+from tpuconv.plugins import by_name, check_alone, loaded, plugin
 
 WRAPPED = "tpuconv.models.wrappers:wrapped_family"
 """Finds the family of a text model inside one of many multimodal models."""
@@ -63,7 +64,7 @@ class Family:
             (`tpuconv.models.parts`).
         architectures: the model_type of each architecture in config.json that returns logits. The same models without
             a head for logits are read too (`tpuconv.models.common.heads`).
-        aliases: templates of names that modules have in some releases, and those of the table
+        aliases: names that modules have in some releases, and those of the table, with `{L}` or as templates
             (`tpuconv.notation.spelling`).
         forms: rows that releases of this family alone may have in another form.
         text_types: of a multimodal model the model_types of its text model, where families differ by it.
@@ -248,27 +249,13 @@ def _resolve(path: str) -> Any:
 
 
 @cache
-def _plugins() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP) if point.name not in FAMILIES}
+def _plugins() -> dict[str, list[EntryPoint]]:
+    return by_name(entry_points(group=GROUP))
 
 
 @cache
 def _modality_points() -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=MODALITIES))
-
-
-def _loaded(point: EntryPoint, what: str) -> Any:
-    """Returns the object of an entry point.
-
-    Raises:
-        UsageError: its package cannot be imported.
-    """
-    try:
-        return point.load()
-    except Exception as error:
-        raise UsageError(
-            f"the {what} '{point.name}' cannot be imported from {point.value}: {error!r}", hint=REPAIR
-        ) from error
 
 
 def _with_modalities(family: Family) -> Family:
@@ -280,7 +267,7 @@ def _with_modalities(family: Family) -> Family:
     points = [point for point in _modality_points() if point.name == family.name]
     if not points:
         return family
-    found = [_loaded(point, "encoder for the family") for point in points]
+    found = [loaded("encoder for the family", point) for point in points]
     for point, each in zip(points, found, strict=True):
         if not isinstance(each, Modality):
             raise UsageError(
@@ -293,34 +280,27 @@ def _with_modalities(family: Family) -> Family:
 
 def family_names() -> list[str]:
     """Returns the names of all families, those of this package first."""
-    return [*FAMILIES, *_plugins()]
+    return list(dict.fromkeys((*FAMILIES, *_plugins())))
 
 
 def get_family(name: str) -> Family:
     """Returns the family of this name.
 
     Raises:
-        UsageError: there is no such family, or its package cannot be imported.
+        UsageError: there is no such family, or several packages have it, or its package cannot be imported.
     """
-    if place := FAMILIES.get(name) or DRAFT_FAMILIES.get(name):
+    place, points = FAMILIES.get(name) or DRAFT_FAMILIES.get(name), _plugins().get(name, [])
+    check_alone("family", name, points, is_ours=place is not None)
+    if place is not None:
         variable = "FAMILY" if place.endswith(".family") else name.upper().replace("-", "_")
         own: Family = _resolve(f"tpuconv.models.{place}:{variable}")
         return _with_modalities(own)
     wrapper, _, text_type = name.partition(".")
     if text_type and (found := _wrapped({"model_type": wrapper, "text_config": {"model_type": text_type}})) is not None:
         return found
-    if name not in _plugins():
+    if not points:
         raise UsageError(f"there is no family '{name}'", hint=_suggestion(name, family_names()))
-    point = _plugins()[name]
-    plugin = _loaded(point, "family")
-    if not isinstance(plugin, Family):
-        raise UsageError(f"the family '{name}', {point.value}, is not a tpuconv.models.registry.Family", hint=REPAIR)
-    if plugin.name != name:  # a manifest has the name of the family
-        raise UsageError(
-            f"the family '{name}', {point.value}, has the name '{plugin.name}'",
-            hint=f"name the entry point {plugin.name}",
-        )
-    return _with_modalities(plugin)
+    return _with_modalities(plugin("family", Family, points[0]))
 
 
 def named_family(name: str) -> Family:

@@ -90,7 +90,7 @@ class ReleaseReader:
     Args:
         table: the family's.
         groups: rows that a release may have in another form.
-        aliases: templates of other names, and those of the table.
+        aliases: other names, and those of the table, with `{L}` or as templates.
         more: places of rows besides those of the groups.
 
     Attributes:
@@ -115,7 +115,8 @@ class ReleaseReader:
         known = dict.fromkeys(template(name) for name in (*(n for row in self.rows for n in row.hf_names), *copies))
         fronts = FRONTS | fronts_of([template(name) for row in table for name in row.hf_names])
         plain = Speller(known, fronts)
-        homes = {alias: home for alias, name in (aliases or {}).items() if (home := plain.canonical(name))}
+        led = {template(alias): plain.canonical(template(name)) for alias, name in (aliases or {}).items()}
+        homes = {alias: home for alias, home in led.items() if home}
         self.speller = Speller(known, fronts, homes)
         self._known, self._modules = known, {module_of(name) for name in known}
 

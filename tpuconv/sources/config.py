@@ -77,9 +77,14 @@ def read_json(path: Location, error: type[ConfigError] | type[SourceError], limi
     """
     if not is_there(path):
         raise error(f"{path} is missing", hint="give a folder that holds all files of the model, or its Hub id")
-    value = parse(read_bytes(path, limit, SourceError), str(path), error)
+    again = "download it again; if you wrote it, compare it with the file of the release"
+    try:
+        value = parse(read_bytes(path, limit, SourceError), str(path), error)
+    except error as e:
+        e.hint = e.hint or again
+        raise
     if not isinstance(value, dict):
-        raise error(f"{path} holds no JSON object")
+        raise error(f"{path} holds no JSON object", hint=again)
     return value
 
 

@@ -94,8 +94,7 @@ def _local_path(src: str) -> Location:
 
     Raises:
         UsageError: the system refuses to look there (a name too long, a NUL, a folder that may not be searched), or
-            does
-            not know the user of `~user`.
+            does not know the user of `~user`.
     """
     if match := re.match(r"(?:https?://[^/]+/|hf://(?:models/)?)([^/]+/[^/@]+)", src):
         raise UsageError(f"{src} is an address", hint=f"give the id alone: {match[1]}")

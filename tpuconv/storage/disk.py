@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import wraps
+from itertools import takewhile
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +43,7 @@ HINTS = {
     errno.EROFS: "the file system is read-only: choose another OUT",
     errno.EACCES: "you may not write there: choose another OUT",
     errno.EPERM: "you may not write there: choose another OUT",
+    errno.ENAMETOOLONG: "choose an OUT with a shorter path",
     errno.ENOTDIR: "a part of this path is a file: choose another OUT",
     errno.EIO: "the disk fails: choose an OUT on another one",
     **dict.fromkeys((errno.EXDEV, errno.EBUSY, errno.ENOSYS, errno.ENOTSUP), UNMOVABLE),
@@ -66,8 +68,10 @@ def write_error(path: Path, error: OSError) -> TpuconvError:
         return exhausted
     if error.errno in IN_THE_WAY:
         return OutputError(f"{path} exists already", hint="choose another OUT")
-    kind = UsageError if error.errno in WRONG_PATH else ResourceError
-    return kind(f"{path} cannot be written: {error.strerror}", hint=HINTS.get(error.errno or 0))
+    hint = HINTS.get(error.errno or 0)
+    if error.errno in WRONG_PATH:
+        return UsageError(f"{path} cannot be written: {error.strerror}", hint=hint)
+    return ResourceError(f"{path} cannot be written: {error.strerror}", hint=hint)
 
 
 @contextmanager
@@ -108,13 +112,13 @@ def check_room(path: Path, need: int, what: str, other: str = "an OUT") -> None:
 @_translated
 def make_folder(path: Path) -> None:
     """Creates a folder and its parents, unless they exist."""
-    if not path.is_dir():
-        if not path.parent.is_dir():
-            make_folder(path.parent)
+    for folder in reversed([path, *takewhile(lambda parent: not parent.is_dir(), path.parents)]):
+        if folder.is_dir():
+            continue
         try:
-            os.mkdir(path)
+            os.mkdir(folder)
         except FileExistsError:  # of another process, or no folder
-            if not path.is_dir():
+            if not folder.is_dir():
                 raise
 
 

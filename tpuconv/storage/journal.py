@@ -36,6 +36,7 @@ import re
 import stat
 import threading
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ HELD_OPEN = "left-"
 """The beginnings of the names of removed folders whose files are still open; the next run removes them."""
 TRIED = "tried"
 """The folder in which renames are tried."""
+LONGEST_NAME = "/".join("_" * 100 for _ in range(3))
+"""As long as the longest path of a file in a work folder."""
 LAST = (WORK, "names.done", "complete.done")
 """The file that is removed at the end: without it nobody knows which other files are ours."""
 _OF_JOURNAL = re.compile(
@@ -100,6 +103,8 @@ class Journal(RunJournal):
             self.out = Path(os.path.realpath(out)) if out.is_symlink() else Path(os.path.abspath(out))
             if self.out.is_symlink():
                 raise UsageError(f"{out} is a link that leads to itself", hint="choose another OUT")
+            with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+                os.lstat(Path(str(work_folder(self.out)), LONGEST_NAME))
         except OSError as e:
             raise disk.write_error(out, e) from None
         self.fingerprint = fingerprint

@@ -7,7 +7,8 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
 from tpuconv.errors import UsageError
-from tpuconv.names import OWN_TARGET, REPAIR
+from tpuconv.names import OWN_TARGET
+from tpuconv.plugins import by_name, check_alone, plugin
 from tpuconv.targets.target import OWN, Target
 
 ENTRY_POINTS = "tpuconv.targets"
@@ -25,48 +26,37 @@ TARGETS = {
 
 
 @cache
-def _plugins() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in (OWN_TARGET, *TARGETS)}
+def _plugins() -> dict[str, list[EntryPoint]]:
+    return by_name(entry_points(group=ENTRY_POINTS))
 
 
 def target_names() -> list[str]:
     """Returns the names of all targets: the default first, then the targets of this package."""
-    return [OWN_TARGET, *TARGETS, *_plugins()]
+    return list(dict.fromkeys((OWN_TARGET, *TARGETS, *_plugins())))
 
 
 def get_target(name: str) -> Target:
     """Returns the target of this name.
 
     Raises:
-        UsageError: there is no such target, or its package cannot be imported or has another one.
+        UsageError: there is no such target, or several packages have it, or its package cannot be imported or has
+            another one.
     """
+    points = _plugins().get(name, [])
+    check_alone("target", name, points, is_ours=name in (OWN_TARGET, *TARGETS))
     if name == OWN_TARGET:
         return OWN
     if name in TARGETS:
         module, _, attribute = TARGETS[name].partition(":")
         found: Target = getattr(import_module(module), attribute)
         return found
-    if name not in _plugins():
+    if not points:
         near = get_close_matches(name, target_names(), n=1)
         raise UsageError(
             f"there is no target '{name}'",
             hint=f"known are {', '.join(target_names())}" + (f"; the nearest is {near[0]}" if near else ""),
         )
-    point = _plugins()[name]
-    try:
-        plugin = point.load()
-    except Exception as error:
-        raise UsageError(
-            f"the target '{name}' cannot be imported from {point.value}: {error!r}", hint=REPAIR
-        ) from error
-    if not isinstance(plugin, Target):
-        raise UsageError(f"the target '{name}', {point.value}, is not a tpuconv.targets.target.Target", hint=REPAIR)
-    if plugin.name != name:  # a manifest has the name of the target
-        raise UsageError(
-            f"the target '{name}', {point.value}, has the name '{plugin.name}'",
-            hint=f"name the entry point {plugin.name}",
-        )
-    return plugin
+    return plugin("target", Target, points[0])
 
 
 def all_targets() -> list[Target]:

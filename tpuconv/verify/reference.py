@@ -81,7 +81,8 @@ def reference_config(source: Path) -> Any:
         if kind not in CONFIG_MAPPING:
             raise UnsupportedConfig(
                 f"transformers {transformers.__version__} has no model of type {kind!r} to compare with",
-                hint="try another version of transformers; `tpuconv verify` alone compares with the checksums",
+                hint="try another version of transformers, or register the classes of the model there "
+                "(docs/families.md#a-family-of-another-package); `tpuconv verify` alone compares with the checksums",
             )
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         if config.model_type in READ_ALONE:

@@ -171,9 +171,14 @@ class DecoderConfig:
     @classmethod
     def _unread(cls, read: Mapping[str, Any]) -> dict[str, Any]:
         """`ignored_keys` of a config.json `in_our_keys`."""
+        return ignored_keys(read, cls.known_keys(), cls.implemented_values(), cls.model_type)
+
+    @classmethod
+    def implemented_values(cls) -> dict[str, tuple[Any, ...]]:
+        """Returns the values of keys whose other values are refused."""
         known = cls.known_keys()
         supported = {key: values for key, values in SUPPORTED_VALUES.items() if key not in known}
-        return ignored_keys(read, known, {**supported, **cls.only}, cls.model_type)
+        return {**supported, **cls.only}
 
     @classmethod
     def known_aliases(cls) -> dict[str, str]:
