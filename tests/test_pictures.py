@@ -53,6 +53,7 @@ SEEN_BY_PIXTRAL = {"vision_config": {"model_type": "pixtral"}}
 CASES = {
     "gemma3": (SQUARE | {"do_pan_and_scan": True}, {"image_seq_length": 4}),
     "gemma3n": (SQUARE, {"image_seq_length": 4}),
+    "paligemma": (SQUARE | {"image_seq_length": 4}, {}),
     "gemma4": ({}, {}),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm46v", "exaone4_5"), (GRID, {})),
     **dict.fromkeys(("paddleocr_vl", "hyperclovax_vision_v2", "cohere_compass", "cosmos3_edge"), (GRID, {})),
@@ -140,7 +141,7 @@ def saved(folder: Path, config: dict, part, settings: dict) -> Path:
 
 def check_equal(have, want, tokenizer) -> None:
     assert tokenizer(have.text)["input_ids"] == np.asarray(want["input_ids"][0]).tolist()
-    of_text = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
+    of_text = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
     assert set(have.features) == set(want) - of_text
     for name, array in have.features.items():
         np.testing.assert_array_equal(array, np.stack([np.asarray(x) for x in want[name]]), name)

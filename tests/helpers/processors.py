@@ -23,6 +23,7 @@ def qwen_images() -> Any:
 
 IMAGE_PROCESSORS: Mapping[str, Callable[[], Any]] = {
     "gemma3": lambda: transformers.Gemma3ImageProcessor(size={"height": 24, "width": 24}),
+    "paligemma2": lambda: transformers.SiglipImageProcessor(size={"height": 12, "width": 12}, image_seq_length=9),
     "qwen3_vl": qwen_images,
 }
 """By the name of the case."""

@@ -53,6 +53,7 @@ class Sight:
         derived: pattern of tensors that follow from config.json and do not come back.
         released: patterns in the names that transformers writes, and what releases have in their place.
         masks_of_generate: whether the reference's masks are those of its `generate`, where its call has others.
+        tells_prompt: the argument by which the reference tells the prompt, all 0, from the tokens behind it, 1.
     """
 
     model: Any
@@ -65,6 +66,7 @@ class Sight:
     derived: str = "nothing"
     released: Mapping[str, str] = field(default_factory=dict)
     masks_of_generate: bool = False
+    tells_prompt: str = ""
 
     @property
     def ids_BT(self) -> np.ndarray:
@@ -85,13 +87,19 @@ class Sight:
                 tensors = {re.sub(pattern, name, old): tensor for old, tensor in tensors.items()}
             save_file(tensors, folder / "model.safetensors")
 
-    def reference(self, ids_BT: np.ndarray, mask_BT: np.ndarray, features: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The logits [B, T, V] of transformers, in float32. Features are rounded to the dtype of the model."""
+    def reference(
+        self, ids_BT: np.ndarray, mask_BT: np.ndarray, features: Mapping[str, np.ndarray], prompt: int | None = None
+    ) -> np.ndarray:
+        """The logits [B, T, V] of transformers, in float32. Features are rounded to the dtype of the model. The first
+        `prompt` tokens are the prompt; by default as many as the texts of this case have."""
         import torch
 
         kinds, arrays = {}, {name: torch.tensor(value) for name, value in features.items()}
         for name, numbers in self.kinds.items():
             kinds[name] = torch.tensor(sum(number * (ids_BT == token) for token, number in numbers.items()))
+        if self.tells_prompt:
+            prompt = self.ids_BT.shape[1] if prompt is None else prompt
+            kinds[self.tells_prompt] = (torch.arange(ids_BT.shape[1]) >= prompt).long().expand(ids_BT.shape)
         mask = torch.tensor(mask_BT.astype(np.int64))
         if self.masks_of_generate:
             mask = masks_of_generate(self.model, mask, **kinds)

@@ -179,3 +179,27 @@ def janus_pro() -> Sight:
 @sight
 def janus_of_several_matrices() -> Sight:
     return janus(depth=4, attention_bias=False, hidden_act="gelu_pytorch_tanh")
+
+
+def _paligemma(**text: Any) -> Sight:
+    from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
+
+    text = {**TEXT, **text, "num_hidden_layers": 4, "hidden_activation": "gelu_pytorch_tanh"}
+    config = PaliGemmaConfig(
+        text_config=text, vision_config={**SIGLIP_VISION, "vision_use_head": False}, image_token_index=IMAGE
+    )
+    config.vision_config.projection_dim = config.projection_dim = text["hidden_size"]
+    rows = [[5, *with_images(9, 9), 7], [8, 4, *with_images(9), 6]]
+    model = tiny(PaliGemmaForConditionalGeneration, config)
+    return Sight(model, rows, {"pixel_values": noise(3, 3, 12, 12)}, tells_prompt="token_type_ids")
+
+
+@sight
+def paligemma() -> Sight:
+    return _paligemma(model_type="gemma")
+
+
+@sight
+def paligemma2() -> Sight:
+    """With a window that is shorter than the prompt, which all tokens of the prompt see."""
+    return _paligemma(model_type="gemma2", sliding_window=6, query_pre_attn_scalar=8)

@@ -23,7 +23,6 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(
         ("aya_vision", "cohere2_vision", "granite_speech", "granite_speech_plus", "granite4_vision"), _FACTORS
     ),
-    "paligemma": "tokens of a prompt see those behind them",
     **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), _QUERIES),
     "voxtral_realtime": "the audio embedding is added to the embedding of each token; transformers refuses text "
     "without sound",

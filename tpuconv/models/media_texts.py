@@ -75,6 +75,11 @@ def framed(begin: str, end: str, count: int, *, kind: str = "image", key: str = 
     return write
 
 
+def as_the_processor(item: MediaItem) -> str:
+    """As many placeholders as the settings of the image processor say (PaliGemma)."""
+    return item.token("image_token") * int(item.extractor.image_seq_length)
+
+
 def in_paragraph(write: ItemWriter) -> ItemWriter:
     """Returns a writer that puts what another one writes between blank lines."""
     return lambda item: f"\n\n{write(item)}\n\n"

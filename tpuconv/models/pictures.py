@@ -38,10 +38,12 @@ class PreparedPrompt:
     Attributes:
         text: with placeholders, to be encoded as any other.
         features: what the model takes beside it, by the names that transformers gives it.
+        begun: whether the token that begins a text is in it.
     """
 
     text: str
     features: Features
+    begun: bool = False
 
 
 def prepared(
@@ -69,7 +71,7 @@ def prepared(
         if items:
             text, found = _written(folder, tokenizer, text, kind, items)
             features |= found
-    return PreparedPrompt(text, features)
+    return PreparedPrompt(text, features, begun=bool(images and _row(folder, IMAGE)[1].begin))
 
 
 def _written(folder: Path, tokenizer: Any, text: str, kind: str, items: Sequence[Any]) -> tuple[str, Features]:
@@ -106,6 +108,8 @@ def _written(folder: Path, tokenizer: Any, text: str, kind: str, items: Sequence
         raise ConfigError(
             f"the placeholders of {count} cannot be written: {type(e).__name__}: {root_cause(e)}", hint=COPY
         ) from e
+    if row.begin:
+        pieces[-1] = token(row.begin) + pieces[-1] + row.end
     text = pieces[0] + "".join(new + piece for new, piece in zip(written, pieces[1:], strict=True))
     taken = {name: values for name, values in features.items() if name not in (*COUNTS, *row.spare)}
     return text, {name: _array(values, name) for name, values in taken.items()}

@@ -13,6 +13,7 @@ from tpuconv.models.media_texts import (
     GEMMA_IMAGE,
     ItemWriter,
     aria,
+    as_the_processor,
     by_grid,
     framed,
     gemma4,
@@ -69,6 +70,8 @@ class Placeholder:
         spare: features that no model takes, beside the ones in `COUNTS`.
         nested: the image processor is given the images of a prompt as one of several lists.
         frame: what chat templates write before and after the marker; a prompt without markers gets it too.
+        begin: the name of the token that stands behind the last image, where most models have it before the text.
+        end: what stands at the end of a prompt with images.
     """
 
     write: ItemWriter
@@ -80,6 +83,8 @@ class Placeholder:
     spare: tuple[str, ...] = ()
     nested: bool = False
     frame: tuple[str, str] = ("", "")
+    begin: str = ""
+    end: str = ""
 
     @property
     def marker(self) -> str:
@@ -118,6 +123,9 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
         call={"do_convert_rgb": True, "do_pan_and_scan": False},
     ),
     ("gemma3n", IMAGE): Placeholder(GEMMA_IMAGE, GEMMA_TOKENS),
+    ("paligemma", IMAGE): Placeholder(
+        as_the_processor, LLAVA_TOKEN | {"bos_token": "<bos>"}, begin="bos_token", end="\n"
+    ),
     ("gemma3n", SOUND): _row(
         in_paragraph(framed("boa_token", "eoa_token", 188, kind="audio", key="audio_seq_length")),
         audio_token="<audio_soft_token>",

@@ -152,7 +152,8 @@ class PromptEncoder:
         if chat:
             prompt = self._in_chat_about(prompt, self.folder(), media, system)
         found = prepared(self.folder(), self.tokenizer, prompt, *media.values())
-        return list(self.tokenizer(found.text, add_special_tokens=not chat)["input_ids"]), found.features
+        begun = chat or found.begun
+        return list(self.tokenizer(found.text, add_special_tokens=not begun)["input_ids"]), found.features
 
     def _in_chat_about(self, prompt: str, folder: Path, media: Mapping[str, Sequence[Any]], system: str | None) -> str:
         """Returns the text of a conversation about images and sounds, with their markers. A template that takes a text

@@ -4,8 +4,8 @@ One file because it is one table.
 
 A text model that exists in one multimodal model alone, or is changed by it, is a family of its own, declared by
 `wrapper` (`models/lineages/gemma.py`).
-In all rows here text meets the text model alone, each token sees those before it, and the logits of the whole are those
-of the text model: transformers leaves out the factors of Granite's and Cohere's in wrappers.
+In all rows here text meets the text model alone, each token of it sees those before it, and the logits of the whole are
+those of the text model: transformers leaves out the factors of Granite's and Cohere's in wrappers.
 """
 
 from collections.abc import Mapping
@@ -43,6 +43,7 @@ from tpuconv.models.towers.modalities import (
     LIGHTON_VISION,
     MINICPM_VISION,
     OVIS_VISION,
+    PALIGEMMA_VISION,
     QIANFAN_VISION,
     VIDEO_LLAMA3_VISION,
 )
@@ -92,6 +93,7 @@ class Wrapper:
         head: the prefix of the head in releases; by default that of `tpuconv.models.common.wrapper.PREFIXES`.
         released_as: `model_type` and architecture of config.json in releases with code of their own, if these differ.
         keys: keys beside `text_config` that are for what is outside alone.
+        only: keys of `text_config` with the values that the text model has in this wrapper.
         tied: `tie_word_embeddings` where neither a key nor the tensors say it.
         modalities: how it sees and hears.
     """
@@ -107,6 +109,7 @@ class Wrapper:
     head: str | None = None
     released_as: tuple[str, str] | None = None
     keys: tuple[str, ...] = ()
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     tied: bool = False
     modalities: tuple[Modality, ...] = ()
     end: str = "ForConditionalGeneration"
@@ -176,6 +179,17 @@ WRAPPER_ROWS = (
         "video_llava", "VideoLlava", "Video-LLaVA", ("llama",), prefix=IN_CAUSAL_MODEL, modalities=VIDEO_LLAVA_VISION
     ),
     Wrapper("vipllava", "VipLlava", "ViP-LLaVA", ("llama",), prefix=IN_CAUSAL_MODEL, modalities=VIP_LLAVA_VISION),
+    Wrapper(
+        "paligemma",
+        "PaliGemma",
+        "PaliGemma, PaliGemma 2",
+        ("gemma", "gemma2"),
+        prefix=IN_CAUSAL_MODEL,
+        keys=("_vocab_size",),
+        only={"use_bidirectional_attention": (None, True)},
+        tied=True,
+        modalities=(PALIGEMMA_VISION,),
+    ),
     Wrapper(
         "internvl",
         "InternVL",
@@ -458,6 +472,7 @@ def _config_class(wrapper: Wrapper, text: type[DecoderConfig]) -> type[DecoderCo
     facts = {
         "wrapper_type": wrapper.model_type,
         "outside_keys": frozenset((*wrapper.keys, *REPEATED_KEYS)),
+        "only": {**text.only, **wrapper.only},
         "tied": wrapper.tied,
     }
     return type(

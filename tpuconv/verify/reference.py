@@ -248,11 +248,8 @@ def _seen(model: Any, windows: Sequence[SightWindow], dtype: str) -> Reference:
     import torch
 
     def run() -> list[np.ndarray]:
-        out = []
-        for window in windows:
-            with torch.no_grad():
-                out.append(model(**inputs_of(model, window)).logits[0].float().numpy())
-        return out
+        with torch.no_grad():
+            return [model(**inputs_of(model, window)).logits[0].float().numpy() for window in windows]
 
     with recorded_embeddings(model) as embedded:
         logits, rounding_kl = run(), None
@@ -304,6 +301,8 @@ def text_model(model: Any) -> Any:
 KINDS_OF_TOKENS = {"token_type_ids": {"vision": 1}, "mm_token_type_ids": {"vision": 1, "audio": 3}}
 """Arguments by which transformers' models tell placeholders from text, and the numbers that processors give them."""
 
+TELLS_PROMPTS = ("paligemma",)
+"""Models for which these numbers tell a prompt, all 0, from the text behind it."""
 
 ADDS_FEATURES = ("molmo2",)
 """Models that add features to the embeddings of placeholders."""
@@ -329,11 +328,8 @@ def inputs_of(model: Any, window: SightWindow) -> dict[str, Any]:
 
     known, ids = signature(model.forward).parameters, torch.tensor([list(window.ids)])
     features = {name: torch.tensor(value) for name, value in window.features.items()}
-    kinds = {
-        name: (ids == window.placeholder) * numbers.get(window.part, 0)
-        for name, numbers in KINDS_OF_TOKENS.items()
-        if name in known
-    }
+    is_told = ids == (-1 if model.config.model_type in TELLS_PROMPTS else window.placeholder)
+    kinds = {name: is_told * numbers.get(window.part, 0) for name, numbers in KINDS_OF_TOKENS.items() if name in known}
     features = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in features.items()}
     mask = torch.ones_like(ids)  # without one, Qwen-Omni's images have the positions of text
     if model.config.model_type in MASKS_OF_GENERATE:

@@ -176,6 +176,11 @@ class ProjectorConfig:
         return ()
 
     @property
+    def sees_prompt(self) -> bool:
+        """True if all tokens of a call with images see each other: the prompt, before new tokens follow."""
+        return False
+
+    @property
     def merge(self) -> int:
         """The number of patches that it joins along each side."""
         return 1

@@ -267,8 +267,10 @@ class DecoderConfig:
 
     @property
     def sees_images(self) -> str:
-        """The layers in which tokens of an image see each other: "all", or those with a "sliding" window; or none."""
-        return ""
+        """The layers in which tokens of an image see each other, within the window of the layer: "all", or those with a
+        "sliding" one; "prompt" where all tokens of a prompt with images do, in all layers and beyond windows; or none.
+        """
+        return "prompt" if any(each.sees_prompt for each in self.towers) else ""
 
     @property
     def placeholder_as(self) -> int | None:

@@ -39,6 +39,8 @@ NO_EFFECT = frozenset(
         *("linear_dt_max", "linear_dt_init_floor", "learnable_sink_init", "ignore_index"),
         # layers for multi-token prediction, which the logits do not depend on
         *("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "index_share_for_mtp_iteration"),
+        # the placeholders of an image, which prompts have
+        "num_image_tokens",
         # generation, and options of the forward pass
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "eod_token_id", "use_cache", "max_length"),
         *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "output_attentions"),

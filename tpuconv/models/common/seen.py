@@ -27,8 +27,8 @@ class Seen:
     Attributes:
         features_XD: what stands in place of the embeddings of placeholders.
         slot_BT: for each token the number of its feature, -1 for text.
-        block_BT: for each token the number of the image that it is of, -1 for none; None in models where all attention
-            is causal.
+        block_BT: for each token the number of the image that it is of, -1 for none; 0 for each token of the call where
+            images and text see each other; None in models where all attention is causal.
         at_3BT: rotary positions by time, row and column, counted from the first token of the call; None in models whose
             rotary positions count tokens.
         delta_B1: what is added to the position of later tokens; None like `at_3BT`.
@@ -148,6 +148,8 @@ def see(
             slot_BT[(ids_BT == token) & mask_BT] = number + first
         if part == VISION:
             block_BT[is_placeholder] = np.cumsum(starts).reshape(starts.shape)[is_placeholder] - 1
+            if encoder.config.sees_prompt:
+                block_BT[mask_BT] = 0
             if encoder.config.block_tokens:
                 block_BT[np.isin(ids_BT, encoder.config.block_tokens) & mask_BT] = 0
         with _readable(part, given):

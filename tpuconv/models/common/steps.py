@@ -33,18 +33,20 @@ class ImageBlocks:
 
     Attributes:
         block_BT, block_BS: number of the image that a token is of, -1 for none.
-        in_all_layers: whether tokens of one image see each other in all layers, not in those with a sliding window
-            alone.
+        layers: as `DecoderConfig.sees_images`.
     """
 
     block_BT: jax.Array
     block_BS: jax.Array
-    in_all_layers: bool = field(metadata={"static": True})
+    layers: str = field(metadata={"static": True})
 
-    def seen(self, window: jax.Array | int) -> jax.Array:
-        """Returns which keys [B, T, S] are of a token's own image, in a layer with this window."""
+    def seen(self, window: jax.Array | int, distance_BTS: jax.Array) -> jax.Array:
+        """Returns which keys [B, T, S] a token sees because they are of its own image, in a layer with this window."""
         is_same_BTS = (self.block_BT[:, :, None] == self.block_BS[:, None, :]) & (self.block_BT[:, :, None] >= 0)
-        return is_same_BTS if self.in_all_layers else is_same_BTS & (window < NO_WINDOW)
+        if self.layers == "prompt":
+            return is_same_BTS
+        is_near_BTS = distance_BTS < window
+        return is_same_BTS & (is_near_BTS if self.layers == "all" else is_near_BTS & (window < NO_WINDOW))
 
 
 class Step(NamedTuple):
@@ -81,7 +83,7 @@ class Step(NamedTuple):
         if self.images is None:
             return visible_BTS
         distance_BTS = self.pos_BT[:, :, None] - self.pos_BS[:, None, :]
-        return visible_BTS | (self.images.seen(window) & (distance_BTS < window))
+        return visible_BTS | self.images.seen(window, distance_BTS)
 
 
 class Block(Protocol):
@@ -159,14 +161,14 @@ class Steps:
 
 def _image_blocks(seen: Seen, pos_BS: jax.Array, slot: jax.Array | int, layers: str) -> ImageBlocks | None:
     """Returns the images of the call's tokens. All tokens of an image are of one call, so that the keys before have
-    none. `layers` is as `Modality.sees_images`."""
+    none. `layers` is as `DecoderConfig.sees_images`."""
     if seen.block_BT is None or not layers:
         return None
     none_BS = jnp.full(pos_BS.shape, -1, jnp.int32)
     return ImageBlocks(
         seen.block_BT,
         jax.lax.dynamic_update_slice_in_dim(none_BS, seen.block_BT, slot, 1),
-        in_all_layers=layers == "all",
+        layers,
     )
 
 

@@ -40,7 +40,7 @@ from tpuconv.models.towers.qwen_vit.family import (
     RMS_MERGER,
 )
 from tpuconv.models.towers.sam.family import GOT_SAM, HIGH_RESOLUTION, UPSAMPLER
-from tpuconv.models.towers.siglip.family import POOLED, SIGLIP
+from tpuconv.models.towers.siglip.family import POOLED, PROMPT_MATRIX, SIGLIP
 from tpuconv.models.towers.siglip2.family import BLOCK_MATRICES, PADDLE_MATRICES, PADDLE_VIT, SIGLIP2, VIDEO_LLAMA_VIT
 from tpuconv.models.towers.step_vit.family import STEP_MATRIX, STEP_VIT
 
@@ -53,6 +53,8 @@ GEMMA3_VISION = Modality(
     placeholder_id=262144,
     other_prefixes=("vision_tower.",),
 )
+
+PALIGEMMA_VISION = replace(GEMMA3_VISION, projector=PROMPT_MATRIX, placeholder_id=256000)
 
 GEMMA4_VISION = Modality(
     VISION,

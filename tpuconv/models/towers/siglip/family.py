@@ -112,3 +112,19 @@ POOLED = Projector(
     "tpuconv.models.towers.siglip.modules:Pooled",
 )
 """A mean over neighbours, a norm and a matrix."""
+
+
+class PromptMatrixConfig(ProjectorConfig):
+    """The projector of PaliGemma, whose images and prompts see each other."""
+
+    @property
+    def sees_prompt(self) -> bool:
+        return True
+
+
+PROMPT_MATRIX = Projector(
+    PromptMatrixConfig,
+    with_bias("linear", "matrix", "O D -> D O", "O"),
+    "tpuconv.models.towers.siglip.modules:PromptMatrix",
+)
+"""One matrix of each patch (PaliGemma)."""

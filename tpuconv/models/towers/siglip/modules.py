@@ -95,3 +95,21 @@ class Pooled(nnx.Module):
         k = self.side // self.out_side
         x_BPD = x_BPD.reshape(B, self.out_side, k, self.out_side, k, D).mean((2, 4)).reshape(B, -1, D)
         return self.matrix(self.norm(x_BPD))
+
+
+class PromptMatrix(nnx.Module):
+    """A matrix of each patch: [B, P, D] to [B, P, O]."""
+
+    takes: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
+        self.patches = config.positions
+        self.matrix = Einsum("BPD,DO->BPO", config.sizes, bias=True, dtype=dtype, keys=keys)
+
+    def arranged(self, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Arranged]:
+        """Returns the images as the tower takes them, and how their features follow each other."""
+        pixels_BCYX = given(features, "pixel_values", 4)
+        return pixels_BCYX, Arranged([self.patches] * len(pixels_BCYX))
+
+    def __call__(self, x_BPD: jax.Array) -> jax.Array:
+        return self.matrix(x_BPD)
