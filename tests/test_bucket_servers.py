@@ -256,10 +256,11 @@ def test_faults_that_pass_are_retried(status, gcs, source):
             return None
         new = (method, key) not in seen
         seen.add((method, key))
-        return status if new and method in ("GET", "PUT") and (status != -1 or method == "GET") else None
+        return status if new and method in ("GET", "PUT", "DELETE") and (status != -1 or method == "GET") else None
 
     gcs.fault = once
     api.convert(source, "gs://bkt/out")
+    api.convert(source, "gs://bkt/out", dtype="float32", overwrite=True)
     assert api.verify("gs://bkt/out").passed
     assert np.isfinite(next(iter(leaves(tpuconv.load("gs://bkt/out")).values())).astype("float32")).all()
 
@@ -320,6 +321,8 @@ def test_a_missing_bucket_and_a_lost_claim(s3, source):
     with pytest.raises(TpuconvError, match=r"no bucket|cannot be written") as info:
         api.convert(source, "s3://nobody/out")
     assert info.value.exit_code == 7
+    with pytest.raises(BucketError, match="no bucket"):
+        api.verify("s3://nobody/out")
 
 
 def test_three_processes_of_the_command_equal_one(root, source, tmp_path):

@@ -1,9 +1,14 @@
 """Places that are not local: URLs of buckets, and addresses that are refused. The bucket is one in memory."""
 
+import http.client
 import json
 import os
 import re
 import sys
+import urllib.error
+import urllib.request
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,9 +18,19 @@ from helpers.attacks import made
 from helpers.attacks.simulated import contents
 from helpers.buckets import ROOT, Killed, MemoryBucket, in_memory, objects
 from helpers.quantizing import leaves
-from tpuconv import api, buckets, doctor
+from tpuconv import api, buckets, doctor, object_requests
+from tpuconv.bucket_errors import translated
 from tpuconv.cli import tpuconv as cli
-from tpuconv.errors import BucketError, CorruptOutput, OutputError, SourceError, UsageError
+from tpuconv.credentials import CREDENTIAL_VARIABLES, ENDPOINTS
+from tpuconv.errors import (
+    AccessRefused,
+    BucketError,
+    CorruptOutput,
+    OutputError,
+    SourceError,
+    TpuconvError,
+    UsageError,
+)
 from tpuconv.extras import install_command
 from tpuconv.location import BucketPath, to_location
 from tpuconv.storage import claim as claims
@@ -51,6 +66,120 @@ def test_no_local_folder_is_made_of_an_address(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match=re.escape(argv[-1])):
             cli.main(argv, standalone_mode=False)
     assert not os.listdir(tmp_path)
+
+
+# --- errors of stores ----------------------------------------------------------------------------------------------
+
+
+def answer(status: int, code: str, message: str, *, lists: bool = False) -> str:
+    """The text of obstore for an answer of S3."""
+    what = "Error performing list request: " if lists else ""
+    body = f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{code}</Code><Message>{message}</Message></Error>'
+    url = "https://s3.amazonaws.com/b/x/tokenizer.json?X-Amz-Signature=secret"
+    return (
+        f"Generic S3 error: {what}Error performing GET {url} in 2ms - Server returned non-2xx status code: {status} "
+        f"No: {body}\n\nDebug source:\nGeneric {{ secret }}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "done", "error", "says", "hint"),
+    [
+        ("PermissionDeniedError", answer(403, "AccessDenied", "Access Denied"), "deleted", AccessRefused,
+         "deleted: Amazon S3 refuses access\n  AccessDenied: Access Denied", "s3:DeleteObject"),
+        ("GenericError", answer(403, "InvalidAccessKeyId", "No such key.", lists=True), "listed", AccessRefused,
+         "listed: Amazon S3 refuses access\n  InvalidAccessKeyId: No such key.", "s3:ListBucket"),
+        ("GenericError", answer(400, "AuthorizationHeaderMalformed", "expecting eu-west-1"), "read", BucketError,
+         "another region\n  AuthorizationHeaderMalformed: expecting eu-west-1", "AWS_REGION"),
+        ("GenericError", "Generic S3 error: Received redirect without LOCATION", "read", BucketError,
+         "another region", "AWS_REGION"),
+        ("GenericError", answer(400, "ExpiredToken", "The token has expired."), "read", BucketError,
+         "credentials for Amazon S3 have expired", "log in again"),
+        ("PermissionDeniedError", answer(403, "RequestTimeTooSkewed", "Too large."), "read", BucketError,
+         "clock of this machine", "set the clock"),
+        ("UnauthenticatedError", "lacked credentials for path External AWS credential provider: Boom: gone", "read",
+         BucketError, "no credentials for Amazon S3: Boom: gone", "AWS_ACCESS_KEY_ID"),
+        ("FileNotFoundError", answer(404, "NoSuchBucket", "None."), "read", BucketError, "no bucket s3://b", "name"),
+        ("GenericError", answer(503, "SlowDown", "Reduce."), "read", BucketError, "read: SlowDown: Reduce.", "network"),
+        ("GenericError", "Error performing GET http://h/tokenizer.json?sig=secret in 2ms - HTTP error: error sending "
+         "request\n\nDebug source:\n kind: Timeout,", "read", BucketError, r"error sending request (no answer in time)",
+         "network"),
+        ("InvalidPathError", 'Path "x//y" contained empty path segment', "listed", UsageError, "x//y", "rename"),
+    ],
+)  # fmt: skip
+def test_errors_say_what_the_server_said(kind, text, done, error, says, hint):
+    from obstore import exceptions
+
+    with pytest.raises(TpuconvError) as info, translated(BucketPath("s3", "b", "x"), done):
+        raise getattr(exceptions, kind, FileNotFoundError)(text)
+    assert type(info.value) is error
+    assert says in str(info.value)
+    assert hint in (info.value.hint or "")
+    assert "secret" not in str(info.value)
+    assert "credentials for Amazon S3:" not in str(info.value) or "Boom" in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name", "value"),
+    [("s3", "AWS_ENDPOINT_URL", ""), ("s3", "AWS_ENDPOINT", "127.0.0.1:9000"), ("gs", "GOOGLE_BASE_URL", "http://")],
+)
+def test_an_address_of_a_server_that_is_none(scheme, name, value, monkeypatch):
+    """With it obstore panics."""
+    monkeypatch.setattr(buckets, "OPEN", {})
+    for others in ENDPOINTS.values():
+        for other in others:
+            monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"{name} is '{value}'"):
+        tpuconv.load(f"{scheme}://bkt/out")
+
+
+def test_a_profile_that_does_not_exist(monkeypatch):
+    monkeypatch.setattr(buckets, "OPEN", {})
+    for name in (*CREDENTIAL_VARIABLES["s3"], *ENDPOINTS["s3"]):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_PROFILE", "nope")
+    with pytest.raises(BucketError, match="nope") as info:
+        tpuconv.load("s3://bkt/out")
+    assert info.value.hint
+
+
+@pytest.mark.parametrize(
+    ("answers", "deleted"),
+    [
+        ([200], True),
+        ([404], False),
+        ([412], False),
+        ([403], None),
+        ([503, 429, 200], True),
+        ([ConnectionResetError(), 404], True),
+        ([http.client.BadStatusLine(""), 412], False),
+        ([503] * 9, OSError),
+        ([418], OSError),
+    ],
+)
+def test_a_delete_under_a_condition_is_repeated(answers, deleted, monkeypatch):
+    """The first request may have deleted the object, and its answer was lost."""
+    asked = iter(answers)
+
+    def urlopen(request: urllib.request.Request, timeout: float) -> object:
+        match next(asked):
+            case 200:
+                return nullcontext()
+            case int(status):
+                raise urllib.error.HTTPError(request.full_url, status, "no", request.headers, None)  # type: ignore[arg-type]
+            case error:
+                raise error
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    monkeypatch.setattr(object_requests, "FIRST_PAUSE", 0)
+    ask = partial(object_requests.delete_if, None, "gs", "b", "x", {"version": "1"}, lambda: "t")
+    if deleted is OSError:
+        with pytest.raises(OSError, match="DELETE"):
+            ask()
+    else:
+        assert ask() is deleted
+    assert next(asked, None) is None
 
 
 # --- commands ------------------------------------------------------------------------------------------------------

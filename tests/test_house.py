@@ -24,7 +24,7 @@ MODULES = {
 ORDER = (
     *("errors", "explanations", "extras", "text", "pages", "memory", "names", "plugins", "progress"),
     *("location", "arguments", "options"),
-    *("credentials", "object_requests", "buckets", "jsonfile", "hosts"),
+    *("credentials", "bucket_errors", "object_requests", "buckets", "jsonfile", "hosts"),
     *("patterns", "private", "libtpu", "notation", "storage", "sources", "encodings", "checkpoint", "models"),
     *("targets", "convert", "quantize", "weight_map", "restore", "direct", "persist", "verify", "doctor"),
     *("api", "commands"),

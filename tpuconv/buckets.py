@@ -4,8 +4,6 @@ Objects appear complete or not at all, and are durable when a write returns. Fun
 the store refuses or cannot be reached, after retries; a missing object is a FileNotFoundError, as on a disk.
 """
 
-import errno
-import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +13,12 @@ from datetime import datetime, timedelta
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from tpuconv.credentials import CREDENTIAL_HINTS, LIST_RIGHTS, credentials, endpoint, google_token
-from tpuconv.errors import AccessRefused, BucketError, UsageError
+from tpuconv.bucket_errors import ConditionLost, translated
+from tpuconv.credentials import credentials, endpoint, google_token
+from tpuconv.errors import UsageError
 from tpuconv.extras import install_command
 from tpuconv.location import SCHEMES, BucketPath
-from tpuconv.object_requests import UploadedBytes, delete_if
+from tpuconv.object_requests import REQUEST_RETRIES, UploadedBytes, delete_if
 
 Version = Mapping[str, str]
 """The version of an object's contents: `e_tag`, and `version` if the store has one."""
@@ -38,11 +37,7 @@ PARTS_AT_A_TIME = 4
 """The number of parts at a time. Each part is in memory until it is written."""
 
 CLIENT = {"timeout": "300s", "connect_timeout": "10s"}
-BUCKET_RETRIES: dict[str, Any] = {"max_retries": 8, "retry_timeout": timedelta(minutes=3)}
-
-
-class ConditionLost(Exception):
-    """The object was written by another process since: the condition of a write does not hold."""
+BUCKET_RETRIES: dict[str, Any] = {"max_retries": REQUEST_RETRIES, "retry_timeout": timedelta(minutes=3)}
 
 
 class SourceGone(Exception):
@@ -135,7 +130,7 @@ def bucket_of(path: BucketPath) -> Bucket:
     """
     with _opening:
         if path.root not in OPEN:
-            with _translated(path):
+            with translated(path):
                 OPEN[path.root] = Bucket(path.root, _connect(path))
         return OPEN[path.root]
 
@@ -170,7 +165,7 @@ def read(path: BucketPath, start: int = 0, stop: int | None = None) -> memoryvie
     store = bucket_of(path).store
     import obstore
 
-    with _translated(path):
+    with translated(path):
         if stop is None:
             return memoryview(obstore.get(store, path.key).bytes())
         return memoryview(obstore.get_range(store, path.key, start=start, end=stop))
@@ -185,7 +180,7 @@ def read_object(path: BucketPath) -> tuple[bytes, ObjectFacts]:
     store = bucket_of(path).store
     import obstore
 
-    with _translated(path):
+    with translated(path):
         found = obstore.get(store, path.key)
         return bytes(found.bytes()), _facts(found.meta)
 
@@ -195,7 +190,7 @@ def read_ranges(path: BucketPath, starts: Sequence[int], length: int) -> list[me
     store = bucket_of(path).store
     import obstore
 
-    with _translated(path):
+    with translated(path):
         found = obstore.get_ranges(store, path.key, starts=starts, lengths=[length] * len(starts))
         return [memoryview(data) for data in found]
 
@@ -221,10 +216,10 @@ def stream(
     options: Any = {"range": span} if span else {}
     if "e_tag" in version:
         options["if_match"] = version["e_tag"]
-    with _translated(path):
+    with translated(path):
         blocks = iter(obstore.get(store, path.key, options=options).stream(min_chunk_size=block_bytes))
     while True:
-        with _translated(path):
+        with translated(path):
             block = next(blocks, None)
         if block is None:
             return
@@ -239,7 +234,7 @@ def facts(path: BucketPath) -> ObjectFacts | None:
     import obstore
 
     try:
-        with _translated(path):
+        with translated(path):
             found = obstore.head(store, path.key)
     except FileNotFoundError:
         return None
@@ -256,7 +251,7 @@ def listing_facts(folder: BucketPath) -> dict[str, ObjectFacts]:
     store, cut = bucket_of(folder).store, len(folder.key) + 1 if folder.key else 0
     import obstore
 
-    with _listed(folder), _translated(folder):
+    with translated(folder, "listed"):
         found = _tried_again(lambda: [e for page in obstore.list(store, prefix=folder.key or None) for e in page])
         return {each["path"][cut:]: _facts(each) for each in found if len(each["path"]) > cut}
 
@@ -266,22 +261,10 @@ def names(folder: BucketPath) -> list[str]:
     store = bucket_of(folder).store
     import obstore
 
-    with _listed(folder), _translated(folder):
+    with translated(folder, "listed"):
         found = _tried_again(lambda: obstore.list_with_delimiter(store, prefix=folder.key or None))
     inside = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
     return sorted({path.rstrip("/").rpartition("/")[2] for path in inside})
-
-
-@contextmanager
-def _listed(folder: BucketPath) -> Iterator[None]:
-    """Names the right to list, which is another one than that to read."""
-    try:
-        yield
-    except AccessRefused:
-        raise AccessRefused(
-            f"{folder} cannot be listed: {SCHEMES[folder.scheme]} refuses access",
-            hint=f"ask for the right to list objects ({LIST_RIGHTS[folder.scheme]})",
-        ) from None
 
 
 LIST_TRIES = 4
@@ -318,7 +301,7 @@ def put_object(path: BucketPath, data: Any, *, only_if: Version | None = None) -
         ConditionLost: `only_if` does not hold.
     """
     bucket = bucket_of(path)
-    with _translated(path, writes=True):
+    with translated(path, "written"):
         try:
             return bucket.put(path.key, data, only_if)
         except FileNotFoundError:
@@ -332,7 +315,7 @@ def upload(path: BucketPath) -> Iterator[Callable[[Any], object]]:
     """Yields a function that appends bytes to a new object of any size, which appears when the `with` ends without an
     error."""
     bucket = bucket_of(path)
-    with _translated(path, writes=True), bucket.upload(path.key) as append:
+    with translated(path, "written"), bucket.upload(path.key) as append:
         yield append
 
 
@@ -344,7 +327,7 @@ def copy_object(source: BucketPath, target: BucketPath, *, overwrite: bool = Tru
         ConditionLost: there is a target, and it must not be overwritten.
     """
     bucket = bucket_of(source)
-    with _translated(target, writes=True):
+    with translated(target, "written"):
         try:
             bucket.copy(source.key, target.key, overwrite=overwrite)
         except FileNotFoundError:
@@ -355,7 +338,7 @@ def delete_object(path: BucketPath, version: Version) -> bool | None:
     """Deletes an object if it has a version. Returns whether it had; None if this store or client cannot ask for
     that."""
     bucket = bucket_of(path)
-    with _translated(path, writes=True):
+    with translated(path, "deleted"):
         return bucket.delete_if(path.key, version)
 
 
@@ -368,7 +351,7 @@ def is_same(version: Version, other: Version) -> bool:
 def remove_objects(folder: BucketPath, inside: Collection[str]) -> None:
     """Deletes objects of a folder, by their names from there. Missing ones do not matter."""
     bucket, keys = bucket_of(folder), [(folder / name).key for name in inside]
-    with _translated(folder, writes=True):
+    with translated(folder, "deleted"):
         for start in range(0, len(keys), DELETED_AT_ONCE):
             _remove(bucket, keys[start : start + DELETED_AT_ONCE])
 
@@ -391,60 +374,9 @@ def for_each(act: Callable[[_Each], object], items: Collection[_Each], at_a_time
             pass
 
 
-# --- errors --------------------------------------------------------------------------------------------------------
-
-
 def _facts(result: Any) -> ObjectFacts:
     return ObjectFacts(result["size"], _version(result), result["last_modified"])
 
 
 def _version(result: Any) -> Version:
     return {key: result[key] for key in ("e_tag", "version") if result.get(key) is not None}
-
-
-@contextmanager
-def _translated(path: BucketPath, *, writes: bool = False) -> Iterator[None]:
-    """Turns errors of obstore within the `with` into ours; a missing object into a FileNotFoundError with its name."""
-    try:
-        from obstore import exceptions
-    except ImportError:
-        yield  # `_connect` says that it is missing
-        return
-    hint = CREDENTIAL_HINTS[path.scheme]
-    try:
-        yield
-    except FileNotFoundError as e:
-        if e.errno is not None:  # of a local disk, within an upload
-            raise
-        if writes:
-            raise BucketError(f"{path} cannot be written: there is no bucket {path.root}", hint="create it") from None
-        raise FileNotFoundError(errno.ENOENT, "is missing", str(path)) from None
-    except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
-        raise ConditionLost(str(path)) from None
-    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError):
-        what = "written" if writes else "read"
-        raise AccessRefused(
-            f"{path} cannot be {what}: {SCHEMES[path.scheme]} refuses access", hint=f"ask for the right, or {hint}"
-        ) from None
-    except (exceptions.InvalidPathError, exceptions.UnknownConfigurationKeyError, exceptions.NotSupportedError) as e:
-        raise UsageError(f"{path} cannot be used: {_first_line(e)}") from None
-    except (exceptions.BaseError, OSError) as e:
-        if isinstance(e, OSError) and e.errno is not None:  # of a local disk, within an upload
-            raise
-        text = _first_line(e)
-        if re.search("NoSuchBucket|list request.* 404 ", str(e), re.DOTALL):
-            raise BucketError(f"{path} cannot be read: there is no bucket {path.root}", hint="create it") from None
-        if re.search("credential|metadata server|token", text, re.IGNORECASE):
-            raise BucketError(
-                f"{path}: no credentials for {SCHEMES[path.scheme]} were found: {text}", hint=hint
-            ) from None
-        raise BucketError(
-            f"{path} cannot be {'written' if writes else 'read'}: {text}",
-            hint="check the network and the settings, and run the same command: it resumes where it stopped",
-        ) from None
-
-
-def _first_line(error: BaseException) -> str:
-    """Returns the text of an error, without the queries of URLs: the queries of Azure contain signatures."""
-    line = str(error).strip().partition("\n")[0]
-    return re.sub(r"\?\S*", "", line)

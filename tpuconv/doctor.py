@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tpuconv import buckets
+from tpuconv.bucket_errors import ConditionLost
 from tpuconv.credentials import credentials
 from tpuconv.errors import TpuconvError
 from tpuconv.extras import EXTRAS, install_command
@@ -272,7 +273,7 @@ def _bucket(folder: BucketPath) -> Item:
         facts["credentials"] = whose
         buckets.put_object(probe, b"x", only_if=buckets.ABSENT_OBJECT)
         try:
-            with suppress(buckets.ConditionLost):
+            with suppress(ConditionLost):
                 buckets.put_object(probe, b"y", only_if=buckets.ABSENT_OBJECT)
                 advice = "write to a disk, and copy the output: this store ignores conditions of writes"
                 return Item("bucket", "fail", f"{folder.root}, credentials: {whose}", advice, facts)

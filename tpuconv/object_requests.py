@@ -4,6 +4,7 @@ obstore (S3, Azure) or with the token of google-auth (GCS); and uploads of bytes
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -12,7 +13,13 @@ from typing import Any
 SIGNED_FOR = timedelta(seconds=60)
 """A request that a suspended process sends later than this is refused: the server looks at its own clock."""
 REQUEST_SECONDS = 30.0
-LOST = (404, 409, 412)
+REQUEST_RETRIES = 8
+"""The number of times that a request is repeated, by obstore too."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 15.0
+"""The seconds before the first repetition; each pause is twice as long as the last one."""
+GONE, LOST = 404, (404, 409, 412)
+UNABLE = (400, 403, 405, 501)
+"""Not with the rights of this client, or not on this server."""
 
 
 def delete_if(
@@ -43,32 +50,41 @@ def delete_if(
         base = os.environ.get("GOOGLE_BASE_URL", "https://storage.googleapis.com")
         name, generation = quote(key, safe=""), version["version"]
         url = f"{base}/storage/v1/b/{bucket}/o/{name}?ifGenerationMatch={generation}"
-        return _delete(url, {"Authorization": f"Bearer {bearer}"})
+        return _delete(lambda: url, {"Authorization": f"Bearer {bearer}"})
     if scheme not in ("s3", "az") or "e_tag" not in version:
         return None
     import obstore
     from obstore.exceptions import BaseError
 
     try:
-        url = obstore.sign(store, "DELETE", key, SIGNED_FOR)
+        return _delete(lambda: obstore.sign(store, "DELETE", key, SIGNED_FOR), {"If-Match": version["e_tag"]})
     except (BaseError, ValueError):  # credentials that cannot sign, such as a SAS key of Azure
         return None
-    return _delete(url, {"If-Match": version["e_tag"]})
 
 
-def _delete(url: str, headers: Mapping[str, str]) -> bool | None:
+def _delete(signed: Callable[[], str], headers: Mapping[str, str]) -> bool | None:
+    from http.client import HTTPException
     from urllib.error import HTTPError  # these take 15 ms of every command
     from urllib.request import Request, urlopen
 
-    try:
-        with urlopen(Request(url, method="DELETE", headers=dict(headers)), timeout=REQUEST_SECONDS):
-            return True
-    except HTTPError as e:
-        if e.code in LOST:
-            return False
-        if e.code in (400, 403, 405, 501):  # not with this client's rights, or not on this server
-            return None
-        raise OSError(f"the store answered {e.code} to a DELETE") from None
+    for number in range(REQUEST_RETRIES + 1):
+        if number:
+            time.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (number - 1)))
+        try:
+            with urlopen(Request(signed(), method="DELETE", headers=dict(headers)), timeout=REQUEST_SECONDS):
+                return True
+        except HTTPError as e:
+            if e.code in LOST:
+                # A repeated request may find that the first one, whose answer was lost, deleted the object.
+                return e.code == GONE and number > 0
+            if e.code in UNABLE:
+                return None
+            failure = f"the store answered {e.code} to a DELETE"
+            if e.code < 500 and e.code != 429:
+                break
+        except (OSError, HTTPException) as e:
+            failure = f"no answer to a DELETE: {getattr(e, 'reason', e)}"
+    raise OSError(failure)
 
 
 class UploadedBytes:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tpuconv import buckets
+from tpuconv.bucket_errors import ConditionLost
 from tpuconv.errors import BucketError, SourceError
 from tpuconv.location import BucketPath
 from tpuconv.sources import download
@@ -119,7 +120,7 @@ class ObjectShard:
                     raise BucketError(
                         f"{self.path} ended {stop - position} bytes early", hint="run the same command again to resume"
                     )
-            except (FileNotFoundError, buckets.ConditionLost):
+            except (FileNotFoundError, ConditionLost):
                 raise self._changed() from None
             except BucketError:
                 failures = 0 if position > before else failures + 1

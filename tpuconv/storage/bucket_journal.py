@@ -25,7 +25,8 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from tpuconv import buckets
-from tpuconv.buckets import ABSENT_OBJECT, ConditionLost, ObjectFacts
+from tpuconv.bucket_errors import ConditionLost
+from tpuconv.buckets import ABSENT_OBJECT, ObjectFacts
 from tpuconv.errors import BucketError, OutputError, TpuconvError, UsageError, shorten
 from tpuconv.hosts import ProcessPart
 from tpuconv.jsonfile import Each, Optional, Size, check, read_bytes
@@ -202,8 +203,7 @@ class BucketJournal(RunJournal):
         self._entries, self._known, self._state = {}, set(), State.NEW
 
     def _check_folder(self) -> None:
-        """Raises OutputError if the work folder holds objects that are not ours. Objects under random prefixes come
-        from late requests."""
+        """Raises OutputError if the work folder holds objects of others. Late requests leave random prefixes."""
         foreign = [name for name in objects_in(self.work) if name != CLAIM and inside_random(name) is None]
         if foreign:
             raise OutputError(

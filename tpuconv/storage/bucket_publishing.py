@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from tpuconv import buckets
-from tpuconv.buckets import ABSENT_OBJECT, COPIES, ConditionLost, ObjectFacts, SourceGone, is_same
+from tpuconv.bucket_errors import ConditionLost
+from tpuconv.buckets import ABSENT_OBJECT, COPIES, ObjectFacts, SourceGone, is_same
 from tpuconv.errors import BucketError, OutputError, TpuconvError, UsageError, shorten
 from tpuconv.location import BucketPath
 from tpuconv.names import MANIFEST

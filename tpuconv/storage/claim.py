@@ -18,7 +18,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from tpuconv import buckets
-from tpuconv.buckets import ABSENT_OBJECT, ConditionLost, ObjectFacts, Version
+from tpuconv.bucket_errors import ConditionLost
+from tpuconv.buckets import ABSENT_OBJECT, ObjectFacts, Version
 from tpuconv.errors import BucketError, OutputError, TpuconvError
 from tpuconv.jsonfile import MIB, OneOf, Size, check, parse
 from tpuconv.location import BucketPath

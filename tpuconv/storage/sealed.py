@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from tpuconv import buckets
-from tpuconv.errors import BucketError, CorruptOutput, SourceError, TpuconvError, UsageError, shorten
+from tpuconv.errors import AccessRefused, BucketError, CorruptOutput, SourceError, TpuconvError, UsageError, shorten
 from tpuconv.jsonfile import Each, Optional, Range, Size, check, parse, read_bytes
 from tpuconv.location import BucketPath, Location, near_folders
 from tpuconv.names import MANIFEST
@@ -118,6 +118,9 @@ def _read_manifest(path: Location) -> bytes:
                 raise UsageError(
                     f"{path.parent} is a part of a checkpoint of tpuconv", hint=f"give {path.parent.parent}"
                 )
+            if isinstance(path, BucketPath):
+                with suppress(AccessRefused):
+                    buckets.names(path.parent)  # raises if there is no bucket; the question for one object does not
             raise UsageError(
                 f"{path.parent} is not a checkpoint made by tpuconv: it has no {MANIFEST}",
                 hint="make one with `tpuconv convert SRC`, or from a run with `tpuconv reshard RUN OUT --config SRC`",
