@@ -107,7 +107,7 @@ SERVERS = {"gs": "gcs", "s3": "s3", "az": "az"}
 def root(request: pytest.FixtureRequest) -> str:
     """The URL of a folder in a bucket of each cloud, which no other test uses."""
     request.getfixturevalue(SERVERS[request.param])
-    return f"{request.param}://bkt/{request.node.originalname}"
+    return f"{request.param}://bkt/a b%20ü/{request.node.originalname}"
 
 
 def test_every_command_there_and_back(root, source, tmp_path):
@@ -263,6 +263,30 @@ def test_faults_that_pass_are_retried(status, gcs, source):
     api.convert(source, "gs://bkt/out", dtype="float32", overwrite=True)
     assert api.verify("gs://bkt/out").passed
     assert np.isfinite(next(iter(leaves(tpuconv.load("gs://bkt/out")).values())).astype("float32")).all()
+
+
+def test_a_request_without_an_answer_is_repeated(gcs, source, monkeypatch):
+    """Of requests that read."""
+    monkeypatch.setattr(buckets, "SILENCE", {"read_timeout": "500ms"})
+    asked: set[tuple[str, str]] = set()
+    ended = threading.Event()
+
+    def silent(method: str, key: str) -> int | None:
+        is_first = (method, key) not in asked
+        asked.add((method, key))
+        if not (is_first and method == "GET" and key.endswith(("/config.json", "/norm.scale/c.0"))):
+            return None
+        ended.wait(30)
+        return 503
+
+    gcs.fault = silent
+    began = time.monotonic()
+    try:
+        api.convert(source, "gs://bkt/out")
+        assert api.verify("gs://bkt/out").passed
+    finally:
+        ended.set()
+    assert time.monotonic() - began < 30
 
 
 class Silence:

@@ -37,6 +37,9 @@ PARTS_AT_A_TIME = 4
 """The number of parts at a time. Each part is in memory until it is written."""
 
 CLIENT = {"timeout": "300s", "connect_timeout": "10s"}
+SILENCE = {"read_timeout": "60s"}
+"""The longest time without a byte of an answer to a request that reads. Of others it would count the time in which
+bytes are sent, or the store copies."""
 BUCKET_RETRIES: dict[str, Any] = {"max_retries": REQUEST_RETRIES, "retry_timeout": timedelta(minutes=3)}
 
 
@@ -59,10 +62,11 @@ class Bucket:
     Args:
         root: its URL, for messages.
         store: of obstore.
+        reading: the same with SILENCE, for requests that read.
     """
 
-    def __init__(self, root: str, store: Any):
-        self.root, self.store = root, store
+    def __init__(self, root: str, store: Any, reading: Any = None):
+        self.root, self.store, self.reading = root, store, reading or store
 
     def put(self, key: str, data: Any, only_if: Version | None = None) -> Version:
         """Writes an object by one request; see `put_object`."""
@@ -131,11 +135,11 @@ def bucket_of(path: BucketPath) -> Bucket:
     with _opening:
         if path.root not in OPEN:
             with translated(path):
-                OPEN[path.root] = Bucket(path.root, _connect(path))
+                OPEN[path.root] = Bucket(path.root, *_connect(path))
         return OPEN[path.root]
 
 
-def _connect(path: BucketPath) -> Any:
+def _connect(path: BucketPath) -> tuple[Any, Any]:
     if find_spec("obstore") is None:
         raise UsageError(
             f"{path} is in {SCHEMES[path.scheme]}, and obstore is not installed",
@@ -144,13 +148,17 @@ def _connect(path: BucketPath) -> Any:
     from obstore.store import from_url
 
     is_plain = (endpoint(path.scheme) or "").startswith("http://")
-    options: dict[str, Any] = {"client_options": CLIENT | ({"allow_http": True} if is_plain else {})}
+    options: dict[str, Any] = {}
+    client = CLIENT | ({"allow_http": True} if is_plain else {})
     if path.scheme == "s3" and not is_plain:
         options["unsigned_payload"] = True  # TLS protects the bytes, and hashing them takes longer than sending them
     _, provider = credentials(path.scheme)
     if provider is not None:
         options["credential_provider"] = provider()
-    return from_url(path.root, retry_config=BUCKET_RETRIES, **options)  # type: ignore[call-overload]
+    return (
+        from_url(path.root, retry_config=BUCKET_RETRIES, client_options=client, **options),  # type: ignore[call-overload]
+        from_url(path.root, retry_config=BUCKET_RETRIES, client_options=client | SILENCE, **options),  # type: ignore[call-overload]
+    )
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -162,7 +170,7 @@ def read(path: BucketPath, start: int = 0, stop: int | None = None) -> memoryvie
     Raises:
         FileNotFoundError: there is no such object.
     """
-    store = bucket_of(path).store
+    store = bucket_of(path).reading
     import obstore
 
     with translated(path):
@@ -177,7 +185,7 @@ def read_object(path: BucketPath) -> tuple[bytes, ObjectFacts]:
     Raises:
         FileNotFoundError: there is no such object.
     """
-    store = bucket_of(path).store
+    store = bucket_of(path).reading
     import obstore
 
     with translated(path):
@@ -187,7 +195,7 @@ def read_object(path: BucketPath) -> tuple[bytes, ObjectFacts]:
 
 def read_ranges(path: BucketPath, starts: Sequence[int], length: int) -> list[memoryview]:
     """Returns some bytes of an object from each of `starts` on, requested together."""
-    store = bucket_of(path).store
+    store = bucket_of(path).reading
     import obstore
 
     with translated(path):
@@ -210,7 +218,7 @@ def stream(
         FileNotFoundError: there is no such object.
         ConditionLost: it has another version.
     """
-    store = bucket_of(path).store
+    store = bucket_of(path).reading
     import obstore
 
     options: Any = {"range": span} if span else {}
@@ -230,7 +238,7 @@ def facts(path: BucketPath) -> ObjectFacts | None:
     """Returns the facts of an object; None if there is none."""
     if not path.key:
         return None
-    store = bucket_of(path).store
+    store = bucket_of(path).reading
     import obstore
 
     try:
@@ -248,7 +256,7 @@ def listing(folder: BucketPath) -> dict[str, int]:
 
 def listing_facts(folder: BucketPath) -> dict[str, ObjectFacts]:
     """Returns the facts of every object in a folder and its folders, by its name from there."""
-    store, cut = bucket_of(folder).store, len(folder.key) + 1 if folder.key else 0
+    store, cut = bucket_of(folder).reading, len(folder.key) + 1 if folder.key else 0
     import obstore
 
     with translated(folder, "listed"):
@@ -258,7 +266,7 @@ def listing_facts(folder: BucketPath) -> dict[str, ObjectFacts]:
 
 def names(folder: BucketPath) -> list[str]:
     """Returns the names of the objects and folders directly in a folder, sorted."""
-    store = bucket_of(folder).store
+    store = bucket_of(folder).reading
     import obstore
 
     with translated(folder, "listed"):

@@ -63,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
         query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         found = re.fullmatch(r"(?:/upload|/download)?/storage/v1/b/([^/]+)(?:/(o)(?:/(.+))?)?", url.path)
-        bucket, name = (found[1], found[3]) if found else unquote(url.path).lstrip("/").partition("/")[::2]
+        bucket, name = (found[1], found[3]) if found else url.path.lstrip("/").partition("/")[::2]
         name = unquote(name or "") or query.get("name", "")
         if query.get("uploadType") == "multipart":  # gcsfs: a part of metadata, then one of data
             mark = re.search("boundary=['\"]?([^'\";]+)", self.headers["Content-Type"])[1].encode()  # type: ignore[index]
