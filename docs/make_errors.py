@@ -9,15 +9,16 @@ import ast
 import importlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from tpuconv import errors
 from tpuconv.errors import TpuconvError
-from tpuconv.explanations import EXPLANATIONS_FILE, GAP, Explanation, explanations
+from tpuconv.explanations import ANY, EXPLANATIONS_FILE, GAP, Explanation, explanations, page_of
 from tpuconv.text import code, markdown
 
 ROOT = Path(__file__).parent.parent
@@ -51,10 +52,16 @@ class Found:
 
 
 class Calls(ast.NodeVisitor):
-    """Collects the errors that one file makes."""
+    """Collects the errors that one file makes.
 
-    def __init__(self, module: str, tree: ast.Module, found: dict[tuple[str, str], Found]):
-        self._module, self._found = module, found
+    Args:
+        module, tree: the file.
+        kinds: for each class of errors of the package the one of `tpuconv.errors` that it is or derives from.
+        found: gets the errors.
+    """
+
+    def __init__(self, module: str, tree: ast.Module, kinds: Mapping[str, str], found: dict[tuple[str, str], Found]):
+        self._module, self._kinds, self._found = module, kinds, found
         self._around: list[ast.Module | ast.ClassDef | ast.FunctionDef] = [tree]
         self.visit(tree)
 
@@ -71,13 +78,23 @@ class Calls(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
-        if not (isinstance(node.func, ast.Name) and node.func.id in CLASSES and node.args):
+        error = self._class(node.func.id) if isinstance(node.func, ast.Name) and node.args else None
+        if error is None:
             return
         hints = [text for word in node.keywords if word.arg == "hint" for text in self._texts(word.value)]
         for message in self._texts(node.args[0]):
             if re.search(r"\w{3}", GAP.sub("", message)):
-                found = Found(node.func.id, message)
+                found = Found(error, message)
                 self._found.setdefault(found.key, found).add([each for each in hints if GAP.sub("", each)], self._place)
+
+    def _class(self, name: str) -> str | None:
+        """The class that a name stands for, `ANY` for an argument that is a class of errors; None for no error."""
+        if (own := self._kinds.get(name)) is not None:
+            return own
+        arguments = [each for node in self._around if isinstance(node, ast.FunctionDef) for each in node.args.args]
+        if any(each.arg == name and each.annotation and "Error]" in ast.unparse(each.annotation) for each in arguments):
+            return ANY
+        return None
 
     @property
     def _place(self) -> str:
@@ -115,10 +132,30 @@ def _gap(node: ast.expr) -> str:
 def raised() -> list[Found]:
     """Returns the errors of the package, in the order of exit codes and of files."""
     found: dict[tuple[str, str], Found] = {}
-    for path in sorted((ROOT / "tpuconv").rglob("*.py")):
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "tpuconv").rglob("*.py"))}
+    kinds = _kinds(trees.values())
+    for path, tree in trees.items():
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        Calls(module, ast.parse(path.read_text(encoding="utf-8")), found)
-    return sorted(found.values(), key=lambda each: (CLASSES[each.error].exit_code, each.error))
+        Calls(module, tree, kinds, found)
+    return sorted(found.values(), key=lambda each: _order(each.error))
+
+
+def _kinds(trees: Iterable[ast.Module]) -> dict[str, str]:
+    """Returns for each class of errors of the package the one of `tpuconv.errors` that it is or derives from."""
+    bases = {
+        node.name: base.id
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+        for base in node.bases
+        if isinstance(base, ast.Name) and base.id in CLASSES
+    }
+    return {**bases, **{name: name for name in CLASSES}}
+
+
+def _order(error: str) -> tuple[float, str]:
+    """Exit codes, then names; any class comes last."""
+    return (inf if error == ANY else CLASSES[error].exit_code, error)
 
 
 def numbered(found: list[Found], known: dict[str, Any]) -> dict[str, Any]:
@@ -159,8 +196,8 @@ def pages() -> Iterator[tuple[str, str]]:
     for each in explanations().values():
         by_class.setdefault(each.error, []).append(each)
     rows = [
-        f"| [{name}]({name}.md) | {each[0].exit_code} | {each[0].meaning} | {len(each)} |"
-        for name, each in sorted(by_class.items(), key=lambda item: (item[1][0].exit_code, item[0]))
+        f"| [{name}]({page_of(name)}) | {each[0].exit_code or ''} | {each[0].meaning} | {len(each)} |"
+        for name, each in sorted(by_class.items(), key=lambda item: _order(item[0]))
     ]
     index = [
         "# Errors",
@@ -176,7 +213,8 @@ def pages() -> Iterator[tuple[str, str]]:
     ]
     yield "index.md", "\n".join(index)
     for name, its in by_class.items():
-        lines = [f"# {name}", "", f"Exit code {its[0].exit_code}. {its[0].meaning}", ""]
+        exits = f"Exit code {its[0].exit_code}. " if its[0].exit_code else ""
+        lines = [f"# {name[0].upper()}{name[1:]}", "", f"{exits}{its[0].meaning}", ""]
         for each in its:
             lines += [f"## {each.id}", "", code(each.message), ""]
             lines += [line for hint in each.hints for line in (f"What to do: {markdown(hint)}.", "")]
@@ -184,7 +222,7 @@ def pages() -> Iterator[tuple[str, str]]:
                 function, _, doc = place.partition(": ")
                 lines += [f"- Raised by `{function}`" + (f": {markdown(doc)}" if doc else "")]
             lines += [""]
-        yield f"{name}.md", "\n".join(lines)
+        yield page_of(name), "\n".join(lines)
 
 
 def main() -> None:

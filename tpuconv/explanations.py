@@ -1,13 +1,14 @@
 """An id for each error of the package, and what is known about it: `explanations.json`, which `docs/make_errors.py`
 makes from the source code.
 
-An error has the id of the message that it was made with. That is found by the text: of the messages of its class, each
-with gaps for names and numbers, it is the one with the most text beside the gaps.
+An error has the id of the message that it was made with. That is found by the text: of the messages of its class, of
+the parents of the class, and of any class, each with gaps for names and numbers, it is the one with the most text
+beside the gaps.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,8 @@ from tpuconv import errors
 from tpuconv.errors import TpuconvError
 
 EXPLANATIONS_FILE = Path(__file__).with_name("explanations.json")
+ANY = "any class"
+"""In place of the class of messages whose class the caller chooses."""
 GAP = re.compile(r"\{[^{}]*\}")
 """Something in a message that differs from error to error: `{path}`."""
 
@@ -27,8 +30,8 @@ class Explanation:
 
     Attributes:
         id: `TC` and four digits. It stays when the message is reworded, and is not used again when it goes.
-        error: the class of the error.
-        exit_code: the exit code of the command.
+        error: the class of the error, or `ANY`.
+        exit_code: the exit code of the command; None for any class, which says it.
         meaning: the error's meaning, for all of its class.
         message: the message with gaps, `{path}`.
         hints: the next steps, as the error has them, with gaps.
@@ -37,7 +40,7 @@ class Explanation:
 
     id: str
     error: str
-    exit_code: int
+    exit_code: int | None
     meaning: str
     message: str
     hints: tuple[str, ...]
@@ -50,7 +53,7 @@ class Explanation:
     @property
     def page(self) -> str:
         """The page of the documentation with this error, and its anchor."""
-        return f"docs/errors/{self.error}.md#{self.id.lower()}"
+        return f"docs/errors/{page_of(self.error)}#{self.id.lower()}"
 
     def fits(self, message: str) -> bool:
         """Returns whether a text is this message with something in the gaps."""
@@ -77,27 +80,28 @@ class Explanation:
 def explanations() -> Mapping[str, Explanation]:
     """Returns all explanations by id."""
     known = json.loads(EXPLANATIONS_FILE.read_text(encoding="utf-8"))
-    classes = {name: getattr(errors, name) for name in {entry["error"] for entry in known["errors"].values()}}
+    named = {entry["error"] for entry in known["errors"].values()} - {ANY}
+    facts = {name: ((kind := getattr(errors, name)).exit_code, " ".join(kind.__doc__.split())) for name in named}
+    facts[ANY] = (None, "The class says what was read: a source, a config, an output.")
     return {
         id: Explanation(
-            id,
-            name := entry["error"],
-            classes[name].exit_code,
-            " ".join(classes[name].__doc__.split()),
-            entry["message"],
-            tuple(entry["hints"]),
-            tuple(entry["places"]),
+            id, entry["error"], *facts[entry["error"]], entry["message"], tuple(entry["hints"]), tuple(entry["places"])
         )
         for id, entry in known["errors"].items()
     }
 
 
+def page_of(error: str) -> str:
+    """Returns the name of the page with the errors of a class."""
+    return f"{error.replace(' ', '-')}.md"
+
+
 def explanation_of(error: TpuconvError) -> Explanation | None:
     """Returns the explanation of an error; None for one that a library or a plugin words."""
-    return nearest(error.message, type(error).__name__)
+    return nearest(error.message, {each.__name__ for each in type(error).__mro__})
 
 
-def nearest(message: str, error: str | None = None) -> Explanation | None:
-    """Returns the explanation of a message, of one class of errors or of any; None if no message fits."""
-    fitting = [each for each in explanations().values() if error in (None, each.error) and each.fits(message)]
-    return max(fitting, key=lambda each: each.precision, default=None)
+def nearest(message: str, classes: Collection[str] = ()) -> Explanation | None:
+    """Returns the explanation of a message, of some classes of errors; by default of all. None if no message fits."""
+    known = [each for each in explanations().values() if not classes or each.error == ANY or each.error in classes]
+    return max((each for each in known if each.fits(message)), key=lambda each: each.precision, default=None)

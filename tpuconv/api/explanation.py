@@ -25,7 +25,7 @@ def explain(error: str) -> Explanation:
     if number := ID.fullmatch((shown and shown[2]) or text):
         found = explanations().get(f"TC{int(number[1]):04}")
     else:
-        found = (shown and nearest(shown[3], shown[1])) or nearest(text)
+        found = (shown and nearest(shown[3], {shown[1]})) or nearest(text)
     if not found:
         raise UsageError(
             f"no error of tpuconv has the id or the message '{text}'",

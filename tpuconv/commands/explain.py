@@ -25,7 +25,8 @@ def explain(error: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         print_json({**found.to_json(), "page": found.page})
         return
-    show((found.id, "bold"), f": {found.error}, exit code {found.exit_code}. {found.meaning}")
+    exits = "" if found.exit_code is None else f", exit code {found.exit_code}"
+    show((found.id, "bold"), f": {found.error}{exits}. {found.meaning}")
     for line in (found.message, *(f"-> {hint}" for hint in found.hints)):
         show(f"  {with_flags(line)}")
     for place in found.places:
