@@ -35,6 +35,7 @@ from tpuconv.extras import install_command
 from tpuconv.location import BucketPath, to_location
 from tpuconv.storage import claim as claims
 from tpuconv.storage.bucket_journal import BucketJournal
+from tpuconv.storage.bucket_publishing import Publication
 from tpuconv.storage.sealed import seal
 
 
@@ -350,6 +351,28 @@ def test_a_heartbeat_keeps_the_claim_and_finds_that_it_is_lost(bucket, monkeypat
             journal.record("u", {})
         work = journal.claim.held.work
     assert set(objects(ROOT)) == {"out.tpuconv/claim", f"out.tpuconv/{work}/plan.done"}
+
+
+@pytest.mark.parametrize("at", ["entry", "publishing"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BucketError], ids=["interrupted", "failed"])
+def test_another_machine_goes_on_at_once_with_work_that_was_left(at, error, bucket, source, tmp_path, monkeypatch):
+    """Not after the 300 s in which the claim of a killed process lapses."""
+    record = BucketJournal.record
+
+    def left(self, *args):
+        if isinstance(self, BucketJournal):
+            record(self, *args)
+        raise error("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((BucketJournal, "record") if at == "entry" else (Publication, "publish")), left)
+        with pytest.raises(error):
+            made.convert(source, to_location(f"{ROOT}/out"))
+    monkeypatch.setattr(claims, "this_machine", lambda: "another/space/1/1")
+    made.convert(source, to_location(f"{ROOT}/out"))
+    made.convert(source, tmp_path / "right")
+    assert objects(f"{ROOT}/out") == contents(tmp_path / "right")
+    assert {name.split("/")[0] for name in objects(ROOT)} == {"out"}
 
 
 def test_a_writer_that_cannot_renew_its_claim_stops(bucket, monkeypatch):

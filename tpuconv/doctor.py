@@ -27,7 +27,7 @@ from tpuconv.errors import TpuconvError
 from tpuconv.extras import EXTRAS, install_command
 from tpuconv.location import SCHEMES, BucketPath, Location
 from tpuconv.memory import available_memory
-from tpuconv.storage.claim import LAPSED_SECONDS, Claim, ClaimState, is_running
+from tpuconv.storage.claim import LAPSED_SECONDS, Claim, ClaimState, has_stopped
 from tpuconv.text import format_size
 
 if TYPE_CHECKING:
@@ -309,7 +309,7 @@ def _work_left(folder: BucketPath, there: Mapping[str, buckets.ObjectFacts], now
         work = f"{out}.tpuconv"
         if (found := Claim(folder / out, folder / work).read()) is not None and found[0].state != ClaimState.FREE:
             age = (now - found[1].modified).total_seconds()
-            if age > LAPSED_SECONDS or is_running(found[0].machine, found[0].holder) is False:
+            if age > LAPSED_SECONDS or has_stopped(found[0]):
                 stopped.append(out)
             folders.discard(found[0].work)
         left_over += [f"{work}/{name}" for name in sorted(folders)]

@@ -234,16 +234,17 @@ class BucketJournal(RunJournal):
             began = {"facts": self.facts}
         return unfinished(self.out, self.work, began, self.facts)
 
-    def __exit__(self, *raised: Any) -> None:
-        kind: type[BaseException] | None = raised[0] if raised else None
+    def __exit__(self, kind: type[BaseException] | None = None, *_: Any) -> None:
         try:
-            held = self.claim.held
-            is_alone = held is not None and held.holder == self.claim.process and held.state == ClaimState.WRITING
-            is_orderly = kind is None or issubclass(kind, Exception | KeyboardInterrupt)
-            if is_alone and is_orderly and not self._has_staged and self._state is State.NEW:
+            held, is_orderly = self.claim.held, kind is None or issubclass(kind, Exception | KeyboardInterrupt)
+            if held is None or held.holder != self.claim.process or not is_orderly:
+                return
+            if held.state == ClaimState.WRITING and not self._has_staged and self._state is State.NEW:
                 self.claim.change(ClaimState.DROPPING)  # there is nothing that can be resumed
                 self._clean()
                 self.claim.free()
+            elif kind is not None:
+                self.claim.leave()
         except ClaimLost:  # another process goes on, and cleans up
             pass
         except (TpuconvError, OSError):
@@ -255,8 +256,7 @@ class BucketJournal(RunJournal):
     # --- entries ---------------------------------------------------------------------------------------------------
 
     def _list_entries(self) -> None:
-        names = buckets.names(self._folder)
-        self._known = {name for name in names if re.fullmatch(r"[^/]+\.done", name)}
+        self._known = {name for name in buckets.names(self._folder) if re.fullmatch(r"[^/]+\.done", name)}
 
     def _is_recorded(self, part: str) -> bool:
         return f"{part}.done" in self._known

@@ -34,8 +34,9 @@ LAPSED_SECONDS = 300
 CLOCK, CLOCK_ATTEMPTS = "clock", 3
 """An object that is written to ask for the time of the server. Who cleans the work may delete it before the answer."""
 
-ANYBODY = "any"
-"""The holder of a claim whose work several processes do: any of them may take it."""
+ANYBODY, NOBODY = "any", "nobody"
+"""The holders of a claim whose work several processes do, any of which may take it; and of one whose process was
+interrupted, or failed."""
 
 CLAIM_FORMAT, BY = 2, "tpuconv"
 
@@ -71,7 +72,7 @@ class Held:
         plan: the fingerprint of the plan whose output is written.
         work: the name of the folder of its objects, never used again.
         state: the state of the work.
-        holder: the process that holds it; ANYBODY.
+        holder: the process that holds it; ANYBODY; NOBODY.
         number: grows with every change, so that no two contents are equal.
         machine: where the holder runs; see `this_machine`.
         host: the name of that machine, for people.
@@ -144,11 +145,9 @@ class Claim:
         )
 
     def is_dead(self, held: Held, found: ObjectFacts) -> bool:
-        """Returns True if the holder of a claim is dead: it ran on this machine and has ended, or the claim has
-        lapsed."""
-        if held.holder != ANYBODY and is_running(held.machine, held.holder) is False:
-            return True
-        return self.age(held, found) >= LAPSED_SECONDS
+        """Returns True if the holder of a claim is dead: it has stopped, or ran on this machine and has ended, or the
+        claim has lapsed."""
+        return has_stopped(held) or self.age(held, found) >= LAPSED_SECONDS
 
     def age(self, held: Held, found: ObjectFacts) -> float:
         """Returns the age of a claim in seconds, by the clock of the server: clocks of hosts differ.
@@ -209,6 +208,13 @@ class Claim:
             self.change(ClaimState.FREE)
             self.held = None
             self.remove(self._version)
+
+    def leave(self) -> None:
+        """Lets any process go on with the work at once. This one writes no more."""
+        with self._lock:
+            assert self.held is not None
+            self.change(self.held.state, holder=NOBODY)
+            self._lost.set()
 
     def remove(self, version: Version) -> None:
         """Deletes a free claim where the store deletes by version. Where it does not, the claim stays."""
@@ -312,6 +318,11 @@ def _began(pid: int) -> str:
     if fields[0] in "ZX":  # it has ended, and nobody has asked for its exit status
         raise ProcessLookupError
     return fields[19]
+
+
+def has_stopped(held: Held) -> bool:
+    """Returns True if the process of a claim has stopped, as far as it said so or this machine can tell."""
+    return held.holder == NOBODY or (held.holder != ANYBODY and is_running(held.machine, held.holder) is False)
 
 
 def is_running(machine: str, holder: str) -> bool | None:
