@@ -535,6 +535,71 @@ def test_what_is_no_adapter(tmp_path: Path) -> None:
     (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "IA3"}))
     with pytest.raises(UnsupportedConfig, match="peft_type='IA3' is not implemented"):
         api.plan(tmp_path / "hf", adapter=[str(tmp_path / "lora")])
+    for name in ("checkpoint-9", "checkpoint-10"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="run is no LoRA adapter") as error:
+        api.plan(tmp_path / "hf", adapter=[f"{tmp_path / 'run'}"])
+    assert error.value.hint == f"give an adapter within it, such as {tmp_path}/run/checkpoint-10"
+    (tmp_path / "run" / "adapter_config.json").write_text('{"fine_tune_type": "lora"}')
+    (tmp_path / "run" / "adapters.safetensors").touch()
+    with pytest.raises(UsageError, match="run is no LoRA adapter") as error:
+        api.plan(tmp_path / "hf", adapter=[f"{tmp_path / 'run'}"])
+    assert "mlx_lm.fuse" in str(error.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hint"), [("IA3", "merge_and_unload"), ("PREFIX_TUNING", "serve it with peft"), (["LORA"], "peft")]
+)
+def test_another_method_says_what_to_do(kind: object, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfig, match="is not implemented, only LORA") as error:
+        check_adapter_config({"peft_type": kind}, tmp_path / "adapter_config.json")
+    assert hint in str(error.value.hint)
+
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "spelled"),
+    [
+        (r"^base_model\.model\.", ""),  # as `save_pretrained` of a model of transformers, and vLLM reads it
+        (r"^", "_orig_mod."),
+        (r"\.layers", "._fsdp_wrapped_module.layers"),
+        (r"^", "module._orig_mod."),
+        (r"_([AB])\.", r"_\1.default."),  # the state of a model, which peft loads too
+    ],
+    ids=["bare", "compiled", "sharded", "distributed", "with the name of the adapter"],
+)
+def test_spellings_of_trainers(pattern: str, spelled: str, tmp_path: Path) -> None:
+    """peft loses some of these with a warning, and merges nothing."""
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    config = {"rank_pattern": {f"^{UP}": 4}, "r": 2, "lora_alpha": 0.5, "target_modules": ["up_proj"]}
+    adapter = lora(tmp_path / "lora", matrices(UP, 80, 32), **config)
+    ours = exported(tmp_path / "hf", tmp_path / "plain", adapter)
+    path = Path(adapter) / "adapter_model.safetensors"
+    write_safetensors(path, {re.sub(pattern, spelled, name): x for name, x in load_file(path).items()})
+    again = exported(tmp_path / "hf", tmp_path / "again", adapter)
+    assert_same(ours, again)
+    assert api.compare(tmp_path / "again" / "out", source=tmp_path / "hf", adapter=[adapter]).passed
+    assert not same_bits(ours[f"{UP}.weight"], read_tensors(tmp_path / "hf")[f"{UP}.weight"])
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "has no tensors"),
+        ([".lora_A.default.weight", ".lora_B.default.weight", ".lora_A.reference.weight"], "several adapters: default"),
+        ([".lora_A.weight", ".lora_A"], "twice"),
+    ],
+)
+def test_tensors_of_no_adapter_or_of_several(names: list[str], message: str, tmp_path: Path) -> None:
+    """Nothing would be merged, or one of them would be lost."""
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    adapter = lora(tmp_path / "lora", {UP + name: np.ones((4, 4), np.float32) for name in names})
+    with pytest.raises((SourceError, UnsupportedConfig), match=message) as error:
+        api.plan(tmp_path / "hf", adapter=[adapter])
+    assert error.value.hint
 
 
 assert {case.family for case in CASES} >= set(DENSE)
