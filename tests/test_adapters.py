@@ -430,6 +430,22 @@ def test_an_adapter_of_another_model_is_a_fault_of_the_plan(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("names", "hint"),
+    [
+        (["score"], "AutoModelForSequenceClassification"),
+        (["lm_head", "model.embed_tokens"], "resize_token_embeddings"),
+        (["score", "lm_head"], "was trained on this model"),
+    ],
+)
+def test_an_adapter_of_another_head_or_vocabulary_says_what_to_do(names: list[str], hint: str, tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    tensors = {f"{name}.weight": np.ones((100, 32), np.float32) for name in names}
+    with pytest.raises(MappingError) as error:
+        api.convert(tmp_path / "hf", tmp_path / "out", adapter=[lora(tmp_path / "lora", tensors)])
+    assert hint in str(error.value.hint)
+
+
 def test_a_changed_factor_is_another_conversion(tmp_path: Path) -> None:
     """The factor stands in adapter_config.json: with the same matrices it makes other weights."""
     random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")

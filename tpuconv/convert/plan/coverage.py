@@ -89,6 +89,8 @@ def make_plan(
     bindings = [b.swapped(partial(_is_input_first, tensors)) for b in cut_table.bind(cut_config, mtp)]
     expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
     everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
+    known_copies = table.copies_of(config, mtp)
+    tensors = _with_originals(tensors, known_copies, everywhere)
     if options.adapters and options.encoding == "keep":
         raise UsageError("an adapter changes weights, so they cannot stay encoded", hint='leave out `encoding="keep"`')
     input_first = {name for b in bindings if b.row.input_first for name in b.src_shapes()}
@@ -101,7 +103,6 @@ def make_plan(
         release = table.release if whole is config else reader.read(source.tensors, whole).release
         inputs_first = family in INPUTS_FIRST
         placed_changes = changes_on_disk(options.adapters, reader, release, tensors, whole, inputs_first=inputs_first)
-    known_copies = table.copies_of(config, mtp)
     placed_changes, apart = of_shared_matrices(placed_changes, known_copies)
     heads = {copy: x for copy, x in known_copies.items() if copy not in expected and template(copy) == copy}
     placed_changes, untied = of_tied_head(placed_changes, heads)
@@ -348,6 +349,19 @@ def _with_carried(source: Source, family: str, table: MappingTable, config: Any,
         return own.read_config(source.config, options.allow_config, source.tensors, table.returns, parts)
     except TpuconvError:
         return config
+
+
+def _with_originals(
+    tensors: dict[str, Tensor], copies: Mapping[str, str], expected: Collection[str]
+) -> dict[str, Tensor]:
+    """Returns the tensors with copies, which are not expected, in place of originals that are missing. Programs that
+    save a shared matrix once keep the name that they meet first, which may be the head's."""
+    found = {
+        copy: original
+        for copy, original in copies.items()
+        if template(copy) == copy and copy in tensors and copy not in expected and original not in tensors
+    }
+    return {found.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def _is_input_first(tensors: Mapping[str, Tensor], name: str) -> bool:
