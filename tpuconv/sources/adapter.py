@@ -53,6 +53,7 @@ class Adapter:
         digest: hash of its two files.
         changes: by the name of the tensor.
         folder: with its two files, on this machine.
+        alpha: `lora_alpha` of adapter_config.json.
         experts: changes of parameters that hold all experts of a layer.
         is_on_hub: whether the name is a Hub id.
     """
@@ -62,6 +63,7 @@ class Adapter:
     digest: str
     changes: Mapping[str, Change]
     folder: Path
+    alpha: float
     experts: tuple[ExpertChange, ...] = ()
     is_on_hub: bool = False
 
@@ -153,7 +155,9 @@ def read_adapter(given: str) -> Adapter:
     contents = f"{hash_bytes(data)} {hash_file(weights)}"
     file.check_unchanged()
     digest = hash_bytes(contents.encode())["xxh3_128"]
-    return Adapter(place, weight, digest, changes, folder, tuple(of_experts), is_on_hub=_is_hub_id(place))
+    return Adapter(
+        place, weight, digest, changes, folder, config["lora_alpha"], tuple(of_experts), is_on_hub=_is_hub_id(place)
+    )
 
 
 def _parts(
