@@ -608,6 +608,7 @@ def test_spellings_of_trainers(pattern: str, spelled: str, tmp_path: Path) -> No
         ([], "has no tensors"),
         ([".lora_A.default.weight", ".lora_B.default.weight", ".lora_A.reference.weight"], "several adapters: default"),
         ([".lora_A.weight", ".lora_A"], "twice"),
+        ([".lora_B.weight"], "lacks a matrix"),
     ],
 )
 def test_tensors_of_no_adapter_or_of_several(names: list[str], message: str, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def read_adapter(given: str) -> Adapter:
     tokens = {name.removesuffix(TOKEN_ROWS): whole.pop(name) for name in list(whole) if name.endswith(TOKEN_ROWS)}
     # With an adapted embedding PEFT saves the unchanged matrix too.
     whole = {name.replace(NESTED, ""): x for name, x in whole.items() if not name.endswith(f"{NESTED}.weight")}
-    unknown += [part.name for pair in pairs.values() if not {"A", "B"} <= pair.keys() for part in pair.values()]
+    halves = [part.name for pair in pairs.values() if not {"A", "B"} <= pair.keys() for part in pair.values()]
     unknown += [pairs[name][MAGNITUDE].name for name in embeddings if MAGNITUDE in pairs[name]]
     targets = config.get("target_parameters") or ()
     if config.get("use_dora") and not any(MAGNITUDE in pair for pair in pairs.values()):
@@ -112,6 +112,12 @@ def read_adapter(given: str) -> Adapter:
             f"{weights} has tensors that are no part of LoRA as it is implemented",
             details=shorten(unknown),
             hint="merge the adapter with peft first",
+        )
+    if halves:
+        raise SourceError(
+            f"{weights} lacks a matrix of each pair that these belong to",
+            details=shorten(halves),
+            hint="save the adapter again: peft takes a missing matrix for 0",
         )
     named = [(f"{path}, {key}", _ending(end)) for key in (RANKS, ALPHAS) for end in config.get(key) or {}]
     check_patterns(named, [*pairs, *map(".".join, experts.values())], ConfigError, method="match")
