@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 import tpuconv
 from helpers import released_code
-from helpers.checkpoints import qwen3_config, read_tensors, write_checkpoint
+from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import convert, plan_for
 from helpers.encoded import same_bits
 from helpers.families import BY_ID, CASES, FIRST, VISION, Case, hf_model, save
@@ -233,6 +233,25 @@ def test_an_embedding_model_that_is_named_as_a_language_model_is_told_what_to_se
     write_checkpoint(tmp_path / "hf", config | {"architectures": ["LlamaModel"], "tie_word_embeddings": False}, tensors)
     api.convert(tmp_path / "hf", tmp_path / "out")
     assert read_manifest(tmp_path / "out").returns == HIDDEN
+
+
+def test_a_shared_matrix_under_the_name_of_the_head(tmp_path: Path) -> None:
+    """Programs that save a shared matrix once may keep this name; transformers reads it."""
+    config = qwen3_config(tie_word_embeddings=True)
+    tensors = read_tensors(random_checkpoint(tmp_path / "plain", config, "float32"))
+    write_checkpoint(
+        tmp_path / "hf", config, {n.replace("model.embed_tokens", "lm_head"): x for n, x in tensors.items()}
+    )
+    api.convert(tmp_path / "hf", tmp_path / "out")
+    assert api.compare(tmp_path / "out", source=tmp_path / "hf").passed
+    api.export(tmp_path / "out", tmp_path / "back")
+    back = read_tensors(tmp_path / "back")
+    assert back.keys() == tensors.keys()
+    assert all(same_bits(back[name], x) for name, x in tensors.items())
+    untied = {name: x for name, x in tensors.items() if "embed" not in name} | {"lm_head.weight": np.ones((96, 32))}
+    write_checkpoint(tmp_path / "untied", qwen3_config(), untied)
+    with pytest.raises(MappingError, match="does not match"):
+        api.plan(tmp_path / "untied").plan.check()
 
 
 def test_architectures_of_other_tasks_are_refused() -> None:

@@ -338,6 +338,25 @@ def test_an_adapter_that_is_kept_comes_back(case: Case, target: str, scan: bool,
         assert_same(after, before)
 
 
+@pytest.mark.parametrize(
+    ("options", "weight"),
+    [({"use_rslora": True}, ""), ({}, ":0.5"), ({"alpha_pattern": {".*": 3}}, ""), ({"lora_alpha": 0}, "")],
+    ids=["rslora", "weight", "alpha_pattern", "zero"],
+)
+def test_a_kept_adapter_has_the_scale_of_its_alpha(options: dict, weight: str, hf, tmp_path: Path) -> None:
+    """A trainer is given `lora_alpha` of the adapter, and scales by alpha / r alone."""
+    src, given = hf(FIRST["qwen3"]), [f"{tmp_path / 'lora'}{weight}"]
+    adapter_of_peft(FIRST["qwen3"], tmp_path / "lora", target_modules=["q_proj"], r=4, **{"lora_alpha": 8} | options)
+    api.convert(src, tmp_path / "tree", adapter=given, target="tunix", keep_adapter=True)
+    api.export(tmp_path / "tree", tmp_path / "back", config=src, adapter=True, lora_alpha=8)
+    found = []
+    for name, adapter in (("want", given), ("have", [str(tmp_path / "back")])):
+        api.convert(src, tmp_path / name, adapter=adapter, target="huggingface")
+        found.append(read_tensors(tmp_path / name))
+    for name, values in found[0].items():
+        np.testing.assert_allclose(found[1][name], values, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_a_kept_adapter_is_trained_further(family: str, hf, tmp_path: Path) -> None:
     case = FIRST[family]

@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection, Sequence
 
 FRONTS = frozenset({"model", "language_model", "text_model", "transformer", "thinker"})
 """Leading segments that classes of transformers add or leave out."""
-_WRAPPERS = "_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|module|base_layer"
+_OF_TORCH = "_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module"
+_WRAPPERS = f"{_OF_TORCH}|module|base_layer"
 INSERTED = re.compile(rf"(?<![^.])(?:{_WRAPPERS})(?:\.|$)")
 """Segments that trainers insert into names."""
 TRAINERS = re.compile(r"^(?:base_model\.model|pretrained_model|module|_orig_mod|_forward_module)\.")
@@ -42,6 +43,13 @@ def without_front(name: str, fronts: Collection[str] = FRONTS) -> str:
 def undressed(name: str) -> str:
     """Returns a name without the segments of trainers."""
     return INSERTED.sub("", TRAINERS.sub("", TRAINERS.sub("", name))).rstrip(".")
+
+
+def as_peft_names(name: str) -> str:
+    """Returns a name without the segments of trainers, but with those that PEFT nests modules by."""
+    while found := TRAINERS.match(name):
+        name = name[found.end() :]
+    return re.sub(rf"(?<![^.])(?:{_OF_TORCH})\.", "", name)
 
 
 def all_undressed(names: Collection[str]) -> Collection[str]:

@@ -20,6 +20,7 @@ import numpy as np
 from tpuconv.errors import ConfigError, SourceError, UnsupportedConfig, UsageError, shorten
 from tpuconv.jsonfile import check, parse, read_bytes
 from tpuconv.location import BucketPath, to_location
+from tpuconv.notation.segments import TRAINERS, as_peft_names
 from tpuconv.patterns import check_patterns
 from tpuconv.sources.adapter_changes import AdapterFile, Change, LowRank, ReplacedRows, Replacement
 from tpuconv.sources.adapter_config import check_adapter_config
@@ -30,9 +31,13 @@ from tpuconv.storage.hashes import blocks, hash_bytes, hash_file
 from tpuconv.storage.places import is_there
 
 PEFT_PREFIX = "base_model.model."
+MLX_WEIGHTS = "adapters.safetensors"
 MAX_ADAPTER_CONFIG_BYTES = 1 << 20
 RANKS, ALPHAS = "rank_pattern", "alpha_pattern"
-_PART = re.compile(r"(.*)\.lora_(?:(embedding_)?([AB])|(magnitude_vector))(?:\.weight)?")
+_PART = re.compile(
+    r"(.*)\.lora_(?:(embedding_)?([AB])|(magnitude_vector))(?:\.(?!(?:weight|bias)$)([^.]+))?(?:\.weight)?"
+)
+"""A part of a pair. The state of a model has the adapter's name in it: `lora_A.default.weight`."""
 MAGNITUDE = "magnitude"
 TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 """The end of the name of the rows of single tokens."""
@@ -48,6 +53,7 @@ class Adapter:
         digest: hash of its two files.
         changes: by the name of the tensor.
         folder: with its two files, on this machine.
+        alpha: `lora_alpha` of adapter_config.json.
         experts: changes of parameters that hold all experts of a layer.
         is_on_hub: whether the name is a Hub id.
     """
@@ -57,6 +63,7 @@ class Adapter:
     digest: str
     changes: Mapping[str, Change]
     folder: Path
+    alpha: float
     experts: tuple[ExpertChange, ...] = ()
     is_on_hub: bool = False
 
@@ -90,26 +97,11 @@ def read_adapter(given: str) -> Adapter:
     weights = folder / ADAPTER_WEIGHTS
     file = AdapterFile(weights)
     _, _, infos = read_header(weights)
-    pairs: dict[str, dict[str, TensorInfo]] = {}
-    embeddings: set[str] = set()
-    whole: dict[str, TensorInfo] = {}
-    unknown = []
-    for info in infos:
-        name = info.name.removeprefix(PEFT_PREFIX)
-        found = _PART.fullmatch(name)
-        if name == info.name or (found is None and ".lora_" in name):
-            unknown.append(info.name)
-        elif found is None:
-            whole[name] = info
-        elif len(info.shape) != (1 if found[4] else 2):
-            unknown.append(info.name)
-        else:
-            pairs.setdefault(found[1], {})[found[3] or MAGNITUDE] = info
-            embeddings |= {found[1]} if found[2] else set()
+    pairs, embeddings, whole, unknown = _parts(infos, weights)
     tokens = {name.removesuffix(TOKEN_ROWS): whole.pop(name) for name in list(whole) if name.endswith(TOKEN_ROWS)}
     # With an adapted embedding PEFT saves the unchanged matrix too.
     whole = {name.replace(NESTED, ""): x for name, x in whole.items() if not name.endswith(f"{NESTED}.weight")}
-    unknown += [part.name for pair in pairs.values() if not {"A", "B"} <= pair.keys() for part in pair.values()]
+    halves = [part.name for pair in pairs.values() if not {"A", "B"} <= pair.keys() for part in pair.values()]
     unknown += [pairs[name][MAGNITUDE].name for name in embeddings if MAGNITUDE in pairs[name]]
     targets = config.get("target_parameters") or ()
     if config.get("use_dora") and not any(MAGNITUDE in pair for pair in pairs.values()):
@@ -120,6 +112,12 @@ def read_adapter(given: str) -> Adapter:
             f"{weights} has tensors that are no part of LoRA as it is implemented",
             details=shorten(unknown),
             hint="merge the adapter with peft first",
+        )
+    if halves:
+        raise SourceError(
+            f"{weights} lacks a matrix of each pair that these belong to",
+            details=shorten(halves),
+            hint="save the adapter again: peft takes a missing matrix for 0",
         )
     named = [(f"{path}, {key}", _ending(end)) for key in (RANKS, ALPHAS) for end in config.get(key) or {}]
     check_patterns(named, [*pairs, *map(".".join, experts.values())], ConfigError, method="match")
@@ -163,7 +161,59 @@ def read_adapter(given: str) -> Adapter:
     contents = f"{hash_bytes(data)} {hash_file(weights)}"
     file.check_unchanged()
     digest = hash_bytes(contents.encode())["xxh3_128"]
-    return Adapter(place, weight, digest, changes, folder, tuple(of_experts), is_on_hub=_is_hub_id(place))
+    return Adapter(
+        place, weight, digest, changes, folder, config["lora_alpha"], tuple(of_experts), is_on_hub=_is_hub_id(place)
+    )
+
+
+def _parts(
+    infos: Sequence[TensorInfo], weights: Path
+) -> tuple[dict[str, dict[str, TensorInfo]], set[str], dict[str, TensorInfo], list[str]]:
+    """Returns the pairs by module, which of these are of embeddings, the tensors that were trained as a whole, and the
+    names that are none of these."""
+    pairs: dict[str, dict[str, TensorInfo]] = {}
+    embeddings: set[str] = set()
+    whole: dict[str, TensorInfo] = {}
+    adapters: set[str | None] = set()
+    unknown, twice = [], []
+    # A model of transformers saves its adapter without PEFT's prefix.
+    is_bare = not any(TRAINERS.match(info.name) for info in infos)
+    for info in infos:
+        name = as_peft_names(info.name)
+        found = _PART.fullmatch(name)
+        adapters |= {found[5]} if found else set()
+        if not (is_bare or TRAINERS.match(info.name)) or (found is None and ".lora_" in name):
+            unknown.append(info.name)
+        elif name in whole or (found and (found[3] or MAGNITUDE) in pairs.get(found[1], ())):
+            twice.append(info.name)
+        elif found is None:
+            whole[name] = info
+        elif len(info.shape) != (1 if found[4] else 2):
+            unknown.append(info.name)
+        else:
+            pairs.setdefault(found[1], {})[found[3] or MAGNITUDE] = info
+            embeddings |= {found[1]} if found[2] else set()
+    if not infos:
+        raise SourceError(
+            f"{weights} has no tensors",
+            hint="save the adapter again: sharded parameters (DeepSpeed ZeRO-3, FSDP) must be gathered first",
+        )
+    if len(adapters) > 1:
+        raise UnsupportedConfig(
+            f"{weights} has several adapters: {', '.join(sorted(map(str, adapters)))}",
+            hint="save them by `save_pretrained` of peft, which writes a folder for each",
+        )
+    if twice:
+        raise SourceError(f"{weights} has a part twice: {twice[0]}", hint="save the adapter again")
+    return pairs, embeddings, whole, unknown
+
+
+def name_for_peft(name: str) -> str:
+    """Returns the name that peft saves for a tensor of an adapter, which a trainer may have spelled another way."""
+    name = as_peft_names(name)
+    if (found := _PART.fullmatch(name)) and found[5]:
+        name = name[: found.start(5) - 1] + name[found.end(5) :]
+    return f"{PEFT_PREFIX}{name}"
 
 
 def _ending(pattern: str) -> str:
@@ -215,8 +265,20 @@ def _folder(place: str) -> Path:
         )
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
-            raise UsageError(f"{place} is no LoRA adapter: it has no {name}", hint="give a folder that peft wrote")
+            raise UsageError(f"{place} is no LoRA adapter: it has no {name}", hint=_what_to_give(place, folder))
     return folder
+
+
+def _what_to_give(place: str, folder: Path) -> str:
+    """Returns what to give in place of a folder that is no adapter."""
+    if (folder / MLX_WEIGHTS).is_file():
+        return "mlx-lm wrote it: add it to the model by `mlx_lm.fuse`, and convert that"
+    within = sorted(
+        (path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}")), key=lambda name: (len(name), name)
+    )
+    if within:
+        return f"give an adapter within it, such as {place.rstrip('/')}/{within[-1]}"
+    return "give a folder that peft wrote"
 
 
 def _is_hub_id(place: str) -> bool:

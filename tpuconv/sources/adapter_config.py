@@ -47,6 +47,14 @@ REFUSED = frozenset(
 )
 """Keys that change weights in a way that is not implemented, unless they are false or empty."""
 
+NEVER_MERGED = frozenset(
+    (
+        *("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT"),
+        *("CARTRIDGE", "POLY", "XLORA"),
+    )
+)
+"""Methods without `merge_and_unload`."""
+
 INITIALISATION = "init_lora_weights"
 CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `INITIALISATION`: those that change the weights of the model too, by what the file does not
@@ -64,8 +72,13 @@ def check_adapter_config(config: Mapping[str, Any], path: Path) -> None:
         ConfigError: a value has the wrong type.
         UnsupportedConfig: it says so. All such keys are listed.
     """
-    if config.get("peft_type") != "LORA":
-        raise UnsupportedConfig(f"{path}: peft_type={config.get('peft_type')!r} is not implemented, only LORA")
+    if (kind := config.get("peft_type")) != "LORA":
+        raise UnsupportedConfig(
+            f"{path}: peft_type={short(kind)} is not implemented, only LORA",
+            hint="peft computes with it beside the weights, and merges it into none: serve it with peft"
+            if str(kind) in NEVER_MERGED
+            else "convert the model that `PeftModel.from_pretrained(...).merge_and_unload()` of peft returns",
+        )
     check(config, SCHEMA, str(path), ConfigError)
     faults = [
         f"{key}={short(value)}" + ("" if key in REFUSED else ", an unknown key")

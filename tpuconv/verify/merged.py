@@ -1,13 +1,17 @@
 """Adapters that a checkpoint has merged, merged into the reference too, by peft."""
 
+import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.errors import UsageError
-from tpuconv.sources.adapter import read_adapter
+from tpuconv.sources.adapter import name_for_peft, read_adapter
+from tpuconv.sources.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 WeightedAdapter = tuple[Path, float]
 """The local folder of an adapter, and the weight by which its changes are multiplied."""
@@ -62,5 +66,22 @@ def with_adapters(model: Any, adapters: Sequence[WeightedAdapter]) -> Any:
         config.alpha_pattern = {name: alpha * weight for name, alpha in (config.alpha_pattern or {}).items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft reads attributes that transformers renamed
-            model = PeftModel.from_pretrained(model, str(folder), config=config).merge_and_unload()
+            with _spelled_for_peft(folder) as own:
+                model = PeftModel.from_pretrained(model, str(own), config=config).merge_and_unload()
     return model
+
+
+@contextmanager
+def _spelled_for_peft(folder: Path) -> Iterator[Path]:
+    """Yields a folder with an adapter under the names that peft loads: it leaves out tensors of other names."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / ADAPTER_WEIGHTS)
+    names = {name: name_for_peft(name) for name in tensors}
+    if all(name == other for name, other in names.items()):
+        yield folder
+        return
+    with TemporaryDirectory() as copy:
+        shutil.copyfile(folder / ADAPTER_CONFIG, Path(copy) / ADAPTER_CONFIG)
+        save_file({other: tensors[name] for name, other in names.items()}, Path(copy) / ADAPTER_WEIGHTS)
+        yield Path(copy)

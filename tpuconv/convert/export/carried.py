@@ -1,11 +1,12 @@
 """Tensors that a conversion skipped, carried into an export: towers, projectors, layers that predict further tokens.
 
-They are read from the source of the checkpoint, which is first proved to be the same, and written byte for byte.
+They are read from the source of the checkpoint, which is first proved to be the same, and written byte for byte; of a
+plan with adapters as these change them.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.convert.export.tensor import ExportTensor
 from tpuconv.convert.plan.types import Plan, Skip
-from tpuconv.encodings.adapted import BY_ADAPTER
+from tpuconv.encodings.adapted import BY_ADAPTER, Adapted
 from tpuconv.encodings.tensors import decode_names, unused_reason
 from tpuconv.errors import SourceError, UsageError, shorten
 from tpuconv.location import BucketPath
@@ -28,14 +29,19 @@ from tpuconv.sources.reader import Reader
 from tpuconv.sources.shard import changed_shards
 from tpuconv.sources.source import Source
 
+CHANGED_AT_ONCE = 1 << 22
+"""Values of a tensor that an adapter changes in one go, which takes twelve times as many bytes."""
+
 
 @dataclass(frozen=True)
 class Carried:
-    """Tensors of a source that go into an export as they are. `skipped` are others that do not."""
+    """Tensors of a source that go into an export as they are, or as adapters have `changed` them. `skipped` are others
+    that do not."""
 
     source: Source
     tensors: tuple[ExportTensor, ...]
     skipped: tuple[Skip, ...] = ()
+    changed: Mapping[str, Adapted] = field(default_factory=dict)
 
     def read(self, names: Collection[str], opened: Reader | None) -> Iterator[tuple[ExportTensor, np.ndarray]]:
         """Yields each tensor that has one of the names, with its bytes, from a reader of the source if one is open.
@@ -46,9 +52,13 @@ class Carried:
         tensors = [tensor for tensor in self.tensors if tensor.name in names]
         with nullcontext(opened) if opened else closing(self.source.open(hashes=())) as reader:
             for tensor in tensors:
-                values = np.empty(tensor.nbytes, np.uint8)
-                reader.read(self.source.tensors[tensor.of], 0, values.data)
-                yield tensor, values.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+                values = np.empty(tensor.nbytes // DTYPES[tensor.dtype].itemsize, DTYPES[tensor.dtype])
+                if (adapted := self.changed.get(tensor.of)) is not None:
+                    for start in range(0, values.size, CHANGED_AT_ONCE):
+                        adapted.read(reader, start, np.empty(0, np.uint8), values[start : start + CHANGED_AT_ONCE])
+                else:
+                    reader.read(self.source.tensors[tensor.of], 0, values.view(np.uint8).data)
+                yield tensor, values.reshape(tensor.shape)
             reader.check_unchanged({self.source.tensors[tensor.of].shard for tensor in tensors})
 
     @property
@@ -111,8 +121,8 @@ def carried(manifest: Manifest, source: Source, table: MappingTable, config: Has
 
 
 def skipped_tensors(plan: Plan) -> Carried | None:
-    """Returns the unencoded tensors that a plan leaves out of its source; if the output stays encoded as released, the
-    encoded ones too. None if it leaves out nothing."""
+    """Returns the unencoded tensors that a plan leaves out of its source, as adapters change them; if the output stays
+    encoded as released, the encoded ones too. None if it leaves out nothing."""
     is_encoded = bool(plan.passthrough) and plan.quantization is None
     mapped = {name for array in plan.arrays.values() for name in array.sources}
     infos = [
@@ -123,7 +133,8 @@ def skipped_tensors(plan: Plan) -> Carried | None:
         and (is_encoded or (tensor.scheme is None and not unused_reason(name)))
         for info in tensor.stored
     ]
-    return _as_they_are(plan.source, infos) if infos else None
+    changed = {tensor.values.name: tensor for tensor in plan.tensors.values() if isinstance(tensor, Adapted)}
+    return replace(_as_they_are(plan.source, infos), changed=changed) if infos else None
 
 
 def split_skipped(plan: Plan) -> tuple[tuple[Skip, ...], int]:

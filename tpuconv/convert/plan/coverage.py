@@ -4,6 +4,7 @@ and shapes and dtypes fit. Faults are collected and raised together, before a by
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -23,12 +24,12 @@ from tpuconv.convert.plan.types import (
     Skip,
 )
 from tpuconv.convert.plan.units import Slab
-from tpuconv.encodings.adapted import BY_ADAPTER, Adapted, adapt
+from tpuconv.encodings.adapted import BY_ADAPTER, Adapted, Placed, adapt
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough_rows import Passthrough, pass_through
 from tpuconv.encodings.reshaped import recut, shaped
 from tpuconv.encodings.tensors import decode_names, is_encoded, unused_reason
-from tpuconv.errors import MappingError, UnsupportedConfig, UsageError
+from tpuconv.errors import MappingError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.models.common.ignored import IgnoredKey
 from tpuconv.models.common.saved import INPUTS_FIRST
 from tpuconv.models.registry import get_family
@@ -88,19 +89,20 @@ def make_plan(
     bindings = [b.swapped(partial(_is_input_first, tensors)) for b in cut_table.bind(cut_config, mtp)]
     expected = {name: shape for b in bindings for name, shape in b.src_shapes().items()}
     everywhere = {name for b in table.bind(config) for name in b.src_shapes()} if options.layers else set(expected)
+    known_copies = table.copies_of(config, mtp)
+    tensors = _with_originals(tensors, known_copies, everywhere)
     if options.adapters and options.encoding == "keep":
         raise UsageError("an adapter changes weights, so they cannot stay encoded", hint='leave out `encoding="keep"`')
     input_first = {name for b in bindings if b.row.input_first for name in b.src_shapes()}
     tensors = recut(shaped(tensors, expected), expected, table.recut_groups(config, mtp))
     parts = getattr(config, "parts", {})
-    reader = get_family(family).release_reader(table.returns, parts) if options.adapters else None
-    inputs_first = family in INPUTS_FIRST
-    placed_changes = (
-        changes_on_disk(options.adapters, reader, table.release, tensors, config, inputs_first=inputs_first)
-        if reader
-        else ()
-    )
-    known_copies = table.copies_of(config, mtp)
+    placed_changes: Sequence[Placed] = ()
+    if options.adapters:
+        whole = _with_carried(source, family, table, config, options) if target.is_safetensors else config
+        reader = get_family(family).release_reader(table.returns, getattr(whole, "parts", {}))
+        release = table.release if whole is config else reader.read(source.tensors, whole).release
+        inputs_first = family in INPUTS_FIRST
+        placed_changes = changes_on_disk(options.adapters, reader, release, tensors, whole, inputs_first=inputs_first)
     placed_changes, apart = of_shared_matrices(placed_changes, known_copies)
     heads = {copy: x for copy, x in known_copies.items() if copy not in expected and template(copy) == copy}
     placed_changes, untied = of_tied_head(placed_changes, heads)
@@ -131,7 +133,7 @@ def make_plan(
             unmapped.append(name)
             continue
         if isinstance(tensor, Adapted) and name not in everywhere:
-            lost += [name] if name in copies or target.is_safetensors else []
+            lost += [name] if name in copies or (target.is_safetensors and tensor.scheme is not None) else []
             reason += BY_ADAPTER
         skipped.setdefault(reason, []).extend(info.name for info in tensor.stored)
     faults += [f"{p}  is changed by an adapter, and not converted" for p in collapse(lost)]
@@ -335,6 +337,31 @@ def _strange_front(
     fits = all(speller.canonical(each) is not None for each in read)
     is_strange = not any(map(speller.canonical, by_template(names)))
     return [f"every name begins with {front!r}, and {FIT_WITHOUT}"] if fits and is_strange else []
+
+
+def _with_carried(source: Source, family: str, table: MappingTable, config: Any, options: Options) -> Any:
+    """Returns the config with the parts beside the text model, which are carried into safetensors: adapters change them
+    too. Without those that tpuconv does not read."""
+    own = get_family(family)
+    if not (parts := own.parts_among(source.tensors)):
+        return config
+    try:
+        return own.read_config(source.config, options.allow_config, source.tensors, table.returns, parts)
+    except TpuconvError:
+        return config
+
+
+def _with_originals(
+    tensors: dict[str, Tensor], copies: Mapping[str, str], expected: Collection[str]
+) -> dict[str, Tensor]:
+    """Returns the tensors with copies, which are not expected, in place of originals that are missing. Programs that
+    save a shared matrix once keep the name that they meet first, which may be the head's."""
+    found = {
+        copy: original
+        for copy, original in copies.items()
+        if template(copy) == copy and copy in tensors and copy not in expected and original not in tensors
+    }
+    return {found.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def _is_input_first(tensors: Mapping[str, Tensor], name: str) -> bool:

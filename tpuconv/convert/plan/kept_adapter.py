@@ -4,7 +4,6 @@ The source is the adapter. Its pairs, which are small, are moved to the target's
 planned. The model is needed for its config and the names of its tensors alone.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -61,7 +60,7 @@ def plan_kept_adapter(source: Source, family: Family, options: Options) -> Plan:
     released, pairs = _released(adapter, source, family, config, returns)
     kind = family.in_targets(source.config["model_type"])
     table, sizes = target_table(target, *kind, released, config, scan_layers=options.scan_layers)
-    alpha = _alpha(pairs)
+    alpha = adapter.alpha or 1.0  # a change of scale 0 is 0 by any alpha
     arrays: dict[str, StoredMatrix] = {}
     found: set[str] = set()
     faults = []
@@ -159,12 +158,6 @@ def _changes(adapter: Adapter, config: DecoderConfig) -> dict[str, Pair]:
         name: Pair(change.file.values(change.right), change.file.values(change.left), change.scaling)
         for name, change in found.items()
     }
-
-
-def _alpha(pairs: Mapping[str, Pair]) -> float:
-    """The alpha of most pairs."""
-    alphas = [pair.scale * pair.b.shape[-1] for pair in pairs.values()]
-    return float(Counter(alphas).most_common(1)[0][0])
 
 
 def _with_ranks(config: HasSizes, arrays: Mapping[str, StoredMatrix]) -> HasSizes:

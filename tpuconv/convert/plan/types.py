@@ -42,6 +42,16 @@ IS_MISSING = "  is missing"
 OTHER_DTYPE = "has another dtype than the tensors it is joined with"
 FIT_WITHOUT = "all of them fit without it"
 """In the faults of a tensor, and of a segment before all names."""
+OF_ADAPTERS = (
+    (r"^(\w+\.)*(score|classifier)\.\S*  is changed by the adapter .*, and not in the model",
+     "the adapter belongs to a classifier: load the base model by `AutoModelForSequenceClassification` of transformers "
+     "with its `num_labels`, save it, and convert that"),
+    (r"^(\w+\.)*(lm_head|embed_tokens|embed_in|embed_out|wte|word_embeddings)\.weight  has the shape .*, its change",
+     "the adapter has another vocabulary: call `resize_token_embeddings` of the base model with its number of rows, "
+     "save the model with its config.json, and convert that"),
+)  # fmt: skip
+"""The hints for plans all of whose faults match a pattern, of plans with adapters."""
+
 CAUSES = (
     (r" \[0\] \(.*should be", "the tensors were empty when they were saved, as DeepSpeed ZeRO 3 had divided them: join "
      "its shards by `python zero_to_fp32.py CHECKPOINT OUT --safe_serialization`, or save the model again with "
@@ -328,8 +338,8 @@ class Plan:
             )
         if self.faults:
             adapters = "that each adapter was trained on this model, " if self.options.adapters else ""
-            causes = () if self.options.adapters else CAUSES
-            known = (hint for pattern, hint in causes if any(re.search(pattern, fault) for fault in self.faults))
+            causes, kind = (OF_ADAPTERS, all) if self.options.adapters else (CAUSES, any)
+            known = (hint for pattern, hint in causes if kind(re.search(pattern, fault) for fault in self.faults))
             raise MappingError(
                 f"{count} tensor {'patterns' if count > 1 else 'pattern'} of {self.source.name} "
                 f"{'do' if count > 1 else 'does'} not match the {self.family} table",
