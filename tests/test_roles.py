@@ -191,6 +191,15 @@ def test_too_few_bits_are_an_error_with_the_range():
         chosen("qwen3", 3.5)
 
 
+def test_the_least_bits_that_an_error_names_are_enough(tmp_path):
+    """They are 4 1/3 here."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    source = random_checkpoint(tmp_path / "hf", qwen3_config(**sizes))
+    with pytest.raises(UsageError, match=r"the least are 4\.334\n"):
+        api.plan(source, quantize="auto:4.333")
+    api.plan(source, quantize="auto:4.334")
+
+
 @pytest.mark.parametrize("text", ["auto", "auto:", "auto:x", "auto:0", "auto:17", "auto:-4", "auto:4.5.5", "auto:nan"])
 def test_a_config_without_a_number_of_bits_is_an_error(text):
     with pytest.raises(UsageError, match="names no number of bits"):
