@@ -179,6 +179,13 @@ def test_microscaling_formats_stay_as_released_where_rules_ask_for_them(qtype, h
         api.convert(source, tmp_path / "kept", encoding="keep")
         api.export(tmp_path / "kept", tmp_path / "again", scheme="compressed-tensors")
         assert_same(read_tensors(tmp_path / "again"), want)
+    if qtype == "mxfp8":  # which are blocks of 1x32 to DeepSeek's scheme
+        rules.write_text("qwix:\n  rules:\n" + rule(".*mlp.*", weight_qtype="float8_e4m3fn"))
+        have = one_pass(source, tmp_path / "fp8", quantize=rules, scheme="fp8")
+        down = "model.layers.0.mlp.down_proj.weight"
+        assert same_bits(have[down], want[down])
+        exponents = want[f"{down}_scale"].astype(np.float32)
+        assert np.array_equal(have[f"{down}_scale_inv"], np.exp2(exponents - 127))
 
 
 def test_tensors_of_several_parameters_may_have_a_rule_for_each(hf, tmp_path):

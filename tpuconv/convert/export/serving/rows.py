@@ -114,7 +114,9 @@ class _Parameters:
         Raises:
             UsageError: the scheme has none.
         """
-        qtype, act = type_of(self.facts[0]), self.rule.get("act_qtype")
+        own, act = self.facts[0]["qtype"], self.rule.get("act_qtype")
+        kinds = (type_of(self.facts[0]), own)
+        qtype = next((kind for kind in kinds if (kind, act is not None) in FORMATS[self.scheme]), own)
         form = FORMATS[self.scheme].get((qtype, act is not None))
         if form is None or act not in (None, qtype):
             how = f"{qtype} with activations in {act}" if act else qtype
