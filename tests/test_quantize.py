@@ -822,6 +822,9 @@ def test_a_config_has_the_gates_that_it_names():
 def test_an_unknown_config_names_the_nearest():
     with pytest.raises(UsageError, match="did you mean int8_default"):
         find_config("int8_defualt")
+    with pytest.raises(UsageError) as error:
+        find_config(".")
+    assert (error.value.hint or "").startswith("`tpuconv quantize --list`")
 
 
 def test_errors_are_ours(tmp_path):

@@ -221,7 +221,7 @@ def find_config(name_or_path: str) -> QuantConfig:
     elif name in config_names() and path.parent == Path():
         data = (configs_folder() / f"{name}.yaml").read_bytes()
     else:
-        near = [c for c in config_names() if c.startswith(name)] or get_close_matches(name, config_names(), 1)
+        near = [c for c in config_names() if name and c.startswith(name)] or get_close_matches(name, config_names(), 1)
         raise UsageError(
             f"there is no quantization config '{name_or_path}'",
             hint=(f"did you mean {' or '.join(near)}? " if near else "")
