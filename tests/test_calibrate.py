@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +35,12 @@ from tpuconv.commands.flags import with_flags
 from tpuconv.errors import ConfigError, CorruptOutput, GateError, ResourceError, UsageError
 from tpuconv.models.logits import forward
 from tpuconv.models.registry import get_family
+from tpuconv.models.tokenizer import load_tokenizer
 from tpuconv.private import qarray
 from tpuconv.quantize.calibrate import gptq, scaled, smoothing, triangular
 from tpuconv.quantize.calibrate import run as calibrate
 from tpuconv.quantize.calibrate import stage as calibrate_stage
-from tpuconv.quantize.calibrate.data import from_ids, from_text
+from tpuconv.quantize.calibrate.data import EXAMPLE_LINE, from_ids, from_prompts, from_text
 from tpuconv.quantize.calibrate.descent import descended
 from tpuconv.quantize.calibrate.layers import LayerRunner
 from tpuconv.quantize.calibrate.memory import calibration_memory
@@ -723,6 +725,19 @@ def test_texts_that_cannot_be_calibrated_on(orbax, tmp_path):
     assert from_text(tokens, None, 4, 512).samples == 4
     with pytest.raises(UsageError, match="has no calibration"):
         api.quantize(orbax(ONE_OF_EACH["qwen3"], "bfloat16"), config="int8_weight_only", calibration="self")
+
+
+def test_prompts_that_cannot_be_calibrated_on(tmp_path):
+    file, tokens = tmp_path / "x.jsonl", load_tokenizer(EXAMPLE / "tiny-qwen3")
+    encoder: Any = SimpleNamespace(tokenizer=tokens, encode_with=lambda text, *_, **__: (list(range(len(text))), {}))
+    for line, message in (("{bad", "is not valid JSON"), ('{"text": "a"}', "prompt must be a text, and is absent")):
+        file.write_text('{"prompt": "a"}\n' + line)
+        with pytest.raises(UsageError, match=f"line 2 of .*{message}") as error:
+            from_prompts(file, encoder, 8, 4)
+        assert error.value.hint == f"write it such as {EXAMPLE_LINE}"
+    separators = "a\u2028b\x85c"  # lines to Python, not to JSON
+    file.write_text(json.dumps({"prompt": separators}, ensure_ascii=False) + "\r\n")
+    assert from_prompts(file, encoder, 8, 5).ids().tolist() == [list(range(5))]
 
 
 def test_how_much_text_there_is_and_what_to_do_with_too_little():

@@ -14,9 +14,10 @@ import pytest
 from helpers.attacks.made import folder_in_memory
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import assert_same
-from helpers.encoded import fp8, same_bits, write_encoded
+from helpers.encoded import GPT_OSS, fp8, mxfp4, same_bits, write_encoded
 from helpers.families import FIRST, one_fast_of_each, save
 from helpers.quantizing import ONE_OF_EACH
+from helpers.served import rule
 from tpuconv import api
 from tpuconv.convert.export import files as export_files
 from tpuconv.convert.export.exporting import describe_exporting
@@ -159,6 +160,46 @@ def test_blocks_that_the_rules_ask_for_stay_as_released(hf, tmp_path):
     assert_same(again, plain)
     two_steps = read_tensors(in_two_steps(source, tmp_path, "fp8_default"))
     assert not [name for name in have if "lm_head" not in name and not same_bits(have[name], two_steps[name])]
+
+
+@pytest.mark.parametrize("qtype", ["mxfp4 of gpt-oss", "mxfp4", "mxfp8"])
+def test_microscaling_formats_stay_as_released_where_rules_ask_for_them(qtype, hf, tmp_path):
+    """In one pass, from a checkpoint that copies them, and from one that keeps all encodings."""
+    source, rules = tmp_path / "mx", tmp_path / "mine.yaml"
+    if qtype == "mxfp4 of gpt-oss":
+        mxfp4(hf(GPT_OSS[0], "bfloat16"), source)
+        rules = "mxfp4_weight_only"
+    else:
+        rules.write_text("qwix:\n  rules:\n" + rule(".*mlp.*", weight_qtype=qtype, tile_size=32))
+        one_pass(hf(ONE_OF_EACH["qwen3"], "bfloat16"), source, quantize=rules)
+    want = read_tensors(source)
+    assert_same(one_pass(source, tmp_path / "out", quantize=rules), want)
+    assert_same(read_tensors(in_two_steps(source, tmp_path, rules)), want)
+    if qtype != "mxfp4 of gpt-oss":
+        api.convert(source, tmp_path / "kept", encoding="keep")
+        api.export(tmp_path / "kept", tmp_path / "again", scheme="compressed-tensors")
+        assert_same(read_tensors(tmp_path / "again"), want)
+    if qtype == "mxfp8":  # which are blocks of 1x32 to DeepSeek's scheme
+        rules.write_text("qwix:\n  rules:\n" + rule(".*mlp.*", weight_qtype="float8_e4m3fn"))
+        have = one_pass(source, tmp_path / "fp8", quantize=rules, scheme="fp8")
+        down = "model.layers.0.mlp.down_proj.weight"
+        assert same_bits(have[down], want[down])
+        exponents = want[f"{down}_scale"].astype(np.float32)
+        assert np.array_equal(have[f"{down}_scale_inv"], np.exp2(exponents - 127))
+
+
+def test_tensors_of_several_parameters_may_have_a_rule_for_each(hf, tmp_path):
+    """Of one type: `auto` has a rule for each role."""
+    api.plan(hf(ONE_OF_EACH["mamba"], "bfloat16"), target="huggingface", quantize="auto:16")
+    source, rules = hf(ONE_OF_EACH["phi3"], "bfloat16"), tmp_path / "mine.yaml"
+    q, others = (rule(f".*attn/{name}", weight_qtype="int8") for name in ("q", "(k|v)"))
+    rules.write_text(f"qwix:\n  rules:\n{q}{others}")
+    have = one_pass(source, tmp_path / "out", quantize=rules)
+    rules.write_text("qwix:\n  rules:\n" + rule(".*attn/(q|k|v)", weight_qtype="int8"))
+    assert_same(have, one_pass(source, tmp_path / "one", quantize=rules))
+    rules.write_text(f"qwix:\n  rules:\n{q}" + rule(".*attn/(k|v)", weight_qtype="int8", act_qtype="int8"))
+    with pytest.raises(UsageError, match="are joined in one tensor, and not quantized alike"):
+        api.plan(source, target="huggingface", quantize=rules)
 
 
 @pytest.mark.parametrize(

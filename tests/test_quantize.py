@@ -647,12 +647,44 @@ qwix:
         ("[{module_path: '(', weight_qtype: int8}]", "is not a regular expression"),
         ("[{module_path: '(((.+)+)+)+!', weight_qtype: int8}]", "takes too long"),
         ("[{module_path: 'layers/.*/.*', weight_qtype: int4, tile_size: 48}]", "line 1, does not divide axis 0, of"),
+        ("[{module_path: 'layers/.*/mlp/.*', weight_qtype: int4, tile_size: 0.3}]", "tile_size 0.3 of c, line 1"),
+        ("[{module_path: 'embed', weight_qtype: int8}]", "'embed' matches the embedding alone, which stays as it is"),
+        (
+            "[{module_path: '.*mlp.*', weight_qtype: int8, op_names: [dot]}]",
+            "'.*mlp.*' matches no module with the op_names dot",
+        ),
     ],
 )
 def test_a_rule_that_cannot_be_meant_is_an_error(rules, message):
     with pytest.raises(ConfigError) as info:
         resolve_rules(qwen3_build(), parse_config(f"qwix: {{rules: {rules}}}".encode(), "c", "c.yaml"))
     assert message in str(info.value)
+
+
+def test_a_head_that_is_the_embedding_is_told():
+    rules = parse_config(b"qwix: {rules: [{module_path: lm_head, weight_qtype: int8}]}", "c", "c.yaml")
+    with pytest.raises(ConfigError, match="'lm_head' matches no module with a product") as error:
+        resolve_rules(qwen3_build(tie_word_embeddings=True), rules)
+    assert (error.value.hint or "").startswith("the head is the embedding, which stays as it is; modules have names")
+    assert (error.value.hint or "").endswith("layers/0/mlp/down")
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("qwix:\n\trules: []", "indent with spaces"),
+        ("qwix: {}\n---\nqwix: {}", "write one config in a file, without ---"),
+        ("qwix: &a {}", "write the value out"),
+        ("qwix: !!map {}", "leave it out"),
+        ("- a", "write {qwix: ...}"),
+        ("qwix: {rules: 1}", "write [...], or a line with a dash for each item"),
+        ("qwix: {rules: [{weight_qtype: int8, tile_size: '32'}]}", "leave out the quotes"),
+    ],
+)
+def test_what_to_do_about_a_bad_config(text, hint):
+    with pytest.raises(ConfigError) as info:
+        parse_config(text.encode(), "c", "c.yaml")
+    assert info.value.hint == hint
 
 
 def test_rules_of_a_manifest_are_not_matched_for_ever_either():
@@ -790,6 +822,9 @@ def test_a_config_has_the_gates_that_it_names():
 def test_an_unknown_config_names_the_nearest():
     with pytest.raises(UsageError, match="did you mean int8_default"):
         find_config("int8_defualt")
+    with pytest.raises(UsageError) as error:
+        find_config(".")
+    assert (error.value.hint or "").startswith("`tpuconv quantize --list`")
 
 
 def test_errors_are_ours(tmp_path):

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from helpers.checkpoints import qwen3_config, random_checkpoint
 from helpers.configs import config_json
 from tpuconv import api
+from tpuconv.api import auto_recipes
 from tpuconv.api.auto_recipes import UNMEASURED
 from tpuconv.api.opened import OpenedModel
 from tpuconv.api.recipes import SensitivityRequest, inputs_of
@@ -189,6 +190,21 @@ def test_stacked_layers_get_the_same_types():
 def test_too_few_bits_are_an_error_with_the_range():
     with pytest.raises(UsageError, match=r"3\.5 bits .* too few .* the least are 4\.1"):
         chosen("qwen3", 3.5)
+
+
+def test_the_least_bits_that_an_error_names_are_enough(tmp_path):
+    """They are 4 1/3 here."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    source = random_checkpoint(tmp_path / "hf", qwen3_config(**sizes))
+    with pytest.raises(UsageError, match=r"the least are 4\.334\n"):
+        api.plan(source, quantize="auto:4.333")
+    api.plan(source, quantize="auto:4.334")
+
+
+def test_bits_that_cannot_be_reached_are_refused_before_costs_are_measured(converted, tmp_path, monkeypatch):
+    monkeypatch.setattr(auto_recipes, "sensitivity", None)
+    with pytest.raises(UsageError, match=r"2 bits a weight cannot be reached: this model can have 4\.5000 to"):
+        api.quantize(converted / "tiny-qwen3-orbax", tmp_path / "out", config="auto:2")
 
 
 @pytest.mark.parametrize("text", ["auto", "auto:", "auto:x", "auto:0", "auto:17", "auto:-4", "auto:4.5.5", "auto:nan"])

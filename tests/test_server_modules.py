@@ -122,6 +122,7 @@ def test_what_servers_join_is_quantized_alike(pair):
         describe_encoding(IN_COMPRESSED, {INT8: [one]}, [other])
     assert one in error.value.message
     assert other in error.value.message
+    assert '`target="huggingface"`' in error.value.hint
     with pytest.raises(UsageError, match="are not quantized alike"):
         describe_encoding(IN_COMPRESSED, {INT8: [other], INT4: [one]}, [])
     describe_encoding(IN_COMPRESSED, {INT8: [one, other.replace("layers.0", "layers.1")]}, [])

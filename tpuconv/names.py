@@ -8,6 +8,8 @@ from math import prod
 
 MANIFEST = "tpuconv.json"
 """File name of the manifest; see `tpuconv.storage.sealed`."""
+AUTO_NAME = "auto-"
+"""How the name of a quantization begins whose rules were chosen for a number of bits."""
 LAYOUTS = "layouts.json"
 """File name of `tpuconv.checkpoint.device_layouts`."""
 

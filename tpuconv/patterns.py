@@ -64,19 +64,24 @@ def check_patterns(
     # -I: the child imports no modules from the current folder or the environment.
     command = [sys.executable, "-I", "-S", "-c", _CHILD]
     request = json.dumps([seconds, method, tried, unique_names]).encode()
-    why = ""
+    why, is_starved = "", False
     try:
         done = subprocess.run(command, input=request, capture_output=True, timeout=WALL_SECONDS, check=False)
         if done.returncode == 0:
             return
         out, why = done.stdout, done.stderr.decode(errors="replace").strip() if done.returncode > 0 else ""
     except subprocess.TimeoutExpired as e:
-        out = e.stdout or b""
+        out, is_starved = e.stdout or b"", True
     pattern = tried[max(0, len(out.splitlines()) - 1)]
     where = next(place for place, candidate in patterns if candidate == pattern)
     shown = repr(pattern if len(pattern) <= 200 else f"{pattern[:200]}...")
     if why:
         raise error(f"{where}: {shown} is not a regular expression: {why.splitlines()[-1][:200]}")
+    if is_starved:
+        raise error(
+            f"{where}: {shown} could not be tested within {WALL_SECONDS:g} s: the test got too little processor time",
+            hint="run the command again when this machine is less busy",
+        )
     raise error(
         f"{where}: matching {shown} takes too long",
         hint="avoid nested repetitions: write .* instead of (.*)*",

@@ -15,7 +15,7 @@ from tpuconv.progress import Listener
 
 if TYPE_CHECKING:
     from tpuconv.quantize.config import QuantConfig
-    from tpuconv.quantize.recipe.search import ParamGroup
+    from tpuconv.quantize.recipe.search import ParamGroup, SearchSpace
 
 UNMEASURED = "planned by the roles of parameters: `quantize` measures the costs of groups first, and may choose others"
 
@@ -29,8 +29,12 @@ def measured_rules(
     Raises:
         TpuconvError: see `tpuconv.api.sensitivity`, and `tpuconv.quantize.recipe.search.choose`.
     """
+    from tpuconv.quantize.recipe.groups import find_choices
+
     if not _is_measurable(opened):
         return rules
+    assert rules.target_bits is not None
+    _counted(find_choices(opened.manifest).space.groups).check(rules.target_bits)
     measured = sensitivity(
         opened.manifest.folder,
         calibration=text.calibration,
@@ -66,14 +70,22 @@ def _is_measurable(opened: OpenedModel) -> bool:
         return opened.plan is None and not opened.manifest.returns and has_tokenizer(folder)
 
 
+def _counted(groups: "Sequence[ParamGroup]") -> "SearchSpace":
+    """Returns the groups whose bits count: of layers. The head stays as it is."""
+    from tpuconv.quantize.recipe.search import SearchSpace
+
+    layers = tuple(group for group in groups if group.path.startswith("layers/"))
+    return SearchSpace(layers, sum(group.count for group in layers), 0)
+
+
 def _cheapest(rules: "QuantConfig", groups: "Sequence[ParamGroup]") -> "QuantConfig":
-    """Returns the rules that cost least at this number of bits per quantized weight. The head stays as it is."""
+    """Returns the rules that cost least at this number of bits per quantized weight."""
     from tpuconv.quantize.config import parse_config
     from tpuconv.quantize.recipe import search
 
     assert rules.target_bits is not None
-    layers = tuple(group for group in groups if group.path.startswith("layers/"))
-    space = search.SearchSpace(layers, sum(group.count for group in layers), 0)
+    space = _counted(groups)
+    layers = space.groups
     chosen = search.choose(space, rules.target_bits)
     cost = sum(option.kl for option in chosen)
     summary = f"{space.bits(chosen):.3f} bits per quantized weight, KL {cost:.2g} by the sum of measured groups"

@@ -132,6 +132,9 @@ FLOAT_SCALES = ("F16", "BF16", "F32")
 """Dtypes of scales that are numbers."""
 POWERS_OF_TWO = ("U8", "F8_E8M0")
 """Dtypes of scales that are exponents of two."""
+MX_BLOCK = 32
+MX_TYPES: Mapping[str, str] = {"float4_e2m1fn": "mxfp4", "float8_e4m3fn": "mxfp8"}
+"""Qwix's names of types in blocks of `MX_BLOCK` with scales in powers of two (OCP Microscaling Formats v1.0)."""
 
 STATED_SHAPE = ".weight_shape"
 """The suffix of the tensor in which compressed-tensors says the shape of packed values."""

@@ -13,7 +13,7 @@ from tpuconv.convert.plan.types import Plan
 from tpuconv.convert.run.describe import planned_manifest
 from tpuconv.encodings.adapted import Adapted
 from tpuconv.encodings.decode import Tensor
-from tpuconv.encodings.scheme import POWERS_OF_TWO
+from tpuconv.encodings.scheme import MX_BLOCK, MX_TYPES, POWERS_OF_TWO
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.periods import LayerStacks
@@ -25,11 +25,6 @@ from tpuconv.quantize.report import report_page
 if TYPE_CHECKING:
     from tpuconv.quantize.calibrate.data import CalibrationData
     from tpuconv.quantize.rules import ParamQuant
-
-MX_BLOCK = 32
-MX_TYPES = {"float4_e2m1fn": "mxfp4", "float8_e4m3fn": "mxfp8"}
-"""Qwix's names of types in blocks of `MX_BLOCK` with scales in powers of two (OCP Microscaling Formats v1.0)."""
-
 
 HEAD_KERNEL = "lm_head.kernel"
 HEAD_NOTE = (

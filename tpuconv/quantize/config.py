@@ -27,7 +27,7 @@ from tpuconv.errors import ConfigError, CorruptOutput, UsageError
 from tpuconv.jsonfile import read_bytes
 from tpuconv.location import BucketPath, to_location
 from tpuconv.models.common.beside import AUDIO, VIDEO, VISION
-from tpuconv.names import MANIFEST
+from tpuconv.names import AUTO_NAME, MANIFEST
 from tpuconv.notation.table import MTP_PARAMETERS
 from tpuconv.quantize.calibration_settings import Calibration, parse_calibration
 from tpuconv.quantize.strict_yaml import MAX_CONFIG_BYTES, YamlValue, compose, node_text, yaml_node
@@ -63,6 +63,10 @@ MTP_MODULE = MTP_PARAMETERS.removesuffix(".")
 NAMED_ALONE = (VISION, VIDEO, AUDIO, MTP_MODULE)
 """The parts beside the text model, and the module for multi-token prediction. A rule for all modules leaves them
 alone."""
+
+EMBEDDING = "embed"
+"""The module whose matrix is looked up, and in some models multiplied too. Qwix would quantize it for the product, and
+the look-up could not read it."""
 
 AUTO = "auto:"
 """The beginning of a config that names a number of bits."""
@@ -217,7 +221,7 @@ def find_config(name_or_path: str) -> QuantConfig:
     elif name in config_names() and path.parent == Path():
         data = (configs_folder() / f"{name}.yaml").read_bytes()
     else:
-        near = [c for c in config_names() if c.startswith(name)] or get_close_matches(name, config_names(), 1)
+        near = [c for c in config_names() if name and c.startswith(name)] or get_close_matches(name, config_names(), 1)
         raise UsageError(
             f"there is no quantization config '{name_or_path}'",
             hint=(f"did you mean {' or '.join(near)}? " if near else "")
@@ -233,7 +237,7 @@ def _auto_config(text: str) -> QuantConfig:
             f"'{text}' names no number of bits", hint=f"write auto:4.5: bits per quantized weight, up to {MOST_BITS}"
         )
     return QuantConfig(
-        f"auto-{float(bits):g}", f"{float(bits):g} bits per quantized weight", (), target_bits=float(bits)
+        f"{AUTO_NAME}{float(bits):g}", f"{float(bits):g} bits per quantized weight", (), target_bits=float(bits)
     )
 
 
@@ -252,7 +256,7 @@ def parse_config(data: bytes, name: str, path: str) -> QuantConfig:
 
 
 def _parse_root(root: YamlValue, name: str) -> QuantConfig:
-    top = root.mapping("summary", "qwix", "gates", "calibration")
+    top = root.mapping("qwix", "summary", "gates", "calibration")
     if "qwix" not in top:
         raise root.error("has no 'qwix'", hint="a config is {qwix: {rules: [...]}}")
     qwix = top["qwix"].mapping("use_abstract_model", "scale_dtype", "rules")

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from tpuconv.errors import ConfigError
 from tpuconv.patterns import check_patterns
-from tpuconv.quantize.config import MTP_MODULE, QuantConfig
+from tpuconv.quantize.config import EMBEDDING, MTP_MODULE, QuantConfig
 
 
 def check_rules(config: QuantConfig, modules: Iterable[str]) -> None:
@@ -46,12 +46,18 @@ def check_used(config: QuantConfig, modules: Sequence[str], unmatched: Collectio
         ConfigError: a rule does nothing.
     """
     faults, shadowed, of_mtp = [], False, False
+    named = [path for path in modules if path != EMBEDDING]
     for i, rule in enumerate(config.rules):
-        matched = [path for path in modules if rule.matches(path)]
-        if i in unmatched and matched:
-            earlier_line = config.rules[config.rule_of(matched[0])].line
+        first = next((config.rule_of(path) for path in named if rule.matches(path)), None)
+        if i in unmatched and first == i:
+            operations = ", ".join(rule.op_names)
+            faults.append(f"line {rule.line}: '{rule.module_path}' matches no module with the op_names {operations}")
+        elif i in unmatched and first is not None:
+            earlier_line = config.rules[first].line
             faults.append(f"line {rule.line}: '{rule.module_path}': line {earlier_line} already matches these modules")
             shadowed = True
+        elif i in unmatched and rule.matches(EMBEDDING):
+            faults.append(f"line {rule.line}: '{rule.module_path}' matches the embedding alone, which stays as it is")
         elif i in unmatched:
             faults.append(f"line {rule.line}: '{rule.module_path}' matches no module with a product")
             of_mtp |= rule.names_part(MTP_MODULE)
@@ -63,9 +69,10 @@ def check_used(config: QuantConfig, modules: Sequence[str], unmatched: Collectio
             + ("has no effect" if len(faults) == 1 else "have no effect"),
             details=faults,
             hint=("the first rule that matches counts: put the narrower one first; " if shadowed else "")
+            + ("the head is the embedding, which stays as it is; " if len(named) < len(modules) else "")
             + ("the module for multi-token prediction is converted by `include_mtp=True`; " if of_mtp else "")
             + "modules have names like "
-            + ", ".join(_examples(modules)),
+            + ", ".join(_examples(named)),
         )
 
 

@@ -17,15 +17,11 @@ from tpuconv.private import apply_interceptors, flax_util, ptq, qarray
 from tpuconv.private import qwix_einsum as einsum
 from tpuconv.private import qwix_ragged_dot as ragged_dot
 from tpuconv.quantize import tiled
-from tpuconv.quantize.config import MTP_MODULE, QuantConfig
+from tpuconv.quantize.config import EMBEDDING, MTP_MODULE, QuantConfig
 
 TOKENS = 1024
 """The number of tokens in the call that shows Qwix every product: enough that no product takes a path for few
 tokens."""
-
-EMBEDDING = "embed"
-"""The module whose matrix is looked up, and in some models multiplied too. Qwix would quantize it for the product, and
-the look-up could not read it."""
 
 
 class Provider(qwix.PtqProvider):  # type: ignore[misc]

@@ -199,9 +199,7 @@ def _resolved(build: Callable[[], Any], config: QuantConfig, stacks: LayerStacks
         jax.eval_shape(trace)
     except ValueError as e:
         if match := UNTILED.search(str(e)):
-            raise _tile_error(
-                build, config, tuple(map(int, match[1].split(","))), int(match[2]), int(match[3])
-            ) from None
+            raise _tile_error(build, config, tuple(map(int, match[1].split(","))), int(match[2]), match[3]) from None
         raise
     used = {quant.rule for quant in param_quants.values()}
     check_used(config, list(provider.seen_modules), provider.unused(), used)
@@ -266,12 +264,12 @@ def _tiled_along_all(quant: ParamQuant) -> ParamQuant:
     return replace(quant, group_shape=group_shape, qwix_how=how)
 
 
-UNTILED = re.compile(r"\(([\d, ]+?),?\) cannot be tiled as {(\d+): (\d+)")
+UNTILED = re.compile(r"\(([\d, ]+?),?\) cannot be tiled as {(\d+): ([\d.e-]+)")
 """The message of Qwix for an axis that a tile size does not divide: the shape of the parameter, the axis, the tile
 size."""
 
 
-def _tile_error(build: Callable[[], Any], config: QuantConfig, shape: Shape, axis: int, tile: int) -> ConfigError:
+def _tile_error(build: Callable[[], Any], config: QuantConfig, shape: Shape, axis: int, tile: str) -> ConfigError:
     """Returns the error for a tile size that does not divide an axis, with the parameters and the sizes that would."""
     state = nnx.to_flat_state(nnx.state(nnx.eval_shape(build), nnx.Param))
     wrong: dict[str, Rule] = {}

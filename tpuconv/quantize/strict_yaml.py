@@ -16,6 +16,13 @@ from tpuconv.jsonfile import short
 MAX_CONFIG_BYTES, MAX_DEPTH = 1 << 20, 20
 LEAST_NUMBER = -1e6
 
+YAML_HINTS = {
+    "escape": "write patterns in single quotes, where \\ is a character",
+    "'\\t'": "indent with spaces",
+    "another document": "write one config in a file, without ---",
+}
+"""Hints for faults of YAML, by a part of PyYAML's message."""
+
 _OCTAL = re.compile(r"[+-]?0\d")
 
 
@@ -27,9 +34,9 @@ def compose(data: bytes, path: str) -> yaml.Node:
         depth = 0
         for event in yaml.parse(data, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-                raise _error_at(path, event, "anchors and aliases are not allowed")
+                raise _error_at(path, event, "anchors and aliases are not allowed", "write the value out")
             if getattr(event, "tag", None):
-                raise _error_at(path, event, "tags are not allowed")
+                raise _error_at(path, event, "tags are not allowed", "leave it out")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:
                 raise _error_at(path, event, "nested too deep")
@@ -38,7 +45,7 @@ def compose(data: bytes, path: str) -> yaml.Node:
         mark = getattr(e, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(e, "problem", None) or str(e)
-        hint = "write patterns in single quotes, where \\ is a character" if "escape" in problem else None
+        hint = next((hint for word, hint in YAML_HINTS.items() if word in problem), None)
         raise ConfigError(f"{path} is not valid YAML{place}: {problem}", hint=hint) from None
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} is not text: {e}") from None
@@ -96,7 +103,7 @@ class YamlValue:
     def mapping(self, *known: str) -> dict[str, "YamlValue"]:
         """Returns the values by key. Raises ConfigError for an unknown or duplicate key."""
         if not isinstance(self.node, yaml.MappingNode):
-            raise self.error(f"must be a mapping with {', '.join(known)}")
+            raise self.error(f"must be a mapping with {', '.join(known)}", hint=f"write {{{known[0]}: ...}}")
         out: dict[str, YamlValue] = {}
         for key, value in self.node.value:
             if key.value not in known:
@@ -113,7 +120,7 @@ class YamlValue:
     def sequence(self) -> Iterator["YamlValue"]:
         """Yields the items."""
         if not isinstance(self.node, yaml.SequenceNode):
-            raise self.error("must be a list")
+            raise self.error("must be a list", hint="write [...], or a line with a dash for each item")
         for item in self.node.value:
             yield YamlValue(item, self.path, f"an item of {self.name}")
 
@@ -142,7 +149,9 @@ class YamlValue:
         error."""
         text = str(self.node.value)
         if self._tag() not in ("int", "float") or len(text) > 100 or _OCTAL.match(text):
-            raise self.error(f"must be a number, not {text[:80]!r}")
+            is_text = self._tag() == "str" and text.replace(".", "", 1).isdigit()
+            hint = "leave out the quotes" if is_text else None
+            raise self.error(f"must be a number, not {text[:80]!r}", hint=hint)
         try:
             number = int(text) if self._tag() == "int" else float(text)
         except ValueError:

@@ -8,7 +8,7 @@ from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.convert.export.array_source import ArraySource, exported_config
 from tpuconv.convert.export.carried import Carried
 from tpuconv.convert.export.serving.caches import with_cache_scales
-from tpuconv.convert.export.serving.formats import IN_COMPRESSED, IN_MXFP4
+from tpuconv.convert.export.serving.formats import IN_COMPRESSED, IN_MXFP4, type_of
 from tpuconv.errors import UsageError
 from tpuconv.models.common.saved import BY_TRANSFORMERS, saved_release
 from tpuconv.models.eagle3.formats import EAGLE3, SGLANG
@@ -130,7 +130,7 @@ def released_table(
 def _scheme_of(manifest: Manifest, family: Family, raw: Mapping[str, Any]) -> str:
     """Returns the scheme in which servers read the types of a checkpoint: compressed-tensors; MXFP4's own where
     releases of the family have other tensors in it."""
-    types = {facts["qtype"] for facts in (manifest.quantization or {})["parameters"].values()}
+    types = {type_of(facts) for facts in (manifest.quantization or {})["parameters"].values()}
     plain = _read(manifest, family, without_encoding(raw))
     if types == {IN_MXFP4} and _read(manifest, family, _encoded(raw, IN_MXFP4)) != plain:
         return IN_MXFP4

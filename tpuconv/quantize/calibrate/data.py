@@ -144,7 +144,8 @@ def from_prompts(file: Path, encoder: PromptEncoder, samples: int, length: int) 
         UsageError: the file has another form; or a prompt with images or sounds has more tokens than a sample, or see
             `tpuconv.models.text_generator.PromptEncoder.encode_with`.
     """
-    lines = [line for line in enumerate(read_text(file).splitlines(), 1) if line[1].strip()][:samples]
+    # Not splitlines(): a string of JSON may have separators of lines other than \n.
+    lines = [line for line in enumerate(read_text(file).split("\n"), 1) if line[1].strip()][:samples]
     if not lines:
         raise UsageError(f"{file} has no prompt", hint=f"give a line for each, such as {EXAMPLE_LINE}")
     _, filling = text_ids(encoder.tokenizer, default_text())
@@ -152,7 +153,10 @@ def from_prompts(file: Path, encoder: PromptEncoder, samples: int, length: int) 
     features: list[Mapping[str, np.ndarray]] = []
     for number, line in lines:
         what = f"line {number} of {file}"
-        prompt = check(parse(line.encode(), what, UsageError), LINE_SCHEMA, what, UsageError)
+        try:
+            prompt = check(parse(line.encode(), what, UsageError), LINE_SCHEMA, what, UsageError)
+        except UsageError as e:
+            raise UsageError(e.message, hint=e.hint or f"write it such as {EXAMPLE_LINE}") from None
         chat = prompt.get("chat", False)
         media = [[file.parent / local_path(name) for name in prompt.get(kind, ())] for kind in ("images", "sounds")]
         ids, found = encoder.encode_with(prompt["prompt"], *media, chat=chat)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 from tpuconv.errors import UsageError
@@ -209,7 +209,8 @@ def _chosen(space: SearchSpace, target: float) -> list[Option]:
     least = space.bits([group.options[0] for group in groups])
     if least > target:
         raise UsageError(
-            f"{target:g} bits per quantized weight are too few for this model: the least are {least:.3f}",
+            f"{target:g} bits per quantized weight are too few for this model: the least are "
+            f"{ceil(least * 1000) / 1000:.3f}",
             hint="weights have 4 bits and scales, and states 8; give more bits",
         )
     left = target * space.parameters - least * space.parameters

@@ -200,7 +200,8 @@ def _check_fused(group_of: Mapping[str, WeightGroup], plain: Iterable[str]) -> N
             if group_of.get(module) != group:
                 raise UsageError(
                     f"{first} and {module} are not quantized alike, and servers join them into one matrix",
-                    hint="give them the same rule in the quantization config",
+                    hint="give them the same rule in the quantization config; auto:BITS does so if it quantizes the "
+                    'release by `target="huggingface"`',
                 )
 
 

@@ -8,7 +8,10 @@ report, arXiv:2412.19437, section 3.3), of AWQ (arXiv:2306.00978, the layout `ge
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from math import prod
 from typing import Any
+
+from tpuconv.encodings.scheme import MX_BLOCK, MX_TYPES, POWERS_OF_TWO
 
 IN_COMPRESSED, IN_FP8, IN_AWQ, IN_MXFP4 = "compressed-tensors", "fp8", "awq", "mxfp4"
 
@@ -104,6 +107,15 @@ FORMATS: Mapping[str, Mapping[tuple[str, bool], Format]] = {
     IN_MXFP4: {("mxfp4", False): Format(IN_MXFP4, "", "float", 4, Packing.GROUPS_APART, scales="_scales", **_MX)},
 }
 """By scheme; then by type, and whether activations are quantized to it too."""
+
+
+def type_of(facts: Mapping[str, Any]) -> str:
+    """Returns the type of a quantized parameter of a manifest, by Qwix's name: a release's values in `mxfp4` are
+    stored there as the numbers that they are, with scales in powers of two."""
+    qtype: str = facts["qtype"]
+    stored = facts.get("stored", [])
+    is_mx = stored and prod(facts["tiles"]) == MX_BLOCK and all(each["dtype"] in POWERS_OF_TWO for each in stored)
+    return MX_TYPES.get(qtype, qtype) if is_mx else qtype
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES, read_array
-from tpuconv.convert.export.serving.formats import FORMATS, Format, Packing, WeightGroup
+from tpuconv.convert.export.serving.formats import FORMATS, Format, Packing, WeightGroup, type_of
 from tpuconv.convert.export.tensor import ExportRow, ExportTensor
 from tpuconv.encodings.awq_gptq import AWQ_ORDER
 from tpuconv.encodings.passthrough import exponents, pack_halves
 from tpuconv.encodings.scheme import Blocks
 from tpuconv.encodings.words import Words
 from tpuconv.errors import UsageError
-from tpuconv.names import INPUT_SCALE, QVALUE, SCALE, ZERO_POINT
+from tpuconv.names import AUTO_NAME, INPUT_SCALE, QVALUE, SCALE, ZERO_POINT
 from tpuconv.notation.layout import Ranges, ScaleLayout, Shape, scale_layout
 from tpuconv.notation.table import EXPERTS, PLACES, Binding, Stack
 from tpuconv.sources.headers import DTYPES
@@ -78,19 +78,17 @@ class _Parameters:
         assert manifest.quantization is not None
         assert target.quantized is not None
         self.scheme, self.names = scheme, [stack.names[0] for stack in binding.dst]
+        self.is_auto = manifest.quantization.get("name", "").startswith(AUTO_NAME)
         self.facts: list[Any] = [manifest.quantization["parameters"].get(name) for name in self.names]
-        if any(each is None for each in self.facts) or len({self._kind(each) for each in self.facts}) > 1:
+        rules = manifest.quantization.get("rules", [])
+        kinds = [each and (type_of(each), each.get("kept"), _settings(rules, each)) for each in self.facts]
+        if None in kinds or any(kind != kinds[0] for kind in kinds):
             raise self.refused("are joined in one tensor, and not quantized alike")
-        number = self.facts[0].get("rule")
-        self.rule = {} if number is None else manifest.quantization["rules"][number]
+        self.rule = kinds[0][-1]
         suffix = ZERO_POINT[1:]
         self.has_zero_points = suffix in target.quantized and any(
             target.part(name, suffix) in manifest.arrays for name in self.names
         )
-
-    @staticmethod
-    def _kind(facts: Mapping[str, Any]) -> tuple[Any, ...]:
-        return facts["qtype"], facts.get("rule"), facts.get("kept")
 
     @property
     def tiles(self) -> list[Any]:
@@ -116,7 +114,9 @@ class _Parameters:
         Raises:
             UsageError: the scheme has none.
         """
-        qtype, act = self.facts[0]["qtype"], self.rule.get("act_qtype")
+        own, act = self.facts[0]["qtype"], self.rule.get("act_qtype")
+        kinds = (type_of(self.facts[0]), own)
+        qtype = next((kind for kind in kinds if (kind, act is not None) in FORMATS[self.scheme]), own)
         form = FORMATS[self.scheme].get((qtype, act is not None))
         if form is None or act not in (None, qtype):
             how = f"{qtype} with activations in {act}" if act else qtype
@@ -149,11 +149,19 @@ class _Parameters:
     def refused(self, why: str) -> UsageError:
         """Returns the error that says why the parameters cannot be exported, and which rule to change."""
         rule = next((each.get("rule") for each in self.facts if each is not None), None)
+        change = "" if rule is None else f"; or change rule {rule + 1} of the quantization config"
+        if self.is_auto:
+            change = "; or quantize by a config without a rule for them: auto:BITS has rules for all products"
         return UsageError(
             f"{' and '.join(self.names)} cannot be exported as quantized safetensors: they {why}",
-            hint="export the checkpoint that this one was quantized from"
-            + (f"; or change rule {rule + 1} of the quantization config" if rule is not None else ""),
+            hint=f"export the checkpoint that this one was quantized from{change}",
         )
+
+
+def _settings(rules: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the rule of a parameter says, except which modules it is for; {} if it has no rule."""
+    rule = rules[facts["rule"]] if "rule" in facts else {}
+    return {key: value for key, value in rule.items() if key not in ("module_path", "op_names")}
 
 
 def quantized_row(
