@@ -234,7 +234,7 @@ class BucketJournal(RunJournal):
             began = {"facts": self.facts}
         return unfinished(self.out, self.work, began, self.facts)
 
-    def __exit__(self, kind: type[BaseException] | None = None, *_: Any) -> None:
+    def __exit__(self, kind: Any = None, /, *_: Any) -> None:
         try:
             held, is_orderly = self.claim.held, kind is None or issubclass(kind, Exception | KeyboardInterrupt)
             if held is None or held.holder != self.claim.process or not is_orderly:
