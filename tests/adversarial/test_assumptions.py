@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from obstore.exceptions import PermissionDeniedError
 
 import tpuconv
 from helpers.attacks import made
@@ -18,6 +19,7 @@ from helpers.attacks.publishers import PUBLISHERS, Command, Publishers, publishe
 from helpers.attacks.simulated import contents
 from helpers.buckets import ROOT, MemoryBucket, in_memory, objects
 from tpuconv import api, buckets
+from tpuconv.bucket_errors import translated
 from tpuconv.errors import AccessRefused, OutputError, TpuconvError, UsageError
 from tpuconv.location import Location, to_location
 from tpuconv.storage import claim as claims
@@ -268,8 +270,8 @@ def no_list(monkeypatch: pytest.MonkeyPatch) -> None:
     """GetObject without ListBucket."""
 
     def listed(folder: Any) -> Any:
-        with buckets._listed(folder):
-            raise AccessRefused(f"{folder}: refused")
+        with translated(folder, "listed"):
+            raise PermissionDeniedError("403 Forbidden")
 
     monkeypatch.setattr(buckets, "listing_facts", listed)
     monkeypatch.setattr(buckets, "names", listed)
@@ -290,7 +292,7 @@ def test_rights_that_lack_a_list(name, overwrite, sources, monkeypatch, request)
     for target in (out, out.parent / "another"):
         with pytest.raises(AccessRefused) as info:
             sources.old[name](target, overwrite)
-        assert "ask for the right to list" in str(info.value.hint)
+        assert "ask for the right (storage.objects.list)" in str(info.value.hint)
         assert info.value.exit_code == 7
         count("rights that lack a list", f"{name}, writes")
     assert not bucket.log
