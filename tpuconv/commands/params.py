@@ -92,8 +92,8 @@ class File(click.Path):
 
     def convert(self, value: "str | os.PathLike[str]", param: click.Parameter | None, ctx: click.Context | None) -> Any:
         local_path(os.fspath(value))
-        if problem := path_problem(value):
-            self.fail(f"'{shortened(value)}' cannot be a path: {problem}", param, ctx)
+        if fault := _path_fault(value):
+            self.fail(fault, param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -111,8 +111,8 @@ class Name(click.ParamType[str]):
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if problem := path_problem(value):
-            self.fail(f"'{shortened(value)}' cannot be a path: {problem}", param, ctx)
+        if fault := _path_fault(value):
+            self.fail(fault, param, ctx)
         return id_of_page(str(value))
 
 
@@ -197,3 +197,9 @@ def shortened(value: object) -> str:
 def _integer(text: str) -> int | None:
     """Parses an integer. Returns None if the text is not one, or has so many digits that it is a mistake."""
     return int(text) if text.isdecimal() and len(text) < 20 else None
+
+
+def _path_fault(value: "str | os.PathLike[str]") -> str | None:
+    """Returns what is wrong with a path that no file can have; None if one can have it."""
+    problem = path_problem(value)
+    return problem and f"'{shortened(value)}' cannot be a path: {problem}"

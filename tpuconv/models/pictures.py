@@ -66,15 +66,15 @@ def prepared(
             the processor is missing, or how the model writes placeholders is not known.
         ConfigError: the processor cannot be loaded, or prepares no image or sound at all.
     """
-    features: Features = {}
+    prompt = PreparedPrompt(text, {})
     for kind, items in ((IMAGE, images), (SOUND, sounds)):
         if items:
-            text, found = _written(folder, tokenizer, text, kind, items)
-            features |= found
-    return PreparedPrompt(text, features, begun=bool(images and _row(folder, IMAGE)[1].begin))
+            found = _written(folder, tokenizer, prompt.text, kind, items)
+            prompt = PreparedPrompt(found.text, prompt.features | found.features, prompt.begun or found.begun)
+    return prompt
 
 
-def _written(folder: Path, tokenizer: Any, text: str, kind: str, items: Sequence[Any]) -> tuple[str, Features]:
+def _written(folder: Path, tokenizer: Any, text: str, kind: str, items: Sequence[Any]) -> PreparedPrompt:
     """Returns the text with placeholders instead of the markers of one kind, and the features."""
     config, row = _row(folder, kind)
     extractor = load_processor(folder, kind)
@@ -112,7 +112,7 @@ def _written(folder: Path, tokenizer: Any, text: str, kind: str, items: Sequence
         pieces[-1] = token(row.begin) + pieces[-1] + row.end
     text = pieces[0] + "".join(new + piece for new, piece in zip(written, pieces[1:], strict=True))
     taken = {name: values for name, values in features.items() if name not in (*COUNTS, *row.spare)}
-    return text, {name: _array(values, name) for name, values in taken.items()}
+    return PreparedPrompt(text, {name: _array(values, name) for name, values in taken.items()}, bool(row.begin))
 
 
 def _row(folder: Path, kind: str) -> tuple[dict[str, Any], Placeholder]:

@@ -12,6 +12,7 @@ from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.errors import UsageError
 from tpuconv.sources.adapter import name_for_peft, read_adapter
 from tpuconv.sources.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tpuconv.sources.headers import read_header
 
 WeightedAdapter = tuple[Path, float]
 """The local folder of an adapter, and the weight by which its changes are multiplied."""
@@ -76,11 +77,12 @@ def _spelled_for_peft(folder: Path) -> Iterator[Path]:
     """Yields a folder with an adapter under the names that peft loads: it leaves out tensors of other names."""
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(folder / ADAPTER_WEIGHTS)
-    names = {name: name_for_peft(name) for name in tensors}
+    _, _, infos = read_header(folder / ADAPTER_WEIGHTS)
+    names = {info.name: name_for_peft(info.name) for info in infos}
     if all(name == other for name, other in names.items()):
         yield folder
         return
+    tensors = load_file(folder / ADAPTER_WEIGHTS)
     with TemporaryDirectory() as copy:
         shutil.copyfile(folder / ADAPTER_CONFIG, Path(copy) / ADAPTER_CONFIG)
         save_file({other: tensors[name] for name, other in names.items()}, Path(copy) / ADAPTER_WEIGHTS)

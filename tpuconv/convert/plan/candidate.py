@@ -73,7 +73,7 @@ def lenient_config(family: Family, raw: Mapping[str, Any]) -> tuple[DecoderConfi
     """Returns the family's reading of what it knows of a config.json; of the sizes alone, and then True, if it cannot
     read that. None if it cannot read these either."""
     text = _text_of(family, raw)
-    known = {key for key, _ in _keys_of(family)} | set(ROPE_KEYS)
+    known = {*family.config.known_keys(), *ROPE_KEYS}
     sizes = {family.config._key(field.name) for field in fields(DecoderConfig)}
     for keys in (known, sizes):
         some = {key: value for key, value in text.items() if key in keys and not _is_refused(family, key, value)}
@@ -159,5 +159,5 @@ class FamilyFit:
 
     def reads(self, key: str, value: Any) -> bool:
         """Returns True if the family reads a key of config.json with this value."""
-        known = key in dict(_keys_of(self.family)) or key in self.family.config.only
+        known = key in self.family.config.known_keys() or key in self.family.config.only
         return known and not _is_refused(self.family, key, value)

@@ -55,7 +55,7 @@ def _alike(name: str, parameter: str) -> int:
     """Returns how many words a name shares with a parameter; words of the last module count double."""
     *_, module, _ = ("", *parameter.split("."))
     words = WORDS_OF_MODULES.get(module, ())
-    *above, last = re.split(r"\.", module_of(name)) or [""]
+    *above, last = module_of(name).split(".")
     return sum(word in words for word in _words([*above, last])) + sum(word in words for word in _words([last]))
 
 
