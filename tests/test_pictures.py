@@ -60,6 +60,7 @@ CASES = {
     "video_llama_3": ({}, {}),
     "internvl": (TILED, {"image_seq_length": 5}),
     "qianfan_ocr": (TILED, {"image_seq_length": 5}),
+    "aya_vision": (TILED, {"patch_size": 7, "img_size": 21}),
     "mistral3": (PATCHES, PIXTRAL),
     "lighton_ocr": (PATCHES, PIXTRAL),
     "idefics3": (SPLIT, {"image_seq_len": 3}),
@@ -234,7 +235,7 @@ class Stub:
     """An image processor that needs torchvision, with what it returns."""
 
     def __init__(self, **returned):
-        self.returned, self.merge_size = returned, 2
+        self.returned, self.merge_size, self.patch_size = returned, 2, 3
 
     def __call__(self, images, **_):
         return dict(self.returned)
@@ -254,6 +255,18 @@ def test_tiles_of_llama_4_are_those_of_the_release(ratios, processor_class, tmp_
     assert tokenizer(have.text)["input_ids"] == want["input_ids"][0]
     assert set(have.features) == {"pixel_values"}
     assert have.features["pixel_values"].dtype == np.float32
+
+
+def test_tiles_of_command_a_are_those_of_the_release(processor_class, tmp_path, monkeypatch):
+    tokenizer = tokenizer_of(tokens_of({"model_type": "cohere2_vision"}))
+    images = Stub(pixel_values=torch.ones(4, 3, 6, 6), num_patches=[3, 1])
+    text = f"a {tokenizer.image_token}b{tokenizer.image_token} c"
+    want = processor_class("cohere2_vision")(images, tokenizer)(text=[text], images=[IMAGES])
+    (tmp_path / "config.json").write_text('{"model_type": "cohere2_vision"}')
+    monkeypatch.setattr(pictures, "load_processor", lambda *_: images)
+    have = prepared(tmp_path, tokenizer, text, IMAGES)
+    assert tokenizer(have.text)["input_ids"] == np.asarray(want["input_ids"][0]).tolist()
+    assert set(have.features) == {"pixel_values"}
 
 
 def test_placeholders_of_kimi_are_those_of_the_release(processor_class, tmp_path, monkeypatch):

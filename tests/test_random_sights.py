@@ -21,7 +21,7 @@ from helpers.sights import SIGHTS, Sight
 from tpuconv import api
 from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.models.registry import find_family
-from tpuconv.verify.reference import Reference, _seen, mended
+from tpuconv.verify.reference import Reference, _seen
 from tpuconv.verify.sights import SightWindow
 
 torch = pytest.importorskip("torch")
@@ -56,7 +56,7 @@ def assert_nearer(have: np.ndarray, want: np.ndarray, exact: np.ndarray) -> None
 
 
 def compare(case: Sight, model: Any, window: SightWindow) -> None:
-    whole = getattr(mended(case.model), "thinker", case.model)
+    whole = getattr(case.model, "thinker", case.model)
     if (want := reference(whole, window)) is None:
         return
     ids_BT = np.array([window.ids])

@@ -25,10 +25,13 @@ from tpuconv.models.registry import family_of_type, find_family, get_family
 from tpuconv.models.wrappers import WRAPPERS, Wrapper
 from tpuconv.notation.release import Release
 from tpuconv.verify.logits import model_logits
+from tpuconv.verify.reference_calls import mended
 
 IDS = [[5, 17, 99, 3, 42, 8, 77], [9, 4, 31]]
 ON_CPU = {"idefics3"}
 """Text is moved to the device of what sees."""
+OF_OTHER_SIZES = {"aya_vision"}
+"""Transformers refuses its own default sizes of what sees."""
 WITH_TIMM = {"perception_lm", "fast_vlm"}
 """What sees needs the package timm in transformers: the names are those of the rows, and the text model is alone."""
 PAIRS = [(wrapper, text) for wrapper in WRAPPERS.values() for text in wrapper.texts]
@@ -56,7 +59,7 @@ def whole_config(wrapper: Wrapper, text: Mapping[str, Any]) -> Any:
     if wrapper.model_type == "fun_asr_nano":
         width = text["hidden_size"]
         beside = {"adaptor_config": {"hidden_size": width, "intermediate_size": width // 4}}
-    if wrapper.model_type in ON_CPU:
+    if wrapper.model_type in ON_CPU | OF_OTHER_SIZES:
         sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
         beside = {"vision_config": sizes}
     return AutoConfig.for_model(wrapper.model_type, text_config=dict(text), tie_word_embeddings=tied, **beside)
@@ -80,7 +83,7 @@ def whole_model(wrapper: Wrapper, config: Any) -> Any:
     whole.set_submodule(name, base)
     head = next(name for name, module in whole.named_modules() if name.endswith("lm_head"))
     whole.set_submodule(head, causal.lm_head)
-    return whole
+    return mended(whole)
 
 
 def saved(wrapper: Wrapper, whole: Any, folder: Path) -> dict[str, np.ndarray]:
@@ -192,6 +195,16 @@ RELEASED: dict[str, dict[str, Any]] = {
     "llava_next": {
         **{"ignore_index": -100, "image_grid_pinpoints": [[336, 672]], "image_token_index": 32000, "vocab_size": 32064},
         "text_config": {"model_type": "mistral", "rope_theta": 1e6, "sliding_window": None, "vocab_size": 32064},
+    },
+    "aya_vision": {
+        **{"adapter_layer_norm_eps": 1e-6, "alignment_intermediate_size": 28672, "downsample_factor": 2},
+        **{"image_token_index": 255036, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        "text_config": {
+            **{"model_type": "cohere2", "cache_implementation": "hybrid", "head_dim": 128, "logit_scale": 0.25},
+            **{"order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj"},
+            **{"rotary_pct": 1.0, "sliding_window_pattern": 4, "use_gated_activation": True, "vocab_size": 256000},
+            **{"use_embedding_sharing": True, "use_parallel_block": True, "use_parallel_embedding": False},
+        },
     },
     "qwen2_audio": {
         **{"audio_config": {}, "audio_token_index": 151646, "ignore_index": -100, "vocab_size": 156032},

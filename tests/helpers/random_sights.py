@@ -19,8 +19,10 @@ from tpuconv.verify.sights import SightWindow, media_tokens
 LEFT_ALONE = ("text_config", "talker_config", "token2wav_config", "code2wav_config", "vq_config", "quantization_config")
 """Objects of config.json that no encoder reads."""
 
-OF_NO_USE = re.compile("_(token|patch|col)_(id|index)$|dropout|layerdrop|^initializer_|^enable_audio_output$")
-"""Keys of tokens, of training, and of a talker, which transformers would make in its full size."""
+OF_NO_USE = re.compile(
+    "_(token|patch|col)_(id|index)$|dropout|layerdrop|^initializer_|^(enable_audio_output|image_grid_pinpoints)$"
+)
+"""Keys of tokens, of training, and of what transformers would make in full size: a talker, and thousands of tiles."""
 
 Keys = tuple[str, ...]
 

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from helpers.checkpoints import read_tensors
 from helpers.families import CASES, SIZES
-from tpuconv.verify.reference import masks_of_generate, mended
+from tpuconv.verify.reference_calls import masks_of_generate, mended
 
 IMAGE, SOUND, START, END = 96, 95, 93, 94
 """Ids of the placeholders, and of what stands around them. The vocabulary has 97 tokens."""
@@ -104,7 +104,7 @@ class Sight:
         if self.masks_of_generate:
             mask = masks_of_generate(self.model, mask, **kinds)
         with torch.no_grad():
-            out = getattr(mended(self.model), "thinker", self.model)(
+            out = getattr(self.model, "thinker", self.model)(
                 input_ids=torch.tensor(ids_BT),
                 attention_mask=mask,
                 **kinds,
@@ -153,7 +153,7 @@ def tiny(cls: Any, config: Any, seed: int = 0) -> Any:
             else:
                 is_scale = name.endswith("weight") and "norm" in name.rpartition(".")[0].lower()
                 parameter.copy_(0.3 * torch.randn_like(parameter) + is_scale)
-    return model
+    return mended(model)
 
 
 def noise(*shape: int, seed: int = 1) -> np.ndarray:

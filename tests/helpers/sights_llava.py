@@ -119,6 +119,24 @@ def llava_next() -> Sight:
 
 
 @sight
+def granite_vision() -> Sight:
+    """Granite Vision 3: several hidden states of SigLIP, and a factor of logits that transformers leaves out."""
+    from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration
+
+    text = {"model_type": "granite", "logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.4}
+    config = LlavaNextConfig(
+        text_config={**TEXT, **text, "attention_multiplier": 0.2},
+        vision_config=SIGLIP_VISION,
+        image_token_index=IMAGE,
+        image_grid_pinpoints=GRID,
+        vision_feature_layer=[-3, -2, -1],
+        vision_feature_select_strategy="full",
+    )
+    rows = [[5, *with_images(9 + 21, 9 + 18), 7], [8, 4, *with_images(9 + 28), 6]]
+    return tiled(LlavaNextForConditionalGeneration, config, [(50, 100), (90, 10), (70, 100)], 5, rows)
+
+
+@sight
 def llava_next_video() -> Sight:
     from transformers import LlavaNextVideoConfig, LlavaNextVideoForConditionalGeneration
 

@@ -28,7 +28,7 @@ def exaone4_5() -> Sight:
 def hyperclovax_vision_v2() -> Sight:
     from transformers import AutoConfig, AutoModelForMultimodalLM
 
-    text = {**TEXT, "model_type": "hyperclovax"}
+    text = {**TEXT, "model_type": "hyperclovax", "embedding_multiplier": 3.0}
     vision = {**QWEN_VISION, **WINDOWS, "model_type": "qwen2_5_vl_vision", "out_hidden_size": 28}
     config = AutoConfig.for_model(
         "hyperclovax_vision_v2", text_config=text, vision_config=vision, image_token_id=IMAGE, video_token_id=92

@@ -181,6 +181,37 @@ def janus_of_several_matrices() -> Sight:
     return janus(depth=4, attention_bias=False, hidden_act="gelu_pytorch_tanh")
 
 
+@sight
+def aya_vision() -> Sight:
+    """A factor of logits that transformers leaves out."""
+    from transformers import AyaVisionConfig, AyaVisionForConditionalGeneration
+
+    config = AyaVisionConfig(
+        text_config={**TEXT, "model_type": "cohere2", "num_hidden_layers": 4, "logit_scale": 0.4, "sliding_window": 6},
+        vision_config={**SIGLIP_VISION, "image_size": 24},
+        image_token_index=IMAGE,
+        adapter_layer_norm_eps=1e-5,
+    )
+    config.alignment_intermediate_size = 28
+    rows = [[5, *with_images(9, 9), 7], [8, 4, *with_images(9), 6]]
+    return Sight(tiny(AyaVisionForConditionalGeneration, config), rows, {"pixel_values": noise(3, 3, 24, 24)})
+
+
+@sight
+def cohere2_vision() -> Sight:
+    from transformers import Cohere2VisionConfig, Cohere2VisionForConditionalGeneration
+
+    config = Cohere2VisionConfig(
+        text_config={**TEXT, "model_type": "cohere2", "num_hidden_layers": 4, "logit_scale": 0.4, "sliding_window": 6},
+        vision_config={**SIGLIP_VISION, "image_size": 36, "vision_use_head": False},
+        image_token_id=IMAGE,
+        alignment_intermediate_size=28,
+        downsample_factor=3,
+    )
+    rows = [[5, *with_images(9, 9), 7], [8, 4, *with_images(9), 6]]
+    return Sight(tiny(Cohere2VisionForConditionalGeneration, config), rows, {"pixel_values": noise(3, 3, 36, 36)})
+
+
 def _paligemma(**text: Any) -> Sight:
     from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 

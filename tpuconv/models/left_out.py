@@ -2,10 +2,7 @@
 
 from collections.abc import Mapping
 
-_FACTORS = (
-    "transformers 5.24 computes the logits of the whole without the factor that Cohere's and Granite's text models "
-    "have: it is unclear which result is right"
-)
+_CONFORMER = "a conformer whose features learned queries read: not written yet"
 _QUERIES = "OPT behind learned queries: not written yet"
 _CROSS = "decoders that attend to images or to sound, or that write sound"
 _RECURRENT = "recurrent networks without attention"
@@ -20,9 +17,8 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     "diffusion_gemma": "text that is made by denoising blocks of tokens, not token by token",
     "blt": "bytes that are joined to patches by another model",
     "doge": "masks that are made of values",
-    **dict.fromkeys(
-        ("aya_vision", "cohere2_vision", "granite_speech", "granite_speech_plus", "granite4_vision"), _FACTORS
-    ),
+    **dict.fromkeys(("granite_speech", "granite_speech_plus"), _CONFORMER),
+    "granite4_vision": "features of images for many layers of the text model, read by learned queries: not written yet",
     **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), _QUERIES),
     "voxtral_realtime": "the audio embedding is added to the embedding of each token; transformers refuses text "
     "without sound",

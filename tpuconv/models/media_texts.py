@@ -106,6 +106,21 @@ def internvl(item: MediaItem) -> str:
     return item.token("start_image_token") + item.token("context_image_token") * tiles + item.token("end_image_token")
 
 
+def aya(item: MediaItem) -> str:
+    """Tiles with their numbers, then the whole image."""
+    tiles, side = int(item.of("num_patches")), item.number("patch_size", 28) * item.number("downsample_factor", 1)
+    soft = item.token("img_patch_token") * (item.number("img_size", 364) // side) ** 2
+    text = "".join(f"{item.token('tile_token')}_{number}{soft}" for number in range(1, tiles))
+    whole = item.token("tile_global_token") + soft
+    return item.token("start_of_img_token") + text + whole + item.token("end_of_img_token")
+
+
+def command_a(item: MediaItem) -> str:
+    """All tiles, each ended by a token."""
+    tile = item.token("image_token") * int(item.extractor.patch_size) ** 2 + item.token("img_line_break_token")
+    return item.token("boi_token") + tile * int(item.of("num_patches")) + item.token("eoi_token")
+
+
 def _patch(item: MediaItem) -> int:
     """Returns the pixels of a side of a patch.
 

@@ -14,7 +14,9 @@ from tpuconv.models.media_texts import (
     ItemWriter,
     aria,
     as_the_processor,
+    aya,
     by_grid,
+    command_a,
     framed,
     gemma4,
     gemma4_sound,
@@ -44,7 +46,7 @@ PART_OF_KIND = {IMAGE: VISION, SOUND: AUDIO}
 FEW, NONE_OR_FEW = Optional((Range(1, 1 << 20), None)), Optional((Range(0, 1 << 20), None))
 PROCESSOR_KEYS = {
     **dict.fromkeys(("image_seq_length", "image_seq_len", "num_image_tokens", "audio_seq_length"), FEW),
-    **dict.fromkeys(("patch_size", "spatial_merge_size", "n_window"), FEW),
+    **dict.fromkeys(("patch_size", "spatial_merge_size", "n_window", "img_size", "downsample_factor"), FEW),
     "num_additional_image_tokens": NONE_OR_FEW,
     "vision_feature_select_strategy": Optional((str, None)),
     "vision_aspect_ratio": Optional((str, None)),
@@ -193,6 +195,20 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ("internvl", IMAGE): Placeholder(internvl, INTERNVL_TOKENS, call={"crop_to_patches": True}),
     ("qianfan_ocr", IMAGE): Placeholder(
         internvl, {"image_placeholder_token": "<image>"} | INTERNVL_TOKENS, call={"crop_to_patches": True}
+    ),
+    ("aya_vision", IMAGE): Placeholder(
+        aya,
+        LLAVA_TOKEN
+        | {"img_patch_token": "<|IMG_PATCH|>", "tile_token": "TILE", "tile_global_token": "TILE_GLOBAL"}
+        | {"start_of_img_token": "<|START_OF_IMG|>", "end_of_img_token": "<|END_OF_IMG|>"},
+        call={"crop_to_patches": True},
+    ),
+    ("cohere2_vision", IMAGE): _row(
+        command_a,
+        image_token="<|IMG_PATCH|>",
+        img_line_break_token="<|IMG_LINE_BREAK|>",
+        boi_token="<|START_OF_IMG|>",
+        eoi_token="<|END_OF_IMG|>",
     ),
     ("idefics3", IMAGE): IDEFICS_IMAGE,
     ("smolvlm", IMAGE): IDEFICS_IMAGE,

@@ -4,8 +4,7 @@ One file because it is one table.
 
 A text model that exists in one multimodal model alone, or is changed by it, is a family of its own, declared by
 `wrapper` (`models/lineages/gemma.py`).
-In all rows here text meets the text model alone, each token of it sees those before it, and the logits of the whole are
-those of the text model: transformers leaves out the factors of Granite's and Cohere's in wrappers.
+In all rows here text meets the text model alone, and each token of it sees those before it.
 """
 
 from collections.abc import Mapping
@@ -28,6 +27,8 @@ from tpuconv.models.towers.llava_modalities import (
     VIP_LLAVA_VISION,
 )
 from tpuconv.models.towers.modalities import (
+    AYA_VISION,
+    COMMAND_A_VISION,
     COMPASS_VISION,
     DEEPSEEK_VL_HYBRID_VISION,
     DEEPSEEK_VL_VISION,
@@ -147,8 +148,8 @@ WRAPPER_ROWS = (
     Wrapper(
         "llava_next",
         "LlavaNext",
-        "LLaVA 1.6",
-        ("llama", "mistral", "qwen2"),
+        "LLaVA 1.6, Granite Vision 3",
+        ("llama", "mistral", "qwen2", "granite"),
         LLAVA,
         tensors={"image_newline": BRINGS},
         prefix=IN_CAUSAL_MODEL,
@@ -199,6 +200,25 @@ WRAPPER_ROWS = (
         keys=("downsample_ratio",),
         tied=True,
         modalities=(INTERNVL_VISION,),
+    ),
+    Wrapper(
+        "aya_vision",
+        "AyaVision",
+        "Aya Vision",
+        ("cohere2", "cohere"),
+        prefix=IN_CAUSAL_MODEL,
+        keys=("downsample_factor", "adapter_layer_norm_eps", "alignment_intermediate_size"),
+        tied=True,
+        modalities=(AYA_VISION,),
+    ),
+    Wrapper(
+        "cohere2_vision",
+        "Cohere2Vision",
+        "Command A Vision",
+        ("cohere2",),
+        keys=("downsample_factor", "alignment_intermediate_size"),
+        tied=True,
+        modalities=(COMMAND_A_VISION,),
     ),
     Wrapper(
         "qianfan_ocr",

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from tpuconv.sources.source import open_source
 from tpuconv.text import format_count
 from tpuconv.verify.logits import compare_logits
 from tpuconv.verify.merged import WeightedAdapter, with_adapters
+from tpuconv.verify.reference_calls import ADDS_FEATURES, attention_of, inputs_of, mended
 from tpuconv.verify.sights import SightWindow
 
 READ_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "phi4mm": "phi4_multimodal"}
@@ -116,23 +116,6 @@ def reference_class(config: Any, returns: str = LOGITS, *, sees: bool = False) -
     # transformers 5.24 lists some models that hear for none of its tasks.
     known = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
     return AutoModelForMultimodalLM if known else getattr(transformers, class_of(config.architectures[0]))
-
-
-def attention_of(config: Any) -> str:
-    """Returns in which of transformers' forms of attention the model of a config is computed. With "eager" transformers
-    5.24 adds the biases of Falcon's ALiBi twice: to the scores, and again with the mask."""
-    return "sdpa" if config.model_type == "falcon" and config.alibi else "eager"
-
-
-def mended(model: Any) -> Any:
-    """Returns transformers' model, which then runs: Llama 4's in transformers 5.24 asks its text model for images."""
-    if type(model).__name__ == "Llama4ForConditionalGeneration":
-        model.language_model.register_forward_hook(_without_images)
-    return model
-
-
-def _without_images(module: Any, inputs: Any, outputs: Any) -> None:
-    outputs.image_outputs = None
 
 
 @contextlib.contextmanager
@@ -296,45 +279,6 @@ def text_model(model: Any) -> Any:
     """Returns the module within transformers' multimodal model that has the layers of the text."""
     found = getattr(model.base_model, "language_model", None) or model.get_decoder()
     return getattr(found, "model", found)
-
-
-KINDS_OF_TOKENS = {"token_type_ids": {"vision": 1}, "mm_token_type_ids": {"vision": 1, "audio": 3}}
-"""Arguments by which transformers' models tell placeholders from text, and the numbers that processors give them."""
-
-TELLS_PROMPTS = ("paligemma",)
-"""Models for which these numbers tell a prompt, all 0, from the text behind it."""
-
-ADDS_FEATURES = ("molmo2",)
-"""Models that add features to the embeddings of placeholders."""
-
-MASKS_OF_GENERATE = ("gemma4_unified",)
-"""Models whose tokens of an image see each other in `generate` alone: a call without masks is causal."""
-
-
-def masks_of_generate(model: Any, mask_BT: Any, **kinds: Any) -> Any:
-    """Returns the masks [B, 1, T, T] of each kind of layer that transformers makes while it generates; `kinds` are the
-    kinds of tokens, by argument."""
-    import torch
-
-    make = model.create_masks_for_generate
-    cache = "cache" if "cache" in signature(make).parameters else "past_key_values"  # before transformers 5.24
-    inputs = torch.zeros((*mask_BT.shape, 1), dtype=model.dtype)
-    return make(model.config, inputs, mask_BT, position_ids=None, **{cache: None}, **kinds)
-
-
-def inputs_of(model: Any, window: SightWindow) -> dict[str, Any]:
-    """Returns the arguments of transformers' model for a prompt with images or sounds."""
-    import torch
-
-    known, ids = signature(model.forward).parameters, torch.tensor([list(window.ids)])
-    features = {name: torch.tensor(value) for name, value in window.features.items()}
-    is_told = ids == (-1 if model.config.model_type in TELLS_PROMPTS else window.placeholder)
-    kinds = {name: is_told * numbers.get(window.part, 0) for name, numbers in KINDS_OF_TOKENS.items() if name in known}
-    features = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in features.items()}
-    mask = torch.ones_like(ids)  # without one, Qwen-Omni's images have the positions of text
-    if model.config.model_type in MASKS_OF_GENERATE:
-        mask = masks_of_generate(model, mask, **kinds)
-    return {"input_ids": ids, "attention_mask": mask, **kinds, **features}
 
 
 @contextlib.contextmanager

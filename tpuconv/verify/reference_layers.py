@@ -35,17 +35,15 @@ from tpuconv.verify.parts_of_reference import (
     returned_values,
 )
 from tpuconv.verify.reference import (
-    attention_of,
     empty_weights,
     features_of,
     head_from,
-    inputs_of,
-    mended,
     recorded_embeddings,
     reference_class,
     reference_config,
     text_model,
 )
+from tpuconv.verify.reference_calls import attention_of, inputs_of, mended
 from tpuconv.verify.sights import SightWindow
 
 

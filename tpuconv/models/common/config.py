@@ -273,6 +273,11 @@ class DecoderConfig:
         return "prompt" if any(each.sees_prompt for each in self.towers) else ""
 
     @property
+    def feature_factor(self) -> float:
+        """The factor of features that stand in place of embeddings. Some models multiply both."""
+        return 1.0
+
+    @property
     def placeholder_as(self) -> int | None:
         """The token whose embeddings stand for placeholders until their features do; None for themselves."""
         return 0

@@ -16,6 +16,7 @@ from tpuconv.errors import UsageError, root_cause
 from tpuconv.models.common.beside import VISION
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.explicit import is_explicit, run_on_explicit_mesh
+from tpuconv.models.common.layers import times
 from tpuconv.models.common.mrope import mrope_positions
 
 
@@ -162,7 +163,7 @@ def see(
     at_3BT, delta_B1 = _rotary_places(config, encoders, prepared, ids_BT, mask_BT)
     features_XD = jnp.concatenate([each for each, _ in encoded]) if len(encoded) > 1 else encoded[0][0]
     return Seen(
-        features_XD,
+        times(features_XD, config.feature_factor),
         jnp.asarray(slot_BT),
         jnp.asarray(block_BT) if config.sees_images else None,
         at_3BT,

@@ -31,7 +31,17 @@ from tpuconv.models.towers.modalities import ARIA_VISION, DOCLING_VISION
 from tpuconv.notation.table import Map, MappingTable, under
 
 
-class GraniteConfig(DecoderConfig):
+class ScaledConfig(DecoderConfig):
+    """Features of images and sounds have the factor of embeddings too."""
+
+    embedding_multiplier: float
+
+    @property
+    def feature_factor(self) -> float:
+        return self.embedding_multiplier
+
+
+class GraniteConfig(ScaledConfig):
     """`attention_multiplier` is the factor of scores, and not beside another one."""
 
     logits_scaling: float
@@ -67,7 +77,7 @@ GRANITE_DOCLING = wrapper(
 )
 
 
-class HyperClovaConfig(DecoderConfig):
+class HyperClovaConfig(ScaledConfig):
     """The heads divide the width of the model."""
 
     def contradictions(self) -> Iterator[str]:

@@ -5,7 +5,14 @@ from dataclasses import replace
 from tpuconv.models.common.beside import VISION, Modality
 from tpuconv.models.towers.gemma4.family import GEMMA4_VIT, NORMED_MATRIX, PATCHES
 from tpuconv.models.towers.granite_docling.family import CONNECTOR, DOCLING_VIT
-from tpuconv.models.towers.intern_vit.family import INTERN_VIT, RELEASED_INTERN_VIT, RELEASED_SHUFFLED, SHUFFLED
+from tpuconv.models.towers.intern_vit.family import (
+    GATED,
+    INTERN_VIT,
+    NORMED_GATED,
+    RELEASED_INTERN_VIT,
+    RELEASED_SHUFFLED,
+    SHUFFLED,
+)
 from tpuconv.models.towers.janus.family import JANUS_ALIGNER, JANUS_VIT
 from tpuconv.models.towers.llama4.family import LLAMA4_MATRIX, LLAMA4_VIT
 from tpuconv.models.towers.llava.family import (
@@ -167,6 +174,12 @@ QIANFAN_VISION = replace(
     tower_types=("qianfan_ocr_vision",),
 )
 """Qianfan-OCR."""
+
+AYA_VISION = replace(GEMMA3_VISION, projector=NORMED_GATED, placeholder_id=255036)
+"""Aya Vision."""
+
+COMMAND_A_VISION = replace(AYA_VISION, projector=GATED)
+"""Command A Vision."""
 
 IDEFICS3_VISION = Modality(
     VISION,

@@ -40,11 +40,6 @@ class ConnectorConfig(ProjectorConfig):
     reads."""
 
     density_router_hidden_size: int | None = None
-    factor: float
-
-    @classmethod
-    def of_text(cls, text: Any) -> dict[str, Any]:
-        return {**super().of_text(text), "factor": text.embedding_multiplier}
 
     def check(self, tower: Any) -> None:
         super().check(tower)

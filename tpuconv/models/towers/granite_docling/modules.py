@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.errors import UsageError
-from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, gelu, normal, times
+from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, gelu, normal
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.encoder import Grids, check_squares, given, noise, padded
@@ -84,7 +84,6 @@ class Connector(nnx.Module):
         self.coarse = JoiningPath(config, "M", s, dtype=dtype, keys=keys)
         self.fine = JoiningPath(config, "R", s // 2, dtype=dtype, keys=keys) if config.use_fine_route else None
         self.matrix = Einsum("BPA,AO->BPO", sizes, dtype=dtype, keys=keys)
-        self.factor = config.factor
         self.router = DensityRouter(config, dtype=dtype, keys=keys) if config.has_router else None
 
     def __call__(
@@ -92,8 +91,7 @@ class Connector(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         path = self.fine if is_fine and self.fine is not None else self.coarse
         x_BPO, added = path(self.norm_in(x_BPD), deep)
-        x_BPO = self.norm_out(self.matrix(gelu(self.norm_mid(x_BPO))))
-        return times(x_BPO, self.factor), tuple(added)
+        return self.norm_out(self.matrix(gelu(self.norm_mid(x_BPO)))), tuple(added)
 
 
 class DoclingVit(Siglip):

@@ -190,3 +190,78 @@ SHUFFLED = _shuffled("layer_norm", "linear_1", "linear_2")
 
 RELEASED_SHUFFLED = _shuffled("0", "1", "3")
 """The same with the names of the authors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedConfig(ProjectorConfig):
+    """The keys of the projector of Command A Vision, which joins patches behind the tower's last norm. M is the width
+    of joined patches, A the width within the gated MLP.
+
+    Attributes:
+        norm_eps: the epsilon of a norm of joined patches; None where there is none.
+    """
+
+    norm_eps: ClassVar[float | None] = None
+
+    downsample_factor: int = 2
+    alignment_intermediate_size: int = 36864
+
+    def check(self, tower: Any) -> None:
+        super().check(tower)
+        if self.downsample_factor < 1 or tower.side % self.downsample_factor:
+            raise UnsupportedConfig(
+                f"downsample_factor={self.downsample_factor} of {tower.side} x {tower.side} patches is not implemented",
+                hint=TEXT_ALONE,
+            )
+
+    @property
+    def merge(self) -> int:
+        return self.downsample_factor
+
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        width = tower.sizes["D"] * self.downsample_factor**2
+        return {"O": self.out, "A": self.alignment_intermediate_size // 2, "M": width}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormedGatedConfig(GatedConfig):
+    """The keys of the projector of Aya Vision."""
+
+    alignment_intermediate_size: int
+    adapter_layer_norm_eps: float = 1e-6
+    vision_feature_layer: int = -1
+    vision_feature_select_strategy: str = "full"
+
+    @classmethod
+    def from_hf(cls, outer: Mapping[str, Any], tower: Any, text: Any) -> Self:
+        return super().from_hf({"alignment_intermediate_size": text.hidden_size, **outer}, tower, text)
+
+    def check(self, tower: Any) -> None:
+        super().check(tower)
+        if self.vision_feature_select_strategy != "full":
+            raise UnsupportedConfig(
+                f"vision_feature_select_strategy={short(self.vision_feature_select_strategy)} is not implemented: "
+                "SigLIP has no class token",
+                hint=TEXT_ALONE,
+            )
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return (self.vision_feature_layer,)
+
+    @property
+    def norm_eps(self) -> float:  # type: ignore[override]
+        return self.adapter_layer_norm_eps
+
+
+_GATED_ROWS = (
+    Map("linear_1.weight", ("up.kernel", "gate.kernel"), "(A + A) M -> M A, M A"),
+    Map("linear_1.bias", ("up.bias", "gate.bias"), "(A + A) -> A, A"),
+    *with_bias("linear_2", "down", "O A -> A O", "O"),
+)
+
+GATED = Projector(GatedConfig, _GATED_ROWS, "tpuconv.models.towers.intern_vit.modules:Gated")
+"""Patches are joined, and a gated MLP follows."""
+
+NORMED_GATED = replace(GATED, config=NormedGatedConfig, rows=(*layer_norm("layernorm", "norm", "M"), *_GATED_ROWS))
+"""The same behind a norm."""

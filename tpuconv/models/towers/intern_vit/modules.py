@@ -16,27 +16,52 @@ from tpuconv.models.towers.image_encoder import Arranged, ImageEncoder, joined_s
 from tpuconv.models.towers.vit import MLP, Attention, Block
 
 
-class Shuffled(nnx.Module):
-    """Joins s x s patches of square images, [B, P, D] to [B, P / s^2, O]: a norm and two matrices follow."""
+class Joining(nnx.Module):
+    """A projector that joins s x s patches of square images."""
 
     takes: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.sizes
+    def __init__(self, config: Any):
         self.side, self.merge = int((config.positions - config.drops_first) ** 0.5), config.merge
-        self.norm = LayerNorm("M", sizes, 1e-5, dtype=dtype)
-        self.up = Einsum("BPM,MA->BPA", sizes, bias=True, dtype=dtype, keys=keys)
-        self.down = Einsum("BPA,AO->BPO", sizes, bias=True, dtype=dtype, keys=keys)
-        self.act = ACTS_BY_NAME[config.projector_hidden_act]
 
     def arranged(self, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Arranged]:
         """Returns the images as the tower takes them, and how their features follow each other."""
         pixels_BCYX = given(features, "pixel_values", 4)
         return pixels_BCYX, Arranged([(self.side // self.merge) ** 2] * len(pixels_BCYX))
 
+    def joined(self, x_BPD: jax.Array) -> jax.Array:
+        """Returns the joined patches [B, P / s^2, M]."""
+        return joined_squares(x_BPD, self.side, self.side, self.merge)
+
+
+class Shuffled(Joining):
+    """A norm and two matrices of joined patches: [B, P, D] to [B, P / s^2, O]."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config)
+        sizes = config.sizes
+        self.norm = LayerNorm("M", sizes, 1e-5, dtype=dtype)
+        self.up = Einsum("BPM,MA->BPA", sizes, bias=True, dtype=dtype, keys=keys)
+        self.down = Einsum("BPA,AO->BPO", sizes, bias=True, dtype=dtype, keys=keys)
+        self.act = ACTS_BY_NAME[config.projector_hidden_act]
+
     def __call__(self, x_BPD: jax.Array) -> jax.Array:
-        x_BPM = joined_squares(x_BPD, self.side, self.side, self.merge)
-        return self.down(self.act(self.up(self.norm(x_BPM))))
+        return self.down(self.act(self.up(self.norm(self.joined(x_BPD)))))
+
+
+class Gated(Joining):
+    """An MLP with a gate of joined patches, [B, P, D] to [B, P / s^2, O]; in some models behind a norm."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config)
+        matrix = partial(Einsum, sizes=config.sizes, bias=True, dtype=dtype, keys=keys)
+        self.norm = LayerNorm("M", config.sizes, config.norm_eps, dtype=dtype) if config.norm_eps else None
+        self.up, self.gate, self.down = matrix("BPM,MA->BPA"), matrix("BPM,MA->BPA"), matrix("BPA,AO->BPO")
+
+    def __call__(self, x_BPD: jax.Array) -> jax.Array:
+        x_BPM = self.joined(x_BPD)
+        x_BPM = x_BPM if self.norm is None else self.norm(x_BPM)
+        return self.down(jax.nn.silu(self.gate(x_BPM)) * self.up(x_BPM))
 
 
 class InternVit(ImageEncoder):

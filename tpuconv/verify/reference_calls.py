@@ -1,0 +1,73 @@
+"""How transformers' models are called as a reference, and where the version that the tests run with differs from what
+was released."""
+
+from inspect import signature
+from typing import Any
+
+from tpuconv.verify.sights import SightWindow
+
+
+def attention_of(config: Any) -> str:
+    """Returns in which of transformers' forms of attention the model of a config is computed. With "eager" transformers
+    5.24 adds the biases of Falcon's ALiBi twice: to the scores, and again with the mask."""
+    return "sdpa" if config.model_type == "falcon" and config.alibi else "eager"
+
+
+LEAVES_OUT_FACTORS = ("aya_vision", "cohere2_vision", "granite_speech", "granite_speech_plus", "llava_next")
+"""Models whose logits have not the factor of their text model in transformers 5.24. They had it until 4.51, and servers
+and the other models around these text models have it."""
+
+
+def mended(model: Any) -> Any:
+    """Returns transformers' model, which then computes as it was released: Llama 4's in transformers 5.24 asks its text
+    model for images, and some have not all factors. To be called once for a model."""
+    if type(model).__name__ == "Llama4ForConditionalGeneration":
+        model.language_model.register_forward_hook(_without_images)
+    if model.config.model_type in LEAVES_OUT_FACTORS:
+        text = model.config.get_text_config()
+        factor = getattr(text, "logit_scale", 1.0) / getattr(text, "logits_scaling", 1.0)
+        model.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits * factor)
+    return model
+
+
+def _without_images(module: Any, inputs: Any, outputs: Any) -> None:
+    outputs.image_outputs = None
+
+
+KINDS_OF_TOKENS = {"token_type_ids": {"vision": 1}, "mm_token_type_ids": {"vision": 1, "audio": 3}}
+"""Arguments by which transformers' models tell placeholders from text, and the numbers that processors give them."""
+
+TELLS_PROMPTS = ("paligemma",)
+"""Models for which these numbers tell a prompt, all 0, from the text behind it."""
+
+ADDS_FEATURES = ("molmo2",)
+"""Models that add features to the embeddings of placeholders."""
+
+MASKS_OF_GENERATE = ("gemma4_unified",)
+"""Models whose tokens of an image see each other in `generate` alone: a call without masks is causal."""
+
+
+def masks_of_generate(model: Any, mask_BT: Any, **kinds: Any) -> Any:
+    """Returns the masks [B, 1, T, T] of each kind of layer that transformers makes while it generates; `kinds` are the
+    kinds of tokens, by argument."""
+    import torch
+
+    make = model.create_masks_for_generate
+    cache = "cache" if "cache" in signature(make).parameters else "past_key_values"  # before transformers 5.24
+    inputs = torch.zeros((*mask_BT.shape, 1), dtype=model.dtype)
+    return make(model.config, inputs, mask_BT, position_ids=None, **{cache: None}, **kinds)
+
+
+def inputs_of(model: Any, window: SightWindow) -> dict[str, Any]:
+    """Returns the arguments of transformers' model for a prompt with images or sounds."""
+    import torch
+
+    known, ids = signature(model.forward).parameters, torch.tensor([list(window.ids)])
+    features = {name: torch.tensor(value) for name, value in window.features.items()}
+    is_told = ids == (-1 if model.config.model_type in TELLS_PROMPTS else window.placeholder)
+    kinds = {name: is_told * numbers.get(window.part, 0) for name, numbers in KINDS_OF_TOKENS.items() if name in known}
+    features = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in features.items()}
+    mask = torch.ones_like(ids)  # without one, Qwen-Omni's images have the positions of text
+    if model.config.model_type in MASKS_OF_GENERATE:
+        mask = masks_of_generate(model, mask, **kinds)
+    return {"input_ids": ids, "attention_mask": mask, **kinds, **features}
