@@ -37,6 +37,8 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     ),
     "the key of the config around it wins": ("insert_layer_id",),
     "the text model": ("tie_word_embeddings",),
+    "adapters, which are merged": ("has_lora_adapter",),
+    "texts beside learned queries": ("Blip2QFormerConfig.vocab_size",),
 }
 """By the reason, keys that encoders do not read: of every class of transformers' configs, or of one."""
 

@@ -489,3 +489,57 @@ def fun_asr_nano() -> Sight:
     case = heard("fun_asr_nano", "qwen3", audio, (9, 6, 4), adaptor_config=adaptor)
     is_sound = np.arange(9) < np.array([[9], [6], [4]])
     return replace(case, features={"input_features": noise(3, 9, 10), "input_features_mask": is_sound})
+
+
+def _granite_speech(model_type: str, frames: int, counts: tuple[int, ...], **encoder: Any) -> Sight:
+    """Sounds of so many frames, whose last block and window are not full; `counts` are the windows of each."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    sizes = {"input_dim": 10, "num_layers": 5, "hidden_dim": 24, "feedforward_mult": 2, "num_heads": 3, "dim_head": 6}
+    sizes |= {"output_dim": 7, "context_size": 6, "max_pos_emb": 9, "conv_kernel_size": 4, "conv_expansion_factor": 2}
+    query = {"model_type": "blip_2_qformer", "hidden_size": 20, "num_hidden_layers": 3, "num_attention_heads": 2}
+    query |= {
+        "intermediate_size": 28,
+        "use_qformer_text_input": model_type == "granite_speech_plus",
+        "encoder_hidden_size": 24 * (1 + len(encoder.get("cat_hidden_layers", ()))),
+    }
+    text = {"model_type": "granite", "logits_scaling": 3.0, "embedding_multiplier": 2.0, "attention_multiplier": 0.2}
+    config = CONFIG_MAPPING[model_type](
+        text_config={**TEXT, **text},
+        encoder_config={**sizes, **encoder},
+        projector_config=query,
+        audio_token_index=SOUND,
+        downsample_rate=2,
+        window_size=6,
+    )
+    cls = getattr(transformers, type(config).__name__.replace("Config", "ForConditionalGeneration"))
+    rows = [[5, 9, *[SOUND] * 3 * counts[0], 3, *[SOUND] * 3 * counts[1], 11, 7], [8, 4, *[SOUND] * 3 * counts[2], 6]]
+    mask = np.arange(3 * max(counts)) < 3 * np.array(counts)[:, None]
+    features = {"input_features": noise(3, frames, 10), "input_features_mask": mask}
+    return Sight(with_statistics(tiny(cls, config)), rows, features, parts=("audio",))
+
+
+def with_statistics(model: Any) -> Any:
+    """The model with batch norms that were trained."""
+    import torch
+
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.copy_(torch.randn_like(buffer))
+            if name.endswith("running_var"):
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
+            if name.endswith("num_batches_tracked"):
+                buffer.fill_(12345)
+    return model
+
+
+@sight
+def granite_speech() -> Sight:
+    return _granite_speech("granite_speech", 20, (4, 2, 3))
+
+
+@sight
+def granite_speech_plus() -> Sight:
+    return _granite_speech("granite_speech_plus", 18, (3, 2, 1), cat_hidden_layers=[3, 0, 2])

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-_CONFORMER = "a conformer whose features learned queries read: not written yet"
 _QUERIES = "OPT behind learned queries: not written yet"
 _CROSS = "decoders that attend to images or to sound, or that write sound"
 _RECURRENT = "recurrent networks without attention"
@@ -17,7 +16,6 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     "diffusion_gemma": "text that is made by denoising blocks of tokens, not token by token",
     "blt": "bytes that are joined to patches by another model",
     "doge": "masks that are made of values",
-    **dict.fromkeys(("granite_speech", "granite_speech_plus"), _CONFORMER),
     "granite4_vision": "features of images for many layers of the text model, read by learned queries: not written yet",
     **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), _QUERIES),
     "voxtral_realtime": "the audio embedding is added to the embedding of each token; transformers refuses text "

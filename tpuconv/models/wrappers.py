@@ -52,6 +52,7 @@ from tpuconv.models.towers.sound_modalities import (
     FLAMINGO_AUDIO,
     FUN_AUDIO,
     GLM_AUDIO,
+    GRANITE_AUDIO,
     MOSS_AUDIO,
     MUSIC_AUDIO,
     QWEN2_AUDIO,
@@ -72,6 +73,7 @@ LFM2_VL_KEYS = (
     *("max_num_patches", "max_pixels_tolerance", "max_tiles", "min_tiles", "tile_size", "use_image_special_tokens"),
     "use_thumbnail",
 )
+GRANITE_SPEECH_KEYS = ("encoder_config", "projector_config", "has_lora_adapter", "downsample_rate", "window_size")
 MINICPM_V_KEYS = (
     *("patch_size", "insert_layer_id", "drop_vision_last_layer", "downsample_mode", "merge_kernel_size"),
     "merger_times",
@@ -404,6 +406,26 @@ WRAPPER_ROWS = (
             "semantic_tokenizer_encoder_config",
             "acoustic_tokenizer_chunk_size",
         ),
+    ),
+    Wrapper(
+        "granite_speech",
+        "GraniteSpeech",
+        "Granite Speech 3.2 to 4.1",
+        ("granite",),
+        prefix=IN_CAUSAL_MODEL,
+        keys=GRANITE_SPEECH_KEYS,
+        tied=True,
+        modalities=(GRANITE_AUDIO,),
+    ),
+    Wrapper(
+        "granite_speech_plus",
+        "GraniteSpeechPlus",
+        "Granite Speech 4.1 Plus",
+        ("granite",),
+        prefix=IN_CAUSAL_MODEL,
+        keys=GRANITE_SPEECH_KEYS,
+        tied=True,
+        modalities=(GRANITE_AUDIO,),
     ),
     Wrapper(
         "fun_asr_nano",

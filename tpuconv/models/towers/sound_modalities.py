@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tpuconv.models.common.beside import AUDIO, Modality
+from tpuconv.models.towers.conformer.family import CONFORMER, QFORMER
 from tpuconv.models.towers.gemma4.family import FRAMES, NORMED_MATRIX, USM
 from tpuconv.models.towers.muse_audio.family import MUSE_AUDIO_ENCODER, NORMED_SOUND
 from tpuconv.models.towers.qwen_audio.family import (
@@ -103,3 +104,15 @@ FUN_AUDIO = replace(
     projector_prefix="model.multi_modal_projector.",
     placeholder_id=151646,
 )
+
+GRANITE_AUDIO = Modality(
+    AUDIO,
+    CONFORMER,
+    QFORMER,
+    prefix="encoder.",
+    projector_prefix="projector.",
+    placeholder=("audio_token_id", "audio_token_index"),
+    placeholder_id=49155,
+    config_key="encoder_config",
+)
+"""Granite Speech."""

@@ -1,0 +1,227 @@
+"""The conformer of Granite Speech, and the Q-Former that reads it.
+
+Letters: B sounds, T frames, Z blocks or windows of them, C frames of one, M, D, E, G, R and c as `ConformerConfig` has
+them.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tpuconv.models.common.beside import PartConfig
+from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, LayerNorm, normal
+from tpuconv.models.common.seen import Prepared
+from tpuconv.models.logits import padded_rows
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise
+from tpuconv.models.towers.places import bucket
+
+SPEECH_EPS = 1e-5
+"""The epsilon of norms. No key has it."""
+
+
+class HalvedMLP(nnx.Module):
+    """A halved MLP behind its norm, [B, T, D] to [B, T, D]."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        matrix = partial(Einsum, sizes=config.sizes, bias=True, dtype=dtype, keys=keys)
+        self.norm = LayerNorm("D", config.sizes, SPEECH_EPS, dtype=dtype)
+        self.up, self.down = matrix("BTD,DF->BTF"), matrix("BTF,FD->BTD")
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return 0.5 * self.down(nnx.silu(self.up(self.norm(x_BTD))))
+
+
+class SpeechAttention(nnx.Module):
+    """Attention of the frames of a block to each other, with an embedding of distances as further keys
+    (arXiv:1803.02155), [B, T, D] to [B, T, D]. Scores are in float32."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        self.config, sizes = config, config.sizes
+        self.norm = LayerNorm("D", sizes, SPEECH_EPS, dtype=dtype)
+        self.q, self.k, self.v = (Einsum("BTD,DNH->BTNH", sizes, dtype=dtype, keys=keys) for _ in range(3))
+        self.o = Einsum("BTNH,NHD->BTD", sizes, bias=True, dtype=dtype, keys=keys)
+        self.distance = nnx.Param(normal(keys(), (sizes["R"], sizes["H"]), dtype))
+
+    def __call__(self, x_BTD: jax.Array, is_sound_T: jax.Array) -> jax.Array:
+        C, x_BTD = self.config.context_size, self.norm(x_BTD)
+        q_BZCNH, k_BZCNH, v_BZCNH = (cut_windows(each(x_BTD), C) for each in (self.q, self.k, self.v))
+        place = np.arange(C)
+        by_distance_CCH = self.distance[...][place[:, None] - place + self.config.max_pos_emb]
+        product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+        scores = product("BZCNH,BZSNH->BZNCS", q_BZCNH, k_BZCNH) + product("BZCNH,CSH->BZNCS", q_BZCNH, by_distance_CCH)
+        is_key_ZS = cut_windows(is_sound_T[None], C)[0]
+        scores = jnp.where(is_key_ZS[:, None, None], scores * q_BZCNH.shape[-1] ** -0.5, MASKED_SCORE)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v_BZCNH.dtype)
+        y_BZCNH = jnp.einsum("BZNCS,BZSNH->BZCNH", weights, v_BZCNH)
+        return self.o(y_BZCNH.reshape(len(x_BTD), -1, *y_BZCNH.shape[3:])[:, : x_BTD.shape[1]])
+
+
+def cut_windows(x: jax.Array, length: int) -> jax.Array:
+    """Returns [B, T, ...] as windows of so many frames [B, Z, C, ...]; zeros fill the last one."""
+    B, T = x.shape[:2]
+    x = jnp.pad(x, [(0, 0), (0, -T % length), *[(0, 0)] * (x.ndim - 2)])
+    return x.reshape(B, -1, length, *x.shape[2:])
+
+
+class BatchNorm(nnx.Module):
+    """Batch norm with the statistics of its training (arXiv:1502.03167), in float32; [B, T, E] to [B, T, E]."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike):
+        E = config.sizes["E"]
+        self.scale, self.variance = nnx.Param(jnp.ones(E, dtype)), nnx.Param(jnp.ones(E, dtype))
+        self.bias, self.mean = nnx.Param(jnp.zeros(E, dtype)), nnx.Param(jnp.zeros(E, dtype))
+        self.batches = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x_BTE: jax.Array) -> jax.Array:
+        scale, variance, bias, mean = (
+            each[...].astype(jnp.float32) for each in (self.scale, self.variance, self.bias, self.mean)
+        )
+        y_BTE = (x_BTE.astype(jnp.float32) - mean) * jax.lax.rsqrt(variance + SPEECH_EPS) * scale + bias
+        return y_BTE.astype(x_BTE.dtype)
+
+
+class SpeechConvolution(nnx.Module):
+    """A gate, a convolution of each channel over neighbouring frames and a batch norm between two matrices, [B, T, D]
+    to [B, T, D]."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        sizes = config.sizes
+        matrix = partial(Einsum, sizes=sizes, bias=True, dtype=dtype, keys=keys)
+        self.norm = LayerNorm("D", sizes, SPEECH_EPS, dtype=dtype)
+        self.up, self.gate, self.down = matrix("BTD,DE->BTE"), matrix("BTD,DE->BTE"), matrix("BTE,ED->BTD")
+        self.kernel = nnx.Param(normal(keys(), (sizes["c"], sizes["E"]), dtype))
+        self.batch_norm = BatchNorm(config, dtype=dtype)
+
+    def __call__(self, x_BTD: jax.Array, is_sound_T: jax.Array) -> jax.Array:
+        x_BTD, taps, T = self.norm(x_BTD), self.kernel.shape[0], x_BTD.shape[1]
+        y_BTE = self.up(x_BTD) * nnx.sigmoid(self.gate(x_BTD)) * is_sound_T[:, None]
+        y_BTE = jnp.pad(y_BTE, [(0, 0), (taps // 2, (taps - 1) // 2), (0, 0)])
+        y_BTE = jnp.asarray(sum(y_BTE[:, tap : tap + T] * self.kernel[tap] for tap in range(taps)))
+        return self.down(nnx.silu(self.batch_norm(y_BTE)))
+
+
+class SpeechLayer(nnx.Module):
+    """One layer, [B, T, D] to [B, T, D]."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        self.mlp_before, self.mlp_after = (HalvedMLP(config, dtype=dtype, keys=keys) for _ in range(2))
+        self.attn = SpeechAttention(config, dtype=dtype, keys=keys)
+        self.conv = SpeechConvolution(config, dtype=dtype, keys=keys)
+        self.norm = LayerNorm("D", config.sizes, SPEECH_EPS, dtype=dtype)
+
+    def __call__(self, x_BTD: jax.Array, is_sound_T: jax.Array) -> jax.Array:
+        x_BTD = x_BTD + self.mlp_before(x_BTD)
+        x_BTD = x_BTD + self.attn(x_BTD, is_sound_T)
+        x_BTD = x_BTD + self.conv(x_BTD, is_sound_T)
+        return self.norm(x_BTD + self.mlp_after(x_BTD))
+
+
+class Conformer(FeatureEncoder):
+    """Frames [B, T, M] of mel spectrograms to features [B, Z Q, O] of windows. As in transformers, frames behind a
+    shorter sound are silence that all layers see."""
+
+    takes = ("input_features", "input_features_mask")
+    config: Any
+
+    def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
+        sizes = config.sizes
+        matrix = partial(Einsum, sizes=sizes, bias=True, dtype=dtype, keys=keys)
+        self.entry, self.guess, self.guessed = matrix("BTM,MD->BTD"), matrix("BTD,DG->BTG"), matrix("BTG,GD->BTD")
+        self.layers = nnx.List([SpeechLayer(config, dtype=dtype, keys=keys) for _ in range(sizes["L"])])
+
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
+        frames = 2 * self.config.window_size + 1  # three windows, of which a shorter sound has two
+        mask = np.arange(3 * self.config.queries) < np.array([[3], [2]]) * self.config.queries
+        return {"input_features": noise(rng, 2, frames, self.config.sizes["M"]), "input_features_mask": mask}
+
+    def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
+        frames_BTM, is_feature_BS = given(features, "input_features", 3), given(features, "input_features_mask", 2)
+        B, T, _ = frames_BTM.shape
+        length = bucket(T)
+        slots = -(-length // self.config.window_size) * self.config.queries
+        is_feature_BS = np.pad(is_feature_BS.astype(bool), [(0, 0), (0, slots - is_feature_BS.shape[1])])
+        return Prepared(
+            (np.pad(frames_BTM, [(0, padded_rows(B) - B), (0, length - T), (0, 0)]), np.arange(length) < T),
+            np.flatnonzero(is_feature_BS),
+            is_feature_BS.sum(axis=1).tolist(),
+        )
+
+    def __call__(self, frames_BTM: jax.Array, is_sound_T: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        states = [self.entry(frames_BTM.astype(self.entry.kernel.dtype))]
+        for number, layer in enumerate(self.layers, 1):
+            x_BTD = layer(states[-1], is_sound_T)
+            if number == len(self.layers) // 2:
+                x_BTD = x_BTD + self.guessed(jax.nn.softmax(self.guess(x_BTD), axis=-1))
+            states.append(x_BTD)
+        x_BTS = jnp.concatenate([states[number] for number in (*self.config.further_states, -1)], axis=-1)
+        return self.projector(cut_windows(x_BTS * is_sound_T[:, None], self.config.window_size)), ()
+
+
+class QueryAttention(nnx.Module):
+    """Attention of queries [B, Q, A] to vectors [B, P, reads], added to the queries and normed. Scores are in float32.
+    `reads` is the letter of the width of the vectors."""
+
+    def __init__(self, config: PartConfig, reads: str, *, dtype: DTypeLike, keys: Keys):
+        matrix = partial(Einsum, sizes=config.sizes, bias=True, dtype=dtype, keys=keys)
+        self.q, self.o = matrix("BQA,AKI->BQKI"), matrix("BQKI,KIA->BQA")
+        self.k, self.v = matrix(f"BP{reads},{reads}KI->BPKI"), matrix(f"BP{reads},{reads}KI->BPKI")
+        self.norm = LayerNorm("A", config.sizes, config.query_eps, dtype=dtype)
+
+    def __call__(self, x_BQA: jax.Array, y: jax.Array) -> jax.Array:
+        q_BQKI, k_BPKI, v_BPKI = self.q(x_BQA), self.k(y), self.v(y)
+        scores = jnp.einsum("BQKI,BPKI->BKQP", q_BQKI, k_BPKI, preferred_element_type=jnp.float32)
+        weights = jax.nn.softmax(scores * q_BQKI.shape[-1] ** -0.5, axis=-1).astype(v_BPKI.dtype)
+        return self.norm(x_BQA + self.o(jnp.einsum("BKQP,BPKI->BQKI", weights, v_BPKI)))
+
+
+class QueryMLP(nnx.Module):
+    """An MLP of queries [B, Q, A], added to them and normed."""
+
+    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
+        matrix = partial(Einsum, sizes=config.sizes, bias=True, dtype=dtype, keys=keys)
+        self.up, self.down, self.act = matrix("BQA,AW->BQW"), matrix("BQW,WA->BQA"), ACTS_BY_NAME[config.query_act]
+        self.norm = LayerNorm("A", config.sizes, config.query_eps, dtype=dtype)
+
+    def __call__(self, x_BQA: jax.Array) -> jax.Array:
+        return self.norm(x_BQA + self.down(self.act(self.up(x_BQA))))
+
+
+class QueryLayer(nnx.Module):
+    """One layer of queries [B, Q, A] that attend to each other, and in some layers to a window [B, P, S]. An MLP for
+    texts is kept, and nothing reads it."""
+
+    def __init__(self, config: PartConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
+        self.attn = QueryAttention(config, "A", dtype=dtype, keys=keys)
+        is_reader = layer in config.layer_sets["X"]
+        self.cross = QueryAttention(config, "S", dtype=dtype, keys=keys) if is_reader else None
+        self.mlp = QueryMLP(config, dtype=dtype, keys=keys)
+        self.text_mlp = QueryMLP(config, dtype=dtype, keys=keys) if config.use_qformer_text_input else None
+
+    def __call__(self, x_BQA: jax.Array, window_BPS: jax.Array) -> jax.Array:
+        x_BQA = self.attn(x_BQA, x_BQA)
+        return self.mlp(x_BQA if self.cross is None else self.cross(x_BQA, window_BPS))
+
+
+class QFormer(nnx.Module):
+    """Windows [B, Z, C, S] to features [B, Z, Q, O]."""
+
+    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
+        sizes = config.sizes
+        self.query = nnx.Param(normal(keys(), (sizes["Q"], sizes["A"]), dtype))
+        self.norm = LayerNorm("A", sizes, config.query_eps, dtype=dtype)
+        self.layers = nnx.List([QueryLayer(config, i, dtype=dtype, keys=keys) for i in range(sizes["J"])])
+        self.matrix = Einsum("BQA,AO->BQO", sizes, bias=True, dtype=dtype, keys=keys)
+
+    def __call__(self, windows_BZCS: jax.Array) -> jax.Array:
+        B, Z, *window = windows_BZCS.shape
+        query_QA = self.norm(self.query[...])
+        x_BQA = jnp.broadcast_to(query_QA, (B * Z, *query_QA.shape))
+        for layer in self.layers:
+            x_BQA = layer(x_BQA, windows_BZCS.reshape(B * Z, *window))
+        return self.matrix(x_BQA).reshape(B, Z, *query_QA.shape[:1], -1)
