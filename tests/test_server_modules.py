@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers
 
 from helpers.checkpoints import read_tensors
 from helpers.quantizing import ONE_OF_EACH
 from helpers.served import quantized, rule
+from helpers.whole_sights import made
 from tpuconv import api
 from tpuconv.convert.export.serving.description import FUSED, describe_encoding
 from tpuconv.convert.export.serving.formats import FORMATS, IN_AWQ, IN_COMPRESSED, IN_FP8, WeightGroup
@@ -158,3 +160,27 @@ def test_patterns_hold_where_servers_rename_the_model():
     assert set(both[2:]) <= set(config["ignore"])  # no pattern: it would fit the other part
     assert not any(fits(config["ignore"], name) for name in (*attention, *both[:2]))
     assert all(fits(int4, name) for name in both[:2])
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_linear_layers_named_like_embeddings_are_ignored(name, hf, tmp_path):
+    """As `altup_unembed_projections` are."""
+    assert_transformers_has_all(hf(ONE_OF_EACH[name], "bfloat16"), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "llama4", "llava_onevision", "mistral3", "muse_glimmer"])
+def test_linear_layers_of_encoders_are_ignored_under_the_names_of_transformers(name, tmp_path):
+    """Which are not those of the tensors, and by which encoders have layers of text models, or of embeddings."""
+    made(name).save(tmp_path / "hf")
+    assert_transformers_has_all(tmp_path / "hf", tmp_path)
+
+
+def assert_transformers_has_all(source: Path, folder: Path) -> None:
+    """transformers takes no plain layer for a quantized one, whose scales would be missing."""
+    rules = rules_file(folder, rule(r"layers/\d+/attn/(?!router).*", weight_qtype="float8_e4m3fn"))
+    api.convert(source, folder / "ckpt", quantize=rules)
+    api.export(folder / "ckpt", folder / "out")
+    (architecture,) = json.loads((source / "config.json").read_text())["architectures"]
+    _, found = getattr(transformers, architecture).from_pretrained(folder / "out", output_loading_info=True)
+    assert not any(found.values())

@@ -30,6 +30,9 @@ from tpuconv.notation.table import EXPERTS, Binding, MappingTable, Stack
 from tpuconv.sources.config import encoding_of
 from tpuconv.targets.registry import get_target
 
+LOOKED_UP = ("embedding", "positions", "table", "ends")
+"""The last parts of the names of parameters whose rows are looked up."""
+
 
 @dataclass(frozen=True)
 class ExportPiece:
@@ -163,7 +166,8 @@ def _leads(row: ExportRow, letter: str, ranges: Ranges, count: int) -> bool:
 
 def _linear_modules(binding: Binding) -> Iterator[str]:
     """Yields the modules of a row that servers multiply with: linear layers, but not embeddings, and the experts of a
-    layer, which may be in one tensor."""
+    layer, which may be in one tensor. Our name tells them apart: `embed` is in the names of linear layers too."""
+    is_table = all(name.rpartition(".")[2] in LOOKED_UP for stack in binding.dst for name in stack.names)
     for stack, axes in zip(binding.src, binding.layout.src, strict=True):
         if len(axes) == stack.depth:
             continue  # a number, or one for each layer
@@ -174,7 +178,7 @@ def _linear_modules(binding: Binding) -> Iterator[str]:
             if is_of_experts:
                 front, experts, _ = module.partition(".experts.")
                 yield f"{front if experts else front.rpartition('.')[0]}.experts"
-            elif len(others) == 1 and name.endswith(".weight") and "embed" not in name:
+            elif len(others) == 1 and name.endswith(".weight") and not is_table:
                 yield module
 
 

@@ -32,6 +32,12 @@ IN_LIST = re.compile(r"(?:(.*?)\.)?([^.]+\.\d+\..*)")
 """A module with a number: what stands before the list of modules, and the rest."""
 NUMBER = re.compile(r"(?<=\\\.)\d+(?=\\\.)")
 """A number in an escaped name."""
+NUMBERED = re.compile(r"\.\d+\.")
+"""A number in a name."""
+REGEX = "re:"
+"""The begin of a pattern."""
+INNER = "model."
+"""The module that has all parts of a model but the head, in some models."""
 Groups = Mapping[WeightGroup, list[str]]
 """The modules of each group."""
 
@@ -56,8 +62,8 @@ def describe_encoding(scheme: str, groups: Groups, plain: Iterable[str], kv_cach
         )
     module_group = {module: group for group, modules in groups.items() for module in modules}
     plain = list(plain)
-    if not any(map(is_head, (*module_group, *plain))):
-        plain.append(HEAD)  # tied to the embedding, it is a linear layer to servers
+    if not any(map(is_head, module_group)) and not any(map(_is_named_head, plain)):
+        plain.append(HEAD)  # to servers it is a linear layer of this name, tied or under another name in the release
     _check_fused(module_group, plain)
     described = DESCRIPTIONS[scheme](groups, list(dict.fromkeys(map(_in_server, plain))))
     return described if kv_cache is None else described | {"kv_cache_scheme": cache_scheme(kv_cache)}
@@ -153,8 +159,8 @@ def _check_names(scheme: str, groups: Groups, plain: list[str], takes: Callable[
 
 
 def _patterns(modules: list[str], everything: list[str], *, is_wrapped: bool) -> list[str]:
-    """Returns the modules as patterns that fit no other one, numbers left out where all have them; else names.
-    `is_wrapped`: True if the layers are a part of the model."""
+    """Returns the modules as patterns that fit no other one, numbers left out where all have them; else names, and
+    patterns beside. `is_wrapped`: True if the layers are a part of the model."""
     chosen, out = set(modules), []
     pattern = partial(_pattern, is_wrapped=is_wrapped)
     forms: dict[str, list[str]] = {}
@@ -165,9 +171,32 @@ def _patterns(modules: list[str], everything: list[str], *, is_wrapped: bool) ->
         if len(alike) > 1 and chosen.issuperset(alike):
             out.append(form)
         else:
-            has_name = not _is_experts(alike[0]) and ("." in alike[0] or not is_wrapped)
-            out += [module if has_name else pattern(module) for module in alike if module in chosen]
+            is_head_alone = len(alike) == 1 and _is_named_head(alike[0])
+            has_name = not _is_experts(alike[0]) and not (is_wrapped and ("." not in alike[0] or is_head_alone))
+            found = [module for module in alike if module in chosen]
+            out += found if has_name else map(pattern, found)
+            if has_name and is_wrapped:
+                out += _in_parts(found, [module for module in everything if module not in chosen])
     return out
+
+
+def _in_parts(modules: list[str], others: list[str]) -> Iterator[str]:
+    """Yields patterns of modules within their part of the model, such as `vision_tower`, that fit no other one:
+    transformers, which translates no names, may have the part within another one, or fewer or more modules between."""
+    forms = {NUMBERED.sub(".0.", other) for other in others}
+    for form in dict.fromkeys(map(_in_part, modules)):
+        if form and not any(re.match(form[len(REGEX) :], other) for other in forms):
+            yield form
+
+
+def _in_part(module: str) -> str:
+    """Returns the pattern of a module within its part, with any numbers; empty if it is in none."""
+    front, _, rest = module.removeprefix(INNER).partition(".")
+    if not rest or rest[0].isdigit():
+        return ""
+    match = IN_LIST.fullmatch(rest)
+    inside = NUMBER.sub(r"\\d+", re.escape(match[2] if match else rest))
+    return rf"{REGEX}(.*\.)?{re.escape(front)}\.(.*\.)?{inside}$"
 
 
 def _pattern(module: str, *, is_wrapped: bool) -> str:
@@ -177,8 +206,12 @@ def _pattern(module: str, *, is_wrapped: bool) -> str:
     with a dot, but not patterns.
     """
     match = IN_LIST.fullmatch(module) if is_wrapped else None
-    name = re.escape(match[2] if match else module)
-    return ("re:(.*\\.)?" if is_wrapped else "re:") + name + (r"(\.|$)" if _is_experts(module) else "$")
+    name = re.escape(HEAD if is_wrapped and _is_named_head(module) else match[2] if match else module)
+    return REGEX + (r"(.*\.)?" if is_wrapped else "") + name + (r"(\.|$)" if _is_experts(module) else "$")
+
+
+def _is_named_head(module: str) -> bool:
+    return module.rpartition(".")[2] == HEAD
 
 
 def _in_server(module: str) -> str:
