@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tpuconv
 from helpers.attacks.made import folder_in_memory
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import assert_same
@@ -280,11 +281,36 @@ def test_a_plan_finds_what_no_format_holds(hf):
         api.plan(hf(ONE_OF_EACH["qwen3"], "bfloat16"), target="huggingface", quantize="nf4_weight_only")
 
 
+def stated_dtype(folder: Path) -> str:
+    config = json.loads((folder / "config.json").read_text())
+    return config.get("dtype") or config["torch_dtype"]
+
+
 def test_a_cast_is_in_the_config(hf, tmp_path):
     have = one_pass(hf(SMALL, "bfloat16"), tmp_path / "out", dtype="float32")
     assert {x.dtype.name for x in have.values()} == {"float32"}
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert "float32" in (config.get("dtype"), config.get("torch_dtype"))
+    assert stated_dtype(tmp_path / "out") == "float32"
+
+
+def test_the_dtype_of_an_export_is_in_its_config(hf, tmp_path):
+    """Of what was cast, quantized after that, or saved in another dtype: transformers would round it."""
+    source, out = hf(FIRST["qwen3"], "bfloat16"), {name: tmp_path / name for name in ("cast", "int8", "plain", "tuned")}
+    api.convert(source, out["cast"], dtype="float32")
+    api.quantize(out["cast"], out["int8"], config="int8_default")
+    api.convert(source, out["plain"])
+    tpuconv.save(tpuconv.load(out["plain"], "float32"), out["tuned"], like=out["plain"])
+    for name, checkpoint in out.items():
+        api.export(checkpoint, tmp_path / "exports" / name)
+    assert {name: stated_dtype(tmp_path / "exports" / name) for name in out} == {
+        **dict.fromkeys(("cast", "int8", "tuned"), "float32"),
+        "plain": "bfloat16",
+    }
+
+
+def test_the_dtype_of_what_stays_encoded_is_in_the_config(hf, tmp_path):
+    one_pass(hf(FIRST["qwen3"], "bfloat16"), tmp_path / "fp8", quantize="fp8_default")
+    one_pass(tmp_path / "fp8", tmp_path / "out", encoding="keep", dtype="float32")
+    assert stated_dtype(tmp_path / "out") == "float32"
 
 
 def stop_after_three_files(source, out, monkeypatch):

@@ -9,11 +9,12 @@ import numpy as np
 from tpuconv.checkpoint.companions import companions_of, copy_companion
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import check_contents, read_box, read_checkpoint_config
+from tpuconv.convert.plan.types import FLOAT_DTYPES
 from tpuconv.convert.run.engine import RunProgress
 from tpuconv.location import Location
 from tpuconv.names import SCALE
 from tpuconv.notation.layout import Axes, Ranges, Shape, lead
-from tpuconv.sources.config import with_encoding, without_encoding
+from tpuconv.sources.config import with_dtype, with_encoding, without_encoding
 from tpuconv.storage.sealed import Sealed
 from tpuconv.storage.sinks import Sink
 from tpuconv.targets.registry import get_target
@@ -223,5 +224,11 @@ def released_config(manifest: Manifest) -> dict[str, Any]:
 
 
 def exported_config(arrays: ArraySource) -> dict[str, Any]:
-    """Returns the same of arrays that are exported."""
-    return dict(arrays.config) if arrays.manifest.passthrough else without_encoding(arrays.config)
+    """Returns the same of arrays that are exported. It states the dtype of weights that were cast, quantized or saved
+    from a model: transformers casts what it loads to the dtype that is stated."""
+    manifest = arrays.manifest
+    config = dict(arrays.config) if manifest.passthrough else without_encoding(arrays.config)
+    cast = manifest.raw["options"]["dtype"]
+    if cast not in FLOAT_DTYPES and (manifest.is_rounded or manifest.raw["source"].get("changed")):
+        cast = manifest.dtype
+    return dict(with_dtype(config, cast)) if cast in FLOAT_DTYPES else config

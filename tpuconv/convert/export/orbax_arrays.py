@@ -11,11 +11,10 @@ from tpuconv.checkpoint.stored import StoredArray
 from tpuconv.convert.export.array_source import IdentifiedArrays
 from tpuconv.convert.export.lora.tree import MergedPairs
 from tpuconv.convert.export.way_back import Explained, Parameter
-from tpuconv.convert.plan.types import FLOAT_DTYPES
 from tpuconv.convert.run.engine import RunProgress
 from tpuconv.errors import ConfigError, OutputError
 from tpuconv.location import Location
-from tpuconv.sources.config import DTYPE_KEYS, parts_of, read_json, with_dtype, without_encoding
+from tpuconv.sources.config import read_json, without_encoding
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.origins import known_stamps
 from tpuconv.sources.source import CHANGED, Source
@@ -83,11 +82,8 @@ class OrbaxArrays(IdentifiedArrays):
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """See `ArraySource`. It describes no encoding, and has the dtype that the weights were saved in."""
-        config = without_encoding(self.source.config)
-        stated = {part[key] for part in parts_of(config) for key in DTYPE_KEYS if isinstance(part.get(key), str)}
-        dtype = self.manifest.dtype
-        return config if stated <= {dtype} or dtype not in FLOAT_DTYPES else with_dtype(config, dtype)
+        """See `ArraySource`. It describes no encoding."""
+        return without_encoding(self.source.config)
 
     def copy_companion(self, name: str, sink: Sink, target: str) -> None:
         """See `ArraySource`. Raises SourceError if it was changed."""

@@ -10,7 +10,7 @@ import numpy as np
 from tpuconv.checkpoint.manifest import Manifest, add_statistics
 from tpuconv.checkpoint.stored import stored_arrays
 from tpuconv.convert.plan.quantization import REPORT
-from tpuconv.convert.plan.types import FLOAT_DTYPES, Plan
+from tpuconv.convert.plan.types import Plan
 from tpuconv.convert.plan.units import Slab
 from tpuconv.convert.run.conversion import check_made_of
 from tpuconv.convert.run.describe import describe
@@ -24,7 +24,7 @@ from tpuconv.errors import ConfigError, SourceError
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location
 from tpuconv.notation.layout import Axes, Ranges
-from tpuconv.sources.config import read_json, with_dtype
+from tpuconv.sources.config import read_json
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.reader import Reader
 from tpuconv.storage.disk import page_buffer
@@ -76,9 +76,8 @@ class PlannedArrays:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """See `ArraySource`. It has the dtype that the weights are cast to."""
-        config, dtype = self.plan.source.config, self.plan.options.dtype
-        return with_dtype(config, dtype) if dtype in FLOAT_DTYPES else config
+        """See `ArraySource`."""
+        return self.plan.source.config
 
     def copy_companion(self, name: str, sink: Sink, target: str) -> None:
         """See `ArraySource`. Raises SourceError if it was changed."""
