@@ -279,8 +279,9 @@ def test_what_no_format_holds_is_refused_with_the_rule(rules: str, message: str,
     ],
 )
 def test_matrices_that_no_server_reads_are_refused_by_the_plan(family: str, message: str, hf: Any) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as error:
         api.plan(hf(ONE_OF_EACH[family], "bfloat16"), target="huggingface", quantize="int8_default")
+    assert error.value.hint == "leave out `quantize=`; or change rule 1 of the quantization config"  # no checkpoint
     with pytest.raises(UsageError, match=message) as error:
         api.plan(hf(ONE_OF_EACH[family], "bfloat16"), target="huggingface", quantize="auto:8.5")
     assert "a config without a rule for them" in (error.value.hint or "")

@@ -78,6 +78,7 @@ class _Parameters:
         assert manifest.quantization is not None
         assert target.quantized is not None
         self.scheme, self.names = scheme, [stack.names[0] for stack in binding.dst]
+        self.is_one_pass = target.is_safetensors
         self.is_auto = manifest.quantization.get("name", "").startswith(AUTO_NAME)
         self.facts: list[Any] = [manifest.quantization["parameters"].get(name) for name in self.names]
         rules = manifest.quantization.get("rules", [])
@@ -152,9 +153,10 @@ class _Parameters:
         change = "" if rule is None else f"; or change rule {rule + 1} of the quantization config"
         if self.is_auto:
             change = "; or quantize by a config without a rule for them: auto:BITS has rules for all products"
+        plain = "export the checkpoint that this one was quantized from"
         return UsageError(
             f"{' and '.join(self.names)} cannot be exported as quantized safetensors: they {why}",
-            hint=f"export the checkpoint that this one was quantized from{change}",
+            hint=f"{'leave out `quantize=`' if self.is_one_pass else plain}{change}",
         )
 
 
