@@ -162,6 +162,20 @@ def test_patterns_hold_where_servers_rename_the_model():
     assert all(fits(int4, name) for name in both[:2])
 
 
+def test_no_pattern_fits_two_parts_of_one_module():
+    """What is ignored there has names alone."""
+    text, sound = ([f"whole.{x}.layers.{i}.self_attn.q_proj" for i in range(2)] for x in ("model", "audio_tower"))
+    config = describe_encoding(IN_COMPRESSED, {INT8: text[:1], INT4: text[1:]}, sound)
+    assert config["ignore"][:2] == sound
+    assert not any(fits(config["ignore"], name) for name in text)
+    of_layer_0, of_layer_1 = (group["targets"] for group in config["config_groups"].values())
+    assert not fits(of_layer_0, text[1])
+    assert not fits(of_layer_1, text[0])
+
+
+ATTENTION_IN_FP8 = rule(r"layers/\d+/attn/(?!router).*", weight_qtype="float8_e4m3fn")
+
+
 @pytest.mark.parametrize("name", ["gemma3n_text", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_linear_layers_named_like_embeddings_are_ignored(name, hf, tmp_path):
     """As `altup_unembed_projections` are."""
@@ -169,17 +183,25 @@ def test_linear_layers_named_like_embeddings_are_ignored(name, hf, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "llama4", "llava_onevision", "mistral3", "muse_glimmer"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "llama4", "mistral3", "muse_glimmer", "qwen3_omni_moe"])
 def test_linear_layers_of_encoders_are_ignored_under_the_names_of_transformers(name, tmp_path):
     """Which are not those of the tensors, and by which encoders have layers of text models, or of embeddings."""
     made(name).save(tmp_path / "hf")
     assert_transformers_has_all(tmp_path / "hf", tmp_path)
 
 
-def assert_transformers_has_all(source: Path, folder: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
+def test_layers_of_several_types_have_the_names_of_transformers(name, tmp_path):
+    made(name).save(tmp_path / "hf")
+    fp8, act_qtype = {"weight_qtype": "float8_e4m3fn"}, "float8_e4m3fn"
+    rules = rule("layers/[01]/attn/.*", **fp8) + rule("layers/.*/attn/.*", **fp8, act_qtype=act_qtype)
+    assert_transformers_has_all(tmp_path / "hf", tmp_path, rules)
+
+
+def assert_transformers_has_all(source: Path, folder: Path, rules: str = ATTENTION_IN_FP8) -> None:
     """transformers takes no plain layer for a quantized one, whose scales would be missing."""
-    rules = rules_file(folder, rule(r"layers/\d+/attn/(?!router).*", weight_qtype="float8_e4m3fn"))
-    api.convert(source, folder / "ckpt", quantize=rules)
+    api.convert(source, folder / "ckpt", quantize=rules_file(folder, rules))
     api.export(folder / "ckpt", folder / "out")
     (architecture,) = json.loads((source / "config.json").read_text())["architectures"]
     _, found = getattr(transformers, architecture).from_pretrained(folder / "out", output_loading_info=True)

@@ -287,6 +287,14 @@ def test_matrices_that_no_server_reads_are_refused_by_the_plan(family: str, mess
     assert "a config without a rule for them" in (error.value.hint or "")
 
 
+@pytest.mark.parametrize("scheme", ["awq", "fp8"])
+def test_a_scheme_without_the_type_is_to_be_left_out(scheme: Any, tmp_path: Path) -> None:
+    ckpt = quantized(tmp_path, rule(".*mlp.*", weight_qtype="int8"))
+    with pytest.raises(UsageError, match=f"are int8: no format of {scheme} has this") as error:
+        api.export(ckpt, tmp_path / "out", scheme=scheme)
+    assert error.value.hint == "leave out `scheme=`; or change rule 1 of the quantization config"
+
+
 # The families whose packaged configs quantize what no server reads, by the reason: experts in one tensor, convolutions
 # and gates by head, and matrices [in, out]. JAX computes with them.
 STACKS = "aria aria_text granitemoe granitemoehybrid jetmoe step3p5 step3p7 zaya"

@@ -36,8 +36,8 @@ NUMBERED = re.compile(r"\.\d+\.")
 """A number in a name."""
 REGEX = "re:"
 """The begin of a pattern."""
-INNER = "model."
-"""The module that has all parts of a model but the head, in some models."""
+INNER = re.compile(r"((model|thinker)\.)*")
+"""Modules that have all parts of a model but the head."""
 Groups = Mapping[WeightGroup, list[str]]
 """The modules of each group."""
 
@@ -182,21 +182,34 @@ def _patterns(modules: list[str], everything: list[str], *, is_wrapped: bool) ->
 
 def _in_parts(modules: list[str], others: list[str]) -> Iterator[str]:
     """Yields patterns of modules within their part of the model, such as `vision_tower`, that fit no other one:
-    transformers, which translates no names, may have the part within another one, or fewer or more modules between."""
-    forms = {NUMBERED.sub(".0.", other) for other in others}
-    for form in dict.fromkeys(map(_in_part, modules)):
-        if form and not any(re.match(form[len(REGEX) :], other) for other in forms):
+    transformers, which translates no names, may have the part within another one, or fewer or more modules between.
+    Modules with numbers have one pattern, which names their layers if others would fit."""
+    forms: dict[str, list[str]] = {}
+    for module in modules:
+        if pattern := _in_part(module):
+            forms.setdefault(NUMBER.sub(r"\\d+", pattern), []).append(pattern)
+    kinds = {NUMBERED.sub(".0.", other) for other in others}
+    for form, patterns in forms.items():
+        if not _fits_any(form, kinds):
             yield form
+        elif form.count(r"\d+") == 1:
+            numbers = "|".join(number for pattern in patterns for number in NUMBER.findall(pattern))
+            if not _fits_any(of_layers := form.replace(r"\d+", f"({numbers})"), others):
+                yield of_layers
+
+
+def _fits_any(pattern: str, modules: Iterable[str]) -> bool:
+    fits = re.compile(pattern.removeprefix(REGEX)).match
+    return any(map(fits, modules))
 
 
 def _in_part(module: str) -> str:
-    """Returns the pattern of a module within its part, with any numbers; empty if it is in none."""
-    front, _, rest = module.removeprefix(INNER).partition(".")
+    """Returns the pattern of a module within its part; empty if it is in none."""
+    front, _, rest = INNER.sub("", module, count=1).partition(".")
     if not rest or rest[0].isdigit():
         return ""
     match = IN_LIST.fullmatch(rest)
-    inside = NUMBER.sub(r"\\d+", re.escape(match[2] if match else rest))
-    return rf"{REGEX}(.*\.)?{re.escape(front)}\.(.*\.)?{inside}$"
+    return rf"{REGEX}(.*\.)?{re.escape(front)}\.(.*\.)?{re.escape(match[2] if match else rest)}$"
 
 
 def _pattern(module: str, *, is_wrapped: bool) -> str:

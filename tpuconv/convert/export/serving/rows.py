@@ -122,7 +122,9 @@ class _Parameters:
         if form is None or act not in (None, qtype):
             how = f"{qtype} with activations in {act}" if act else qtype
             anywhere = any((qtype, act is not None) in formats for formats in FORMATS.values()) and act in (None, qtype)
-            raise self.refused(f"are {how}: no format of {self.scheme if anywhere else 'servers'} has this")
+            if anywhere:
+                raise self.refused(f"are {how}: no format of {self.scheme} has this", otherwise="leave out `scheme=`")
+            raise self.refused(f"are {how}: no format of servers has this")
         if self.has_zero_points and not form.has_zero_points:
             raise self.refused(f"have zero points, which {form.name or form.scheme} does not have")
         if self.is_static and not form.has_input_scale:
@@ -147,16 +149,19 @@ class _Parameters:
             raise self.refused("are joined in one tensor, and have inputs of different static scales")
         return first
 
-    def refused(self, why: str) -> UsageError:
-        """Returns the error that says why the parameters cannot be exported, and which rule to change."""
+    def refused(self, why: str, otherwise: str = "") -> UsageError:
+        """Returns the error that says why the parameters cannot be exported, and which rule to change. `otherwise`:
+        what to do, if not to leave them plain."""
         rule = next((each.get("rule") for each in self.facts if each is not None), None)
         change = "" if rule is None else f"; or change rule {rule + 1} of the quantization config"
         if self.is_auto:
             change = "; or quantize by a config without a rule for them: auto:BITS has rules for all products"
-        plain = "export the checkpoint that this one was quantized from"
+        plain = (
+            "leave out `quantize=`" if self.is_one_pass else "export the checkpoint that this one was quantized from"
+        )
         return UsageError(
             f"{' and '.join(self.names)} cannot be exported as quantized safetensors: they {why}",
-            hint=f"{'leave out `quantize=`' if self.is_one_pass else plain}{change}",
+            hint=f"{otherwise or plain}{change}",
         )
 
 
