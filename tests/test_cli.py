@@ -158,6 +158,15 @@ def test_a_wrong_model_fails_the_gates(tmp_path, few_prompts):
     assert [failure.split()[0] for failure in facts["failures"]] == ["relative_difference", "mean_kl", "top1"]
 
 
+@pytest.mark.slow
+def test_a_failed_gate_with_the_weights_of_the_source_leads_to_the_layers(converted, few_prompts, tmp_path):
+    shutil.copytree(EXAMPLE, tmp_path / "hf")
+    config = json.loads((EXAMPLE / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    args = ("verify", "tiny-qwen3-orbax", "--compare-hf", "--source", tmp_path / "hf", "--prompts", few_prompts)
+    assert "--layerwise names the first layer that differs" in tpuconv(*args, cwd=converted, code=3).stderr
+
+
 def test_on_a_mesh_it_computes_the_same(converted, few_prompts, monkeypatch):
     args = ("verify", "tiny-qwen3-orbax", "--compare-hf", "--dtype", "float32", "--prompts", few_prompts, "--json")
     refused = tpuconv(*args, "--mesh", "data=2,tensor=2", cwd=converted, code=2)

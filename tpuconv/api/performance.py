@@ -150,7 +150,8 @@ def _timed(
     )
     text = None
     if tokenizer:
-        text = measuring.PROMPT + tokenizer.decode(timings[0].new_ids, skip_special_tokens=True)
+        read_ids = prompt_ids[-timings[0].workload.prompt_length :]
+        text = tokenizer.decode([*read_ids, *timings[0].new_ids], skip_special_tokens=True)
     origin = manifest.raw["source"]
     return Benchmark(
         checkpoint=manifest.folder,
