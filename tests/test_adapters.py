@@ -161,6 +161,9 @@ def test_a_merged_model_is_compared_with_the_one_that_peft_merges(tmp_path: Path
     assert not api.compare(out, source=tmp_path / "hf").passed
     with pytest.raises(UsageError, match="has 2 merged adapters, and 0 are known"):
         api.compare(out)
+    api.convert(tmp_path / "hf", tmp_path / "plain")
+    with pytest.raises(UsageError, match="plain has no merged adapters"):
+        api.compare(tmp_path / "plain", adapter=adapters)
     with pytest.raises(UsageError, match=r"second has other contents, or another weight, .* with the weight 0\.5"):
         api.compare(out, adapter=[str(tmp_path / "lora"), str(tmp_path / "second")])
     with pytest.raises(UsageError, match="has other contents"):

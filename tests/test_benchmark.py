@@ -1,5 +1,7 @@
 """The least work of a step, which a benchmark divides the times by."""
 
+import re
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.families import CASES
 from helpers.quantizing import ONE_OF_EACH, quantize
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.names import QVALUE, ZERO_POINT
@@ -45,3 +48,29 @@ def test_a_step_reads_the_bits_of_its_weights_and_a_prefill_multiplies_no_scales
 
     expected = sum(size(name, array) for name, array in manifests[1].arrays.items())
     assert after.step_bytes(batch, 0) == pytest.approx(expected, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("key", "chosen", "tables"),
+    [
+        ("gemma3", 0, ()),  # with an encoder of images
+        ("gemma3n_text-plain", 0, ("per_layer.embed.embedding",)),
+        pytest.param("gemma4_text-plain", 0, ("per_layer.embed.embedding",), marks=pytest.mark.slow),
+        ("ernie4_5_moe-plain", 3, ()),
+        ("hunyuan_v1_moe-plain", 3, ("embed.embedding",)),
+        ("phimoe-plain", 2, ("embed.embedding",)),
+    ],
+)
+def test_a_step_reads_no_encoder_a_row_of_each_table_and_the_chosen_experts(
+    key: str, chosen: int, tables: Sequence[str], orbax: Any, whole: Any
+) -> None:
+    case = next((case for case in CASES if case.id == key), None)
+    manifest = read_manifest(whole(key)[1] if case is None else orbax(case))
+
+    def size(name: str, array: Any) -> float:
+        share = chosen / array.shape[0] if re.search(r"moe\.(gate|up|down)\.kernel", name) else 1.0
+        share = 1 / array.shape[0] if name in tables else share
+        return 0 if name.startswith("vision.") else prod(array.shape) * np.dtype(array.dtype).itemsize * share
+
+    expected = sum(size(name, array) for name, array in manifest.arrays.items())
+    assert Roofline(abstract_model(manifest)).step_bytes(1, 0) == pytest.approx(expected, abs=1)

@@ -20,7 +20,7 @@ from helpers.checkpoints import (
     read_tensors,
     write_checkpoint,
 )
-from helpers.commands import EXAMPLE, LISTINGS, SAMPLE, every_name, tpuconv
+from helpers.commands import EXAMPLE, LISTINGS, SAMPLE, every_name, forked, tpuconv
 from helpers.families import CORE
 from helpers.times import ProcessorTime
 from tpuconv import cli
@@ -156,6 +156,21 @@ def test_a_wrong_model_fails_the_gates(tmp_path, few_prompts):
     facts = json.loads(tpuconv(*args, "--json", cwd=tmp_path, code=3).stdout)
     assert facts["passed"] is False
     assert [failure.split()[0] for failure in facts["failures"]] == ["relative_difference", "mean_kl", "top1"]
+
+
+@pytest.mark.slow
+def test_a_failed_gate_with_the_weights_of_the_source_leads_to_the_layers(converted, few_prompts, tmp_path):
+    shutil.copytree(EXAMPLE, tmp_path / "hf")
+    config = json.loads((EXAMPLE / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    args = ("verify", "tiny-qwen3-orbax", "--compare-hf", "--source", tmp_path / "hf", "--prompts", few_prompts)
+    assert "--layerwise names the first layer that differs" in tpuconv(*args, cwd=converted, code=3).stderr
+
+
+def test_an_interrupted_comparison_does_not_say_that_it_continues(converted, few_prompts):
+    patch = "import tpuconv.verify.reference as r\ndef stop(*_, **__): raise KeyboardInterrupt\nr.reference = stop"
+    done = forked(["verify", "tiny-qwen3-orbax", "--compare-hf", "--prompts", str(few_prompts)], converted, patch)
+    assert (done.returncode, done.stderr.split("\n")[-2]) == (130, "Interrupted.")
 
 
 def test_on_a_mesh_it_computes_the_same(converted, few_prompts, monkeypatch):

@@ -193,10 +193,17 @@ def test_a_seed_gives_the_same_tokens_again(orbax: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "new"), [([], 1), ([[]], 1), ([[1], []], 1), ([[1]], 0)], ids=["none", "empty", "one empty", "no token"]
+    ("prompts", "new", "answer"),
+    [
+        ([], 1, "no prompt is given"),
+        ([[]], 1, "prompt 1 of 1 has no tokens"),
+        ([[1], []], 1, "prompt 2 of 2 has no tokens"),
+        ([[1]], 0, "`max_new_tokens=0` is less than 1"),
+    ],
+    ids=["none", "empty", "one empty", "no token"],
 )
-def test_nothing_to_do_is_refused(prompts: list[list[int]], new: int, greedy: Generator) -> None:
-    with pytest.raises(UsageError, match="every prompt must have a token"):
+def test_nothing_to_do_is_refused(prompts: list[list[int]], new: int, answer: str, greedy: Generator) -> None:
+    with pytest.raises(UsageError, match=answer):
         next(greedy(prompts, new))
 
 

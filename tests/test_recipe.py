@@ -11,6 +11,7 @@ import pytest
 from helpers.commands import EXAMPLE, LISTINGS, tpuconv
 from helpers.pages import blocks_of, parse
 from tpuconv import api
+from tpuconv.api.performance import _described
 from tpuconv.api.recipe_facts import SPARE, CommandCall, ModelRecipe
 from tpuconv.api.recipe_steps import recipe_of, smallest_slices
 from tpuconv.commands.recipe import command_line
@@ -75,6 +76,19 @@ def test_a_config_alone_gives_the_same_commands(example: ModelRecipe, tmp_path: 
     assert not found.from_headers
     assert (found.parameters, found.tensors) == (example.parameters, example.tensors)
     assert commands_of(found) == [line.replace(str(EXAMPLE), str(folder)) for line in commands_of(example)]
+
+
+@pytest.mark.parametrize(("key", "dtype"), [("dtype", "float32"), ("torch_dtype", "float32"), ("dtype", "float16")])
+def test_weights_have_the_size_that_config_json_states(key: str, dtype: str, tmp_path: Path) -> None:
+    config = {k: v for k, v in json.loads((EXAMPLE / "config.json").read_text()).items() if k != "dtype"}
+    sizes = []
+    for stated in ({}, {key: dtype}):
+        (tmp_path / "config.json").write_text(json.dumps(config | stated))
+        sizes.append(api.recipe(tmp_path / "config.json").to_json()["source_bytes"])
+    is_wide = dtype == "float32"
+    assert sizes[1] == (2 if is_wide else 1) * sizes[0]
+    asked = _described(str(tmp_path / "config.json"), None, "dequantize", "auto", write_layouts=False)
+    assert asked["dtype"] == ("float32" if is_wide else "bfloat16")
 
 
 def test_a_config_alone_tells_the_encoders(tmp_path: Path) -> None:

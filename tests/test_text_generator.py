@@ -15,7 +15,7 @@ import tpuconv
 from helpers.commands import EXAMPLE
 from helpers.commands import tpuconv as command
 from helpers.conversions import convert
-from tpuconv.errors import UsageError
+from tpuconv.errors import ConfigError, UsageError
 from tpuconv.models.common.config import context_of
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.generate import ENDED, Sampling
@@ -101,8 +101,8 @@ MISTAKES: dict[str, tuple[Callable[[TextGenerator], Any], str]] = {
     "a system prompt without a chat": (lambda w: w(["x"], system="y"), "a system prompt needs"),
     "too many tokens": (lambda w: w(["four"], 509), "a prompt of 4 tokens and 509 new ones are 513.* has 512 pos"),
     "too long a prompt": (lambda w: w(["x" * 600], 1), "of 600 tokens and 1 new ones are 601.* has 512"),
-    "no prompt": (lambda w: w([]), "every prompt must have a token"),
-    "an empty prompt": (lambda w: w([""]), "every prompt must have a token"),
+    "no prompt": (lambda w: w([]), "no prompt is given"),
+    "an empty prompt": (lambda w: w([""]), "prompt 1 of 1 has no tokens"),
 }
 
 
@@ -205,13 +205,26 @@ def test_prompts_to_compare_have_no_token_without_an_embedding(folder: Path, tmp
         tokenize(tmp_path, ["The king", "The <new> king"], 257)
 
 
+def test_a_tokenizer_that_lacks_its_file_names_it(folder: Path, tmp_path: Path) -> None:
+    shutil.copyfile(folder / "tokenizer_config.json", tmp_path / "tokenizer_config.json")
+    with pytest.raises(ConfigError, match=r"from one of: \(1\)") as caught:
+        load_tokenizer(tmp_path)
+    assert caught.value.hint.endswith("it has no tokenizer.json")
+
+
+def test_a_prompt_beyond_the_context_is_told_once(folder: Path, tmp_path: Path) -> None:
+    refused = command("generate", folder, "--prompt", "x" * 600, code=2).stderr
+    assert refused.startswith("UsageError")
+    assert "600 tokens and 128 new ones are 728" in refused
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (("--max-new-tokens", "600"), "601, and the model has 512 positions"),
         (("--chat",), "no chat template"),
         (("--speculate",), "no layers for multi-token prediction"),
-        (("--prompt", ""), "every prompt must have a token"),
+        (("--prompt", ""), "prompt 2 of 2 has no tokens"),
         (("--prompt", "The <new> king"), "no embedding: 300 ('<new>'); the model has 257"),
     ],
 )

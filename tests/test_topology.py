@@ -387,6 +387,7 @@ def test_the_smallest_slice_is_found(tmp_path):
 MISTAKES = {
     "a chip": (("--topology", "v9:2x2"), "chips are v4, v5e"),
     "a shape": (("--topology", "v5e:2x2x2"), "a slice of v5e has 2 sizes"),
+    "a size of 0": (("--topology", "v5e:0x4"), "2 sizes, each of 1 or more"),
     "an axis": (("--topology", "v5e:2x2", "--mesh", "model=4"), "axes are data, tensor, group, expert"),
     "a size": (("--topology", "v5e:2x2", "--mesh", "tensor"), "axes are data, tensor, group, expert"),
     "a batch": (("--topology", "v5e:2x2", "--batch", "0"), "--batch"),

@@ -136,10 +136,12 @@ def shorten(lines: Sequence[str], limit: int = 20) -> list[str]:
 
 
 def root_cause(error: BaseException) -> str:
-    """Returns the first line of an exception's root cause, without the array specification that TensorStore appends."""
+    """Returns the first line of an exception's root cause, without the array specification that TensorStore appends;
+    all lines if the first ends in a colon."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error).partition("\n")[0].partition(" [tensorstore_spec=")[0]
+    first = str(error).partition("\n")[0].partition(" [tensorstore_spec=")[0]
+    return " ".join(str(error).split()) if first.rstrip().endswith(":") else first
 
 
 class LayoutError(ValueError):

@@ -80,6 +80,8 @@ class Comparison(OneLine):
     def check(self) -> None:
         """Raises GateError if a gate failed."""
         if self.failures:
+            from tpuconv.verify.vectors import VectorStatistics
+
             what = "quantized" if self.rounded else "converted"
             changed = (
                 f"{self.source} has other weights than the converted source: give the converted source, or for merged "
@@ -87,10 +89,12 @@ class Comparison(OneLine):
                 if self.given
                 else "the source changed since the conversion: convert it again"
             )
+            is_whole = self.rounded or self.mesh or isinstance(self.statistics, VectorStatistics)
+            where = None if is_whole or self.layers else "`layerwise=True` names the first layer that differs"
             raise GateError(
                 f"the {what} model computes other outputs than the original",
                 details=self.failures,
-                hint=changed if self.source_changed else None,
+                hint=changed if self.source_changed else where,
             )
 
     def to_json(self) -> dict[str, Any]:

@@ -150,7 +150,8 @@ def _timed(
     )
     text = None
     if tokenizer:
-        text = measuring.PROMPT + tokenizer.decode(timings[0].new_ids, skip_special_tokens=True)
+        read_ids = prompt_ids[-timings[0].workload.prompt_length :]
+        text = tokenizer.decode([*read_ids, *timings[0].new_ids], skip_special_tokens=True)
     origin = manifest.raw["source"]
     return Benchmark(
         checkpoint=manifest.folder,
@@ -334,13 +335,14 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
     from tpuconv.models.common.config_keys import without_keys
     from tpuconv.models.registry import find_family
     from tpuconv.names import MANIFEST, OWN_TARGET
+    from tpuconv.sources.config import stated_dtype
     from tpuconv.sources.hub import fetch_config
     from tpuconv.storage.places import is_file
     from tpuconv.verify.topology.request import source_passthrough
 
     rules = find_rules(quantize, encoding)
     quantization: Mapping[str, Any] | None = rules.to_json() if rules else None
-    checkpoint, stored = None, "bfloat16"
+    checkpoint, stored = None, ""
     allowed: Sequence[str] = ()
     manifest = checkpoint_at(src) if is_file(to_location(src) / MANIFEST) else None
     if manifest is not None:
@@ -377,4 +379,4 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
     if encoding == "keep":
         quantization = source_passthrough(src, config)
     facts = {"config": config, "quantize": quantization, "checkpoint": checkpoint}
-    return facts | {"dtype": stored if dtype == "auto" else dtype}
+    return facts | {"dtype": (stored or stated_dtype(config)) if dtype == "auto" else dtype}

@@ -67,5 +67,5 @@ def read_prompts(file: Path | None) -> list[str]:
     except OSError as e:
         raise UsageError(f"{file} cannot be read: {e.strerror}") from e
     if not prompts:
-        raise UsageError(f"{file} holds no prompt", hint="write one prompt per line, or leave --prompts out")
+        raise UsageError(f"{file} holds no prompt", hint="write one prompt per line")
     return prompts

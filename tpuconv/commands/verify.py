@@ -13,7 +13,7 @@ from tpuconv.commands.benchmark import show_benchmark
 from tpuconv.commands.console import Table, console, print_json, show, styled
 from tpuconv.commands.inputs import chosen_checkpoint, read_prompts
 from tpuconv.commands.process import all_processes
-from tpuconv.commands.progress import resumable, shown
+from tpuconv.commands.progress import shown
 from tpuconv.errors import CorruptOutput, GateError, UsageError, shorten
 from tpuconv.location import Location
 from tpuconv.memory import check_address_space_for_jax
@@ -137,7 +137,7 @@ def _compare(
     as_json: bool,
 ) -> tuple[dict[str, object], int]:
     check_address_space_for_jax()
-    with resumable(as_json) as progress:
+    with shown(as_json) as progress:
         found = api.compare(
             folder,
             source=source,

@@ -39,7 +39,19 @@ LEAST_TEMPERATURE = 1e-5
 ENDED = -1
 """The id that is yielded for a sequence that has ended."""
 
-NOTHING_TO_DO = "every prompt must have a token, and max_new_tokens must be at least 1"
+
+def check_work(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Checks that there is something to generate.
+
+    Raises:
+        UsageError: there is no prompt, a prompt has no tokens, or `max_new_tokens` is less than 1.
+    """
+    if not prompts:
+        raise UsageError("no prompt is given", hint="give one or more")
+    if empty := [number for number, ids in enumerate(prompts, 1) if not ids]:
+        raise UsageError(f"prompt {empty[0]} of {len(prompts)} has no tokens", hint="give a text that is not empty")
+    if max_new_tokens < 1:
+        raise UsageError(f"`max_new_tokens={max_new_tokens}` is less than 1", hint="ask for one new token or more")
 
 
 @dataclass(frozen=True)
@@ -342,8 +354,7 @@ class Generator:
             UsageError: a prompt has no tokens, or `max_new_tokens` is less than 1.
             ResourceError: the cache needs too much memory.
         """
-        if not prompts or not all(prompts) or max_new_tokens < 1:
-            raise UsageError(NOTHING_TO_DO)
+        check_work(prompts, max_new_tokens)
         ids_BT, mask_BT = left_padded(prompts, width)
         key = jax.random.key(seed)
         ended_B = np.zeros(len(prompts), bool)

@@ -23,9 +23,9 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.generate import (
     ENDED,
     LEAST_TEMPERATURE,
-    NOTHING_TO_DO,
     Generator,
     Sampling,
+    check_work,
     left_padded,
     prefill_chunk,
 )
@@ -206,8 +206,7 @@ class Speculator(Generator):
         width: int = 0,
     ) -> Iterator[np.ndarray]:
         """Generates tokens; arguments, results and errors as in `Generator`."""
-        if not prompts or not all(prompts) or max_new_tokens < 1:
-            raise UsageError(NOTHING_TO_DO)
+        check_work(prompts, max_new_tokens)
         rows: list[list[int]] = [[] for _ in prompts]
         ended_B, done = np.zeros(len(prompts), bool), 0
         for step, (tokens_BI, taken_B) in enumerate(self.steps(*left_padded(prompts, width), max_new_tokens)):

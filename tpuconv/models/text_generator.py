@@ -14,7 +14,7 @@ from tpuconv.errors import UsageError
 from tpuconv.models.common.config import DecoderConfig, context_of
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.drafts import generator_of
-from tpuconv.models.generate import ENDED, NOTHING_TO_DO, Sampling
+from tpuconv.models.generate import ENDED, Sampling, check_work
 from tpuconv.models.media_files import listed
 from tpuconv.models.placeholders import IMAGE, PART_OF_KIND, SOUND
 from tpuconv.models.seeing import SeeingGenerator
@@ -89,10 +89,11 @@ class PromptEncoder:
         if not chat:
             if system is not None:
                 raise UsageError("a system prompt needs a chat template", hint="add `chat=True`")
-            ids = [list(self.tokenizer(prompt)["input_ids"]) for prompt in prompts]
+            texts: Sequence[str] = prompts
         else:
             texts = [self._in_chat(prompt, system) for prompt in prompts]
-            ids = [list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+        # Not verbose: transformers would warn of long texts, which `check_lengths` refuses.
+        ids = [list(self.tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"]) for text in texts]
         if self.rows is not None:
             check_ids(self.tokenizer, ids, self.rows)
         return ids
@@ -153,7 +154,8 @@ class PromptEncoder:
             prompt = self._in_chat_about(prompt, self.folder(), media, system)
         found = prepared(self.folder(), self.tokenizer, prompt, *media.values())
         begun = chat or found.begun
-        return list(self.tokenizer(found.text, add_special_tokens=not begun)["input_ids"]), found.features
+        ids = self.tokenizer(found.text, add_special_tokens=not begun, verbose=False)["input_ids"]
+        return list(ids), found.features
 
     def _in_chat_about(self, prompt: str, folder: Path, media: Mapping[str, Sequence[Any]], system: str | None) -> str:
         """Returns the text of a conversation about images and sounds, with their markers. A template that takes a text
@@ -196,8 +198,7 @@ class PromptEncoder:
         Raises:
             UsageError: there is no prompt, or one has no tokens, or prompt and new tokens exceed the context.
         """
-        if not ids or not all(ids):
-            raise UsageError(NOTHING_TO_DO)
+        check_work(ids, max_new_tokens)
         longest = max(width, *map(len, ids))
         if longest + max_new_tokens > self.context:
             raise UsageError(

@@ -68,7 +68,8 @@ def load_tokenizer(folder: Path) -> Any:
     except Exception as e:  # of any type
         raise ConfigError(
             f"the tokenizer in {folder} cannot be read: {type(e).__name__}: {root_cause(e)}",
-            hint="copy the tokenizer's files into the folder again",
+            hint="copy the tokenizer's files into the folder again"
+            + ("" if (folder / TOKENIZER_FILE).exists() else f"; it has no {TOKENIZER_FILE}"),
         ) from e
 
 

@@ -62,6 +62,13 @@ def without_encoding(config: Mapping[str, Any]) -> dict[str, Any]:
     return changed(config, lambda part: {key: value for key, value in part.items() if key not in ENCODING_KEYS})
 
 
+def stated_dtype(config: Mapping[str, Any]) -> str:
+    """Returns the dtype of plain weights that a parsed config.json states: "float32", or else "bfloat16", which has the
+    size of float16 too."""
+    stated = [part[key] for part in parts_of(config) for key in DTYPE_KEYS if isinstance(part.get(key), str)]
+    return "float32" if stated and stated[-1].removeprefix("torch.") == "float32" else "bfloat16"
+
+
 def with_dtype(config: Mapping[str, Any], dtype: str) -> Mapping[str, Any]:
     """Returns a parsed config.json with another dtype of the weights, such as that which they were cast to."""
     out = changed(config, lambda part: {key: dtype if key in DTYPE_KEYS else value for key, value in part.items()})

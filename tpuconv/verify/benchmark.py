@@ -198,12 +198,14 @@ def _repeated(layers: Sequence[int]) -> list[int]:
 
 class Roofline:
     """The least work of a step, computed from the model's weights: bytes to read, FLOPs to compute. A step reads the
-    weights of a draft each time that it runs, and the weights of a layer each time that it runs."""
+    weights of a draft each time that it runs, and the weights of a layer each time that it runs. It reads one row of an
+    embedding for each token, and no weights of encoders of images and sounds."""
 
     def __init__(self, model: Any, draft: Any = None):
         import jax
         from flax import nnx
 
+        from tpuconv.models.common.layers import Embed
         from tpuconv.models.common.moe import Expert
 
         def total(part: Any) -> np.ndarray:
@@ -218,18 +220,20 @@ class Roofline:
 
         self.vocab_size = model.config.vocab_size
         self.head = model.config.vocab_size * model.config.hidden_size
-        self.row = 0  # bits of one row of the embedding; 0 if it is tied, since the head reads all of it
-        self.dense = total(model)
-        if model.lm_head is not None:
-            self.dense -= total(model.embed)
-            self.row = total(model.embed)[0] // model.config.vocab_size
+        self.dense = total(model) - sum((total(getattr(model, part)) for part in model.config.parts), np.zeros(2, int))
+        self.rows = 0  # bits of one row of each embedding, but of a tied one, of which the head reads all rows
+        for _, part in nnx.iter_modules(model):
+            if isinstance(part, Embed) and (part is not model.embed or model.lm_head is not None):
+                self.dense -= total(part)
+                table = max(jax.tree.leaves(nnx.state(part)), key=lambda x: x.size)
+                self.rows += total(part)[0] // table.shape[0]
         repeated = [model.layers[layer] for layer in _repeated(model.config.executed_layers)]
         self.dense += sum(map(total, repeated), np.zeros(2, int))
         routed = [
             part for whole in (model, *repeated) for _, part in nnx.iter_modules(whole) if isinstance(part, Expert)
         ]
         self.experts = routed[0].kernel.shape[-3] if routed else 1
-        self.chosen = getattr(model.config, "num_experts_per_tok", 1)
+        self.chosen = model.config.num_experts_per_tok if routed else 1
         routed_total = sum(map(total, routed), np.zeros(2, int))
         self.dense -= routed_total
         self.expert = routed_total // self.experts
@@ -238,10 +242,10 @@ class Roofline:
             self.dense[0] += draft.reads * of_draft[0]
 
     def step_bytes(self, batch: int, cache_bytes: float) -> int:
-        """Returns the bytes that a decode step must read: weights, chosen experts, rows of the embedding, and the
+        """Returns the bytes that a decode step must read: weights, chosen experts, rows of embeddings, and the
         cache. It is assumed that no two tokens choose the same expert while there are enough experts."""
         experts = min(self.experts, batch * self.chosen)
-        bits = self.dense[0] + experts * self.expert[0] + batch * self.row
+        bits = self.dense[0] + experts * self.expert[0] + batch * self.rows
         return int(bits / 8 + cache_bytes)
 
     def prefill_flops(self, batch: int, length: int) -> int:

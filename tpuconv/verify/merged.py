@@ -31,6 +31,8 @@ def merged_adapters(manifest: Manifest, given: Sequence[str]) -> list[WeightedAd
     """
     merged = manifest.raw["options"].get("adapters") or []
     names = given or [f"{facts['name']}:{facts['weight']}" for facts in merged if "name" in facts]
+    if not merged and names:
+        raise UsageError(f"{manifest.folder} has no merged adapters", hint="leave out `adapter=`")
     if len(names) != len(merged):
         raise UsageError(
             f"{manifest.folder} has {len(merged)} merged adapters, and {len(names)} are known",

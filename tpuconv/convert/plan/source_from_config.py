@@ -17,12 +17,12 @@ from tpuconv.notation.layout import Shape
 from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import Binding, MappingTable
 from tpuconv.patterns import check_patterns
-from tpuconv.sources.config import encoding_of
+from tpuconv.sources.config import encoding_of, stated_dtype
 from tpuconv.sources.headers import DTYPES, TensorInfo
 from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import Source
 
-WEIGHT_DTYPE, BUFFER_DTYPE = "BF16", "F32"
+WEIGHT_DTYPES, BUFFER_DTYPE = {"bfloat16": "BF16", "float32": "F32"}, "F32"
 """Dtypes of parameters, and of buffers, that are not encoded."""
 
 SHARD = "model.safetensors"
@@ -61,6 +61,7 @@ def source_from_config(name: str, raw: Mapping[str, Any], table: MappingTable, c
 
 def _stored(raw: Mapping[str, Any], table: MappingTable, config: HasSizes) -> Iterator[tuple[str, str, Shape]]:
     known, bindings = groups(encoding_of(raw)), table.bind(config)
+    weight_dtype = WEIGHT_DTYPES[stated_dtype(raw)]
     modules = (name.removesuffix(".weight") for b in bindings if _is_multiplied(b) for s in b.src for name in s.names)
     check_patterns(
         list(dict.fromkeys(pattern for group in known for pattern in group.patterns)),
@@ -73,7 +74,7 @@ def _stored(raw: Mapping[str, Any], table: MappingTable, config: HasSizes) -> It
         own, stacked = known if _is_multiplied(binding) else looked_up, _has_stacked_experts(binding)
         for name, shape in binding.src_shapes().items():
             scheme = _scheme(own, name, shape, stacked)
-            plain = {name: (BUFFER_DTYPE if binding.row.buffer else WEIGHT_DTYPE, shape)}
+            plain = {name: (BUFFER_DTYPE if binding.row.buffer else weight_dtype, shape)}
             stored = scheme.stored(name, shape) if scheme else plain
             yield from ((part, dtype, part_shape) for part, (dtype, part_shape) in stored.items())
 

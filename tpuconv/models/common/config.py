@@ -358,7 +358,7 @@ class DecoderConfig:
         if self.unrounded_cache:
             raise UsageError(
                 f"the cache of {self.model_type} is always in the model's dtype: {self.unrounded_cache}",
-                hint="leave the dtype of the cache out",
+                hint="leave out `cache_dtype=`",
             )
 
     @property

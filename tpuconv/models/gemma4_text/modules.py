@@ -1,6 +1,6 @@
 """Gemma 4, the text model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -13,6 +13,7 @@ from tpuconv.models.common.cache import KV, Cache, append_kv, empty_vectors
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import (
     Einsum,
+    Embed,
     Keys,
     ScaledRMSNorm,
     apply_rope,
@@ -135,18 +136,13 @@ class Block(nnx.Module):
         return x_BTD * self.layer_scalar[...].astype(x_BTD.dtype), kv
 
 
-class LayerEmbed(nnx.Module):
-    """The embedding of each token for each layer."""
+class LayerEmbed(Embed):
+    """The embedding [B, T, z, p] of each token for each layer."""
 
-    def __init__(self, config: SharedKeysConfig, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.sizes
+    def __init__(self, sizes: Mapping[str, int], *, dtype: DTypeLike, keys: Keys):
         self.embedding = nnx.Param(
             normal(keys(), (sizes["layer_vocab"], sizes["all_layers"], sizes["layer_dim"]), dtype)
         )
-
-    def __call__(self, ids_BT: jax.Array) -> jax.Array:
-        """Returns [B, T, z, p]. An id outside the vocabulary gives NaN."""
-        return jnp.take(self.embedding[...], ids_BT, axis=0, mode="fill")
 
 
 class ProjectedInputs(nnx.Module):
@@ -168,7 +164,7 @@ class LayerInputs(ProjectedInputs):
     """The same, and the token's embedding for the layer."""
 
     def __init__(self, config: SharedKeysConfig, *, dtype: DTypeLike, keys: Keys):
-        self.embed = LayerEmbed(config, dtype=dtype, keys=keys)
+        self.embed = LayerEmbed(config.sizes, dtype=dtype, keys=keys)
         super().__init__(config, dtype=dtype, keys=keys)
 
     def __call__(self, ids_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """ERNIE 4.5."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
@@ -40,10 +41,12 @@ PADDLEOCR_VL = wrapper(
 class ErnieMoeConfig(DecoderConfig):
     """Layers between two have experts, every `moe_layer_interval`-th of them."""
 
+    hf_names: ClassVar[Mapping[str, str]] = {"num_experts_per_tok": "moe_k"}
+
     num_nextn_predict_layers: int
 
     moe_intermediate_size: int
-    moe_k: int
+    num_experts_per_tok: int
     moe_num_experts: int
     moe_num_shared_experts: int
     moe_layer_start_index: int
@@ -53,8 +56,8 @@ class ErnieMoeConfig(DecoderConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if self.moe_k > self.moe_num_experts:
-            yield f"moe_k={self.moe_k} is more than moe_num_experts={self.moe_num_experts}"
+        if self.num_experts_per_tok > self.moe_num_experts:
+            yield f"moe_k={self.num_experts_per_tok} is more than moe_num_experts={self.moe_num_experts}"
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -66,8 +66,10 @@ BY_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expe
 class HunyuanMoeConfig(HunyuanConfig):
     """`intermediate_size` is the width of one expert, and of the shared one."""
 
+    hf_names: ClassVar[Mapping[str, str]] = {"num_experts_per_tok": "moe_topk"}
+
     num_experts: int
-    moe_topk: int
+    num_experts_per_tok: int
     moe_intermediate_size: int | None = None
     num_shared_expert: int | None = None
     has_shared_experts: ClassVar[bool] = True
@@ -84,8 +86,8 @@ class HunyuanMoeConfig(HunyuanConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if self.moe_topk > self.num_experts:
-            yield f"moe_topk={self.moe_topk} is more than num_experts={self.num_experts}"
+        if self.num_experts_per_tok > self.num_experts:
+            yield f"moe_topk={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
         if (width := self.moe_intermediate_size) not in (None, self.intermediate_size):
             yield f"moe_intermediate_size={width} is not intermediate_size={self.intermediate_size}"
         if self.num_shared_expert not in (None, 1):

@@ -205,6 +205,7 @@ class PhiMoeConfig(OneWindow, DecoderConfig):
 
     sliding_window: int | None
     num_local_experts: int
+    num_experts_per_tok: int
     router_jitter_noise: float = 0.01
     lm_head_bias: bool
 

@@ -28,7 +28,8 @@ class Router(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits_BTE = exact_product("BTD,DE->BTE", x_BTD, self.kernel[...])
         probs_BTE = nnx.softmax(placed(logits_BTE, "B T E"))
-        ids_BTX = jax.lax.top_k(probs_BTE + self.correction[...].astype(jnp.float32), self.config.moe_k)[1]
+        wanted_BTE = probs_BTE + self.correction[...].astype(jnp.float32)
+        ids_BTX = jax.lax.top_k(wanted_BTE, self.config.num_experts_per_tok)[1]
         weights_BTX = jnp.take_along_axis(probs_BTE, ids_BTX, axis=-1)
         weights_BTX /= jnp.maximum(weights_BTX.sum(-1, keepdims=True), self.config.moe_norm_min)
         return ids_BTX, weights_BTX.astype(x_BTD.dtype)

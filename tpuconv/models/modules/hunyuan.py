@@ -16,7 +16,7 @@ class Router(nnx.Module):
     in float32 with a float32 kernel: a small error of a score may choose another expert."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        self.count = config.moe_topk
+        self.count = config.num_experts_per_tok
         self.kernel = Einsum("BTD,DE->BTE", config.sizes, dtype=jnp.float32, keys=keys).kernel
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -85,7 +85,8 @@ class Slice:
         if not re.fullmatch(r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*", shape) or shape.count("x") != dims - 1:
             example = f"{chip}:{CHIPS[chip].slices[2]}"
             raise UsageError(
-                f"{short(text)} is no topology: a slice of {chip} has {dims} sizes", hint=f"write {example}"
+                f"{short(text)} is no topology: a slice of {chip} has {dims} sizes, each of 1 or more",
+                hint=f"write {example}",
             )
         return cls(f"{chip}:{shape}")
 
