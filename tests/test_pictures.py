@@ -120,7 +120,7 @@ def processor_class(monkeypatch):
     def find(name: str):
         cls = PROCESSOR_MAPPING_NAMES[name]
         folder = "pixtral" if cls == "PixtralProcessor" else name if cls != "LlavaProcessor" else "llava"
-        folder = "qwen3_vl" if cls == "Qwen3VLProcessor" else folder
+        folder = {"Qwen3VLProcessor": "qwen3_vl", "InklingProcessor": "inkling"}.get(cls, folder)
         needs_torchvision = "transformers.models.pixtral.image_processing_pixtral"
         if folder == "pixtral":
             monkeypatch.setitem(sys.modules, needs_torchvision, SimpleNamespace(get_resize_output_image_size=None))
@@ -257,16 +257,29 @@ def test_tiles_of_llama_4_are_those_of_the_release(ratios, processor_class, tmp_
     assert have.features["pixel_values"].dtype == np.float32
 
 
-def test_tiles_of_command_a_are_those_of_the_release(processor_class, tmp_path, monkeypatch):
-    tokenizer = tokenizer_of(tokens_of({"model_type": "cohere2_vision"}))
-    images = Stub(pixel_values=torch.ones(4, 3, 6, 6), num_patches=[3, 1])
+GRID_OF_BLOCKS = np.array([[1, 2, 3], [1, 1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        ("cohere2_vision", {"pixel_values": torch.ones(4, 3, 6, 6), "num_patches": [3, 1]}),
+        ("inkling_mm_model", {"pixel_values": torch.ones(9, 2, 3, 3, 3), "num_patches": [6, 3]}),
+        ("inkling2", {"pixel_values": torch.ones(8, 6, 6, 3), "image_grid_thw": GRID_OF_BLOCKS}),
+    ],
+)
+def test_images_that_need_torchvision_are_those_of_the_release(name, features, processor_class, tmp_path, monkeypatch):
+    config = {"model_type": name}
+    tokenizer, images = tokenizer_of(tokens_of(config)), Stub(**features)
     text = f"a {tokenizer.image_token}b{tokenizer.image_token} c"
-    want = processor_class("cohere2_vision")(images, tokenizer)(text=[text], images=[IMAGES])
-    (tmp_path / "config.json").write_text('{"model_type": "cohere2_vision"}')
+    cls = processor_class(name)
+    parts = dict.fromkeys(cls.get_attributes()) | {"tokenizer": tokenizer, "image_processor": images}
+    want = cls(**parts)(text=[text], images=[IMAGES])
+    (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(pictures, "load_processor", lambda *_: images)
     have = prepared(tmp_path, tokenizer, text, IMAGES)
     assert tokenizer(have.text)["input_ids"] == np.asarray(want["input_ids"][0]).tolist()
-    assert set(have.features) == {"pixel_values"}
+    assert set(have.features) == {*features} - {"num_patches"}
 
 
 def test_placeholders_of_kimi_are_those_of_the_release(processor_class, tmp_path, monkeypatch):

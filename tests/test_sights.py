@@ -48,6 +48,9 @@ SPELLED = {
 }
 """Cases, and the beginnings of the names of one layer of their encoders."""
 
+OF_NO_IMAGE = (("inkling", "vision"), ("inkling_of_many_layers", "vision"))
+"""Parts whose features do not say of which image they are."""
+
 AS_USERS_COMPILE = ("glm5_next",)
 """Cases whose layers double rounding errors: by float64 transformers errs by 8.5e-6, and tpuconv by 5.7e-6 with XLA's
 optimizations and 8.6e-6 without them. The sum is more than the tolerance."""
@@ -293,7 +296,8 @@ def test_a_comparison_has_images_and_sounds(name, whole, record_property):
     assert found.passed
     if found.sights:
         record_property("features", max(sight.features for sight in found.sights))
-    assert all(sight.features < 1e-5 and sight.items == 2 for sight in found.sights)
+    assert all(sight.features < 1e-5 for sight in found.sights)
+    assert all(sight.items == 2 for sight in found.sights if (name, sight.part) not in OF_NO_IMAGE)
 
 
 @pytest.mark.slow

@@ -65,6 +65,16 @@ def by_grid(item: MediaItem) -> str:
     return item.token("image_token") * (patches // int(item.extractor.merge_size) ** 2)
 
 
+def by_patch(item: MediaItem) -> str:
+    """A placeholder for each patch that the image processor counts (Inkling)."""
+    return item.token("image_token") * int(item.of("num_patches"))
+
+
+def by_block(item: MediaItem) -> str:
+    """A placeholder for each block of the grid (Inkling 2)."""
+    return item.token("image_token") * prod(map(int, item.of("image_grid_thw")))
+
+
 def framed(begin: str, end: str, count: int, *, kind: str = "image", key: str = "image_seq_length") -> ItemWriter:
     """Returns a writer of as many placeholders as the processor's setting `key` says, `count` by default, between two
     tokens; a name may be empty, and text such as newlines stands around it."""

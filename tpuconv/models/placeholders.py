@@ -15,7 +15,9 @@ from tpuconv.models.media_texts import (
     aria,
     as_the_processor,
     aya,
+    by_block,
     by_grid,
+    by_patch,
     command_a,
     framed,
     gemma4,
@@ -113,6 +115,8 @@ IDEFICS_IMAGE = Placeholder(
     call={"return_row_col_info": True},
 )
 DEEPSEEK_IMAGE = _row(framed("", "", 576, key="num_image_tokens"), image_token="<image_placeholder>")
+INKLING_TOKEN, INKLING_FRAME = {"image_token": "<|unused_200054|>"}, ("<|content_image|>", "")
+INKLING2_IMAGE = Placeholder(by_block, INKLING_TOKEN, frame=INKLING_FRAME)
 GEMMA_TOKENS = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
 MASKED = {"return_attention_mask": True, "padding": "max_length"}
 MASK, INPUT_MASK = ({"attention_mask": name} for name in FRAME_MASKS)
@@ -203,6 +207,11 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
         | {"start_of_img_token": "<|START_OF_IMG|>", "end_of_img_token": "<|END_OF_IMG|>"},
         call={"crop_to_patches": True},
     ),
+    ("inkling_mm_model", IMAGE): Placeholder(by_patch, INKLING_TOKEN, frame=INKLING_FRAME),
+    **{
+        (name, IMAGE): Placeholder(by_block, INKLING_TOKEN, frame=INKLING_FRAME)
+        for name in ("inkling2", "inkling2_loop")
+    },
     ("cohere2_vision", IMAGE): _row(
         command_a,
         image_token="<|IMG_PATCH|>",

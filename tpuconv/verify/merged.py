@@ -13,6 +13,7 @@ from tpuconv.errors import UsageError
 from tpuconv.sources.adapter import name_for_peft, read_adapter
 from tpuconv.sources.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tpuconv.sources.headers import read_header
+from tpuconv.text import format_count
 
 WeightedAdapter = tuple[Path, float]
 """The local folder of an adapter, and the weight by which its changes are multiplied."""
@@ -35,8 +36,9 @@ def merged_adapters(manifest: Manifest, given: Sequence[str]) -> list[WeightedAd
         raise UsageError(f"{manifest.folder} has no merged adapters", hint="leave out `adapter=`")
     if len(names) != len(merged):
         raise UsageError(
-            f"{manifest.folder} has {len(merged)} merged adapters, and {len(names)} are known",
-            hint="give them in the order of the conversion by `adapter=`, or by `source=` a folder that peft merged",
+            f"{manifest.folder} has {format_count(len(merged), 'merged adapter')}, but {len(names)} to compare with",
+            hint="give all in the order of the conversion by `adapter=`, or by `source=` a folder that peft merged; "
+            "a manifest names no folder of a machine",
         )
     out = []
     for name, facts in zip(names, merged, strict=True):

@@ -20,7 +20,16 @@ from tpuconv.models.minimax_m3_vl_text.family import m3_table
 from tpuconv.models.qwen3_next.qwen3_5 import OUTSIDE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from tpuconv.models.qwen4_exp_text.family import FAMILY as QWEN4_EXP_TEXT
 from tpuconv.models.step3p5.family import FAMILY as STEP3P5
-from tpuconv.models.towers.modalities import HY4_VISION, LLAMA4_VISION, MINIMAX_VISION, QWEN35_VISION, STEP_VISION
+from tpuconv.models.towers.modalities import (
+    HY4_VISION,
+    INKLING2_VISION,
+    INKLING_VISION,
+    LLAMA4_VISION,
+    MINIMAX_VISION,
+    QWEN35_VISION,
+    STEP_VISION,
+)
+from tpuconv.models.towers.sound_modalities import INKLING_AUDIO
 
 LLAMA4 = wrapper(
     "llama4",
@@ -155,7 +164,7 @@ MINIMAX_M3_VL = wrapper(
 
 INKLING_MM_MODEL = wrapper(
     "inkling_mm_model",
-    "Inkling, text",
+    "Inkling",
     "InklingForConditionalGeneration",
     text=INKLING_TEXT,
     table=inside(
@@ -165,26 +174,29 @@ INKLING_MM_MODEL = wrapper(
     ),
     outside_keys=frozenset({"mtp_config"}),
     forms=(W13_EXPERTS, W13_SHARED, W13_MLPS),
+    modalities=(INKLING_VISION, INKLING_AUDIO),
 )
 
 INKLING2 = wrapper(
     "inkling2",
-    "Inkling 2, text",
+    "Inkling 2",
     "Inkling2ForConditionalGeneration",
     text=INKLING2_TEXT,
     prefix="model.",
     outside={"visual": SEES, "vision_tower": SEES},
     forms=INKLING2_TEXT.forms,
     modules=INKLING2_TEXT.aliases,
+    modalities=(INKLING2_VISION,),
 )
 
 INKLING2_LOOP = wrapper(
     "inkling2_loop",
-    "Inkling 2 Mini, text",
+    "Inkling 2 Mini",
     "Inkling2LoopForConditionalGeneration",
     text=INKLING2_LOOP_TEXT,
     prefix="model.",
     outside={"visual": SEES, "vision_tower": SEES},
     forms=INKLING2_LOOP_TEXT.forms,
     modules=INKLING2_LOOP_TEXT.aliases,
+    modalities=(INKLING2_VISION,),
 )

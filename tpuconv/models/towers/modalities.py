@@ -5,6 +5,14 @@ from dataclasses import replace
 from tpuconv.models.common.beside import VISION, Modality
 from tpuconv.models.towers.gemma4.family import GEMMA4_VIT, NORMED_MATRIX, PATCHES
 from tpuconv.models.towers.granite_docling.family import CONNECTOR, DOCLING_VIT
+from tpuconv.models.towers.inkling.family import (
+    FOLDING_MLP,
+    FOLDING_NAMES,
+    INKLING_MERGER,
+    INKLING_VIT,
+    LAST_NORM,
+    VIT_NAMES,
+)
 from tpuconv.models.towers.intern_vit.family import (
     GATED,
     INTERN_VIT,
@@ -385,3 +393,18 @@ OVIS_VISION = Modality(
     placeholder_id=151665,
 )
 """Ovis 2."""
+
+INKLING_VISION = Modality(
+    VISION,
+    FOLDING_MLP,
+    LAST_NORM,
+    prefix="model.visual.",
+    projector_prefix="model.visual.",
+    replaces=("visual", "vision_tower"),
+    placeholder_id=200054,
+    other_parts=FOLDING_NAMES,
+)
+"""Inkling."""
+
+INKLING2_VISION = replace(INKLING_VISION, tower=INKLING_VIT, projector=INKLING_MERGER, other_parts=VIT_NAMES)
+"""Inkling 2."""

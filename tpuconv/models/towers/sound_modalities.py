@@ -5,6 +5,7 @@ from dataclasses import replace
 from tpuconv.models.common.beside import AUDIO, Modality
 from tpuconv.models.towers.conformer.family import CONFORMER, QFORMER
 from tpuconv.models.towers.gemma4.family import FRAMES, NORMED_MATRIX, USM
+from tpuconv.models.towers.inkling.family import BIN_NAMES, LAST_NORM, MEL_BINS
 from tpuconv.models.towers.muse_audio.family import MUSE_AUDIO_ENCODER, NORMED_SOUND
 from tpuconv.models.towers.qwen_audio.family import (
     QWEN3_ASR,
@@ -116,3 +117,17 @@ GRANITE_AUDIO = Modality(
     config_key="encoder_config",
 )
 """Granite Speech."""
+
+INKLING_AUDIO = Modality(
+    AUDIO,
+    MEL_BINS,
+    LAST_NORM,
+    prefix="model.audio.",
+    projector_prefix="model.audio.",
+    replaces=("audio", "audio_tower"),
+    placeholder=("audio_token_id",),
+    placeholder_id=200053,
+    config_key="audio_config",
+    other_parts=BIN_NAMES,
+)
+"""Inkling."""

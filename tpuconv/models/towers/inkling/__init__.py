@@ -1,0 +1,1 @@
+"""The encoders of Inkling and Inkling 2."""
