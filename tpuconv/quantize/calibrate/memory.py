@@ -5,7 +5,8 @@ from math import prod
 
 from tpuconv.checkpoint.manifest import Manifest, element_bytes
 from tpuconv.notation.table import LAYERS_APART
-from tpuconv.quantize.calibrate.rounding import COLUMN_BYTES, THREADS
+from tpuconv.quantize.calibrate.rounding import COLUMN_BYTES
+from tpuconv.quantize.calibrate.threads import MOST_WORKERS
 from tpuconv.quantize.encode import QwixEncoder
 
 HESSIAN_BYTES = 2 << 30
@@ -85,7 +86,7 @@ def calibration_memory(
             widths[stage] = widths.get(stage, 0) + width
             largest, widest = max(largest, prod(shape)), max(widest, width)
     held = max(min(HESSIAN_BYTES, max(hessians.values(), default=0)), sums_bytes(widest, propagates))
-    rounding = 12 * largest + 8 * min(THREADS * COLUMN_BYTES, 4 * largest)
+    rounding = 12 * largest + 8 * min(MOST_WORKERS * COLUMN_BYTES, 4 * largest)
     activations = 4 * length * (3 * heads * length + 4 * max(widths.values(), default=0))
     others = {"layers", LAYERS_APART, "norm", "lm_head", "mtp"}
     embeddings = [array for name, array in manifest.arrays.items() if name.partition(".")[0] not in others]

@@ -2,7 +2,6 @@
 expert."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
 import numpy as np
@@ -19,14 +18,13 @@ from tpuconv.quantize.calibrate.gptq import (
     input_order,
     output_errors,
 )
+from tpuconv.quantize.calibrate.threads import side_by_side
 from tpuconv.quantize.clipping import SCALE_FACTORS
 from tpuconv.quantize.config import MSE
 from tpuconv.quantize.encode import QwixEncoder, symmetric_bound
 
-COLUMN_BYTES = 32 << 20
+COLUMN_BYTES = 8 << 20
 """Bytes of the columns of a matrix, in float32, that a thread rounds at once: columns do not depend on each other."""
-THREADS = 4
-"""Threads that round columns. Products of matrices have threads of their own."""
 
 
 class Rounding:
@@ -132,10 +130,9 @@ class Rounding:
             scales.scale[:, columns] = np.where(better, rounded.scales.scale, of_part.scale)
             return float(nearest.sum()), float(np.where(better, errors, nearest).sum())
 
-        with ThreadPoolExecutor(THREADS) as pool:
-            for nearest, calibrated in pool.map(round_columns, range(0, kernel.shape[1], step)):
-                self.nearest += nearest
-                self.calibrated += calibrated
+        for nearest, calibrated in side_by_side(round_columns, range(0, kernel.shape[1], step)):
+            self.nearest += nearest
+            self.calibrated += calibrated
         view[...] = qbytes.reshape(view.shape)
         if dtype is not None:
             scale_view[...] = scales.scale.reshape(scale_view.shape).astype(dtype)
