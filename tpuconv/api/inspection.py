@@ -25,7 +25,7 @@ class Inspection(OneLine):
     Attributes:
         format: "tpuconv" for a checkpoint of ours, "safetensors" for others.
         tensors: how many there are.
-        bytes: their size.
+        bytes: their size, in which values of less than 8 bits are packed as on a device.
         patterns: for each pattern the keys that docs/json.md lists.
         mesh: sizes of the mesh axes; None without a mesh.
         device_bytes: bytes of one device of the mesh; None without a mesh.
@@ -134,7 +134,7 @@ def _with_page(found: Inspection, asked: InspectRequest, page: Path) -> Inspecti
 
 def _our_tensors(path: Location, mesh: Mapping[str, int]) -> dict[str, dict[str, Any]]:
     """Returns the arrays of a checkpoint, and the part of each that one device of the mesh holds."""
-    from tpuconv.checkpoint.manifest import element_bytes, read_manifest
+    from tpuconv.checkpoint.manifest import element_bits, read_manifest
     from tpuconv.notation.sharding import partition, shard_shape, undivided
     from tpuconv.targets.words import check_words
 
@@ -143,15 +143,15 @@ def _our_tensors(path: Location, mesh: Mapping[str, int]) -> dict[str, dict[str,
         check_words(manifest)
     for name, array in manifest.arrays.items():
         parts = partition(array.axes, array.shape, mesh) if mesh else (None,) * len(array.shape)
-        itemsize = element_bytes(array.dtype)
+        bits = element_bits(array.dtype)
         tensors[name] = {
             "dtype": array.dtype,
             "shape": array.shape,
             "axes": array.axes,
-            "bytes": prod(array.shape) * itemsize,
+            "bytes": -(-prod(array.shape) * bits // 8),
             "partition": parts,
             "undivided": undivided(array.axes, array.shape, mesh) if mesh else {},
-            "device_bytes": prod(shard_shape(array.shape, parts, mesh)) * itemsize,
+            "device_bytes": -(-prod(shard_shape(array.shape, parts, mesh)) * bits // 8),
         }
     return tensors
 

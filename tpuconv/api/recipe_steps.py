@@ -173,9 +173,9 @@ def smallest_slices(device_bytes: int) -> dict[str, str | None]:
 
 
 def _device_bytes(plan: "Plan") -> int:
-    from tpuconv.convert.plan.cutting import element_bits
+    from tpuconv.checkpoint.manifest import element_bits
 
-    return sum(prod(array.shape) * element_bits(array.dtype) for array in plan.arrays.values()) // 8
+    return sum(prod(array.shape) * element_bits(array.dtype.name) for array in plan.arrays.values()) // 8
 
 
 def _quantized_bytes(planner: _Planner, plain: "Plan", rules: "QuantConfig") -> int:

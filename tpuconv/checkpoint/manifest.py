@@ -10,6 +10,7 @@ whether a file holds the chunks of the manifest. Whether the chunks match their 
 them.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -297,6 +298,12 @@ class Manifest:
 def path_in(folder: str, name: str) -> str:
     """Returns the path of a name in a folder, of which "." is the output itself."""
     return name if folder == "." else f"{folder}/{name}"
+
+
+def element_bits(dtype: str) -> int:
+    """Returns the number of bits of an element that are used."""
+    found = re.match(r"u?int([1-7])$|float([1-7])_", dtype)
+    return int(found[1] or found[2]) if found else 8 * element_bytes(dtype)
 
 
 def element_bytes(dtype: str) -> int:

@@ -1,6 +1,5 @@
 """Dividing the work: arrays into shards and chunks, their sources into slabs, and slabs into units."""
 
-import re
 from collections.abc import Iterator, Mapping
 from itertools import product
 from math import gcd, lcm, prod
@@ -8,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tpuconv.checkpoint.manifest import element_bits
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.quantization import EncodedComponent, Encoder
@@ -136,7 +136,7 @@ class _Cut:
                 self.axes,
                 sources,
                 is_buffer,
-                compressed=self.options.compress or (part.bits or element_bits(part.dtype)) < BYTE_BITS,
+                compressed=self.options.compress or (part.bits or element_bits(part.dtype.name)) < BYTE_BITS,
                 zarr2=self.options.pathways,
             )
             if target.squeezes_scales and part.suffix and not part.own:
@@ -194,12 +194,6 @@ _RANKS |= {LAYERS: 0, PERIODS: 0, EXPERTS: 1}
 
 def _rank(letter: str) -> int:
     return _RANKS.get(sharded_as(letter), 4)
-
-
-def element_bits(dtype: np.dtype[Any]) -> int:
-    """Returns the bits of an element that are used."""
-    found = re.match(r"u?int([1-7])$|float([1-7])_", dtype.name)
-    return int(found[1] or found[2]) if found else BYTE_BITS * dtype.itemsize
 
 
 def _divisor(size: int, wanted: int) -> int:

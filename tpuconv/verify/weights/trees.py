@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from tpuconv.checkpoint.manifest import Manifest, element_bytes, read_manifest
+from tpuconv.checkpoint.manifest import Manifest, element_bits, read_manifest
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.reshaped import shaped, stated_shapes
 from tpuconv.encodings.tensors import decode_names
@@ -154,7 +154,7 @@ def array_weights(manifest: Manifest) -> list[ArrayWeight]:
             parameter="" if name in scales or name.endswith(static) or (beside and not qtype) else parameter,
             dtype=array.dtype,
             stored_shape=array.shape,
-            nbytes=prod(array.shape) * element_bytes(array.dtype),
+            nbytes=-(-prod(array.shape) * element_bits(array.dtype) // 8),
             shape=array.shape,
             groups=groups,
             chunks=array.chunks,
