@@ -130,6 +130,7 @@ def test_a_config_is_read_back_from_a_manifest():
 @pytest.mark.parametrize(
     ("family", "why"),
     [
+        ("deepseek_v2", "layer 0 caches Latent"),
         ("deepseek_v3", "layer 0 caches Latent"),
         ("deepseek_v4", "compressed"),
         ("deepseek_v41", "compressed"),
@@ -139,9 +140,10 @@ def test_a_config_is_read_back_from_a_manifest():
     ],
 )
 def test_other_caches_are_refused(family, why):
+    """The error names the model: deepseek_v2 is made of the modules of deepseek_v3."""
     kind = get_family(family)
     settings = kind.read_config(json.loads(ONE_OF_EACH[family].hf_config().to_json_string()))
-    with pytest.raises(UnsupportedConfig, match=why):
+    with pytest.raises(UnsupportedConfig, match=f"for {settings.model_type}: .*{why}"):
         scale_counts(nnx.eval_shape(lambda: kind.model_class(settings, dtype=jnp.bfloat16)), "fp8")
 
 

@@ -40,9 +40,9 @@ def scale_counts(model: Any, kv_cache: str) -> list[int]:
     if isinstance(model, Decoder) and not (model.config.sees_behind or model.config.head.kind):
         counts, why = _counts(model, per_head=kv_cache == "fp8_per_head")
     if why or not any(counts):
-        family = type(model).__module__.split(".")[-2]
         raise UnsupportedConfig(
-            f"static scales of KV caches are not made for {family}: {why or 'no layer has keys and values'}",
+            f"static scales of KV caches are not made for {model.config.model_type}: "
+            f"{why or 'no layer has keys and values'}",
             hint="leave out `kv_cache` of the calibration",
         )
     return counts
