@@ -309,6 +309,15 @@ def test_a_dry_run_tells_everything_and_writes_nothing(tmp_path):
     assert os.listdir(tmp_path) == ["hf"]
 
 
+def test_a_plan_with_faults_tells_no_sizes(tmp_path):
+    config = qwen3_config()
+    folder = random_checkpoint(tmp_path / "hf", config)
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 9}))
+    done = tpuconv("convert", "hf", "--dry-run", cwd=tmp_path, code=5)
+    assert "model.layers.{3...8}.input_layernorm.weight  is missing" in done.stderr
+    assert not done.stdout.strip()  # it said "-> 0 arrays, 0 B; 0 parameters"
+
+
 @pytest.mark.parametrize("options", [(), ("--quantize", "int8_default")], ids=["plain", "quantized"])
 def test_a_dry_run_of_an_export_tells_what_it_writes(options, tmp_path_factory, tmp_path):
     ckpt, out = tmp_path_factory.mktemp("ckpt") / "ckpt", tmp_path / "out"
