@@ -187,7 +187,8 @@ def show_disk(plan: "api.ConversionPlan", out: Path) -> None:
     less = ["an OUT on another disk or in a bucket (gs://, s3://, az://)"]
     less += ["--workspace on another disk"] * bool(workspace_on_disk)
     if plan.rules is None and options.layers is None:
-        less += ["--quantize int8_weight_only: about half"] * (options.encoding != "keep")
+        is_enough = plan.disk_bytes // 2 + workspace_on_disk <= free
+        less += ["--quantize int8_weight_only: about half"] * (options.encoding != "keep" and is_enough)
         less += ["--layers 0-1: a trial"] * (not plan.files)
     show(
         ("  too little disk", "yellow"),
