@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from helpers.checkpoints import (
 from helpers.commands import EXAMPLE, LISTINGS, SAMPLE, every_name, forked, tpuconv
 from helpers.families import CORE
 from helpers.times import ProcessorTime
-from tpuconv import cli
+from tpuconv import api, cli
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.registry import family_names, find_family, get_family
 from tpuconv.names import collapse
@@ -307,6 +308,27 @@ def test_a_dry_run_tells_everything_and_writes_nothing(tmp_path):
         r"model\.layers\.\{0\.\.\.2\}\.mlp\.up_proj\.weight +layers\.\{0\.\.\.2\}\.mlp\.up\.kernel +D F", table
     )
     assert os.listdir(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize(("free", "is_offered"), [(0.4, False), (0.6, True)])
+def test_a_smaller_output_is_offered_where_it_fits(free, is_offered, tmp_path, monkeypatch, capsys):
+    from tpuconv.commands import convert
+
+    plan = api.plan(random_checkpoint(tmp_path / "hf", qwen3_config()))
+    monkeypatch.setattr(convert.shutil, "disk_usage", lambda _: SimpleNamespace(free=int(plan.disk_bytes * free)))
+    convert.show_disk(plan, tmp_path)
+    shown = capsys.readouterr().out
+    assert "too little disk" in shown
+    assert ("int8_weight_only" in shown) == is_offered
+
+
+def test_a_plan_with_faults_tells_no_sizes(tmp_path):
+    config = qwen3_config()
+    folder = random_checkpoint(tmp_path / "hf", config)
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 9}))
+    done = tpuconv("convert", "hf", "--dry-run", cwd=tmp_path, code=5)
+    assert "model.layers.{3...8}.input_layernorm.weight  is missing" in done.stderr
+    assert not done.stdout.strip()  # it said "-> 0 arrays, 0 B; 0 parameters"
 
 
 @pytest.mark.parametrize("options", [(), ("--quantize", "int8_default")], ids=["plain", "quantized"])

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tracemalloc
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from tpuconv.convert.export.layout import lay_out
 from tpuconv.convert.export.planned_arrays import PlannedArrays
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.run.sizing import BASE_MEMORY
+from tpuconv.encodings import words
 from tpuconv.errors import OutputError, ResourceError, SourceError, UsageError
 from tpuconv.models.common.rope_keys import with_older_rope_keys
 from tpuconv.models.registry import FAMILIES
@@ -274,6 +276,20 @@ def test_an_export_holds_slabs_of_stacked_experts(tmp_path):
         facts = json.loads(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout)
         assert facts["peak_memory_bytes"] < BASE_MEMORY + 16 * 1024 * 8192 * 2
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "direct/model.safetensors").read_bytes()
+
+
+def test_a_plan_holds_no_zero_points(hf):
+    """Those of a large model, which are constant, took gigabytes."""
+    source = hf(ONE_OF_EACH["qwen3"], "bfloat16")
+    tracemalloc.start()
+    try:
+        plan = api.plan(source, target="huggingface", quantize="int4_weight_only", scheme="awq")
+        arrays = tracemalloc.Filter(True, words.__file__, domain=np.lib.tracemalloc_domain)
+        held = tracemalloc.take_snapshot().filter_traces([arrays])
+    finally:
+        tracemalloc.stop()
+    assert any(tensor.name.endswith(".qzeros") for file in plan.files for tensor in file)
+    assert not held.traces
 
 
 def test_a_plan_finds_what_no_format_holds(hf):

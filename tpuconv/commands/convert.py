@@ -134,7 +134,7 @@ def already_there(check: bool) -> str:
 
 
 def show_plan(plan: "api.ConversionPlan", as_json: bool, out: Location | None) -> None:
-    """Shows the plan, the free space on the disk of OUT, and then the faults of the plan."""
+    """Shows the plan, and the free space on the disk of OUT; of a plan with faults the faults, without sizes."""
     if as_json:
         try:
             plan.check()
@@ -144,7 +144,8 @@ def show_plan(plan: "api.ConversionPlan", as_json: bool, out: Location | None) -
         return
     arrays, source = plan.plan.arrays, plan.plan.source
     title = f"{source.name}: {plan.plan.family}"
-    console().print(tensor_table(title, plan.files) if plan.files else _arrays_of(title, plan))
+    if not plan.plan.faults:
+        console().print(tensor_table(title, plan.files) if plan.files else _arrays_of(title, plan))
     _show_adapters(plan.plan.options.adapters)
     _show_ignored(plan.plan.ignored_config)
     _show_left_out(plan.plan.left_out)
@@ -157,6 +158,7 @@ def show_plan(plan: "api.ConversionPlan", as_json: bool, out: Location | None) -
         show(f"  {plan.calibration}")
         if plan.calibration.warning:
             show("  ", ("warning", "yellow"), f": {plan.calibration.warning}")
+    plan.check()
     at_most = " at most" if any(array.compressed for array in arrays.values()) else ""
     written = f"{len(arrays)} arrays"
     if plan.files:
@@ -170,7 +172,6 @@ def show_plan(plan: "api.ConversionPlan", as_json: bool, out: Location | None) -
     )
     if not isinstance(out, BucketPath):
         show_disk(plan, out or Path())
-    plan.check()
 
 
 def show_disk(plan: "api.ConversionPlan", out: Path) -> None:
@@ -186,7 +187,8 @@ def show_disk(plan: "api.ConversionPlan", out: Path) -> None:
     less = ["an OUT on another disk or in a bucket (gs://, s3://, az://)"]
     less += ["--workspace on another disk"] * bool(workspace_on_disk)
     if plan.rules is None and options.layers is None:
-        less += ["--quantize int8_weight_only: about half"] * (options.encoding != "keep")
+        is_enough = plan.disk_bytes // 2 + workspace_on_disk <= free
+        less += ["--quantize int8_weight_only: about half"] * (options.encoding != "keep" and is_enough)
         less += ["--layers 0-1: a trial"] * (not plan.files)
     show(
         ("  too little disk", "yellow"),

@@ -312,8 +312,8 @@ def _values(form: Format, matrix: _Matrix, *, asymmetric: bool) -> Iterator[Expo
         stored = AWQ_WORDS.stored_shape(shape)
         yield ExportTensor(f"{base}.qweight", "I32", stored, name, pack_awq)
         if not asymmetric:
-            zeros = AWQ_WORDS.pack(np.full(matrix.grid, MIDDLE, np.uint8))
-            yield ExportTensor(f"{base}.qzeros", "I32", zeros.shape, name, lambda values: zeros)
+            stored = AWQ_WORDS.stored_shape(matrix.grid)
+            yield ExportTensor(f"{base}.qzeros", "I32", stored, name, partial(_middles, matrix.grid))
     elif form.packing is Packing.GROUPS_APART:
         groups = matrix.grid[-1]
         stored = (*shape[:-1], groups, shape[-1] // groups // 2)
@@ -322,6 +322,12 @@ def _values(form: Format, matrix: _Matrix, *, asymmetric: bool) -> Iterator[Expo
     else:
         dtype = "I8" if form.kind == "int" else "F8_E4M3"
         yield ExportTensor(name, dtype, shape, name, lambda values: values)
+
+
+def _middles(grid: Shape, values: np.ndarray) -> np.ndarray:
+    """Returns the zero points of a symmetric matrix. They are made when they are written: all zero points of a large
+    model take gigabytes."""
+    return AWQ_WORDS.pack(np.full(grid, MIDDLE, np.uint8))
 
 
 def _groups_apart(inner: Shape, values: np.ndarray) -> np.ndarray:
