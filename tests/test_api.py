@@ -9,7 +9,9 @@ from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 
+import jax
 import pytest
+from flax import nnx
 
 import tpuconv
 from tpuconv import api
@@ -48,6 +50,14 @@ def test_results_are_shown_in_one_line(tmp_path):
         assert len(repr(shown)) < 500
         assert "\n" not in repr(shown)
     assert repr(api.verify(out)).startswith(f"Verification(checkpoint='{out}', arrays=57, files=67, bytes=")
+
+
+def test_packed_values_are_counted_as_devices_hold_them(tmp_path):
+    api.convert(EXAMPLE, tmp_path / "out", quantize="int4_weight_only")
+    loaded = jax.tree.leaves(nnx.state(tpuconv.load(tmp_path / "out")))
+    held = sum(-(-x.size * jax.dtypes.itemsize_bits(x.dtype) // 8) for x in loaded)
+    assert api.inspect(tmp_path / "out").bytes == held
+    assert api.inspect(tmp_path / "out", mesh={"data": 1}).device_bytes == held
 
 
 def test_every_name_is_documented():

@@ -15,7 +15,7 @@ from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.models.common.beside import VISION
 from tpuconv.notation.layout import UNIT
 from tpuconv.notation.sharding import MESH_AXES, decoding_mesh, format_mesh
-from tpuconv.text import format_count
+from tpuconv.text import format_count, format_size
 from tpuconv.verify.topology.chips import Slice
 from tpuconv.verify.topology.hlo import Schedule
 from tpuconv.verify.topology.request import CompileRequest, Memory, Program
@@ -133,7 +133,7 @@ class _Compilation:
         programs: list[Program] = []
         why = ""
         if weights + cache > available:
-            why = f"weights and cache alone need {_gib(weights + cache)} of {_gib(available)}"
+            why = f"weights and cache alone need {format_size(weights + cache)} of {format_size(available)}"
         tokens = {"decode": 1, "prefill": prefill_chunk(request.batch, request.context)}
         tokens |= {"see": self.features} if request.images else {}
         for name in (*request.programs, *(["see"] if request.images else [])):
@@ -151,7 +151,7 @@ class _Compilation:
         code = sum(program.code for program in programs)
         memory = Memory(available, weights, cache, temporaries, code)
         if not why and memory.headroom < 0:
-            why = f"prefill and decode together need {_gib(memory.peak)} of {_gib(available)}"
+            why = f"prefill and decode together need {format_size(memory.peak)} of {format_size(available)}"
         facts |= {"memory": vars(memory), "programs": [vars(program) for program in programs], "why": why}
         return facts | {"layouts": {} if why else self._layouts()}
 
@@ -293,10 +293,6 @@ def _bytes_per_device(tree: Any) -> int:
         -(-prod(x.sharding.shard_shape(x.shape)) * jax.dtypes.itemsize_bits(x.dtype) // 8)
         for x in jax.tree.leaves(tree)
     )
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.2f} GiB"
 
 
 def _compiler_reason(text: str) -> str:
