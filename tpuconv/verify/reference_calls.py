@@ -14,8 +14,8 @@ def attention_of(config: Any) -> str:
 
 
 LEAVES_OUT_FACTORS = ("aya_vision", "cohere2_vision", "granite_speech", "granite_speech_plus", "llava_next")
-"""Models whose logits have not the factor of their text model in transformers 5.24. They had it until 4.51, and servers
-and the other models around these text models have it."""
+"""Models whose logits have not the factor of their text model in transformers 5.24. LLaVA-NeXT and Aya Vision had it
+until 4.51, and servers have it."""
 
 
 def mended(model: Any) -> Any:
