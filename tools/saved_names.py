@@ -47,6 +47,9 @@ FILE = Path(__file__).parent.parent / "tpuconv" / "models" / "common" / "saved_n
 
 WHOLE: Mapping[str, Sequence[str]] = {
     "hy_v4_vl": ("hy_v4_vl",),
+    "inkling2": ("inkling2",),
+    "inkling2_loop": ("inkling2_loop",),
+    "inkling_mm_model": ("inkling",),
     "kimi_k25": ("kimi_k25",),
     "lfm3_vl.lfm3": ("lfm3_vl",),
     "minimax_m3_vl": ("minimax_m3_vl",),

@@ -113,7 +113,7 @@ class ReleaseReader:
         self.rows = [*table.rows, *(row for place in self.places for form in place.forms.values() for row in form)]
         copies = (name for pair in table.copies.items() for name in pair)
         known = dict.fromkeys(template(name) for name in (*(n for row in self.rows for n in row.hf_names), *copies))
-        fronts = FRONTS | fronts_of([template(name) for row in table for name in row.hf_names])
+        fronts = FRONTS | fronts_of([template(name) for row in table if not row.part for name in row.hf_names])
         plain = Speller(known, fronts)
         led = {template(alias): plain.canonical(template(name)) for alias, name in (aliases or {}).items()}
         homes = {alias: home for alias, home in led.items() if home}

@@ -7,11 +7,9 @@ from tpuconv.models.towers.gemma4.family import GEMMA4_VIT, NORMED_MATRIX, PATCH
 from tpuconv.models.towers.granite_docling.family import CONNECTOR, DOCLING_VIT
 from tpuconv.models.towers.inkling.family import (
     FOLDING_MLP,
-    FOLDING_NAMES,
     INKLING_MERGER,
     INKLING_VIT,
     LAST_NORM,
-    VIT_NAMES,
 )
 from tpuconv.models.towers.intern_vit.family import (
     GATED,
@@ -402,9 +400,8 @@ INKLING_VISION = Modality(
     projector_prefix="model.visual.",
     replaces=("visual", "vision_tower"),
     placeholder_id=200054,
-    other_parts=FOLDING_NAMES,
 )
 """Inkling."""
 
-INKLING2_VISION = replace(INKLING_VISION, tower=INKLING_VIT, projector=INKLING_MERGER, other_parts=VIT_NAMES)
+INKLING2_VISION = replace(INKLING_VISION, tower=INKLING_VIT, projector=INKLING_MERGER)
 """Inkling 2."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from tpuconv.models.common.beside import AUDIO, Modality
 from tpuconv.models.towers.conformer.family import CONFORMER, QFORMER
 from tpuconv.models.towers.gemma4.family import FRAMES, NORMED_MATRIX, USM
-from tpuconv.models.towers.inkling.family import BIN_NAMES, LAST_NORM, MEL_BINS
+from tpuconv.models.towers.inkling.family import LAST_NORM, MEL_BINS
 from tpuconv.models.towers.muse_audio.family import MUSE_AUDIO_ENCODER, NORMED_SOUND
 from tpuconv.models.towers.qwen_audio.family import (
     QWEN3_ASR,
@@ -128,6 +128,5 @@ INKLING_AUDIO = Modality(
     placeholder=("audio_token_id",),
     placeholder_id=200053,
     config_key="audio_config",
-    other_parts=BIN_NAMES,
 )
 """Inkling."""

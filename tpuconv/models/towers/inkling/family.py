@@ -1,6 +1,6 @@
 """The encoders of Inkling and Inkling 2: configs and tables, with the names of the authors."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -231,42 +231,3 @@ INKLING_MERGER = Projector(
     f"{INKLING_MODULES}:InklingMerger",
 )
 """Two matrices of s x s patches."""
-
-
-def names_of_transformers(rows: Sequence[tuple[str, str]], prefix: str) -> dict[str, str]:
-    """Returns parts of names of releases, and what transformers has for them, both with what stands before them."""
-    return {f"model.{own}": f"{prefix}{other}" for own, other in rows}
-
-
-FOLDING_NAMES = names_of_transformers(
-    (
-        ("visual.layers.linear_{I}", "encoder_layers.{I}.projection"),
-        ("visual.layers.linear_{J}", "encoder_layers.{J}.projection"),
-        ("visual.layers.norm_{I}", "encoder_layers.{I}.layer_norm"),
-        ("visual.final_norm", "final_norm"),
-    ),
-    "model.vision_tower.",
-)
-BIN_NAMES = names_of_transformers(
-    (("audio.encoder", "embed_audio_tokens.embed_audio_tokens"), ("audio.final_norm", "norm")), "model.audio_tower."
-)
-VIT_NAMES = names_of_transformers(
-    (
-        ("visual.backbone.embeddings.patch_embedding", "embeddings.patch_embedding"),
-        ("visual.backbone.embeddings.position_embedding", "embeddings.position_embedding.weight"),
-        ("visual.backbone.embeddings.cls_position_embedding", "embeddings.cls_position_embedding"),
-        ("visual.backbone.embeddings.class_embedding", "embeddings.class_embedding"),
-        ("visual.backbone.ln_pre", "pre_layernorm"),
-        ("visual.backbone.layers.{L}.ln_1", "layers.{L}.layernorm_before"),
-        ("visual.backbone.layers.{L}.ln_2", "layers.{L}.layernorm_after"),
-        ("visual.backbone.layers.{L}.self_attn", "layers.{L}.self_attn"),
-        ("visual.backbone.layers.{L}.mlp.c_fc", "layers.{L}.mlp.fc1"),
-        ("visual.backbone.layers.{L}.mlp.c_proj", "layers.{L}.mlp.fc2"),
-        ("visual.backbone.layers.{L}.ls_1.gamma", "layers.{L}.lambda_1"),
-        ("visual.backbone.layers.{L}.ls_2.gamma", "layers.{L}.lambda_2"),
-        ("visual.proj_in", "merger.linear_1"),
-        ("visual.proj_out", "merger.linear_2"),
-    ),
-    "model.vision_tower.",
-)
-"""The names of transformers, by the parts of names of releases that they replace."""
