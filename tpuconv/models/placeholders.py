@@ -121,6 +121,7 @@ GEMMA_TOKENS = {"image_token": "<image_soft_token>", "boi_token": "<start_of_ima
 MASKED = {"return_attention_mask": True, "padding": "max_length"}
 MASK, INPUT_MASK = ({"attention_mask": name} for name in FRAME_MASKS)
 WINDOWS = {"return_attention_mask": True}
+UNCUT = {"return_attention_mask": True, "padding": True, "truncation": False}
 
 PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ("gemma3", IMAGE): Placeholder(
@@ -155,14 +156,14 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ("qwen3_omni_moe", SOUND): Placeholder(
         qwen3_sound,
         {"audio_token": "<|audio_pad|>"},
-        {"return_attention_mask": True, "padding": True, "truncation": False},
+        UNCUT,
         MASK,
         frame=("<|audio_start|>", "<|audio_end|>"),
     ),
     ("qwen3_asr", SOUND): Placeholder(
         qwen3_sound,
         {"audio_token": "<|audio_pad|>"},
-        {"return_attention_mask": True, "padding": True},
+        UNCUT,
         INPUT_MASK,
         frame=("<|audio_start|>", "<|audio_end|>"),
     ),
