@@ -61,7 +61,7 @@ CASES = {
     "internvl": (TILED, {"image_seq_length": 5}),
     "qianfan_ocr": (TILED, {"image_seq_length": 5}),
     "aya_vision": (TILED, {"patch_size": 7, "img_size": 21}),
-    "mistral3": (PATCHES, PIXTRAL),
+    "mistral3": ({"size": {"longest_edge": 63}, "patch_size": {"height": 7, "width": 7}}, PIXTRAL),
     "lighton_ocr": (PATCHES, PIXTRAL),
     "idefics3": (SPLIT, {"image_seq_len": 3}),
     "idefics3 whole": (SPLIT | {"do_image_splitting": False}, {"image_seq_len": 3}),

@@ -79,9 +79,17 @@ def _written(folder: Path, tokenizer: Any, text: str, kind: str, items: Sequence
     """Returns the text with placeholders instead of the markers of one kind, and the features."""
     config, row = _row(folder, kind)
     extractor = load_processor(folder, kind)
+    together = folder / FILES[1]
+    settings = read_json(together, ConfigError) if together.exists() else {}
+    check(settings, PROCESSOR_KEYS, str(together), ConfigError)
+    token = partial(_token, tokenizer, row, folder)
     names = [name_of(item, kind, i) for i, item in enumerate(items)]
     if kind == IMAGE:
-        returned = _of_images(extractor, row, [image_of(*each) for each in zip(items, names, strict=True)], names)
+        images = [image_of(*each) for each in zip(items, names, strict=True)]
+        call = dict(row.call)
+        if row.patch:
+            call["patch_size"] = row.patch(MediaItem(0, {}, extractor, settings, config, token))
+        returned = _of_images(partial(extractor, **call), row, images, names)
     else:
         rate = getattr(extractor, "sampling_rate", None)
         if not isinstance(rate, int) or rate not in SAMPLING_RATES:
@@ -90,11 +98,7 @@ def _written(folder: Path, tokenizer: Any, text: str, kind: str, items: Sequence
         _check_lengths(extractor, row, given, names)
         returned = _of_sounds(extractor, row, given, names)
     features = {row.renamed.get(name, name): values for name, values in returned.items()}
-    together = folder / FILES[1]
-    settings = read_json(together, ConfigError) if together.exists() else {}
-    check(settings, PROCESSOR_KEYS, str(together), ConfigError)
     marker, framed = marker_of(folder, tokenizer, kind)
-    token = partial(_token, tokenizer, row, folder)
     count = format_count(len(items), kind)
     pieces = (text if marker in text else framed * len(items) + text).split(marker)
     if len(pieces) - 1 != len(items):
@@ -199,7 +203,7 @@ def _unloadable(folder: Path, what: str, error: Exception) -> TpuconvError:
 
 def _of_images(processor: Any, row: Placeholder, images: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
     def call(given: Sequence[Any]) -> dict[str, Any]:
-        return dict(processor([list(given)] if row.nested else list(given), **row.call))
+        return dict(processor([list(given)] if row.nested else list(given)))
 
     return _called(call, images, names, pillow().new("RGB", (256, 256)))
 
