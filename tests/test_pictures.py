@@ -452,6 +452,16 @@ def test_what_a_prompt_cannot_be_about_is_refused(gemma):
         PromptEncoder(tokenizer, 100).encode_with("a", IMAGES)
 
 
+def test_tokens_without_an_embedding_are_refused_beside_images(gemma):
+    """The placeholder itself may have none: it stands for features."""
+    tokenizer = tokenizer_of(tokens_of({"model_type": "gemma3"}))
+    tokenizer.add_tokens(["new"])
+    encoder = PromptEncoder(tokenizer, 100, lambda: gemma, ("vision",), rows=117)
+    assert max(encoder.encode_with("a", IMAGES)[0]) >= 117
+    with pytest.raises(UsageError, match=r"the model has no embedding: .*'new'"):
+        encoder.encode_with("a new", IMAGES)
+
+
 def test_a_processor_that_needs_torchvision_says_so(gemma):
     (gemma / "preprocessor_config.json").write_text('{"image_processor_type": "Llama4ImageProcessor"}')
     (gemma / "config.json").write_text('{"model_type": "llama4"}')
