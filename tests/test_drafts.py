@@ -18,7 +18,7 @@ from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.commands import EXAMPLE
 from helpers.conversions import convert
 from helpers.drafts import save_target
-from helpers.eagle3 import CASES, drafted, save_agreeing_draft, save_draft
+from helpers.eagle3 import CASES, drafted, save_agreeing_draft, save_draft, save_twins
 from helpers.families import BY_ID, PROMPTS
 from tpuconv import api, cli
 from tpuconv.api.opened import OpenedModel
@@ -99,6 +99,18 @@ def test_drafts_that_agree_are_accepted(name: str, noise: float, target: Any, tm
     ended = [tokens(generate, eos=(eos,)) for generate in (speculator, Generator(model))]
     assert ENDED in ended[0]
     np.testing.assert_array_equal(*ended)
+
+
+@pytest.mark.slow
+def test_a_draft_that_is_never_wrong_is_always_accepted(tmp_path: Path) -> None:
+    target, draft = save_twins(tmp_path)
+    model = loaded(target, tmp_path / "model")
+    speculator = DraftSpeculator(model, loaded(draft, tmp_path / "converted"))
+    rng = np.random.default_rng(1)
+    for lengths in ((9,), (13, 17, 9)):
+        prompts = [[0, *map(int, rng.integers(1, 101, length))] for length in lengths]
+        np.testing.assert_array_equal(tokens(speculator, prompts), tokens(Generator(model), prompts))
+    assert speculator.drafts.share == 1
 
 
 def test_each_draft_is_the_one_of_the_formulas(target: Any, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ CASES = {
     "internvl": (TILED, {"image_seq_length": 5}),
     "qianfan_ocr": (TILED, {"image_seq_length": 5}),
     "aya_vision": (TILED, {"patch_size": 7, "img_size": 21}),
-    "mistral3": (PATCHES, PIXTRAL),
+    "mistral3": ({"size": {"longest_edge": 63}, "patch_size": {"height": 7, "width": 7}}, PIXTRAL),
     "lighton_ocr": (PATCHES, PIXTRAL),
     "idefics3": (SPLIT, {"image_seq_len": 3}),
     "idefics3 whole": (SPLIT | {"do_image_splitting": False}, {"image_seq_len": 3}),
@@ -187,6 +187,23 @@ def test_prompts_with_sounds_are_those_of_the_release(name, processor_class, tmp
     want = processor(text=[text], audio=sounds)
     have = prepared(saved(tmp_path, config, extractor, {}), tokenizer, text, sounds=sounds)
     check_equal(have, want, tokenizer)
+
+
+def test_qwen3_asr_hears_all_of_a_sound_with_the_extractor_of_whisper(tmp_path):
+    """As its processor asks of any extractor; the extractor of Whisper leaves out the end otherwise."""
+    config = {"model_type": "qwen3_asr"}
+    folder = saved(tmp_path, config, transformers.WhisperFeatureExtractor(), {})
+    found = prepared(folder, tokenizer_of(tokens_of(config)), "a", sounds=LONG)
+    assert found.features["input_features"].shape[2] > 3700
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio", "gemma3n", "gemma4"])
+def test_sounds_of_which_the_end_would_be_left_out_are_refused(name, tmp_path):
+    extractor = getattr(transformers, FEATURE_EXTRACTOR_MAPPING_NAMES.get(name, "WhisperFeatureExtractor"))()
+    folder = saved(tmp_path, {"model_type": name}, extractor, {})
+    tokenizer = tokenizer_of(tokens_of({"model_type": name}))
+    with pytest.raises(UsageError, match=r"sound 2 has 37\.2 seconds, and the model hears 30 of a sound"):
+        prepared(folder, tokenizer, "a", sounds=[SOUNDS[0], *LONG])
 
 
 def test_voxtral_hears_half_minutes(processor_class, tmp_path):
@@ -435,6 +452,16 @@ def test_what_a_prompt_cannot_be_about_is_refused(gemma):
         PromptEncoder(tokenizer, 100).encode_with("a", IMAGES)
 
 
+def test_tokens_without_an_embedding_are_refused_beside_images(gemma):
+    """The placeholder itself may have none: it stands for features."""
+    tokenizer = tokenizer_of(tokens_of({"model_type": "gemma3"}))
+    tokenizer.add_tokens(["new"])
+    encoder = PromptEncoder(tokenizer, 100, lambda: gemma, ("vision",), rows=117)
+    assert max(encoder.encode_with("a", IMAGES)[0]) >= 117
+    with pytest.raises(UsageError, match=r"the model has no embedding: .*'new'"):
+        encoder.encode_with("a new", IMAGES)
+
+
 def test_a_processor_that_needs_torchvision_says_so(gemma):
     (gemma / "preprocessor_config.json").write_text('{"image_processor_type": "Llama4ImageProcessor"}')
     (gemma / "config.json").write_text('{"model_type": "llama4"}')
@@ -574,6 +601,12 @@ def test_what_a_file_has_beside_its_samples_is_ignored(tmp_path):
     np.testing.assert_array_equal(load_sound(tmp_path / "a.wav", 8000), [0, 0.5])
 
 
+def test_a_sound_of_a_pipe_has_no_length(tmp_path):
+    whole = written(tmp_path / "a.wav", np.array([0, 16_384], np.int16))
+    (tmp_path / "a.wav").write_bytes(whole[:4] + b"\xff" * 4 + whole[8:40] + b"\xff" * 4 + whole[44:])
+    np.testing.assert_array_equal(load_sound(tmp_path / "a.wav", 8000), [0, 0.5])
+
+
 def written(path: Path, samples: np.ndarray, rate: int = 8000) -> bytes:
     wavfile.write(path, rate, samples)
     return path.read_bytes()
@@ -589,7 +622,9 @@ def test_sounds_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
         (written(path, np.zeros(9, np.int16), 999_999_937), "a sampling rate of 999,999,937, and rates from 1,000"),
         (b"no sound", "is not a WAV file, and soundfile, which reads others, is not installed"),
         (whole[:20] + b"\6\0" + whole[22:], "cannot be read as a sound: Unknown wave file format: ALAW"),
-        (whole[:30], "cannot be read as a sound: "),
+        (whole[:30], "cannot be read as a sound: it has 30 of 62 bytes: the end is missing"),
+        (whole[:-6], "cannot be read as a sound: it has 56 of 62 bytes: the end is missing"),
+        (whole[:16] + b"\1" + whole[17:], "cannot be read as a sound: "),
     ):
         path.write_bytes(data)
         with pytest.raises(UsageError, match=fault) as e:

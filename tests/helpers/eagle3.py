@@ -268,3 +268,40 @@ def save_agreeing_draft(target: Path, folder: Path, tokens: np.ndarray, noise: f
 LAST_NORMS = ("model.norm.weight", "language_model.norm.weight")
 CENTERED = ("qwen3_next",)
 """Model types whose norms store the scale less 1."""
+
+
+def save_twins(folder: Path) -> tuple[Path, Path]:
+    """Writes a target whose next token depends on all tokens before it, and a draft with its only layer, which is never
+    wrong: any fault of positions, masks or states of the draft is seen in what is accepted.
+
+    The draft has no input of the layer beside the norms, since `hidden_norm` is 0, and the embeddings of the target are
+    so small that it has none either. The draft does not see the first token, whose embedding is 0: it adds nothing.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    keys = {**LLAMA_KEYS, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6, "rms_norm_eps": 1e-12}
+    torch.manual_seed(0)
+    of_target = {key: value for key, value in keys.items() if key not in ("model_type", "rope_theta")}
+    rope = {"rope_type": "default", "rope_theta": keys["rope_theta"]}
+    target = LlamaForCausalLM(LlamaConfig(**of_target, rope_parameters=rope, tie_word_embeddings=False))
+    with torch.no_grad():
+        for name, values in target.named_parameters():
+            values.uniform_(0.5, 1.5) if "norm" in name else values.normal_(std=0.25)
+        target.model.embed_tokens.weight.mul_(1e-4)[0] = 0
+        target.model.layers[0].mlp.down_proj.weight.zero_()
+    target.save_pretrained(folder / "target")
+    tensors, layer, zero = read_tensors(folder / "target"), "layers.0.", np.zeros((48, 48), "f4")
+    written = {name.removeprefix("model."): x for name, x in tensors.items() if "embed_tokens" not in name}
+    for each in ("q_proj", "k_proj", "v_proj"):
+        name = f"{layer}self_attn.{each}.weight"
+        written[name] = np.concatenate([written[name], zero], axis=1)
+    written |= {f"{layer}hidden_norm.weight": zero[0], "fc.weight": np.ones((48, 96), "f4")}
+    config = {
+        **CASES["speculators"],
+        "draft_vocab_size": keys["vocab_size"],
+        "norm_before_fc": False,
+        "eagle_aux_hidden_state_layer_ids": [0, 1],
+        "transformer_layer_config": keys,
+    }
+    return folder / "target", write_checkpoint(folder / "draft", config, written)

@@ -4,6 +4,7 @@ imported when they are needed."""
 import warnings
 from collections.abc import Sequence
 from math import gcd
+from os import SEEK_END
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +18,8 @@ from tpuconv.location import local_path
 SoundArray = NDArray[np.float32]
 WAV = (b"RIFF", b"RIFX", b"RF64")
 """How the files begin that scipy reads."""
+STREAM = 0x7FFF0000
+"""The least length that the header of a WAV file has if its writer could not know it, such as in a pipe."""
 SAMPLING_RATES = range(1000, 1_000_001)
 """Samples a second of sounds. Others are of damaged headers, and would need any amount of memory to be resampled."""
 
@@ -170,6 +173,15 @@ def _checked(samples: NDArray[Any], name: str) -> NDArray[Any]:
     return samples
 
 
+def _check_whole(file: IO[bytes]) -> None:
+    """Raises ValueError for a WAV file that ends before the length in its header. Readers take what there is."""
+    begin, size = file.read(8), file.seek(0, SEEK_END)
+    file.seek(0)
+    length = 8 + int.from_bytes(begin[4:], "big" if begin.startswith(b"RIFX") else "little")
+    if size + 1 < length < STREAM:  # some writers count a last byte of padding that they leave out
+        raise ValueError(f"it has {size:,} of {length:,} bytes: the end is missing")
+
+
 def _samples(path: Path) -> tuple[NDArray[Any], int]:
     """Returns the samples in a file and how many there are a second. Its first bytes decide who reads it: names may be
     wrong."""
@@ -180,6 +192,7 @@ def _samples(path: Path) -> tuple[NDArray[Any], int]:
             file.seek(0)
             if not is_wav:
                 return _of_soundfile(file)
+            _check_whole(file)
             try:
                 return _of_wav(file)
             except Exception as e:  # of any type

@@ -143,9 +143,14 @@ def _patch(item: MediaItem) -> int:
     return pixels
 
 
+def merged_patch(item: MediaItem) -> int:
+    """Returns the pixels of a side of a merged patch."""
+    return _patch(item) * item.number("spatial_merge_size", item.config.get("spatial_merge_size", 1))
+
+
 def pixtral(item: MediaItem) -> str:
     """A row of merged patches after the other, each ended by a token."""
-    side = _patch(item) * item.number("spatial_merge_size", item.config.get("spatial_merge_size", 1))
+    side = merged_patch(item)
     h, w = (int(size) // side for size in item.of("image_sizes"))
     row = item.token("image_token") * w
     return item.token("image_break_token").join([row] * h) + item.token("image_end_token")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -78,21 +79,26 @@ def _written(folder: Path, tokenizer: Any, text: str, kind: str, items: Sequence
     """Returns the text with placeholders instead of the markers of one kind, and the features."""
     config, row = _row(folder, kind)
     extractor = load_processor(folder, kind)
+    together = folder / FILES[1]
+    settings = read_json(together, ConfigError) if together.exists() else {}
+    check(settings, PROCESSOR_KEYS, str(together), ConfigError)
+    token = partial(_token, tokenizer, row, folder)
     names = [name_of(item, kind, i) for i, item in enumerate(items)]
     if kind == IMAGE:
-        returned = _of_images(extractor, row, [image_of(*each) for each in zip(items, names, strict=True)], names)
+        images = [image_of(*each) for each in zip(items, names, strict=True)]
+        call = dict(row.call)
+        if row.patch:
+            call["patch_size"] = row.patch(MediaItem(0, {}, extractor, settings, config, token))
+        returned = _of_images(partial(extractor, **call), row, images, names)
     else:
         rate = getattr(extractor, "sampling_rate", None)
         if not isinstance(rate, int) or rate not in SAMPLING_RATES:
             raise ConfigError(f"the feature extractor in {folder} has the sampling_rate {rate}", hint=COPY)
         given = [sound_of(*each, rate) for each in zip(items, names, strict=True)]
+        _check_lengths(extractor, row, given, names)
         returned = _of_sounds(extractor, row, given, names)
     features = {row.renamed.get(name, name): values for name, values in returned.items()}
-    together = folder / FILES[1]
-    settings = read_json(together, ConfigError) if together.exists() else {}
-    check(settings, PROCESSOR_KEYS, str(together), ConfigError)
     marker, framed = marker_of(folder, tokenizer, kind)
-    token = partial(_token, tokenizer, row, folder)
     count = format_count(len(items), kind)
     pieces = (text if marker in text else framed * len(items) + text).split(marker)
     if len(pieces) - 1 != len(items):
@@ -197,9 +203,24 @@ def _unloadable(folder: Path, what: str, error: Exception) -> TpuconvError:
 
 def _of_images(processor: Any, row: Placeholder, images: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
     def call(given: Sequence[Any]) -> dict[str, Any]:
-        return dict(processor([list(given)] if row.nested else list(given), **row.call))
+        return dict(processor([list(given)] if row.nested else list(given)))
 
     return _called(call, images, names, pillow().new("RGB", (256, 256)))
+
+
+def _check_lengths(extractor: Any, row: Placeholder, sounds: Sequence[SoundArray], names: Sequence[str]) -> None:
+    """Raises UsageError for a sound of which the feature extractor would leave out the end."""
+    call = {name: each.default for name, each in signature(extractor.__call__).parameters.items()} | dict(row.call)
+    most = call.get("max_length") or getattr(extractor, "n_samples", None)
+    if row.windows or most is None or call.get("truncation") is not True:
+        return
+    for sound, name in zip(sounds, names, strict=True):
+        if len(sound) > most:
+            seconds, longest = (samples / extractor.sampling_rate for samples in (len(sound), most))
+            raise UsageError(
+                f"{name} has {seconds:.1f} seconds, and the model hears {longest:g} of a sound",
+                hint="cut the sound into parts, and give one of them",
+            )
 
 
 def _of_sounds(extractor: Any, row: Placeholder, sounds: Sequence[SoundArray], names: Sequence[str]) -> dict[str, Any]:

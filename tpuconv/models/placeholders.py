@@ -2,7 +2,7 @@
 placeholders. transformers' processors of many models do not load without torchvision, which their videos need; this
 table does."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from tpuconv.models.media_texts import (
     FRAME_MASKS,
     GEMMA_IMAGE,
     ItemWriter,
+    MediaItem,
     aria,
     as_the_processor,
     aya,
@@ -33,6 +34,7 @@ from tpuconv.models.media_texts import (
     llama4,
     llava,
     llava_next,
+    merged_patch,
     musicflamingo,
     onevision,
     pixtral,
@@ -76,6 +78,7 @@ class Placeholder:
         frame: what chat templates write before and after the marker; a prompt without markers gets it too.
         begin: the name of the token that stands behind the last image, where most models have it before the text.
         end: what stands at the end of a prompt with images.
+        patch: returns the pixels of a side of a patch that the image processor is to take instead of its setting.
     """
 
     write: ItemWriter
@@ -89,6 +92,7 @@ class Placeholder:
     frame: tuple[str, str] = ("", "")
     begin: str = ""
     end: str = ""
+    patch: Callable[[MediaItem], int] | None = None
 
     @property
     def marker(self) -> str:
@@ -121,6 +125,7 @@ GEMMA_TOKENS = {"image_token": "<image_soft_token>", "boi_token": "<start_of_ima
 MASKED = {"return_attention_mask": True, "padding": "max_length"}
 MASK, INPUT_MASK = ({"attention_mask": name} for name in FRAME_MASKS)
 WINDOWS = {"return_attention_mask": True}
+UNCUT = {"return_attention_mask": True, "padding": True, "truncation": False}
 
 PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ("gemma3", IMAGE): Placeholder(
@@ -155,14 +160,14 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ("qwen3_omni_moe", SOUND): Placeholder(
         qwen3_sound,
         {"audio_token": "<|audio_pad|>"},
-        {"return_attention_mask": True, "padding": True, "truncation": False},
+        UNCUT,
         MASK,
         frame=("<|audio_start|>", "<|audio_end|>"),
     ),
     ("qwen3_asr", SOUND): Placeholder(
         qwen3_sound,
         {"audio_token": "<|audio_pad|>"},
-        {"return_attention_mask": True, "padding": True},
+        UNCUT,
         INPUT_MASK,
         frame=("<|audio_start|>", "<|audio_end|>"),
     ),
@@ -194,7 +199,7 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
         call={"return_row_col_info": True},
         spare=("image_rows", "image_cols", "image_sizes"),
     ),
-    ("pixtral", IMAGE): Placeholder(pixtral, PIXTRAL_TOKENS),
+    ("pixtral", IMAGE): Placeholder(pixtral, PIXTRAL_TOKENS, patch=merged_patch),
     ("lighton_ocr", IMAGE): Placeholder(lighton, PIXTRAL_TOKENS, call={"do_pad": True}),
     ("internvl", IMAGE): Placeholder(internvl, INTERNVL_TOKENS, call={"crop_to_patches": True}),
     ("qianfan_ocr", IMAGE): Placeholder(

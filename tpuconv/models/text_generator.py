@@ -148,10 +148,16 @@ class PromptEncoder:
                 )
         if self.folder is None or not any(media.values()):
             return self.encode([prompt], chat=chat, system=system)[0], {}
-        from tpuconv.models.pictures import prepared
+        from tpuconv.models.pictures import marker_of, prepared
 
         if chat:
             prompt = self._in_chat_about(prompt, self.folder(), media, system)
+        if self.rows is not None:  # placeholders alone may be outside of the embedding
+            text = prompt
+            for kind in (kind for kind, items in media.items() if items):
+                text = text.replace(marker_of(self.folder(), self.tokenizer, kind)[0], "")
+            ids = self.tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"]
+            check_ids(self.tokenizer, [ids], self.rows)
         found = prepared(self.folder(), self.tokenizer, prompt, *media.values())
         begun = chat or found.begun
         ids = self.tokenizer(found.text, add_special_tokens=not begun, verbose=False)["input_ids"]

@@ -286,7 +286,9 @@ def _checked_table(source: Source, table: MappingTable, config: HasSizes, option
         )
     mtp = options.include_mtp
     if mtp and not config.layer_sets.get(MTP):
-        raise UsageError(f"{source.name} has no layers that predict further tokens", hint="leave out `include_mtp=`")
+        raise UsageError(
+            f"{source.name} has no layers that predict further tokens", hint="leave out `include_mtp=` or `speculate=`"
+        )
     if mtp and options.layers is not None:
         raise UsageError("`include_mtp=` and `layers=` exclude each other", hint="leave out one of them")
     if (tensor_count := table.count(config, mtp)) > TENSORS_TO_LIST + 4 * len(source.tensors):
