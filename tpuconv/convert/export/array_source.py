@@ -14,7 +14,7 @@ from tpuconv.convert.run.engine import RunProgress
 from tpuconv.location import Location
 from tpuconv.names import SCALE
 from tpuconv.notation.layout import Axes, Ranges, Shape, lead
-from tpuconv.sources.config import with_dtype, with_encoding, without_encoding
+from tpuconv.sources.config import DTYPE_KEYS, parts_of, with_dtype, with_encoding, without_encoding
 from tpuconv.storage.sealed import Sealed
 from tpuconv.storage.sinks import Sink
 from tpuconv.targets.registry import get_target
@@ -224,11 +224,12 @@ def released_config(manifest: Manifest) -> dict[str, Any]:
 
 
 def exported_config(arrays: ArraySource) -> dict[str, Any]:
-    """Returns the same of arrays that are exported. It states the dtype of weights that were cast, quantized or saved
-    from a model: transformers casts what it loads to the dtype that is stated."""
+    """Returns the same of arrays that are exported. It states the dtype of weights that were cast, and of those that
+    were quantized or saved from a model if it stated another one: transformers casts what it loads to that."""
     manifest = arrays.manifest
     config = dict(arrays.config) if manifest.passthrough else without_encoding(arrays.config)
     cast = manifest.raw["options"]["dtype"]
-    if cast not in FLOAT_DTYPES and (manifest.is_rounded or manifest.raw["source"].get("changed")):
+    is_stated = any(part.get(key) for part in parts_of(config) for key in DTYPE_KEYS)
+    if cast not in FLOAT_DTYPES and is_stated and (manifest.is_rounded or manifest.raw["source"].get("changed")):
         cast = manifest.dtype
     return dict(with_dtype(config, cast)) if cast in FLOAT_DTYPES else config
