@@ -27,7 +27,9 @@ from tpuconv.models import registry
 from tpuconv.models.common.beside import modality_of
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
+from tpuconv.models.towers.conformer.family import CONFORMER
 from tpuconv.models.towers.gemma4.family import GEMMA4_VIT, USM
+from tpuconv.models.towers.inkling.family import FOLDING_MLP
 from tpuconv.models.towers.llama4.family import LLAMA4_VIT
 from tpuconv.models.towers.molmo.family import MOLMO_VIT
 from tpuconv.models.towers.moonvit.family import MOONVIT, MOONVIT2, MUSE_VIT
@@ -367,6 +369,10 @@ def test_a_trained_model_is_saved_whole(whole, tmp_path):
         (MUSE_VIT, {"layer_types": ["full_attention"]}, "layer_types"),
         (MUSE_AUDIO_ENCODER, {"depths": [1, 0, 2, 2]}, "depths"),
         (SANM, {"num_attention_heads": 0}, "num_attention_heads=0"),
+        (FOLDING_MLP, {"patch_size": 0}, "(2, 0, 3) frames"),
+        (FOLDING_MLP, {"n_layers": 65}, "num_hidden_layers=65"),
+        (CONFORMER, {"context_size": 513}, "context_size=513"),
+        (CONFORMER, {"cat_hidden_layers": [10]}, "cat_hidden_layers has 10"),
         (MOLMO_VIT, {"image_default_input_size": [378]}, "image_size=[378]"),
         (MOLMO_VIT, {"num_key_value_heads": 5}, "no multiple of num_key_value_heads=5"),
     ],

@@ -213,10 +213,8 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
         call={"crop_to_patches": True},
     ),
     ("inkling_mm_model", IMAGE): Placeholder(by_patch, INKLING_TOKEN, frame=INKLING_FRAME),
-    **{
-        (name, IMAGE): Placeholder(by_block, INKLING_TOKEN, frame=INKLING_FRAME)
-        for name in ("inkling2", "inkling2_loop")
-    },
+    ("inkling2", IMAGE): INKLING2_IMAGE,
+    ("inkling2_loop", IMAGE): INKLING2_IMAGE,
     ("cohere2_vision", IMAGE): _row(
         command_a,
         image_token="<|IMG_PATCH|>",

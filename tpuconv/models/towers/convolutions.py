@@ -44,6 +44,14 @@ class StridedConvolution(nnx.Module):
         return y if self.bias is None else y + self.bias[...]
 
 
+def convolved_channels(x: jax.Array, kernel: jax.Array, before: int) -> jax.Array:
+    """Returns a convolution of each channel by itself over frames, x [B, T, ...] with a kernel [p, ...] of the same
+    channels: a frame reads as many frames before it as `before` says, zeros outside of the sound."""
+    taps, T = len(kernel), x.shape[1]
+    near = jnp.pad(x, [(0, 0), (before, taps - 1 - before), *[(0, 0)] * (x.ndim - 2)])
+    return jnp.asarray(sum(near[:, tap : tap + T] * kernel[tap] for tap in range(taps)))
+
+
 def _numbers(names: tuple[str, str, str]) -> jax.lax.ConvDimensionNumbers:
     """Returns the order of axes as jax has it: B and C of the arrays are N and C there, C and E of the kernel I and
     O."""

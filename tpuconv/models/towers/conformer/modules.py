@@ -18,6 +18,7 @@ from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, LayerNorm, normal
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
+from tpuconv.models.towers.convolutions import convolved_channels
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise
 from tpuconv.models.towers.places import bucket
 
@@ -99,11 +100,10 @@ class SpeechConvolution(nnx.Module):
         self.batch_norm = BatchNorm(config, dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array, is_sound_T: jax.Array) -> jax.Array:
-        x_BTD, taps, T = self.norm(x_BTD), self.kernel.shape[0], x_BTD.shape[1]
+        x_BTD, kernel = self.norm(x_BTD), self.kernel[...]
         y_BTE = self.up(x_BTD) * nnx.sigmoid(self.gate(x_BTD)) * is_sound_T[:, None]
-        y_BTE = jnp.pad(y_BTE, [(0, 0), (taps // 2, (taps - 1) // 2), (0, 0)])
-        y_BTE = jnp.asarray(sum(y_BTE[:, tap : tap + T] * self.kernel[tap] for tap in range(taps)))
-        return self.down(nnx.silu(self.batch_norm(y_BTE)))
+        y_BTE = self.batch_norm(convolved_channels(y_BTE, kernel, len(kernel) // 2))
+        return self.down(nnx.silu(y_BTE))
 
 
 class SpeechLayer(nnx.Module):

@@ -23,7 +23,7 @@ from tpuconv.models.common.layers import (
 )
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
-from tpuconv.models.towers.convolutions import StridedConvolution
+from tpuconv.models.towers.convolutions import StridedConvolution, convolved_channels
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise
 from tpuconv.models.towers.gemma4.limits import LimitedEinsum
 from tpuconv.models.towers.places import bucket
@@ -102,9 +102,8 @@ class LightConvolution(ConformerPart):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         y_BTD, gate_BTD = jnp.split(self.up(self.norm(x_BTD)), 2, axis=-1)
-        y_BTD, taps, T = y_BTD * nnx.sigmoid(gate_BTD), self.config.conv_kernel_size, x_BTD.shape[1]
-        y_BTD = jnp.pad(y_BTD, [(0, 0), (taps - 1, 0), (0, 0)])
-        y_BTD = jnp.asarray(sum(y_BTD[:, tap : tap + T] * self.kernel[tap] for tap in range(taps)))
+        last = self.config.conv_kernel_size - 1
+        y_BTD = convolved_channels(y_BTD * nnx.sigmoid(gate_BTD), self.kernel[...], last)
         return x_BTD + self.down(self.act(self.post_norm(self.limited(y_BTD))))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from math import ceil, prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from tpuconv.notation.table import Map, under
 INKLING_MODULES = "tpuconv.models.towers.inkling.modules"
 MOST_LAYERS = 64
 """The largest number of layers of a folding encoder."""
+
+LARGEST_SIDE = 1 << 12
+"""The largest number of frames, pixels and channels of a patch."""
 
 FoldedSize = tuple[int, int, int, int]
 """Frames, rows, columns and channels of what one vector stands for."""
@@ -81,8 +84,9 @@ class FoldingConfig(TowerConfig):
     num_hidden_layers: int = 24
 
     def contradictions(self) -> Iterator[str]:
-        if not 0 < self.num_hidden_layers <= MOST_LAYERS or max(self.patch_size, self.temporal_patch_size) > 1 << 12:
-            yield f"num_hidden_layers={self.num_hidden_layers} of patches of {self.patch_size} pixels a side"
+        shape = self.temporal_patch_size, self.patch_size, self.num_channels
+        if not 0 < self.num_hidden_layers <= MOST_LAYERS or min(shape) < 1 or max(shape) > LARGEST_SIDE:
+            yield f"num_hidden_layers={self.num_hidden_layers} of patches of {shape} frames, pixels a side and channels"
             return
         for before, behind in pairwise(self.folds):
             if any(more % less for less, more in zip(before[:3], behind[:3], strict=True)):
@@ -185,7 +189,7 @@ class InklingMergerConfig(ProjectorConfig):
     projector_bias: bool = False
 
     @classmethod
-    def from_hf(cls, outer: Mapping[str, Any], tower: Any, text: Any) -> "InklingMergerConfig":
+    def from_hf(cls, outer: Mapping[str, Any], tower: Any, text: Any) -> Self:
         return super().from_hf(outer.get("vision_config") or {}, tower, text)
 
     def sizes(self, tower: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm, normal, normalize
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
+from tpuconv.models.towers.convolutions import convolved_channels
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise
 from tpuconv.models.towers.muse_audio.family import STAGE_BLOCKS, STAGE_MLPS, STAGE_PATCHES, STAGE_WIDTHS
 from tpuconv.models.towers.places import bucket
@@ -36,9 +37,8 @@ class CausalBlock(nnx.Module):
         self.act = ACTS_BY_NAME[config.hidden_act]
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        taps, T = self.kernel.shape[0], x_BTD.shape[1]
-        before = jnp.pad(x_BTD, [(0, 0), (taps - 1, 0), (0, 0)])
-        y_BTD = jnp.asarray(sum(before[:, tap : tap + T] * self.kernel[tap] for tap in range(taps))) + self.bias[...]
+        kernel = self.kernel[...]
+        y_BTD = convolved_channels(x_BTD, kernel, len(kernel) - 1) + self.bias[...]
         return x_BTD + self.down(self.act(self.up(self.norm(y_BTD))))
 
 

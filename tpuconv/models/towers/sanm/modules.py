@@ -13,6 +13,7 @@ from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, normal, sinusoids
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.attention import attend
+from tpuconv.models.towers.convolutions import convolved_channels
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder
 from tpuconv.models.towers.gemma4.audio import frames_of, random_frames
 from tpuconv.models.towers.vit import MLP, Attention, Block
@@ -33,10 +34,8 @@ class MemoryAttention(nnx.Module):
         v_BPNH = self.v(x_BPE)
         y_BPD = self.o(attend(self.q(x_BPE), self.k(x_BPE), v_BPNH, segment_BP))
         sound_BPNH = jnp.where(segment_BP[..., None, None] < 0, 0, v_BPNH)
-        taps, P = self.memory.shape[0], sound_BPNH.shape[1]
-        before = (taps - 1) // 2
-        near = jnp.pad(sound_BPNH, [(0, 0), (before, taps - 1 - before), (0, 0), (0, 0)])
-        kept_BPNH = sound_BPNH + sum(near[:, tap : tap + P] * self.memory[tap] for tap in range(taps))
+        memory = self.memory[...]
+        kept_BPNH = sound_BPNH + convolved_channels(sound_BPNH, memory, (len(memory) - 1) // 2)
         return y_BPD + kept_BPNH.reshape(y_BPD.shape)
 
 
