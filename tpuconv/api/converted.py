@@ -33,6 +33,7 @@ class Conversion(OneLine):
         output_bytes: size of the arrays on the disk.
         source_bytes: bytes of the source that are converted.
         resumed_bytes: the bytes that an earlier run had converted.
+        already_there: whether OUT was complete before.
         seconds: wall-clock time.
         peak_memory_bytes: peak resident memory of this process.
         adapters: the merged adapters.
@@ -57,6 +58,7 @@ class Conversion(OneLine):
     output_bytes: int
     source_bytes: int
     resumed_bytes: int
+    already_there: bool
     seconds: float
     peak_memory_bytes: int
     adapters: Sequence["Adapter"]
@@ -79,11 +81,6 @@ class Conversion(OneLine):
 
         return self.source_state == VERIFIED
 
-    @property
-    def already_there(self) -> bool:
-        """True if nothing was left to convert."""
-        return self.published and self.resumed_bytes == self.source_bytes
-
     def to_json(self) -> dict[str, Any]:
         """Returns the keys that docs/json.md lists."""
         facts: dict[str, Any] = {
@@ -94,6 +91,7 @@ class Conversion(OneLine):
             "parameters": self.parameters,
             "output_bytes": self.output_bytes,
             "resumed_bytes": self.resumed_bytes,
+            "already_there": self.already_there,
             "seconds": round(self.seconds, 3),
             "peak_memory_bytes": self.peak_memory_bytes,
             "adapters": [adapter.to_summary() for adapter in self.adapters],

@@ -31,6 +31,7 @@ class Export(OneLine):
         skipped: the arrays of a trainer's checkpoint, or the tensors skipped by the conversion, that were not exported.
         files: the number of safetensors files.
         bytes: size of the tensors.
+        resumed_bytes: size of the tensors that an earlier run had written.
         already_there: whether OUT was complete before.
         seconds: wall-clock time.
         peak_memory_bytes: peak resident memory of this process.
@@ -45,6 +46,7 @@ class Export(OneLine):
     skipped: "tuple[Skip, ...]"
     files: int
     bytes: int
+    resumed_bytes: int
     already_there: bool
     seconds: float
     peak_memory_bytes: int
@@ -61,6 +63,8 @@ class Export(OneLine):
             "skipped": [vars(skip) for skip in self.skipped],
             "files": self.files,
             "bytes": self.bytes,
+            "resumed_bytes": self.resumed_bytes,
+            "already_there": self.already_there,
             "seconds": round(self.seconds, 3),
             "peak_memory_bytes": self.peak_memory_bytes,
             **({} if self.part is None else {"process": self.part.to_json(), "published": self.published}),
@@ -170,6 +174,7 @@ def export(asked: ExportRequest) -> Export:
         skipped=what.skipped,
         files=sum(name.endswith(".safetensors") for name in read_sealed(out).files) if done.published else 0,
         bytes=done.total,
+        resumed_bytes=done.resumed,
         already_there=done.already_there,
         seconds=time.monotonic() - began,
         peak_memory_bytes=peak_memory(),

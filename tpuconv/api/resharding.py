@@ -47,6 +47,7 @@ class Resharding(OneLine):
         skipped: arrays of a trainer's checkpoint that are not written.
         bytes: size of the arrays.
         device_bytes: size of the chunks that one device reads.
+        resumed_bytes: size of the arrays that an earlier run had written.
         already_there: whether OUT was complete before.
         seconds: wall-clock time.
         peak_memory_bytes: peak resident memory of this process.
@@ -62,6 +63,7 @@ class Resharding(OneLine):
     skipped: "tuple[Skip, ...]"
     bytes: int
     device_bytes: int
+    resumed_bytes: int = 0
     already_there: bool = False
     seconds: float = 0.0
     peak_memory_bytes: int = 0
@@ -72,6 +74,8 @@ class Resharding(OneLine):
         """The keys that docs/json.md lists."""
         ran = {
             "out": str(self.out),
+            "resumed_bytes": self.resumed_bytes,
+            "already_there": self.already_there,
             "seconds": round(self.seconds, 3),
             "peak_memory_bytes": self.peak_memory_bytes,
             **({} if self.part is None else {"process": self.part.to_json(), "published": self.published}),
@@ -164,6 +168,7 @@ def reshard(asked: ReshardRequest) -> Resharding:
         facts = _facts(planned, skipped)
     return Resharding(
         out=out,
+        resumed_bytes=done.resumed,
         already_there=done.already_there,
         seconds=time.monotonic() - began,
         peak_memory_bytes=peak_memory(),

@@ -41,10 +41,11 @@ def downloading_again(work: Callable[[], Outcome], progress: Listener) -> Outcom
 
 @dataclass(frozen=True)
 class WorkDone:
-    """The end of work that makes an output: the bytes of all, whether the output was complete before, and whether it is
-    published."""
+    """The end of work that makes an output: the bytes of all, and of them those that an earlier run had made; whether
+    the output was complete before, and whether it is published."""
 
     total: int
+    resumed: int
     already_there: bool
     published: bool
 
@@ -73,20 +74,19 @@ def run_work(
         TpuconvError: as `tpuconv.convert.run.engine.make` does.
     """
     from tpuconv.api.verification import verify
-    from tpuconv.convert.run.engine import PART_DONE, check_outside, make
+    from tpuconv.convert.run.engine import ALREADY_THERE, PART_DONE, RunProgress, check_outside, make
 
     for source in sources:
         if source is not None:
             check_outside(to_location(source), out)
     progress(Progress(stage))
-    total, was_there, is_published = 0, False, True
-    for step in make(work, out, overwrite=replacing.overwrite, part=part):
-        progress(step.shown_as(f"{stage}, {part}" if part else stage))
-        is_published = step.stage != PART_DONE
-        total, was_there = step.total, is_published and step.resumed == step.total
+    last = RunProgress(0, 0, 0, "")
+    for last in make(work, out, overwrite=replacing.overwrite, part=part):
+        progress(last.shown_as(f"{stage}, {part}" if part else stage))
+    was_there = last.stage == ALREADY_THERE
     if replacing.check and was_there:
         verify(out, progress=progress).check()
-    return WorkDone(total, was_there, is_published)
+    return WorkDone(last.total, last.resumed, was_there, last.stage != PART_DONE)
 
 
 def run_plan(
@@ -105,19 +105,18 @@ def run_plan(
     from tpuconv.convert.export.carried import split_skipped
     from tpuconv.convert.export.export import convert_to_safetensors, described
     from tpuconv.convert.run.conversion import run
-    from tpuconv.convert.run.engine import PART_DONE, WORKING
+    from tpuconv.convert.run.engine import ALREADY_THERE, PART_DONE, WORKING, RunProgress
     from tpuconv.quantize.report import report
     from tpuconv.storage.sealed import read_sealed
 
     progress(Progress(stage))  # from here on a rerun continues
-    began, resumed, part_bytes, is_published = time.monotonic(), 0, plan.source_bytes, True
+    began, part_bytes, last = time.monotonic(), plan.source_bytes, RunProgress(0, 0, 0, "")
     convert_plan = convert_to_safetensors if plan.target.is_safetensors else partial(run, workspace=workspace)
-    for step in convert_plan(plan, out, limits, overwrite=replacing.overwrite, part=part):
-        progress(step.shown_as(f"{stage}, {part}" if part else stage))
-        if step.stage == WORKING:
-            part_bytes = step.total
-        resumed = step.resumed * plan.source_bytes // max(1, step.total) or resumed
-        is_published = step.stage != PART_DONE
+    for last in convert_plan(plan, out, limits, overwrite=replacing.overwrite, part=part):
+        progress(last.shown_as(f"{stage}, {part}" if part else stage))
+        if last.stage == WORKING:
+            part_bytes = last.total
+    is_published = last.stage != PART_DONE
     seconds = time.monotonic() - began
     raw: dict[str, Any] = dict(read_sealed(out).raw) if is_published else {}
     if raw and plan.target.is_safetensors:
@@ -131,7 +130,8 @@ def run_plan(
         parameters=plan.parameters,
         output_bytes=raw.get("stored_bytes", raw["bytes"]) if raw else plan.output_bytes,
         source_bytes=plan.source_bytes,
-        resumed_bytes=resumed,
+        resumed_bytes=last.resumed * plan.source_bytes // max(1, last.total),
+        already_there=last.stage == ALREADY_THERE,
         seconds=seconds,
         peak_memory_bytes=peak_memory(),
         adapters=plan.options.adapters,

@@ -107,13 +107,11 @@ def show_conversion(done: "api.Conversion", check: bool, as_json: bool) -> None:
     if done.already_there:
         show((str(done.out), "bold"), f" exists already, from this source and these options: {already_there(check)}.")
     else:
-        rate = (done.source_bytes - done.resumed_bytes) / done.seconds
         show(
             (str(done.out), "bold"),
             f": {done.family}, {done.parameters:,} parameters in {done.arrays} arrays, "
-            f"{format_size(done.output_bytes)} in {done.seconds:.1f} s ({format_size(rate)}/s), "
-            f"peak memory {format_size(done.peak_memory_bytes)}"
-            + (f", {format_size(done.resumed_bytes)} from an earlier run" if done.resumed_bytes else ""),
+            f"{format_size(done.output_bytes)} in {speed(done.source_bytes, done.resumed_bytes, done.seconds)}, "
+            f"peak memory {format_size(done.peak_memory_bytes)}",
         )
     _show_adapters(done.adapters)
     _show_ignored(done.ignored_config)
@@ -126,6 +124,12 @@ def show_conversion(done: "api.Conversion", check: bool, as_json: bool) -> None:
         show(f"  {sentence}")
     if done.quantization:
         show_report(done.quantization, done.out)
+
+
+def speed(nbytes: int, resumed: int, seconds: float) -> str:
+    """Describes the time of a run, the bytes that it made in a second, and the bytes of an earlier run."""
+    rate = f" ({format_size((nbytes - resumed) / max(seconds, 1e-9))}/s)" if nbytes > resumed else ""
+    return f"{seconds:.1f} s{rate}" + (f", {format_size(resumed)} from an earlier run" if resumed else "")
 
 
 def already_there(check: bool) -> str:

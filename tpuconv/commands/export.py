@@ -7,7 +7,7 @@ import click
 from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import console, print_json, show
-from tpuconv.commands.convert import already_there, in_files, show_skipped, tensor_table
+from tpuconv.commands.convert import already_there, in_files, show_skipped, speed, tensor_table
 from tpuconv.commands.params import LocationParam, Name
 from tpuconv.commands.progress import resumable
 from tpuconv.location import Location
@@ -78,7 +78,7 @@ def _show_export(done: "api.Export", trained: bool, check: bool, as_json: bool) 
         show(
             (str(done.out), "bold"),
             f": {done.family}, {format_size(done.bytes)} in {done.files} {'files' if done.files > 1 else 'file'}, "
-            f"{done.seconds:.1f} s ({format_size(done.bytes / max(done.seconds, 1e-9))}/s)",
+            f"{speed(done.bytes, done.resumed_bytes, done.seconds)}",
         )
     if trained:
         show(f"  read as {done.target}: {done.arrays}")

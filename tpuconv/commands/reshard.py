@@ -8,7 +8,7 @@ import click
 from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, show
-from tpuconv.commands.convert import already_there, show_skipped
+from tpuconv.commands.convert import already_there, show_skipped, speed
 from tpuconv.commands.params import LocationParam, Name
 from tpuconv.commands.progress import resumable
 from tpuconv.location import Location
@@ -70,8 +70,8 @@ def _show_output(done: "api.Resharding", check: bool) -> None:
     elif done.already_there:
         show((str(done.out), "bold"), f" exists already, from this checkpoint: {already_there(check)}.")
     else:
-        rate = format_size(done.bytes / max(done.seconds, 1e-9))
-        show((str(done.out), "bold"), f": {_sizes(done)}, {done.seconds:.1f} s ({rate}/s)")
+        took = speed(done.bytes, done.resumed_bytes, done.seconds)
+        show((str(done.out), "bold"), f": {_sizes(done)}, {took}")
     show_skipped("not written", done.skipped)
 
 

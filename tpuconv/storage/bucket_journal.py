@@ -192,7 +192,7 @@ class BucketJournal(RunJournal):
         self.claim.free()
         self._start_again()
         if is_ours and state in (ClaimState.PUBLISHING, ClaimState.CLEANING):
-            self._state = State.PUBLISHED
+            self._state = State.FINISHED if state == ClaimState.PUBLISHING else State.PUBLISHED
             return True
         return False
 
@@ -325,7 +325,7 @@ class BucketJournal(RunJournal):
     # --- states ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> State:
-        if self._state is State.PUBLISHED:
+        if self._state in (State.PUBLISHED, State.FINISHED):
             return self._state
         if self.done("complete") is not None:
             return State.COMPLETE

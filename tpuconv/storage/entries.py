@@ -26,12 +26,13 @@ ENTRY_SCHEMAS: Mapping[str, Any] = {
 
 class State(Enum):
     """The state that a run finds: nothing, a part of its work, a complete but unpublished output, its published output,
-    or other processes of the same plan at work."""
+    its output whose publication had begun and was finished just now, or other processes of the same plan at work."""
 
     NEW = "new"
     BEGUN = "begun"
     COMPLETE = "complete"
     PUBLISHED = "published"
+    FINISHED = "finished"
     JOINED = "joined"
 
 

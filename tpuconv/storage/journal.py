@@ -205,9 +205,10 @@ class Journal(RunJournal):
         self._check_work()
         complete = self.done("complete")
         if complete is not None and not self._is_staged():
+            has_begun = os.path.lexists(self.out / STAGED)  # readers refuse it
             ended = self._end_publication(complete)
             if ended and complete["fingerprint"] == self.fingerprint:
-                return State.PUBLISHED
+                return State.FINISHED if has_begun else State.PUBLISHED
             complete = None
         if complete is not None and complete["fingerprint"] == self.fingerprint and self._is_movable(self.staging):
             self._check_out()

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -149,10 +149,11 @@ class ExportWork(Work):
             reads = file_reads(self.streamed, self.layout, self.what.beside)
             writing.fetched = FetchedFiles(self.streamed, reads, writing.own, part, journal)
         with writing.fetched or nullcontext():
-            yield from writing.write()
+            for last in writing.write():
+                yield last
         for name, digest in arrays.finish_part().items():
             journal.record(self._proofs[name], {"hash": digest})
-        yield RunProgress(writing.nbytes, writing.nbytes, 0, WORKING)
+        yield replace(last, done=last.total)
 
     def write_rest(self, journal: RunJournal) -> None:
         """See `Work`: the index, config.json, the companions and the manifest."""
@@ -282,6 +283,8 @@ class _Run:
         opened, record = None, self._record
         if self.fetched is not None:
             self.fetched.begin(total - resumed)
+        yield self._progress(written, total, resumed)
+        if self.fetched is not None:
             opened, record = self.fetched.arrays.reader, self.fetched.written
         names = {name for name, i in place.items() if not is_done[i]}
         carried = self.beside.read(names, opened) if self.beside else ()

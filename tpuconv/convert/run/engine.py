@@ -29,7 +29,9 @@ WORKING = "work"
 PUBLISHING = "publish"
 """The stage in which all is made, and the last files are written, flushed and published."""
 PUBLISHED = "published"
-"""The last stage."""
+"""The last stage of a run that published the output, or finished its publication."""
+ALREADY_THERE = "already there"
+"""The last stage where the output was complete before the run."""
 PART_DONE = "part done"
 """The last stage of a process whose part is done, where another one is to publish the output."""
 
@@ -41,7 +43,8 @@ class RunProgress:
     Attributes:
         done, total: bytes that are made, and all.
         resumed: bytes of an earlier run.
-        stage: WORKING, then PUBLISHING; the last is PUBLISHED, or PART_DONE. "calibrate" and "compare" before them.
+        stage: WORKING, then PUBLISHING; the last is PUBLISHED, ALREADY_THERE or PART_DONE. "calibrate" and "compare"
+            before them.
         layer: the layer that is being calibrated, before anything is made.
         fetching: of a source that is fetched, the bytes that have come, and all.
     """
@@ -57,7 +60,7 @@ class RunProgress:
         """Returns what a listener is told of work that is called `stage`, such as "converting"."""
         if self.layer:
             return Progress(f"calibrating {self.layer}")
-        if self.stage == PUBLISHING or (self.stage == PUBLISHED and not self.resumed):
+        if self.stage in (PUBLISHING, PUBLISHED):
             return Progress("publishing")
         if self.fetching[0] < self.fetching[1]:  # which takes longer
             return Progress(f"fetching and {stage}", *self.fetching)
@@ -142,16 +145,17 @@ def make(
     total, stamps = work.nbytes, work.stamps_for_hosts
     with open_journal(out, work.fingerprint, work.facts, work.names, part, overwrite=overwrite) as journal:
         state = journal.begin()
-        if state is State.PUBLISHED:
+        if state in (State.PUBLISHED, State.FINISHED):
             yield from work.check_made(journal.out)
-            yield RunProgress(total, total, total, PUBLISHED)
+            yield RunProgress(total, total, total, ALREADY_THERE if state is State.PUBLISHED else PUBLISHED)
             return
         if state is State.JOINED:
             check_same_files(journal, stamps)
         elif forget_changed(journal, work.stamps, partial(work.stale, journal), stamps, is_part=part is not None):
             state = State.BEGUN
         if state is State.COMPLETE:
-            yield RunProgress(total, total, 0, PUBLISHING)
+            last = RunProgress(total, total, total, PUBLISHING)
+            yield last
             _publish(work, journal)
         else:
             with work.opened(journal):
@@ -164,7 +168,7 @@ def make(
                 yield replace(last, stage=PUBLISHING)
                 work.write_rest(journal)
                 _publish(work, journal)
-    yield RunProgress(total, total, 0, PUBLISHED)
+    yield replace(last, stage=PUBLISHED)
 
 
 def _publish(work: Work, journal: RunJournal) -> None:

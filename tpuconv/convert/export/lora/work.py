@@ -149,7 +149,8 @@ class AdapterWork(Work):
         """See `Work`: the first process writes the file."""
         journal.sink.check_room(self.nbytes, "the adapter")
         journal.share()
-        if (part is None or not part.index) and journal.done(WEIGHTS_ENTRY) is None:
+        resumed = 0 if journal.done(WEIGHTS_ENTRY) is None else self.nbytes
+        if (part is None or not part.index) and not resumed:
             written = 0
             with journal.sink.writer(ADAPTER_WEIGHTS) as file:
                 file.write(safetensors_header(self.adapter.tensors))
@@ -159,7 +160,7 @@ class AdapterWork(Work):
                     yield RunProgress(written, self.nbytes, 0, WORKING)
             journal.sink.sync(["."])
             journal.record(WEIGHTS_ENTRY, {"facts": file.facts()}, [ADAPTER_WEIGHTS])
-        yield RunProgress(self.nbytes, self.nbytes, 0, WORKING)
+        yield RunProgress(self.nbytes, self.nbytes, resumed, WORKING)
 
     def write_rest(self, journal: RunJournal) -> None:
         """See `Work`: adapter_config.json and the manifest."""
