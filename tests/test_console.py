@@ -47,6 +47,25 @@ def test_a_column_that_may_be_left_out_need_not_be_there():
     assert "not shown at this width: bytes" in " ".join(console.export_text().split())
 
 
+STATISTICS = (
+    ("mean KL divergence (nats)", "0.000345", styled(("holds", "green"), ": 0.001")),
+    ("layers.{0...4}.attn_norm.scale", "1234.5678", styled(("failed", "red"), ": 0.01")),
+)
+
+
+@pytest.mark.parametrize("width", [44, 56, 70])
+def test_words_numbers_and_patterns_are_not_broken(width):
+    table = Table("a title", ("statistic", "compared with it", "gate"), right=("compared with it",))
+    for row in STATISTICS:
+        table.add_row(*row)
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(table)
+    text = console.export_text()
+    words = ["statistic", "compared", "divergence", "(nats)", "0.000345", "1234.5678", "holds:", "failed:", "{0...4}"]
+    assert [word for word in words if word not in text] == []
+    assert max(map(len, text.splitlines())) <= width
+
+
 @pytest.mark.parametrize("name", ["[old]/m", "a[/b]", "[red]x"])
 def test_markup_in_a_name_is_text(name):
     assert name in drawn(60, name)

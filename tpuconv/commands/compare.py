@@ -88,6 +88,7 @@ def _logits_table(found: "api.CheckpointComparison") -> Table:
         f"{found.reference} and {found.checkpoint}, {result.dtype}{cache}, {text}, {result.tokens} predictions",
         ("statistic", "reference", "compared", "gate"),
         right=("reference", "compared"),
+        optional=("gate",),
     )
     failed = {line.split()[0] for line in result.failures()}
     for name, before, after, gate in (

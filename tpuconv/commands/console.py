@@ -1,12 +1,13 @@
 """Writes text, JSON and tables to a terminal. Foreign text (names, paths, messages) is made `plain` here and is never
 markup. Options that texts of the library name are shown as flags."""
 
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -24,6 +25,10 @@ COPIED = " " * 5
 EXPLANATIONS = ("message", "details", "hint", "reason", "warning", "notes", "rounded", "summary", "advice")
 """The keys of JSON whose texts may name options."""
 NAME_WIDTH = 24  # to which names are broken before a column is left out
+WORDS_OF_SENTENCE = re.compile(r"\S+ ?")
+PIECES_OF_NAME = re.compile(r"(?:\{[^{}]*\}|[^.,/])+[.,/]?|[.,/]")
+"""The pieces of a name that a table keeps in one line: a line ends at a dot, comma or slash, but not within the braces
+of a pattern."""
 
 
 def say(text: str, nl: bool = True, err: bool = False) -> None:
@@ -100,8 +105,9 @@ def lines(items: Iterable[str]) -> "Text":
 
 @dataclass
 class Table:
-    """A table that fits its console: names are broken at dots, then the columns in `optional` are left out in this
-    order, and a line names them.
+    """A table that fits its console: names are broken at dots, and sentences between words; then the columns in
+    `optional` are left out in this order, and a line names them. A word or number is broken only if the narrowest table
+    without them is still too wide.
 
     Attributes:
         title: a line above it.
@@ -136,7 +142,8 @@ class Table:
             min_width=min(len(title) + 2, 100, options.max_width),  # the title would be broken to the table's width
         )
         for name in shown:
-            table.add_column(name, justify="right" if name in self.right else "left", overflow="fold")
+            justify: Literal["left", "right"] = "right" if name in self.right else "left"
+            table.add_column(name, justify=justify, overflow="fold", max_width=widths[name])
         for row in self.rows:
             cells = (row[self.columns.index(name)] for name in shown)
             table.add_row(*(_broken(cell, widths[name]) for name, cell in zip(shown, cells, strict=True)))
@@ -156,20 +163,34 @@ class Table:
 
     def _width(self, shown: Sequence[str], most: int) -> int:
         """Columns of the terminal that these take if cells with dots are broken to `most`."""
-        return _framed(min(self._natural(name), max(most, len(name))) for name in shown)
+        return _framed(min(self._natural(name), max(most, self._least(name))) for name in shown)
 
     def _natural(self, name: str) -> int:
         at = self.columns.index(name)
         return max([len(name), *(line.cell_len for row in self.rows for line in row[at].split())])
 
+    def _least(self, name: str) -> int:
+        """Returns the width of a column's longest piece. A number has none; text with styles has words."""
+        from rich.cells import cell_len
+
+        at, words = self.columns.index(name), name.split()
+        for line in (line for row in self.rows for line in row[at].split()):
+            if name in self.right:
+                words.append(line.plain)
+            else:
+                words += line.plain.split() if line.spans else _pieces(line.plain)
+        return max(cell_len(word.rstrip()) for word in words)
+
     def _broken_widths(self, shown: Sequence[str], width: int) -> dict[str, int]:
-        """Returns the width of each column; the widest columns are narrowed."""
+        """Returns the width of each column; the widest columns are narrowed, to their longest words if that is
+        enough."""
         widths = {name: self._natural(name) for name in shown}
-        while _framed(widths.values()) > width:
-            widest = max(widths, key=lambda name: widths[name])
-            if widths[widest] <= 4:
-                break
-            widths[widest] -= 1
+        for least in ({name: self._least(name) for name in shown}, dict.fromkeys(shown, 4)):
+            while _framed(widths.values()) > width:
+                wide = [name for name in shown if widths[name] > least[name]]
+                if not wide:
+                    break
+                widths[max(wide, key=lambda name: widths[name])] -= 1
         return widths
 
 
@@ -184,12 +205,23 @@ def _broken(cell: "Text", width: int) -> "Text":
 
     if cell.spans or all(line.cell_len <= width for line in cell.split()):
         return cell
-    return Text("\n".join(piece for line in cell.plain.split("\n") for piece in _pieces(line, width)))
+    return Text("\n".join(piece for line in cell.plain.split("\n") for piece in _folded(line, width)))
 
 
-def _pieces(line: str, width: int) -> Iterator[str]:
-    while len(line) > width:
-        at = max(line.rfind(mark, 0, width) for mark in "., /") + 1 or line.rfind("_", 0, width) + 1 or width
-        yield line[:at].rstrip()
-        line = line[at:].lstrip(" ")
-    yield line
+def _pieces(text: str) -> list[str]:
+    """Returns the pieces of a sentence or name that stay in one line; spaces belong to the piece before them."""
+    return (WORDS_OF_SENTENCE if " " in text.strip() else PIECES_OF_NAME).findall(text)
+
+
+def _folded(text: str, width: int) -> Iterator[str]:
+    line = ""
+    for piece in _pieces(text):
+        if line and len(line) + len(piece.rstrip()) > width:
+            yield line.rstrip()
+            line = ""
+        line += piece
+        while len(line.rstrip()) > width:  # a single piece
+            at = max(line.rfind(mark, 0, width) for mark in ".,/_") + 1 or width
+            yield line[:at]
+            line = line[at:]
+    yield line.rstrip()

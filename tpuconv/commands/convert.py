@@ -232,7 +232,9 @@ def tensor_table(title: str, files: "Sequence[Sequence[FileTensor]]") -> Table:
     from tpuconv.names import collapse
 
     tensors = {tensor.name: tensor for file in files for tensor in file}
-    table = Table(title, ("tensor", "count", "shape", "dtype", "bytes"), right=("count", "bytes"), optional=("count",))
+    table = Table(
+        title, ("tensor", "count", "shape", "dtype", "bytes"), right=("count", "bytes"), optional=("count", "dtype")
+    )
     for pattern, names in collapse(tensors, lambda name: kind_of_tensor(tensors[name])).items():
         first = tensors[names[0]]
         size = format_size(sum(tensors[name].nbytes for name in names))

@@ -170,7 +170,7 @@ def _show_support(family: "Family", name: str) -> None:
     from tpuconv.targets.listing import targets_of
 
     columns = ("target", "supported", "scanned layers", "quantized", "encoders", "notes")
-    table = Table(f"targets of {family.name}", columns, optional=("notes", "encoders"))
+    table = Table(f"targets of {family.name}", columns, optional=("notes", "encoders", "scanned layers", "quantized"))
     for each in targets_of(family):
         words = ["yes" if value else "no" for value in (each.supported, each.scanned, each.quantized)]
         table.add_row(each.target, *words, " ".join(each.parts), lines(each.notes))
@@ -238,7 +238,7 @@ def _show_target(name: str, family: str | None, as_json: bool) -> None:
     table = Table(
         f"{target.name}: {target.summary}",
         ("name", "converts", "scanned layers", "encoders", "notes"),
-        optional=("notes", "converts") if not any(each.notes for each in found) else ("converts",),
+        optional=("notes", "converts") if not any(each.notes for each in found) else ("converts", "encoders"),
     )
     for each in found:
         table.add_row(each.name, each.models, "yes" if each.scanned else "no", " ".join(each.parts), lines(each.notes))

@@ -41,7 +41,7 @@ def inspect(path: str, as_json: bool, **given: Any) -> None:
         path,
         ("tensor", "count", *extra),
         right=("count", "bytes", "per device"),
-        optional=("axes", "count", "dtype", "bytes"),
+        optional=("axes", "count", "dtype", "bytes", *(("shape",) if found.mesh else ())),
     )
     for facts in found.patterns:
         others = f" and {facts['other_kinds']} other kinds" if facts["other_kinds"] else ""

@@ -213,7 +213,7 @@ def _show_explanation(plan: "api.ConversionPlan", as_json: bool) -> None:
         f"{plan.plan.source.name} by {plan.rules.name}",
         ("parameter", "line", "type", "axes", "shape", "one scale for", "bits", "before", "after"),
         right=("line", "bits", "before", "after"),
-        optional=("axes", "shape", "before", "line", "one scale for"),
+        optional=("axes", "shape", "before", "line", "one scale for", "after"),
     )
     by_kind = {name: str(row | {"parameter": ""}) for name, row in by_name.items()}
     for pattern, names in collapse(by_name, by_kind.__getitem__).items():

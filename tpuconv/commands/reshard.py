@@ -54,7 +54,7 @@ def reshard(ckpt: Location, out: Location, dry_run: bool, as_json: bool, **given
 def _show_plan(ckpt: Location, plan: "api.Resharding") -> None:
     """Shows the chunks and the files that would be written."""
     columns = ("array", "count", "shape", "dtype", "chunks", "files")
-    table = Table(f"{ckpt.name}: {plan.target}", columns, right=("count",), optional=("dtype",))
+    table = Table(f"{ckpt.name}: {plan.target}", columns, right=("count",), optional=("dtype", "count", "files"))
     for pattern, facts in plan.arrays.items():
         shapes = (" ".join(map(str, facts[key])) for key in ("chunks", "files"))
         table.add_row(pattern, str(facts["count"]), " ".join(map(str, facts["shape"])), facts["dtype"], *shapes)
