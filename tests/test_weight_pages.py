@@ -490,3 +490,15 @@ def test_modules_are_named_up_to_the_word_behind_the_layer():
     assert layer_module("params.decoder.layers_2.mlp.wi.kernel") == "params.decoder.layers_2.mlp"
     assert layer_module("model.embed_tokens.weight") == "model.embed_tokens"
     assert layer_module("bias") == "bias"
+
+
+@pytest.mark.parametrize("name", ["page.html", "params/page.html", "config.json", "link/page.html"])
+def test_a_page_in_an_output_is_refused(example, tmp_path, name):
+    """The output would not be as its manifest says: `verify` fails, `push` and `--overwrite` refuse it."""
+    out = tmp_path / "out"
+    shutil.copytree(example, out)
+    (tmp_path / "link").symlink_to(out / "params")
+    page = tmp_path / name if name.startswith("link") else out / name
+    with pytest.raises(OutputError, match="lies in an output of tpuconv"):
+        api.inspect(out, html=page, overwrite=True)
+    assert api.verify(out).passed

@@ -4,7 +4,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from tpuconv.errors import OutputError, ResourceError, UsageError
+from tpuconv.names import SIGNATURE
 from tpuconv.storage.disk import PARTIAL, replace_file
+from tpuconv.storage.sealed import identity
 
 
 def check_free(out: Path, option: str, *, overwrite: bool) -> None:
@@ -16,12 +18,20 @@ def check_free(out: Path, option: str, *, overwrite: bool) -> None:
         overwrite: whether an existing file may be replaced.
 
     Raises:
-        OutputError: the file exists, and must not be replaced.
+        OutputError: the file exists, and must not be replaced; or it lies in an output of ours, which would not be
+            as its manifest says any more.
         ResourceError: it cannot be created.
         UsageError: it is a folder, or its folder does not exist.
     """
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UsageError(f"{out} is a folder, or its folder does not exist", hint="name a file in an existing folder")
+    beside = out.parent.resolve()
+    for folder in (beside, *beside.parents) if out.name != SIGNATURE else ():
+        if identity(folder) is not None:
+            raise OutputError(
+                f"{out} lies in an output of tpuconv, {folder}, which would not be as its manifest says any more",
+                hint=f"name a file outside of it by `{option}=`",
+            )
     if out.exists() and not overwrite:
         raise OutputError(f"{out} exists", hint=f"name another file by `{option}=`, or give `overwrite=True`")
     try:
