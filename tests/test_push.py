@@ -18,6 +18,7 @@ from helpers.commands import tpuconv
 from helpers.hub_server import HubServer
 from helpers.logits import forward
 from tpuconv import api
+from tpuconv.convert.export import files as export_files
 from tpuconv.errors import CorruptOutput, HubError, OutputError, PushedCheckpoint, UsageError
 from tpuconv.verify.signature import check_signature, sign
 
@@ -31,6 +32,9 @@ def outputs(tmp_path_factory) -> Path:
     api.convert(folder / "hf", folder / "checkpoint")
     api.convert(folder / "hf", folder / "maxtext", target="maxtext")
     api.export(folder / "checkpoint", folder / "export")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(export_files, "SHARD_BYTES", 6000)
+        api.export(folder / "checkpoint", folder / "sharded")
     return folder
 
 
@@ -46,6 +50,9 @@ def hub(tmp_path, monkeypatch) -> Iterator[HubServer]:
     (tmp_path / "token").write_text("hf_secret")
     with HubServer({}) as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        )
         monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", server.url)
         yield server
     close_session()
@@ -85,6 +92,29 @@ def test_a_second_push_sends_no_large_file_again(outputs, hub):
     hub.forget()
     api.push(outputs / "checkpoint", REPO)
     assert not [r for r in hub.requests if r.file == "object"]
+
+
+@pytest.mark.parametrize("first", ["checkpoint", "maxtext", "export", "sharded"])
+@pytest.mark.parametrize("second", ["checkpoint", "export", "sharded"])
+def test_an_older_output_does_not_stay_beside_a_newer_one(first, second, outputs, hub):
+    """Programs take a model.safetensors for the model, whatever index lies beside it."""
+    api.push(outputs / first, REPO)
+    theirs = {".gitattributes": b"* lfs", "plots/[a].png": b"theirs", "model.sig": b"of the older files"}
+    hub.pushed[REPO]["main"] |= theirs
+    done = api.push(outputs / second, REPO)
+    assert hub.pushed[REPO]["main"] == {**files(outputs / second), **dict(list(theirs.items())[:2])}
+    assert set(done.deleted) == {"model.sig", *files(outputs / first).keys() - files(outputs / second).keys()}
+
+
+def test_weights_of_others_are_not_mixed_with_ours(outputs, hub):
+    api.push(outputs / "sharded", REPO)
+    hub.pushed[REPO]["main"]["model.safetensors"] = b"theirs"
+    before = dict(hub.pushed[REPO]["main"])
+    with pytest.raises(UsageError, match="holds weights that no manifest of tpuconv names") as info:
+        api.push(outputs / "checkpoint", REPO)
+    assert info.value.details == ("model.safetensors",)
+    assert hub.pushed[REPO]["main"] == before
+    api.push(outputs / "checkpoint", REPO, revision="dev")
 
 
 @pytest.mark.parametrize(

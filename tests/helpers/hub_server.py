@@ -214,6 +214,8 @@ class _Handler(BaseHTTPRequestHandler):
             value = line["value"]
             if line["key"] == "file":
                 branches[branch][value["path"]] = b64decode(value["content"])
+            elif line["key"] == "deletedFile":
+                del branches[branch][value["path"]]
             elif line["key"] == "lfsFile":
                 branches[branch][value["path"]] = self.hub.objects[value["oid"]]
         oid = git_id(body)
@@ -260,9 +262,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "")
 
     def _api(self, path: str) -> None:
-        match = re.fullmatch(r"(.+?)(?:/revision/(.+)|/(refs))?", path)
+        match = re.fullmatch(r"(.+?)(?:/revision/(.+)|/(refs)|/tree/(.+))?", path)
         assert match
-        name, revision, refs = match.groups()
+        name, revision, refs, tree = match.groups()
+        if tree:
+            items = [
+                {"type": "file", "path": path_, "size": len(data), "oid": git_id(data)}
+                for path_, data in self.hub.pushed[name][tree].items()
+            ]
+            return self._json(items)
         repo = self.hub.repos.get(name)
         if name in self.hub.pushed:
             return self._json({"id": name, "modelId": name, "private": self.hub.private[name], "siblings": []})
@@ -285,12 +293,26 @@ class _Handler(BaseHTTPRequestHandler):
             siblings.append(item)
         return self._json({"id": name, "modelId": name, "sha": commit, "siblings": siblings})
 
+    def _pushed(self, data: bytes | None) -> None:
+        if data is None:
+            self._refuse(404, "EntryNotFound")
+            return
+        self.send_response(200)
+        self.send_header("ETag", f'"{git_id(data)}"')
+        self.send_header("X-Repo-Commit", git_id(b"pushed"))
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
     def _file(self, name: str, revision: str, file: str) -> None:
         request = self._log(file)
         repo = self.hub.repos.get(name)
         fault = self._fault(file)
         if fault is True:
             return None
+        if name in self.hub.pushed:
+            return self._pushed(self.hub.pushed[name].get(revision, {}).get(file))
         if repo is None:
             return self._refuse(404, "RepoNotFound")
         commit = repo.refs.get(revision, revision)

@@ -1,15 +1,23 @@
 """Upload an output of ours to the Hub."""
 
+import glob
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import CorruptOutput, UsageError, shorten
 from tpuconv.location import local_path
 from tpuconv.options import argument, option, takes
 from tpuconv.text import OneLine
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf")
+"""Ends of the names of files that programs read as weights, whatever lies beside them."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -21,6 +29,7 @@ class Push(OneLine):
         repo: the repository on the Hub, as `org/name`.
         revision: the branch.
         files: size by path.
+        deleted: files of an older output of ours in the repository, which this one does not have.
         commit: the commit on the Hub; None if nothing was uploaded.
     """
 
@@ -28,6 +37,7 @@ class Push(OneLine):
     repo: str
     revision: str
     files: Mapping[str, int]
+    deleted: Collection[str]
     commit: str | None
 
     @property
@@ -38,7 +48,7 @@ class Push(OneLine):
     def to_json(self) -> dict[str, Any]:
         """Returns the keys that docs/json.md lists."""
         facts = {"folder": str(self.folder), "repo": self.repo, "revision": self.revision, "commit": self.commit}
-        return {**facts, "bytes": self.bytes, "files": dict(self.files)}
+        return {**facts, "bytes": self.bytes, "files": dict(self.files), "deleted": list(self.deleted)}
 
 
 @dataclass(eq=False, repr=False)
@@ -62,11 +72,11 @@ class PushRequest:
 @takes(PushRequest)
 def push(asked: PushRequest) -> Push:
     """Uploads a complete checkpoint or export of ours to the Hub. Interrupted, the same call continues: the client
-    skips what is there.
+    skips what is there. Files of an older output of ours are deleted there; files of others stay.
 
     Raises:
-        UsageError: the folder is no output of ours or holds other files, the name is wrong, the key cannot be used, or
-            `private` was given and the repository is public.
+        UsageError: the folder is no output of ours or holds other files, the name is wrong, the key cannot be used,
+            `private` was given and the repository is public, or the repository holds weights of others.
         CorruptOutput: files are missing or have the wrong size.
         OutputError: `sign` is given, and there is another signature.
         HubError: the Hub refuses, or cannot be reached.
@@ -78,7 +88,7 @@ def push(asked: PushRequest) -> Push:
     files = _complete(folder)
     _check_name(asked.repo)
     if asked.dry_run:
-        return Push(folder, asked.repo, branch, files, None)
+        return Push(folder, asked.repo, branch, files, (), None)
     if asked.sign:
         signature = sign(folder, Path(asked.sign))
         files[signature.name] = signature.stat().st_size
@@ -95,16 +105,44 @@ def push(asked: PushRequest) -> Push:
                 raise UsageError(f"{asked.repo} is public", hint="make it private on the Hub, or leave `private=` out")
             if asked.revision:
                 hub.create_branch(asked.repo, branch=asked.revision, exist_ok=True)
+            stale = _stale(hub, asked.repo, branch, files)
             done = hub.upload_folder(
                 repo_id=asked.repo,
                 folder_path=folder,
                 revision=branch,
                 commit_message=f"Upload {folder.resolve().name}",
+                delete_patterns=[glob.escape(name) for name in stale] or None,
             )
     finally:
         if shown:
             enable_progress_bars()
-    return Push(folder, asked.repo, branch, files, str(done.oid))
+    return Push(folder, asked.repo, branch, files, stale, str(done.oid))
+
+
+def _stale(hub: "HfApi", repo: str, branch: str, files: Collection[str]) -> list[str]:
+    """Returns the files of a repository that an older output of ours has by its manifest, and this one has not. A
+    program would read them beside this one, such as a `model.safetensors` beside an index.
+
+    Raises:
+        UsageError: there are weights of others.
+    """
+    from tpuconv.checkpoint.contents import contents_of
+    from tpuconv.names import MANIFEST, SIGNATURE
+    from tpuconv.storage.ownership import names_of
+
+    listed, older = hub.list_repo_files(repo, revision=branch), {SIGNATURE}
+    there = set(listed) - set(files)
+    if there and MANIFEST in listed:
+        with TemporaryDirectory() as temporary:
+            hub.hf_hub_download(repo, MANIFEST, revision=branch, local_dir=temporary)
+            older |= names_of(Path(temporary), contents_of)
+    if foreign := sorted(name for name in there - older if name.endswith(WEIGHTS)):
+        raise UsageError(
+            f"{repo} holds weights that no manifest of tpuconv names at {branch}, and programs would read them too",
+            details=shorten(foreign),
+            hint="delete them there, or give another repository or `revision=`",
+        )
+    return sorted(there & older)
 
 
 def _complete(folder: Path) -> dict[str, int]:

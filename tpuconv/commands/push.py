@@ -8,7 +8,7 @@ from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, show
 from tpuconv.commands.params import File, Name
-from tpuconv.text import format_size
+from tpuconv.text import format_count, format_size
 
 
 @options.command(
@@ -29,6 +29,8 @@ def push(
 
     --sign writes the signature model.sig into PATH, by the package model-signing: `tpuconv verify --key` checks it.
 
+    Files of an older output of tpuconv in the repository, which PATH does not have, are deleted there.
+
     After an interruption the same command continues. File sizes are compared with the manifest; `tpuconv verify`
     compares contents.
     """
@@ -42,4 +44,5 @@ def push(
             table.add_row(name, format_size(size))
         console().print(table)
     what = f"{len(done.files)} files, {format_size(done.bytes)}"
-    show((repo, "bold"), f": {what} would be uploaded" if dry_run else f": {what}, commit {done.commit}")
+    gone = f", {format_count(len(done.deleted), 'file')} of an older output deleted" if done.deleted else ""
+    show((repo, "bold"), f": {what} would be uploaded" if dry_run else f": {what}{gone}, commit {done.commit}")
