@@ -13,13 +13,15 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 import tpuconv as tpuconv_package
+from helpers.buckets import ROOT, in_memory, objects
 from helpers.checkpoints import qwen3_config, random_checkpoint
 from helpers.commands import tpuconv
 from helpers.hub_server import HubServer
 from helpers.logits import forward
-from tpuconv import api
+from tpuconv import api, buckets
 from tpuconv.convert.export import files as export_files
 from tpuconv.errors import CorruptOutput, HubError, OutputError, PushedCheckpoint, UsageError
+from tpuconv.location import to_location
 from tpuconv.verify.signature import check_signature, sign
 
 REPO = "org/tiny-orbax"
@@ -258,6 +260,8 @@ def test_what_was_not_signed_is_no_more_what_it_was(outputs, keys, tmp_path):
         with pytest.raises(CorruptOutput) as error:
             check_signature(out, keys / "key.pub")
         assert "config.json" in str(error.value)
+        assert "Digest" not in str(error.value)
+    assert error.value.details == ("Missing files in model 'out': config.json",)
     (out / "config.json").write_bytes(config)
     (out / "stranger").write_text("")
     with pytest.raises(CorruptOutput, match="is not what the owner of"):
@@ -275,6 +279,31 @@ def test_what_was_not_signed_is_no_more_what_it_was(outputs, keys, tmp_path):
     with pytest.raises(OutputError, match="is not the signature of these files by"):
         sign(out, keys / "key.pem")
     assert (out / "model.sig").read_text() == "{}"
+
+
+def test_a_signed_output_is_replaced_with_its_signature(outputs, keys, tmp_path):
+    """A signature of other files, or one that its owner rewrote, is of others."""
+    out = shutil.copytree(outputs / "checkpoint", tmp_path / "out")
+    sign(out, keys / "key.pem")
+    shutil.copytree(out, tmp_path / "other")
+    api.export(outputs / "checkpoint", out, overwrite=True)
+    assert files(out) == files(outputs / "export")
+    assert not list(tmp_path.glob(".out*"))
+    for signature in ((tmp_path / "other" / "model.sig").read_bytes(), b"{}", b"[]", b"\xff"):
+        (out / "model.sig").write_bytes(signature)
+        with pytest.raises(OutputError, match=r"model\.sig, which tpuconv did not write"):
+            api.convert(outputs / "hf", out, overwrite=True)
+        assert (out / "model.sig").read_bytes() == signature
+
+
+def test_a_signed_output_in_a_bucket_is_replaced_too(outputs, keys, tmp_path, monkeypatch):
+    in_memory(monkeypatch)
+    out = shutil.copytree(outputs / "checkpoint", tmp_path / "out")
+    sign(out, keys / "key.pem")
+    api.convert(outputs / "hf", f"{ROOT}/out")
+    buckets.put_object(to_location(f"{ROOT}/out") / "model.sig", (out / "model.sig").read_bytes())
+    api.export(outputs / "checkpoint", f"{ROOT}/out", overwrite=True)
+    assert objects(f"{ROOT}/out") == files(outputs / "export")
 
 
 @pytest.mark.parametrize("name", ["rsa.pem", "text.pem", "none.pem"])

@@ -133,7 +133,7 @@ def path_problem(path: "str | os.PathLike[str]") -> str | None:
     return None
 
 
-def local_path(place: "str | Path | BucketPath", why: str = "it is read here from a local disk only") -> Path:
+def local_path(place: "str | Path | BucketPath", why: str = "only a local path can be used here") -> Path:
     """Returns the local path that a user gives.
 
     Raises:

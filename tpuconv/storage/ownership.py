@@ -5,8 +5,11 @@ work folder is ours by its mark, and a file in it by a name that the journal or 
 nothing. Everything else is of others: it is never deleted, and an output that holds it is not replaced.
 """
 
+import hashlib
+import json
 import os
 import stat
+from base64 import b64decode
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +17,14 @@ from typing import Any, Protocol
 
 from tpuconv import buckets
 from tpuconv.errors import BucketError, CorruptOutput, TpuconvError
+from tpuconv.jsonfile import read_bytes
 from tpuconv.location import BucketPath, Location
-from tpuconv.names import MANIFEST
+from tpuconv.names import MANIFEST, SIGNATURE
 from tpuconv.storage import disk
 from tpuconv.storage.disk import PARTIAL
 from tpuconv.storage.hashes import hash_file
-from tpuconv.storage.sealed import STAGED, Sealed, read_sealed
+from tpuconv.storage.places import is_file
+from tpuconv.storage.sealed import MAX_MANIFEST_BYTES, STAGED, Sealed, read_sealed
 
 REWRITTEN = "was changed since tpuconv wrote it"
 """The end of the reason, after the name of a file."""
@@ -154,13 +159,31 @@ def unknown(names: Iterable[str], known: Collection[str]) -> list[str]:
 
 
 def names_of(folder: Location, contents_of: ContentsOf) -> set[str]:
-    """The files that an output of ours has by its manifest, with the manifest. Empty if it has no valid one."""
+    """The files that an output of ours has by its manifest, with the manifest and its signature. Empty if it has no
+    valid one."""
     try:
-        return {MANIFEST, STAGED, *contents_of(folder, read_sealed(folder)).sizes}
+        return {MANIFEST, STAGED, *contents_of(folder, read_sealed(folder)).sizes, *_signature_in(folder)}
     except BucketError:
         raise
     except TpuconvError:
         return set()
+
+
+def _signature_in(folder: Location) -> set[str]:
+    """Returns the name of the signature in an output, if it is one of this output: it has the sha256 of the manifest
+    among those that were signed. Whoever replaces the output needs no key to say that it is not signed any more."""
+    if not is_file(folder / SIGNATURE):
+        return set()
+    try:
+        bundle = json.loads(read_bytes(folder / SIGNATURE, MAX_MANIFEST_BYTES, CorruptOutput))
+        statement = json.loads(b64decode(bundle["dsseEnvelope"]["payload"]))
+        signed = {each["name"]: each["digest"] for each in statement["predicate"]["resources"]}
+        manifest = hashlib.sha256(read_bytes(folder / MANIFEST, MAX_MANIFEST_BYTES, CorruptOutput)).hexdigest()
+    except BucketError:
+        raise
+    except (TpuconvError, ValueError, KeyError, TypeError, RecursionError):
+        return set()
+    return {SIGNATURE} if signed.get(MANIFEST) == manifest else set()
 
 
 def strangers(folder: Location, contents_of: ContentsOf) -> list[str]:
@@ -185,7 +208,8 @@ def strangers(folder: Location, contents_of: ContentsOf) -> list[str]:
         more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         return [f"it holds {', '.join(list(found)[:SHOWN])}{more}, and no manifest of tpuconv"]
     sizes = contents.sizes
-    reasons = [f"it holds {name}, which tpuconv did not write" for name in unknown(found, {MANIFEST, STAGED, *sizes})]
+    ours = {MANIFEST, STAGED, *sizes, *(_signature_in(folder) if SIGNATURE in found else ())}
+    reasons = [f"it holds {name}, which tpuconv did not write" for name in unknown(found, ours)]
     there = [name for name in sizes if name in found]
     resized = [name for name in there if sizes[name] not in (None, found[name].size)]
     since = found[MANIFEST].changed

@@ -3,13 +3,14 @@ all other files, signed. https://github.com/sigstore/model-transparency has the 
 verifies the file too.
 """
 
+from ast import literal_eval
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tpuconv.errors import CorruptOutput, OutputError, UsageError
+from tpuconv.errors import CorruptOutput, OutputError, UsageError, shorten
 from tpuconv.names import ADDED_FILES, SIGNATURE
 from tpuconv.storage.reports import write_report
 
@@ -76,9 +77,19 @@ def check_signature(folder: Path, key: Path) -> None:
     except (ValueError, KeyError, TypeError, InvalidSignature) as e:
         raise CorruptOutput(
             f"{folder} is not what the owner of {key} signed",
-            details=[str(e) or type(e).__name__],
+            details=shorten(_differences(e)),
             hint="take the files from where they were signed again, or the right key",
         ) from e
+
+
+def _differences(error: Exception) -> list[str]:
+    """Returns a sentence for each file that differs, without its digests. The verifier lists them as Python shows
+    a list."""
+    text = str(error) or type(error).__name__
+    try:
+        return [each.partition(": Expected")[0] for each in literal_eval(text.removeprefix("Signature mismatch: "))]
+    except (SyntaxError, ValueError):  # another fault
+        return [text]
 
 
 def _hashes() -> Any:
