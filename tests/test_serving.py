@@ -81,7 +81,8 @@ def test_a_shape_other_than_that_of_rows_that_fill_no_words_is_refused(encoding:
 
 def assert_comes_back(folder: Path) -> None:
     """The export of `quantized` is what compressed-tensors reads. Our reader reads back what was written: the same
-    quantized values, and as many scales as they stand for."""
+    quantized values, and as many scales as they stand for. Written once more they are described as before, with
+    activations too."""
     api.export(folder / "quantized", folder / "out")
     ours, theirs = dequantized(folder / "quantized", folder / "out"), decompressed(folder / "out")
     assert ours.keys() == theirs.keys()
@@ -93,6 +94,9 @@ def assert_comes_back(folder: Path) -> None:
             assert np.array_equal(before[name].astype(np.float32), after[name].astype(np.float32)), name
     again = dequantized(folder / "again")
     assert not [name for name in ours if not same_bits(ours[name], again[name])]
+    api.export(folder / "again", folder / "once_more", scheme="compressed-tensors")
+    first, second = (json.loads((folder / name / "config.json").read_text()) for name in ("out", "once_more"))
+    assert first["quantization_config"] == second["quantization_config"]
 
 
 @pytest.mark.parametrize("config", ["int8_weight_only", "int4_weight_only"])

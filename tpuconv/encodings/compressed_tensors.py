@@ -148,6 +148,7 @@ def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...
                 scale_dtype=scale_dtype,
                 by_row=weights.get("strategy") == "channel",
                 any_sign=weights.get("type") == "int",
+                rounds_inputs=_rounds_alike(group.get("input_activations"), weights),
                 **fields,
             )
             for name, fields in stored.items()
@@ -165,6 +166,11 @@ def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...
         takes = partial(_is_target, targets, ignored)
         out.append(SchemeGroup(tuple(own), takes, tuple(chain.from_iterable(checked))))
     return tuple(out)
+
+
+def _rounds_alike(inputs: Any, weights: Mapping[str, Any]) -> bool:
+    """Returns True if inputs are rounded to the type of the weights."""
+    return isinstance(inputs, Mapping) and all(inputs.get(key) == weights.get(key) for key in ("type", "num_bits"))
 
 
 LINEAR = "Linear"

@@ -170,6 +170,7 @@ class Scheme:
         high_first: whether of two values in a byte the first is in the high half.
         column_scales: suffix of one more scale for each column, which the inputs are multiplied by. It may be absent.
         input_first: whether matrices are stored with their axes swapped: [in, out].
+        rounds_inputs: whether servers round the inputs of these matrices to the type of the weights too.
         scale_dtype, by_row: dtype of the scales, and whether there is one for each row, by the description. What is
             really stored is read in any case.
     """
@@ -197,6 +198,7 @@ class Scheme:
     high_first: bool = False
     column_scales: str = ""
     input_first: bool = False
+    rounds_inputs: bool = False
     scale_dtype: str = "F32"
     by_row: bool = False
 
@@ -404,8 +406,17 @@ FP4_BY_32 = Scheme(
 
 
 def fp8_scheme(title: str, scales: str, blocks: Blocks, *, by_row: bool = False) -> Scheme:
-    """Returns a scheme of values in float8_e4m3fn. `scales` is the suffix of the stored scales."""
-    return Scheme(title=title, scales=scales, name=".weight", blocks=blocks, by_row=by_row, **FP8_FIELDS)
+    """Returns a scheme of values in float8_e4m3fn. `scales` is the suffix of the stored scales. All writers of one
+    scale for a tensor or a row mean inputs in FP8 too."""
+    return Scheme(
+        title=title,
+        scales=scales,
+        name=".weight",
+        blocks=blocks,
+        rounds_inputs=blocks == BY_SCALES,
+        by_row=by_row,
+        **FP8_FIELDS,
+    )
 
 
 def mxfp8_scheme(title: str, scales: str) -> Scheme:

@@ -95,7 +95,7 @@ def export_pieces(
         for number, (binding, ranges) in enumerate(_cut(whole)):
             if is_quantized and scheme:
                 kept = known.get(quantized.get(whole.dst[0].names[0], {}).get("kept", ""))
-                row = quantized_row(manifest, binding, target, scheme, ranges, kept.blocks if kept else (None, None))
+                row = quantized_row(manifest, binding, target, scheme, ranges, kept)
                 groups.setdefault(row.group, []).extend(row.modules)
                 rows = row.rows
             else:

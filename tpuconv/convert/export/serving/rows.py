@@ -17,7 +17,7 @@ from tpuconv.convert.export.serving.formats import FORMATS, Format, Packing, Wei
 from tpuconv.convert.export.tensor import ExportRow, ExportTensor
 from tpuconv.encodings.awq_gptq import AWQ_ORDER
 from tpuconv.encodings.passthrough import exponents, pack_halves
-from tpuconv.encodings.scheme import Blocks
+from tpuconv.encodings.scheme import BY_SCALES, Blocks, Scheme
 from tpuconv.encodings.words import Words
 from tpuconv.errors import UsageError
 from tpuconv.names import AUTO_NAME, INPUT_SCALE, QVALUE, SCALE, ZERO_POINT
@@ -74,9 +74,10 @@ class _Matrix:
 class _Parameters:
     """The parameters of a row, and what the manifest says about their quantization."""
 
-    def __init__(self, manifest: Manifest, binding: Binding, target: Target, scheme: str):
+    def __init__(self, manifest: Manifest, binding: Binding, target: Target, scheme: str, released: Scheme | None):
         assert manifest.quantization is not None
         assert target.quantized is not None
+        self.released = released
         self.scheme, self.names = scheme, [stack.names[0] for stack in binding.dst]
         self.is_one_pass = target.is_safetensors
         self.is_auto = manifest.quantization.get("name", "").startswith(AUTO_NAME)
@@ -98,7 +99,10 @@ class _Parameters:
 
     @property
     def tile_size(self) -> int:
-        """The number of inputs that share a scale by the rule; 0 if it names none."""
+        """The number of inputs that share a scale by the rule or the release; 0 if neither names one."""
+        if self.released:
+            rows, columns = self.released.blocks
+            return columns or 0 if rows == 1 else 0
         tile = self.rule.get("tile_size")
         return tile if isinstance(tile, int) else 0
 
@@ -115,7 +119,7 @@ class _Parameters:
         Raises:
             UsageError: the scheme has none.
         """
-        own, act = self.facts[0]["qtype"], self.rule.get("act_qtype")
+        own, act = self.facts[0]["qtype"], self.act_qtype
         kinds = (type_of(self.facts[0]), own)
         qtype = next((kind for kind in kinds if (kind, act is not None) in FORMATS[self.scheme]), own)
         form = FORMATS[self.scheme].get((qtype, act is not None))
@@ -130,6 +134,14 @@ class _Parameters:
         if self.is_static and not form.has_input_scale:
             raise self.refused(f"have static scales of activations, which {form.name or form.scheme} does not have")
         return form
+
+    @property
+    def act_qtype(self) -> str | None:
+        """The type to which inputs are rounded: by the rule, or as in the release of parameters that stay encoded.
+        None if they are not."""
+        if self.released and self.released.rounds_inputs:
+            return self.released.qtype
+        return self.rule.get("act_qtype")
 
     @property
     def is_static(self) -> bool:
@@ -177,7 +189,7 @@ def quantized_row(
     target: Target,
     scheme: str,
     ranges: Ranges,
-    released: Blocks = (None, None),
+    released: Scheme | None,
 ) -> QuantizedRow:
     """Returns the tensors of a row whose parameters are quantized.
 
@@ -186,13 +198,13 @@ def quantized_row(
         binding: the row, from released tensors to parameters.
         target: what the checkpoint is for, which names the arrays of a parameter.
         scheme: one of `FORMATS`.
-        released: the rows and columns that share a scale in the release, if the parameters stay encoded. Where a matrix
-            is divided within a block, the checkpoint has smaller ones.
+        released: the scheme of the release, if the parameters stay encoded. Where a matrix is divided within one of its
+            blocks, the checkpoint has smaller ones.
 
     Raises:
         UsageError: the scheme has no format that holds it.
     """
-    parameters = _Parameters(manifest, binding, target, scheme)
+    parameters = _Parameters(manifest, binding, target, scheme, released)
     form = parameters.format
     sources = [name for stack in binding.src for name in stack.names]
     if form.is_of_experts == any(name.endswith(WEIGHT) for name in sources):
@@ -208,7 +220,7 @@ def quantized_row(
     for stack, blocks in zip(inverse.dst, follow.dst_blocks, strict=True):
         own = blocks[stack.depth :][-2:] if len(blocks) - stack.depth > 1 else (1, blocks[-1])
         for name in stack.names:
-            steps = _steps(parameters, form, own, shapes[name][-2:], released)
+            steps = _steps(parameters, form, own, shapes[name][-2:], released.blocks if released else BY_SCALES)
             matrices.append(_Matrix(name, shapes[name], own, steps))
             groups.add(_group(parameters, form, matrices[-1]))
     if len(groups) > 1:
@@ -256,7 +268,7 @@ def _group(parameters: _Parameters, form: Format, matrix: _Matrix) -> WeightGrou
     )
     if form.group_size is not None:
         inputs = form.group_size
-    has_activations = "act_qtype" in parameters.rule
+    has_activations = parameters.act_qtype is not None
     return WeightGroup(form, (outputs, inputs), has_activations, parameters.has_zero_points, parameters.is_static)
 
 
