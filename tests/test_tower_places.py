@@ -17,7 +17,7 @@ from transformers.vision_utils import (
 )
 
 from tpuconv.errors import UsageError
-from tpuconv.models.common.mrope import mrope_positions
+from tpuconv.models.common.mrope import MropeOfDimensions, mrope_positions, positions_in_images
 from tpuconv.models.towers.places import (
     Taps,
     antialiased_taps,
@@ -249,6 +249,34 @@ def test_a_text_without_images_counts_on():
     np.testing.assert_array_equal(at_3T, [[0, 1, 2, 3]] * 3)
     assert delta == 0
     assert mrope_positions([], [], 2)[1] == 0
+
+
+@given(sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), max_size=4), axes=st.integers(3, 5))
+def test_positions_in_images_are_those_of_hunyuan(sizes, axes):
+    """With more than four axes the first of them are equal, and with three the first one is left out."""
+    kinds = [0, 0]
+    for h, w in sizes:
+        kinds += [*[1] * (h * (w + 1) + 2), 0]
+    self = SimpleNamespace(
+        config=SimpleNamespace(
+            text_config=SimpleNamespace(rope_parameters={"mrope_section": [2] * axes}),
+            vision_config=SimpleNamespace(spatial_merge_size=MERGE),
+        ),
+        get_vision_position_ids=lambda *a, **k: hf.HunYuanVLModel.get_vision_position_ids(None, *a, **k),
+    )
+    grids = torch.tensor([(1, MERGE * h, MERGE * w) for h, w in sizes]) if sizes else None
+    want, delta = hf.HunYuanVLModel.get_rope_index(
+        self, torch.zeros(1, len(kinds), dtype=torch.long), torch.tensor([kinds]), grids
+    )
+    at_4T, have_delta = positions_in_images(np.array(kinds) == 1, [(1, h, w + 1) for h, w in sizes])
+    axis_of = MropeOfDimensions((2,) * axes).axis_of_angles(2 * axes)[::4]
+    np.testing.assert_array_equal(at_4T[axis_of], want[:, 0])
+    assert have_delta == int(delta) == 0
+
+
+def test_other_tokens_among_the_placeholders_of_an_image_are_an_error():
+    with pytest.raises(UsageError, match="another token among them"):
+        positions_in_images(np.array([1, 1, 1, 0, 1]), [(1, 1, 2)])
 
 
 @pytest.mark.parametrize("grids", [[], [(1, 4, 6)], [(1, 4, 2), (1, 4, 4), (1, 2, 2)]])

@@ -32,7 +32,16 @@ from tpuconv.models.towers.minicpm.family import MINICPM_VIT, ROUNDS
 from tpuconv.models.towers.moonvit.family import MOON_MERGER, MOON_MERGER2, MOONVIT, MOONVIT2, MUSE_ADAPTER, MUSE_VIT
 from tpuconv.models.towers.navit.family import JOINED_MATRIX, LEARNED_QUERIES, NAVIT, OLDER_NAVIT, PERCEIVER
 from tpuconv.models.towers.ovis.family import OVIS_VIT, VISUAL_WORDS
-from tpuconv.models.towers.packed_vit.family import EDGE_VIT, ENDED_ROWS, HY_VIT, MINIMAX_VIT, TWICE, WIDE_MERGER
+from tpuconv.models.towers.packed_vit.family import (
+    EDGE_VIT,
+    ENDED_ROWS,
+    FRAMED_ROWS,
+    HUNYUAN_VIT,
+    HY_VIT,
+    MINIMAX_VIT,
+    TWICE,
+    WIDE_MERGER,
+)
 from tpuconv.models.towers.packed_vit.gated_family import GATED_VIT, NORMED_MERGER
 from tpuconv.models.towers.pixtral.family import PIXTRAL, RELEASED_PIXTRAL
 from tpuconv.models.towers.qwen_vit.family import (
@@ -319,6 +328,9 @@ HY4_VISION = Modality(
     placeholder_id=120120,
 )
 """Hy4-VL."""
+
+HUNYUAN_VISION = replace(HY4_VISION, tower=HUNYUAN_VIT, projector=FRAMED_ROWS)
+"""Hunyuan-VL."""
 
 MINIMAX_VISION = Modality(
     VISION,
