@@ -23,7 +23,12 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     "training": ("drop_path_rate", "density_router_loss_weight"),
     "processors": (
         *("image_seq_length", "video_seq_length", "audio_chunk_size", "density_router_threshold", "num_image_tokens"),
-        *("FuyuConfig.image_size", "MiniCPMV4_6Config.image_size", "PixtralVisionConfig.image_size"),
+        *(
+            "FuyuConfig.image_size",
+            "MiniCPMV4_6Config.image_size",
+            "MiniCPMV4_7Config.image_size",
+            "PixtralVisionConfig.image_size",
+        ),
         *("MiniMaxM3VLVisionConfig.image_size", "GlmOcrVisionConfig.image_size", "Glm5NextVisionConfig.image_size"),
         *("img_max_token_num", "max_vit_seq_len", "min_image_size", "im_start_id", "im_end_id", "im_newline_id"),
     ),

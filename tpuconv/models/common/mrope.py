@@ -163,17 +163,29 @@ def positions_in_images(is_placeholder_T: ArrayLike, grids: Sequence[Sequence[in
     Raises:
         UsageError: another token stands between the placeholders of an image.
     """
-    place_X = np.flatnonzero(is_placeholder_T)
     at_4T = np.tile(np.arange(len(np.asarray(is_placeholder_T)), dtype=np.int32), (4, 1))
-    first = 0
-    for image, (_, h, w) in enumerate(grids):
-        inside_X = place_X[first : first + h * w + 2]
-        if inside_X[-1] - inside_X[0] != h * w + 1:
-            raise UsageError(
-                f"the placeholders of an image of {h} x {w} tokens have another token among them",
-                hint=f"write the {h * w + 2} placeholders of this image one after the other",
-            )
+    spans = spans_of_images(is_placeholder_T, [h * w + 2 for _, h, w in grids])
+    for image, ((_, h, w), (start, end)) in enumerate(zip(grids, spans, strict=True)):
         rows, columns = np.divmod(np.arange(h * w), w)
-        at_4T[BY_COLUMN:, inside_X[1:-1]] = columns, rows, np.full(h * w, image)
-        first += h * w + 2
+        at_4T[BY_COLUMN:, start + 1 : end - 1] = columns, rows, np.full(h * w, image)
     return at_4T, 0
+
+
+def spans_of_images(is_placeholder_T: ArrayLike, counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns where each image begins, and the place behind its last placeholder. `counts` are the numbers of
+    placeholders.
+
+    Raises:
+        UsageError: another token stands between the placeholders of an image.
+    """
+    places, spans, first = np.flatnonzero(is_placeholder_T).tolist(), [], 0
+    for count in counts:
+        start, last = places[first], places[min(first + count, len(places)) - 1]
+        if last - start != count - 1:
+            raise UsageError(
+                f"the {count} placeholders of an image have another token among them",
+                hint="write the placeholders of each image one after the other",
+            )
+        spans.append((start, last + 1))
+        first += count
+    return spans

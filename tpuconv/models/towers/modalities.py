@@ -28,7 +28,7 @@ from tpuconv.models.towers.llava.family import (
     READOUT,
     RELEASED_MERGING_MATRICES,
 )
-from tpuconv.models.towers.minicpm.family import MINICPM_VIT, ROUNDS
+from tpuconv.models.towers.minicpm.family import CANVAS_VIT, MARKED_ROUNDS, MINICPM_VIT, ROUNDS
 from tpuconv.models.towers.moonvit.family import MOON_MERGER, MOON_MERGER2, MOONVIT, MOONVIT2, MUSE_ADAPTER, MUSE_VIT
 from tpuconv.models.towers.navit.family import JOINED_MATRIX, LEARNED_QUERIES, NAVIT, OLDER_NAVIT, PERCEIVER
 from tpuconv.models.towers.ovis.family import OVIS_VIT, VISUAL_WORDS
@@ -382,6 +382,9 @@ VIDEO_LLAMA3_VISION = Modality(
 
 MINICPM_VISION = Modality(VISION, MINICPM_VIT, ROUNDS, prefix="model.vision_tower.", projector_prefix="model.merger.")
 """MiniCPM-V 4.6 and MiniCPM-OCR."""
+
+MINICPM47_VISION = replace(MINICPM_VISION, tower=CANVAS_VIT, projector=MARKED_ROUNDS)
+"""MiniCPM-V 4.7."""
 
 DOCLING_VISION = Modality(
     VISION,
