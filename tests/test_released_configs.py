@@ -584,10 +584,26 @@ def test_keys_at_the_root_of_models_that_read_pages() -> None:
     report = find_family(HUNYUAN_OCR).check_config(HUNYUAN_OCR)
     assert report.config.rope.theta == pytest.approx(10000 * 1000 ** (128 / 126))
     assert report.config.tie_word_embeddings
+    assert report.config.mrope.sections == (16, 16, 16, 16)
     paddle = find_family(PADDLEOCR_VL).check_config(PADDLEOCR_VL).config
     assert (paddle.rope.theta, paddle.rope.type, paddle.tie_word_embeddings) == (500000, "default", False)
     with pytest.raises(UnsupportedConfig, match="sliding_window=512"):
         find_family(PADDLEOCR_VL).check_config(PADDLEOCR_VL | {"sliding_window": 512})
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"mrope_section": [16, 16, 32]}, "xdrope_section=.* in rope_scaling, and mrope_section="),
+        ({"xdrope_section": [16, 16, 16]}, "are not the 64 pairs of a head"),
+        ({"xdrope_section": [32, 32]}, "mrope_section has 2 numbers"),
+        ({"xdrope_section": None}, "mrope_section has 0 numbers"),
+    ],
+)
+def test_sections_of_hunyuan_ocr_that_images_cannot_have(change: dict, fault: str) -> None:
+    raw = HUNYUAN_OCR | {"rope_scaling": HUNYUAN_OCR["rope_scaling"] | change}
+    with pytest.raises((ConfigError, UnsupportedConfig), match=fault):
+        find_family(raw).read_config(raw, parts={"vision": None})
 
 
 def test_a_release_with_code_of_its_own() -> None:

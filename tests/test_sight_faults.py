@@ -18,6 +18,8 @@ PLACES = "columns of places first: vision"
 HIDDEN: Mapping[str, tuple[str, ...]] = {
     # angles or places are computed, and no layer turns its heads
     **dict.fromkeys(("cosmos3_edge", "hy_v4_vl", "hy_v4_vl_with_bicubic_positions"), ("angles: vision", PLACES)),
+    # images do not move later tokens
+    **dict.fromkeys(("hunyuan_vl", "hunyuan_vl_of_three_axes"), ("angles: vision", PLACES, "no delta in the cache")),
     **dict.fromkeys(("lfm2_vl", "lfm2_vl_without_norm"), (PLACES,)),
     # a sound fills a chunk; that of qwen3_omni_moe_of_short_sounds does not
     "qwen3_omni_moe": ("no silence behind chunks: audio",),

@@ -23,8 +23,14 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     "training": ("drop_path_rate", "density_router_loss_weight"),
     "processors": (
         *("image_seq_length", "video_seq_length", "audio_chunk_size", "density_router_threshold", "num_image_tokens"),
-        *("FuyuConfig.image_size", "MiniCPMV4_6Config.image_size", "PixtralVisionConfig.image_size"),
+        *(
+            "FuyuConfig.image_size",
+            "MiniCPMV4_6Config.image_size",
+            "MiniCPMV4_7Config.image_size",
+            "PixtralVisionConfig.image_size",
+        ),
         *("MiniMaxM3VLVisionConfig.image_size", "GlmOcrVisionConfig.image_size", "Glm5NextVisionConfig.image_size"),
+        *("img_max_token_num", "max_vit_seq_len", "min_image_size", "im_start_id", "im_end_id", "im_newline_id"),
     ),
     "videos": ("pos_emb_time", "spatial_pool_mode", "spatial_pool_stride", "tokens_per_second"),
     "videos with sound": ("position_id_per_seconds", "seconds_per_chunk"),
@@ -32,6 +38,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     "other heads": ("enable_audio_output", "token_classification_bias"),
     "transformers does not use it": (
         *("drop_vision_last_layer", "num_pos_feats", "scale_embedding", "HYV4VLVisionConfig.num_key_value_heads"),
+        "HunYuanVLVisionConfig.num_key_value_heads",
         *("Llama4VisionConfig.hidden_act", "Llama4VisionConfig.norm_eps", "InklingAudioConfig.rms_norm_eps"),
         *("InklingVisionConfig.hidden_size", "InklingVisionConfig.num_attention_heads"),
         "InklingVisionConfig.rms_norm_eps",

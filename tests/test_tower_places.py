@@ -1,5 +1,6 @@
 """Places of patches and tokens against torch and transformers."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,8 @@ from transformers.vision_utils import (
 )
 
 from tpuconv.errors import UsageError
-from tpuconv.models.common.mrope import mrope_positions
+from tpuconv.models.common.mrope import MropeOfDimensions, mrope_positions, positions_in_images
+from tpuconv.models.towers.minicpm.canvas import Markers, canvas_positions
 from tpuconv.models.towers.places import (
     Taps,
     antialiased_taps,
@@ -249,6 +251,81 @@ def test_a_text_without_images_counts_on():
     np.testing.assert_array_equal(at_3T, [[0, 1, 2, 3]] * 3)
     assert delta == 0
     assert mrope_positions([], [], 2)[1] == 0
+
+
+@given(sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), max_size=4), axes=st.integers(3, 5))
+def test_positions_in_images_are_those_of_hunyuan(sizes, axes):
+    """With more than four axes the first of them are equal, and with three the first one is left out."""
+    kinds = [0, 0]
+    for h, w in sizes:
+        kinds += [*[1] * (h * (w + 1) + 2), 0]
+    self = SimpleNamespace(
+        config=SimpleNamespace(
+            text_config=SimpleNamespace(rope_parameters={"mrope_section": [2] * axes}),
+            vision_config=SimpleNamespace(spatial_merge_size=MERGE),
+        ),
+        get_vision_position_ids=lambda *a, **k: hf.HunYuanVLModel.get_vision_position_ids(None, *a, **k),
+    )
+    grids = torch.tensor([(1, MERGE * h, MERGE * w) for h, w in sizes]) if sizes else None
+    want, delta = hf.HunYuanVLModel.get_rope_index(
+        self, torch.zeros(1, len(kinds), dtype=torch.long), torch.tensor([kinds]), grids
+    )
+    at_4T, have_delta = positions_in_images(np.array(kinds) == 1, [(1, h, w + 1) for h, w in sizes])
+    axis_of = MropeOfDimensions((2,) * axes).axis_of_angles(2 * axes)[::4]
+    np.testing.assert_array_equal(at_4T[axis_of], want[:, 0])
+    assert have_delta == int(delta) == 0
+
+
+def test_other_tokens_among_the_placeholders_of_an_image_are_an_error():
+    with pytest.raises(UsageError, match="another token among them"):
+        positions_in_images(np.array([1, 1, 1, 0, 1]), [(1, 1, 2)])
+
+
+PLACEHOLDER, START, END, SLICE_START, SLICE_END, NEWLINE = range(10, 16)
+MARKERS = Markers(SLICE_START, (START, END, SLICE_END, NEWLINE))
+SMALL = st.integers(1, 9)
+PICTURES = st.lists(
+    st.one_of(
+        st.sampled_from([[1], [NEWLINE], [END], [START], [1, NEWLINE]]),
+        st.tuples(SMALL, SMALL, st.integers(0, 3), st.integers(1, 3), SMALL, SMALL, st.booleans()),
+    ),
+    max_size=6,
+)
+"""Texts between images, and images with the rows and columns of slices, which are of one size."""
+
+
+@given(parts=PICTURES)
+@example(parts=[(3, 8, 2, 2, 4, 7, True), [NEWLINE], (2, 2, 0, 1, 1, 1, True), (2, 2, 1, 3, 2, 2, True), [1]])
+def test_positions_on_canvases_are_those_of_minicpm(parts):
+    ids, grids = [1], []
+
+    def write(h: int, w: int, before: int, behind: int) -> None:
+        ids.extend([before, *[PLACEHOLDER] * (h * w), behind])
+        grids.append((h, w))
+
+    for part in parts:
+        if isinstance(part, list):
+            ids += part
+            continue
+        h, w, rows, columns, slice_h, slice_w, has_markers = part
+        write(h, w, *((START, END) if has_markers else (1, 1)))
+        for row in range(rows):
+            ids += [NEWLINE] if row else []
+            for _ in range(columns):
+                write(slice_h, slice_w, SLICE_START, SLICE_END)
+    names = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id")
+    of_names = dict(zip(names, (START, END, SLICE_START, SLICE_END, NEWLINE), strict=True))
+    self = SimpleNamespace(config=SimpleNamespace(downsample_mode="16x", **of_names))
+    for name in ("_group_visual_frames", "get_vision_position_ids"):
+        setattr(self, name, partial(getattr(hf.MiniCPMV4_7Model, name), self))
+    self._frame_end_idx = hf.MiniCPMV4_7Model._frame_end_idx
+    tokens = torch.tensor([ids])
+    want, delta = hf.MiniCPMV4_7Model.get_rope_index(
+        self, tokens, (tokens == PLACEHOLDER).int(), torch.tensor(grids) * 4 if grids else None
+    )
+    at_3T, have_delta = canvas_positions(np.array(ids), PLACEHOLDER, [(1, h, w) for h, w in grids], MARKERS)
+    np.testing.assert_array_equal(at_3T, want[:, 0])
+    assert have_delta == int(delta)
 
 
 @pytest.mark.parametrize("grids", [[], [(1, 4, 6)], [(1, 4, 2), (1, 4, 4), (1, 2, 2)]])

@@ -8,6 +8,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+SMALL = {"shortest_edge": 256, "longest_edge": 2048}
+"""The fewest and the most pixels of an image."""
+
 
 def word_tokenizer(words: Mapping[int, str], **options: Any) -> Any:
     """A tokenizer of 97 words: those of `words` by their ids, and `t5` for 5."""
@@ -17,13 +20,13 @@ def word_tokenizer(words: Mapping[int, str], **options: Any) -> Any:
 
 
 def qwen_images() -> Any:
-    size = {"shortest_edge": 256, "longest_edge": 2048}
-    return transformers.Qwen2VLImageProcessor(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    return transformers.Qwen2VLImageProcessor(patch_size=4, merge_size=2, temporal_patch_size=2, size=SMALL)
 
 
 IMAGE_PROCESSORS: Mapping[str, Callable[[], Any]] = {
     "gemma3": lambda: transformers.Gemma3ImageProcessor(size={"height": 24, "width": 24}),
     "paligemma2": lambda: transformers.SiglipImageProcessor(size={"height": 12, "width": 12}, image_seq_length=9),
     "qwen3_vl": qwen_images,
+    "hunyuan_vl": lambda: transformers.HunYuanVLImageProcessor(patch_size=4, merge_size=2, size=SMALL),
 }
 """By the name of the case."""

@@ -1,4 +1,4 @@
-"""Towers that take images of any size as one sequence of patches, of Cosmos 3 Edge, Hy4-VL and MiniMax-M3."""
+"""Towers that take images of any size as one sequence of patches: of Cosmos 3 Edge, Hy4-VL, Hunyuan-VL, MiniMax-M3."""
 
 from typing import Any
 
@@ -51,6 +51,29 @@ def hy4(**changes: Any) -> Sight:
 @sight
 def hy_v4_vl() -> Sight:
     return hy4()
+
+
+def hunyuan(*sections: int, **changes: Any) -> Sight:
+    from transformers import HunYuanVLConfig, HunYuanVLForConditionalGeneration
+
+    text = wide(*sections)
+    text["rope_parameters"] |= {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
+    vision = {**PACKED, "max_image_size": 20, **changes}
+    config = HunYuanVLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE)
+    rows = [[5, 9, *with_images(20, 14), 11, 7], [7, *with_images(12), 3]]
+    grids = np.array([(1, 6, 10), (1, 8, 4), (1, 4, 8)])
+    features = {"pixel_values": noise(int(grids.prod(axis=1).sum()), 3 * 4 * 4), "image_grid_thw": grids}
+    return Sight(tiny(HunYuanVLForConditionalGeneration, config), rows, features, {"mm_token_type_ids": {IMAGE: 1}})
+
+
+@sight
+def hunyuan_vl() -> Sight:
+    return hunyuan(2, 2, 2, 2)
+
+
+@sight
+def hunyuan_vl_of_three_axes() -> Sight:
+    return hunyuan(4, 1, 3, interpolate_mode="bicubic", hidden_act="gelu_pytorch_tanh", num_hidden_layers=1)
 
 
 @sight

@@ -1,10 +1,11 @@
 """SigLIP and SigLIP 2 with other projectors."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from helpers.sights import IMAGE, LINEAR, TEXT, Sight, noise, sight, tiny, wide
+from helpers.sights import END, IMAGE, LINEAR, START, TEXT, Sight, noise, sight, tiny, wide
 from helpers.sights_llava import LLAMA, SIGLIP_VISION, with_images
 
 
@@ -119,6 +120,21 @@ def minicpm(name: str, side: int, **changes: Any) -> Sight:
 @sight
 def minicpmv4_6() -> Sight:
     return minicpm("minicpmv4_6", 8, merger_times=2)
+
+
+@sight
+def minicpmv4_7() -> Sight:
+    """An image with four slices in two rows, over which it is stretched, and one without; two side by side."""
+    slice_start, slice_end, newline = 90, 91, 89
+    markers = {"slice_start_id": slice_start, "slice_end_id": slice_end, "newline_id": newline}
+    case = minicpm("minicpmv4_7", 4, image_start_id=START, image_end_id=END, **markers)
+    sizes = np.array([(2, 3), (2, 2), (2, 2), (2, 2), (2, 2), (1, 2), (1, 3), (2, 1)]) * 4
+    count = int(sizes.prod(axis=1).sum())
+    part = [slice_start, *[IMAGE] * 4, slice_end]
+    slices = [*part, *part, newline, *part, *part]
+    rows = [[5, *with_images(6), *slices, 9, *with_images(2), 7], [8, *with_images(3, 2), 6]]
+    features = {"pixel_values": noise(1, 3, 4, 4 * count), "target_sizes": sizes}
+    return replace(case, rows=rows, features=features, kinds={"mm_token_type_ids": {IMAGE: 1}})
 
 
 @sight

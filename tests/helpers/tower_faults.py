@@ -299,7 +299,7 @@ TEXTS: Mapping[str, Callable[[Seen], Mapping[str, Any]]] = {
     "the feature before": lambda seen: {"features_XD": jnp.roll(seen.features_XD, 1, axis=0)},
     "causal images": lambda seen: {"block_BT": seen.block_BT * 0 - 1} if seen.block_BT is not None else {},
     "columns of rotary positions first": lambda seen: (
-        {"at_3BT": seen.at_3BT[jnp.array([0, 2, 1])]} if seen.at_3BT is not None else {}
+        {"at_ABT": seen.at_ABT[jnp.array([0, 2, 1, *range(3, len(seen.at_ABT))])]} if seen.at_ABT is not None else {}
     ),
     "no delta in the cache": lambda seen: {"delta_B1": seen.delta_B1 * 0} if seen.delta_B1 is not None else {},
     "deep features of another layer": lambda seen: {"deep": seen.deep[::-1]} if len(seen.deep) > 1 else {},

@@ -184,7 +184,11 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ("cohere_compass", IMAGE): _row(by_grid, image_token="<|IMAGE_PAD|>"),
     ("paddleocr_vl", IMAGE): _row(by_grid, image_token="<|IMAGE_PLACEHOLDER|>"),
     ("kimi_k25", IMAGE): _row(by_grid, image_token="<|media_pad|>"),
-    ("hunyuan_vl", IMAGE): _row(hunyuan, image_token=""),
+    ("hunyuan_vl", IMAGE): Placeholder(
+        hunyuan,
+        {"image_token": "<｜hy_place▁holder▁no▁102｜>"},
+        frame=("<｜hy_place▁holder▁no▁100｜>", "<｜hy_place▁holder▁no▁101｜>"),
+    ),
     ("llava", IMAGE): Placeholder(llava, LLAVA_TOKEN),
     ("vipllava", IMAGE): Placeholder(llava, LLAVA_TOKEN),
     ("llava_next", IMAGE): Placeholder(llava_next, LLAVA_TOKEN, call={"do_pad": True}),

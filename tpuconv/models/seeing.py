@@ -84,14 +84,14 @@ def _columns(seen: Seen, mask_BT: np.ndarray, start: int, end: int) -> Seen:
     columns, and the last ones move the tokens after them."""
     if (start, end) == (0, mask_BT.shape[1]):
         return seen
-    at_3BT = None
-    if seen.at_3BT is not None:
-        at_3BT = seen.at_3BT[:, :, start:end] - jnp.asarray(mask_BT[:, :start].sum(axis=1, dtype=np.int32))[:, None]
+    at_ABT = None
+    if seen.at_ABT is not None:
+        at_ABT = seen.at_ABT[:, :, start:end] - jnp.asarray(mask_BT[:, :start].sum(axis=1, dtype=np.int32))[:, None]
     delta_B1 = seen.delta_B1 if seen.delta_B1 is None or end == mask_BT.shape[1] else jnp.zeros_like(seen.delta_B1)
     return replace(
         seen,
         slot_BT=seen.slot_BT[:, start:end],
         block_BT=None if seen.block_BT is None else seen.block_BT[:, start:end],
-        at_3BT=at_3BT,
+        at_ABT=at_ABT,
         delta_B1=delta_B1,
     )

@@ -42,6 +42,7 @@ from tpuconv.models.towers.modalities import (
     LFM2_VISION,
     LFM3_VISION,
     LIGHTON_VISION,
+    MINICPM47_VISION,
     MINICPM_VISION,
     OVIS_VISION,
     PALIGEMMA_VISION,
@@ -346,8 +347,8 @@ WRAPPER_ROWS = (
         "MiniCPMV4_7",
         "MiniCPM-V 4.7",
         ("qwen3_5_text",),
-        {"vision_tower": SEES, "merger": BRINGS},
         keys=(*MINICPM_V_KEYS, "slice_start_id", "slice_end_id", "newline_id"),
+        modalities=(MINICPM47_VISION,),
     ),
     Wrapper(
         "hyperclovax_vision_v2",

@@ -1,6 +1,7 @@
 """How transformers' models are called as a reference, and where the version that the tests run with differs from what
 was released."""
 
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -20,14 +21,32 @@ until 4.51, and servers have it."""
 
 def mended(model: Any) -> Any:
     """Returns transformers' model, which then computes as it was released: Llama 4's in transformers 5.24 asks its text
-    model for images, and some have not all factors. To be called once for a model."""
+    model for images, Hunyuan-VL's numbers images on from text to text of a batch, and some have not all factors. To be
+    called once for a model."""
     if type(model).__name__ == "Llama4ForConditionalGeneration":
         model.language_model.register_forward_hook(_without_images)
+    if model.config.model_type == "hunyuan_vl":
+        model.base_model.get_rope_index = partial(_of_each_text, model.base_model.get_rope_index)
     if model.config.model_type in LEAVES_OUT_FACTORS:
         text = model.config.get_text_config()
         factor = getattr(text, "logit_scale", 1.0) / getattr(text, "logits_scaling", 1.0)
         model.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits * factor)
     return model
+
+
+def _of_each_text(
+    positions: Any, ids_BT: Any, mm_token_type_ids: Any, image_grid_thw: Any, attention_mask: Any
+) -> tuple[Any, Any]:
+    """Returns rotary positions [A, B, T] and what is added to later ones [B, 1], computed text by text: in servers the
+    first image of each text has the number 0."""
+    import torch
+
+    is_image_BT = mm_token_type_ids == 1
+    images_B = (is_image_BT & ~is_image_BT.roll(1, dims=1)).sum(dim=1)  # the last token is never of an image
+    grids = image_grid_thw.split(images_B.tolist())
+    each = zip(ids_BT.split(1), mm_token_type_ids.split(1), grids, attention_mask.split(1), strict=True)
+    at, deltas = zip(*(positions(*arguments) for arguments in each), strict=True)
+    return torch.cat(at, dim=1), torch.cat(deltas)
 
 
 def _without_images(module: Any, inputs: Any, outputs: Any) -> None:

@@ -229,15 +229,15 @@ def rope_cos_sin(
 
 
 def mrope_cos_sin(
-    rope: Rope | None, rope_dim: int, at_3BT: jax.Array, mrope: Mrope | None
+    rope: Rope | None, rope_dim: int, at_ABT: jax.Array, mrope: Mrope | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns cosine and sine as `rope_cos_sin`, of positions by time, row and column (mrope, arXiv:2409.12191): each
-    pair of dimensions turns by one of the three."""
+    pair of dimensions turns by one of the three. `MropeOfDimensions` gives each dimension an angle [B, T, 1, R]."""
     assert rope is not None
     assert mrope is not None
     rates, factor = rope.inverse_frequencies(rope_dim)
-    at_BTR = jnp.moveaxis(at_3BT[np.asarray(mrope.axis_of_pairs(rope_dim // 2))], 0, -1)
-    angles = at_BTR[:, :, None].astype(jnp.float32) * rates
+    at_BTR = jnp.moveaxis(at_ABT[np.asarray(mrope.axis_of_angles(rope_dim // 2))], 0, -1)
+    angles = at_BTR[:, :, None].astype(jnp.float32) * np.resize(rates, at_BTR.shape[-1])
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 

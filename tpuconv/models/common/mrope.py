@@ -1,4 +1,4 @@
-"""Rotary positions by time, row and column, of models that see (mrope, arXiv:2409.12191)."""
+"""Rotary positions by time, row and column, of models that see (mrope, arXiv:2409.12191), and by further axes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from tpuconv.models.common.rope import PARAMETER_KEYS, check_rope_keys
 
 SECTIONS = "mrope_section"
 TIME, ROW, COLUMN = range(3)
+BY_TEXT, BY_COLUMN, BY_ROW, BY_IMAGE = range(4)
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,25 @@ class Mrope:
     sections: tuple[int, ...]
     interleaved: bool
 
-    def axis_of_pairs(self, pairs: int) -> list[int]:
+    def axis_of_angles(self, pairs: int) -> list[int]:
         """Returns for each pair `TIME`, `ROW` or `COLUMN`."""
         if self.interleaved:
             return [i % 3 if i < 3 * self.sections[i % 3] else TIME for i in range(pairs)]
         return [axis for axis, count in enumerate(self.sections) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class MropeOfDimensions(Mrope):
+    """Which dimensions turn by which of the axes `BY_TEXT`, `BY_COLUMN`, `BY_ROW` and `BY_IMAGE` (Hunyuan-VL).
+    Twice as many dimensions follow each other as a section has pairs, so that the two dimensions of a pair turn by
+    angles of different axes. The last three sections are of the places in an image, all before them of the text."""
+
+    interleaved: bool = False
+
+    def axis_of_angles(self, pairs: int) -> list[int]:
+        """Returns for each dimension its axis."""
+        first = len(self.sections) - 4
+        return [max(BY_TEXT, i - first) for i, count in enumerate(self.sections) for _ in range(2 * count)]
 
 
 class MropeConfig:
@@ -132,3 +147,45 @@ def _mismatch(seen_T: NDArray[np.bool_], grids: Sequence[Sequence[int]], merge: 
         f"the text has {int(seen_T.sum())} tokens for images, whose sizes give {sum(sizes)}: {sizes}",
         hint="write as many placeholders for each image as it has merged patches, one run for each image",
     )
+
+
+def positions_in_images(is_placeholder_T: ArrayLike, grids: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], int]:
+    """Returns the positions [4, T] of the tokens of one text without padding by the axes of `MropeOfDimensions`, and 0,
+    since a later token's position is its number.
+
+    All positions of a token are its number in the text, with exceptions in images: between its first and its last
+    token an image has the column and the row of each token, and the number of the image in the text.
+
+    Args:
+        is_placeholder_T: true for a token of an image.
+        grids: frames, which are 1, rows and columns of the tokens of each image, without its first and last one.
+
+    Raises:
+        UsageError: another token stands between the placeholders of an image.
+    """
+    at_4T = np.tile(np.arange(len(np.asarray(is_placeholder_T)), dtype=np.int32), (4, 1))
+    spans = spans_of_images(is_placeholder_T, [h * w + 2 for _, h, w in grids])
+    for image, ((_, h, w), (start, end)) in enumerate(zip(grids, spans, strict=True)):
+        rows, columns = np.divmod(np.arange(h * w), w)
+        at_4T[BY_COLUMN:, start + 1 : end - 1] = columns, rows, np.full(h * w, image)
+    return at_4T, 0
+
+
+def spans_of_images(is_placeholder_T: ArrayLike, counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns where each image begins, and the place behind its last placeholder. `counts` are the numbers of
+    placeholders.
+
+    Raises:
+        UsageError: another token stands between the placeholders of an image.
+    """
+    places, spans, first = np.flatnonzero(is_placeholder_T).tolist(), [], 0
+    for count in counts:
+        start, last = places[first], places[min(first + count, len(places)) - 1]
+        if last - start != count - 1:
+            raise UsageError(
+                f"the {count} placeholders of an image have another token among them",
+                hint="write the placeholders of each image one after the other",
+            )
+        spans.append((start, last + 1))
+        first += count
+    return spans

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ from tpuconv.models.common.beside import VISION
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.explicit import is_explicit, run_on_explicit_mesh
 from tpuconv.models.common.layers import times
-from tpuconv.models.common.mrope import mrope_positions
 
 
 @jax.tree_util.register_dataclass
@@ -30,9 +28,9 @@ class Seen:
         slot_BT: for each token the number of its feature, -1 for text.
         block_BT: for each token the number of the image that it is of, -1 for none; 0 for each token of the call where
             images and text see each other; None in models where all attention is causal.
-        at_3BT: rotary positions by time, row and column, counted from the first token of the call; None in models whose
-            rotary positions count tokens.
-        delta_B1: what is added to the position of later tokens; None like `at_3BT`.
+        at_ABT: rotary positions by time, row and column, or by the other axes of `Mrope`, counted from the first token
+            of the call; None in models whose rotary positions count tokens.
+        delta_B1: what is added to the position of later tokens; None like `at_ABT`.
         deep: features [X, D] that are added to the output of each of the first layers.
         added: whether features are added to the embeddings of placeholders, which they replace in most models.
     """
@@ -40,7 +38,7 @@ class Seen:
     features_XD: jax.Array
     slot_BT: jax.Array
     block_BT: jax.Array | None = None
-    at_3BT: jax.Array | None = None
+    at_ABT: jax.Array | None = None
     delta_B1: jax.Array | None = None
     deep: tuple[jax.Array, ...] = ()
     added: bool = field(default=False, metadata={"static": True})
@@ -74,8 +72,8 @@ class Prepared:
         arrays: the arguments of the encoder.
         rows: of each placeholder, in order, the number of its feature in what the encoder returns.
         counts: how many placeholders each image or sound has.
-        grids: of each image the rows and columns of its placeholders, by time, for rotary positions; none where
-            placeholders have positions as text has.
+        grids: of each image the rows and columns of its placeholders, by time, for rotary positions
+            (`FeatureEncoder.rotary_places`); none where placeholders have positions as text has.
         others: by the id of further tokens that have a feature in place of their embedding its number.
     """
 
@@ -160,13 +158,13 @@ def see(
         raise UsageError(
             "there are no features", hint="give what the processor returns, or call the model on the text alone"
         )
-    at_3BT, delta_B1 = _rotary_places(config, encoders, prepared, ids_BT, mask_BT)
+    at_ABT, delta_B1 = _rotary_places(config, encoders, prepared, ids_BT, mask_BT)
     features_XD = jnp.concatenate([each for each, _ in encoded]) if len(encoded) > 1 else encoded[0][0]
     return Seen(
         times(features_XD, config.feature_factor),
         jnp.asarray(slot_BT),
         jnp.asarray(block_BT) if config.sees_images else None,
-        at_3BT,
+        at_ABT,
         delta_B1,
         _deep(encoded),
         added=any(encoders[part].config.adds_features for part in prepared),
@@ -201,20 +199,21 @@ def _rotary_places(
     ids_BT: np.ndarray,
     mask_BT: np.ndarray,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns the rotary positions by time, row and column [3, B, T], and what is added to later ones [B, 1]; None and
+    """Returns the rotary positions by the axes of `Mrope` [A, B, T], and what is added to later ones [B, 1]; None and
     None of models whose rotary positions count tokens."""
     if config.mrope is None or VISION not in encoders or (VISION in prepared and not prepared[VISION].grids):
         return None, None
-    at_3BT, delta_B1 = np.zeros((3, *ids_BT.shape), np.int32), np.zeros((len(ids_BT), 1), np.int32)
+    encoder, rows, delta_B1 = encoders[VISION], [], np.zeros((len(ids_BT), 1), np.int32)
     grids = list(prepared[VISION].grids) if VISION in prepared else []
     for row, (ids_T, mask_T) in enumerate(zip(ids_BT, mask_BT, strict=True)):
-        kinds_T = ids_T[mask_T] == encoders[VISION].config.placeholder
-        own, left = [], int(kinds_T.sum())
+        own, left = [], int((ids_T[mask_T] == encoder.config.placeholder).sum())
         while left > 0:
             own.append(grids.pop(0))
-            left -= prod(own[-1])
-        at_3BT[:, row, mask_T], delta_B1[row] = mrope_positions(kinds_T, own, 1)
-    return jnp.asarray(at_3BT), jnp.asarray(delta_B1)
+            left -= encoder.tokens_of(own[-1])
+        at_AT, delta_B1[row] = encoder.rotary_places(ids_T[mask_T], own)
+        rows.append(np.zeros((len(at_AT), len(ids_T)), np.int32))
+        rows[-1][:, mask_T] = at_AT
+    return jnp.asarray(np.stack(rows, axis=1)), jnp.asarray(delta_B1)
 
 
 def _deep(encoded: Sequence[tuple[jax.Array, tuple[jax.Array, ...]]]) -> tuple[jax.Array, ...]:

@@ -56,10 +56,11 @@ class Step(NamedTuple):
         pos_BT: positions of the call's tokens, -1 for padding.
         pos_BS: positions of all keys, including the keys of the cache.
         slot: slot of the cache for the first token.
-        cos_sin: cosine and sine [B, T, 1, H/2] of the tokens' rotary angles in this layer, in float32.
+        cos_sin: cosine and sine [B, T, 1, H/2] of the tokens' rotary angles in this layer, in float32; [B, T, 1, H] of
+            images where the two dimensions of a pair turn by different angles.
         input: what this layer reads besides the hidden states; None in most families.
         images: which tokens are of one image and see each other; None where all attention is causal.
-        at: rotary positions of the call's tokens, [B, T], or by time, row and column [3, B, T].
+        at: rotary positions of the call's tokens, [B, T], or by time, row and column, or further axes, [A, B, T].
         both_ways: whether tokens see the tokens behind them too.
     """
 
@@ -173,10 +174,10 @@ def _image_blocks(seen: Seen, pos_BS: jax.Array, slot: jax.Array | int, layers: 
 
 
 def rotary_positions(pos_BT: jax.Array, seen: Seen | None, delta_B: jax.Array | None) -> jax.Array:
-    """Returns the rotary positions of tokens: [B, T], or with images of a model that has them by time, row and column
-    [3, B, T]. `delta_B` is as in `Steps.of`."""
+    """Returns the rotary positions of tokens: [B, T], or with images of a model that has them by time, row and column,
+    or by further axes, [A, B, T]. `delta_B` is as in `Steps.of`."""
     before_B1 = 0 if delta_B is None else delta_B[:, None]
-    if seen is None or seen.at_3BT is None:
+    if seen is None or seen.at_ABT is None:
         return pos_BT if delta_B is None else jnp.where(pos_BT < 0, pos_BT, pos_BT + before_B1)
     first_B1 = jnp.max(pos_BT, axis=1, keepdims=True) - jnp.sum(pos_BT >= 0, axis=1, keepdims=True) + 1
-    return jnp.where(pos_BT < 0, pos_BT, seen.at_3BT + first_B1 + before_B1)
+    return jnp.where(pos_BT < 0, pos_BT, seen.at_ABT + first_B1 + before_B1)

@@ -1,18 +1,19 @@
 """Hunyuan: queries and keys are normalized after they got rotary positions."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.mrope import without_mrope
+from tpuconv.models.common.mrope import SECTIONS, MropeOfDimensions, mrope_sections, without_mrope
 from tpuconv.models.common.rope import LARGEST_ROPE_VALUE, PARAMETER_KEYS, Rope, check_rope_keys
 from tpuconv.models.common.rows import BIASED_ATTENTION, EXPERT_MLPS, SHARED
-from tpuconv.models.common.wrapper import SEES
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
+from tpuconv.models.towers.modalities import HUNYUAN_VISION
 from tpuconv.notation.table import Map, under
 
 
@@ -40,20 +41,22 @@ class HunyuanConfig(DecoderConfig):
         return {"rope": Rope(theta=plain.theta * alpha ** (head / (head - 2)))}
 
 
+TURNED_FIRST = Attn(
+    "attention_bias",
+    norms="each head, after rotation",
+    rows=(
+        *BIASED_ATTENTION,
+        Map("self_attn.query_layernorm.weight", "attn.q_norm.scale", "H"),
+        Map("self_attn.key_layernorm.weight", "attn.k_norm.scale", "H"),
+    ),
+)
+
 HUNYUAN_V1_DENSE = decoder(
     "hunyuan_v1_dense",
     "Hunyuan 0.5B to 7B",
     "HunYuanDenseV1ForCausalLM",
     Norms(),
-    Attn(
-        "attention_bias",
-        norms="each head, after rotation",
-        rows=(
-            *BIASED_ATTENTION,
-            Map("self_attn.query_layernorm.weight", "attn.q_norm.scale", "H"),
-            Map("self_attn.key_layernorm.weight", "attn.k_norm.scale", "H"),
-        ),
-    ),
+    TURNED_FIRST,
     Mlp(),
     config=HunyuanConfig,
 )
@@ -118,32 +121,56 @@ TOKEN_KEYS = frozenset({"im_start_id", "im_end_id", "im_newline_id", "pad_id"})
 """Keys of tokens, without effect on logits."""
 
 
-class XdropeConfig:
+OLDER_SECTIONS = "xdrope_section"
+"""The name of the sections in releases."""
+
+
+class XdropeConfig(HunyuanConfig):
     """Reads rotary positions of releases of Hunyuan-VL."""
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """As Hunyuan's. Releases name the sections and the type of several positions for a token `xdrope`."""
-        out = without_mrope(raw)
+        """As Hunyuan's. Releases name the sections and the type of several positions for a token `xdrope`.
+
+        Raises:
+            ConfigError: the two names of the sections have different values.
+        """
+        check_rope_keys(raw)
+        out = dict(raw)
         for key in PARAMETER_KEYS:
-            if given := out.get(key):
-                plain = {k: value for k, value in given.items() if k != "xdrope_section"}
-                out[key] = {k: "dynamic" if value == "xdrope" else value for k, value in plain.items()}
-        read: dict[str, Any] = super().read_ropes(out, context)  # type: ignore[misc]
-        return read
+            if given := raw.get(key):
+                values = {k: "dynamic" if value == "xdrope" else value for k, value in given.items()}
+                older = values.pop(OLDER_SECTIONS, None)
+                if older is not None and (newer := values.setdefault(SECTIONS, older)) != older:
+                    raise ConfigError(
+                        f"config.json: {OLDER_SECTIONS}={short(older)} in {key}, and {SECTIONS}={short(newer)}",
+                        hint="give one of the two",
+                    )
+                out[key] = values
+        read = super().read_ropes(without_mrope(out), context)
+        sections = mrope_sections(out)
+        return {**read, "mrope": MropeOfDimensions(sections) if sections else None}
+
+    def contradictions(self) -> Iterator[str]:
+        """Adds sections that are not the pairs of a head."""
+        yield from super().contradictions()
+        pairs = self.sizes["H"] // 2
+        if self.mrope is not None and sum(self.mrope.sections) != pairs:
+            yield f"{SECTIONS}={short(self.mrope.sections)} are not the {pairs} pairs of a head"
 
 
 HUNYUAN_VL = wrapper(
     "hunyuan_vl",
-    "HunyuanOCR, text",
+    "HunyuanOCR",
     "HunYuanVLForConditionalGeneration",
+    replace(TURNED_FIRST, module="modules.hunyuan:AttentionByDimension"),
     text=HUNYUAN_V1_DENSE,
     mixins=(XdropeConfig,),
     prefix="model.",
-    outside={"vit": SEES, "vision_tower": SEES},
     flat=True,
     tied=True,
     outside_keys=TOKEN_KEYS,
     left_out=TOKEN_KEYS,
     defaults={"tie_word_embeddings": False},
+    modalities=(HUNYUAN_VISION,),
 )

@@ -1,6 +1,7 @@
 """The base class of encoders of images and sounds."""
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, ClassVar
 
 import jax
@@ -12,6 +13,7 @@ from jax.typing import DTypeLike
 from tpuconv.errors import UsageError
 from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Keys, gelu, gelu_tanh
+from tpuconv.models.common.mrope import mrope_positions
 from tpuconv.models.common.seen import Prepared
 
 
@@ -90,6 +92,20 @@ class FeatureEncoder(nnx.Module):
         """Returns the features with what depends on the text: `runs` are the numbers of placeholders without another
         token between."""
         return prepared
+
+    def tokens_of(self, grid: tuple[int, int, int]) -> int:
+        """Returns the number of placeholders of an image, of which `grid` is in `Prepared.grids`."""
+        return prod(grid)
+
+    def rotary_places(self, ids_T: np.ndarray, grids: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray, int]:
+        """Returns the rotary positions [A, T] of the tokens of one text without padding, by the axes of `Mrope`, and
+        the difference between the position and the number of a later token. `grids` are as in `Prepared`, of the images
+        of this text.
+
+        Raises:
+            UsageError: grids and placeholders do not match.
+        """
+        return mrope_positions(ids_T == self.config.placeholder, grids, 1)
 
     def __call__(self, *arrays: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Returns the features [..., O], and those that are added to the outputs of the first layers."""

@@ -28,11 +28,20 @@ from tpuconv.models.towers.llava.family import (
     READOUT,
     RELEASED_MERGING_MATRICES,
 )
-from tpuconv.models.towers.minicpm.family import MINICPM_VIT, ROUNDS
+from tpuconv.models.towers.minicpm.family import CANVAS_VIT, MARKED_ROUNDS, MINICPM_VIT, ROUNDS
 from tpuconv.models.towers.moonvit.family import MOON_MERGER, MOON_MERGER2, MOONVIT, MOONVIT2, MUSE_ADAPTER, MUSE_VIT
 from tpuconv.models.towers.navit.family import JOINED_MATRIX, LEARNED_QUERIES, NAVIT, OLDER_NAVIT, PERCEIVER
 from tpuconv.models.towers.ovis.family import OVIS_VIT, VISUAL_WORDS
-from tpuconv.models.towers.packed_vit.family import EDGE_VIT, ENDED_ROWS, HY_VIT, MINIMAX_VIT, TWICE, WIDE_MERGER
+from tpuconv.models.towers.packed_vit.family import (
+    EDGE_VIT,
+    ENDED_ROWS,
+    FRAMED_ROWS,
+    HUNYUAN_VIT,
+    HY_VIT,
+    MINIMAX_VIT,
+    TWICE,
+    WIDE_MERGER,
+)
 from tpuconv.models.towers.packed_vit.gated_family import GATED_VIT, NORMED_MERGER
 from tpuconv.models.towers.pixtral.family import PIXTRAL, RELEASED_PIXTRAL
 from tpuconv.models.towers.qwen_vit.family import (
@@ -320,6 +329,9 @@ HY4_VISION = Modality(
 )
 """Hy4-VL."""
 
+HUNYUAN_VISION = replace(HY4_VISION, tower=HUNYUAN_VIT, projector=FRAMED_ROWS)
+"""Hunyuan-VL."""
+
 MINIMAX_VISION = Modality(
     VISION,
     MINIMAX_VIT,
@@ -370,6 +382,9 @@ VIDEO_LLAMA3_VISION = Modality(
 
 MINICPM_VISION = Modality(VISION, MINICPM_VIT, ROUNDS, prefix="model.vision_tower.", projector_prefix="model.merger.")
 """MiniCPM-V 4.6 and MiniCPM-OCR."""
+
+MINICPM47_VISION = replace(MINICPM_VISION, tower=CANVAS_VIT, projector=MARKED_ROUNDS)
+"""MiniCPM-V 4.7."""
 
 DOCLING_VISION = Modality(
     VISION,

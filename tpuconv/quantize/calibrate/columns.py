@@ -56,10 +56,10 @@ class Columns:
 
 
 class _Places(NamedTuple):
-    """The places of images in a text, by token: `block_BT` of `Seen`, and `at_3BT` with its first axis last."""
+    """The places of images in a text, by token: `block_BT` of `Seen`, and `at_ABT` with its first axis last."""
 
     block_BT: Any
-    at_BT3: Any
+    at_BTA: Any
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ class SeenColumns:
 
     def _of_text(self, length: int) -> _Places:
         shapes: _Places = jax.tree.unflatten(self.places.form, [shape for shape, _ in self.places.leaves])
-        at_BT3 = jnp.broadcast_to(jnp.arange(length)[:, None], (1, length, 3))
-        return _Places(shapes.block_BT and jnp.full((1, length), -1), shapes.at_BT3 and at_BT3)
+        at_BTA = shapes.at_BTA and jnp.broadcast_to(jnp.arange(length)[:, None], (1, length, shapes.at_BTA[-1]))
+        return _Places(shapes.block_BT and jnp.full((1, length), -1), at_BTA)
 
     def read(self, states_TW: np.ndarray) -> Seen:
         """Returns the places of images."""
         found: _Places = self.places.read(states_TW)
-        at_3BT = None if found.at_BT3 is None else jnp.moveaxis(found.at_BT3, -1, 0)
-        return Seen(jnp.zeros((1, 1)), jnp.zeros((1, len(states_TW)), jnp.int32), found.block_BT, at_3BT)
+        at_ABT = None if found.at_BTA is None else jnp.moveaxis(found.at_BTA, -1, 0)
+        return Seen(jnp.zeros((1, 1)), jnp.zeros((1, len(states_TW)), jnp.int32), found.block_BT, at_ABT)
 
     def deepened(self, y_BTD: jax.Array, states_TW: np.ndarray, layer: int) -> jax.Array:
         """Returns the output of a layer with what images add to it."""
@@ -113,6 +113,6 @@ class SeenColumns:
 
 def _by_token(seen: Seen) -> tuple[_Places, list[jax.Array]]:
     """Returns the places of images, and what is added to each layer's output [1, T, D]."""
-    at_BT3 = None if seen.at_3BT is None else jnp.moveaxis(seen.at_3BT, 0, -1)
+    at_BTA = None if seen.at_ABT is None else jnp.moveaxis(seen.at_ABT, 0, -1)
     nothing_BTD = jnp.zeros((*seen.slot_BT.shape, seen.features_XD.shape[-1]), jnp.float32)
-    return _Places(seen.block_BT, at_BT3), [seen.deepened(nothing_BTD, layer) for layer in range(len(seen.deep))]
+    return _Places(seen.block_BT, at_BTA), [seen.deepened(nothing_BTD, layer) for layer in range(len(seen.deep))]

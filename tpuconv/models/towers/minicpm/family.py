@@ -1,6 +1,6 @@
-"""The tower of MiniCPM-V 4.6 and its projector: configs and tables."""
+"""The tower of MiniCPM-V 4.6 and 4.7 and its projector: configs and tables."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
@@ -97,3 +97,23 @@ def _round(index: str, out: str) -> tuple[Map, ...]:
 
 ROUNDS = Projector(RoundsConfig, (*_round("I", "D"), *_round("J", "O")), f"{MINICPM_MODULES}:Rounds")
 """Patches are joined once or several times, each time with a norm and two matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkedRoundsConfig(RoundsConfig):
+    """The keys of the projector of MiniCPM-V 4.7, and the tokens around its images."""
+
+    image_start_id: int | None = None
+    image_end_id: int | None = None
+    slice_start_id: int | None = None
+    slice_end_id: int | None = None
+    newline_id: int | None = None
+
+    @property
+    def other_markers(self) -> tuple[int | None, ...]:
+        """The ids of the markers besides the begin of a slice."""
+        return self.image_start_id, self.image_end_id, self.slice_end_id, self.newline_id
+
+
+CANVAS_VIT = replace(MINICPM_VIT, name="canvas_vit", summary="MiniCPM-V 4.7", encoder=f"{MINICPM_MODULES}:CanvasVit")
+MARKED_ROUNDS = replace(ROUNDS, config=MarkedRoundsConfig)

@@ -1,7 +1,8 @@
 """The tower of MiniCPM-V 4.6. The patches of all images are one sequence, in an order in which patches that are joined
 stand side by side."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from tpuconv.errors import UsageError
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, gelu, gelu_tanh
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.encoder import Grids, given, noise, padded
+from tpuconv.models.towers.minicpm.canvas import Markers, canvas_positions
 from tpuconv.models.towers.places import bucket, nearest_taps, nested_order
 from tpuconv.models.towers.siglip.modules import Siglip
 from tpuconv.models.towers.vit import Attention
@@ -123,3 +125,15 @@ class MiniCpmVit(Siglip):
             if self.config.joins_inside and i == self.config.insert_layer_id:
                 x_BPD, image_P = self.inside(x_BPD), image_P[::4]
         return self.projector(self.norm(x_BPD)), ()
+
+
+class CanvasVit(MiniCpmVit):
+    """The tower of MiniCPM-V 4.7, whose images have rotary positions of the text on canvases."""
+
+    def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
+        grids = given(features, "target_sizes", 2) // 2**self.rounds
+        return replace(super().prepare(features), grids=[(1, h, w) for h, w in grids.tolist()])
+
+    def rotary_places(self, ids_T: np.ndarray, grids: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray, int]:
+        markers = Markers(self.config.slice_start_id, self.config.other_markers)
+        return canvas_positions(ids_T, self.config.placeholder, grids, markers)

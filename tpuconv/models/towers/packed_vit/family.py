@@ -1,11 +1,11 @@
-"""The towers of Cosmos 3 Edge, Hy4-VL and MiniMax-M3: configs and tables."""
+"""The towers of Cosmos 3 Edge, Hy4-VL, Hunyuan-VL and MiniMax-M3: configs and tables."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from tpuconv.errors import ConfigError
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower
+from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.models.common.beside import TEXT_ALONE, Projector, ProjectorConfig, Tower
 from tpuconv.models.towers.qwen_vit.family import PATCH, QwenVitConfig
 from tpuconv.models.towers.rows import (
     CLIP_LAYERS,
@@ -22,6 +22,8 @@ from tpuconv.models.towers.rows import (
 from tpuconv.notation.table import Map, under
 
 PACKED_VIT_MODULES = "tpuconv.models.towers.packed_vit.modules"
+PLACES_IN_IMAGES = 3
+"""Column, row, and the number of the image."""
 CLIP_KEYS = {**QwenVitConfig.aliases, "num_channels": "in_channels"}
 
 
@@ -90,7 +92,10 @@ class HyVitConfig(QwenVitConfig):
         "attention_heads": "num_heads",
         "layer_norm_eps": "rms_norm_eps",
     }
-    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"interpolate_mode": ("bilinear", "bicubic")}
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "interpolate_mode": ("bilinear", "bicubic"),
+        "temporal_patch_size": (1,),
+    }
 
     depth: int = 40
     hidden_size: int = 1536
@@ -157,6 +162,66 @@ ENDED_ROWS = Projector(
     f"{PACKED_VIT_MODULES}:EndedRows",
 )
 """A norm, two convolutions that join patches, and what stands at the end of each row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HunyuanVitConfig(HyVitConfig):
+    """The tower of Hunyuan-VL: Hy4-VL's in another size."""
+
+    depth: int = 27
+    hidden_size: int = 1152
+    intermediate_size: int = 4304
+
+
+@dataclass(frozen=True, kw_only=True)
+class FramedRowsConfig(ProjectorConfig):
+    """The projector of Hunyuan-VL. W and E are its widths between the tower's and the text's.
+
+    Attributes:
+        axes: the number of axes of the text's rotary positions.
+    """
+
+    axes: int
+
+    @classmethod
+    def of_text(cls, text: Any) -> dict[str, Any]:
+        return {**super().of_text(text), "axes": 0 if text.mrope is None else len(text.mrope.sections)}
+
+    def check(self, tower: Any) -> None:
+        super().check(tower)
+        if self.axes < PLACES_IN_IMAGES:
+            raise UnsupportedConfig(
+                f"mrope_section has {self.axes} numbers: images have {PLACES_IN_IMAGES} axes of rotary positions, and "
+                "a section for each",
+                hint=TEXT_ALONE,
+            )
+
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        return {"O": self.out, "W": 2 * tower.hidden_size, "E": 4 * tower.hidden_size}
+
+
+HUNYUAN_VIT = replace(
+    HY_VIT,
+    name="hunyuan_vit",
+    summary="Hunyuan-VL",
+    config=HunyuanVitConfig,
+    encoder=f"{PACKED_VIT_MODULES}:HunyuanVit",
+)
+
+FRAMED_ROWS = Projector(
+    FramedRowsConfig,
+    (
+        *rms_norm("before_rms", "norm"),
+        *with_bias("proj.0", "up", "W D s r -> (s r D) W", "W"),
+        *with_bias("proj.2", "wide", "E W 1 1 -> W E", "E"),
+        *with_bias("mlp", "matrix", "O E -> E O", "O"),
+        Map("image_newline", "newline", "E"),
+        *(Map(f"image_{name}", param, "O") for name, param in [("begin", "begin"), ("end", "end"), ("sep", "unread")]),
+        *rms_norm("after_rms", "last_norm", "O"),
+    ),
+    f"{PACKED_VIT_MODULES}:FramedRows",
+)
+"""As `ENDED_ROWS`, with a matrix and a norm behind, and what stands before and behind an image."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""The towers of Cosmos 3 Edge, Hy4-VL and MiniMax-M3."""
+"""The towers of Cosmos 3 Edge, Hy4-VL, Hunyuan-VL and MiniMax-M3."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -11,12 +11,14 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from tpuconv.errors import UsageError
 from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, gelu, normal
+from tpuconv.models.common.mrope import positions_in_images
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.towers.angles import cos_sin
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, padded, patches_by_grid
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, given, padded, patches_by_grid
 from tpuconv.models.towers.places import (
     Taps,
     antialiased_taps,
@@ -77,6 +79,8 @@ class HyVit(QwenVit):
     has_patch_bias = True
     shift: ClassVar[float] = 0.1
     """The part of a patch by which images are larger, where positions are interpolated."""
+    beside: ClassVar[int] = 1
+    """The number of the projector's first rows, which are of no patches."""
 
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
         return plain_block(config, dtype, keys, config.rms_norm_eps, rotate=None)
@@ -87,20 +91,65 @@ class HyVit(QwenVit):
         taps = interpolated(h, w, side, side, self.shift)
         return replace(taps, index_PA=taps.index_PA + 1)  # behind the class token
 
+    def with_ends(self, row_hw: np.ndarray) -> np.ndarray:
+        """Returns the rows of the projector's output that a frame has [X], of the rows [h, w] of its joined patches."""
+        return np.pad(row_hw, ((0, 0), (0, 1))).reshape(-1)
+
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         patches, grids = patches_by_grid(features, 2)
         s, order, rows, ended = self.config.spatial_merge_size, [], [], []
-        first, token = 0, 1
+        first, token = 0, self.beside
         for t, h, w in grids.tolist():
             for _ in range(t):
                 order.append(first + block_order(h, w, s))
-                here = token + np.arange((h // s) * (w // s)).reshape(h // s, w // s)
-                rows.append(np.pad(here, ((0, 0), (0, 1))).reshape(-1))
+                rows.append(self.with_ends(token + np.arange((h // s) * (w // s)).reshape(h // s, w // s)))
                 ended.append((1, h // s, w // s + 1))
                 first, token = first + h * w, token + (h // s) * (w // s)
         prepared = super().prepare({**features, "pixel_values": patches[np.concatenate(order)]})
-        counts = [t * (h // s) * (w // s + 1) for t, h, w in grids.tolist()]
+        counts = [t * self.tokens_of((1, h // s, w // s + 1)) for t, h, w in grids.tolist()]
         return replace(prepared, rows=np.concatenate(rows), counts=counts, grids=ended)
+
+
+class FramedRows(nnx.Module):
+    """A norm of each patch, matrices of s x s patches and a norm: [1, P, D] to [1, 3 + P / s^2, O], whose first rows
+    are the begin of an image, its end, and the end of each row of features. Nothing reads `unread`."""
+
+    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
+        sizes = config.sizes
+        product = partial(Einsum, sizes=sizes, bias=True, dtype=dtype, keys=keys)
+        self.norm = RMSNorm("D", sizes, config.rms_norm_eps, dtype=dtype)
+        self.last_norm = RMSNorm("O", sizes, config.rms_norm_eps, dtype=dtype)
+        self.up, self.wide, self.matrix = product("BPM,MW->BPW"), product("BPW,WE->BPE"), product("BPE,EO->BPO")
+        self.newline = nnx.Param(normal(keys(), (sizes["E"],), dtype))
+        self.begin, self.end, self.unread = (nnx.Param(normal(keys(), (sizes["O"],), dtype)) for _ in range(3))
+        self.act, self.merged = ACTS_BY_NAME[config.hidden_act], sizes["M"]
+
+    def __call__(self, x_BPD: jax.Array) -> jax.Array:
+        x_BPM = self.norm(x_BPD).reshape(len(x_BPD), -1, self.merged)
+        x_BPE = self.wide(self.act(self.up(x_BPM)))
+        x_BPO = self.matrix(jnp.concatenate([self.newline[...].astype(x_BPE.dtype)[None, None], x_BPE], axis=1))
+        ends_BPO = jnp.stack([self.begin[...], self.end[...]])[None].astype(x_BPO.dtype)
+        return self.last_norm(jnp.concatenate([ends_BPO, x_BPO], axis=1))
+
+
+class HunyuanVit(HyVit):
+    """The tower of Hunyuan-VL. Images have a token before and behind them."""
+
+    shift, beside = 0.0, 3
+
+    def with_ends(self, row_hw: np.ndarray) -> np.ndarray:
+        return np.pad(np.pad(row_hw, ((0, 0), (0, 1)), constant_values=2).reshape(-1), 1, constant_values=(0, 1))
+
+    def tokens_of(self, grid: tuple[int, int, int]) -> int:
+        return super().tokens_of(grid) + 2
+
+    def rotary_places(self, ids_T: np.ndarray, grids: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray, int]:
+        return positions_in_images(ids_T == self.config.placeholder, grids)
+
+    def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
+        if (given(features, "image_grid_thw", 2)[:, 0] != 1).any():
+            raise UsageError("image_grid_thw has clips of several frames, and Hunyuan-VL takes images alone")
+        return super().prepare(features)
 
 
 class Twice(nnx.Module):
