@@ -34,6 +34,8 @@ from tpuconv.models.towers.navit.family import JOINED_MATRIX, LEARNED_QUERIES, N
 from tpuconv.models.towers.ovis.family import OVIS_VIT, VISUAL_WORDS
 from tpuconv.models.towers.packed_vit.family import EDGE_VIT, ENDED_ROWS, HY_VIT, MINIMAX_VIT, TWICE, WIDE_MERGER
 from tpuconv.models.towers.packed_vit.gated_family import GATED_VIT, NORMED_MERGER
+from tpuconv.models.towers.phi4.family import PHI4_IMAGE_ENDS, PHI4_VIT
+from tpuconv.models.towers.phi4.released import RELEASED_VECTORS
 from tpuconv.models.towers.pixtral.family import PIXTRAL, RELEASED_PIXTRAL
 from tpuconv.models.towers.qwen_vit.family import (
     EXAONE_VIT,
@@ -405,3 +407,15 @@ INKLING_VISION = Modality(
 
 INKLING2_VISION = replace(INKLING_VISION, tower=INKLING_VIT, projector=INKLING_MERGER)
 """Inkling 2."""
+
+PHI4_VISION = Modality(
+    VISION,
+    PHI4_VIT,
+    PHI4_IMAGE_ENDS,
+    prefix="model.embed_tokens_extend.image_embed.img_processor.",
+    projector_prefix="model.embed_tokens_extend.image_embed.",
+    replaces=("embed_tokens_extend.image_embed",),
+    placeholder=("image_token_id",),
+    placeholder_id=200010,
+    other_parts=RELEASED_VECTORS,
+)
