@@ -16,7 +16,7 @@ from helpers.sights import IMAGE, SOUND
 from helpers.whole_sights import logits, made
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.registry import find_family
 from tpuconv.models.text_generator import PromptEncoder
 from tpuconv.models.towers.phi4.family import Phi4ImageConfig, Phi4SoundConfig
@@ -106,6 +106,22 @@ def test_other_encoders_are_refused(at: tuple[str, ...], value: Any) -> None:
         read(raw)
 
 
+@pytest.mark.parametrize(
+    ("config", "keys", "fault"),
+    [
+        (Phi4ImageConfig, {"crop_size": 336}, "crop_size=336 is not image_size=448"),
+        (Phi4ImageConfig, {"image_size": 14, "crop_size": 14}, "less than two patches"),
+        (Phi4SoundConfig, {"ext_pw_out_channel": 512}, "ext_pw_out_channel=512 is not hidden_size=1024"),
+        (Phi4SoundConfig, {"chunk_size": 0}, "chunk_size=0"),
+        (Phi4SoundConfig, {"kernel_size": 0}, "kernel_size=0"),
+    ],
+)
+def test_encoders_that_contradict_themselves(config: Any, keys: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.from_hf(keys)
+    assert any(fault in detail for detail in caught.value.details)
+
+
 def test_what_is_no_object_is_an_error() -> None:
     with pytest.raises(ConfigError, match="config=3 is not an object"):
         in_keys_of_transformers(RELEASE | {"audio_processor": {"config": 3}})
@@ -176,6 +192,36 @@ def test_the_release_sees_and_hears_what_transformers_does(release: Path, conver
     skipped = read_manifest(converted).raw["skipped"]
     assert all(".lora_" in each["pattern"] and "in a folder too" in each["reason"] for each in skipped)
     assert sum(each["count"] for each in skipped) == 3 * 4 * 4  # layers, matrices of each, parts of two adapters
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (
+            {"image_pixel_values": lambda x: x[..., :12]},
+            r"the model have 3 x 16 x 16 pixels and 4 x 4 patches",
+        ),
+        ({"image_sizes": lambda x: 2 * x}, r"image 0 has 32 x 64 pixels by image_sizes, which are 2 x 4 tiles"),
+        ({"image_sizes": lambda x: 0 * x}, r"image 0 has 0 x 0 pixels"),
+        ({"audio_embed_sizes": lambda x: x + 1}, r"audio_embed_sizes is \[5, 3\].*at most 4 features"),
+        ({"audio_input_features": lambda x: x[..., :9]}, r"the model has 12 frequencies"),
+    ],
+)
+def test_features_that_do_not_fit_are_refused(changes: dict[str, Any], fault: str, converted: Path) -> None:
+    case, model = made("phi4_multimodal"), tpuconv.load(converted)
+    changed = {name: change(case.features[name]) for name, change in changes.items()}
+    with pytest.raises(UsageError, match=fault):
+        model.see(case.ids_BT, case.mask_BT, **{**case.features, **changed})
+
+
+def test_a_sound_beside_images_has_another_projector(converted: Path) -> None:
+    """As in transformers, also where the images are in another text."""
+    case, model = made("phi4_multimodal"), tpuconv.load(converted)
+    sounds = {name: x for name, x in case.features.items() if name.startswith("audio_")}
+    alone = model.see(np.where(case.ids_BT == IMAGE, 4, case.ids_BT), case.mask_BT, **sounds)
+    beside = model.see(case.ids_BT, case.mask_BT, **case.features)
+    found = [np.asarray(each.features_XD[each.slot_BT])[case.ids_BT == SOUND] for each in (alone, beside)]
+    assert np.abs(found[0] - found[1]).max() > 0.1
 
 
 @pytest.mark.parametrize("layerwise", [False, True])

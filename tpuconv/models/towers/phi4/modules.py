@@ -305,7 +305,7 @@ class Phi4Conformer(FeatureEncoder):
                 f"{SOUND_FRAMES} has shape {frames_BTM.shape}, and {SOUND_COUNTS} is {counts}; the model has {mels} "
                 f"frequencies, and at most {length} features of so many frames"
             )
-        windows = -(-length // WINDOW)
+        windows = max(1, -(-length // WINDOW))
         slots = min(bucket(length, 64), WINDOW) if windows == 1 else WINDOW * padded_rows(windows)
         # What a mask of the reference hides is seen too, with a score that is less by 1.
         extra_BS = np.full((B, slots), MASKED_SCORE, np.float32)
