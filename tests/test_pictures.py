@@ -85,6 +85,7 @@ ALONE = ("mistral3", "idefics3", "llava_onevision", "llava_onevision shrunk")
 LONG = [np.tile(SOUNDS[1], 12)]  # 37 s
 HEARD = {
     **dict.fromkeys(("qwen2_audio", "qwen2_5_omni", "qwen3_omni_moe", "gemma4", "gemma3n"), tuple(SOUNDS)),
+    "phi4_multimodal": tuple(SOUNDS),
     **dict.fromkeys(("audioflamingo3", "musicflamingo", "glmasr", "qwen3_asr"), tuple(LONG)),  # one sound for a text
 }
 VIDEO = {"image_token": "<i>", "video_token": "<v>", "vision_bos_token": "<b>", "vision_eos_token": "<e>"}
@@ -180,7 +181,8 @@ def test_prompts_with_sounds_are_those_of_the_release(name, processor_class, tmp
     tokenizer = tokenizer_of(tokens_of(config))
     extractor = getattr(transformers, FEATURE_EXTRACTOR_MAPPING_NAMES.get(name, "WhisperFeatureExtractor"))()
     cls = processor_class(name)
-    processor = cls(**dict.fromkeys(cls.get_attributes()) | {"tokenizer": tokenizer, "feature_extractor": extractor})
+    part = "audio_processor" if name == "phi4_multimodal" else "feature_extractor"
+    processor = cls(**dict.fromkeys(cls.get_attributes()) | {"tokenizer": tokenizer, part: extractor})
     marker = processor.audio_token
     sounds = HEARD[name]
     text = f"a {marker} b" * len(sounds)
@@ -283,6 +285,15 @@ GRID_OF_BLOCKS = np.array([[1, 2, 3], [1, 1, 2]])
         ("cohere2_vision", {"pixel_values": torch.ones(4, 3, 6, 6), "num_patches": [3, 1]}),
         ("inkling_mm_model", {"pixel_values": torch.ones(9, 2, 3, 3, 3), "num_patches": [6, 3]}),
         ("inkling2", {"pixel_values": torch.ones(8, 6, 6, 3), "image_grid_thw": GRID_OF_BLOCKS}),
+        (
+            "phi4_multimodal",
+            {
+                "image_pixel_values": torch.ones(2, 3, 3, 4, 4),
+                "image_sizes": torch.tensor([[8, 4], [4, 4]]),
+                "image_attention_mask": torch.ones(2, 3, 2, 2),
+                "num_img_tokens": [9, 6],
+            },
+        ),
     ],
 )
 def test_images_that_need_torchvision_are_those_of_the_release(name, features, processor_class, tmp_path, monkeypatch):
@@ -296,7 +307,7 @@ def test_images_that_need_torchvision_are_those_of_the_release(name, features, p
     monkeypatch.setattr(pictures, "load_processor", lambda *_: images)
     have = prepared(tmp_path, tokenizer, text, IMAGES)
     assert tokenizer(have.text)["input_ids"] == np.asarray(want["input_ids"][0]).tolist()
-    assert set(have.features) == {*features} - {"num_patches"}
+    assert set(have.features) == {*features} - {"num_patches", "num_img_tokens"}
 
 
 def test_placeholders_of_kimi_are_those_of_the_release(processor_class, tmp_path, monkeypatch):
@@ -462,9 +473,17 @@ def test_tokens_without_an_embedding_are_refused_beside_images(gemma):
         encoder.encode_with("a new", IMAGES)
 
 
-def test_a_processor_that_needs_torchvision_says_so(gemma):
-    (gemma / "preprocessor_config.json").write_text('{"image_processor_type": "Llama4ImageProcessor"}')
-    (gemma / "config.json").write_text('{"model_type": "llama4"}')
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("llama4", "Llama4ImageProcessor"),
+        ("phi4_multimodal", "Phi4MultimodalImageProcessor"),
+        ("phi4mm", "Phi4MMImageProcessor"),
+    ],
+)
+def test_a_processor_that_needs_torchvision_says_so(name, kind, gemma):
+    (gemma / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": kind}))
+    (gemma / "config.json").write_text(json.dumps({"model_type": name}))
     with pytest.raises(UsageError, match="needs torchvision, which is not installed"):
         load_processor(gemma, IMAGE)
 

@@ -90,7 +90,7 @@ def holding(parameter: nnx.Param, values: np.ndarray) -> Iterator[None]:
 
 def read_parts(case: Sight, model: Any) -> list[str]:
     """The parts of a case that have features."""
-    return [part for part in case.parts if getattr(model, part).takes]
+    return [part for part in case.parts if set(getattr(model, part).takes) & case.features.keys()]
 
 
 def kernels(encoder: Any) -> Iterator[tuple[str, nnx.Param]]:

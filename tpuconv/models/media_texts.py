@@ -75,6 +75,16 @@ def by_block(item: MediaItem) -> str:
     return item.token("image_token") * prod(map(int, item.of("image_grid_thw")))
 
 
+def phi4_image(item: MediaItem) -> str:
+    """As many placeholders as the image processor counts (Phi-4-multimodal)."""
+    return item.token("image_token") * int(item.of("num_img_tokens"))
+
+
+def phi4_sound(item: MediaItem) -> str:
+    """As many placeholders as the feature extractor counts (Phi-4-multimodal)."""
+    return item.token("audio_token") * int(item.of("audio_embed_sizes"))
+
+
 def framed(begin: str, end: str, count: int, *, kind: str = "image", key: str = "image_seq_length") -> ItemWriter:
     """Returns a writer of as many placeholders as the processor's setting `key` says, `count` by default, between two
     tokens; a name may be empty, and text such as newlines stands around it."""

@@ -2,6 +2,7 @@
 placeholders into the prompt. transformers is imported when it is needed; without torchvision most image processors run,
 but not all."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -145,6 +146,14 @@ def marker_of(folder: Path, tokenizer: Any, kind: str) -> tuple[str, str]:
     return marker, marker.join(row.frame)
 
 
+def with_markers(folder: Path, tokenizer: Any, text: str, kind: str) -> str:
+    """Returns a prompt with the model's marker in place of numbered ones, such as `<|image_1|>`, if its release has
+    these; raises what `marker_of` does."""
+    _, row = _row(folder, kind)
+    marker, _ = marker_of(folder, tokenizer, kind)
+    return re.sub(row.numbered, lambda _: marker, text) if row.numbered else text
+
+
 def _token(tokenizer: Any, row: Placeholder, folder: Path, name: str) -> str:
     """Returns a special token by its name; nothing for an empty name."""
     token = (getattr(tokenizer, name, None) or row.tokens[name]) if name else name
@@ -173,8 +182,10 @@ def load_processor(folder: Path, kind: str) -> Any:
     if kind == IMAGE:
         pillow()
     try:  # a torchvision that does not fit to torch is found when transformers imports the class
-        auto = transformers.AutoImageProcessor if kind == IMAGE else transformers.AutoFeatureExtractor
-        return auto.from_pretrained(folder, trust_remote_code=False)
+        auto = "AutoImageProcessor" if kind == IMAGE else "AutoFeatureExtractor"
+        row = placeholder_of(read_json(folder / "config.json", ConfigError), kind)
+        named = getattr(transformers, row.processor if row and row.processor else auto)
+        return named.from_pretrained(folder, trust_remote_code=False)
     except Exception as e:  # of any type
         raise _unloadable(folder, what, e) from e
 
@@ -190,7 +201,7 @@ def _unloadable(folder: Path, what: str, error: Exception) -> TpuconvError:
                 hint="install the torchvision that was built for the installed torch, or uninstall it: most image "
                 "processors run without",
             )
-    elif "torchvision" in str(error):
+    elif "torchvision" in str(error).lower():
         return UsageError(
             f"the {what} in {folder} needs torchvision, which is not installed",
             hint="pip install torchvision, from the index that torch came from",

@@ -3,7 +3,7 @@ placeholders. transformers' processors of many models do not load without torchv
 table does."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpuconv.jsonfile import Each, Optional, Range
@@ -37,6 +37,8 @@ from tpuconv.models.media_texts import (
     merged_patch,
     musicflamingo,
     onevision,
+    phi4_image,
+    phi4_sound,
     pixtral,
     qwen2_sound,
     qwen3_sound,
@@ -79,6 +81,8 @@ class Placeholder:
         begin: the name of the token that stands behind the last image, where most models have it before the text.
         end: what stands at the end of a prompt with images.
         patch: returns the pixels of a side of a patch that the image processor is to take instead of its setting.
+        numbered: a pattern of further markers, which releases number: `<|image_1|>`.
+        processor: the class of transformers that takes the settings of a processor which is code of the release.
     """
 
     write: ItemWriter
@@ -93,6 +97,8 @@ class Placeholder:
     begin: str = ""
     end: str = ""
     patch: Callable[[MediaItem], int] | None = None
+    numbered: str = ""
+    processor: str = ""
 
     @property
     def marker(self) -> str:
@@ -121,6 +127,8 @@ IDEFICS_IMAGE = Placeholder(
 DEEPSEEK_IMAGE = _row(framed("", "", 576, key="num_image_tokens"), image_token="<image_placeholder>")
 INKLING_TOKEN, INKLING_FRAME = {"image_token": "<|unused_200054|>"}, ("<|content_image|>", "")
 INKLING2_IMAGE = Placeholder(by_block, INKLING_TOKEN, frame=INKLING_FRAME)
+PHI4_IMAGE = Placeholder(phi4_image, {"image_token": "<|image|>"}, spare=("num_img_tokens",))
+PHI4_SOUND = Placeholder(phi4_sound, {"audio_token": "<|audio|>"})
 GEMMA_TOKENS = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
 MASKED = {"return_attention_mask": True, "padding": "max_length"}
 MASK, INPUT_MASK = ({"attention_mask": name} for name in FRAME_MASKS)
@@ -219,6 +227,20 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ("inkling_mm_model", IMAGE): Placeholder(by_patch, INKLING_TOKEN, frame=INKLING_FRAME),
     ("inkling2", IMAGE): INKLING2_IMAGE,
     ("inkling2_loop", IMAGE): INKLING2_IMAGE,
+    ("phi4_multimodal", IMAGE): PHI4_IMAGE,
+    ("phi4_multimodal", SOUND): PHI4_SOUND,
+    ("phi4mm", IMAGE): replace(
+        PHI4_IMAGE,
+        tokens={"image_token": "<|endoftext10|>"},
+        numbered=r"<\|image_\d+\|>",
+        processor="Phi4MultimodalImageProcessor",
+    ),
+    ("phi4mm", SOUND): replace(
+        PHI4_SOUND,
+        tokens={"audio_token": "<|endoftext11|>"},
+        numbered=r"<\|audio_\d+\|>",
+        processor="Phi4MultimodalFeatureExtractor",
+    ),
     ("cohere2_vision", IMAGE): _row(
         command_a,
         image_token="<|IMG_PATCH|>",

@@ -148,8 +148,10 @@ class PromptEncoder:
                 )
         if self.folder is None or not any(media.values()):
             return self.encode([prompt], chat=chat, system=system)[0], {}
-        from tpuconv.models.pictures import marker_of, prepared
+        from tpuconv.models.pictures import marker_of, prepared, with_markers
 
+        for kind in (kind for kind, items in media.items() if items):
+            prompt = with_markers(self.folder(), self.tokenizer, prompt, kind)
         if chat:
             prompt = self._in_chat_about(prompt, self.folder(), media, system)
         if self.rows is not None:  # placeholders alone may be outside of the embedding

@@ -2,8 +2,9 @@
 
 import contextlib
 import gc
+import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES, class_of
 from tpuconv.models.logits import Window
 from tpuconv.models.registry import find_family, type_of_family
 from tpuconv.models.stored import model_config
+from tpuconv.models.towers.phi4.released import RELEASED_PARTS
 from tpuconv.names import collapse
 from tpuconv.notation.letters import meaning
 from tpuconv.notation.segments import KEY_MAPPING, undressed
@@ -34,6 +36,9 @@ from tpuconv.verify.sights import SightWindow
 READ_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "phi4mm": "phi4_multimodal"}
 """Model types for which transformers has no class of its own (it would need remote code), and the model type with the
 same mathematics that is used instead."""
+
+NAMED_OTHERWISE: Mapping[str, Mapping[str, str]] = {"phi4mm": RELEASED_PARTS}
+"""For some of these types parts of the names of the other one, and what the tensors of releases have in their place."""
 
 READ_WITHIN: Mapping[str, tuple[str, Mapping[str, int]]] = {
     "step3p5": ("step3p7", {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 28})
@@ -89,7 +94,17 @@ def reference_config(source: Path) -> Any:
             config.text_config.tie_word_embeddings = config.tie_word_embeddings
             return config.text_config
         return getattr(config, "thinker_config", config)  # the model of which returns logits; that around it speaks
-    return AutoConfig.for_model(other, **{k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})
+    around = find_family(raw).config.around_text(raw)
+    return AutoConfig.for_model(other, **{k: v for k, v in around.items() if k not in ("model_type", "auto_map")})
+
+
+def released_names(source: Path, tensors: Collection[str]) -> dict[str, str] | None:
+    """Returns the patterns in names of a source's `tensors` that transformers is to replace, for its `key_mapping`:
+    segments of trainers, and other names of encoders. None if there are none."""
+    found = dict(KEY_MAPPING) if any(undressed(name) != name for name in tensors) else {}
+    raw = read_json(source / CONFIG_FILE, ConfigError)
+    parts = NAMED_OTHERWISE.get(type_of_family({"model_type": "", **raw}), {})
+    return found | {re.escape(other): name for name, other in parts.items()} or None
 
 
 def reference_class(config: Any, returns: str = LOGITS, *, sees: bool = False) -> Any:
@@ -179,7 +194,6 @@ def reference(
         )
     # Refuses an index with `../` in a file name, which transformers would follow.
     opened = open_source(source)
-    is_dressed = any(undressed(name) != name for name in opened.tensors)
     import torch
     from transformers.utils import logging
 
@@ -201,7 +215,7 @@ def reference(
                 trust_remote_code=False,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # named below
-                key_mapping=KEY_MAPPING if is_dressed else None,
+                key_mapping=released_names(source, opened.tensors),
                 output_loading_info=True,
             )
     except ImportError as e:
@@ -238,7 +252,7 @@ def _seen(model: Any, windows: Sequence[SightWindow], dtype: str) -> Reference:
         logits, rounding_kl = run(), None
     features = features_of(model, windows, embedded)
     if dtype != "float32":
-        hook = text_model(model).register_forward_pre_hook(_features_rounded_otherwise, with_kwargs=True)
+        hook = _on_embedded(model, lambda module, embedded: _rounded_otherwise(module, None, embedded))
         rounding_kl = compare_logits([window.ids for window in windows], logits, run(), dtype, {}).mean_kl
         hook.remove()
     return Reference(logits, rounding_kl, features=features)
@@ -249,16 +263,30 @@ def recorded_embeddings(model: Any) -> Iterator[list[np.ndarray]]:
     """Within the context, what the text model gets in place of token ids [T, D] is added to the list, for each call."""
     out: list[np.ndarray] = []
 
-    def record(module: Any, inputs: Any, named: Mapping[str, Any]) -> None:
-        if (embedded := named.get("inputs_embeds")) is not None:
-            # Granite multiplies embeddings and features behind this; our features have the factor
-            out.append(embedded[0].float().numpy() * getattr(module, "embedding_multiplier", 1.0))
+    def record(module: Any, embedded: Any) -> None:
+        # Granite multiplies embeddings and features behind this; our features have the factor
+        out.append(embedded[0].float().numpy() * getattr(module, "embedding_multiplier", 1.0))
 
-    hook = text_model(model).register_forward_pre_hook(record, with_kwargs=True)
+    hook = _on_embedded(model, record)
     try:
         yield out
     finally:
         hook.remove()
+
+
+def _on_embedded(model: Any, call: Callable[[Any, Any], Any]) -> Any:
+    """Returns the handle of a hook: `call` is given the text model, and what it gets in place of token ids [B, T, D],
+    in whose place stands what it returns, unless that is None."""
+    text, merging = text_model(model), merging_module(model)
+    if merging is not None:
+        return merging.register_forward_hook(lambda module, inputs, embedded: call(text, embedded))
+
+    def before(module: Any, inputs: Any, named: dict[str, Any]) -> Any:
+        found = named.get("inputs_embeds")
+        other = None if found is None else call(module, found)
+        return None if other is None else (inputs, {**named, "inputs_embeds": other})
+
+    return text.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def features_of(model: Any, windows: Sequence[SightWindow], embedded: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -270,15 +298,16 @@ def features_of(model: Any, windows: Sequence[SightWindow], embedded: Sequence[n
     return found
 
 
-def _features_rounded_otherwise(module: Any, inputs: Any, named: dict[str, Any]) -> Any:
-    """Moves what the text model gets, as `_rounded_otherwise` does: a hook before it."""
-    return inputs, {**named, "inputs_embeds": _rounded_otherwise(module, inputs, named["inputs_embeds"])}
-
-
 def text_model(model: Any) -> Any:
     """Returns the module within transformers' multimodal model that has the layers of the text."""
     found = getattr(model.base_model, "language_model", None) or model.get_decoder()
     return getattr(found, "model", found)
+
+
+def merging_module(model: Any) -> Any:
+    """Returns the module within transformers' text model that has the encoders, and puts features in place of
+    embeddings; None where that is done before the text model."""
+    return getattr(text_model(model), "embed_tokens_extend", None)
 
 
 @contextlib.contextmanager

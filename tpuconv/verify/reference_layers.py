@@ -38,9 +38,11 @@ from tpuconv.verify.reference import (
     empty_weights,
     features_of,
     head_from,
+    merging_module,
     recorded_embeddings,
     reference_class,
     reference_config,
+    released_names,
     text_model,
 )
 from tpuconv.verify.reference_calls import attention_of, inputs_of, mended
@@ -85,12 +87,14 @@ class LayeredReference:
             found = reference_class(config, sees=sees)
             create = getattr(found, "from_config", None) or found._from_config  # of a model without an automatic class
             self.model = mended(create(config, dtype=self.dtype, attn_implementation=attention_of(config)).eval())
-        self.conversions = get_model_conversion_mapping(self.model)
+        self.conversions = get_model_conversion_mapping(self.model, released_names(source, opened.tensors))
         base = getattr(self.model, "model", self.model.base_model)
         self.decoder = next((getattr(base, name) for name in DECODER_NAMES if hasattr(base, name)), base)
         if sees:
             self.decoder = text_model(self.model)
         self.encoders = list(_beside(self.model, self.decoder, self._head())) if sees else []
+        if sees and (inside := merging_module(self.model)) is not None:
+            self.encoders.append(inside)
         self._stay_here()
         self.layers = list(first_of(self.decoder, LAYER_NAMES))
         self._returns = returned_values(self.layers[0], self.decoder.config.model_type)

@@ -29,7 +29,7 @@ VISION, VIDEO, AUDIO = "vision", "video", "audio"
 """The parts. Most models see videos with the part for images."""
 TEXT_ALONE = "convert the text model alone: `text_only=True`"
 """A hint."""
-ENCODER_ACTS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "silu", "relu")
+ENCODER_ACTS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "silu", "swish", "relu")
 """The activations of towers and projectors, as config.json names them."""
 
 
@@ -234,11 +234,12 @@ class Modality:
         prefix, projector_prefix: what stands before their names on disk in releases.
         replaces: the modules beside the text model that the two are, as the family's table skips them; by default those
             that the prefixes begin with.
-        placeholder: the keys of config.json that may have the id of the token in whose place features stand.
+        placeholder: the keys of config.json, or else of the tower's config, that may have the id of the token in whose
+            place features stand.
         placeholder_id: that id, where config.json has none.
         config_key: the key of config.json that has the tower's config.
         other_prefixes: what other releases have in place of `prefix`.
-        other_parts: parts of names, and what transformers writes for them.
+        other_parts: parts of names, and what transformers or other releases write for them.
         defaults: keys of the tower's config that have other defaults in this family.
         tower_types: the values of `model_type` in the tower's config that mean this tower, in a family that has a
             choice of towers.
@@ -280,7 +281,7 @@ class Modality:
         if not isinstance(own, Mapping):
             raise ConfigError(f"config.json: {self.config_key}={short(own)} is not an object")
         tower = self.tower.config.from_hf({**self.defaults, **own})
-        ids = [outer[key] for key in self.placeholder if outer.get(key) is not None]
+        ids = [place[key] for place in (outer, own) for key in self.placeholder if place.get(key) is not None]
         placeholder = ids[0] if ids else self.placeholder_id
         if type(placeholder) is not int:
             raise ConfigError(

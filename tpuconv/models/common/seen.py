@@ -135,7 +135,8 @@ def see(
         starts = is_placeholder & ~np.pad(is_placeholder, ((0, 0), (1, 0)))[:, :-1]
         runs = np.diff(np.append(np.flatnonzero(starts[is_placeholder]), is_placeholder.sum())).tolist()
         with _readable(part, given):
-            prepared[part] = found = encoder.placed(encoder.prepare(given), runs)
+            beside = {name: _numbers(name, features[name]) for name in encoder.beside if name in features}
+            prepared[part] = found = encoder.placed(encoder.prepare({**given, **beside}), runs)
         if (placeholders := int(is_placeholder.sum())) != len(found.rows):
             raise UsageError(
                 f"the text has {placeholders} placeholders (id {encoder.config.placeholder}), "

@@ -19,10 +19,13 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.windows import OneWindow
-from tpuconv.models.common.wrapper import BRINGS
+from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, WrapperConfig
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
 from tpuconv.models.towers.fuyu.family import FUYU_VISION
+from tpuconv.models.towers.modalities import PHI4_VISION
+from tpuconv.models.towers.phi4.released import OF_ENCODERS, RELEASED_FORMS, in_keys_of_transformers
+from tpuconv.models.towers.sound_modalities import PHI4_AUDIO
 from tpuconv.notation.table import Map, MappingTable, under
 
 PHI_EPS = {"rms_norm_eps": "layer_norm_eps"}
@@ -181,18 +184,31 @@ PHI3 = decoder(
     defaults={"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
 )
 
-ADAPTS = "an adapter for images or sound, without effect on text alone"
+ADAPTS = "an adapter of the text model for images or sounds; the release has it in a folder too, which can be merged"
+
+
+class ReleasedPhi4(WrapperConfig):
+    """The release with code of its own describes its encoders with other keys."""
+
+    @classmethod
+    def around_text(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        return in_keys_of_transformers(raw)
+
 
 PHI4_MULTIMODAL = wrapper(
     "phi4_multimodal",
-    "Phi-4-multimodal, text",
+    "Phi-4-multimodal",
     "Phi4MultimodalForCausalLM",
     text=PHI3,
+    reads=ReleasedPhi4,
     prefix="model.",
-    outside={"embed_tokens_extend": "image and audio projector: the text model alone is converted"},
+    outside={"embed_tokens_extend.image_embed": SEES, "embed_tokens_extend.audio_embed": HEARS},
     tensors={"layers.{L}.*.lora_A.*": ADAPTS, "layers.{L}.*.lora_B.*": ADAPTS},
     types={"Phi4MMForCausalLM": "phi4mm"},
     flat=True,
+    left_out=PHI3.config.left_out | OF_ENCODERS,
+    forms=RELEASED_FORMS,
+    modalities=(PHI4_VISION, PHI4_AUDIO),
 )
 
 FACTORS = ("short_mscale", "long_mscale")

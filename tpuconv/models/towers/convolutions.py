@@ -18,6 +18,7 @@ class StridedConvolution(nnx.Module):
         shape: of the kernel.
         stride: of all these axes.
         pad: zeros before and after.
+        groups: into which the channels are cut: C of the kernel are the channels of one, which alone its outputs read.
     """
 
     def __init__(
@@ -27,19 +28,25 @@ class StridedConvolution(nnx.Module):
         stride: int = 1,
         pad: int | tuple[int, int] = 1,
         bias: bool = True,
+        groups: int = 1,
         dtype: DTypeLike,
         keys: Keys,
     ):
         self.kernel = nnx.Param(normal(keys(), shape, dtype))
         self.bias = nnx.Param(jnp.zeros(shape[-1], dtype)) if bias else None
-        self.stride, self.pad = stride, (pad, pad) if isinstance(pad, int) else pad
+        self.stride, self.pad, self.groups = stride, (pad, pad) if isinstance(pad, int) else pad, groups
 
     def __call__(self, x: jax.Array) -> jax.Array:
         axes, kernel = x.ndim - 2, self.kernel[...]
         letters = "TM"[:axes]
         names = (f"B{letters}C", f"{letters}CE", f"B{letters}C")
         y = jax.lax.conv_general_dilated(
-            x, kernel, (self.stride,) * axes, [self.pad] * axes, dimension_numbers=_numbers(names)
+            x,
+            kernel,
+            (self.stride,) * axes,
+            [self.pad] * axes,
+            dimension_numbers=_numbers(names),
+            feature_group_count=self.groups,
         )
         return y if self.bias is None else y + self.bias[...]
 

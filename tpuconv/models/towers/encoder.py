@@ -26,7 +26,7 @@ ACTS_BY_NAME = {
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), gelu_tanh),
     "gelu": gelu,
     "quick_gelu": quick_gelu,
-    "silu": nnx.silu,
+    **dict.fromkeys(("silu", "swish"), nnx.silu),
     "relu": nnx.relu,
 }
 """Activations by `hidden_act` of config.json."""
@@ -45,9 +45,11 @@ class FeatureEncoder(nnx.Module):
 
     Attributes:
         takes: the names of the features that `prepare` reads, as processors have them.
+        beside: the names of features of other parts that it reads too, where there are any.
     """
 
     takes: ClassVar[tuple[str, ...]] = ("pixel_values",)
+    beside: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
         self.config = config

@@ -43,6 +43,8 @@ from tpuconv.models.towers.packed_vit.family import (
     WIDE_MERGER,
 )
 from tpuconv.models.towers.packed_vit.gated_family import GATED_VIT, NORMED_MERGER
+from tpuconv.models.towers.phi4.family import PHI4_IMAGE_ENDS, PHI4_VIT
+from tpuconv.models.towers.phi4.released import RELEASED_VECTORS
 from tpuconv.models.towers.pixtral.family import PIXTRAL, RELEASED_PIXTRAL
 from tpuconv.models.towers.qwen_vit.family import (
     EXAONE_VIT,
@@ -420,3 +422,15 @@ INKLING_VISION = Modality(
 
 INKLING2_VISION = replace(INKLING_VISION, tower=INKLING_VIT, projector=INKLING_MERGER)
 """Inkling 2."""
+
+PHI4_VISION = Modality(
+    VISION,
+    PHI4_VIT,
+    PHI4_IMAGE_ENDS,
+    prefix="model.embed_tokens_extend.image_embed.img_processor.",
+    projector_prefix="model.embed_tokens_extend.image_embed.",
+    replaces=("embed_tokens_extend.image_embed",),
+    placeholder=("image_token_id",),
+    placeholder_id=200010,
+    other_parts=RELEASED_VECTORS,
+)

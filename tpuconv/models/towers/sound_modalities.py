@@ -7,6 +7,8 @@ from tpuconv.models.towers.conformer.family import CONFORMER, QFORMER
 from tpuconv.models.towers.gemma4.family import FRAMES, NORMED_MATRIX, USM
 from tpuconv.models.towers.inkling.family import LAST_NORM, MEL_BINS
 from tpuconv.models.towers.muse_audio.family import MUSE_AUDIO_ENCODER, NORMED_SOUND
+from tpuconv.models.towers.phi4.family import PHI4_CONFORMER, PHI4_SOUND_ENDS
+from tpuconv.models.towers.phi4.released import RELEASED_HEADS
 from tpuconv.models.towers.qwen_audio.family import (
     QWEN3_ASR,
     QWEN3_ASR_ENDS,
@@ -130,3 +132,16 @@ INKLING_AUDIO = Modality(
     config_key="audio_config",
 )
 """Inkling."""
+
+PHI4_AUDIO = Modality(
+    AUDIO,
+    PHI4_CONFORMER,
+    PHI4_SOUND_ENDS,
+    prefix="model.embed_tokens_extend.audio_embed.encoder.",
+    projector_prefix="model.embed_tokens_extend.audio_embed.",
+    replaces=("embed_tokens_extend.audio_embed",),
+    placeholder=("audio_token_id",),
+    placeholder_id=200011,
+    config_key="audio_config",
+    other_parts=RELEASED_HEADS,
+)

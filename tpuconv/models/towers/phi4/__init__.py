@@ -1,0 +1,1 @@
+"""The encoders of Phi-4-multimodal."""
