@@ -187,6 +187,18 @@ def test_fp8_in_blocks_is_that_of_its_definition(changes: dict, tmp_path: Path) 
     assert not [name for name in ours if not same_bits(ours[name], theirs[name])]
 
 
+def test_gates_of_linear_attention_stay_plain_in_blocks_of_fp8(tmp_path: Path) -> None:
+    """Qwen3-Next has both in one matrix, by heads, as no block of either."""
+    sizes = dict.fromkeys(("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"), BLOCK)
+    sizes |= dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), BLOCK)
+    case = ONE_OF_EACH["qwen3_next"]
+    save(replace(case, config={**case.config, **sizes}), tmp_path / "hf", "bfloat16")
+    api.convert(tmp_path / "hf", tmp_path / "out", target="huggingface", quantize="fp8_block", scheme="fp8")
+    description = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    plain = description["modules_to_not_convert"]
+    assert {name.rpartition(".")[2] for name in plain if "linear_attn" in name} == {"in_proj_ba"}
+
+
 def test_an_export_in_blocks_of_fp8_is_that_of_its_definition(tmp_path: Path) -> None:
     """Axes of 64 and 96 elements, in blocks of 32."""
     ckpt = quantized(tmp_path, rule(".*mlp.*", weight_qtype="float8_e4m3fn", tile_size=32, tile_axes="block"))

@@ -310,12 +310,19 @@ def test_where_an_encoding_is_described() -> None:
     [
         (UnsupportedConfig, gemma3({"mystery_of_text": 1} | {"use_bidirectional_attention": True}), "use_bidir"),
         (UnsupportedConfig, gemma3(hidden_size=8), "hidden_size=8"),
+        (UnsupportedConfig, gemma3(is_encoder_decoder=True), "is_encoder_decoder=True"),
         (ConfigError, gemma3() | {"text_config": 3}, "text_config=3 is not an object"),
     ],
 )
 def test_what_cannot_be_read_is_refused(error: type[TpuconvError], raw: dict[str, Any], message: str) -> None:
     with pytest.raises(error, match=message):
         find_family(raw).config.from_hf(raw)
+
+
+def test_keys_of_every_config_may_stand_beside_the_text() -> None:
+    """`to_dict` writes them, where `save_pretrained` leaves out what is as it always is."""
+    raw = gemma3(is_encoder_decoder=False, chunk_size_feed_forward=0)
+    assert get_family("gemma3").config.from_hf(raw) == get_family("gemma3").config.from_hf(gemma3())
 
 
 def test_keys_that_nobody_reads_are_listed() -> None:

@@ -41,6 +41,7 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
         *("llama-plain-maxtext-scanned", "llama-plain-tunix", "llama-plain-nnx"),
         "qwen3-tied-jax-llm-examples",
     ),
+    "test_tensors_are_made_in_slabs": ("llama-None", "qwen3-int8_default", "gpt_oss-None", "llama-int4_weight_only"),
     "test_every_weight_is_that_of_compressed_tensors": ("qwen3-int8_default",),
     "test_transformers_has_our_logits": (),
     "test_prefill_and_decode": ("gpt_oss-plain",),

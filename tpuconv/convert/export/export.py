@@ -342,7 +342,7 @@ class _Run:
                     is_last = ranges is piece.slabs[-1]
                     first, *others = zip(piece.tensors, values, strict=True)
                     yield *first, figures, is_last
-                    held += [(tensor, made, {}, is_last) for tensor, made in others]
+                    held += [(tensor, made, {}, is_last) for tensor, made in others if is_last or not tensor.fixed]
                     if is_last:
                         order = {tensor.name: i for i, tensor in enumerate(piece.tensors)}
                         yield from sorted(held, key=lambda each: order[each[0].name])

@@ -114,7 +114,10 @@ class ExportedReader(Reader):
                 made = self._made.pop(id(piece), None)
             if made is None:
                 slabs = [make_piece(self._arrays, piece, ranges)[0] for ranges in piece.slabs]
-                made = [np.concatenate(parts) if len(parts) > 1 else parts[0] for parts in zip(*slabs, strict=True)]
+                made = [
+                    parts[0] if tensor.fixed or len(parts) == 1 else np.concatenate(parts)
+                    for tensor, parts in zip(piece.tensors, zip(*slabs, strict=True), strict=True)
+                ]
             with self._lock:
                 self._made[id(piece)] = made
                 while len(self._made) > 1 and self._kept_bytes() > KEPT_BYTES:

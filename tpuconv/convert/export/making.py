@@ -27,9 +27,10 @@ def make_piece(arrays: ArraySource, piece: ExportPiece, ranges: Ranges) -> tuple
         for tensor in row.tensors:
             value = tensor.make(_contiguous(arrays, results[tensor.of], row))
             shape = tensor.shape
-            if own:
+            if own and not tensor.fixed:
                 start, stop = own[piece.letter]
-                shape = (stop - start, *shape[1:])
+                inner = shape[0] // row.inverse.sizes[piece.letter]  # of rows that the letter leads
+                shape = ((stop - start) * inner, *shape[1:])
             if value.shape != shape or value.dtype.itemsize != DTYPES[tensor.dtype].itemsize:
                 raise OutputError(f"{tensor.name} would be {value.shape}, not {shape}: a bug of tpuconv")
             values.append(value)

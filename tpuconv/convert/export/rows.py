@@ -42,8 +42,8 @@ class ExportPiece:
         rows: of complete tensors.
         slabs: the ranges of letters that a slab has: of those that the arrays have and the rows do not, since they are
             made one expert at a time, or one layer; and of `letter`.
-        letter: the letter of the first axis of all tensors, if there are several slabs, which are parts of them one
-            after the other.
+        letter: the letter that leads the first axis of all tensors, if there are several slabs, which are parts of them
+            one after the other.
     """
 
     rows: tuple[ExportRow, ...]
@@ -102,7 +102,7 @@ def export_pieces(
                 rows = tuple(ExportRow(*row) for row in _plain_rows(arrays, binding, known, target.part))
             if not number:
                 _check_shapes(manifest, rows, ranges)
-            pieces.append(_in_slabs(binding, rows, ranges))
+            pieces.append(_in_slabs(manifest, binding, rows, ranges))
     encoding = describe_encoding(scheme, groups, plain, cache_scales_of(manifest)) if quantized and scheme else None
     return _by_layer(pieces), encoding
 
@@ -132,36 +132,40 @@ def _cut(whole: Binding) -> Iterator[tuple[Binding, Ranges]]:
         yield replace(whole, sizes=sizes, src=src), {x: (i, i + 1) for x, i in zip(letters, place, strict=True)}
 
 
-def _in_slabs(binding: Binding, rows: tuple[ExportRow, ...], ranges: Ranges) -> ExportPiece:
-    """Returns the piece of a row, in slabs along the first axis of its tensors if it is large and that is the first
-    axis of the arrays too: others would be read again for each slab."""
+def _in_slabs(manifest: Manifest, binding: Binding, rows: tuple[ExportRow, ...], ranges: Ranges) -> ExportPiece:
+    """Returns the piece of a row, in slabs along the first axis of its tensors if it is large. Where that is another
+    axis of the arrays, slabs are whole files of these: parts of a file would be read again for each slab."""
     piece = ExportPiece(rows, (ranges,))
     nbytes = piece.nbytes
-    if nbytes <= sizes.SLAB_BYTES or not all(tensor.sliced for tensor in piece.tensors):
+    held = nbytes - piece.tensors[0].nbytes  # until the last slab, since tensors are written one after the other
+    is_sliced = all(tensor.sliced or tensor.fixed for tensor in piece.tensors)
+    if nbytes <= sizes.SLAB_BYTES or held > nbytes // 2 or not is_sliced:
         return piece
-    firsts = {axes[stack.depth] for axes, stack in zip(binding.layout.src, binding.src, strict=True)}
-    letter = binding.layout.src[0][binding.src[0].depth].letter
-    count = binding.sizes.get(letter, 1)
-    if (
-        firsts != {Axis(letter)}
-        or not sliceable(binding.layout, letter)
-        or not all(_leads(row, letter, ranges, count) for row in rows)
-    ):
+    letter, *others = {lead(axes[stack.depth]) for axes, stack in zip(binding.layout.src, binding.src, strict=True)}
+    if others or letter not in binding.sizes or not sliceable(binding.layout, letter):
         return piece
-    step = max(1, sizes.SLAB_BYTES * count // nbytes)
+    count = binding.sizes[letter]
+    least = math.lcm(*(_least_slab(manifest, row, letter, ranges, count) for row in rows))
+    step = max(1, sizes.SLAB_BYTES * count // nbytes // least) * least
+    if step >= count:
+        return piece
     slabs = ({**ranges, letter: (start, min(start + step, count))} for start in range(0, count, step))
     return ExportPiece(rows, tuple(slabs), letter)
 
 
-def _leads(row: ExportRow, letter: str, ranges: Ranges, count: int) -> bool:
-    """Returns True if a letter of this size is alone on the first axis of all arrays of a row, after the axes of the
-    ranges."""
-    for axes, stack in zip(row.inverse.layout.src, row.inverse.src, strict=True):
-        first = next((i for i, axis in enumerate(axes) if lead(axis) not in ranges), 0)
-        repeats = row.repeats.get(stack.names[0])
-        if axes[first : first + 1] != (Axis(letter),) or (repeats and repeats[first] != 1):
-            return False
-    return row.inverse.sizes[letter] == count
+def _least_slab(manifest: Manifest, row: ExportRow, letter: str, ranges: Ranges, count: int) -> int:
+    """Returns the number of places of a letter, of this size, of which slabs of a row are multiples: 1 if the letter
+    leads the arrays, after the axes of the ranges, and else what a file of theirs has; all of them if an array cannot
+    be cut there."""
+    least = 1
+    for name, axes in row.axes.items():
+        repeats, stored = row.repeats.get(name), manifest.arrays[name]
+        place = axes.index(Axis(letter)) if Axis(letter) in axes else None
+        if place is None or row.inverse.sizes[letter] != count or (repeats and repeats[place] != 1):
+            return count
+        if any(lead(axis) not in ranges for axis in axes[:place]):
+            least = math.lcm(least, (stored.shards or stored.chunks)[place])
+    return least
 
 
 def _linear_modules(binding: Binding) -> Iterator[str]:

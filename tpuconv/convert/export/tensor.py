@@ -20,6 +20,7 @@ class ExportTensor:
         of: the name of the inverse row's result that it is made from.
         make: makes its values from that result.
         sliced: whether `make` makes a slice along the first axis from the same slice of that result.
+        fixed: whether it makes the same of every slice.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ExportTensor:
     of: str
     make: Callable[[np.ndarray], np.ndarray]
     sliced: bool = False
+    fixed: bool = False
 
     @property
     def nbytes(self) -> int:

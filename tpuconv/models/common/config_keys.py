@@ -58,9 +58,7 @@ NO_EFFECT = frozenset(
 )
 """Keys that do not change the logits of a forward pass."""
 
-SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "is_causal": (True,),
+VALUES_OF_ALL: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "is_decoder": (False,),
     "tie_encoder_decoder": (False,),
@@ -68,6 +66,13 @@ SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "use_bfloat16": (False,),
     "add_cross_attention": (False,),
     "chunk_size_feed_forward": (0,),
+}
+"""Values that transformers gives keys of each config, also of one that has `text_config`; no others are implemented."""
+
+SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
+    **VALUES_OF_ALL,
+    "hidden_act": ("silu",),
+    "is_causal": (True,),
     "partial_rotary_factor": (1.0, None),
     "rope_interleaved": (False,),
     "use_mrope": (False,),

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import AUDIO, Modality
-from tpuconv.models.common.config_keys import NO_EFFECT, ignored_keys
+from tpuconv.models.common.config_keys import NO_EFFECT, VALUES_OF_ALL, ignored_keys
 from tpuconv.models.common.heads import is_of_head
 from tpuconv.notation.table import MTP_PARAMETERS, MappingTable
 from tpuconv.sources.config import ENCODING_KEYS, encoding_of
@@ -159,7 +159,7 @@ class WrapperConfig:
             return {}
         known = {"text_config", "tie_word_embeddings", *cls.outside_keys}
         beside = {key: value for key, value in raw.items() if not _has_no_effect(key) and key not in known}
-        return ignored_keys(beside, (), {}, cls.wrapper_type or cls.model_type)
+        return ignored_keys(beside, (), VALUES_OF_ALL, cls.wrapper_type or cls.model_type)
 
 
 def _has_no_effect(key: str) -> bool:

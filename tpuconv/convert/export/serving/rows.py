@@ -65,6 +65,11 @@ class _Matrix:
         return self.name.removesuffix(WEIGHT)
 
     @property
+    def has_scales_of_rows(self) -> bool:
+        """True if no scale is for several rows, here or as it is stored; experts are rows too."""
+        return len(self.shape) > 2 or self.blocks[0] == self.steps[0] == 1
+
+    @property
     def grid(self) -> Shape:
         """The shape of the stored scales."""
         *stacked, rows, columns = self.shape
@@ -316,10 +321,11 @@ def _values(form: Format, matrix: _Matrix, *, asymmetric: bool) -> Iterator[Expo
     if form.packing is Packing.WORDS:
         words = -(-shape[1] // (PACK_WORD // form.bits))
         size = np.array(shape, np.int64)
-        yield ExportTensor(f"{base}{WEIGHT}_packed", "I32", (shape[0], words), name, partial(pack_words, form.bits))
-        yield ExportTensor(f"{base}{WEIGHT}_shape", "I64", size.shape, name, lambda values: size)
+        pack = partial(pack_words, form.bits)
+        yield ExportTensor(f"{base}{WEIGHT}_packed", "I32", (shape[0], words), name, pack, sliced=True)
+        yield ExportTensor(f"{base}{WEIGHT}_shape", "I64", size.shape, name, lambda values: size, fixed=True)
     elif form.packing is Packing.PAIRS:
-        yield ExportTensor(f"{base}{WEIGHT}_packed", "U8", (shape[0], shape[1] // 2), name, pack_halves)
+        yield ExportTensor(f"{base}{WEIGHT}_packed", "U8", (shape[0], shape[1] // 2), name, pack_halves, sliced=True)
     elif form.packing is Packing.AWQ_WORDS:
         stored = AWQ_WORDS.stored_shape(shape)
         yield ExportTensor(f"{base}.qweight", "I32", stored, name, pack_awq)
@@ -333,7 +339,7 @@ def _values(form: Format, matrix: _Matrix, *, asymmetric: bool) -> Iterator[Expo
         yield ExportTensor(f"{name}_blocks", "U8", stored, name, make, sliced=True)
     else:
         dtype = "I8" if form.kind == "int" else "F8_E4M3"
-        yield ExportTensor(name, dtype, shape, name, lambda values: values)
+        yield ExportTensor(name, dtype, shape, name, lambda values: values, sliced=True)
 
 
 def _middles(grid: Shape, values: np.ndarray) -> np.ndarray:
@@ -373,10 +379,10 @@ def _scales(parameters: _Parameters, form: Format, matrix: _Matrix, dtype: str) 
             raise parameters.refused(f"have scales that {DTYPES[dtype].name} does not hold")
         return stored
 
-    yield ExportTensor(f"{name}{form.scales}", dtype, matrix.grid, matrix.name, make, sliced=form.is_of_experts)
+    yield ExportTensor(f"{name}{form.scales}", dtype, matrix.grid, matrix.name, make, sliced=matrix.has_scales_of_rows)
     if form.tensor_scale:
-        one = np.ones(1, np.float32)
-        yield ExportTensor(f"{name}{WEIGHT}_global_scale", "F32", one.shape, matrix.name, lambda scales: one)
+        one, stored = np.ones(1, np.float32), f"{name}{WEIGHT}_global_scale"
+        yield ExportTensor(stored, "F32", one.shape, matrix.name, lambda scales: one, fixed=True)
 
 
 def _input_scales(
@@ -392,7 +398,7 @@ def _input_scales(
 
     def tensor(matrix: _Matrix) -> ExportTensor:
         own = scales[layer[matrix.name]].reshape(1)
-        return ExportTensor(f"{matrix.base}.input_scale", "F32", own.shape, matrix.name, lambda _: own)
+        return ExportTensor(f"{matrix.base}.input_scale", "F32", own.shape, matrix.name, lambda _: own, fixed=True)
 
     return [tensor(matrix) for matrix in matrices]
 
