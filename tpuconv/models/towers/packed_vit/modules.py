@@ -79,7 +79,7 @@ class HyVit(QwenVit):
     has_patch_bias = True
     shift: ClassVar[float] = 0.1
     """The part of a patch by which images are larger, where positions are interpolated."""
-    beside: ClassVar[int] = 1
+    first_rows: ClassVar[int] = 1
     """The number of the projector's first rows, which are of no patches."""
 
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
@@ -98,7 +98,7 @@ class HyVit(QwenVit):
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         patches, grids = patches_by_grid(features, 2)
         s, order, rows, ended = self.config.spatial_merge_size, [], [], []
-        first, token = 0, self.beside
+        first, token = 0, self.first_rows
         for t, h, w in grids.tolist():
             for _ in range(t):
                 order.append(first + block_order(h, w, s))
@@ -135,7 +135,7 @@ class FramedRows(nnx.Module):
 class HunyuanVit(HyVit):
     """The tower of Hunyuan-VL. Images have a token before and behind them."""
 
-    shift, beside = 0.0, 3
+    shift, first_rows = 0.0, 3
 
     def with_ends(self, row_hw: np.ndarray) -> np.ndarray:
         return np.pad(np.pad(row_hw, ((0, 0), (0, 1)), constant_values=2).reshape(-1), 1, constant_values=(0, 1))
