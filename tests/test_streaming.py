@@ -40,10 +40,11 @@ from tpuconv.convert.run.workers import Workers
 from tpuconv.errors import SourceError, TpuconvError, UsageError
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import BucketPath
-from tpuconv.sources import download, remote, schedule
+from tpuconv.sources import download, remote, schedule, workspace
 from tpuconv.sources.hub import resolve
 from tpuconv.sources.stream import StreamReader
 from tpuconv.sources.workspace import PART, WIDE
+from tpuconv.storage import disk
 from tpuconv.storage.journal import Journal
 
 SLOW = pytest.mark.slow
@@ -487,6 +488,29 @@ def test_keep_source_fills_the_cache_and_what_is_there_is_used(hub: HubServer, h
     assert {request.file for request in of_weights(hub)} == {"model-00003-of-00008.safetensors"}
     with pytest.raises(UsageError, match="needs a Hub id"):
         api.convert(snapshot, tmp_path / "x", keep_source=True)
+
+
+@pytest.mark.parametrize("before", ["it is looked at", "it is locked"])
+def test_a_workspace_that_its_owner_removes_meanwhile_is_left(
+    before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of several processes that have little to fetch does when it has ended."""
+    root = tmp_path / "source"
+    if before == "it is looked at":
+        root.mkdir()
+    target, name = (Path, "lstat") if root.exists() else (disk, "open_lock")
+    real = getattr(target, name)
+
+    def late(path: Path) -> Any:
+        if root in (path, path.parent) and root.exists():
+            root.rmdir()
+        return real(path)
+
+    monkeypatch.setattr(target, name, late)
+    found, lock = workspace.claim(tmp_path, "source")
+    assert found == tmp_path / "source-1"
+    workspace.release(found, lock)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

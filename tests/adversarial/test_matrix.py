@@ -1363,7 +1363,7 @@ os.rename = rename"""
     args = (command, made / ("hf" if command == "convert" else "orbax"), tmp_path / "out")
     tpuconv(*args, patch=kill, code=-signal.SIGKILL)
     assert (tmp_path / ".out.tpuconv").exists()
-    assert "exists already" in tpuconv(*args).stdout
+    assert "from an earlier run" in tpuconv(*args).stdout
     assert os.listdir(tmp_path) == ["out"]
     tpuconv("verify", tmp_path / "out")
 

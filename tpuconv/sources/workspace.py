@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import stat
 from collections.abc import Collection
 from itertools import count
 from pathlib import Path
@@ -94,7 +95,8 @@ class Workspace:
 
 def claim(parent: Path, name: str) -> tuple[Path, int]:
     """Returns the first folder of this name, or of it with a number, that is this user's and not in use, and its open
-    lock. Others cannot write to it, even in the folder for temporary files.
+    lock. Others cannot write to it, even in the folder for temporary files. One that its owner removes meanwhile counts
+    as in use.
 
     Raises:
         ResourceError: it cannot be written, or the file system has no locks.
@@ -106,13 +108,21 @@ def claim(parent: Path, name: str) -> tuple[Path, int]:
             try:
                 root.mkdir(mode=0o700)
             except FileExistsError:
-                status = root.lstat()
-                is_ours = root.is_dir() and not root.is_symlink() and status.st_uid == os.geteuid()
+                try:
+                    status = root.lstat()
+                except FileNotFoundError:
+                    continue
+                is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
                 if not is_ours and number < MOST_PLACES:
                     continue
                 if not is_ours:
                     raise
-        lock = disk.open_lock(root / LOCK)
+        try:
+            lock = disk.open_lock(root / LOCK)
+        except ResourceError:
+            if root.exists():
+                raise
+            continue
         try:
             if locks.lock(lock, root / LOCK) and locks.same_file(lock, root / LOCK):
                 return root, lock
