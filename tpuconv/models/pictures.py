@@ -145,6 +145,12 @@ def marker_of(folder: Path, tokenizer: Any, kind: str) -> tuple[str, str]:
     return marker, marker.join(row.frame)
 
 
+def find_marker(folder: Path, tokenizer: Any, kind: str) -> str | None:
+    """Returns the marker of an image or a sound in a prompt; None if it is not known, or the tokenizer lacks it."""
+    row = placeholder_of(read_json(folder / "config.json", ConfigError), kind)
+    return None if row is None else getattr(tokenizer, row.marker, None) or row.tokens[row.marker] or None
+
+
 def _token(tokenizer: Any, row: Placeholder, folder: Path, name: str) -> str:
     """Returns a special token by its name; nothing for an empty name."""
     token = (getattr(tokenizer, name, None) or row.tokens[name]) if name else name
