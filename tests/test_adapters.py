@@ -5,17 +5,19 @@ import os
 import re
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from helpers.adapted import adapted, exported, saved
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint, write_safetensors
 from helpers.commands import tpuconv
 from helpers.conversions import assert_same, restore, same_bits
-from helpers.encoded import encoded, int4_asymmetric
-from helpers.families import CASES, FIRST, Case, hf_model
+from helpers.encoded import awq, encoded, fp8, gptq, gptq_asymmetric, int4_asymmetric, write_encoded
+from helpers.families import BY_ID, CASES, FIRST, Case, hf_model
 from helpers.schemes import encode
 from helpers.sights import SIGHTS
 from tpuconv import api
@@ -71,6 +73,24 @@ def test_matrices_with_their_inputs_first(dtype: str, hf, tmp_path: Path) -> Non
     merged = saved(adapted(source, tmp_path / "lora", **options), tmp_path / "merged")
     ours = exported(source, tmp_path, str(tmp_path / "lora"))
     assert not [name for name in ours if not same_bits(ours[name], merged[name])]
+
+
+@pytest.mark.parametrize("encoding", [awq, gptq, gptq_asymmetric, fp8], ids=lambda each: each.__name__)
+def test_matrices_of_an_encoding_are_changed_as_their_values_are(encoding, hf, tmp_path: Path, small_cuts) -> None:
+    """GPTQ and AWQ pack matrices [in, out]: an adapter of QLoRA was trained on their values."""
+    source, decoded = tmp_path / "hf", tmp_path / "decoded"
+    write_encoded(BY_ID["llama-plain"], encoding, lambda case: hf(case, "bfloat16"), source)
+    api.convert(source, decoded, target="huggingface")
+    adapted(decoded, tmp_path / "lora")
+    lora = str(tmp_path / "lora")
+    have, want = (exported(place, tmp_path / f"{place.name}-merged", lora) for place in (source, decoded))
+    assert_same(have, want)
+    changed = "model.layers.0.self_attn.q_proj.weight"
+    assert not np.array_equal(have[changed], read_tensors(decoded)[changed])
+    for scan in (False, True):
+        models = [api.load(place, adapter=[lora], scan_layers=scan) for place in (source, decoded)]
+        first, second = (jax.tree.leaves(nnx.state(model)) for model in models)
+        assert all(same_bits(np.asarray(a), np.asarray(b)) for a, b in zip(first, second, strict=True))
 
 
 def test_columns_that_dora_scales_are_refused(hf, tmp_path: Path) -> None:

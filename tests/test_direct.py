@@ -542,6 +542,54 @@ def test_what_cannot_be_found(tmp_path):
             tpuconv.load(place)
     with pytest.raises(UsageError, match=r"src cannot be the path .*: File name too long"):
         tpuconv.load("a" * 300)
+    for address in ("https://huggingface.co/Qwen/Qwen3-8B", "hf://Qwen/Qwen3-8B"):
+        with pytest.raises(UsageError, match="is an address") as error:
+            tpuconv.load(address)
+        assert error.value.hint == "give the id alone: Qwen/Qwen3-8B"
+
+
+def adapter_alone(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+
+
+def orbax_alone(folder: Path) -> None:
+    adapter_alone(folder)
+    (folder / "adapter_config.json").rename(folder / "_METADATA")
+
+
+def no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "fault", "hint"),
+    [
+        (adapter_alone, "an adapter", "tpuconv convert org/base --adapter"),
+        (orbax_alone, "a checkpoint of Orbax", "`tpuconv reshard FOLDER OUT --config SRC` makes"),
+        (no_config, "config.json is missing", "a folder that holds all files"),
+    ],
+)
+def test_a_folder_that_is_no_release_is_named(spoil, fault, hint, tmp_path):
+    source = random_checkpoint(tmp_path / "hf", qwen3_config())
+    spoil(source)
+    error = both_refuse(source, tmp_path / "out")
+    assert fault in error.message
+    assert hint in (error.hint or "")
+
+
+def test_a_part_of_a_checkpoint_is_named(tmp_path):
+    api.convert(random_checkpoint(tmp_path / "hf", qwen3_config()), tmp_path / "out")
+    with pytest.raises(UsageError, match="is a part of a checkpoint of tpuconv"):
+        tpuconv.load(tmp_path / "out" / "params")
+
+
+def test_checksums_of_a_release_are_refused_with_what_can_be_done(tmp_path):
+    source = random_checkpoint(tmp_path / "hf", qwen3_config())
+    with pytest.raises(UsageError, match="is a release: it has no checksums") as error:
+        api.verify(source)
+    assert f"`tpuconv verify {source} --compare-hf`" in (error.value.hint or "")
 
 
 # -- places ------------------------------------------------------------------------------------------------------------

@@ -271,3 +271,6 @@ def test_numbered_markers_of_the_release_are_read(tmp_path: Path) -> None:
     ids, features = encoder.encode_with("<|audio_1|> t5 <|audio_2|>", sounds=[sound, sound[:3000]], chat=True)
     assert ids == [7, *[SOUND] * 3, 5, *[SOUND] * 3, 8]
     assert set(features) == {"audio_input_features", "audio_embed_sizes", "audio_attention_mask"}
+    encoder = PromptEncoder(tokenizer, 1000, lambda: tmp_path, ("audio",), placeholders={"audio": SOUND})
+    with pytest.raises(UsageError, match=r"the prompt has <\|audio_1\|>, which stands for a sound, and no sound is"):
+        encoder.encode(["t5 <|audio_1|>"])

@@ -11,9 +11,11 @@ from click.testing import CliRunner
 from helpers.processors import IMAGE_PROCESSORS, word_tokenizer
 from helpers.sights import END, IMAGE, SIGHTS, START, Sight
 from tpuconv import api
+from tpuconv.api.opened import OpenedModel
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.cli import tpuconv
-from tpuconv.errors import UsageError
+from tpuconv.commands.flags import with_flags
+from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.models import generate
 
 Image = pytest.importorskip("PIL.Image", reason="the image processors of transformers need Pillow")
@@ -102,6 +104,28 @@ def test_the_command_takes_files(seeing, images):
     assert len(json.loads(run("t5").stdout)["ids"]) == 2
     assert "2 markers" in str(run(f"{MARKS[name]} t5 {MARKS[name]}").exception)
     assert "one prompt" in str(run("t5", "--prompt", "t6").exception)
+
+
+def test_placeholders_without_an_image_are_refused_before_weights_are_read(seeing, images, monkeypatch):
+    """By transformers most models run them as text."""
+    _, out, name = seeing
+    monkeypatch.setattr(OpenedModel, "load_on_all_devices", None)
+    mark, placeholder = MARKS[name], NAMES[name][IMAGE]
+
+    def error(prompt: str, *more: Any) -> TpuconvError:
+        done = CliRunner().invoke(tpuconv, ["generate", str(out), *more, "--prompt", prompt])
+        assert isinstance(done.exception, TpuconvError), done.exception
+        return done.exception
+
+    for more in ((), ("--chat",)):
+        for prompt in (f"t5 {placeholder}", f"{mark} t5"):
+            found = error(prompt, *more)
+            assert "which stands for an image, and no image is given" in found.message
+            assert with_flags(found.hint).startswith("give --image FILE, or leave <")
+    if placeholder not in mark:
+        found = error(f"{mark} t5 {placeholder}", "--image", str(images[0]))
+        assert found.message == f"the prompt has {placeholder}, a placeholder of one feature of an image"
+        assert found.hint == f"leave it out, or write {mark}, which stands for the whole image"
 
 
 def test_a_text_model_alone_does_not_see(seeing, images, tmp_path):

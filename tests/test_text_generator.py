@@ -96,6 +96,32 @@ def test_a_chat_is_what_the_template_writes(chat: TextGenerator) -> None:
     assert chat(["Hi"], 3, chat=True)[0].text == chat(["<user>Hi<assistant>"], 3)[0].text
 
 
+IN_PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content | selectattr('type', 'equalto', 'text') %}"
+    "{{ part.text }}{% endfor %}{% endfor %}<assistant>"
+)
+"""As LLaVA's and Idefics's: of a text it prints nothing."""
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "text"),
+    [
+        (IN_PARTS, None, "<user>Hi<assistant>"),
+        (IN_PARTS, "Be brief.", "<system>Be brief.<user>Hi<assistant>"),
+        (f"<system>{{{{ messages[0].content | trim }}}}{IN_PARTS}", "No", "<system>No<system><user>Hi<assistant>"),
+        ("{{ messages[-1].content | replace('Hi', 'Ho') }}", "No", "Ho"),
+    ],
+    ids=["parts", "system", "text and parts", "replaced"],
+)
+def test_a_chat_has_the_prompt_in_the_form_that_the_template_takes(template, system, text, chat) -> None:
+    chat.tokenizer.chat_template = template
+    ids = list(chat.tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert chat.encode(["Hi"], chat=True, system=system) == [ids]
+    chat.tokenizer.chat_template = "<user>"
+    with pytest.raises(UsageError, match="the chat template leaves out the prompt"):
+        chat.encode(["Hi"], chat=True)
+
+
 MISTAKES: dict[str, tuple[Callable[[TextGenerator], Any], str]] = {
     "a template that refuses": (lambda w: w(["x"], chat=True, system="no system"), "cannot be used: .*refused"),
     "a system prompt without a chat": (lambda w: w(["x"], system="y"), "a system prompt needs"),

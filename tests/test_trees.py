@@ -50,9 +50,9 @@ def test_the_run_of_a_trainer_is_quantized_for_servers(qwen3, tmp_path):
     api.convert(qwen3, tmp_path / "ours")
     api.convert(qwen3, tmp_path / "theirs", target="maxtext", scan_layers=True)
     save_standard(tmp_path / "run", trained_tree(tmp_path / "theirs"))
-    with pytest.raises(UsageError, match="is not a checkpoint made by tpuconv") as error:
+    with pytest.raises(UsageError, match="holds a checkpoint of Orbax") as error:
         api.quantize(tmp_path / "run", config="int8_default")
-    assert "tpuconv reshard RUN OUT --config SRC" in error.value.hint
+    assert "tpuconv reshard FOLDER OUT --config SRC" in error.value.hint
     api.reshard(tmp_path / "run", tmp_path / "known", config=qwen3)
     for name in ("ours", "known"):
         api.quantize(tmp_path / name, tmp_path / f"{name}-int8", config="int8_default")

@@ -1,6 +1,5 @@
 """A model that is loaded: a checkpoint of ours, or a release."""
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
@@ -168,16 +167,23 @@ def _placed(manifest: "Manifest", options: Options) -> OpenedModel:
 
 
 def checkpoint_at(src: str | Location) -> "Manifest | None":
-    """Returns the manifest of a checkpoint of ours; None if `src` is a folder of safetensors or may be a Hub id. Raises
-    as `read_manifest` does."""
+    """Returns the manifest of a checkpoint of ours; None of anything else, which may be a release: the plan of its
+    conversion says what is wrong with it.
+
+    Raises:
+        UsageError: `src` is a folder within a checkpoint, or see `source_location`.
+        CorruptOutput: see `read_manifest`.
+    """
     from tpuconv.checkpoint.manifest import manifest_of, read_manifest
     from tpuconv.sources.files import CONFIG_FILE
+    from tpuconv.sources.hub import source_location
     from tpuconv.storage.places import is_there
     from tpuconv.storage.sealed import SAFETENSORS, read_sealed
 
-    place = to_location(src)
+    place = source_location(src) if isinstance(src, str) else to_location(src)
     if is_there(place / MANIFEST):
         sealed = read_sealed(place)
         return None if sealed.raw.get("kind") == SAFETENSORS else manifest_of(place, sealed)
-    is_folder = isinstance(place, BucketPath) or os.path.isdir(place)  # else a Hub id, or nothing
-    return read_manifest(place) if is_folder and not is_there(place / CONFIG_FILE) else None
+    is_folder = isinstance(place, BucketPath) or place.is_dir()  # else a Hub id, or nothing
+    is_inside = is_folder and not is_there(place / CONFIG_FILE) and is_there(place.parent / MANIFEST)
+    return read_manifest(place) if is_inside else None

@@ -6,8 +6,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuconv.errors import CorruptOutput, shorten
+from tpuconv.errors import CorruptOutput, UsageError, shorten
 from tpuconv.location import Location, local_path, to_location
+from tpuconv.names import MANIFEST
 from tpuconv.options import PROGRESS_ARGUMENT, argument, option, takes
 from tpuconv.progress import Listener, Progress, ignore
 from tpuconv.text import OneLine
@@ -88,15 +89,23 @@ def verify(asked: VerifyRequest) -> Verification:
     """Reads every array and file of a checkpoint, or of an export, and compares it with the manifest.
 
     Raises:
-        UsageError: the folder was not written by tpuconv, or `key` is given and it has no signature.
+        UsageError: the folder is a release, or was not written by tpuconv, or `key` is given and it has no signature.
         CorruptOutput: its manifest cannot be understood, or the signature is not valid.
     """
     from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.sources.files import CONFIG_FILE
+    from tpuconv.storage.places import is_there
     from tpuconv.storage.sealed import SAFETENSORS, kind_of, read_sealed
     from tpuconv.verify import checksums
     from tpuconv.verify.signature import check_signature
 
     folder = to_location(asked.ckpt)
+    if not is_there(folder / MANIFEST) and is_there(folder / CONFIG_FILE):
+        raise UsageError(
+            f"{folder} is a release: it has no checksums of tpuconv",
+            hint=f"`tpuconv verify {folder} --compare-hf` compares its model with transformers; "
+            f"`tpuconv convert {folder}` makes a checkpoint with checksums",
+        )
     if asked.key:
         asked.progress(Progress("checking the signature"))
         check_signature(local_path(folder, "signatures are checked in local folders"), Path(asked.key))

@@ -22,6 +22,8 @@ WORDS: Mapping[str, str] = {
     "find_part()": "--distributed",
     "on_ray()": "--ray",
     "to_json()": "--json",
+    "images=[FILE]": "--image FILE",
+    "sounds=[FILE]": "--sound FILE",
 }
 """Flags in place of other words of the Python interface."""
 

@@ -153,7 +153,7 @@ def adapt(
     tensors: Mapping[str, Tensor], adapters: Sequence[Placed], input_first: Collection[str] = ()
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors with the changes of all adapters, in their order, and what does not fit. Those that are named in
-    `input_first` are matrices [in, out]."""
+    `input_first` are matrices [in, out], and those that a scheme packs so, as GPTQ and AWQ do."""
     out, faults = dict(tensors), []
     for placed in adapters:
         missing = [*placed.missing, *(name for name in placed.changes if name not in out)]
@@ -161,7 +161,8 @@ def adapt(
         for name, given in placed.changes.items():
             if (tensor := out.get(name)) is None:
                 continue
-            change = given.transposed if isinstance(given, LowRank) and name in input_first else given
+            is_transposed = name in input_first or (tensor.scheme is not None and tensor.scheme.input_first)
+            change = given.transposed if isinstance(given, LowRank) and is_transposed else given
             if fault := _fault(tensor, change, placed.adapter):
                 faults.append(f"{name}  {fault}")
             elif isinstance(tensor, Adapted):
@@ -173,8 +174,6 @@ def adapt(
 
 
 def _fault(tensor: Tensor, change: Change, adapter: str) -> str | None:
-    if tensor.scheme is not None and tensor.scheme.input_first:
-        return f"is stored as {tensor.scheme.title}, which the adapter {adapter} cannot change"
     if isinstance(change, LowRank) and change.scales_columns:
         return f"is a matrix [in, out], whose columns the adapter {adapter} would scale (DoRA)"
     if isinstance(change, ReplacedRows):

@@ -154,6 +154,17 @@ def with_markers(folder: Path, tokenizer: Any, text: str, kind: str) -> str:
     return re.sub(row.numbered, lambda _: marker, text) if row.numbered else text
 
 
+def find_marker(folder: Path, tokenizer: Any, kind: str, text: str) -> str:
+    """Returns the first marker of an image or a sound that a prompt has; "" if it has none, or none is known."""
+    row = placeholder_of(read_json(folder / "config.json", ConfigError), kind)
+    if row is None:
+        return ""
+    if row.numbered and (found := re.search(row.numbered, text)):
+        return found[0]
+    marker: str = getattr(tokenizer, row.marker, None) or row.tokens[row.marker]
+    return marker if marker in text else ""
+
+
 def _token(tokenizer: Any, row: Placeholder, folder: Path, name: str) -> str:
     """Returns a special token by its name; nothing for an empty name."""
     token = (getattr(tokenizer, name, None) or row.tokens[name]) if name else name

@@ -1,7 +1,7 @@
 """Text generation: a model with its tokenizer."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from jax.typing import DTypeLike
 
 from tpuconv.arguments import given_as
 from tpuconv.errors import UsageError
+from tpuconv.models.chats import chat_about, chat_text, has_template
+from tpuconv.models.common.beside import VIDEO
 from tpuconv.models.common.config import DecoderConfig, context_of
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.drafts import generator_of
@@ -21,8 +23,7 @@ from tpuconv.models.seeing import SeeingGenerator
 from tpuconv.models.speculate import Speculator
 from tpuconv.models.tokenizer import check_ids
 
-CHAT_TYPES = {IMAGE: "image", SOUND: "audio"}
-"""How chat templates name them."""
+ARTICLES = {IMAGE: "an image", SOUND: "a sound", VIDEO: "a video"}
 INCOMPLETE = "\ufffd"
 """The character that a tokenizer decodes an incomplete UTF-8 sequence to."""
 
@@ -59,6 +60,7 @@ class PromptEncoder:
             the text alone.
         parts: what the model has beside its text model: "vision", "audio".
         rows: of the embedding; None if they are not known.
+        placeholders: by part the id of the token in whose place features of images or sounds stand.
     """
 
     tokenizer: Any
@@ -66,11 +68,12 @@ class PromptEncoder:
     folder: Callable[[], Path] | None = None
     parts: Collection[str] = ()
     rows: int | None = None
+    placeholders: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def has_chat_template(self) -> bool:
         """True if the tokenizer has a chat template."""
-        return bool(getattr(self.tokenizer, "chat_template", None))
+        return has_template(self.tokenizer)
 
     def encode(self, prompts: Sequence[str], *, chat: bool = False, system: str | None = None) -> list[list[int]]:
         """Returns the token ids of each prompt.
@@ -82,7 +85,8 @@ class PromptEncoder:
 
         Raises:
             UsageError: the tokenizer has no chat template, the template fails, or `system` is given without `chat`; or
-                `prompts` is a single text, whose characters would each be a prompt; or see `check_ids`.
+                `prompts` is a single text, whose characters would each be a prompt; or one has a marker or placeholder
+                of an image or a sound; or see `check_ids`.
         """
         if isinstance(prompts, str):
             raise UsageError("the prompts are a single text", hint="give a list: [prompt]")
@@ -91,30 +95,49 @@ class PromptEncoder:
                 raise UsageError("a system prompt needs a chat template", hint="add `chat=True`")
             texts: Sequence[str] = prompts
         else:
-            texts = [self._in_chat(prompt, system) for prompt in prompts]
+            texts = [chat_text(self.tokenizer, prompt, system) for prompt in prompts]
         # Not verbose: transformers would warn of long texts, which `check_lengths` refuses.
         ids = [list(self.tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"]) for text in texts]
+        for text, text_ids in zip(texts, ids, strict=True):
+            self._check_media(text, text_ids, {})
         if self.rows is not None:
             check_ids(self.tokenizer, ids, self.rows)
         return ids
 
-    def _in_chat(self, content: Any, system: str | None) -> str:
-        """Returns the text of a conversation whose user's message has this content.
+    def _check_media(self, text: str, ids: Sequence[int], given: Mapping[str, str]) -> None:
+        """Checks that a prompt has no marker of an image or sound that is not given, and no placeholder. The model
+        would run it as text, or find out when the weights are read.
+
+        Args:
+            text: of the prompt, without the markers of what is given.
+            ids: its token ids.
+            given: the markers of the kinds that are given.
 
         Raises:
-            UsageError: the tokenizer has no chat template, or it fails.
+            UsageError: it has one.
         """
-        if not self.has_chat_template:
-            raise UsageError("the tokenizer has no chat template", hint="leave `chat=` out")
-        begin = [] if system is None else [{"role": "system", "content": system}]
-        messages = [*begin, {"role": "user", "content": content}]
-        try:
-            return str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-        except Exception as e:  # the template is a program, and may raise any exception
+        from tpuconv.models.pictures import find_marker
+
+        for part, placeholder in self.placeholders.items():
+            kind = next((kind for kind, each in PART_OF_KIND.items() if each == part), part)
+            token = ""
+            if self.folder is not None and kind not in given:
+                token = find_marker(self.folder(), self.tokenizer, kind, text)
+            if not token and placeholder in ids:
+                token = str(self.tokenizer.decode([placeholder]))
+            if not token:
+                continue
+            if kind in given:
+                raise UsageError(
+                    f"the prompt has {token}, a placeholder of one feature of {ARTICLES[kind]}",
+                    hint=f"leave it out, or write {given[kind]}, which stands for the whole {kind}",
+                )
             raise UsageError(
-                f"the chat template cannot be used: {type(e).__name__}: {str(e)[:300]}",
-                hint="leave `system=` out: some templates refuse it" if system is not None else "leave `chat=` out",
-            ) from e
+                f"the prompt has {token}, which stands for {ARTICLES[kind]}, and no {kind} is given",
+                hint=f"leave {token} out"
+                if part == VIDEO
+                else f"give `{kind}s=[FILE]`, or leave {token} out of the prompt",
+            )
 
     def encode_with(
         self,
@@ -153,52 +176,19 @@ class PromptEncoder:
         for kind in (kind for kind, items in media.items() if items):
             prompt = with_markers(self.folder(), self.tokenizer, prompt, kind)
         if chat:
-            prompt = self._in_chat_about(prompt, self.folder(), media, system)
+            prompt = chat_about(self.tokenizer, prompt, self.folder(), media, system)
+        text = prompt
+        given = {kind: marker_of(self.folder(), self.tokenizer, kind)[0] for kind, items in media.items() if items}
+        for marker in given.values():
+            text = text.replace(marker, "")
+        ids = self.tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"]
+        self._check_media(text, ids, given)
         if self.rows is not None:  # placeholders alone may be outside of the embedding
-            text = prompt
-            for kind in (kind for kind, items in media.items() if items):
-                text = text.replace(marker_of(self.folder(), self.tokenizer, kind)[0], "")
-            ids = self.tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"]
             check_ids(self.tokenizer, [ids], self.rows)
         found = prepared(self.folder(), self.tokenizer, prompt, *media.values())
         begun = chat or found.begun
         ids = self.tokenizer(found.text, add_special_tokens=not begun, verbose=False)["input_ids"]
         return list(ids), found.features
-
-    def _in_chat_about(self, prompt: str, folder: Path, media: Mapping[str, Sequence[Any]], system: str | None) -> str:
-        """Returns the text of a conversation about images and sounds, with their markers. A template that takes a text
-        alone, and would write the list of its parts as Python does, is given a text with markers.
-
-        Raises:
-            UsageError: the template leaves them out, or see `_in_chat`.
-        """
-        from tpuconv.models.pictures import marker_of
-
-        markers, parts, text = [], [], prompt
-        for kind, items in media.items():
-            if items:
-                marker, framed = marker_of(folder, self.tokenizer, kind)
-                markers.append(marker)
-                if marker not in prompt:
-                    parts += [{"type": CHAT_TYPES[kind]}] * len(items)
-                    text = framed * len(items) + text
-        parts.append({"type": "text", "text": prompt})
-
-        def is_whole(found: str) -> bool:
-            return str(parts) not in found and all(marker in found for marker in markers)
-
-        try:
-            found = self._in_chat(parts, system)
-        except UsageError:  # it adds the content to a text
-            found = ""
-        if not is_whole(found):
-            found = self._in_chat(text, system)
-        if not is_whole(found):
-            raise UsageError(
-                f"the chat template leaves out {' and '.join(f'{kind}s' for kind, items in media.items() if items)}",
-                hint="leave `chat=` out, and write the prompt as the model expects a conversation",
-            )
-        return found
 
     def check_lengths(self, ids: Sequence[Sequence[int]], max_new_tokens: int, width: int = 0) -> None:
         """Checks the token ids of prompts, which may be padded to `width`.
@@ -221,7 +211,8 @@ def prompt_encoder(
 ) -> PromptEncoder:
     """Returns the encoder of prompts for the model of a config; other arguments are as of `PromptEncoder`."""
     rows = config.sizes["V"] + config.sizes.get("added_vocab", 0)
-    return PromptEncoder(tokenizer, context_of(config), folder, parts, rows)
+    placeholders = {part: each.placeholder for part, each in config.parts.items()}
+    return PromptEncoder(tokenizer, context_of(config), folder, parts, rows, placeholders)
 
 
 class TextGenerator:

@@ -40,7 +40,7 @@ def resolve(
         SourceError: the repository holds no safetensors checkpoint, or the cache holds a damaged file.
         ResourceError: the disk is too small, or the cache cannot be written.
     """
-    folder = _local_path(src)
+    folder = source_location(src)
     if isinstance(folder, BucketPath):
         if revision is not None:
             raise UsageError(f"`revision={revision!r}` needs a Hub id, and {src} is in a bucket", hint="leave it out")
@@ -79,7 +79,7 @@ def fetch_config(src: str, revision: str | None = None) -> dict[str, Any]:
         ConfigError: config.json is missing, or holds no JSON object.
         HubError: the Hub refuses, does not know the id, or cannot be reached.
     """
-    path = _local_path(src)
+    path = source_location(src)
     if isinstance(path, BucketPath):
         return read_config(path if path.suffix == ".json" else path / CONFIG_FILE)
     if src and (path.is_dir() or path.suffix == ".json"):
@@ -89,12 +89,12 @@ def fetch_config(src: str, revision: str | None = None) -> dict[str, Any]:
         return read_config(Repository(src, revision or "main").config())
 
 
-def _local_path(src: str) -> Location:
-    """`src` as a path, which need not exist, or as the URL of a bucket.
+def source_location(src: str) -> Location:
+    """Returns a source as a path, which need not exist, or as the URL of a bucket.
 
     Raises:
-        UsageError: the system refuses to look there (a name too long, a NUL, a folder that may not be searched), or
-            does not know the user of `~user`.
+        UsageError: it is the address of a page of the Hub; the system refuses to look there (a name too long, a NUL, a
+            folder that may not be searched), or does not know the user of `~user`.
     """
     if match := re.match(r"(?:https?://[^/]+/|hf://(?:models/)?)([^/]+/[^/@]+)", src):
         raise UsageError(f"{src} is an address", hint=f"give the id alone: {match[1]}")

@@ -47,7 +47,7 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None, Mapp
             raise UsageError(f"{folder} {what}", hint=_with_base(folder, todo) if "adapter" in what else todo)
         if not shards:
             raise UsageError(
-                f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}",
+                f"{folder} holds no {SINGLE_FILE}, no {INDEX_FILE} and no {MANIFEST}",
                 hint="give a folder with a Hugging Face checkpoint in safetensors, or its Hub id",
             )
         raise SourceError(
@@ -90,7 +90,8 @@ OTHER_KINDS = (
      "export it to the form of transformers with Megatron Bridge or NeMo"),
     ("checkpoint-[0-9]*", "checkpoints of a trainer", "give one of these folders"),
     ("_METADATA|_CHECKPOINT_METADATA|manifest.ocdbt", "a checkpoint of Orbax",
-     "`tpuconv export FOLDER OUT --config SRC` writes safetensors from a trainer's checkpoint"),
+     "`tpuconv reshard FOLDER OUT --config SRC` makes a checkpoint of tpuconv from a trainer's, `tpuconv export FOLDER "
+     "OUT --config SRC` safetensors"),
     ("*.gguf", "GGUF files, which have weights in formats of llama.cpp",
      "convert the repository that they were made from"),
     ("*.bin", "pickled weights (.bin), which can run code and are not read",
