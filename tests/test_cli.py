@@ -516,7 +516,7 @@ MISTAKES = {
     "half a config": (("quantize", "--config", "fp8"), 2, "did you mean fp8_block or fp8_default or fp8_weight_only?"),
     "a process": (("convert", "x", "--process-index", "2", "--process-count", "2"), 2, "the last one is 1"),
     "a seed": (("generate", "--prompt", "x", "--seed", str(1 << 64)), 2, "--seed"),
-    "a checkpoint": (("verify", EXAMPLE), 2, "tpuconv convert SRC"),
+    "a checkpoint": (("verify", EXAMPLE), 2, f"tpuconv convert {EXAMPLE}"),
     "a folder without checkpoints": (("verify",), 2, "tpuconv convert SRC"),
 }
 

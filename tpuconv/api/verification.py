@@ -92,7 +92,7 @@ def verify(asked: VerifyRequest) -> Verification:
         UsageError: the folder is a release, or was not written by tpuconv, or `key` is given and it has no signature.
         CorruptOutput: its manifest cannot be understood, or the signature is not valid.
     """
-    from tpuconv.checkpoint.manifest import read_manifest
+    from tpuconv.checkpoint.manifest import PARAMS, read_manifest
     from tpuconv.sources.files import CONFIG_FILE
     from tpuconv.storage.places import is_there
     from tpuconv.storage.sealed import SAFETENSORS, kind_of, read_sealed
@@ -100,7 +100,8 @@ def verify(asked: VerifyRequest) -> Verification:
     from tpuconv.verify.signature import check_signature
 
     folder = to_location(asked.ckpt)
-    if not is_there(folder / MANIFEST) and is_there(folder / CONFIG_FILE):
+    has_arrays = is_there(folder / MANIFEST) or is_there(folder / PARAMS)  # a checkpoint may have lost its manifest
+    if not has_arrays and is_there(folder / CONFIG_FILE):
         raise UsageError(
             f"{folder} is a release: it has no checksums of tpuconv",
             hint=f"`tpuconv verify {folder} --compare-hf` compares its model with transformers; "
