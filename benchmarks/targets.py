@@ -1,9 +1,9 @@
 """Compares conversions for other programs, and `tpuconv.load`, with a copy and with a plain read of the same bytes.
 
-    python benchmarks/targets.py [--folder DIR] [--pairs N] [--layers N] [--only NAME ...]
+    python benchmarks/targets.py [--folder DIR] [--pairs N] [--layers N] [--wide] [--only NAME ...]
 
-Makes a checkpoint of the shape of Qwen3-1.7B (3.4 GB in bfloat16), or one of more layers. In each round, with an empty
-page cache (as root):
+Makes a checkpoint of the shape of Qwen3-1.7B (3.4 GB in bfloat16), or one of more layers, or as wide as Qwen3-8B. In
+each round, with an empty page cache (as root):
 
     copy             cp -r, then sync
     convert          to our own tree
@@ -40,6 +40,7 @@ from safetensors.numpy import save_file
 
 QUANTIZED = ("int8", "int4")
 RANK = 16
+WIDE = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "tie_word_embeddings": False}
 
 KEEP = """
 import mmap, os, sys
@@ -98,6 +99,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to work; four times the checkpoint must fit")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--wide", action="store_true", help="the width and the separate head of Qwen3-8B")
     parser.add_argument("--only", nargs="*", help="rows, besides those that others are compared with")
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(dir=args.folder))
@@ -129,9 +131,10 @@ def main() -> None:
         writing = {name: command for name, command in writing.items() if name in ("copy", *args.only)}
         reading = {name: command for name, command in reading.items() if name in ("read", *args.only)}
     runs: dict[str, list[Run]] = {name: [] for name in (*writing, *reading)}
+    config = CONFIG | {"num_hidden_layers": args.layers} | (WIDE if args.wide else {})
     try:
-        total = make_checkpoint(source, CONFIG | {"num_hidden_layers": args.layers})
-        make_adapter(adapter, CONFIG | {"num_hidden_layers": args.layers})
+        total = make_checkpoint(source, config)
+        make_adapter(adapter, config)
         measure([*convert, str(ckpt)])
         for bits in QUANTIZED:
             measure([*convert, str(work / bits), "--quantize", f"{bits}_weight_only"])
