@@ -100,8 +100,8 @@ def verify(asked: VerifyRequest) -> Verification:
     from tpuconv.verify.signature import check_signature
 
     folder = to_location(asked.ckpt)
-    has_arrays = is_there(folder / MANIFEST) or is_there(folder / PARAMS)  # a checkpoint may have lost its manifest
-    if not has_arrays and is_there(folder / CONFIG_FILE):
+    is_ours = is_there(folder / MANIFEST) or is_there(folder / PARAMS)  # a checkpoint may have lost its manifest
+    if not is_ours and is_there(folder / CONFIG_FILE):
         raise UsageError(
             f"{folder} is a release: it has no checksums of tpuconv",
             hint=f"`tpuconv verify {folder} --compare-hf` compares its model with transformers; "

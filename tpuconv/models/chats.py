@@ -32,14 +32,14 @@ def chat_text(tokenizer: Any, prompt: str, system: str | None) -> str:
     Raises:
         UsageError: the tokenizer has no chat template, or it fails, or it leaves the prompt out.
     """
-    found, errors = _whole(tokenizer, _forms(prompt), system, [prompt])
-    if found is not None:
-        return found
-    for content, empty in zip(_forms(prompt), _forms(""), strict=True):  # some templates take words out as commands
-        with suppress(UsageError):
-            if (text := _written(tokenizer, content, system)) != _written(tokenizer, empty, system):
-                return text
-    raise errors[0] if errors else _left_out("the prompt")
+    try:
+        return _whole(tokenizer, _forms(prompt), system, {prompt: "the prompt"})
+    except UsageError:
+        for content, empty in zip(_forms(prompt), _forms(""), strict=True):  # some templates take words out as commands
+            with suppress(UsageError):
+                if (text := _written(tokenizer, content, system)) != _written(tokenizer, empty, system):
+                    return text
+        raise
 
 
 def chat_about(
@@ -58,20 +58,17 @@ def chat_about(
     """
     from tpuconv.models.pictures import marker_of
 
-    markers, parts, text = [], [], prompt
+    markers: dict[str, str] = {}
+    parts, text = [], prompt
     for kind, items in media.items():
         if items:
             marker, framed = marker_of(folder, tokenizer, kind)
-            markers.append(marker)
+            markers[marker] = f"{kind}s"
             if marker not in prompt:
                 parts += [{"type": CHAT_TYPES[kind]}] * len(items)
                 text = framed * len(items) + text
     parts.append({"type": "text", "text": prompt})
-    found, errors = _whole(tokenizer, [parts, text], system, markers)
-    if found is None:
-        what = " and ".join(f"{kind}s" for kind, items in media.items() if items)
-        raise errors[0] if errors else _left_out(what)
-    return found
+    return _whole(tokenizer, [parts, text], system, markers)
 
 
 def _forms(text: str) -> list[Any]:
@@ -79,18 +76,16 @@ def _forms(text: str) -> list[Any]:
     return [text, [{"type": "text", "text": text}]]
 
 
-def _whole(
-    tokenizer: Any, contents: Sequence[Any], system: str | None, needed: Sequence[str]
-) -> tuple[str | None, list[UsageError]]:
+def _whole(tokenizer: Any, contents: Sequence[Any], system: str | None, needed: Mapping[str, str]) -> str:
     """Returns the text of a conversation in the first form that has some texts, and if it can be the system message.
 
     Args:
         tokenizer, system: as of `chat_text`.
         contents: the forms of the user's message.
-        needed: what the text must have.
+        needed: what the text must have, and how an error calls it.
 
-    Returns:
-        The text, None if the template leaves a text out in each form; the errors of forms for which it fails.
+    Raises:
+        UsageError: the template fails, or leaves out what is needed, in each form.
     """
     forms = [(content, form) for content in contents for form in ([None] if system is None else _forms(system))]
     found: list[str] = []
@@ -104,7 +99,16 @@ def _whole(
         is_printed = any(str(content) in text for content in form if isinstance(content, list))
         if not is_printed and all(each.strip() in text for each in needed):
             found.append(text)
-    return next((text for text in found if (system or "").strip() in text), found[0] if found else None), errors
+    if not found:
+        raise (
+            errors[0]
+            if errors
+            else UsageError(
+                f"the chat template leaves out {' and '.join(needed.values())}",
+                hint="leave `chat=` out, and write the prompt as the model expects a conversation",
+            )
+        )
+    return next((text for text in found if (system or "").strip() in text), found[0])
 
 
 def _written(tokenizer: Any, content: Any, system: Any) -> str:
@@ -121,10 +125,3 @@ def _written(tokenizer: Any, content: Any, system: Any) -> str:
             f"the chat template cannot be used: {type(e).__name__}: {str(e)[:300]}",
             hint="leave `system=` out: some templates refuse it" if system is not None else "leave `chat=` out",
         ) from e
-
-
-def _left_out(what: str) -> UsageError:
-    return UsageError(
-        f"the chat template leaves out {what}",
-        hint="leave `chat=` out, and write the prompt as the model expects a conversation",
-    )

@@ -150,7 +150,7 @@ def with_markers(folder: Path, tokenizer: Any, text: str, kind: str) -> str:
     """Returns a prompt with the model's marker in place of numbered ones, such as `<|image_1|>`, if its release has
     these; raises what `marker_of` does."""
     _, row = _row(folder, kind)
-    marker, _ = marker_of(folder, tokenizer, kind)
+    marker = _token(tokenizer, row, folder, row.marker)
     return re.sub(row.numbered, lambda _: marker, text) if row.numbered else text
 
 
@@ -161,16 +161,21 @@ def find_marker(folder: Path, tokenizer: Any, kind: str, text: str) -> str:
         return ""
     if row.numbered and (found := re.search(row.numbered, text)):
         return found[0]
-    marker: str = getattr(tokenizer, row.marker, None) or row.tokens[row.marker]
+    marker = _special(tokenizer, row, row.marker)
     return marker if marker in text else ""
 
 
 def _token(tokenizer: Any, row: Placeholder, folder: Path, name: str) -> str:
     """Returns a special token by its name; nothing for an empty name."""
-    token = (getattr(tokenizer, name, None) or row.tokens[name]) if name else name
+    token = _special(tokenizer, row, name) if name else name
     if name and not token:
         raise ConfigError(f"the tokenizer in {folder} has no {name}", hint="copy the tokenizer's files into it again")
-    return str(token)
+    return token
+
+
+def _special(tokenizer: Any, row: Placeholder, name: str) -> str:
+    """Returns a special token by its name; "" if neither tokenizer nor table has it."""
+    return str(getattr(tokenizer, name, None) or row.tokens[name])
 
 
 def load_processor(folder: Path, kind: str) -> Any:

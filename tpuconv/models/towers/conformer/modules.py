@@ -6,7 +6,7 @@ them.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -106,20 +106,38 @@ class SpeechConvolution(nnx.Module):
         return self.down(nnx.silu(y_BTE))
 
 
-class SpeechLayer(nnx.Module):
-    """One layer, [B, T, D] to [B, T, D]."""
+class MacaronLayer(nnx.Module):
+    """Half an MLP, attention, a convolution, half an MLP and a norm (Conformer, arXiv:2005.08100, 2), [B, T, D] to
+    [B, T, D].
+
+    Attributes:
+        mlp, attention, convolution: the classes of the parts.
+        eps: of the last norm.
+    """
+
+    mlp: ClassVar[Any]
+    attention: ClassVar[Any]
+    convolution: ClassVar[Any]
+    eps: ClassVar[float]
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        self.mlp_before, self.mlp_after = (HalvedMLP(config, dtype=dtype, keys=keys) for _ in range(2))
-        self.attn = SpeechAttention(config, dtype=dtype, keys=keys)
-        self.conv = SpeechConvolution(config, dtype=dtype, keys=keys)
-        self.norm = LayerNorm("D", config.sizes, SPEECH_EPS, dtype=dtype)
+        self.mlp_before, self.mlp_after = (self.mlp(config, dtype=dtype, keys=keys) for _ in range(2))
+        self.attn = self.attention(config, dtype=dtype, keys=keys)
+        self.conv = self.convolution(config, dtype=dtype, keys=keys)
+        self.norm = LayerNorm("D", config.sizes, self.eps, dtype=dtype)
 
-    def __call__(self, x_BTD: jax.Array, is_sound_T: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, mask: jax.Array, *frames: jax.Array) -> jax.Array:
+        """The attention is given the mask, or bias; the convolution which frames are of a sound, if it asks."""
         x_BTD = x_BTD + self.mlp_before(x_BTD)
-        x_BTD = x_BTD + self.attn(x_BTD, is_sound_T)
-        x_BTD = x_BTD + self.conv(x_BTD, is_sound_T)
+        x_BTD = x_BTD + self.attn(x_BTD, mask)
+        x_BTD = x_BTD + self.conv(x_BTD, *frames)
         return self.norm(x_BTD + self.mlp_after(x_BTD))
+
+
+class SpeechLayer(MacaronLayer):
+    """One layer of Granite Speech."""
+
+    mlp, attention, convolution, eps = HalvedMLP, SpeechAttention, SpeechConvolution, SPEECH_EPS
 
 
 class Conformer(FeatureEncoder):
@@ -155,7 +173,7 @@ class Conformer(FeatureEncoder):
     def __call__(self, frames_BTM: jax.Array, is_sound_T: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         states = [self.entry(frames_BTM.astype(self.entry.kernel.dtype))]
         for number, layer in enumerate(self.layers, 1):
-            x_BTD = layer(states[-1], is_sound_T)
+            x_BTD = layer(states[-1], is_sound_T, is_sound_T)
             if number == len(self.layers) // 2:
                 x_BTD = x_BTD + self.guessed(jax.nn.softmax(self.guess(x_BTD), axis=-1))
             states.append(x_BTD)

@@ -20,6 +20,7 @@ from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, LayerNorm, gelu, normal
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
+from tpuconv.models.towers.conformer.modules import MacaronLayer
 from tpuconv.models.towers.convolutions import StridedConvolution, convolved_channels
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, Grids, given, noise, padded, patches_of
 from tpuconv.models.towers.image_encoder import states_of
@@ -224,20 +225,10 @@ class ChannelTaps(nnx.Module):
         return convolved_channels(jnp.repeat(x_ZQE, self.times, axis=2), kernel, len(kernel) - 1) + self.bias[...]
 
 
-class Phi4SoundLayer(nnx.Module):
+class Phi4SoundLayer(MacaronLayer):
     """One layer, [Z, Q, D] to [Z, Q, D]."""
 
-    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        self.mlp_before, self.mlp_after = (GatedHalf(config, dtype=dtype, keys=keys) for _ in range(2))
-        self.attn = BiasedAttention(config, dtype=dtype, keys=keys)
-        self.conv = CausalConvolution(config, dtype=dtype, keys=keys)
-        self.norm = LayerNorm("D", config.sizes, SOUND_EPS, dtype=dtype)
-
-    def __call__(self, x_ZQD: jax.Array, bias_ZNQS: jax.Array) -> jax.Array:
-        x_ZQD = x_ZQD + self.mlp_before(x_ZQD)
-        x_ZQD = x_ZQD + self.attn(x_ZQD, bias_ZNQS)
-        x_ZQD = x_ZQD + self.conv(x_ZQD)
-        return self.norm(x_ZQD + self.mlp_after(x_ZQD))
+    mlp, attention, convolution, eps = GatedHalf, BiasedAttention, CausalConvolution, SOUND_EPS
 
 
 class HalvingStage(nnx.Module):
