@@ -1,9 +1,11 @@
 """Uploads to a Hub on the loopback interface, by the client's HTTP protocol; and what is refused before."""
 
+import hashlib
 import json
 import shutil
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,11 +103,29 @@ def test_a_second_push_sends_no_large_file_again(outputs, hub):
 def test_an_older_output_does_not_stay_beside_a_newer_one(first, second, outputs, hub):
     """Programs take a model.safetensors for the model, whatever index lies beside it."""
     api.push(outputs / first, REPO)
-    theirs = {".gitattributes": b"* lfs", "plots/[a].png": b"theirs", "model.sig": b"of the older files"}
+    theirs = {".gitattributes": b"* lfs", "plots/[a].png": b"theirs", "model.sig": signature_of(outputs / first)}
     hub.pushed[REPO]["main"] |= theirs
     done = api.push(outputs / second, REPO)
     assert hub.pushed[REPO]["main"] == {**files(outputs / second), **dict(list(theirs.items())[:2])}
     assert set(done.deleted) == {"model.sig", *files(outputs / first).keys() - files(outputs / second).keys()}
+
+
+def signature_of(output: Path) -> bytes:
+    """Returns what tells the files that were signed, as model-signing lays it out."""
+    digest = hashlib.sha256((output / "tpuconv.json").read_bytes()).hexdigest()
+    statement = {"predicate": {"resources": [{"name": "tpuconv.json", "digest": digest}]}}
+    return json.dumps({"dsseEnvelope": {"payload": b64encode(json.dumps(statement).encode()).decode()}}).encode()
+
+
+@pytest.mark.parametrize("has_older", [False, True])
+def test_a_signature_of_others_stays(has_older, outputs, hub):
+    """Of a repository without an output of ours, and beside one that it does not sign."""
+    if has_older:
+        api.push(outputs / "sharded", REPO)
+    for signature in (signature_of(outputs / "export"), b"theirs"):
+        hub.pushed.setdefault(REPO, {}).setdefault("main", {})["model.sig"] = signature
+        assert "model.sig" not in api.push(outputs / "checkpoint", REPO).deleted
+        assert hub.pushed[REPO]["main"]["model.sig"] == signature
 
 
 def test_weights_of_others_are_not_mixed_with_ours(outputs, hub):

@@ -120,8 +120,9 @@ def push(asked: PushRequest) -> Push:
 
 
 def _stale(hub: "HfApi", repo: str, branch: str, files: Collection[str]) -> list[str]:
-    """Returns the files of a repository that an older output of ours has by its manifest, and this one has not. A
-    program would read them beside this one, such as a `model.safetensors` beside an index.
+    """Returns the files of a repository that an older output of ours has by its manifest, and this one has not, with
+    the signature of that manifest. A program would read them beside this one, such as a `model.safetensors` beside an
+    index.
 
     Raises:
         UsageError: there are weights of others.
@@ -130,12 +131,13 @@ def _stale(hub: "HfApi", repo: str, branch: str, files: Collection[str]) -> list
     from tpuconv.names import MANIFEST, SIGNATURE
     from tpuconv.storage.ownership import names_of
 
-    listed, older = hub.list_repo_files(repo, revision=branch), {SIGNATURE}
+    listed, older = hub.list_repo_files(repo, revision=branch), set[str]()
     there = set(listed) - set(files)
     if there and MANIFEST in listed:
         with TemporaryDirectory() as temporary:
-            hub.hf_hub_download(repo, MANIFEST, revision=branch, local_dir=temporary)
-            older |= names_of(Path(temporary), contents_of)
+            for name in {MANIFEST, SIGNATURE} & set(listed):
+                hub.hf_hub_download(repo, name, revision=branch, local_dir=temporary)
+            older = names_of(Path(temporary), contents_of)
     if foreign := sorted(name for name in there - older if name.endswith(WEIGHTS)):
         raise UsageError(
             f"{repo} holds weights that no manifest of tpuconv names at {branch}, and programs would read them too",
