@@ -593,6 +593,16 @@ def test_checksums_of_a_release_are_refused_with_what_can_be_done(tmp_path):
     assert f"`tpuconv verify {source} --compare-hf`" in (error.value.hint or "")
 
 
+def test_a_hub_id_is_told_how_it_becomes_a_folder(tmp_path, monkeypatch):
+    """Checksums, exports and cuts are of folders and buckets."""
+    monkeypatch.chdir(tmp_path)
+    for work in (lambda: api.verify("org/tiny"), lambda: api.export("org/tiny", "out")):
+        with pytest.raises(UsageError, match="org/tiny does not exist") as error:
+            work()
+        assert "`tpuconv convert org/tiny`" in (error.value.hint or "")
+        assert "`hf download org/tiny --local-dir tiny`" in (error.value.hint or "")
+
+
 # -- places ------------------------------------------------------------------------------------------------------------
 
 

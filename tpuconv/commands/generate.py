@@ -106,6 +106,7 @@ def generate(
     if distributed and "-" in prompts:
         raise UsageError("--prompt - reads the input of each process", hint="give --prompt TEXT or --prompt-file")
     options.require_mode("--chat", chat, "system")
+    options.require_mode("--temperature", options.is_given("temperature"), "top_p", "top_k", "seed")
     texts = _all_prompts(prompts, prompt_file)
     if (images or sounds) and texts[1:]:
         raise UsageError("--image and --sound go with one prompt", hint="run the command once for each prompt")
