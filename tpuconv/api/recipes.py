@@ -156,6 +156,7 @@ def sensitivity(asked: SensitivityRequest) -> Sensitivity:
         GateError: logits of the model are not finite, or no recipe holds the gates.
     """
     from tpuconv.api.opened import opened_model
+    from tpuconv.api.running import downloading_again
     from tpuconv.convert.plan.options import Options
     from tpuconv.quantize.config import check_gates
     from tpuconv.storage.reports import check_free
@@ -168,8 +169,12 @@ def sensitivity(asked: SensitivityRequest) -> Sensitivity:
     if is_written:
         for path in (out, out.with_suffix(PICTURE)):
             check_free(path, "recipe", overwrite=asked.overwrite)
-    with opened_model(asked.ckpt, Options()) as opened, opened.reading() as read:
-        return _measured_costs(asked, out, opened, read)
+
+    def measured() -> Sensitivity:
+        with opened_model(asked.ckpt, Options()) as opened, opened.reading() as read:
+            return _measured_costs(asked, out, opened, read)
+
+    return downloading_again(measured, asked.progress)
 
 
 def _measured_costs(
