@@ -76,6 +76,7 @@ CASES = {
     "deepseek_vl": (SQUARE, {"num_image_tokens": 4}),
     "janus": ({}, {"num_image_tokens": 4}),
     "hunyuan_vl": ({}, {}),
+    "ernie4_5_vl_moe": (GRID, {}),
 }
 """Settings of the image processor and of the whole processor, by type of model."""
 
@@ -91,6 +92,10 @@ HEARD = {
 VIDEO = {"image_token": "<i>", "video_token": "<v>", "vision_bos_token": "<b>", "vision_eos_token": "<e>"}
 OMNI = VIDEO | {"audio_bos_token": "<ab>", "audio_eos_token": "<ae>"}
 MORE_TOKENS = {
+    "ernie4_5_vl_moe": {
+        **{"image_start_token": "<is>", "image_end_token": "<ie>"},
+        **{"video_token": "<v>", "video_start_token": "<vs>", "video_end_token": "<ve>"},
+    },
     "hunyuan_vl": {"image_token": "<hy>", "image_start_token": "<hs>", "image_end_token": "<he>"},
     "internvl": {"video_token": "<video>"},
     "qwen2_5_omni": OMNI,
@@ -144,6 +149,7 @@ def saved(folder: Path, config: dict, part, settings: dict) -> Path:
 def check_equal(have, want, tokenizer) -> None:
     assert tokenizer(have.text)["input_ids"] == np.asarray(want["input_ids"][0]).tolist()
     of_text = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
+    of_text |= {"moe_mm_token_type_ids"}
     assert set(have.features) == set(want) - of_text
     for name, array in have.features.items():
         np.testing.assert_array_equal(array, np.stack([np.asarray(x) for x in want[name]]), name)

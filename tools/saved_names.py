@@ -46,6 +46,7 @@ from tpuconv.notation.table import Map, MappingTable, row_indices
 FILE = Path(__file__).parent.parent / "tpuconv" / "models" / "common" / "saved_names.json"
 
 WHOLE: Mapping[str, Sequence[str]] = {
+    "ernie4_5_vl_moe": ("ernie4_5_vl_moe",),
     "hunyuan_vl": ("hunyuan_vl",),
     "hy_v4_vl": ("hy_v4_vl",),
     "inkling2": ("inkling2",),
@@ -200,6 +201,13 @@ class Finder:
         self.found = Found()
         reader = ReleaseReader(table, (*family.forms, *ALL_FORMS), {a: b for each in aliases for a, b in each.items()})
         self.plain = reader.speller
+        self.said = {
+            template(name)
+            for place in places(table, family.forms)
+            for form in place.forms.values()
+            for row in form
+            for name in row.hf_names
+        } - self.own
         self.in_forms = {template(name) for row in reader.rows for name in row.hf_names} - self.own
 
     def run(self) -> Found:
@@ -213,6 +221,8 @@ class Finder:
                 if pattern is None:
                     others = {target, apply_renamings(target, self.back)} - {name}
                     renamed[template(hf)] += [(hf, binding.row, name, other) for other in sorted(others)]
+                    continue
+                if self.plain.canonical(template(target)) in self.said:  # by a form of the family
                     continue
                 saved = apply_renamings(apply_renamings(name, self.renamings), self.back)
                 self.add_name(template(saved), hf, None)

@@ -27,6 +27,7 @@ IMAGE_PROCESSORS: Mapping[str, Callable[[], Any]] = {
     "gemma3": lambda: transformers.Gemma3ImageProcessor(size={"height": 24, "width": 24}),
     "paligemma2": lambda: transformers.SiglipImageProcessor(size={"height": 12, "width": 12}, image_seq_length=9),
     "qwen3_vl": qwen_images,
+    "ernie4_5_vl_moe": lambda: transformers.Ernie4_5_VLMoeImageProcessorPil(patch_size=4, merge_size=2, size=SMALL),
     "hunyuan_vl": lambda: transformers.HunYuanVLImageProcessor(patch_size=4, merge_size=2, size=SMALL),
 }
 """By the name of the case."""

@@ -132,6 +132,10 @@ EVEN = {
         for name in ("glm4_moe", "bailing_moe", "bailing_moe_linear", "sarvam_moe")
     },
     "ernie4_5_moe": {"head_dim": 32, "moe_intermediate_size": 64},
+    "ernie4_5_vl_moe": {
+        **{"head_dim": 32, "moe_intermediate_size": [64, 96]},
+        "rope_parameters": {"rope_type": "default", "mrope_section": [5, 5, 6]},
+    },
     **{
         name: {"head_dim": 32, "swa_head_dim": 32, "d_rel": 32, "moe_intermediate_size": 64}
         for name in ("inkling_text", "inkling_mm_model", "inkling2_text", "inkling2")

@@ -4,8 +4,9 @@ Some templates take the content of a message as a text, some as a list of parts.
 Python does, content in the form that it does not take: several of LLaVA and Idefics print no text that is not a part.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import UsageError
@@ -35,7 +36,7 @@ def chat_text(tokenizer: Any, prompt: str, system: str | None) -> str:
         UsageError: the tokenizer has no chat template, or it fails, or it leaves the prompt out.
     """
     try:
-        return _whole(tokenizer, _forms(prompt), system, {prompt: "the prompt"})
+        return _whole(partial(_written, tokenizer), _forms(prompt), system, {prompt: "the prompt"})
     except UsageError:
         for content, empty in zip(_forms(prompt), _forms(""), strict=True):  # some templates take words out as commands
             with suppress(UsageError):
@@ -66,7 +67,14 @@ def chat_about(preparer: "Preparer", prompt: str, media: Mapping[str, Sequence[A
                 parts += [{"type": CHAT_TYPES[kind]}] * len(items)
                 text = framed * len(items) + text
     parts.append({"type": "text", "text": prompt})
-    return _whole(preparer.tokenizer, [parts, text], system, markers)
+
+    def write(content: Any, system: Any) -> str:
+        out = _written(preparer.tokenizer, content, system)
+        for kind in filter(media.get, media):
+            out = preparer.with_markers(out, kind)
+        return out
+
+    return _whole(write, [parts, text], system, markers)
 
 
 def _forms(text: str) -> list[Any]:
@@ -74,12 +82,15 @@ def _forms(text: str) -> list[Any]:
     return [text, [{"type": "text", "text": text}]]
 
 
-def _whole(tokenizer: Any, contents: Sequence[Any], system: str | None, needed: Mapping[str, str]) -> str:
+def _whole(
+    write: Callable[[Any, Any], str], contents: Sequence[Any], system: str | None, needed: Mapping[str, str]
+) -> str:
     """Returns the text of a conversation in the first form that has some texts, and if it can be the system message.
 
     Args:
-        tokenizer, system: as of `chat_text`.
+        write: as `_written`, with markers as the model has them.
         contents: the forms of the user's message.
+        system: as of `chat_text`.
         needed: what the text must have, and how an error calls it.
 
     Raises:
@@ -90,7 +101,7 @@ def _whole(tokenizer: Any, contents: Sequence[Any], system: str | None, needed: 
     errors: list[UsageError] = []
     for form in forms:
         try:
-            text = _written(tokenizer, *form)
+            text = write(*form)
         except UsageError as e:
             errors.append(e)
             continue

@@ -51,6 +51,7 @@ FAMILIES: Mapping[str, str] = {
     "hunyuan_v1_moe": "lineages.hunyuan",
     "ernie4_5": "lineages.ernie",
     "ernie4_5_moe": "lineages.ernie",
+    "ernie4_5_vl_moe": "lineages.ernie",
     "apertus": "lineages.like_llama",
     "smollm3": "lineages.llama",
     "exaone4": "lineages.exaone",

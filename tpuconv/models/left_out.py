@@ -11,8 +11,6 @@ _BEHIND_ENCODER = "decoders of models with an encoder"
 MODELS_LEFT_OUT: Mapping[str, str] = {
     "zamba": "Mamba-1 in heads, each with projections of its own: not written yet",
     "cpmant": "tokens of a text see those behind them, so that its logits depend on how a text is cut into calls",
-    "ernie4_5_vl_moe": "experts for images beside those for text in each layer, so the text model alone is not the "
-    "released model",
     "diffusion_gemma": "text that is made by denoising blocks of tokens, not token by token",
     "blt": "bytes that are joined to patches by another model",
     "doge": "masks that are made of values",

@@ -81,7 +81,7 @@ class Placeholder:
         begin: the name of the token that stands behind the last image, where most models have it before the text.
         end: what stands at the end of a prompt with images.
         patch: returns the pixels of a side of a patch that the image processor is to take instead of its setting.
-        numbered: a pattern of further markers, which releases number: `<|image_1|>`.
+        numbered: a pattern of further markers in the prompts of releases, such as numbered ones: `<|image_1|>`.
         processor: the class of transformers that takes the settings of a processor which is code of the release.
     """
 
@@ -191,6 +191,12 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     **{(name, IMAGE): GLM_IMAGE for name in ("glm4v", "glm4v_moe", "glm46v", "glmga", "glm_ocr", "glm5_next")},
     ("cohere_compass", IMAGE): _row(by_grid, image_token="<|IMAGE_PAD|>"),
     ("paddleocr_vl", IMAGE): _row(by_grid, image_token="<|IMAGE_PLACEHOLDER|>"),
+    ("ernie4_5_vl_moe", IMAGE): Placeholder(
+        by_grid,
+        {"image_token": "<|IMAGE_PLACEHOLDER|>"},
+        frame=("<|IMAGE_START|>", "<|IMAGE_END|>"),
+        numbered=r"<\|image@placeholder\|>",
+    ),
     ("kimi_k25", IMAGE): _row(by_grid, image_token="<|media_pad|>"),
     ("hunyuan_vl", IMAGE): Placeholder(
         hunyuan,

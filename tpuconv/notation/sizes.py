@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
 
+from tpuconv.notation.letters import sharded_as
+
 MTP = "U"
 """The letter of layers that predict further tokens (MTP)."""
 
@@ -20,13 +22,14 @@ class HasSizes(Protocol):
 
     @property
     def layer_sets(self) -> Mapping[str, Sequence[int]]:
-        """The numbers of the layers of every letter and word that stands for layers."""
+        """The numbers of the layers of every letter and word that stands for layers, and of the experts of every word
+        that is sharded as they are and does not count them from 0."""
 
 
 def sets_of_layers(config: HasSizes) -> dict[str, Sequence[int]]:
     """Returns the layers of the model by their letters and words, without the layers for further tokens, which may have
-    numbers of their own."""
-    return {name: layers for name, layers in config.layer_sets.items() if name != MTP}
+    numbers of their own, and without words that number experts."""
+    return {name: layers for name, layers in config.layer_sets.items() if name != MTP and sharded_as(name) != "E"}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from flax import nnx
 from tpuconv.checkpoint.manifest import AS_RELEASED
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Einsum
+from tpuconv.models.common.seen import Seen
 from tpuconv.models.kernels import grouped, lookup
 from tpuconv.private import apply_interceptors, flax_util, ptq, qarray
 from tpuconv.private import qwix_einsum as einsum
@@ -141,7 +142,8 @@ ENTRIES = ("run_layers", "head", "draft")
 
 def quantized(model: nnx.Module, provider: Provider) -> Any:
     """Returns the model as Qwix quantizes it. Within `nnx.eval_shape` it needs no weights."""
-    model = qwix.quantize_model(model, provider, jnp.zeros((1, TOKENS), jnp.int32))
+    ids_BT = jnp.zeros((1, TOKENS), jnp.int32)
+    model = qwix.quantize_model(model, provider, ids_BT, **_images_of(model, ids_BT))
     for name in ENTRIES if isinstance(model, Decoder) else ():
         method = apply_interceptors(getattr(type(model), name), provider, lambda output: output)
         setattr(type(model), name, method)
@@ -151,6 +153,14 @@ def quantized(model: nnx.Module, provider: Provider) -> Any:
         if provider.config.names_part(part):
             _quantize_part(getattr(model, part), provider.for_part(part))
     return model
+
+
+def _images_of(model: nnx.Module, ids_BT: jax.Array) -> dict[str, Seen]:
+    """Returns what a call needs to run experts for images too; nothing where a model has no such experts."""
+    if not isinstance(model, Decoder) or not model.config.routes_images:
+        return {}
+    none_BT = jnp.full(ids_BT.shape, -1, jnp.int32)
+    return {"seen": Seen(jnp.zeros((1, model.config.hidden_size)), slot_BT=none_BT, block_BT=none_BT)}
 
 
 def _quantize_mtp(model: Any) -> None:

@@ -53,7 +53,11 @@ def _without_images(module: Any, inputs: Any, outputs: Any) -> None:
     outputs.image_outputs = None
 
 
-KINDS_OF_TOKENS = {"token_type_ids": {"vision": 1}, "mm_token_type_ids": {"vision": 1, "audio": 3}}
+KINDS_OF_TOKENS = {
+    "token_type_ids": {"vision": 1},
+    "mm_token_type_ids": {"vision": 1, "audio": 3},
+    "moe_mm_token_type_ids": {"vision": 1},
+}
 """Arguments by which transformers' models tell placeholders from text, and the numbers that processors give them."""
 
 TELLS_PROMPTS = ("paligemma",)

@@ -171,8 +171,8 @@ class ProjectorConfig:
 
     @property
     def block_tokens(self) -> tuple[int, ...]:
-        """The ids of tokens that see each other, whichever image of a text they belong to; none where the placeholders
-        of each image are a block of their own."""
+        """The ids of further tokens that count as an image: they see each other, whichever image of a text they belong
+        to, or are routed as images are; none where the placeholders of each image are a block of their own."""
         return ()
 
     @property

@@ -273,6 +273,11 @@ class DecoderConfig:
         return "prompt" if any(each.sees_prompt for each in self.towers) else ""
 
     @property
+    def routes_images(self) -> bool:
+        """True if layers have experts for images beside the ones for text (`Step.of_images_BT`)."""
+        return False
+
+    @property
     def feature_factor(self) -> float:
         """The factor of features that stand in place of embeddings. Some models multiply both."""
         return 1.0

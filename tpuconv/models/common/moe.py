@@ -143,8 +143,12 @@ class RoutedExperts(GatedExperts):
         self.shared: Any = self.shared_type(config, "W", dtype=dtype, keys=keys) if has_shared else None
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
-        y_BTD = super().__call__(x_BTD, *self.router(x_BTD))
+        y_BTD = self.chosen(x_BTD)
         return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
+
+    def chosen(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the output [B, T, D] of the experts that the router chooses."""
+        return super().__call__(x_BTD, *self.router(x_BTD))
 
 
 EXPERT_RULES: Rules = {letter: names for letter, names in MESH_AXES.items() if letter != "D"}

@@ -50,6 +50,18 @@ class MropeOfDimensions(Mrope):
         return [max(BY_TEXT, i - first) for i, count in enumerate(self.sections) for _ in range(2 * count)]
 
 
+@dataclass(frozen=True)
+class MropeOfTimeLast(Mrope):
+    """Which pairs turn by row, by column and by time (ERNIE 4.5 VL): pairs of the first two sections, of rows and of
+    columns, take turns, and the last section is of time."""
+
+    interleaved: bool = False
+
+    def axis_of_angles(self, pairs: int) -> list[int]:
+        rows, _, time = self.sections
+        return [ROW, COLUMN] * rows + [TIME] * time
+
+
 class MropeConfig:
     """Reads rotary positions with sections. The three positions of a text token are equal, so that it turns by the
     plain angles. A family's Config derives from this class and from the Config of the text model, in this order.

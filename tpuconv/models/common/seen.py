@@ -27,7 +27,8 @@ class Seen:
         features_XD: what stands in place of the embeddings of placeholders.
         slot_BT: for each token the number of its feature, -1 for text.
         block_BT: for each token the number of the image that it is of, -1 for none; 0 for each token of the call where
-            images and text see each other; None in models where all attention is causal.
+            images and text see each other; None in models where all attention is causal and images are
+            not routed apart.
         at_ABT: rotary positions by time, row and column, or by the other axes of `Mrope`, counted from the first token
             of the call; None in models whose rotary positions count tokens.
         delta_B1: what is added to the position of later tokens; None like `at_ABT`.
@@ -42,6 +43,10 @@ class Seen:
     delta_B1: jax.Array | None = None
     deep: tuple[jax.Array, ...] = ()
     added: bool = field(default=False, metadata={"static": True})
+
+    def of_images(self) -> jax.Array | None:
+        """Returns which tokens [B, T] are of images or count as such; None without `block_BT`."""
+        return None if self.block_BT is None else self.block_BT >= 0
 
     def merged(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the first layer's input [B, T, D], with features in place of placeholders, or added to their
@@ -164,7 +169,7 @@ def see(
     return Seen(
         times(features_XD, config.feature_factor),
         jnp.asarray(slot_BT),
-        jnp.asarray(block_BT) if config.sees_images else None,
+        jnp.asarray(block_BT) if config.sees_images or config.routes_images else None,
         at_ABT,
         delta_B1,
         _deep(encoded),

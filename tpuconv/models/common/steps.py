@@ -60,6 +60,8 @@ class Step(NamedTuple):
             images where the two dimensions of a pair turn by different angles.
         input: what this layer reads besides the hidden states; None in most families.
         images: which tokens are of one image and see each other; None where all attention is causal.
+        of_images_BT: which tokens are of images or of the tokens around them, in a call with images of a model whose
+            layers route these apart; else None.
         at: rotary positions of the call's tokens, [B, T], or by time, row and column, or further axes, [A, B, T].
         both_ways: whether tokens see the tokens behind them too.
     """
@@ -70,6 +72,7 @@ class Step(NamedTuple):
     cos_sin: tuple[jax.Array, jax.Array]
     input: Any = None
     images: ImageBlocks | None = None
+    of_images_BT: jax.Array | None = None
     at: jax.Array | None = None
     both_ways: jax.Array | bool = False
 
@@ -132,13 +135,15 @@ class Steps:
         kinds = list(dict.fromkeys(rotations))
         at = rotary_positions(pos_BT, seen, delta_B)
         images = None if seen is None else _image_blocks(seen, pos_BS, slot, config.sees_images)
+        of_images_BT = seen.of_images() if seen is not None and config.routes_images else None
         steps = []
         for rope, dim in kinds:
             if at.ndim == 2 or rope is None:
                 cos_sin = rope_cos_sin(rope, dim, pos_BT if rope is None else at, slots)
             else:
                 cos_sin = mrope_cos_sin(rope, dim, at, config.mrope)
-            steps.append(Step(pos_BT, pos_BS, slot, cos_sin, images=images, at=at, both_ways=config.sees_behind))
+            step = Step(pos_BT, pos_BS, slot, cos_sin, images=images, of_images_BT=of_images_BT, at=at)
+            steps.append(step._replace(both_ways=config.sees_behind))
         return cls(steps, [kinds.index(rotation) for rotation in rotations], inputs, seen, entered)
 
     def __getitem__(self, layer: int) -> Step:

@@ -1,16 +1,26 @@
 """ERNIE 4.5."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from tpuconv.errors import UnsupportedConfig
+from tpuconv.jsonfile import short
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.mrope import MropeConfig
+from tpuconv.models.common.mrope import SECTIONS, MropeConfig, MropeOfTimeLast
 from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, SHARED_EXPERT_ROWS, when
+from tpuconv.models.common.sparse import MixedMLPs
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Mlp, Mtp, Norms
+from tpuconv.models.towers.ernie.family import ERNIE_VISION
 from tpuconv.models.towers.modalities import PADDLE_VISION
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
+
+declare(
+    image_experts=Word("experts for images, beside the ones for text", as_="E"),
+    image_width=Word("MLP width of one expert for images", as_="M"),
+)
 
 ERNIE4_5 = decoder(
     "ernie4_5",
@@ -38,20 +48,14 @@ PADDLEOCR_VL = wrapper(
 
 
 @family_config
-class ErnieMoeConfig(DecoderConfig):
-    """Layers between two have experts, every `moe_layer_interval`-th of them."""
+class ErnieExpertsConfig(DecoderConfig):
+    """Experts of which each token has `moe_k`, and shared experts, which are stored as one MLP."""
 
     hf_names: ClassVar[Mapping[str, str]] = {"num_experts_per_tok": "moe_k"}
 
-    num_nextn_predict_layers: int
-
-    moe_intermediate_size: int
     num_experts_per_tok: int
     moe_num_experts: int
     moe_num_shared_experts: int
-    moe_layer_start_index: int
-    moe_layer_end_index: int
-    moe_layer_interval: int
     moe_norm_min: float
 
     def contradictions(self) -> Iterator[str]:
@@ -60,14 +64,43 @@ class ErnieMoeConfig(DecoderConfig):
             yield f"moe_k={self.num_experts_per_tok} is more than moe_num_experts={self.moe_num_experts}"
 
     @property
+    def expert_width(self) -> int:
+        """The MLP width of one expert."""
+        raise NotImplementedError
+
+    @property
     def sizes(self) -> dict[str, int]:
         return {
             **super().sizes,
             "E": self.moe_num_experts,
-            "M": self.moe_intermediate_size,
-            "W": self.moe_intermediate_size * self.moe_num_shared_experts,
-            "A": self.hidden_size,
+            "M": self.expert_width,
+            "W": self.expert_width * self.moe_num_shared_experts,
         }
+
+    @property
+    def has_shared_experts(self) -> bool:
+        """True if there are shared experts."""
+        return bool(self.moe_num_shared_experts)
+
+
+@family_config
+class ErnieMoeConfig(ErnieExpertsConfig):
+    """Layers between two have experts, every `moe_layer_interval`-th of them."""
+
+    num_nextn_predict_layers: int
+
+    moe_intermediate_size: int
+    moe_layer_start_index: int
+    moe_layer_end_index: int
+    moe_layer_interval: int
+
+    @property
+    def expert_width(self) -> int:
+        return self.moe_intermediate_size
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "A": self.hidden_size}
 
     @property
     def layer_sets(self) -> dict[str, Sequence[int]]:
@@ -80,11 +113,6 @@ class ErnieMoeConfig(DecoderConfig):
             "J": tuple(sparse),
             "U": tuple(range(self.num_nextn_predict_layers)),
         }
-
-    @property
-    def has_shared_experts(self) -> bool:
-        """True if there are shared experts, which are stored as one MLP."""
-        return bool(self.moe_num_shared_experts)
 
 
 ERNIE_LAYER = (*Norms().table_rows, *Attn("use_bias").table_rows)
@@ -126,4 +154,128 @@ ERNIE4_5_MOE = ERNIE4_5.but(
         ),
     ),
     ignore={"*mtp*": FURTHER_TOKENS},
+)
+
+
+@family_config
+class ErnieVlConfig(MropeConfig, MixedMLPs, ErnieExpertsConfig):
+    """Each layer with experts has others for images. `moe_intermediate_size` are the widths of experts for text and for
+    images. Without `mlp_layer_types` all layers but the first have experts."""
+
+    default_sections: ClassVar[tuple[int, ...]] = (22, 22, 20)
+
+    moe_intermediate_size: tuple[int, ...] | None
+    mlp_layer_types: tuple[str, ...] | None
+    first_k_dense_replace = 1
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """As `MropeConfig`.
+
+        Raises:
+            UnsupportedConfig: the rotary positions are not of the type `default`, the only one that the reference has.
+        """
+        out = super().read_ropes(raw, context)
+        if (kind := out["rope"].type) != "default":
+            raise UnsupportedConfig(f"rope_type={short(kind)} is not implemented for {cls.model_type}")
+        return {**out, "mrope": MropeOfTimeLast(out["mrope"].sections)}
+
+    def contradictions(self) -> Iterator[str]:
+        if len(self.expert_widths) != 2 or min(self.expert_widths) < 1:
+            yield f"moe_intermediate_size={short(self.expert_widths)} are not the widths of experts for text and images"
+            return  # `sizes` has them
+        yield from super().contradictions()
+        if self.mrope is not None:
+            sections, pairs = self.mrope.sections, self.sizes["H"] // 2
+            if len(sections) != 3 or sections[0] != sections[1] or sum(sections) != pairs:
+                yield f"{SECTIONS}={short(sections)} are not rows, as many columns, and time of {pairs} pairs"
+
+    @property
+    def expert_widths(self) -> tuple[int, ...]:
+        """The MLP widths of one expert for text and of one for images."""
+        return self.moe_intermediate_size or (1536, 512)
+
+    @property
+    def expert_width(self) -> int:
+        return self.expert_widths[0]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "image_width": self.expert_widths[1]}
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        """See `DecoderConfig.layer_sets`; and the numbers of the experts for images, which follow those for text."""
+        experts = self.moe_num_experts
+        return {**super().layer_sets, "image_experts": range(experts, 2 * experts)}
+
+    @property
+    def routes_images(self) -> bool:
+        return True
+
+
+_RELEASED_SETS = (
+    Map("gate.weight", "router.kernel", "D E"),
+    Map("gate.weight_1", "images.router.kernel", "D E"),
+    Map(
+        "moe_statics.e_score_correction_bias",
+        ("router.correction", "images.router.correction"),
+        "(1 + 1) E -> E, E",
+        buffer=True,
+    ),
+    *EXPERT_MLPS,
+    *(
+        Map(f"experts.{{image_experts}}.{x}_proj.weight", f"images.{x}.kernel", layout)
+        for x, layout in (
+            ("gate", "image_width D -> image_experts D image_width"),
+            ("up", "image_width D -> image_experts D image_width"),
+            ("down", "D image_width -> image_experts image_width D"),
+        )
+    ),
+)
+"""Experts for text and for images, as releases number them."""
+
+_MODULES_OF_SETS = tuple(
+    row
+    for module, param, width in (("text_moe", "", "M"), ("vision_moe", "images.", "image_width"))
+    for row in under(
+        module,
+        "",
+        Map("gate.weight", f"{param}router.kernel", "E D -> D E"),
+        Map("gate.moe_statics.e_score_correction_bias", f"{param}router.correction", "1 E -> E", buffer=True),
+        Map(
+            "experts.gate_up_proj",
+            (f"{param}gate.kernel", f"{param}up.kernel"),
+            f"E ({width} + {width}) D -> E D {width}, E D {width}",
+        ),
+        Map("experts.down_proj", f"{param}down.kernel", f"E D {width} -> E {width} D"),
+    )
+)
+"""The same as modules of transformers."""
+
+ERNIE4_5_VL_MOE = wrapper(
+    "ernie4_5_vl_moe",
+    "ERNIE 4.5 VL 28B-A3B, 424B-A47B",
+    "Ernie4_5_VLMoeForConditionalGeneration",
+    Mlp(),  # with a part the model is built here: the text model is no family, since no release has it alone
+    text=decoder(
+        "ernie4_5_vl_moe_text",
+        "ERNIE 4.5 VL, the text model",
+        Norms(module="modules.ernie:BlockByModality"),
+        Attn("use_bias", rope="pairs in float32"),
+        Mlp(),
+        Experts(
+            "some",
+            module="modules.ernie:ExpertsByModality",
+            rows=(*_RELEASED_SETS, *when("has_shared_experts", *SHARED_EXPERT_ROWS)),
+        ),
+        config=ErnieVlConfig,
+        keys={"use_bias": bool | None},
+        only={"use_bias": (False,)},
+        least={"moe_num_shared_experts": 0},
+    ),
+    forms=({"released": _RELEASED_SETS, "modules": _MODULES_OF_SETS},),
+    prefix="model.",
+    tied=True,
+    modalities=(ERNIE_VISION,),
 )

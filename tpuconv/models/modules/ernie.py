@@ -8,11 +8,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import mtp
+from tpuconv.models.common.blocks import PreNormBlock
 from tpuconv.models.common.cache import Cache
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Einsum, Keys, exact_product
+from tpuconv.models.common.moe import GatedExperts, RoutedExperts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.steps import Step
+from tpuconv.notation.letters import with_letters
 
 
 class Router(nnx.Module):
@@ -33,6 +36,46 @@ class Router(nnx.Module):
         weights_BTX = jnp.take_along_axis(probs_BTE, ids_BTX, axis=-1)
         weights_BTX /= jnp.maximum(weights_BTX.sum(-1, keepdims=True), self.config.moe_norm_min)
         return ids_BTX, weights_BTX.astype(x_BTD.dtype)
+
+
+class ExpertsOfImages(GatedExperts):
+    """The experts for images and their router, x [B, T, D] to [B, T, D]."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(with_letters(config.sizes, {"M": "image_width"}), nnx.silu, dtype=dtype, keys=keys)
+        self.router = Router(config, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
+        return super().__call__(x_BTD, *self.router(x_BTD))
+
+
+class ExpertsByModality(RoutedExperts):
+    """Experts for text, others for images, and shared experts for both, x [B, T, D] to [B, T, D]. `of_images_BT` says
+    which tokens are of images. Where it is None none is, and the experts for images do not run."""
+
+    router_type = Router
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, dtype=dtype, keys=keys)
+        self.images = ExpertsOfImages(config, dtype=dtype, keys=keys)
+
+    def __call__(  # type: ignore[override]
+        self, x_BTD: jax.Array, of_images_BT: jax.Array | None = None
+    ) -> jax.Array:
+        y_BTD = self.chosen(x_BTD)
+        if of_images_BT is not None:
+            y_BTD = jnp.where(of_images_BT[..., None], self.images(x_BTD), y_BTD)
+        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
+
+
+class BlockByModality(PreNormBlock):
+    """A layer that may have `ExpertsByModality`."""
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
+        y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
+        x_BTD += y_BTD
+        y_BTD = self.mlp_norm(x_BTD)
+        return x_BTD + (self.moe(y_BTD, step.of_images_BT) if hasattr(self, "moe") else self.mlp(y_BTD)), kv
 
 
 class MTPLayer(mtp.MTPLayer):

@@ -34,6 +34,10 @@ group, None for one scale per channel. A group that none of them divides lacks t
 WEIGHT_METHODS = {"int4": MSE}
 """The calibration method of weights, where it is not absmax: at 8 bits it gains nothing."""
 
+FOR_IMAGES = "/images"
+"""How the parent of experts for images ends (ERNIE 4.5 VL). These do not run on the texts that costs are measured on.
+So they are in the group of the experts for text, as servers need it too."""
+
 ROUTER = "router"
 """It chooses the experts of a token, and has few weights: no config of this package quantizes it."""
 
@@ -140,7 +144,7 @@ def _groups(names: Sequence[str], stacks: LayerStacks | None) -> dict[tuple[str,
     for name, module in modules.items():
         parent, _, last = module.rpartition("/")
         if last != ROUTER:
-            by_parent.setdefault(parent or module, []).append(name)
+            by_parent.setdefault(parent.removesuffix(FOR_IMAGES) or module, []).append(name)
     out: dict[tuple[str, int | None], list[str]] = {}
     for parent, members in by_parent.items():
         group_modules = [modules[name] for name in members]
@@ -150,7 +154,7 @@ def _groups(names: Sequence[str], stacks: LayerStacks | None) -> dict[tuple[str,
         elif len(inside) == len(members):
             tail = "/.*"
         else:  # a router is beside them, or another group below
-            tail = f"/({'|'.join(module.rpartition('/')[2] for module in group_modules)})"
+            tail = f"/({'|'.join(module.removeprefix(f'{parent}/') for module in group_modules)})"
         layer = re.fullmatch(r"layers/(\d+)(/.*)", parent)
         if layer and stacks and stacks.find(int(layer[1]))[1] is not None:
             mates = stacks.at_place(int(layer[1]) % stacks.period)

@@ -61,8 +61,8 @@ ROLES = (
     Role("selection of tokens", r"(\w+/)?attn/(indexer|compressor)/.*", ALWAYS_INT8),
     Role("shared experts, down", r"moe/shared/down", ALL_TYPES, 6.0),
     Role("shared experts, gate and up", r"moe/shared/(gate|up)", ALL_TYPES, 4.0),
-    Role("experts, down", r"moe/down", ALL_TYPES, 0.2),
-    Role("experts, gate and up", r"moe/(gate|up)", ALL_TYPES, 0.1),
+    Role("experts, down", r"moe/(images/)?down", ALL_TYPES, 0.2),
+    Role("experts, gate and up", r"moe/(images/)?(gate|up)", ALL_TYPES, 0.1),
     Role("latents", r"(\w+/)?attn/(q_a|kv_a|k_rope|kv)", ALL_TYPES, 6.0),
     Role("outputs of attention", r"(\w+/)?attn/o(_a|_b)?", ALL_TYPES, 2.0),
     Role("inputs of attention", r"((\w+/)?attn|mamba|delta)/\w+", ALL_TYPES, 2.7),
@@ -74,7 +74,7 @@ most servers do not take quantized), the small products of residual streams."""
 
 SERVED_ROLES = (
     Role("inputs of Mamba", r"mamba/(x|z|b|c|dt)", ALWAYS_INT8),
-    Role("experts", r"moe/(gate|up|down)", ALL_TYPES, 0.13),
+    Role("experts", r"moe/(images/)?(gate|up|down)", ALL_TYPES, 0.13),
 )
 """The roles that come before `ROLES` for servers: these join the parameters, and take one type for them."""
 

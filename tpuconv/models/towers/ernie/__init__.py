@@ -1,0 +1,1 @@
+"""The tower of ERNIE 4.5 VL."""
