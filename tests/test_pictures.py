@@ -69,6 +69,7 @@ CASES = {
     "llava": (CROPPED, LLAVA),
     "vipllava": (CROPPED, LLAVA | {"vision_feature_select_strategy": "full"}),
     "llava_next": (CROPPED | PINS | {"do_pad": False}, LLAVA),
+    "granite4_vision": (CROPPED | PINS | {"do_pad": False}, LLAVA | {"downsample_rate": "1/2"}),
     "llava_onevision": (PINS | SQUARE, ONEVISION),
     "llava_onevision shrunk": (PINS | SQUARE, ONEVISION | {"vision_aspect_ratio": "anyres_max_1"}),
     "aria": ({}, {"size_conversion": {"980": 5}}),

@@ -41,6 +41,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
         "HunYuanVLVisionConfig.num_key_value_heads",
         *("Llama4VisionConfig.hidden_act", "Llama4VisionConfig.norm_eps", "InklingAudioConfig.rms_norm_eps"),
         *("InklingVisionConfig.hidden_size", "InklingVisionConfig.num_attention_heads"),
+        "Granite4VisionConfig.vision_feature_layer",
         *("InklingVisionConfig.rms_norm_eps", "Phi4MultimodalAudioConfig.feature_layer"),
         *("Llama4VisionConfig.multi_modal_projector_bias", "Llama4VisionConfig.vision_feature_select_strategy"),
     ),
@@ -54,6 +55,10 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     ),
     "adapters, which are merged": ("has_lora_adapter",),
     "texts beside learned queries": ("Blip2QFormerConfig.vocab_size",),
+    "the encoder has the width of learned queries (Granite Vision 4)": (
+        *("Blip2QFormerConfig.hidden_size", "Blip2QFormerConfig.num_attention_heads"),
+        "Blip2QFormerConfig.encoder_hidden_size",
+    ),
 }
 """By the reason, keys that encoders do not read: of every class of transformers' configs, or of one."""
 

@@ -14,7 +14,7 @@ from tpuconv.errors import UsageError
 from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Keys, gelu, gelu_tanh
 from tpuconv.models.common.mrope import mrope_positions
-from tpuconv.models.common.seen import Prepared
+from tpuconv.models.common.seen import Deep, Prepared
 
 
 def quick_gelu(x: jax.Array) -> jax.Array:
@@ -109,8 +109,8 @@ class FeatureEncoder(nnx.Module):
         """
         return mrope_positions(ids_T == self.config.placeholder, grids, 1)
 
-    def __call__(self, *arrays: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Returns the features [..., O], and those that are added to the outputs of the first layers."""
+    def __call__(self, *arrays: Any) -> tuple[jax.Array, Deep]:
+        """Returns the features [..., O], and those that are added to the outputs of the first layers of the text."""
         raise NotImplementedError
 
 
