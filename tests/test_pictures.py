@@ -74,6 +74,7 @@ CASES = {
     "llava_onevision shrunk": (PINS | SQUARE, ONEVISION | {"vision_aspect_ratio": "anyres_max_1"}),
     "aria": ({}, {"size_conversion": {"980": 5}}),
     "granite_docling": (SQUARE, {"image_seq_len": 3}),
+    "deepseek_ocr2": ({"size": {"height": 96, "width": 96}, "tile_size": 80, "max_patches": 4}, {"patch_size": 8}),
     "deepseek_vl": (SQUARE, {"num_image_tokens": 4}),
     "janus": ({}, {"num_image_tokens": 4}),
     "hunyuan_vl": ({}, {}),

@@ -4,7 +4,7 @@ tokens that frame them."""
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from math import isqrt, prod, sqrt
+from math import ceil, isqrt, prod, sqrt
 from typing import Any
 
 from tpuconv.errors import ConfigError
@@ -228,6 +228,14 @@ def granite4(item: MediaItem) -> str:
     except (TypeError, ValueError, ZeroDivisionError):
         raise ConfigError(f'downsample_rate={short(given)} is no fraction such as "4/8"') from None
     return llava_next(item, rate)
+
+
+def deepseek_ocr2(item: MediaItem) -> str:
+    """Placeholders of each tile, then of the whole image and of what is behind it."""
+    side = 4 * item.number("patch_size", 16)
+    sizes = map(int, (item.of("pixel_values").shape[-1], item.extractor.tile_size))
+    whole, tile = (ceil(size / side) ** 2 for size in sizes)
+    return item.token("image_token") * (whole + tile * int(item.of("num_local_patches")) + 1)
 
 
 def best_tiles(height: int, width: int, sizes: Any) -> tuple[int, int]:

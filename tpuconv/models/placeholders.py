@@ -20,6 +20,7 @@ from tpuconv.models.media_texts import (
     by_grid,
     by_patch,
     command_a,
+    deepseek_ocr2,
     framed,
     gemma4,
     gemma4_sound,
@@ -262,6 +263,9 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
             "tile_y_separator_token": "<|tile_y_separator|>",
         },
         call={"return_tensors": "pt"},  # otherwise tiles are not one after the other
+    ),
+    ("deepseek_ocr2", IMAGE): Placeholder(
+        deepseek_ocr2, LLAVA_TOKEN, call={"crop_to_patches": True, "min_patches": 2, "max_patches": 6}
     ),
     ("deepseek_vl", IMAGE): DEEPSEEK_IMAGE,
     ("deepseek_vl_hybrid", IMAGE): DEEPSEEK_IMAGE,

@@ -22,7 +22,7 @@ from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.declare import decoder, like, wrapper
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
-from tpuconv.models.towers.modalities import KIMI_VISION
+from tpuconv.models.towers.modalities import DEEPSEEK_OCR2_VISION, KIMI_VISION
 from tpuconv.notation.table import Map, under
 
 DEEPSEEK_V3 = deepseek_v3.FAMILY
@@ -302,7 +302,7 @@ class Ocr2Config(WrapperConfig, SparseConfig):
 
 DEEPSEEK_OCR2 = decoder(
     "deepseek_ocr2",
-    "DeepSeek-OCR 2, text",
+    "DeepSeek-OCR 2",
     "DeepseekOcr2ForConditionalGeneration",
     Norms(),
     Attn("attention_bias"),
@@ -322,4 +322,5 @@ DEEPSEEK_OCR2 = decoder(
         },
         tensors={"view_seperator": BRINGS, "view_separator": BRINGS},
     ),
+    modalities=(DEEPSEEK_OCR2_VISION,),
 )

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.errors import UsageError
 from tpuconv.models.common.beside import PartConfig
-from tpuconv.models.common.layers import Keys, gelu, gelu_tanh
+from tpuconv.models.common.layers import Keys, exact_product, gelu, gelu_tanh
 from tpuconv.models.common.mrope import mrope_positions
 from tpuconv.models.common.seen import Deep, Prepared
 
@@ -170,6 +170,13 @@ def padded(array: np.ndarray, length: int, value: float = 0) -> np.ndarray:
 def read_taps(table_RD: jax.Array, index_PA: jax.Array, weight_PA: jax.Array) -> jax.Array:
     """Returns rows [P, D] interpolated between those of a table, in float32 (`places.Taps`)."""
     return (table_RD[index_PA].astype(jnp.float32) * weight_PA[..., None]).sum(axis=1)
+
+
+def resized(x: jax.Array, rows: np.ndarray, columns: np.ndarray) -> jax.Array:
+    """Returns rasters of another size [..., y, x, D], sums of the rows and columns of rasters [..., Y, X, D] with
+    weights [y, Y] and [x, X], in float32."""
+    by_rows = exact_product("...YXD,yY->...yXD", x, rows)
+    return exact_product("...YXD,xX->...YxD", by_rows, columns)
 
 
 def patches_of(pixels_BCYX: jax.Array, patch: int) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, normal
-from tpuconv.models.towers.encoder import ACTS_BY_NAME
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, resized
 from tpuconv.models.towers.image_encoder import joined_squares
 from tpuconv.models.towers.llava.modules import Tiles
 from tpuconv.models.towers.places import Floats
@@ -131,8 +131,8 @@ class WindowQFormer(QFormer):
             row, column = self.corner
             return x_BPA.reshape(B, side, 2, side, 2, A)[:, :, row, :, column].reshape(B, -1, A)
         weights = area_weights(side, self.config.tower.side)
-        x_BYXA = x_BPA.astype(jnp.float32).reshape(B, *weights.shape[1:] * 2, A)
-        return jnp.einsum("BYXA,yY,xX->ByxA", x_BYXA, weights, weights).reshape(B, -1, A).astype(x_BPA.dtype)
+        x_BYXA = x_BPA.reshape(B, *weights.shape[1:] * 2, A)
+        return resized(x_BYXA, weights, weights).reshape(B, -1, A).astype(x_BPA.dtype)
 
 
 def cut_squares(x_BPA: jax.Array, count: int, side: int) -> jax.Array:
