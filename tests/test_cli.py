@@ -506,6 +506,11 @@ MISTAKES = {
     "no memory": (("convert", "x", "--max-memory", "0"), 2, "is not a size"),
     "layers": (("convert", "x", "--layers", "5-3"), 2, "is not a range of layers"),
     "an option that does not go alone": (("verify", "--source", "x"), 2, "--source goes with --compare-hf"),
+    "a choice of what is not drawn": (
+        ("generate", "--prompt", "x", "--top-k", "5"),
+        2,
+        "--top-k goes with --temperature",
+    ),
     "an option of the benchmark alone": (("verify", "--batch", "2"), 2, "No such option '--batch'"),
     "two ways to verify": (("verify", "--update", "--compare-hf"), 2, "exclude each other"),
     "a list": (("benchmark", "--batch", "1;2"), 2, "is not a list of positive integers"),

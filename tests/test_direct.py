@@ -47,6 +47,7 @@ from tpuconv.errors import SourceError, TpuconvError, UnsupportedConfig, UsageEr
 from tpuconv.location import to_location
 from tpuconv.notation.sharding import partition
 from tpuconv.quantize.config import parse_config
+from tpuconv.sources.hub import resolve
 from tpuconv.sources.reader import SafetensorsReader
 
 
@@ -592,6 +593,16 @@ def test_checksums_of_a_release_are_refused_with_what_can_be_done(tmp_path):
     assert f"`tpuconv verify {source} --compare-hf`" in (error.value.hint or "")
 
 
+def test_a_hub_id_is_told_how_it_becomes_a_folder(tmp_path, monkeypatch):
+    """Checksums, exports and cuts are of folders and buckets."""
+    monkeypatch.chdir(tmp_path)
+    for work in (lambda: api.verify("org/tiny"), lambda: api.export("org/tiny", "out")):
+        with pytest.raises(UsageError, match="org/tiny does not exist") as error:
+            work()
+        assert "`tpuconv convert org/tiny`" in (error.value.hint or "")
+        assert "`hf download org/tiny --local-dir tiny`" in (error.value.hint or "")
+
+
 # -- places ------------------------------------------------------------------------------------------------------------
 
 
@@ -616,6 +627,33 @@ def test_a_release_on_the_hub(tmp_path, hub_cache, serve_hub):
     asked = len(hub.requests)
     assert_same_model(tpuconv.load("org/tiny"), tpuconv.load(source))  # fetched again
     assert any("model-00001" in request.file and request.sent for request in hub.requests[asked:])
+
+
+@pytest.mark.parametrize(
+    "name", ["generator", "benchmark", "compare_checkpoints", "compare", "layerwise", "sensitivity", "inspect"]
+)
+def test_whatever_reads_a_release_fetches_a_damaged_file_again(name, hub_cache, serve_hub, tmp_path):
+    serve_hub({"org/tiny": EXAMPLE})
+    resolve("org/tiny")
+    blob = next(hub_cache.rglob("model.safetensors")).resolve()
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1
+    blob.write_bytes(data)
+    few = {"prompts": ["Once upon a time"]}
+    whatever = {
+        "generator": lambda: api.generator("org/tiny"),
+        "benchmark": lambda: api.benchmark("org/tiny", prompt_length=[4], new_tokens=[2], repeats=1),
+        "compare_checkpoints": lambda: api.compare_checkpoints("org/tiny", EXAMPLE, **few),
+        "compare": lambda: api.compare("org/tiny", **few),
+        "layerwise": lambda: api.compare("org/tiny", layerwise=True, **few),
+        "inspect": lambda: api.inspect("org/tiny", html=tmp_path / "page.html"),
+        "sensitivity": lambda: api.sensitivity("org/tiny", method="nearest", **few),
+    }
+    whatever[name]()
+    if name == "inspect":  # streams from the Hub what is not in the cache
+        assert not blob.exists()
+    else:
+        assert blob.read_bytes() == (EXAMPLE / "model.safetensors").read_bytes()
 
 
 def test_of_the_hub_a_release_with_faults_is_not_downloaded(tmp_path, serve_hub):

@@ -633,10 +633,12 @@ def test_404_revision(hub: HubServer) -> None:
         resolve(REPO, revision="0" * 40)
 
 
-def test_404_file(hub: HubServer) -> None:
-    hub.fail(SHARDS[0], status=404, code="EntryNotFound")
+@pytest.mark.parametrize("code", ["EntryNotFound", ""])  # the host of large files names no code
+@pytest.mark.parametrize("weights", [True, False])
+def test_404_file(hub: HubServer, code: str, weights: bool) -> None:
+    hub.fail(SHARDS[0], status=404, code=code)
     with pytest.raises(HubError, match=f"lists {SHARDS[0]} but does not serve it"):
-        resolve(REPO)
+        resolve(REPO, weights=weights)
 
 
 def test_429_is_explained(hub: HubServer) -> None:

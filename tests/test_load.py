@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore as ts
+from flax import nnx
 
 import tpuconv.api
 from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint, read_tensors, write_checkpoint
@@ -22,7 +23,7 @@ from tpuconv.convert.plan.types import Options
 from tpuconv.errors import CorruptOutput, SourceError, UsageError
 from tpuconv.notation.sharding import partition
 from tpuconv.quantize.config import parse_config
-from tpuconv.storage.disk import aligned_array
+from tpuconv.storage.disk import HUGE_PAGE, aligned_array
 from tpuconv.storage.sealed import take_in
 
 # On several devices, in a process of its own: their number is fixed when jax starts.
@@ -316,3 +317,15 @@ def test_a_cpu_takes_a_large_array_without_a_copy():
     changed = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
     assert (values == 1).all()
     assert (np.asarray(changed) == 2).all()
+
+
+def test_values_that_are_cast_are_copied_once(tmp_path):
+    """A CPU takes the cast values as they are: else each array would be in memory three times while it is loaded."""
+    config = qwen3_config(hidden_size=512, intermediate_size=4096, num_hidden_layers=2)
+    source = random_checkpoint(tmp_path / "hf", config)
+    convert(source, tmp_path / "out")
+    for place in (source, tmp_path / "out"):
+        for array in jax.tree.leaves(nnx.state(tpuconv.load(place, "float32"))):
+            if array.nbytes >= HUGE_PAGE:
+                assert array.dtype == jnp.float32
+                assert array.unsafe_buffer_pointer() % HUGE_PAGE == 0

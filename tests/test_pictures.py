@@ -31,7 +31,7 @@ from tpuconv.errors import ConfigError, UsageError
 from tpuconv.models import pictures
 from tpuconv.models.media_files import image_of, load_image, load_sound, sound_of
 from tpuconv.models.media_texts import best_tiles, unpadded
-from tpuconv.models.pictures import load_processor, prepared
+from tpuconv.models.pictures import Preparer, load_processor
 from tpuconv.models.placeholders import IMAGE, SOUND, placeholder_of
 from tpuconv.models.text_generator import PromptEncoder
 
@@ -165,7 +165,7 @@ def test_prompts_with_images_are_those_of_the_release(case, count, processor_cla
     text = f"a {marker}b{marker} c" if count == 2 else f"{marker}"
     want = processor(text=[text], images=[IMAGES[:count]])
     folder = saved(tmp_path, config, images, settings)
-    check_equal(prepared(folder, tokenizer, text, IMAGES[:count]), want, tokenizer)
+    check_equal(Preparer(folder, tokenizer).prepared(text, IMAGES[:count]), want, tokenizer)
 
 
 @given(st.integers(1, 300), st.integers(1, 300))
@@ -189,7 +189,7 @@ def test_prompts_with_sounds_are_those_of_the_release(name, processor_class, tmp
     sounds = HEARD[name]
     text = f"a {marker} b" * len(sounds)
     want = processor(text=[text], audio=sounds)
-    have = prepared(saved(tmp_path, config, extractor, {}), tokenizer, text, sounds=sounds)
+    have = Preparer(saved(tmp_path, config, extractor, {}), tokenizer).prepared(text, sounds=sounds)
     check_equal(have, want, tokenizer)
 
 
@@ -197,7 +197,7 @@ def test_qwen3_asr_hears_all_of_a_sound_with_the_extractor_of_whisper(tmp_path):
     """As its processor asks of any extractor; the extractor of Whisper leaves out the end otherwise."""
     config = {"model_type": "qwen3_asr"}
     folder = saved(tmp_path, config, transformers.WhisperFeatureExtractor(), {})
-    found = prepared(folder, tokenizer_of(tokens_of(config)), "a", sounds=LONG)
+    found = Preparer(folder, tokenizer_of(tokens_of(config))).prepared("a", sounds=LONG)
     assert found.features["input_features"].shape[2] > 3700
 
 
@@ -207,7 +207,7 @@ def test_sounds_of_which_the_end_would_be_left_out_are_refused(name, tmp_path):
     folder = saved(tmp_path, {"model_type": name}, extractor, {})
     tokenizer = tokenizer_of(tokens_of({"model_type": name}))
     with pytest.raises(UsageError, match=r"sound 2 has 37\.2 seconds, and the model hears 30 of a sound"):
-        prepared(folder, tokenizer, "a", sounds=[SOUNDS[0], *LONG])
+        Preparer(folder, tokenizer).prepared("a", sounds=[SOUNDS[0], *LONG])
 
 
 def test_voxtral_hears_half_minutes(processor_class, tmp_path):
@@ -217,7 +217,7 @@ def test_voxtral_hears_half_minutes(processor_class, tmp_path):
     self = SimpleNamespace(feature_extractor=extractor)
     want = cls._retrieve_input_features(self, sounds, 3000, sampling_rate=16_000, return_tensors="pt", **call)
     folder = saved(tmp_path, {"model_type": "voxtral"}, extractor, {})
-    have = prepared(folder, None, "[AUDIO]a[AUDIO]", sounds=sounds)
+    have = Preparer(folder, None).prepared("[AUDIO]a[AUDIO]", sounds=sounds)
     np.testing.assert_array_equal(have.features["input_features"], want)
     assert have.text == f"[BEGIN_AUDIO]{'[AUDIO]' * 750}a[BEGIN_AUDIO]{'[AUDIO]' * 375}"
 
@@ -227,17 +227,17 @@ def test_settings_of_older_releases_are_those_of_the_model(tmp_path):
     clip = {"vision_config": {"model_type": "clip_vision_model", "patch_size": 14}}
     config = {"model_type": "llava", "vision_feature_select_strategy": "default", **clip}
     folder = saved(tmp_path, config, transformers.LlavaImageProcessorPil(**CROPPED), {})
-    assert prepared(folder, None, "a <image>", IMAGES[:1]).text == "a " + "<image>" * 4
+    assert Preparer(folder, None).prepared("a <image>", IMAGES[:1]).text == "a " + "<image>" * 4
     (folder / "config.json").write_text(json.dumps(config | {"vision_feature_select_strategy": "full"}))
-    assert prepared(folder, None, "a <image>", IMAGES[:1]).text == "a " + "<image>" * 5
+    assert Preparer(folder, None).prepared("a <image>", IMAGES[:1]).text == "a " + "<image>" * 5
     (folder / "config.json").write_text('{"model_type": "llava"}')
     with pytest.raises(ConfigError, match="has a patch_size"):
-        prepared(folder, None, "a <image>", IMAGES[:1])
+        Preparer(folder, None).prepared("a <image>", IMAGES[:1])
     pixtral = {"vision_config": {"model_type": "pixtral", "patch_size": 7}, "spatial_merge_size": 2}
     processor = transformers.PixtralImageProcessorPil(**PATCHES)
     saved(tmp_path, {"model_type": "mistral3"} | pixtral, processor, {})
     row = "[IMG]" * 3
-    assert prepared(folder, None, "[IMG]", IMAGES[:1]).text == "[IMG_BREAK]".join([row] * 4) + "[IMG_END]"
+    assert Preparer(folder, None).prepared("[IMG]", IMAGES[:1]).text == "[IMG_BREAK]".join([row] * 4) + "[IMG_END]"
 
 
 def test_settings_are_read_from_one_file_of_all_parts(tmp_path):
@@ -247,7 +247,7 @@ def test_settings_are_read_from_one_file_of_all_parts(tmp_path):
     transformers.Gemma3Processor(images, tokenizer, image_seq_length=3).save_pretrained(tmp_path)
     assert not (tmp_path / "preprocessor_config.json").exists()
     (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
-    have = prepared(tmp_path, tokenizer, "<start_of_image>", IMAGES[:1])
+    have = Preparer(tmp_path, tokenizer).prepared("<start_of_image>", IMAGES[:1])
     assert have.text.count("<image_soft_token>") == 3
     assert have.features["pixel_values"].shape == (1, 3, 28, 28)
 
@@ -272,7 +272,7 @@ def test_tiles_of_llama_4_are_those_of_the_release(ratios, processor_class, tmp_
     want = processor_class("llama4")(images, tokenizer)(text=["a <|image|> b <|image|>"], images=IMAGES)
     (tmp_path / "config.json").write_text('{"model_type": "llama4", "vision_config": {"patch_size": 14}}')
     monkeypatch.setattr(pictures, "load_processor", lambda *_: images)
-    have = prepared(tmp_path, tokenizer, "a <|image|> b <|image|>", IMAGES)
+    have = Preparer(tmp_path, tokenizer).prepared("a <|image|> b <|image|>", IMAGES)
     assert tokenizer(have.text)["input_ids"] == want["input_ids"][0]
     assert set(have.features) == {"pixel_values"}
     assert have.features["pixel_values"].dtype == np.float32
@@ -307,7 +307,7 @@ def test_images_that_need_torchvision_are_those_of_the_release(name, features, p
     want = cls(**parts)(text=[text], images=[IMAGES])
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(pictures, "load_processor", lambda *_: images)
-    have = prepared(tmp_path, tokenizer, text, IMAGES)
+    have = Preparer(tmp_path, tokenizer).prepared(text, IMAGES)
     assert tokenizer(have.text)["input_ids"] == np.asarray(want["input_ids"][0]).tolist()
     assert set(have.features) == {*features} - {"num_patches", "num_img_tokens"}
 
@@ -318,7 +318,7 @@ def test_placeholders_of_kimi_are_those_of_the_release(processor_class, tmp_path
     want = processor_class("kimi_k25")(images, tokenizer)(text=["<|media_pad|>a<|media_pad|>"], images=IMAGES)
     (tmp_path / "config.json").write_text('{"model_type": "kimi_k25"}')
     monkeypatch.setattr(pictures, "load_processor", lambda *_: images)
-    have = prepared(tmp_path, tokenizer, "<|media_pad|>a<|media_pad|>", IMAGES)
+    have = Preparer(tmp_path, tokenizer).prepared("<|media_pad|>a<|media_pad|>", IMAGES)
     check_equal(have, want, tokenizer)
 
 
@@ -330,7 +330,7 @@ def test_tiles_of_lfm2_are_those_of_the_release(processor_class, tmp_path, monke
     want = processor_class("lfm2_vl")(images, tokenizer)(text=["a<image>b<image>"], images=[IMAGES])
     (tmp_path / "config.json").write_text('{"model_type": "lfm2_vl"}')
     monkeypatch.setattr(pictures, "load_processor", lambda *_: images)
-    have = prepared(tmp_path, tokenizer, "a<image>b<image>", IMAGES)
+    have = Preparer(tmp_path, tokenizer).prepared("a<image>b<image>", IMAGES)
     assert tokenizer(have.text)["input_ids"] == want["input_ids"][0]
     assert set(have.features) == {"pixel_values"}
 
@@ -341,54 +341,58 @@ def gemma(tmp_path) -> Path:
     return saved(tmp_path, {"model_type": "gemma3"}, processor, {"image_seq_length": 2})
 
 
+def row_of(folder: Path):
+    return placeholder_of(json.loads((folder / "config.json").read_text()), IMAGE)
+
+
 def test_markers_and_images_must_match(gemma):
     with pytest.raises(UsageError, match="the prompt has 1 marker <start_of_image> for 2 images") as e:
-        prepared(gemma, None, "<start_of_image>", IMAGES)
+        Preparer(gemma, None).prepared("<start_of_image>", IMAGES)
     assert "write <start_of_image> once" in e.value.hint
 
 
 def test_files_are_read(gemma, tmp_path):
     for i, image in enumerate(IMAGES):
         image.save(tmp_path / f"{i}.png")
-    have = prepared(gemma, None, "<start_of_image>" * 2, [tmp_path / "0.png", str(tmp_path / "1.png")])
-    want = prepared(gemma, None, "<start_of_image>" * 2, [np.asarray(image) for image in IMAGES])
+    have = Preparer(gemma, None).prepared("<start_of_image>" * 2, [tmp_path / "0.png", str(tmp_path / "1.png")])
+    want = Preparer(gemma, None).prepared("<start_of_image>" * 2, [np.asarray(image) for image in IMAGES])
     np.testing.assert_array_equal(have.features["pixel_values"], want.features["pixel_values"])
     folder = saved(tmp_path / "heard", {"model_type": "qwen2_audio"}, transformers.WhisperFeatureExtractor(), {})
     samples = np.round(SOUNDS[0] * 30_000).astype("<i2")
     with wave.open(str(tmp_path / "a.wav"), "wb") as file:
         file.setparams((1, 2, 16_000, 0, "NONE", ""))
         file.writeframes(samples.tobytes())
-    heard = prepared(folder, None, "<|AUDIO|>", sounds=[tmp_path / "a.wav"])
-    same = prepared(folder, None, "<|AUDIO|>", sounds=[samples.astype(np.float32) / 32_768])
+    heard = Preparer(folder, None).prepared("<|AUDIO|>", sounds=[tmp_path / "a.wav"])
+    same = Preparer(folder, None).prepared("<|AUDIO|>", sounds=[samples.astype(np.float32) / 32_768])
     np.testing.assert_array_equal(heard.features["input_features"], same.features["input_features"])
 
 
 def test_a_prompt_without_images_stays_as_it_is(gemma):
-    assert prepared(gemma, None, "<start_of_image>") == pictures.PreparedPrompt("<start_of_image>", {})
+    assert Preparer(gemma, None).prepared("<start_of_image>") == pictures.PreparedPrompt("<start_of_image>", {})
 
 
 def test_a_model_without_a_row_is_refused(gemma):
     (gemma / "config.json").write_text('{"model_type": "fuyu"}')
     with pytest.raises(UsageError, match="the placeholders that fuyu has for images are not known"):
-        prepared(gemma, None, "", IMAGES)
+        Preparer(gemma, None).prepared("", IMAGES)
 
 
 def test_a_folder_without_a_processor_is_refused(gemma):
     for name in pictures.FILES:
         (gemma / name).unlink()
     with pytest.raises(UsageError, match="has no image processor") as e:
-        prepared(gemma, None, "", IMAGES)
+        Preparer(gemma, None).prepared("", IMAGES)
     assert "preprocessor_config.json" in e.value.hint
 
 
 def test_a_processor_that_cannot_be_read_is_refused(gemma):
     (gemma / "preprocessor_config.json").write_text("{")
     with pytest.raises(ConfigError, match="the image processor in "):
-        load_processor(gemma, IMAGE)
+        load_processor(gemma, IMAGE, row_of(gemma))
     (gemma / "preprocessor_config.json").write_text('{"image_processor_type": "Unknown"}')
     (gemma / "config.json").write_text('{"model_type": "unknown"}')
     with pytest.raises(ConfigError, match="the image processor in ") as e:
-        load_processor(gemma, IMAGE)
+        load_processor(gemma, IMAGE, row_of(gemma))
     assert len(str(e.value)) < 1000  # transformers lists all types that it has
 
 
@@ -403,21 +407,21 @@ def test_a_processor_that_cannot_be_read_is_refused(gemma):
 def test_settings_that_are_malformed_are_refused(settings, fault, gemma):
     (gemma / "processor_config.json").write_text(settings)
     with pytest.raises(ConfigError, match=fault):
-        prepared(gemma, None, "<start_of_image>", IMAGES[:1])
+        Preparer(gemma, None).prepared("<start_of_image>", IMAGES[:1])
 
 
 def test_images_that_the_processor_cannot_prepare_are_refused(gemma, tmp_path):
     """By name; if it cannot prepare any, its settings are at fault."""
     with pytest.raises(UsageError, match="the checkpoint's processor cannot prepare image 2: ValueError"):
-        prepared(gemma, None, "", [IMAGES[0], np.zeros(3)])
+        Preparer(gemma, None).prepared("", [IMAGES[0], np.zeros(3)])
     long = tmp_path / "long.png"
     Image.new("RGB", (1, 300)).save(long)
     qwen = saved(tmp_path / "qwen", {"model_type": "qwen2_vl"}, transformers.Qwen2VLImageProcessorPil(), {})
     with pytest.raises(UsageError, match=f"cannot prepare {long}: .* aspect ratio"):
-        prepared(qwen, None, "", [IMAGES[0], long])
+        Preparer(qwen, None).prepared("", [IMAGES[0], long])
     saved(tmp_path, {"model_type": "gemma3"}, transformers.Gemma3ImageProcessorPil(image_mean=[0.5] * 5), {})
     with pytest.raises(ConfigError, match="cannot prepare image 1, nor any other: ") as e:
-        prepared(tmp_path, None, "", IMAGES[:1])
+        Preparer(tmp_path, None).prepared("", IMAGES[:1])
     assert "preprocessor_config.json" in e.value.hint
 
 
@@ -487,7 +491,7 @@ def test_a_processor_that_needs_torchvision_says_so(name, kind, gemma):
     (gemma / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": kind}))
     (gemma / "config.json").write_text(json.dumps({"model_type": name}))
     with pytest.raises(UsageError, match="needs torchvision, which is not installed"):
-        load_processor(gemma, IMAGE)
+        load_processor(gemma, IMAGE, row_of(gemma))
 
 
 @pytest.mark.slow
@@ -503,8 +507,9 @@ import sys
 from pathlib import Path
 from tpuconv.errors import UsageError
 from tpuconv.models.pictures import load_processor
+from tpuconv.models.placeholders import PLACEHOLDERS
 try:
-    load_processor(Path(sys.argv[1]), "image")
+    load_processor(Path(sys.argv[1]), "image", PLACEHOLDERS["gemma3", "image"])
 except UsageError as e:
     print(e)
 """
@@ -520,7 +525,7 @@ except UsageError as e:
 def test_a_package_that_is_missing_is_named(package, gemma, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UsageError, match=f"{'Pillow' if package == 'PIL' else package} is not installed") as e:
-        load_processor(gemma, IMAGE)
+        load_processor(gemma, IMAGE, row_of(gemma))
     assert "[hf]" in e.value.hint
 
 
@@ -692,4 +697,4 @@ def test_a_feature_extractor_without_a_rate_is_refused(rate, tmp_path, monkeypat
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_audio"}')
     monkeypatch.setattr(pictures, "load_processor", lambda *_: SimpleNamespace(sampling_rate=rate))
     with pytest.raises(ConfigError, match=f"has the sampling_rate {rate}"):
-        prepared(tmp_path, None, "", sounds=SOUNDS)
+        Preparer(tmp_path, None).prepared("", sounds=SOUNDS)

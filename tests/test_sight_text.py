@@ -16,7 +16,7 @@ from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.cli import tpuconv
 from tpuconv.commands.flags import with_flags
 from tpuconv.errors import TpuconvError, UsageError
-from tpuconv.models import generate
+from tpuconv.models import generate, pictures
 
 Image = pytest.importorskip("PIL.Image", reason="the image processors of transformers need Pillow")
 
@@ -104,6 +104,19 @@ def test_the_command_takes_files(seeing, images):
     assert len(json.loads(run("t5").stdout)["ids"]) == 2
     assert "2 markers" in str(run(f"{MARKS[name]} t5 {MARKS[name]}").exception)
     assert "one prompt" in str(run("t5", "--prompt", "t6").exception)
+
+
+def test_the_command_prepares_images_once(seeing, images, monkeypatch):
+    """A large image takes seconds; config.json is read once for all that is asked of it."""
+    _, out, _ = seeing
+    prepared, read = [], []
+    of_images, read_json = pictures._of_images, pictures.read_json
+    monkeypatch.setattr(pictures, "_of_images", lambda *args: prepared.append(args) or of_images(*args))
+    monkeypatch.setattr(pictures, "read_json", lambda path, *more: read.append(path.name) or read_json(path, *more))
+    arguments = ["generate", str(out), "--prompt", "t5 t9", "--image", str(images[0]), "--max-new-tokens", "2"]
+    assert CliRunner().invoke(tpuconv, arguments).exit_code == 0
+    assert len(prepared) == 1
+    assert read.count("config.json") == 1
 
 
 def test_placeholders_without_an_image_are_refused_before_weights_are_read(seeing, images, monkeypatch):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.api.opened import OpenedModel, checkpoint_at, opened_model
+from tpuconv.api.running import downloading_again
 from tpuconv.convert.plan.options import Options
 from tpuconv.errors import GateError, UsageError
 from tpuconv.location import Location
@@ -146,14 +147,18 @@ def compare_checkpoints(asked: CompareCheckpointsRequest) -> CheckpointCompariso
     chosen = asked.stride if asked.stride is not None else max(1, asked.length // 2)
     if asked.text is not None:
         check_stride(asked.length, chosen)
-    with ExitStack() as stack:
-        places = (asked.reference, asked.checkpoint)
-        found = [checkpoint_at(place) for place in places]
-        opened = [
-            stack.enter_context(opened_model(place, _options_beside(own, other)))
-            for place, own, other in zip(places, found, reversed(found), strict=True)
-        ]
-        return _compared(asked, opened, chosen, stack)
+    places = (asked.reference, asked.checkpoint)
+
+    def compared() -> CheckpointComparison:
+        with ExitStack() as stack:
+            found = [checkpoint_at(place) for place in places]
+            opened = [
+                stack.enter_context(opened_model(place, _options_beside(own, other)))
+                for place, own, other in zip(places, found, reversed(found), strict=True)
+            ]
+            return _compared(asked, opened, chosen, stack)
+
+    return downloading_again(compared, asked.progress)
 
 
 def _options_beside(own: "Manifest | None", other: "Manifest | None") -> Options:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.api.opened import OpenedModel, opened_model
+from tpuconv.api.running import downloading_again
 from tpuconv.convert.plan.options import Options
 from tpuconv.errors import GateError, UsageError
 from tpuconv.location import Location, local_path, plain_path
@@ -153,8 +154,12 @@ def compare(asked: CompareRequest) -> Comparison:
         TpuconvError: the source cannot be found or read, the checkpoint is damaged or for another program, or
             transformers lacks the model.
     """
-    with opened_model(asked.ckpt, Options()) as opened:
-        return _compared(asked, opened)
+
+    def compared() -> Comparison:
+        with opened_model(asked.ckpt, Options()) as opened:
+            return _compared(asked, opened)
+
+    return downloading_again(compared, asked.progress)
 
 
 def _check_request(asked: CompareRequest, opened: OpenedModel) -> None:

@@ -176,8 +176,12 @@ def generator(asked: GeneratorRequest) -> "TextGenerator":
             or with a draft of another model.
     """
     by_mtp = Options(include_mtp=asked.speculate is True)
-    with opened_model(asked.ckpt, by_mtp) as opened, opened_draft(asked.speculate) as draft:
-        return _generator(asked, opened, draft)
+
+    def made() -> "TextGenerator":
+        with opened_model(asked.ckpt, by_mtp) as opened, opened_draft(asked.speculate) as draft:
+            return _generator(asked, opened, draft)
+
+    return downloading_again(made, ignore)
 
 
 def _generator(asked: GeneratorRequest, opened: OpenedModel, opened_by: OpenedModel | None) -> "TextGenerator":

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.api.opened import OpenedModel, Speculation, check_draft, checkpoint_at, opened_draft, opened_model
+from tpuconv.api.running import downloading_again
 from tpuconv.convert.plan.options import Options
 from tpuconv.errors import GateError, UsageError
 from tpuconv.location import Location, to_location
@@ -113,8 +114,12 @@ def benchmark(asked: BenchmarkRequest) -> Benchmark:
 
     shapes = measuring.workloads(asked.batch, asked.prompt_length, asked.new_tokens)
     by_mtp = Options(include_mtp=asked.speculate is True)
-    with opened_model(asked.ckpt, by_mtp) as opened, opened_draft(asked.speculate) as draft:
-        return _timed(asked, opened, draft, shapes)
+
+    def timed() -> Benchmark:
+        with opened_model(asked.ckpt, by_mtp) as opened, opened_draft(asked.speculate) as draft:
+            return _timed(asked, opened, draft, shapes)
+
+    return downloading_again(timed, asked.progress)
 
 
 def _timed(

@@ -156,6 +156,7 @@ def sensitivity(asked: SensitivityRequest) -> Sensitivity:
         GateError: logits of the model are not finite, or no recipe holds the gates.
     """
     from tpuconv.api.opened import opened_model
+    from tpuconv.api.running import downloading_again
     from tpuconv.convert.plan.options import Options
     from tpuconv.quantize.config import check_gates
     from tpuconv.storage.reports import check_free
@@ -168,8 +169,12 @@ def sensitivity(asked: SensitivityRequest) -> Sensitivity:
     if is_written:
         for path in (out, out.with_suffix(PICTURE)):
             check_free(path, "recipe", overwrite=asked.overwrite)
-    with opened_model(asked.ckpt, Options()) as opened, opened.reading() as read:
-        return _measured_costs(asked, out, opened, read)
+
+    def measured() -> Sensitivity:
+        with opened_model(asked.ckpt, Options()) as opened, opened.reading() as read:
+            return _measured_costs(asked, out, opened, read)
+
+    return downloading_again(measured, asked.progress)
 
 
 def _measured_costs(
@@ -320,6 +325,7 @@ def _write(
     """Writes a recipe and its picture."""
     from importlib.metadata import version
 
+    from tpuconv.pages import MADE_BY
     from tpuconv.quantize.recipe import picture, search
     from tpuconv.quantize.recipe.layerwise import DTYPE
     from tpuconv.storage.reports import write_report
@@ -332,7 +338,7 @@ def _write(
     )
     origin = manifest.raw["source"]
     made = [
-        f"Made by tpuconv {version('tpuconv')}: quantize {asked} --method {method}",
+        f"{MADE_BY} {version('tpuconv')}: quantize {asked} --method {method}",
         f"Of {origin['name']} at {origin['commit'] or 'no commit'}",
         f"On {len(ids)} prompts, {sum(map(len, ids))} tokens: {prompts_from}",
     ]

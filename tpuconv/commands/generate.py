@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,8 +106,8 @@ def generate(
     if distributed and "-" in prompts:
         raise UsageError("--prompt - reads the input of each process", hint="give --prompt TEXT or --prompt-file")
     options.require_mode("--chat", chat, "system")
+    options.require_mode("--temperature", options.is_given("temperature"), "top_p", "top_k", "seed")
     texts = _all_prompts(prompts, prompt_file)
-    media: dict[str, Any] = {"images": images, "sounds": sounds}
     if (images or sounds) and texts[1:]:
         raise UsageError("--image and --sound go with one prompt", hint="run the command once for each prompt")
     if (images or sounds) and speculate:
@@ -116,21 +116,26 @@ def generate(
         folder = src or chosen_checkpoint(None, "Generating with", quiet=as_json, own=True)
         check_address_space_for_jax()
 
-        def check_prompts(encoder: "PromptEncoder") -> None:
+        ids: list[list[int]] = []
+        features: Mapping[str, Any] | None = None
+
+        def encode(encoder: "PromptEncoder") -> None:
+            nonlocal ids, features
             if images or sounds:
-                ids = [encoder.encode_with(texts[0], images, sounds, chat=chat, system=system)[0]]
+                prompt_ids, features = encoder.encode_with(texts[0], images, sounds, chat=chat, system=system)
+                ids = [prompt_ids]
             else:
                 ids = encoder.encode(texts, chat=chat, system=system)
             encoder.check_lengths(ids, max_new_tokens)
             if encoder.has_chat_template and not chat and not as_json:
                 say("The model has a chat template: --chat formats the prompt with it.", err=True)
 
-        generator = api.generator(folder, speculate=speculate, before_reading=check_prompts, **sampling)
+        generator = api.generator(folder, speculate=speculate, before_reading=encode, **sampling)
         streams = not as_json and len(texts) == 1
         times = [time.monotonic()]
         outputs: Sequence[Completion] = ()
-        asked = {"chat": chat, "system": system, "stop": stop, "seed": seed, **media}
-        for new, completions in generator.stream(texts, max_new_tokens, **asked):
+        steps = generator.stream_ids(texts, ids, max_new_tokens, stop=stop, seed=seed, features=features)
+        for new, completions in steps:
             if streams and not chat and not outputs:
                 say(plain(texts[0], "\n\t"), nl=False)
             outputs = completions

@@ -261,9 +261,13 @@ def _parsed_gates(texts: Sequence[str]) -> dict[str, float] | None:
     return dict(map(gate_from_text, texts)) or None
 
 
+def is_given(name: str) -> bool:
+    """Returns True if an option of the running command is on the command line."""
+    return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
 def require_mode(mode: str, given: bool, *others: str) -> None:
     """Raises UsageError if one of the other options is given without its mode, such as "--compare-hf"."""
-    ctx = click.get_current_context()
     for name in others:
-        if not given and ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+        if not given and is_given(name):
             raise UsageError(f"{flag_of(name)} goes with {mode}")

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from tpuconv.errors import SourceError
+from tpuconv.storage.disk import aligned_array
 
 
 def largest(dtype: "np.dtype[Any]") -> float:
@@ -39,6 +40,7 @@ def cast(values: np.ndarray, dtype: "np.dtype[Any]") -> tuple[np.ndarray, bool]:
     """Returns the values in a dtype, and whether finite ones became infinite. Without a copy if they have the dtype."""
     if values.dtype == dtype:
         return values, False
+    out = aligned_array(values.shape, dtype)  # which a CPU takes without another copy
     with np.errstate(over="ignore", invalid="ignore"):  # what overflows is returned
-        out = values.astype(dtype)
+        np.copyto(out, values, casting="unsafe")
     return out, out.dtype.itemsize <= values.dtype.itemsize and overflows(values, out)

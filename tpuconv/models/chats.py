@@ -6,11 +6,13 @@ Python does, content in the form that it does not take: several of LLaVA and Ide
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpuconv.errors import UsageError
 from tpuconv.models.placeholders import IMAGE, SOUND
+
+if TYPE_CHECKING:
+    from tpuconv.models.pictures import Preparer
 
 CHAT_TYPES = {IMAGE: "image", SOUND: "audio"}
 """How chat templates name them."""
@@ -42,33 +44,29 @@ def chat_text(tokenizer: Any, prompt: str, system: str | None) -> str:
         raise
 
 
-def chat_about(
-    tokenizer: Any, prompt: str, folder: Path, media: Mapping[str, Sequence[Any]], system: str | None
-) -> str:
+def chat_about(preparer: "Preparer", prompt: str, media: Mapping[str, Sequence[Any]], system: str | None) -> str:
     """Returns the text of a conversation about images and sounds, with their markers. A template that takes a text
     alone is given a text with markers.
 
     Args:
-        tokenizer, prompt, system: as of `chat_text`.
-        folder: has config.json.
+        preparer: has the tokenizer, and the markers of the model.
+        prompt, system: as of `chat_text`.
         media: the images and sounds by kind.
 
     Raises:
         UsageError: the template leaves them out, or see `chat_text`.
     """
-    from tpuconv.models.pictures import marker_of
-
     markers: dict[str, str] = {}
     parts, text = [], prompt
     for kind, items in media.items():
         if items:
-            marker, framed = marker_of(folder, tokenizer, kind)
+            marker, framed = preparer.marker_of(kind)
             markers[marker] = f"{kind}s"
             if marker not in prompt:
                 parts += [{"type": CHAT_TYPES[kind]}] * len(items)
                 text = framed * len(items) + text
     parts.append({"type": "text", "text": prompt})
-    return _whole(tokenizer, [parts, text], system, markers)
+    return _whole(preparer.tokenizer, [parts, text], system, markers)
 
 
 def _forms(text: str) -> list[Any]:

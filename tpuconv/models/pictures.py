@@ -5,7 +5,7 @@ but not all."""
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -21,6 +21,7 @@ from tpuconv.models.media_files import SAMPLING_RATES, SoundArray, image_of, nam
 from tpuconv.models.media_texts import PIECES, MediaItem
 from tpuconv.models.placeholders import IMAGE, PROCESSOR_KEYS, SOUND, Placeholder, placeholder_of
 from tpuconv.sources.config import read_json
+from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.text import format_count
 
 Features = dict[str, NDArray[Any]]
@@ -48,139 +49,143 @@ class PreparedPrompt:
     begun: bool = False
 
 
-def prepared(
-    folder: Path,
-    tokenizer: Any,
-    text: str,
-    images: Sequence[Any] = (),
-    sounds: Sequence[Any] = (),
-) -> PreparedPrompt:
-    """Returns a prompt with its images and sounds, as the processor of the release prepares it.
+@dataclass(frozen=True)
+class Preparer:
+    """Prepares the images and sounds of prompts by the processor of a release. config.json is read once.
 
-    Args:
+    Attributes:
         folder: a local folder with config.json and the settings of the processor.
         tokenizer: names the special tokens; see `load_tokenizer`.
-        text: with a marker for each image and sound, such as a chat template writes; without any they stand before it.
-        images, sounds: see `image_of` and `sound_of` of `tpuconv.models.media_files`.
-
-    Raises:
-        UsageError: markers and images do not match, an image or sound cannot be read or prepared, a package or file of
-            the processor is missing, or how the model writes placeholders is not known.
-        ConfigError: the processor cannot be loaded, or prepares no image or sound at all.
     """
-    prompt = PreparedPrompt(text, {})
-    for kind, items in ((IMAGE, images), (SOUND, sounds)):
-        if items:
-            found = _written(folder, tokenizer, prompt.text, kind, items)
-            prompt = PreparedPrompt(found.text, prompt.features | found.features, prompt.begun or found.begun)
-    return prompt
+
+    folder: Path
+    tokenizer: Any
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The config.json of the folder."""
+        return read_json(self.folder / CONFIG_FILE, ConfigError)
+
+    def prepared(self, text: str, images: Sequence[Any] = (), sounds: Sequence[Any] = ()) -> PreparedPrompt:
+        """Returns a prompt with its images and sounds, as the processor of the release prepares it.
+
+        Args:
+            text: with a marker for each image and sound, such as a chat template writes; without any they stand before
+                it.
+            images, sounds: see `image_of` and `sound_of` of `tpuconv.models.media_files`.
+
+        Raises:
+            UsageError: markers and images do not match, an image or sound cannot be read or prepared, a package or file
+                of the processor is missing, or how the model writes placeholders is not known.
+            ConfigError: the processor cannot be loaded, or prepares no image or sound at all.
+        """
+        prompt = PreparedPrompt(text, {})
+        for kind, items in ((IMAGE, images), (SOUND, sounds)):
+            if items:
+                found = self._written(prompt.text, kind, items)
+                prompt = PreparedPrompt(found.text, prompt.features | found.features, prompt.begun or found.begun)
+        return prompt
+
+    def marker_of(self, kind: str) -> tuple[str, str]:
+        """Returns the marker of an image or a sound in a prompt, and the marker with what chat templates write around
+        it.
+
+        Raises:
+            UsageError: how the model writes placeholders is not known.
+            ConfigError: the tokenizer lacks the marker.
+        """
+        row = self._row(kind)
+        marker = self._token(row, row.marker)
+        return marker, marker.join(row.frame)
+
+    def with_markers(self, text: str, kind: str) -> str:
+        """Returns a prompt with the model's marker in place of numbered ones, such as `<|image_1|>`, if its release has
+        these; raises what `marker_of` does."""
+        row, (marker, _) = self._row(kind), self.marker_of(kind)
+        return re.sub(row.numbered, lambda _: marker, text) if row.numbered else text
+
+    def find_marker(self, kind: str, text: str) -> str:
+        """Returns the first marker of an image or a sound that a prompt has; "" if it has none, or none is known."""
+        row = placeholder_of(self.config, kind)
+        if row is None:
+            return ""
+        if row.numbered and (found := re.search(row.numbered, text)):
+            return found[0]
+        marker = self._special(row, row.marker)
+        return marker if marker in text else ""
+
+    def _row(self, kind: str) -> Placeholder:
+        """Returns how the model writes an image or a sound."""
+        row = placeholder_of(self.config, kind)
+        if row is None:
+            raise UsageError(
+                f"the placeholders that {self.config.get('model_type')} has for {kind}s are not known",
+                hint="prepare ids and features with the processor of the release, and give both to the model",
+            )
+        return row
+
+    def _token(self, row: Placeholder, name: str) -> str:
+        """Returns a special token by its name; nothing for an empty name."""
+        token = self._special(row, name) if name else name
+        if name and not token:
+            raise ConfigError(
+                f"the tokenizer in {self.folder} has no {name}", hint="copy the tokenizer's files into it again"
+            )
+        return token
+
+    def _special(self, row: Placeholder, name: str) -> str:
+        """Returns a special token by its name; "" if neither tokenizer nor table has it."""
+        return str(getattr(self.tokenizer, name, None) or row.tokens[name])
+
+    def _written(self, text: str, kind: str, items: Sequence[Any]) -> PreparedPrompt:
+        """Returns the text with placeholders instead of the markers of one kind, and the features."""
+        folder, config, row = self.folder, self.config, self._row(kind)
+        extractor = load_processor(folder, kind, row)
+        together = folder / FILES[1]
+        settings = read_json(together, ConfigError) if together.exists() else {}
+        check(settings, PROCESSOR_KEYS, str(together), ConfigError)
+        token = partial(self._token, row)
+        names = [name_of(item, kind, i) for i, item in enumerate(items)]
+        if kind == IMAGE:
+            images = [image_of(*each) for each in zip(items, names, strict=True)]
+            call = dict(row.call)
+            if row.patch:
+                call["patch_size"] = row.patch(MediaItem(0, {}, extractor, settings, config, token))
+            returned = _of_images(partial(extractor, **call), row, images, names)
+        else:
+            rate = getattr(extractor, "sampling_rate", None)
+            if not isinstance(rate, int) or rate not in SAMPLING_RATES:
+                raise ConfigError(f"the feature extractor in {folder} has the sampling_rate {rate}", hint=COPY)
+            given = [sound_of(*each, rate) for each in zip(items, names, strict=True)]
+            _check_lengths(extractor, row, given, names)
+            returned = _of_sounds(extractor, row, given, names)
+        features = {row.renamed.get(name, name): values for name, values in returned.items()}
+        marker, framed = self.marker_of(kind)
+        count = format_count(len(items), kind)
+        pieces = (text if marker in text else framed * len(items) + text).split(marker)
+        if len(pieces) - 1 != len(items):
+            raise UsageError(
+                f"the prompt has {format_count(len(pieces) - 1, 'marker')} {marker} for {count}",
+                hint=f"write {marker} once where each {kind} is to stand; without any they stand before the text",
+            )
+        try:
+            written = [row.write(MediaItem(i, features, extractor, settings, config, token)) for i in range(len(items))]
+        except TpuconvError:
+            raise
+        except Exception as e:  # of any type: settings that do not fit
+            raise ConfigError(
+                f"the placeholders of {count} cannot be written: {type(e).__name__}: {root_cause(e)}", hint=COPY
+            ) from e
+        if row.begin:
+            pieces[-1] = token(row.begin) + pieces[-1] + row.end
+        text = pieces[0] + "".join(new + piece for new, piece in zip(written, pieces[1:], strict=True))
+        taken = {name: values for name, values in features.items() if name not in (*COUNTS, *row.spare)}
+        return PreparedPrompt(text, {name: _array(values, name) for name, values in taken.items()}, bool(row.begin))
 
 
-def _written(folder: Path, tokenizer: Any, text: str, kind: str, items: Sequence[Any]) -> PreparedPrompt:
-    """Returns the text with placeholders instead of the markers of one kind, and the features."""
-    config, row = _row(folder, kind)
-    extractor = load_processor(folder, kind)
-    together = folder / FILES[1]
-    settings = read_json(together, ConfigError) if together.exists() else {}
-    check(settings, PROCESSOR_KEYS, str(together), ConfigError)
-    token = partial(_token, tokenizer, row, folder)
-    names = [name_of(item, kind, i) for i, item in enumerate(items)]
-    if kind == IMAGE:
-        images = [image_of(*each) for each in zip(items, names, strict=True)]
-        call = dict(row.call)
-        if row.patch:
-            call["patch_size"] = row.patch(MediaItem(0, {}, extractor, settings, config, token))
-        returned = _of_images(partial(extractor, **call), row, images, names)
-    else:
-        rate = getattr(extractor, "sampling_rate", None)
-        if not isinstance(rate, int) or rate not in SAMPLING_RATES:
-            raise ConfigError(f"the feature extractor in {folder} has the sampling_rate {rate}", hint=COPY)
-        given = [sound_of(*each, rate) for each in zip(items, names, strict=True)]
-        _check_lengths(extractor, row, given, names)
-        returned = _of_sounds(extractor, row, given, names)
-    features = {row.renamed.get(name, name): values for name, values in returned.items()}
-    marker, framed = marker_of(folder, tokenizer, kind)
-    count = format_count(len(items), kind)
-    pieces = (text if marker in text else framed * len(items) + text).split(marker)
-    if len(pieces) - 1 != len(items):
-        raise UsageError(
-            f"the prompt has {format_count(len(pieces) - 1, 'marker')} {marker} for {count}",
-            hint=f"write {marker} once where each {kind} is to stand; without any they stand before the text",
-        )
-    try:
-        written = [row.write(MediaItem(i, features, extractor, settings, config, token)) for i in range(len(items))]
-    except TpuconvError:
-        raise
-    except Exception as e:  # of any type: settings that do not fit
-        raise ConfigError(
-            f"the placeholders of {count} cannot be written: {type(e).__name__}: {root_cause(e)}", hint=COPY
-        ) from e
-    if row.begin:
-        pieces[-1] = token(row.begin) + pieces[-1] + row.end
-    text = pieces[0] + "".join(new + piece for new, piece in zip(written, pieces[1:], strict=True))
-    taken = {name: values for name, values in features.items() if name not in (*COUNTS, *row.spare)}
-    return PreparedPrompt(text, {name: _array(values, name) for name, values in taken.items()}, bool(row.begin))
-
-
-def _row(folder: Path, kind: str) -> tuple[dict[str, Any], Placeholder]:
-    """Returns the config.json in a folder, and how its model writes an image or a sound."""
-    config = read_json(folder / "config.json", ConfigError)
-    row = placeholder_of(config, kind)
-    if row is None:
-        raise UsageError(
-            f"the placeholders that {config.get('model_type')} has for {kind}s are not known",
-            hint="prepare ids and features with the processor of the release, and give both to the model",
-        )
-    return config, row
-
-
-def marker_of(folder: Path, tokenizer: Any, kind: str) -> tuple[str, str]:
-    """Returns the marker of an image or a sound in a prompt, and the marker with what chat templates write around it.
-
-    Raises:
-        UsageError: how the model writes placeholders is not known.
-        ConfigError: the tokenizer lacks the marker.
-    """
-    _, row = _row(folder, kind)
-    marker = _token(tokenizer, row, folder, row.marker)
-    return marker, marker.join(row.frame)
-
-
-def with_markers(folder: Path, tokenizer: Any, text: str, kind: str) -> str:
-    """Returns a prompt with the model's marker in place of numbered ones, such as `<|image_1|>`, if its release has
-    these; raises what `marker_of` does."""
-    _, row = _row(folder, kind)
-    marker = _token(tokenizer, row, folder, row.marker)
-    return re.sub(row.numbered, lambda _: marker, text) if row.numbered else text
-
-
-def find_marker(folder: Path, tokenizer: Any, kind: str, text: str) -> str:
-    """Returns the first marker of an image or a sound that a prompt has; "" if it has none, or none is known."""
-    row = placeholder_of(read_json(folder / "config.json", ConfigError), kind)
-    if row is None:
-        return ""
-    if row.numbered and (found := re.search(row.numbered, text)):
-        return found[0]
-    marker = _special(tokenizer, row, row.marker)
-    return marker if marker in text else ""
-
-
-def _token(tokenizer: Any, row: Placeholder, folder: Path, name: str) -> str:
-    """Returns a special token by its name; nothing for an empty name."""
-    token = _special(tokenizer, row, name) if name else name
-    if name and not token:
-        raise ConfigError(f"the tokenizer in {folder} has no {name}", hint="copy the tokenizer's files into it again")
-    return token
-
-
-def _special(tokenizer: Any, row: Placeholder, name: str) -> str:
-    """Returns a special token by its name; "" if neither tokenizer nor table has it."""
-    return str(getattr(tokenizer, name, None) or row.tokens[name])
-
-
-def load_processor(folder: Path, kind: str) -> Any:
+def load_processor(folder: Path, kind: str, row: Placeholder) -> Any:
     """Returns the image processor or the feature extractor of sounds in a folder, loaded by transformers without remote
-    code.
+    code. `row` names its class where transformers would not find it.
 
     Raises:
         UsageError: the folder has none, or a package is missing.
@@ -199,8 +204,7 @@ def load_processor(folder: Path, kind: str) -> Any:
         pillow()
     try:  # a torchvision that does not fit to torch is found when transformers imports the class
         auto = "AutoImageProcessor" if kind == IMAGE else "AutoFeatureExtractor"
-        row = placeholder_of(read_json(folder / "config.json", ConfigError), kind)
-        named = getattr(transformers, row.processor if row and row.processor else auto)
+        named = getattr(transformers, row.processor or auto)
         return named.from_pretrained(folder, trust_remote_code=False)
     except Exception as e:  # of any type
         raise _unloadable(folder, what, e) from e

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -22,6 +22,9 @@ from tpuconv.models.placeholders import IMAGE, PART_OF_KIND, SOUND
 from tpuconv.models.seeing import SeeingGenerator
 from tpuconv.models.speculate import Speculator
 from tpuconv.models.tokenizer import check_ids
+
+if TYPE_CHECKING:
+    from tpuconv.models.pictures import Preparer
 
 ARTICLES = {IMAGE: "an image", SOUND: "a sound", VIDEO: "a video"}
 INCOMPLETE = "\ufffd"
@@ -70,6 +73,13 @@ class PromptEncoder:
     rows: int | None = None
     placeholders: Mapping[str, int] = field(default_factory=dict)
 
+    @cached_property
+    def preparer(self) -> "Preparer | None":
+        """Prepares images and sounds; None of a model that has the text alone."""
+        from tpuconv.models.pictures import Preparer
+
+        return None if self.folder is None else Preparer(self.folder(), self.tokenizer)
+
     @property
     def has_chat_template(self) -> bool:
         """True if the tokenizer has a chat template."""
@@ -116,13 +126,11 @@ class PromptEncoder:
         Raises:
             UsageError: it has one.
         """
-        from tpuconv.models.pictures import find_marker
-
         for part, placeholder in self.placeholders.items():
             kind = next((kind for kind, each in PART_OF_KIND.items() if each == part), part)
             token = ""
-            if self.folder is not None and kind not in given:
-                token = find_marker(self.folder(), self.tokenizer, kind, text)
+            if self.preparer is not None and kind not in given:
+                token = self.preparer.find_marker(kind, text)
             if not token and placeholder in ids:
                 token = str(self.tokenizer.decode([placeholder]))
             if not token:
@@ -159,7 +167,7 @@ class PromptEncoder:
 
         Raises:
             UsageError: the checkpoint has no part that sees or hears, the chat template leaves images or sounds out, or
-                see `encode` and `tpuconv.models.pictures.prepared`.
+                see `encode` and `tpuconv.models.pictures.Preparer`.
         """
         media = {IMAGE: listed(images, IMAGE), SOUND: listed(sounds, SOUND)}
         for kind, items in media.items():
@@ -169,23 +177,21 @@ class PromptEncoder:
                     hint=f"leave the {kind}s out; or, if the model has such a part, convert it whole, without "
                     "`text_only=`",
                 )
-        if self.folder is None or not any(media.values()):
+        if self.preparer is None or not any(media.values()):
             return self.encode([prompt], chat=chat, system=system)[0], {}
-        from tpuconv.models.pictures import marker_of, prepared, with_markers
-
         for kind in (kind for kind, items in media.items() if items):
-            prompt = with_markers(self.folder(), self.tokenizer, prompt, kind)
+            prompt = self.preparer.with_markers(prompt, kind)
         if chat:
-            prompt = chat_about(self.tokenizer, prompt, self.folder(), media, system)
+            prompt = chat_about(self.preparer, prompt, media, system)
         text = prompt
-        given = {kind: marker_of(self.folder(), self.tokenizer, kind)[0] for kind, items in media.items() if items}
+        given = {kind: self.preparer.marker_of(kind)[0] for kind, items in media.items() if items}
         for marker in given.values():
             text = text.replace(marker, "")
         ids = self.tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"]
         self._check_media(text, ids, given)
         if self.rows is not None:  # placeholders alone may be outside of the embedding
             check_ids(self.tokenizer, [ids], self.rows)
-        found = prepared(self.folder(), self.tokenizer, prompt, *media.values())
+        found = self.preparer.prepared(prompt, *media.values())
         begun = chat or found.begun
         ids = self.tokenizer(found.text, add_special_tokens=not begun, verbose=False)["input_ids"]
         return list(ids), found.features

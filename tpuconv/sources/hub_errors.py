@@ -56,8 +56,7 @@ def _translate(error: BaseException, repo: str, revision: str, folder: Path | No
             f"{repo} has no revision {revision}",
             hint=f"did you mean {' or '.join(near)}?" if near else f"its branches and tags are at {page}/tree/main",
         )
-    if isinstance(error, errors.RemoteEntryNotFoundError):
-        name = str(error.response.url.path).rpartition("/")[2]
+    if name := _lost_file(error):
         return HubError(f"{repo} at revision {revision} lists {name} but does not serve it", hint="try again later")
     near_folder = None if to_write else near_folders(Path(repo))
     if status == 401:
@@ -92,6 +91,18 @@ def _translate(error: BaseException, repo: str, revision: str, folder: Path | No
         details=[f"{type(error).__name__}: {line}" for line in str(error).splitlines()[:1]],
         hint=f"check that {constants.ENDPOINT} is a Hub (HF_ENDPOINT); run again to resume the {_direction(to_write)}",
     )
+
+
+def _lost_file(error: BaseException) -> str:
+    """Returns the name of the file that an answer of 404 is about; "" for other errors. The host that has the large
+    files does not say, as the Hub does, that it is the file that is missing."""
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    if isinstance(error, RepositoryNotFoundError) or not isinstance(error, HfHubHTTPError):
+        return ""
+    answers = [*error.response.history, error.response]  # the first was asked under the file's name
+    asked = str(answers[0].url.path)
+    return asked.rpartition("/")[2] if error.response.status_code == 404 and "/resolve/" in asked else ""
 
 
 def _write_error(folder: Path, error: OSError) -> TpuconvError:

@@ -106,13 +106,20 @@ def seal_of(data: bytes) -> str | None:
     return found[1].decode()
 
 
+def _to_make(folder: Path) -> str:
+    """Returns the hint for a folder that does not exist. It may be meant as a Hub id."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder)) or folder.parent.exists():
+        return "make a checkpoint with `tpuconv convert SRC`"
+    return (
+        f"on the Hub, `tpuconv convert {folder}` makes a checkpoint of a release, and "
+        f"`hf download {folder} --local-dir {folder.name}` downloads one that was pushed"
+    )
+
+
 def _read_manifest(path: Location) -> bytes:
     with suppress(OSError, ValueError):
         if isinstance(path, Path) and not os.path.lexists(path.parent):
-            raise UsageError(
-                f"{path.parent} does not exist",
-                hint=near_folders(path.parent) or "make a checkpoint with `tpuconv convert SRC`",
-            )
+            raise UsageError(f"{path.parent} does not exist", hint=near_folders(path.parent) or _to_make(path.parent))
         if not is_there(path):
             if is_there(path.parent.parent / MANIFEST):
                 raise UsageError(
