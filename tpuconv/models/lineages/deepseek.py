@@ -292,20 +292,8 @@ class Ocr2Config(WrapperConfig, SparseConfig):
     topk_method: str
 
     @classmethod
-    def text_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super().text_of(with_text_config(raw))
-
-    @classmethod
-    def _beside(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super()._beside(with_text_config(raw))
-
-    @classmethod
     def around_text(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         return with_text_config(raw)
-
-    @classmethod
-    def settled(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
-        return super().settled(with_text_config(raw), tensors)
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
