@@ -629,25 +629,31 @@ def test_a_release_on_the_hub(tmp_path, hub_cache, serve_hub):
     assert any("model-00001" in request.file and request.sent for request in hub.requests[asked:])
 
 
-@pytest.mark.parametrize("name", ["generator", "benchmark", "compare_checkpoints", "compare", "sensitivity"])
-def test_whatever_reads_a_release_fetches_a_damaged_file_again(name, hub_cache, serve_hub):
+@pytest.mark.parametrize(
+    "name", ["generator", "benchmark", "compare_checkpoints", "compare", "layerwise", "sensitivity", "inspect"]
+)
+def test_whatever_reads_a_release_fetches_a_damaged_file_again(name, hub_cache, serve_hub, tmp_path):
     serve_hub({"org/tiny": EXAMPLE})
     resolve("org/tiny")
     blob = next(hub_cache.rglob("model.safetensors")).resolve()
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1
-    # A measurement layer by layer reads no file from its begin to its end, so that only its size is compared.
-    blob.write_bytes(data[: -2 if name == "sensitivity" else None])
+    blob.write_bytes(data)
     few = {"prompts": ["Once upon a time"]}
     whatever = {
         "generator": lambda: api.generator("org/tiny"),
         "benchmark": lambda: api.benchmark("org/tiny", prompt_length=[4], new_tokens=[2], repeats=1),
         "compare_checkpoints": lambda: api.compare_checkpoints("org/tiny", EXAMPLE, **few),
         "compare": lambda: api.compare("org/tiny", **few),
+        "layerwise": lambda: api.compare("org/tiny", layerwise=True, **few),
+        "inspect": lambda: api.inspect("org/tiny", html=tmp_path / "page.html"),
         "sensitivity": lambda: api.sensitivity("org/tiny", method="nearest", **few),
     }
     whatever[name]()
-    assert blob.read_bytes() == (EXAMPLE / "model.safetensors").read_bytes()
+    if name == "inspect":  # streams from the Hub what is not in the cache
+        assert not blob.exists()
+    else:
+        assert blob.read_bytes() == (EXAMPLE / "model.safetensors").read_bytes()
 
 
 def test_of_the_hub_a_release_with_faults_is_not_downloaded(tmp_path, serve_hub):

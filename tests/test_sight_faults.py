@@ -20,11 +20,15 @@ HIDDEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("cosmos3_edge", "hy_v4_vl", "hy_v4_vl_with_bicubic_positions"), ("angles: vision", PLACES)),
     # images do not move later tokens
     **dict.fromkeys(("hunyuan_vl", "hunyuan_vl_of_three_axes"), ("angles: vision", PLACES, "no delta in the cache")),
+    # images enter behind the first layer
+    "granite4_vision_of_means": ("the feature before",),
     **dict.fromkeys(("lfm2_vl", "lfm2_vl_without_norm"), (PLACES,)),
     # a sound fills a chunk; that of qwen3_omni_moe_of_short_sounds does not
     "qwen3_omni_moe": ("no silence behind chunks: audio",),
     # all chunks have the same length
     "qwen3_asr": ("no silence behind chunks: audio",),
+    # distances of one axis are interpolated
+    **dict.fromkeys(("deepseek_ocr2", "deepseek_ocr2_of_large_images"), ("columns of positions first: vision",)),
     # only squares are interpolated, to squares
     **dict.fromkeys(("deepseek_vl_hybrid", "step3p7"), ("columns of positions first: vision",)),
 }

@@ -1,16 +1,20 @@
 """Every key of config.json that transformers has for encoders and projectors is read, refused, or has no effect."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from helpers.random_configs import UNTOUCHED
 from helpers.random_sights import OF_NO_USE, Keys, config_of, objects
 from helpers.whole_sights import EACH
-from tpuconv.errors import TpuconvError
+from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig
 from tpuconv.models.common.beside import VISION, PartConfig
-from tpuconv.models.registry import Family, find_family
+from tpuconv.models.registry import Family, find_family, get_family
 
 WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     "sizes that tensors show": (
@@ -41,6 +45,8 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
         "HunYuanVLVisionConfig.num_key_value_heads",
         *("Llama4VisionConfig.hidden_act", "Llama4VisionConfig.norm_eps", "InklingAudioConfig.rms_norm_eps"),
         *("InklingVisionConfig.hidden_size", "InklingVisionConfig.num_attention_heads"),
+        "Granite4VisionConfig.vision_feature_layer",
+        *(f"DeepseekOcr2VisionEncoderConfig.{x}" for x in ("layer_types", "max_window_layers", "sliding_window")),
         *("InklingVisionConfig.rms_norm_eps", "Phi4MultimodalAudioConfig.feature_layer"),
         *("Llama4VisionConfig.multi_modal_projector_bias", "Llama4VisionConfig.vision_feature_select_strategy"),
     ),
@@ -53,7 +59,11 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
         "Phi4MultimodalConfig.sliding_window",
     ),
     "adapters, which are merged": ("has_lora_adapter",),
-    "texts beside learned queries": ("Blip2QFormerConfig.vocab_size",),
+    "texts beside learned queries": (*("Blip2QFormerConfig.vocab_size", "DeepseekOcr2VisionEncoderConfig.vocab_size"),),
+    "the encoder has the width of learned queries (Granite Vision 4)": (
+        *("Blip2QFormerConfig.hidden_size", "Blip2QFormerConfig.num_attention_heads"),
+        "Blip2QFormerConfig.encoder_hidden_size",
+    ),
 }
 """By the reason, keys that encoders do not read: of every class of transformers' configs, or of one."""
 
@@ -145,3 +155,53 @@ def test_other_names_of_keys_are_read(name: str) -> None:
                 assert towers(family, have) is None or key not in object_at(raw, at)
                 object_at(have, at).pop(key, None)
                 assert towers(family, have) == towers(family, want), (at, alias)
+
+
+GRANITE4 = {"downsample_rate": "4/8", "deepstack_layer_map": [[-1, 0]], "qformer_config": {}}
+TOWER = {"hidden_size": 128, "image_size": 384, "patch_size": 16, "num_hidden_layers": 2}
+TEXT = SimpleNamespace(hidden_size=8, num_hidden_layers=4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "fault"),
+    [
+        ({"downsample_rate": None}, "downsample_rate=None is no fraction"),
+        ({"downsample_rate": "4/0"}, "downsample_rate='4/0' is no fraction"),
+        ({"downsample_rate": "4/7"}, "downsample_rate=4/7, and an image has 24 x 24 patches"),
+        ({"downsample_rate": "2/8"}, "downsample_rate=2/8, and an image has 24 x 24 patches"),
+        ({"deepstack_layer_map": [[1]]}, "deepstack_layer_map=.* is no list of pairs"),
+        ({"deepstack_layer_map": [[-4, 0]]}, r"no hidden states \[-4\]"),
+        ({"spatial_target_layers": [0, 1, 2, 3, 0]}, "has more than 4 layers"),
+        ({"qformer_config": [1]}, "qformer_config=.* is not an object"),
+        ({"qformer_config": {"model_type": "bert"}}, "a projector of the type 'bert'"),
+        ({"qformer_config": {"intermediate_size": 0}}, "query_mlp=0"),
+        ({"vision_config": {**TOWER, "hidden_size": 32}}, "query_heads=0"),
+    ],
+)
+def test_projectors_of_granite_4_that_make_no_sense_are_refused(keys: dict[str, Any], fault: str) -> None:
+    vision = get_family("granite4_vision").modalities[0]
+    assert vision.read({**GRANITE4, "vision_config": TOWER}, TEXT).queries == 16
+    with pytest.raises((ConfigError, UnsupportedConfig)) as caught:
+        vision.read({**GRANITE4, "vision_config": TOWER, **keys}, TEXT)
+    assert re.search(fault, "\n".join([caught.value.message, *caught.value.details]))
+
+
+@pytest.mark.parametrize(
+    ("part", "keys", "fault"),
+    [
+        ("sam_config", {"downsample_channels": [512]}, "has not the channels of two convolutions"),
+        ("sam_config", {"downsample_channels": [512, 64]}, "do not end with hidden_size=896"),
+        ("encoder_config", {"num_key_value_heads": 5}, "is no multiple of num_key_value_heads=5"),
+        ("encoder_config", {"num_attention_heads": 9, "num_key_value_heads": 3}, "is no multiple of num_attention"),
+        ("encoder_config", {"use_sliding_window": True}, "use_sliding_window=True of an encoder is not implemented"),
+        ("encoder_config", 3, "encoder_config=3 is not an object"),
+    ],
+)
+def test_encoders_of_deepseek_ocr_that_make_no_sense_are_refused(part: str, keys: Any, fault: str) -> None:
+    vision, encoder = get_family("deepseek_ocr2").modalities[0], {"hidden_size": 896, "num_attention_heads": 14}
+    whole = {"sam_config": {}, "encoder_config": {**encoder, "num_key_value_heads": 2}}
+    assert vision.read({"vision_config": whole}, TEXT).sizes["H"] == 64
+    changed = {**whole, part: {**whole[part], **keys} if isinstance(keys, dict) else keys}
+    with pytest.raises((ConfigError, UnsupportedConfig)) as caught:
+        vision.read({"vision_config": changed}, TEXT)
+    assert fault in "\n".join([caught.value.message, *caught.value.details])

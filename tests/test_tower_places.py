@@ -19,9 +19,11 @@ from transformers.vision_utils import (
 
 from tpuconv.errors import UsageError
 from tpuconv.models.common.mrope import MropeOfDimensions, mrope_positions, positions_in_images
+from tpuconv.models.towers.encoder import resized
 from tpuconv.models.towers.minicpm.canvas import Markers, canvas_positions
 from tpuconv.models.towers.places import (
     Taps,
+    antialiased_cubic_weights,
     antialiased_taps,
     bicubic_taps,
     bilinear_taps,
@@ -32,6 +34,7 @@ from tpuconv.models.towers.places import (
     nested_order,
     raster,
 )
+from tpuconv.models.towers.qformer.modules import area_weights
 
 SIZE = st.integers(1, 40)
 TABLE = st.integers(2, 24)
@@ -62,6 +65,22 @@ def test_taps_interpolate_as_torch_does(taps, how, h, w, height, width):
     assume(w > 1 or "antialias" not in how)  # torch 2 repeats the first row of an image of width 1 there
     table_HWD = np.random.default_rng(h * w).standard_normal((height, width, 3)).astype(np.float32)
     have = interpolated(taps(h, w, height, width), table_HWD, h, w)
+    np.testing.assert_allclose(have, of_torch(table_HWD, h, w, **how), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("weights", "how"),
+    [
+        (antialiased_cubic_weights, {"mode": "bicubic", "align_corners": False, "antialias": True}),
+        (area_weights, {"mode": "area"}),
+    ],
+)
+@given(h=SIZE, w=SIZE, height=TABLE, width=TABLE)
+@example(h=48, w=40, height=64, width=64)
+def test_weights_of_axes_interpolate_as_torch_does(weights, how, h, w, height, width):
+    assume(w > 1 or "antialias" not in how)
+    table_HWD = np.random.default_rng(h * w).standard_normal((height, width, 3)).astype(np.float32)
+    have = resized(table_HWD, weights(h, height), weights(w, width))
     np.testing.assert_allclose(have, of_torch(table_HWD, h, w, **how), atol=2e-5)
 
 

@@ -46,6 +46,7 @@ from tpuconv.notation.table import Map, MappingTable, row_indices
 FILE = Path(__file__).parent.parent / "tpuconv" / "models" / "common" / "saved_names.json"
 
 WHOLE: Mapping[str, Sequence[str]] = {
+    "deepseek_ocr2": ("deepseek_ocr2",),
     "ernie4_5_vl_moe": ("ernie4_5_vl_moe",),
     "hunyuan_vl": ("hunyuan_vl",),
     "hy_v4_vl": ("hy_v4_vl",),

@@ -78,7 +78,7 @@ class ReleaseArrays:
             if stop.is_set():
                 raise Cancelled
 
-        hashes = [s.name for s in self.plan.source.shards if s.sha256 and jax.process_count() == 1]
+        hashes = [s.name for s in self.plan.source.promised] if jax.process_count() == 1 else []
         reader = self.plan.source.open(check_cancelled, hashes=hashes)
         tasks: SimpleQueue[ReadTask] = SimpleQueue()
         for task in self._tasks(placing, reader, hashes, arrays, check_cancelled):
@@ -128,7 +128,7 @@ class ReleaseArrays:
 
         def check_hashes(names: Sequence[str], _: SlabArrays | None = None) -> None:
             for name in names:
-                check_promise(plan, reader, promised[name])
+                check_promise(plan.source, reader, promised[name])
 
         def checked(work: ReadTask, names: set[str], slab_arrays: SlabArrays) -> None:
             """Does work on some files. If they hold something wrong, damage on the way is the likely cause."""

@@ -136,6 +136,55 @@ def granite_vision() -> Sight:
     return tiled(LlavaNextForConditionalGeneration, config, [(50, 100), (90, 10), (70, 100)], 5, rows)
 
 
+def granite4(vision: dict[str, Any], side: int, text: dict[str, Any], **changes: Any) -> Sight:
+    """Tiles of 4 x 4 features, and Q-Formers of two heads."""
+    from transformers import Granite4VisionConfig, Granite4VisionForConditionalGeneration
+
+    factors = {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.4}
+    config = Granite4VisionConfig(
+        text_config={**TEXT, **factors, "attention_multiplier": 0.2, "num_hidden_layers": 5, **text},
+        vision_config={**vision, "hidden_size": 132, "image_size": side, "num_hidden_layers": 4},
+        image_token_index=IMAGE,
+        image_grid_pinpoints=[[h // 12 * side, w // 12 * side] for h, w in GRID],
+        **changes,
+    )
+    # whole 16; 4 x 8 with 4 ends; 12 x 2 with 12 ends; 6 x 8 with 6 ends
+    rows = [[5, *with_images(16 + 36, 16 + 36), 7], [8, 4, *with_images(16 + 54), 6]]
+    sizes = np.array([(50, 100), (90, 10), (70, 100)])
+    features = {"pixel_values": noise(3, 5, 3, side, side), "image_sizes": sizes}
+    return Sight(tiny(Granite4VisionForConditionalGeneration, config), rows, features)
+
+
+@sight
+def granite4_vision() -> Sight:
+    """Two layers get nothing, and of two projectors for layer 1 the last one counts."""
+    return granite4(
+        SIGLIP_VISION,
+        32,
+        {},
+        vision_feature_select_strategy="full",
+        downsample_rate="2/4",
+        deepstack_layer_map=[[1, 1], [-2, 0]],
+        spatial_vision_layer=-1,
+        spatial_target_layers=[1, 4],
+        qformer_config={"num_hidden_layers": 3, "intermediate_size": 40, "cross_attention_frequency": 2},
+    )
+
+
+@sight
+def granite4_vision_of_means() -> Sight:
+    """Means over patches in part, CLIP, and an input of the first layer without images."""
+    return granite4(
+        CLIP_VISION,
+        24,
+        {"attention_bias": True},
+        downsample_rate="2/3",
+        deepstack_layer_map=[[1, 2], [3, 4]],
+        spatial_target_layers=[],
+        qformer_config={"num_hidden_layers": 1, "intermediate_size": 40, "use_qformer_text_input": True},
+    )
+
+
 @sight
 def llava_next_video() -> Sight:
     from transformers import LlavaNextVideoConfig, LlavaNextVideoForConditionalGeneration

@@ -1,8 +1,10 @@
-"""SAM, alone and beside SigLIP."""
+"""SAM, alone, beside SigLIP and before a decoder."""
 
 from typing import Any
 
-from helpers.sights import IMAGE, TEXT, Sight, noise, sight, tiny
+import numpy as np
+
+from helpers.sights import IMAGE, TEXT, Sight, noise, sight, text_of, tiny
 from helpers.sights_llava import LLAMA, SIGLIP_VISION, with_images
 
 SAM: dict[str, Any] = {
@@ -49,3 +51,38 @@ def deepseek_vl_hybrid() -> Sight:
     with torch.no_grad():  # convolutions add up, and SAM's features would hide SigLIP's
         model.model.aligner.high_res_vision_proj.weight.mul_(0.03)
     return Sight(model, rows, features)
+
+
+def ocr(sam: dict[str, Any], image: int, tile: int, queries: int, **encoder: Any) -> Sight:
+    """An image with two tiles, and one without."""
+    from transformers import DeepseekOcr2Config, DeepseekOcr2ForConditionalGeneration
+
+    decoder = {"hidden_size": 20, "intermediate_size": 28, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = DeepseekOcr2Config(
+        text_config={**text_of("deepseek_ocr2"), **TEXT},
+        vision_config={
+            "sam_config": {**SAM, "downsample_channels": [14, 20], **sam},
+            "encoder_config": {**decoder, "num_key_value_heads": 1, "vocab_size": 3, **encoder},
+        },
+        image_token_id=IMAGE,
+    )
+    rows = [[5, *with_images(2 * 144 + queries + 1), 7], [8, 4, *with_images(queries + 1), 6]]
+    features = {
+        "pixel_values": noise(2, 3, image, image),
+        "pixel_values_local": noise(2, 3, tile, tile, seed=2),
+        "num_local_patches": np.array([2, 0]),
+    }
+    return Sight(tiny(DeepseekOcr2ForConditionalGeneration, config), rows, features)
+
+
+@sight
+def deepseek_ocr2() -> Sight:
+    """Positions and distances are interpolated to 9 x 9 and 5 x 5 patches."""
+    return ocr({}, 36, 20, 144)
+
+
+@sight
+def deepseek_ocr2_of_large_images() -> Sight:
+    """13 x 13 patches are left of 52 x 52; a tile has 6 x 6 of 22 x 22, without positions."""
+    sam = {"patch_size": 2, "image_size": 104, "use_abs_pos": False, "qkv_bias": False, "num_hidden_layers": 2}
+    return ocr(sam, 104, 44, 256, num_key_value_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 100.0})

@@ -330,7 +330,7 @@ def features(case: Sight, model: Any, part: str) -> list[np.ndarray]:
     given = {name: array for name, array in case.features.items() if name in encoders[part].takes}
     seen = model.see(np.where(np.isin(case.ids_BT, others), 4, case.ids_BT), case.mask_BT, **given)
     slots = np.asarray(seen.slot_BT)
-    return [np.asarray(each)[slots[slots >= 0]] for each in (seen.features_XD, *seen.deep)]
+    return [np.asarray(each)[slots[slots >= 0]] for each in (seen.features_XD, *seen.deep) if each is not None]
 
 
 def distance(have: list[np.ndarray], want: list[np.ndarray]) -> float:

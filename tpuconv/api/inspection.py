@@ -121,13 +121,16 @@ def inspect(asked: InspectRequest) -> Inspection:
 
 def _with_page(found: Inspection, asked: InspectRequest, page: Path) -> Inspection:
     """Reads the weights and writes the page."""
+    from tpuconv.api.running import downloading_again
     from tpuconv.storage.reports import check_free, write_report
     from tpuconv.verify.weights.measuring import measured_trees
     from tpuconv.verify.weights.page import weights_page
 
     check_free(page, "html", overwrite=asked.overwrite)
     places = [asked.path, *([] if asked.beside is None else [asked.beside])]
-    measured = measured_trees(places, lambda n, of: asked.progress(Progress("reading weights", n, of)))
+    measured = downloading_again(
+        lambda: measured_trees(places, lambda n, of: asked.progress(Progress("reading weights", n, of))), asked.progress
+    )
     write_report(weights_page(measured), page, "html", overwrite=asked.overwrite)
     return replace(found, html=page, weights=measured.trees[0].weights, comparison=measured.comparison)
 

@@ -167,6 +167,7 @@ FAMILIES: Mapping[str, str] = {
     "paddleocr_vl": "lineages.ernie",
     "hunyuan_vl": "lineages.hunyuan",
     "granite_docling": "lineages.granite",
+    "granite4_vision": "lineages.granite",
     "falcon": "falcon.family",
     "diffllama": "lineages.like_llama",
     "bitnet": "lineages.like_llama",

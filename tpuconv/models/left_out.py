@@ -14,7 +14,6 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     "diffusion_gemma": "text that is made by denoising blocks of tokens, not token by token",
     "blt": "bytes that are joined to patches by another model",
     "doge": "masks that are made of values",
-    "granite4_vision": "features of images for many layers of the text model, read by learned queries: not written yet",
     **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), _QUERIES),
     "voxtral_realtime": "the audio embedding is added to the embedding of each token; transformers refuses text "
     "without sound",

@@ -3,10 +3,12 @@ tokens that frame them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import isqrt, prod, sqrt
+from fractions import Fraction
+from math import ceil, isqrt, prod, sqrt
 from typing import Any
 
 from tpuconv.errors import ConfigError
+from tpuconv.jsonfile import short
 
 FRAME_MASKS = ("feature_attention_mask", "input_features_mask")
 """Names of the masks of frames that are no padding."""
@@ -207,14 +209,33 @@ def llava(item: MediaItem) -> str:
     return item.token("image_token") * (h * w + _class_tokens(item))
 
 
-def llava_next(item: MediaItem) -> str:
-    """Placeholders of the whole image, then of the tiles' patches that show the image, each row ended by one more."""
+def llava_next(item: MediaItem, rate: Fraction = Fraction(1)) -> str:
+    """Placeholders of the whole image, then of the tiles' patches that show the image, each row ended by one more. Of
+    the patches along a side of a tile features have a fraction."""
     Y, X = map(int, item.features["pixel_values"][0].shape[-2:])
-    h, w = Y // _patch(item), X // _patch(item)
+    h, w = int(Y // _patch(item) * rate), int(X // _patch(item) * rate)
     height, width = map(int, item.of("image_sizes"))
     rows, columns = best_tiles(height, width, item.extractor.image_grid_pinpoints)
     rows, columns = unpadded(height, width, rows // Y * h, columns // X * w)
     return item.token("image_token") * (h * w + rows * columns + rows + _class_tokens(item))
+
+
+def granite4(item: MediaItem) -> str:
+    """As `llava_next`, of windows that queries read (Granite Vision 4)."""
+    given = item.setting("downsample_rate", item.config.get("downsample_rate"))
+    try:
+        rate = Fraction(given)
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise ConfigError(f'downsample_rate={short(given)} is no fraction such as "4/8"') from None
+    return llava_next(item, rate)
+
+
+def deepseek_ocr2(item: MediaItem) -> str:
+    """Placeholders of each tile, then of the whole image and of what is behind it."""
+    side = 4 * item.number("patch_size", 16)
+    sizes = map(int, (item.of("pixel_values").shape[-1], item.extractor.tile_size))
+    whole, tile = (ceil(size / side) ** 2 for size in sizes)
+    return item.token("image_token") * (whole + tile * int(item.of("num_local_patches")) + 1)
 
 
 def best_tiles(height: int, width: int, sizes: Any) -> tuple[int, int]:

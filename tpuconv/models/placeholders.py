@@ -20,10 +20,12 @@ from tpuconv.models.media_texts import (
     by_grid,
     by_patch,
     command_a,
+    deepseek_ocr2,
     framed,
     gemma4,
     gemma4_sound,
     glm_sound,
+    granite4,
     granite_docling,
     hunyuan,
     idefics3,
@@ -56,6 +58,7 @@ PROCESSOR_KEYS = {
     "num_additional_image_tokens": NONE_OR_FEW,
     "vision_feature_select_strategy": Optional((str, None)),
     "vision_aspect_ratio": Optional((str, None)),
+    "downsample_rate": Optional((str, None)),
     "size_conversion": Optional((Each(Range(1, 1 << 20)), None)),
     "pixel_shuffle_ratio": Optional((float, None)),
     "cat_extra_token": Optional((bool, None)),
@@ -206,6 +209,7 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ("llava", IMAGE): Placeholder(llava, LLAVA_TOKEN),
     ("vipllava", IMAGE): Placeholder(llava, LLAVA_TOKEN),
     ("llava_next", IMAGE): Placeholder(llava_next, LLAVA_TOKEN, call={"do_pad": True}),
+    ("granite4_vision", IMAGE): Placeholder(granite4, LLAVA_TOKEN, call={"do_pad": True}),
     ("llava_onevision", IMAGE): Placeholder(onevision, LLAVA_TOKEN, nested=True),
     ("aria", IMAGE): Placeholder(aria, {"image_token": "<|img|>"}, call={"max_image_size": 980, "split_image": False}),
     ("granite_docling", IMAGE): Placeholder(granite_docling, IDEFICS_IMAGE.tokens),
@@ -265,6 +269,9 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
             "tile_y_separator_token": "<|tile_y_separator|>",
         },
         call={"return_tensors": "pt"},  # otherwise tiles are not one after the other
+    ),
+    ("deepseek_ocr2", IMAGE): Placeholder(
+        deepseek_ocr2, LLAVA_TOKEN, call={"crop_to_patches": True, "min_patches": 2, "max_patches": 6}
     ),
     ("deepseek_vl", IMAGE): DEEPSEEK_IMAGE,
     ("deepseek_vl_hybrid", IMAGE): DEEPSEEK_IMAGE,

@@ -85,6 +85,11 @@ class Source:
         """The stamp of each shard, by its name."""
         return {shard.name: shard.stamp for shard in self.shards}
 
+    @property
+    def promised(self) -> list[SourceShard]:
+        """The shards on a disk whose sha256 the Hub promises."""
+        return [shard for shard in self.shards if shard.sha256 and shard.name not in self.remote]
+
     def origin(self, hashes: Mapping[str, str | None]) -> dict[str, Any]:
         """Returns what the manifest says about the source: nothing of the machine or the folder. `hashes` has the hash
         of each shard, that of `hash_name`; None if it was not hashed."""

@@ -33,7 +33,10 @@ from tpuconv.verify.merged import WeightedAdapter, with_adapters
 from tpuconv.verify.reference_calls import ADDS_FEATURES, attention_of, inputs_of, mended
 from tpuconv.verify.sights import SightWindow
 
-READ_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "phi4mm": "phi4_multimodal"}
+READ_AS = {
+    **{"kimi_k2": "deepseek_v3", "mimo": "qwen2"},
+    **{"phi4mm": "phi4_multimodal", "deepseek_vl_v2": "deepseek_ocr2"},
+}
 """Model types for which transformers has no class of its own (it would need remote code), and the model type with the
 same mathematics that is used instead."""
 
@@ -252,7 +255,7 @@ def _seen(model: Any, windows: Sequence[SightWindow], dtype: str) -> Reference:
         logits, rounding_kl = run(), None
     features = features_of(model, windows, embedded)
     if dtype != "float32":
-        hook = _on_embedded(model, lambda module, embedded: _rounded_otherwise(module, None, embedded))
+        hook = _on_embedded(model, lambda module, embedded, **_: _rounded_otherwise(module, None, embedded))
         rounding_kl = compare_logits([window.ids for window in windows], logits, run(), dtype, {}).mean_kl
         hook.remove()
     return Reference(logits, rounding_kl, features=features)
@@ -263,9 +266,12 @@ def recorded_embeddings(model: Any) -> Iterator[list[np.ndarray]]:
     """Within the context, what the text model gets in place of token ids [T, D] is added to the list, for each call."""
     out: list[np.ndarray] = []
 
-    def record(module: Any, embedded: Any) -> None:
+    def record(module: Any, embedded: Any, deepstack_features: Any = None, vision_mask: Any = None, **_: Any) -> None:
         # Granite multiplies embeddings and features behind this; our features have the factor
-        out.append(embedded[0].float().numpy() * getattr(module, "embedding_multiplier", 1.0))
+        embedded_TD = embedded[0].float().numpy() * getattr(module, "embedding_multiplier", 1.0)
+        if deepstack_features and 0 in deepstack_features:  # of Granite Vision 4, which adds them behind the factor
+            embedded_TD[vision_mask[0, :, 0].numpy()] += deepstack_features[0].float().numpy()
+        out.append(embedded_TD)
 
     hook = _on_embedded(model, record)
     try:
@@ -275,16 +281,16 @@ def recorded_embeddings(model: Any) -> Iterator[list[np.ndarray]]:
 
 
 def _on_embedded(model: Any, call: Callable[[Any, Any], Any]) -> Any:
-    """Returns the handle of a hook: `call` is given the text model, and what it gets in place of token ids [B, T, D],
-    in whose place stands what it returns, unless that is None."""
+    """Returns the handle of a hook: `call` is given the text model, what it gets in place of token ids [B, T, D], and
+    its other arguments by name. What it returns stands in the place of the former, unless that is None."""
     text, merging = text_model(model), merging_module(model)
     if merging is not None:
         return merging.register_forward_hook(lambda module, inputs, embedded: call(text, embedded))
 
     def before(module: Any, inputs: Any, named: dict[str, Any]) -> Any:
-        found = named.get("inputs_embeds")
-        other = None if found is None else call(module, found)
-        return None if other is None else (inputs, {**named, "inputs_embeds": other})
+        found, others = named.get("inputs_embeds"), {key: x for key, x in named.items() if key != "inputs_embeds"}
+        other = None if found is None else call(module, found, **others)
+        return None if other is None else (inputs, {**others, "inputs_embeds": other})
 
     return text.register_forward_pre_hook(before, with_kwargs=True)
 

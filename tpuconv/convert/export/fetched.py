@@ -145,6 +145,6 @@ class FetchedFiles:
                 self.arrays.check_copies()
                 self.journal.record(step.name, {})
             else:
-                digest = check_promise(self.plan, reader, self.plan.source.shards[self._numbers[step.proves]])
+                digest = check_promise(self.plan.source, reader, self.plan.source.shards[self._numbers[step.proves]])
                 self.journal.record(step.name, {"hash": digest})
             reader.finish(step.name)

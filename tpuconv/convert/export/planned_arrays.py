@@ -159,7 +159,7 @@ class PlannedArrays:
             self.reader.check_unchanged()
             self.reader.close()
             return {}
-        hashes = {shard.name: check_promise(self.plan, self.reader, shard) for shard in self.share.shards}
+        hashes = {shard.name: check_promise(self.plan.source, self.reader, shard) for shard in self.share.shards}
         self.reader.check_unchanged()
         return {name: digest for name, digest in hashes.items() if digest is not None}
 

@@ -14,6 +14,7 @@ from tpuconv.sources.damaged import wrong_hash
 from tpuconv.sources.headers import DTYPES
 from tpuconv.sources.reader import Reader
 from tpuconv.sources.shard import SourceShard
+from tpuconv.sources.source import Source
 
 CAN_BE_NAN = {*FLOAT_DTYPES, "float8_e4m3fn"}
 """Stored dtypes that have NaN and are searched for it. Other quantized values have none."""
@@ -91,12 +92,12 @@ def check_copy(
             )
 
 
-def check_promise(plan: Plan, reader: Reader, shard: SourceShard) -> str | None:
+def check_promise(source: Source, reader: Reader, shard: SourceShard) -> str | None:
     """Returns the hash of a shard; None if the source has checksums of its own. Raises DamagedDownload if it is not
     that which the Hub promises."""
     digest = reader.hash_of(shard.name)
     if digest is not None and shard.sha256 is not None and digest != shard.sha256:
-        raise wrong_hash(plan.source.folder / shard.name, shard.sha256, digest)
+        raise wrong_hash(source.folder / shard.name, shard.sha256, digest)
     return digest
 
 

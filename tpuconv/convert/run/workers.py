@@ -149,7 +149,7 @@ class Workers:
     def _check_hash(self, shard: SourceShard, _: SlabConverter | None = None) -> None:
         entry = proof_step(self.plan.source.shards.index(shard))
         if self.journal.done(entry, HASH_ENTRY) is None:
-            digest = check_promise(self.plan, self.reader, shard)
+            digest = check_promise(self.plan.source, self.reader, shard)
             if digest is None:  # the source has checksums of its own
                 return
             self.reader.check_unchanged({shard.name})

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -16,6 +17,9 @@ from tpuconv.models.common.beside import VISION
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.explicit import is_explicit, run_on_explicit_mesh
 from tpuconv.models.common.layers import times
+
+Deep = tuple[jax.Array | None, ...]
+"""Features that are added to the output of each of the first layers of a text model; None for a layer without."""
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +36,7 @@ class Seen:
         at_ABT: rotary positions by time, row and column, or by the other axes of `Mrope`, counted from the first token
             of the call; None in models whose rotary positions count tokens.
         delta_B1: what is added to the position of later tokens; None like `at_ABT`.
-        deep: features [X, D] that are added to the output of each of the first layers.
+        deep: features [X, D] that are added to the output of each of the first layers; None for a layer without.
         added: whether features are added to the embeddings of placeholders, which they replace in most models.
     """
 
@@ -41,7 +45,7 @@ class Seen:
     block_BT: jax.Array | None = None
     at_ABT: jax.Array | None = None
     delta_B1: jax.Array | None = None
-    deep: tuple[jax.Array, ...] = ()
+    deep: Deep = ()
     added: bool = field(default=False, metadata={"static": True})
 
     def of_images(self) -> jax.Array | None:
@@ -57,13 +61,14 @@ class Seen:
 
     def deepened(self, x_BTD: jax.Array, layer: jax.Array | int) -> jax.Array:
         """Returns the output [B, T, D] of a layer with the features of this layer added; `layer` may be traced."""
+        deep = {number: deep_XD for number, deep_XD in enumerate(self.deep) if deep_XD is not None}
         if isinstance(layer, int):
-            return x_BTD + self._added(self.deep[layer], True) if layer < len(self.deep) else x_BTD
-        if not self.deep:
+            return x_BTD + self._added(deep[layer], True) if layer in deep else x_BTD
+        if not deep:
             return x_BTD
-        is_deep = layer < len(self.deep)
-        deep_XD = jnp.stack(self.deep)[jnp.where(is_deep, layer, 0)]
-        return x_BTD + self._added(deep_XD, is_deep).astype(x_BTD.dtype)
+        is_layer = jnp.asarray(list(deep)) == layer
+        deep_XD = jnp.stack(list(deep.values()))[is_layer.argmax()]
+        return x_BTD + self._added(deep_XD, is_layer.any()).astype(x_BTD.dtype)
 
     def _added(self, deep_XD: jax.Array, is_deep: jax.Array | bool) -> jax.Array:
         return jnp.where((self.slot_BT[..., None] >= 0) & is_deep, deep_XD[self.slot_BT], 0)
@@ -90,14 +95,14 @@ class Prepared:
 
 
 @nnx.jit
-def _encode(encoder: Any, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    def run(encoder: Any, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        features, deep = encoder(*arrays)
-        return features.reshape(-1, features.shape[-1]), tuple(each.reshape(-1, each.shape[-1]) for each in deep)
+def _encode(encoder: Any, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, Deep]:
+    def run(encoder: Any, *arrays: jax.Array) -> tuple[jax.Array, Deep]:
+        found: tuple[jax.Array, Deep] = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), encoder(*arrays))
+        return found
 
     if is_explicit(weights := jax.tree.leaves(nnx.state(encoder))[0]):
         alike: Any = PartitionSpec()  # type: ignore[no-untyped-call]
-        out: tuple[jax.Array, tuple[jax.Array, ...]] = run_on_explicit_mesh(run, encoder, weights, alike, *arrays)
+        out: tuple[jax.Array, Deep] = run_on_explicit_mesh(run, encoder, weights, alike, *arrays)
         return out
     return run(encoder, *arrays)
 
@@ -129,7 +134,7 @@ def see(
             hint=f"it reads {known}" if known else "this checkpoint has the text model alone: convert the whole model",
         )
     slot_BT, block_BT = np.full(ids_BT.shape, -1, np.int32), np.full(ids_BT.shape, -1, np.int32)
-    encoded: list[tuple[jax.Array, tuple[jax.Array, ...]]] = []
+    encoded: list[tuple[jax.Array, Deep]] = []
     prepared: dict[str, Prepared] = {}
     first = 0
     for part, encoder in encoders.items():
@@ -222,10 +227,10 @@ def _rotary_places(
     return jnp.asarray(np.stack(rows, axis=1)), jnp.asarray(delta_B1)
 
 
-def _deep(encoded: Sequence[tuple[jax.Array, tuple[jax.Array, ...]]]) -> tuple[jax.Array, ...]:
+def _deep(encoded: Sequence[tuple[jax.Array, Deep]]) -> Deep:
     """Returns what is added to the outputs of layers, with zeros for the features of parts that add nothing."""
-    most = max(len(deep) for _, deep in encoded)
-    return tuple(
-        jnp.concatenate([deep[i] if i < len(deep) else jnp.zeros_like(features) for features, deep in encoded])
-        for i in range(most)
-    )
+    out: list[jax.Array | None] = []
+    for each in zip_longest(*(deep for _, deep in encoded)):
+        of_parts = [jnp.zeros_like(x) if deep is None else deep for deep, (x, _) in zip(each, encoded, strict=True)]
+        out.append(None if all(deep is None for deep in each) else jnp.concatenate(of_parts))
+    return tuple(out)

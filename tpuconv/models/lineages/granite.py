@@ -24,9 +24,10 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import ChosenExperts
 from tpuconv.models.common.windows import PatternConfig
-from tpuconv.models.common.wrapper import LLAVA
+from tpuconv.models.common.wrapper import BRINGS, LLAVA
 from tpuconv.models.declare import config_class, decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
+from tpuconv.models.towers.llava_modalities import GRANITE4_WAYS
 from tpuconv.models.towers.modalities import ARIA_VISION, DOCLING_VISION
 from tpuconv.notation.table import Map, MappingTable, under
 
@@ -74,6 +75,29 @@ GRANITE_DOCLING = wrapper(
     tied=True,
     defaults={"tie_word_embeddings": False},
     modalities=(DOCLING_VISION,),
+)
+
+
+class PlainFeatures:
+    """Features do not have the factor of embeddings, which are 0 in their place."""
+
+    feature_factor: ClassVar[float] = 1.0
+
+
+GRANITE4_VISION = wrapper(
+    "granite4_vision",
+    "Granite Vision 4",
+    "Granite4VisionForConditionalGeneration",
+    text=GRANITE,
+    tensors={"image_newline": BRINGS},
+    mixins=(PlainFeatures,),
+    outside_keys=frozenset(
+        {
+            *("qformer_config", "downsample_rate", "deepstack_layer_map", "spatial_vision_layer"),
+            *("spatial_target_layers", "vocab_size", "hidden_size", "ignore_index"),
+        }
+    ),
+    modalities=GRANITE4_WAYS,
 )
 
 

@@ -20,6 +20,7 @@ def attend(
     *,
     scale: float | None = None,
     is_key_BP: jax.Array | None = None,
+    sees_before: bool = False,
 ) -> jax.Array:
     """Returns softmax attention [B, P, N, H] of each patch to all patches with the same segment number. Scores and
     their softmax are in float32.
@@ -30,6 +31,7 @@ def attend(
             values are finite.
         scale: the products of queries and keys are multiplied by it; by default H^-0.5.
         is_key_BP: False for patches that none attends to, though they attend to others (Idefics' padding).
+        sees_before: patches attend to those with smaller segment numbers too.
     """
     B, P, N, H = q_BPNH.shape
     k_BPNH, v_BPNH = (jnp.repeat(each, N // each.shape[2], axis=2) for each in (k_BPKH, v_BPKH))
@@ -38,7 +40,8 @@ def attend(
     def of_queries(queries: tuple[jax.Array, jax.Array]) -> jax.Array:
         q_BQNH, segment_BQ = queries
         scores_BNQS = jnp.einsum("BQNH,BSNH->BNQS", q_BQNH, k_BPNH, preferred_element_type=jnp.float32) * factor
-        seen_BQS = segment_BQ[:, :, None] == segment_BP[:, None, :]
+        query_BQS, key_BQS = segment_BQ[:, :, None], segment_BP[:, None, :]
+        seen_BQS = query_BQS >= key_BQS if sees_before else query_BQS == key_BQS
         if is_key_BP is not None:
             seen_BQS &= is_key_BP[:, None, :]
         weights_BNQS = jax.nn.softmax(jnp.where(seen_BQS[:, None], scores_BNQS, MASKED_SCORE), axis=-1)

@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 
 from tpuconv.errors import UsageError
 from tpuconv.models.common.beside import PartConfig
-from tpuconv.models.common.layers import Keys, gelu, gelu_tanh
+from tpuconv.models.common.layers import Keys, exact_product, gelu, gelu_tanh
 from tpuconv.models.common.mrope import mrope_positions
-from tpuconv.models.common.seen import Prepared
+from tpuconv.models.common.seen import Deep, Prepared
 
 
 def quick_gelu(x: jax.Array) -> jax.Array:
@@ -109,8 +109,8 @@ class FeatureEncoder(nnx.Module):
         """
         return mrope_positions(ids_T == self.config.placeholder, grids, 1)
 
-    def __call__(self, *arrays: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Returns the features [..., O], and those that are added to the outputs of the first layers."""
+    def __call__(self, *arrays: Any) -> tuple[jax.Array, Deep]:
+        """Returns the features [..., O], and those that are added to the outputs of the first layers of the text."""
         raise NotImplementedError
 
 
@@ -170,6 +170,13 @@ def padded(array: np.ndarray, length: int, value: float = 0) -> np.ndarray:
 def read_taps(table_RD: jax.Array, index_PA: jax.Array, weight_PA: jax.Array) -> jax.Array:
     """Returns rows [P, D] interpolated between those of a table, in float32 (`places.Taps`)."""
     return (table_RD[index_PA].astype(jnp.float32) * weight_PA[..., None]).sum(axis=1)
+
+
+def resized(x: jax.Array, rows: np.ndarray, columns: np.ndarray) -> jax.Array:
+    """Returns rasters of another size [..., y, x, D], sums of the rows and columns of rasters [..., Y, X, D] with
+    weights [y, Y] and [x, X], in float32."""
+    by_rows = exact_product("...YXD,yY->...yXD", x, rows)
+    return exact_product("...YXD,xX->...YxD", by_rows, columns)
 
 
 def patches_of(pixels_BCYX: jax.Array, patch: int) -> jax.Array:

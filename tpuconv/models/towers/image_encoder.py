@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuconv.models.common.beside import VISION
-from tpuconv.models.common.seen import Prepared
+from tpuconv.models.common.seen import Deep, Prepared
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.encoder import FeatureEncoder, Grids, check_squares, noise, padded
 
@@ -58,7 +58,8 @@ def joined_squares(x_BPD: jax.Array, h: int, w: int, s: int) -> jax.Array:
 
 
 class ImageEncoder(FeatureEncoder):
-    """Images [B, X, Y, X] of one size to features [B, tokens, O]."""
+    """Images [B, X, Y, X] of one size to features [B, tokens, O]. The projector returns them, or both results of the
+    call."""
 
     config: Any
     layers: Any
@@ -87,8 +88,9 @@ class ImageEncoder(FeatureEncoder):
         """Returns the first layer's input [B, P, D]."""
         raise NotImplementedError
 
-    def __call__(self, pixels_BCYX: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def __call__(self, pixels_BCYX: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, Deep]:
         x_BPD = self.embedded(pixels_BCYX)
         segment_BP = jnp.zeros(x_BPD.shape[:2], jnp.int32)
         x_BPD = states_of(self.layers, x_BPD, segment_BP, wanted=self.config.feature_layers, norm=self.norm)
-        return self.projector(x_BPD[:, self.config.drops_first :], *arrays), ()
+        found = self.projector(x_BPD[:, self.config.drops_first :], *arrays)
+        return found if isinstance(found, tuple) else (found, ())

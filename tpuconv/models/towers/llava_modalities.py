@@ -6,6 +6,7 @@ from tpuconv.models.common.beside import VIDEO, VISION, Modality
 from tpuconv.models.towers.clip.family import CLIP, CLIP_OF_VIDEOS, NO_PROJECTOR
 from tpuconv.models.towers.llava.family import LLAVA_MATRICES, ONEVISION_MATRICES, TILED_MATRICES, VIP_LLAVA_MATRICES
 from tpuconv.models.towers.pixtral.family import PIXTRAL
+from tpuconv.models.towers.qformer.family import LAYERED_QFORMERS
 from tpuconv.models.towers.siglip.family import SIGLIP
 
 _LLAVA_CLIP = Modality(
@@ -62,3 +63,16 @@ ONEVISION_VISION = tuple(
     for each in (_LLAVA_SIGLIP, _LLAVA_CLIP)
 )
 """LLaVA-OneVision."""
+
+GRANITE4_WAYS = tuple(
+    replace(
+        each,
+        projector=LAYERED_QFORMERS,
+        prefix="model.vision_tower.",
+        projector_prefix="model.",
+        replaces=("vision_tower", "layerwise_projectors", "spatial_projectors", "image_newline"),
+        other_prefixes=("model.vision_tower.vision_model.",),
+    )
+    for each in (_LLAVA_CLIP, _LLAVA_SIGLIP)
+)
+"""Granite Vision 4."""

@@ -3,14 +3,10 @@
 from dataclasses import replace
 
 from tpuconv.models.common.beside import VISION, Modality
+from tpuconv.models.towers.deepseek_ocr.family import OCR_DECODER, SEPARATED_MATRIX
 from tpuconv.models.towers.gemma4.family import GEMMA4_VIT, NORMED_MATRIX, PATCHES
 from tpuconv.models.towers.granite_docling.family import CONNECTOR, DOCLING_VIT
-from tpuconv.models.towers.inkling.family import (
-    FOLDING_MLP,
-    INKLING_MERGER,
-    INKLING_VIT,
-    LAST_NORM,
-)
+from tpuconv.models.towers.inkling.family import FOLDING_MLP, INKLING_MERGER, INKLING_VIT, LAST_NORM
 from tpuconv.models.towers.intern_vit.family import (
     GATED,
     INTERN_VIT,
@@ -244,6 +240,20 @@ DEEPSEEK_VL_HYBRID_VISION = replace(
 
 GOT_VISION = Modality(VISION, GOT_SAM, UPSAMPLER, prefix="vision_tower.", placeholder_id=151859)
 """GOT-OCR 2.0."""
+
+DEEPSEEK_OCR2_VISION = Modality(
+    VISION,
+    OCR_DECODER,
+    SEPARATED_MATRIX,
+    prefix="model.",
+    projector_prefix="model.",
+    replaces=(
+        *("sam_model", "qwen2_model", "projector", "view_seperator"),
+        *("vision_tower", "multi_modal_projector", "view_separator"),
+    ),
+    placeholder_id=128815,
+)
+"""DeepSeek-OCR 2."""
 
 JANUS_VISION = Modality(
     VISION,

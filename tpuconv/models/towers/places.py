@@ -136,6 +136,19 @@ def antialiased_taps(h: int, w: int, table_height: int, table_width: int) -> Tap
     return _product(axis, h, w, table_height, table_width)
 
 
+def antialiased_cubic_weights(size: int, rows: int) -> Floats:
+    """Returns the weights [size, rows] of bicubic interpolation with antialiasing on one axis, with a = -0.5: place i
+    of n is at (i + 1/2) G / n - 1/2 of G rows, distances are divided by max(1, G / n), and the weights of a place by
+    their sum (DeepSeek-OCR 2)."""
+    reach, a = np.float32(max(1, rows / size)), np.float32(-0.5)
+    d = np.abs(np.arange(rows, dtype=np.float32) - _centers(size, rows)[:, None]) / reach
+    near = ((a + 2) * d - (a + 3)) * d * d + 1
+    far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
+    weight: Floats = np.where(d < 1, near, np.where(d < 2, far, 0)).astype(np.float32)
+    weight /= weight.sum(axis=1, keepdims=True)
+    return weight
+
+
 def zero_padded_taps(h: int, w: int, table_height: int, table_width: int) -> Taps:
     """Returns four taps of bilinear interpolation: patch i of n is at (i + 1/2) G / n - 1/2 of G rows, and rows outside
     are zeros (Muse)."""

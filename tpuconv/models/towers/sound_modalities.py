@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 from tpuconv.models.common.beside import AUDIO, Modality
-from tpuconv.models.towers.conformer.family import CONFORMER, QFORMER
+from tpuconv.models.towers.conformer.family import CONFORMER
 from tpuconv.models.towers.gemma4.family import FRAMES, NORMED_MATRIX, USM
 from tpuconv.models.towers.inkling.family import LAST_NORM, MEL_BINS
 from tpuconv.models.towers.muse_audio.family import MUSE_AUDIO_ENCODER, NORMED_SOUND
 from tpuconv.models.towers.phi4.family import PHI4_CONFORMER, PHI4_SOUND_ENDS
 from tpuconv.models.towers.phi4.released import RELEASED_HEADS
+from tpuconv.models.towers.qformer.family import QFORMER
 from tpuconv.models.towers.qwen_audio.family import (
     QWEN3_ASR,
     QWEN3_ASR_ENDS,

@@ -5,6 +5,7 @@ patches, D width, N heads, H head, F MLP width, L layers, C values of a patch.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ class Attention(nnx.Module):
         norm: creates the norms of queries and keys; None without.
         scale: of the scores; None is H^-0.5.
         kv: the letter of the heads of keys and values, where several of N share one.
+        sees_before: as of `attend`.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Attention(nnx.Module):
         norm: Callable[[], Any] | None = None,
         scale: float | None = None,
         kv: str = "N",
+        sees_before: bool = False,
         dtype: DTypeLike,
         keys: Keys,
     ):
@@ -53,7 +56,7 @@ class Attention(nnx.Module):
         self.o = Einsum("BPNH,NHD->BPD", config.sizes, bias=out_bias, dtype=dtype, keys=keys)
         self.q_norm: Any = None if norm is None else norm()
         self.k_norm: Any = None if norm is None else norm()
-        self.rotate, self.scale = rotate, scale
+        self.rotate, self.scale, self.sees_before = rotate, scale, sees_before
 
     def __call__(
         self, x_BPD: jax.Array, segment_BP: jax.Array, angles: Any = None, is_key_BP: jax.Array | None = None
@@ -65,7 +68,8 @@ class Attention(nnx.Module):
             q_BPNH, k_BPNH = self.rotate(q_BPNH, angles), self.rotate(k_BPNH, angles)
         if self.repeats > 1:
             k_BPNH, v_BPNH = (jnp.repeat(each, self.repeats, axis=2) for each in (k_BPNH, v_BPNH))
-        return self.o(attend(q_BPNH, k_BPNH, v_BPNH, segment_BP, scale=self.scale, is_key_BP=is_key_BP))
+        see = partial(attend, scale=self.scale, is_key_BP=is_key_BP, sees_before=self.sees_before)
+        return self.o(see(q_BPNH, k_BPNH, v_BPNH, segment_BP))
 
 
 class MLP(nnx.Module):

@@ -162,7 +162,7 @@ def measured_trees(places: Sequence[str | Location], on_progress: Callable[[int,
         total = sum(weight.nbytes for tree in trees for weight in tree.weights)
         found = _measured(trees, pairs, stop, check_cancelled, lambda done: on_progress(done, total))
         for tree in trees:
-            tree.check_unchanged()
+            tree.check()
     sides = ([pair.reference for pair in found], [pair.other for pair in found])
     measured = []
     for tree, side in zip(trees, sides, strict=False):

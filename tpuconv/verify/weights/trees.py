@@ -9,6 +9,7 @@ from tempfile import gettempdir
 from typing import Any
 
 from tpuconv.checkpoint.manifest import Manifest, element_bits, read_manifest
+from tpuconv.convert.run.slabs import check_promise
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.reshaped import shaped, stated_shapes
 from tpuconv.encodings.tensors import decode_names
@@ -36,7 +37,7 @@ class WeightTree:
     Attributes:
         place: as the user named it.
         weights: all arrays or tensors, in their order.
-        check_unchanged: raises SourceError if the checkpoint was replaced since it was opened.
+        check: raises SourceError if the checkpoint was replaced since it was opened, or is damaged.
         notes: sentences about what cannot be decoded.
         manifest: of a checkpoint of ours.
         reader: of safetensors.
@@ -44,7 +45,7 @@ class WeightTree:
 
     place: str
     weights: Sequence[Weight]
-    check_unchanged: Callable[[], None]
+    check: Callable[[], None]
     notes: Sequence[str] = ()
     manifest: Manifest | None = None
     reader: Reader | None = field(default=None, repr=False)
@@ -96,10 +97,16 @@ def opened_weights(place: str | Location, check_cancelled: Callable[[], None]) -
 
 @contextmanager
 def _opened(place: str, source: Source, check_cancelled: Callable[[], None]) -> Iterator[WeightTree]:
-    reader = source.open(check_cancelled, hashes=())
+    reader = source.open(check_cancelled, hashes=[shard.name for shard in source.promised])
+
+    def check() -> None:
+        reader.check_unchanged()
+        for shard in source.promised:
+            check_promise(source, reader, shard)
+
     try:
         weights, notes = _tensor_weights(source, reader)
-        yield WeightTree(place, weights, reader.check_unchanged, notes, reader=reader)
+        yield WeightTree(place, weights, check, notes, reader=reader)
     finally:
         reader.close()
 

@@ -1,4 +1,4 @@
-"""The conformer of Granite Speech, and the Q-Former that reads it.
+"""The conformer of Granite Speech.
 
 Letters: B sounds, T frames, Z blocks or windows of them, C frames of one, M, D, E, G, R and c as `ConformerConfig` has
 them.
@@ -14,12 +14,11 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, LayerNorm, normal
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.convolutions import convolved_channels
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise
+from tpuconv.models.towers.encoder import FeatureEncoder, given, noise
 from tpuconv.models.towers.places import bucket
 
 SPEECH_EPS = 1e-5
@@ -179,67 +178,3 @@ class Conformer(FeatureEncoder):
             states.append(x_BTD)
         x_BTS = jnp.concatenate([states[number] for number in (*self.config.further_states, -1)], axis=-1)
         return self.projector(cut_windows(x_BTS * is_sound_T[:, None], self.config.window_size)), ()
-
-
-class QueryAttention(nnx.Module):
-    """Attention of queries [B, Q, A] to vectors [B, P, reads], added to the queries and normed. Scores are in float32.
-    `reads` is the letter of the width of the vectors."""
-
-    def __init__(self, config: PartConfig, reads: str, *, dtype: DTypeLike, keys: Keys):
-        matrix = partial(Einsum, sizes=config.sizes, bias=True, dtype=dtype, keys=keys)
-        self.q, self.o = matrix("BQA,AKI->BQKI"), matrix("BQKI,KIA->BQA")
-        self.k, self.v = matrix(f"BP{reads},{reads}KI->BPKI"), matrix(f"BP{reads},{reads}KI->BPKI")
-        self.norm = LayerNorm("A", config.sizes, config.query_eps, dtype=dtype)
-
-    def __call__(self, x_BQA: jax.Array, y: jax.Array) -> jax.Array:
-        q_BQKI, k_BPKI, v_BPKI = self.q(x_BQA), self.k(y), self.v(y)
-        scores = jnp.einsum("BQKI,BPKI->BKQP", q_BQKI, k_BPKI, preferred_element_type=jnp.float32)
-        weights = jax.nn.softmax(scores * q_BQKI.shape[-1] ** -0.5, axis=-1).astype(v_BPKI.dtype)
-        return self.norm(x_BQA + self.o(jnp.einsum("BKQP,BPKI->BQKI", weights, v_BPKI)))
-
-
-class QueryMLP(nnx.Module):
-    """An MLP of queries [B, Q, A], added to them and normed."""
-
-    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
-        matrix = partial(Einsum, sizes=config.sizes, bias=True, dtype=dtype, keys=keys)
-        self.up, self.down, self.act = matrix("BQA,AW->BQW"), matrix("BQW,WA->BQA"), ACTS_BY_NAME[config.query_act]
-        self.norm = LayerNorm("A", config.sizes, config.query_eps, dtype=dtype)
-
-    def __call__(self, x_BQA: jax.Array) -> jax.Array:
-        return self.norm(x_BQA + self.down(self.act(self.up(x_BQA))))
-
-
-class QueryLayer(nnx.Module):
-    """One layer of queries [B, Q, A] that attend to each other, and in some layers to a window [B, P, S]. An MLP for
-    texts is kept, and nothing reads it."""
-
-    def __init__(self, config: PartConfig, layer: int, *, dtype: DTypeLike, keys: Keys):
-        self.attn = QueryAttention(config, "A", dtype=dtype, keys=keys)
-        is_reader = layer in config.layer_sets["X"]
-        self.cross = QueryAttention(config, "S", dtype=dtype, keys=keys) if is_reader else None
-        self.mlp = QueryMLP(config, dtype=dtype, keys=keys)
-        self.text_mlp = QueryMLP(config, dtype=dtype, keys=keys) if config.use_qformer_text_input else None
-
-    def __call__(self, x_BQA: jax.Array, window_BPS: jax.Array) -> jax.Array:
-        x_BQA = self.attn(x_BQA, x_BQA)
-        return self.mlp(x_BQA if self.cross is None else self.cross(x_BQA, window_BPS))
-
-
-class QFormer(nnx.Module):
-    """Windows [B, Z, C, S] to features [B, Z, Q, O]."""
-
-    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.sizes
-        self.query = nnx.Param(normal(keys(), (sizes["Q"], sizes["A"]), dtype))
-        self.norm = LayerNorm("A", sizes, config.query_eps, dtype=dtype)
-        self.layers = nnx.List([QueryLayer(config, i, dtype=dtype, keys=keys) for i in range(sizes["J"])])
-        self.matrix = Einsum("BQA,AO->BQO", sizes, bias=True, dtype=dtype, keys=keys)
-
-    def __call__(self, windows_BZCS: jax.Array) -> jax.Array:
-        B, Z, *window = windows_BZCS.shape
-        query_QA = self.norm(self.query[...])
-        x_BQA = jnp.broadcast_to(query_QA, (B * Z, *query_QA.shape))
-        for layer in self.layers:
-            x_BQA = layer(x_BQA, windows_BZCS.reshape(B * Z, *window))
-        return self.matrix(x_BQA).reshape(B, Z, *query_QA.shape[:1], -1)

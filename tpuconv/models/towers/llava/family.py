@@ -17,22 +17,28 @@ ImageSizes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlavaConfig(ProjectorConfig):
+class SelectedPatchesConfig(ProjectorConfig):
+    """The patches that a projector reads: all, or all but a class token."""
+
+    vision_feature_select_strategy: str = "default"
+
+    @property
+    def drops_first(self) -> bool:
+        return self.vision_feature_select_strategy == "default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlavaConfig(SelectedPatchesConfig):
     """The keys of the projector of LLaVA. M is the width of all hidden states that it reads."""
 
     projector_hidden_act: str = "gelu"
     vision_feature_layer: int | tuple[int, ...] = -2
-    vision_feature_select_strategy: str = "default"
     multimodal_projector_bias: bool = True
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
         layers = self.vision_feature_layer
         return (layers,) if isinstance(layers, int) else layers
-
-    @property
-    def drops_first(self) -> bool:
-        return self.vision_feature_select_strategy == "default"
 
     def sizes(self, tower: Any) -> dict[str, Any]:
         return {"O": self.out, "A": self.out, "M": tower.sizes["D"] * len(self.feature_layers)}
@@ -53,8 +59,8 @@ class VipLlavaConfig(LlavaConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TiledConfig(LlavaConfig):
-    """LLaVA-NeXT, where an image is seen whole and in tiles. `image_grid_pinpoints` are the sizes that images have
+class TilesConfig(SelectedPatchesConfig):
+    """A projector of images that are seen whole and in tiles. `image_grid_pinpoints` are the sizes that images have
     before they are cut."""
 
     default_sizes: ClassVar[ImageSizes] = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
@@ -81,6 +87,11 @@ class TiledConfig(LlavaConfig):
     def most_tiles(self) -> int | None:
         """The number of tiles above which their features are made fewer; None for any number."""
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiledConfig(TilesConfig, LlavaConfig):
+    """LLaVA-NeXT."""
 
 
 def _all_sizes(side: int, tiles: int) -> ImageSizes:

@@ -57,20 +57,29 @@ class VipLlavaMatrices(LlavaMatrices):
         return super().__call__(self.norm(x_BPM))
 
 
-class TiledMatrices(LlavaMatrices):
-    """Two matrices of each patch of tiles [B, P, M], and their features as images have them [X, O]."""
+class Tiles(nnx.Module):
+    """Images in tiles, and the order of their features: each row of an image ends with a learned vector.
+
+    Attributes:
+        config: of a part whose projector has a `TilesConfig`.
+        newline: the vector [O].
+    """
 
     takes: ClassVar[tuple[str, ...]] = ("image_sizes",)
+    config: Any
+    newline: Any
 
-    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config, dtype=dtype, keys=keys)
-        self.newline = nnx.Param(normal(keys(), (config.sizes["O"],), dtype))
+    @property
+    def tile_side(self) -> int:
+        """The features along a side of a tile."""
+        return int(self.config.side)
 
     def is_cut(self, features: Mapping[str, np.ndarray], images: int) -> list[bool]:
         """Returns whether each image is cut into tiles."""
         return [True] * images
 
     def arranged(self, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Arranged]:
+        """Returns the tiles as the tower takes them, and how their features follow each other."""
         config, pixels = self.config, given(features, "pixel_values", 4, 5)
         images = given(features, "image_sizes", 2).tolist()
         sizes, side = config.image_grid_pinpoints, config.tower.image_size
@@ -80,7 +89,7 @@ class TiledMatrices(LlavaMatrices):
             pixels = np.concatenate([each[:number] for each, number in zip(pixels, tiles, strict=True)])
         if len(pixels) != sum(tiles):
             raise UsageError(f"pixel_values has {len(pixels)} tiles, images of image_sizes have {sum(tiles)}")
-        found = arrangement(images, tiles, sizes, side, config.side, config.most_tiles)
+        found = arrangement(images, tiles, sizes, side, self.tile_side, config.most_tiles)
         length = bucket(len(found.index_XA))
         return pixels, Arranged(found.counts, (padded(found.index_XA, length), padded(found.weight_XA, length)))
 
@@ -92,10 +101,21 @@ class TiledMatrices(LlavaMatrices):
         tiles = max(tile_counts(sizes, self.config.image_grid_pinpoints, side))
         return {"pixel_values": noise(rng, images, tiles, 3, side, side), "image_sizes": np.array(sizes)}
 
-    def __call__(self, x_BPM: jax.Array, index_XA: jax.Array, weight_XA: jax.Array) -> jax.Array:  # type: ignore[override]
-        x_BPO = super().__call__(x_BPM)
+    def in_rows(self, x_BPO: jax.Array, index_XA: jax.Array, weight_XA: jax.Array) -> jax.Array:
+        """Returns the features [X, O] of images, of the features of their tiles."""
         x_XO = jnp.concatenate([self.newline[...].astype(x_BPO.dtype)[None], x_BPO.reshape(-1, x_BPO.shape[-1])])
         return read_taps(x_XO, index_XA, weight_XA).astype(x_BPO.dtype)
+
+
+class TiledMatrices(Tiles, LlavaMatrices):
+    """Two matrices of each patch of tiles [B, P, M], and their features as images have them [X, O]."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, dtype=dtype, keys=keys)
+        self.newline = nnx.Param(normal(keys(), (config.sizes["O"],), dtype))
+
+    def __call__(self, x_BPM: jax.Array, index_XA: jax.Array, weight_XA: jax.Array) -> jax.Array:  # type: ignore[override]
+        return self.in_rows(super().__call__(x_BPM), index_XA, weight_XA)
 
 
 class OnevisionMatrices(TiledMatrices):

@@ -20,9 +20,9 @@ from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, gelu, normal
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.attention import attend
 from tpuconv.models.towers.convolutions import StridedConvolution
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, given, noise, padded, patches_of
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, given, noise, padded, patches_of, read_taps, resized
 from tpuconv.models.towers.image_encoder import Arranged, ImageEncoder
-from tpuconv.models.towers.places import bilinear_taps_of_centers
+from tpuconv.models.towers.places import antialiased_cubic_weights, bilinear_taps_of_centers
 from tpuconv.models.towers.vit import MLP
 
 
@@ -52,8 +52,8 @@ class DistanceAttention(nnx.Module):
         if self.rows is not None and self.columns is not None:
             # what a query gives each row and column, times a one where the key is: a product of longer heads
             q_BYXNH = q_BPNH.reshape(B, Y, X, N, H)
-            row_BYXNS = jnp.einsum("BYXNH,YSH->BYXNS", q_BYXNH, self.rows[...][_distances(Y)])
-            column_BYXNT = jnp.einsum("BYXNH,XTH->BYXNT", q_BYXNH, self.columns[...][_distances(X)])
+            row_BYXNS = jnp.einsum("BYXNH,YSH->BYXNS", q_BYXNH, _by_distance(self.rows[...], Y))
+            column_BYXNT = jnp.einsum("BYXNH,XTH->BYXNT", q_BYXNH, _by_distance(self.columns[...], X))
             q_BYXNH = jnp.concatenate([q_BYXNH * H**-0.5, row_BYXNS, column_BYXNT], axis=-1)
             q_BPNH = q_BYXNH.reshape(B, Y * X, N, -1)
             ones = jnp.concatenate([np.repeat(np.eye(Y), X, axis=0), np.tile(np.eye(X), (Y, 1))], axis=-1)
@@ -64,9 +64,14 @@ class DistanceAttention(nnx.Module):
         return self.o(y_BPNH).reshape(B, Y, X, D)
 
 
-def _distances(side: int) -> np.ndarray:
-    """Returns the row of a table of distances for each query and key on an axis [side, side]."""
-    return np.arange(side)[:, None] - np.arange(side) + side - 1
+def _by_distance(table_VH: jax.Array, side: int) -> jax.Array:
+    """Returns the vector of the distance of each query and key on an axis [side, side, H]. A table of more or fewer
+    distances is interpolated."""
+    if len(table_VH) != 2 * side - 1:
+        taps = bilinear_taps_of_centers(2 * side - 1, 1, len(table_VH), 1)
+        found_VH = read_taps(table_VH, jnp.asarray(taps.index_PA), jnp.asarray(taps.weight_PA))
+        table_VH = found_VH.astype(table_VH.dtype)
+    return table_VH[np.arange(side)[:, None] - np.arange(side) + side - 1]
 
 
 class SamLayer(nnx.Module):
@@ -123,7 +128,7 @@ def rows_left(size: int) -> int:
 
 class Sam(nnx.Module):
     """SAM without its neck: images [B, C, Y, X] of one size to the outputs [B, Y, X, D] of its layers, by rows and
-    columns of patches.
+    columns of patches. For images of another size than the config's, positions and distances are interpolated.
 
     Args:
         config: a `SamConfig`.
@@ -143,12 +148,21 @@ class Sam(nnx.Module):
         B, _, *sides = pixels_BCYX.shape
         x_BPD = self.patch(patches_of(pixels_BCYX.astype(self.patch.kernel.dtype), patch))
         x_BYXD = x_BPD.reshape(B, *(side // patch for side in sides), -1)
-        x_BYXD = x_BYXD if self.positions is None else x_BYXD + self.positions[...]
+        if self.positions is not None:
+            x_BYXD = x_BYXD + self.in_size(self.positions[...], *x_BYXD.shape[1:3])
         outputs = []
         for layer in self.layers:
             x_BYXD = layer(x_BYXD)
             outputs.append(x_BYXD)
         return outputs
+
+    @staticmethod
+    def in_size(table_STD: jax.Array, rows: int, columns: int) -> jax.Array:
+        """Returns learned positions [rows, columns, D] of a table of another size."""
+        if (rows, columns) == table_STD.shape[:2]:
+            return table_STD
+        weights = map(antialiased_cubic_weights, (rows, columns), table_STD.shape)
+        return resized(table_STD, *weights).astype(table_STD.dtype)
 
 
 class Upsampler(nnx.Module):

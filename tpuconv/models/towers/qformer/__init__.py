@@ -1,0 +1,1 @@
+"""Q-Formers: learned queries that read windows of features (arXiv:2301.12597)."""
