@@ -1,5 +1,7 @@
 """ERNIE 4.5 VL beside its case of `helpers.sights`: clips, who takes which experts, keys of config.json."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.common.mrope import COLUMN, ROW, TIME
 from tpuconv.models.registry import find_family
 from tpuconv.notation.sizes import sets_of_layers
+from tpuconv.verify.reference import reference_config
 
 NAME = "ernie4_5_vl_moe"
 RELEASE: dict[str, Any] = {
@@ -24,6 +27,7 @@ RELEASE: dict[str, Any] = {
     "text_config": {
         "hidden_size": 2560,
         "intermediate_size": 12288,
+        "mlp_layer_types": ["dense", *["sparse"] * 27],
         "moe_intermediate_size": [1536, 512],
         "moe_k": 6,
         "moe_num_experts": 64,
@@ -34,6 +38,51 @@ RELEASE: dict[str, Any] = {
     },
     "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 5120},
 }
+
+
+KEYS_OF_TRANSFORMERS = ("rope_parameters", "mlp_layer_types")
+OF_ITS_OWN_CODE: dict[str, Any] = {
+    "model_type": "ernie4_5_moe_vl",
+    "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],
+    "auto_map": {"AutoConfig": "configuration_ernie4_5_vl.Ernie4_5_VLMoEConfig"},
+    **{key: value for key, value in RELEASE["text_config"].items() if key not in KEYS_OF_TRANSFORMERS},
+    **{"moe_num_experts": [64, 64], "moe_layer_start_index": [1, 1], "moe_layer_end_index": [29, 28]},
+    **{"moe_layer_interval": 1, "moe_use_aux_free": True, "moe_gate": "topk", "rope_3d": True, "freq_allocation": 20},
+    **{"rope_theta": 500000, "rope_scaling": {"type": "default", "mrope_section": [22, 22, 20]}},
+    **{"im_patch_id": 100295, "spatial_conv_size": 2, "temporal_conv_size": 2, "tie_word_embeddings": True},
+    "vision_config": {
+        **{"model_type": "DFNRope_vision_transformer", "depth": 32, "embed_dim": 1280, "hidden_size": 1280},
+        **{"mlp_ratio": 4, "num_heads": 16, "patch_size": 14, "vit_first_fwd_bsz": 128, "attn_sep": True},
+    },
+}
+
+
+def test_the_config_of_its_own_code_is_read(tmp_path: Path) -> None:
+    family = find_family(OF_ITS_OWN_CODE)
+    config = family.check_config(OF_ITS_OWN_CODE, parts=("vision",)).config
+    assert config == find_family(RELEASE).read_config(RELEASE, parts=("vision",))
+    (tmp_path / "config.json").write_text(json.dumps(OF_ITS_OWN_CODE))
+    theirs = json.loads(reference_config(tmp_path).to_json_string(use_diff=False))
+    assert config == family.read_config(theirs, parts=("vision",))
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"moe_num_experts": [64, 32]}, "moe_num_experts=[64, 32] differs between text and images"),
+        ({"moe_layer_start_index": [1, 2]}, "the layers with experts=.* differs between text and images"),
+        ({"moe_layer_end_index": [29]}, "no numbers of layers"),
+        ({"moe_gate_act": "sigmoid"}, "moe_gate_act='sigmoid' is not implemented"),
+        ({"freq_allocation": 16}, "freq_allocation=16"),
+        ({"vision_config": [1]}, r"vision_config=\[1\] is not an object"),
+        ({"vision_config": {"mlp_ratio": "4"}}, "is not a number"),
+        ({"spatial_conv_size": 3, "vision_config": {"spatial_merge_size": 2}}, "spatial_conv_size=3"),
+    ],
+)
+def test_other_values_of_its_own_code_are_refused(change: dict[str, Any], fault: str) -> None:
+    raw = OF_ITS_OWN_CODE | change
+    with pytest.raises((ConfigError, UnsupportedConfig), match=fault.replace("[64, 32]", r"\[64, 32\]")):
+        find_family(raw).read_config(raw, parts=("vision",))
 
 
 def test_the_released_sizes() -> None:

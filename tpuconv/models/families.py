@@ -203,9 +203,12 @@ FAMILIES: Mapping[str, str] = {
     "hrm_text": "hrm_text.family",
 }
 
-SHARED_TYPES: Mapping[str, Mapping[str, str]] = {"bailing_hybrid": {"BailingMoeV2_5": "bailing_moe_v2_5"}}
-"""The model types that releases of several families write: by the beginning of the name of an architecture the type
-that its family has here."""
+SHARED_TYPES: Mapping[str, Mapping[str, str]] = {
+    "bailing_hybrid": {"BailingMoeV2_5": "bailing_moe_v2_5"},
+    "ernie4_5_moe_vl": {"Ernie4_5_VL": "ernie4_5_vl_moe"},
+}
+"""The model types that releases of several families write, or releases with code of their own: by the beginning of the
+name of an architecture the type that its family has here."""
 
 DRAFT_FAMILIES: Mapping[str, str] = {
     "eagle3": "eagle3.family",

@@ -85,7 +85,7 @@ def reference_config(source: Path) -> Any:
     if raw.get("model_type") in READ_WITHIN:
         return whole_config(raw)
     kind = type_of_family({"model_type": "", **raw})
-    if (other := READ_AS.get(kind)) is None:
+    if (other := READ_AS.get(kind, kind if kind != raw.get("model_type") else None)) is None:
         if kind not in CONFIG_MAPPING:
             raise UnsupportedConfig(
                 f"transformers {transformers.__version__} has no model of type {kind!r} to compare with",

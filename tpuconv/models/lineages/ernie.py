@@ -13,6 +13,7 @@ from tpuconv.models.common.sparse import MixedMLPs
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Mlp, Mtp, Norms
 from tpuconv.models.towers.ernie.family import ERNIE_VISION
+from tpuconv.models.towers.ernie.released import in_two_objects
 from tpuconv.models.towers.modalities import PADDLE_VISION
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
@@ -169,6 +170,10 @@ class ErnieVlConfig(MropeConfig, MixedMLPs, ErnieExpertsConfig):
     first_k_dense_replace = 1
 
     @classmethod
+    def around_text(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        return in_two_objects(raw)
+
+    @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """As `MropeConfig`.
 
@@ -257,6 +262,7 @@ ERNIE4_5_VL_MOE = wrapper(
     "ernie4_5_vl_moe",
     "ERNIE 4.5 VL 28B-A3B, 424B-A47B",
     "Ernie4_5_VLMoeForConditionalGeneration",
+    "Ernie4_5_VL_MoeForConditionalGeneration",
     Mlp(),  # with a part the model is built here: the text model is no family, since no release has it alone
     text=decoder(
         "ernie4_5_vl_moe_text",
