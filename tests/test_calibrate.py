@@ -241,7 +241,7 @@ def cases():
 
 
 def rule_for(family: str) -> str:
-    """int4 in tiles of 32, or int8 in a family whose sizes here no tile divides."""
+    """int4 in groups of 32, or int8 in a family whose sizes here no group divides."""
     return INT4 if not family.startswith("deepseek_v4") else f"{{module_path: '{INNER}', weight_qtype: int8}}"
 
 

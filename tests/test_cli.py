@@ -447,7 +447,7 @@ def test_families_of_a_target_are_listed_with_how_they_are_loaded():
     assert found["mistral"]["models"] == "model_type mistral of llama"
     assert found["qwen3"]["models"] == get_family("qwen3").summary
     shown = tpuconv("families", "--target", "tunix").stdout
-    assert "to load OUT there: CheckpointManager(OUT).maybe_restore(model)" in shown
+    assert 'to load OUT there: CheckpointManager("OUT").maybe_restore(model)' in shown
     assert "quantized parameters: no" in shown
     assert "yes" not in shown
     assert "gpt_oss" not in shown

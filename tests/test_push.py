@@ -182,7 +182,7 @@ def test_what_is_not_complete_is_refused(outputs, hub, tmp_path):
     with pytest.raises(UsageError, match="is not a checkpoint made by tpuconv"):
         api.push(outputs / "hf", REPO)
     for name in ("tiny", "org/tiny/orbax", "org/ti ny", "../tiny"):
-        with pytest.raises(UsageError, match="no Hub id"):
+        with pytest.raises(UsageError, match="is not a Hub id"):
             api.push(outputs / "export", name)
     assert not hub.requests
 
