@@ -465,7 +465,8 @@ def test_one_family_of_a_target_may_be_asked_for():
     facts = json.loads(tpuconv("families", "llama", "--target", "maxtext", "--json").stdout)
     assert [family["name"] for family in facts["families"]] == ["llama", "mistral"]
     assert "the target tunix has no table for olmo2" in tpuconv("families", "olmo2", "--target", "tunix", code=2).stderr
-    assert "the nearest is maxtext" in tpuconv("families", "--target", "maxtex", code=2).stderr
+    for mistaken, near in (("maxtex", "maxtext"), ("vllm", "huggingface")):
+        assert f"the nearest is {near}" in tpuconv("families", "--target", mistaken, code=2).stderr
     assert "--dry-run" in tpuconv("families", "llama", "--target", "nnx", "--table", code=2).stderr
 
 
