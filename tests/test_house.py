@@ -284,7 +284,7 @@ def texts(path: Path) -> list[str]:
 
 
 WITH_FLAGS = {
-    "Made by tpuconv {}: quantize {} --method {}": "the command that made a recipe",
+    "{} {}: quantize {} --method {}": "the command that made a recipe",
     "--target-bits {}": "a part of it",
     "--gate {}={}": "a part of it",
     "use a smaller mesh; XLA_FLAGS=--xla_force_host_platform_device_count=8 gives a CPU eight devices": "a variable",

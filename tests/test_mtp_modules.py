@@ -38,6 +38,7 @@ class Module:
             prefix; `.weight` follows.
         config: keys that make a model with its layers.
         normed: whether it reads the hidden states after the model's last norm.
+        hidden_first: whether the joining product has the columns of the hidden states before those of the embeddings.
         renamed: parts of names in the module, and of the same tensors in the model's layers.
     """
 
@@ -45,6 +46,7 @@ class Module:
     parts: tuple[str, ...] = DEEPSEEK
     config: dict[str, Any] = field(default_factory=dict)
     normed: bool = True
+    hidden_first: bool = False
     renamed: dict[str, str] = field(default_factory=dict)
 
 
@@ -58,6 +60,12 @@ MODULES = {
         ("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0", "model.norm"),
         {"moe_layer_start_index": 1},
         normed=False,
+    ),
+    "mimo-plain": Module(
+        ("model.mtp_layers.0.",),
+        ("{}token_layernorm", "{}hidden_layernorm", "{}input_proj", "{}final_layernorm"),
+        FULL,
+        hidden_first=True,
     ),
     "mimo_v2_flash-plain": Module(
         ("model.mtp.layers.0.",),
@@ -135,7 +143,7 @@ def test_the_module_is_a_small_model_of_transformers_on_joined_inputs(name: str,
             small.model.layers[0].register_forward_pre_hook(lambda _, args: (inputs, *args[1:]))
             expected = small(ids[:, :-1], use_cache=False).logits.numpy()
         else:
-            inputs = torch.cat([e, h], dim=-1) @ joining.T
+            inputs = torch.cat([h, e] if module.hidden_first else [e, h], dim=-1) @ joining.T
             expected = small(inputs_embeds=inputs, use_cache=False).logits.numpy()
     convert(source, tmp_path / "out", Options(include_mtp=True))
     model: Any = tpuconv.load(tmp_path / "out", mtp=True)
@@ -192,11 +200,15 @@ def loaded(folder: Path) -> Any:
     """The model of transformers, of which no tensor is missing."""
     from transformers import AutoModelForCausalLM
 
-    kind = released_code.class_of(json.loads((folder / "config.json").read_text())["model_type"])
+    raw = json.loads((folder / "config.json").read_text())
+    if raw["model_type"] == "mimo":  # which transformers does not have
+        (folder / "config.json").write_text(json.dumps(raw | {"model_type": "qwen2"}))
+    kind = released_code.class_of(raw["model_type"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, found = (kind or AutoModelForCausalLM).from_pretrained(
             folder, attn_implementation="eager", dtype="float32", output_loading_info=True
         )
     assert not found["missing_keys"]
+    (folder / "config.json").write_text(json.dumps(raw))
     return model.eval()

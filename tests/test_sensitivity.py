@@ -30,6 +30,7 @@ from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.cli import tpuconv as command
 from tpuconv.convert.run.slab_arrays import SlabArrays
 from tpuconv.errors import GateError, OutputError, ResourceError, UsageError
+from tpuconv.pages import MADE_BY
 from tpuconv.quantize.calibrate.data import from_ids
 from tpuconv.quantize.calibrate.layers import LayerRunner
 from tpuconv.quantize.calibration_settings import Calibration
@@ -532,8 +533,13 @@ def test_a_file_that_came_to_be_meanwhile_is_not_replaced(tmp_path):
     with pytest.raises(OutputError, match="exists"):
         write_report("ours", file, "recipe", overwrite=False)
     assert file.read_text() == "mine"
-    write_report("ours", file, "recipe", overwrite=True)
-    assert file.read_text() == "ours"
+    with pytest.raises(OutputError, match="is neither a page nor a recipe of tpuconv"):
+        write_report("ours", file, "recipe", overwrite=True)
+    assert file.read_text() == "mine"
+    for earlier in ("", f"# {MADE_BY} 0.1"):
+        file.write_text(earlier)
+        write_report("ours", file, "recipe", overwrite=True)
+        assert file.read_text() == "ours"
 
 
 def test_a_folder_in_which_no_file_can_be_made_is_named_before_anything_is_measured():

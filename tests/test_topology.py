@@ -588,6 +588,8 @@ ENTRY %main (x: bf16[16,256], big: bf16[4096,256], w: s8[256,256]) -> bf16[4096,
   %done = bf16[4096,256]{1,0:T(8,128)(2,1)S(1)} copy-done(%start)
   %fusion.2 = bf16[16,256]{1,0:T(8,128)(2,1)S(1)} fusion(%x, %w), kind=kOutput, calls=%product
   %copy.7 = bf16[4096,256]{0,1:T(8,128)(2,1)} copy(%big), metadata={op_name="jit(step)/relayout"}
+  %copy.8 = bf16[4096,256]{0,1:T(8,128)(2,1)} copy(%big)
+  %copy.9 = bf16[4096,256]{0,1:T(8,128)(2,1)} copy(%big)
   ROOT %fusion.3 = bf16[4096,256]{1,0:T(8,128)(2,1)} fusion(%big, %x, %zero), kind=kLoop, calls=%update
 }
 """
@@ -599,11 +601,14 @@ def test_a_schedule_is_read_with_its_loops():
     assert schedule.collectives() == [{"op": "all-reduce", "count": 5, "bytes": 5 * small}]
     assert schedule.products()[0]["count"] == 6
     assert {"multiplied": "bf16 x bf16", "stored": "bf16 x s8", "count": 6} in schedule.products()
-    assert schedule.copies() == [{"source": "jit(step)/relayout", "count": 1, "bytes": 2 * large}]
+    assert schedule.copies() == [
+        {"source": "copy", "count": 2, "bytes": 4 * large},
+        {"source": "jit(step)/relayout", "count": 1, "bytes": 2 * large},
+    ]
     read, written = schedule.hbm
-    # the prefetch; five turns of the loop; the product with the weight; the copy; what is updated in place reads x
-    assert read == large + 5 * small + (small + weight) + large + small
-    assert written == 5 * small + large + row
+    # the prefetch; five turns of the loop; the product with the weight; three copies; what is updated in place reads x
+    assert read == large + 5 * small + (small + weight) + 3 * large + small
+    assert written == 5 * small + 3 * large + row
     assert schedule.estimate(819e9, 45e9, 1.5e9).seconds > (read + written) / 819e9
 
 

@@ -441,9 +441,13 @@ def test_an_existing_file_stays_unless_it_may_be_replaced(example, tmp_path):
         where = out if refused is OutputError else tmp_path
         with pytest.raises(refused):
             api.inspect(example, html=where)
+    with pytest.raises(OutputError, match="is neither a page nor a recipe of tpuconv"):
+        api.inspect(example, html=out, overwrite=True)
     assert out.read_text() == "mine"
-    api.inspect(example, html=out, overwrite=True)
-    assert out.read_text().startswith("<!doctype html>")
+    out.unlink()
+    for overwrite in (False, True):
+        api.inspect(example, html=out, overwrite=overwrite)
+        assert out.read_text().startswith("<!doctype html>")
     for alone in ({"beside": example}, {"overwrite": True}):
         with pytest.raises(UsageError, match="need a page"):
             api.inspect(example, **alone)

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from tpuconv.text import html as escape
 
+MADE_BY = "Made by tpuconv"
+"""The mark near the beginning of each page and recipe of ours. A file without it is another's, and is not replaced."""
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1b1f24;background:#fff;
 overflow-wrap:anywhere}
@@ -35,7 +37,7 @@ def html_page(title: str, body: str) -> str:
         body: HTML.
     """
     return (
-        "<!doctype html><html lang=en><meta charset=utf-8>"
+        f"<!doctype html><html lang=en><meta charset=utf-8><meta name=generator content='{MADE_BY}'>"
         f'<meta http-equiv=Content-Security-Policy content="{POLICY}">'
         "<meta name=viewport content='width=device-width,initial-scale=1'>"
         f"<title>{escape(title)}</title><style>{STYLE}</style>\n<h1>{escape(title)}</h1>\n{body}\n"

@@ -21,7 +21,14 @@ OUTPUTS = (
     "w2.weight",
     "dense.weight",
 )
-JOINING = ("eh_proj.weight", "mtp.fc.weight", "mtp_linear_proj.0.weight", ".e_proj.weight", ".h_proj.weight")
+JOINING = (
+    "eh_proj.weight",
+    "mtp.fc.weight",
+    "mtp_linear_proj.0.weight",
+    "input_proj.weight",
+    ".e_proj.weight",
+    ".h_proj.weight",
+)
 
 EMBEDDINGS = ("embeddings.weight", "word_embeddings.weight")
 LAST = ("shared_head.norm.weight", "final_layernorm.weight", "mtp.norm.weight", "mtp.0.norm.weight")
@@ -43,7 +50,7 @@ WITH_MODULE = (
     *("glm4_moe_lite-plain", "qwen3_next-plain", "qwen3_5_text-plain", "qwen3_5-plain", "qwen3_5_moe_text-plain"),
     *("qwen3_5_moe-plain", "ernie4_5_moe-plain", "mimo_v2_flash-plain", "deepseek_v4-plain", "exaone_moe-plain"),
     *("hy_v3-plain", "bailing_hybrid-plain", "bailing_moe-plain", "longcat_flash-plain", "nemotron_h-latent"),
-    "bailing_moe_v2_5-plain",
+    *("bailing_moe_v2_5-plain", "mimo-plain"),
 )
 """A case of each family with such a module."""
 
@@ -72,7 +79,9 @@ def save_with_drafts(case: Case, folder: Path, noise: float = NOISE[0]) -> Path:
         if name.endswith(JOINING):
             width = shapes[name][0]
             values *= noise
-            if not name.endswith(".h_proj.weight"):
+            if name.endswith("input_proj.weight"):  # the hidden states' columns before the embeddings'
+                values[:, width:] += np.eye(width)
+            elif not name.endswith(".h_proj.weight"):
                 values[:, :width] += np.eye(width)
         if name.endswith("embed_tokens.weight"):  # the module's own
             values = tensors["model.embed_tokens.weight"]

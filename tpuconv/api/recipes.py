@@ -325,6 +325,7 @@ def _write(
     """Writes a recipe and its picture."""
     from importlib.metadata import version
 
+    from tpuconv.pages import MADE_BY
     from tpuconv.quantize.recipe import picture, search
     from tpuconv.quantize.recipe.layerwise import DTYPE
     from tpuconv.storage.reports import write_report
@@ -337,7 +338,7 @@ def _write(
     )
     origin = manifest.raw["source"]
     made = [
-        f"Made by tpuconv {version('tpuconv')}: quantize {asked} --method {method}",
+        f"{MADE_BY} {version('tpuconv')}: quantize {asked} --method {method}",
         f"Of {origin['name']} at {origin['commit'] or 'no commit'}",
         f"On {len(ids)} prompts, {sum(map(len, ids))} tokens: {prompts_from}",
     ]

@@ -14,7 +14,7 @@ words of a family stand in layouts as letters do, separated by blanks; "letter" 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from math import gcd, prod
 from typing import Any
@@ -114,7 +114,7 @@ class Layout:
         """Yields the letters of the source tensors in reading order."""
         return (x for tensor in self.src for axis in tensor for x in axis.letters() if x != UNIT)
 
-    @property
+    @cached_property
     def inverse(self) -> "Layout":
         """The layout with its sides swapped."""
         return Layout(self.dst, self.src)

@@ -5,8 +5,12 @@ from tempfile import TemporaryFile
 
 from tpuconv.errors import OutputError, ResourceError, UsageError
 from tpuconv.names import SIGNATURE
+from tpuconv.pages import MADE_BY
 from tpuconv.storage.disk import PARTIAL, replace_file
 from tpuconv.storage.sealed import identity
+
+MARKED_BYTES = 4096
+"""The bytes at the beginning of a file, among which is the mark of ours."""
 
 
 def check_free(out: Path, option: str, *, overwrite: bool) -> None:
@@ -15,11 +19,11 @@ def check_free(out: Path, option: str, *, overwrite: bool) -> None:
     Args:
         out: its path.
         option: the name of the option that has the path.
-        overwrite: whether an existing file may be replaced.
+        overwrite: whether an existing file of ours may be replaced. An empty one is nobody's.
 
     Raises:
-        OutputError: the file exists, and must not be replaced; or it lies in an output of ours, which would not be
-            as its manifest says any more.
+        OutputError: the file exists, and must not be replaced, or is not ours; or it lies in an output of ours, which
+            would not be as its manifest says any more.
         ResourceError: it cannot be created.
         UsageError: it is a folder, or its folder does not exist.
     """
@@ -34,10 +38,24 @@ def check_free(out: Path, option: str, *, overwrite: bool) -> None:
             )
     if out.exists() and not overwrite:
         raise OutputError(f"{out} exists", hint=f"name another file by `{option}=`, or give `overwrite=True`")
+    if out.exists() and not _is_ours(out):
+        raise OutputError(
+            f"{out} exists, and is neither a page nor a recipe of tpuconv: it is not replaced",
+            hint=f"name another file by `{option}=`, or move this one away",
+        )
     try:
         TemporaryFile(dir=out.absolute().parent).close()
     except OSError as e:
         raise ResourceError(f"{out} cannot be written: {e.strerror}", hint=f"name another file by `{option}=`") from e
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            first = opened.read(MARKED_BYTES)
+    except OSError:
+        return False
+    return not first or MADE_BY.encode() in first
 
 
 def write_report(text: str, out: Path, option: str, *, overwrite: bool) -> None:

@@ -16,7 +16,7 @@ from tpuconv.convert.export.array_source import ArraySource
 from tpuconv.convert.export.serving.caches import cache_scales_of
 from tpuconv.convert.export.serving.description import describe_encoding
 from tpuconv.convert.export.serving.formats import WeightGroup
-from tpuconv.convert.export.serving.rows import quantized_row
+from tpuconv.convert.export.serving.rows import quantized_rows
 from tpuconv.convert.export.tensor import ExportRow, ExportTensor
 from tpuconv.convert.plan import sizes
 from tpuconv.encodings.passthrough import pack, pack_zero_points, separate_scales, unrefine
@@ -92,17 +92,16 @@ def export_pieces(
         is_quantized = any(stack.names[0] in quantized for stack in whole.dst)
         if not is_quantized:
             plain += _linear_modules(whole)
-        for number, (binding, ranges) in enumerate(_cut(whole)):
-            if is_quantized and scheme:
-                kept = known.get(quantized.get(whole.dst[0].names[0], {}).get("kept", ""))
-                row = quantized_row(manifest, binding, target, scheme, ranges, kept)
-                groups.setdefault(row.group, []).extend(row.modules)
-                rows = row.rows
-            else:
-                rows = tuple(ExportRow(*row) for row in _plain_rows(arrays, binding, known, target.part))
-            if not number:
-                _check_shapes(manifest, rows, ranges)
-            pieces.append(_in_slabs(manifest, binding, rows, ranges))
+        cuts = list(_cut(whole))
+        if is_quantized and scheme:
+            kept = known.get(quantized.get(whole.dst[0].names[0], {}).get("kept", ""))
+            found = quantized_rows(manifest, cuts, target, scheme, kept)
+            groups.setdefault(found.group, []).extend(found.modules)
+            made = found.cuts
+        else:
+            made = [tuple(ExportRow(*row) for row in _plain_rows(arrays, cut, known, target.part)) for cut, _ in cuts]
+        _check_shapes(manifest, made[0], cuts[0][1])
+        pieces += [_in_slabs(manifest, cut, rows, ranges) for (cut, ranges), rows in zip(cuts, made, strict=True)]
     encoding = describe_encoding(scheme, groups, plain, cache_scales_of(manifest)) if quantized and scheme else None
     return _by_layer(pieces), encoding
 
@@ -270,7 +269,7 @@ def _passthrough_rows(
             )
             for suffix, dtype in zip(scheme.described, stored_scales.extra, strict=False):
                 value = scheme.expected(suffix, shape, stored_scales.shape, dtype)
-                qvalues.append(ExportTensor(base + suffix, dtype, value.shape, name, lambda x, value=value: value))  # type: ignore[misc]
+                qvalues.append(ExportTensor.constant(base + suffix, dtype, value, name))
             if scheme.tensor_scale:
                 scales += _two_scales(source, scheme, base, scale_name, stored_scales, refine)
             else:

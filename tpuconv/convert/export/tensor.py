@@ -31,6 +31,11 @@ class ExportTensor:
     sliced: bool = False
     fixed: bool = False
 
+    @classmethod
+    def constant(cls, name: str, dtype: str, value: np.ndarray, of: str) -> "ExportTensor":
+        """Returns a tensor of values that are known before the result is made."""
+        return cls(name, dtype, value.shape, of, lambda _: value, fixed=True)
+
     @property
     def nbytes(self) -> int:
         """The number of bytes."""

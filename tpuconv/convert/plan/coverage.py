@@ -57,6 +57,7 @@ def make_plan(
     config: HasSizes,
     options: Options,
     ignored_config: tuple[IgnoredKey, ...] = (),
+    decoded: tuple[Mapping[str, Tensor], Sequence[str]] | None = None,
 ) -> Plan:
     """Plans a conversion from headers alone. What does not fit is not raised here: see `Plan.check`. A quantization is
     added by `with_quantization`.
@@ -68,6 +69,7 @@ def make_plan(
         config: the family's reading of config.json.
         options: what to convert, and how.
         ignored_config: keys of config.json that are not read; the plan lists them.
+        decoded: the result of `decode_names` for the source, where several plans share it.
 
     Raises:
         UsageError: `options.layers` lies outside of the model, the model has no layers for `include_mtp`, or
@@ -77,7 +79,8 @@ def make_plan(
     """
     target, mtp = get_target(options.target), options.include_mtp
     table = _checked_table(source, table, config, options)
-    tensors, faults = decode_names(source.tensors, source.encoding, any_scales=options.allow_nonfinite)
+    decoded = decoded or decode_names(source.tensors, source.encoding, any_scales=options.allow_nonfinite)
+    tensors, faults = dict(decoded[0]), list(decoded[1])
     encoded = is_encoded(tensors, faults)
     if source.encoding is not None and not encoded:
         warning = "transformers may quantize the weights when it loads them"

@@ -16,6 +16,7 @@ from tpuconv.convert.plan.kept_adapter import plan_kept_adapter
 from tpuconv.convert.plan.options import Fetching, Options
 from tpuconv.convert.plan.quantization import Quantization
 from tpuconv.convert.plan.types import Plan
+from tpuconv.encodings.tensors import decode_names
 from tpuconv.errors import UsageError
 from tpuconv.location import BucketPath, Location, local_path, to_location
 from tpuconv.models.common.config import DecoderConfig
@@ -202,8 +203,9 @@ def plan_source(
     config: HasSizes = model_config
     if table is None:
         table, config = table_for(target)
+    decoded = decode_names(source.tensors, source.encoding, any_scales=options.allow_nonfinite)
     plan = replace(
-        make_plan(source, family.name, table, config, options, report.ignored),
+        make_plan(source, family.name, table, config, options, report.ignored, decoded),
         differs=differences(target, name, model_type, model_config),
     )
     if quantizer is None or plan.faults:
@@ -214,7 +216,8 @@ def plan_source(
         return with_quantization(plan, quantizer(plan, family, model_config))
     # rules are for our names
     our_table, _ = table_for(OWN)
-    our_plan = make_plan(source, family.name, our_table, model_config, replace(options, target=OWN.name))
+    ours = replace(options, target=OWN.name)
+    our_plan = make_plan(source, family.name, our_table, model_config, ours, decoded=decoded)
     quantization = quantizer(our_plan, family, model_config, for_servers=target.is_safetensors)
     if target.trees is not None:
         tree = find_tree(target, name, model_type, model_config)

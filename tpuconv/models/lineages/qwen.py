@@ -1,6 +1,6 @@
 """Qwen2, Qwen3 and the models around them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -18,13 +18,13 @@ from tpuconv.models.common.rows import (
     mlp_rows,
     when,
 )
-from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs, stepped_mlp_kinds
+from tpuconv.models.common.sparse import ChosenExperts, FurtherLayers, MixedMLPs, stepped_mlp_kinds
 from tpuconv.models.common.thinker import ThinkerConfig, thinker_table
 from tpuconv.models.common.windows import WINDOW_KINDS, WindowedConfig
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.lineages.llama import ARCEE
-from tpuconv.models.parts import Attn, Experts, Mlp, Norms
+from tpuconv.models.parts import Attn, Experts, Mlp, Mtp, Norms
 from tpuconv.models.towers.modalities import (
     COSMOS3_EDGE_VISION,
     COSMOS3_VISION,
@@ -48,13 +48,35 @@ QWEN2 = decoder(
     config=WindowedConfig,
 )
 
+
+class LayersBeside(FurtherLayers):
+    """The layers for multi-token prediction have numbers of their own."""
+
+    @property
+    def layer_sets(self) -> dict[str, Sequence[int]]:
+        return {**super().layer_sets, "U": tuple(range(self.num_nextn_predict_layers))}
+
+
 MIMO = QWEN2.but(
     "mimo",
     "MiMo-7B",
     "MiMoForCausalLM",
+    Mtp(),
+    config=(LayersBeside, QWEN2.config),
+    keys={"num_nextn_predict_layers": int},
+    defaults={"num_nextn_predict_layers": 0},
+    least={"num_nextn_predict_layers": 0},
     only={"attention_bias": (True,)},
-    left_out=frozenset({"num_nextn_predict_layers"}),
-    table=QWEN2.table.renamed(str, ignore={"model.mtp_layers.*": FURTHER_TOKENS}),
+    others=under(
+        "model.mtp_layers.{U}",
+        "mtp.{U}",
+        *(row for part in QWEN2.parts for row in part.table_rows),
+        Map("token_layernorm.weight", "embed_norm.scale", "D"),
+        Map("hidden_layernorm.weight", "hidden_norm.scale", "D"),
+        Map("input_proj.weight", ("from_hidden.kernel", "from_embed.kernel"), "D (A + A) -> A D, A D"),
+        Map("final_layernorm.weight", "norm.scale", "D"),
+    ),
+    ignore={"model.mtp_layers.*": FURTHER_TOKENS},
 )
 
 QWEN3 = decoder(

@@ -245,7 +245,7 @@ class Schedule:
 
     def copies(self) -> list[dict[str, Any]]:
         """Returns the copies and layout changes within HBM, largest first: for each operation of the model, their count
-        and the bytes read and written."""
+        and the bytes read and written. Those that the compiler made have its name of them."""
         out: dict[str, list[int]] = {}
         for step in self.all_steps:
             i = step.instruction
@@ -253,7 +253,7 @@ class Schedule:
             is_copy = is_copy or (i.op == "fusion" and i.name.startswith(("copy", "transpose")))
             nbytes = step.read + step.written
             if is_copy and step.read and step.written and nbytes >= LARGE_COPY:
-                count = out.setdefault(i.source or i.name, [0, 0])
+                count = out.setdefault(i.source or i.kernel, [0, 0])
                 count[0] += step.times
                 count[1] += step.times * nbytes
         largest = sorted(out.items(), key=lambda item: -item[1][1])

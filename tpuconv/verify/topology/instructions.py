@@ -106,8 +106,8 @@ class Instruction:
 
     @property
     def kernel(self) -> str:
-        """The name of a kernel without its number. Newer compilers may append the name of the parameter that takes the
-        result: `few_rows.2.x`."""
+        """The name of a kernel or a copy without its number. Newer compilers may append the name of the parameter that
+        takes the result: `few_rows.2.x`."""
         return re.sub(r"\.\d+(\..*)?$", "", self.name)
 
     @property

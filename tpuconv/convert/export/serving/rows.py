@@ -5,7 +5,7 @@ error that names the rule to change.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from tpuconv.encodings.scheme import BY_SCALES, Blocks, Scheme
 from tpuconv.encodings.words import Words
 from tpuconv.errors import UsageError
 from tpuconv.names import AUTO_NAME, INPUT_SCALE, QVALUE, SCALE, ZERO_POINT
-from tpuconv.notation.layout import Ranges, ScaleLayout, Shape, scale_layout
+from tpuconv.notation.layout import Ranges, Shape, scale_layout
 from tpuconv.notation.table import EXPERTS, PLACES, Binding, Stack
 from tpuconv.sources.headers import DTYPES
 from tpuconv.targets.target import Target
@@ -35,18 +35,18 @@ MIDDLE = 8
 
 
 @dataclass(frozen=True)
-class QuantizedRow:
-    """A row whose parameters are quantized.
+class QuantizedRows:
+    """The cuts of a row whose parameters are quantized.
 
     Attributes:
-        rows: the row's inverse, from quantized values, from scales, and from zero points if there are any.
-        group: the format of its tensors.
+        cuts: for each cut its inverse, from quantized values, from scales, and from zero points if there are any.
+        group: the format of the tensors.
         modules: the names of the modules that have them.
     """
 
-    rows: tuple[ExportRow, ...]
+    cuts: Sequence[tuple[ExportRow, ...]]
     group: WeightGroup
-    modules: tuple[str, ...]
+    modules: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -188,19 +188,19 @@ def _settings(rules: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> d
     return {key: value for key, value in rule.items() if key not in ("module_path", "op_names")}
 
 
-def quantized_row(
+def quantized_rows(
     manifest: Manifest,
-    binding: Binding,
+    cuts: Sequence[tuple[Binding, Ranges]],
     target: Target,
     scheme: str,
-    ranges: Ranges,
     released: Scheme | None,
-) -> QuantizedRow:
+) -> QuantizedRows:
     """Returns the tensors of a row whose parameters are quantized.
 
     Args:
         manifest: of the checkpoint.
-        binding: the row, from released tensors to parameters.
+        cuts: the row, from released tensors to parameters, for each layer or expert that is made alone, with its
+            ranges. They differ in names only.
         target: what the checkpoint is for, which names the arrays of a parameter.
         scheme: one of `FORMATS`.
         released: the scheme of the release, if the parameters stay encoded. Where a matrix is divided within one of its
@@ -209,56 +209,63 @@ def quantized_row(
     Raises:
         UsageError: the scheme has no format that holds it.
     """
-    parameters = _Parameters(manifest, binding, target, scheme, released)
+    first, _ = cuts[0]
+    parameters = _Parameters(manifest, first, target, scheme, released)
     form = parameters.format
-    sources = [name for stack in binding.src for name in stack.names]
-    if form.is_of_experts == any(name.endswith(WEIGHT) for name in sources):
-        kind = "stacked experts" if form.is_of_experts else "a linear layer's weight"
-        raise parameters.refused(f"come from {sources[0]}, which is not {kind}")
-    if binding.row.input_first:
-        raise parameters.refused(f"come from {sources[0]}, which is a matrix [in, out], and servers read [out, in]")
-    if not form.is_of_experts and any(len(shape) != 2 for shape in binding.src_shapes().values()):
-        raise parameters.refused(f"come from {sources[0]}, which is a stack of matrices, and servers read one by one")
-    inverse = binding.swapped(lambda _: form.input_first).inverse
-    follow = scale_layout(inverse.layout, binding.sizes, parameters.tiles)
-    shapes, matrices, groups = inverse.dst_shapes(), [], set()
-    for stack, blocks in zip(inverse.dst, follow.dst_blocks, strict=True):
-        own = blocks[stack.depth :][-2:] if len(blocks) - stack.depth > 1 else (1, blocks[-1])
-        for name in stack.names:
-            steps = _steps(parameters, form, own, shapes[name][-2:], released.blocks if released else BY_SCALES)
-            matrices.append(_Matrix(name, shapes[name], own, steps))
-            groups.add(_group(parameters, form, matrices[-1]))
+    _check_sources(parameters, form, first)
+    layout = first.swapped(lambda _: form.input_first).layout.inverse
+    follow = scale_layout(layout, first.sizes, parameters.tiles)
+    kinds = []
+    for stack, whole, blocks in zip(first.src, layout.dst_shapes(first.sizes), follow.dst_blocks, strict=True):
+        shape = whole[stack.depth :]
+        own = blocks[stack.depth :][-2:] if len(shape) > 1 else (1, blocks[-1])
+        steps = _steps(parameters, form, own, shape[-2:], released.blocks if released else BY_SCALES)
+        kinds.append(partial(_Matrix, shape=shape, blocks=own, steps=steps))
+    groups = {_group(parameters, form, kind("")) for kind in kinds}
     if len(groups) > 1:
         raise parameters.refused("have groups of several sizes")
     (group,) = groups
-    scales = replace(inverse, sizes=follow.sizes, src=_parts(inverse.src, SCALE, target))
-    scale_dtype = _scale_dtype(parameters, form, manifest.arrays[scales.src[0].names[0]].dtype)
-    rows = [
-        ExportRow(
-            replace(inverse, src=_parts(inverse.src, QVALUE, target)),
-            [tensor for matrix in matrices for tensor in _values(form, matrix, asymmetric=group.asymmetric)],
-        ),
-        ExportRow(
-            scales,
-            [tensor for matrix in matrices for tensor in _scales(parameters, form, matrix, scale_dtype)]
-            + _input_scales(parameters, manifest, inverse, matrices, ranges),
-            _repeats(scales, follow),
-        ),
-    ]
-    if group.asymmetric:
-        zeros = replace(scales, src=_parts(inverse.src, ZERO_POINT, target))
-        rows.append(ExportRow(zeros, [_zero_points(form, matrix) for matrix in matrices], _repeats(zeros, follow)))
-    return QuantizedRow(tuple(rows), group, tuple(matrix.base for matrix in matrices))
+    qvalue_stacks, scale_stacks, zero_stacks = (_parts(first.dst, x, target) for x in (QVALUE, SCALE, ZERO_POINT))
+    repeats = {
+        kind: {stack.names[0]: n[stack.depth :] for stack, n in zip(stacks, follow.refine, strict=True)}
+        for kind, stacks in ((SCALE, scale_stacks), (ZERO_POINT, zero_stacks))
+    }
+    scale_dtype = _scale_dtype(parameters, form, manifest.arrays[scale_stacks[0].names[0]].dtype)
+    input_scales = parameters.input_scales(manifest) if parameters.is_static else None
+    out, modules = [], []
+    for cut, ranges in cuts:
+        matrices = [kind(name) for kind, stack in zip(kinds, cut.src, strict=True) for name in stack.names]
+        modules += [matrix.base for matrix in matrices]
+        values = [tensor for matrix in matrices for tensor in _values(form, matrix, asymmetric=group.asymmetric)]
+        scales = [tensor for matrix in matrices for tensor in _scales(parameters, form, matrix, scale_dtype)]
+        if input_scales is not None:
+            scales += _input_scales(input_scales, cut, matrices, ranges)
+        inverse = partial(Binding, cut.row, layout, dst=cut.src)
+        rows = [
+            ExportRow(inverse(cut.sizes, qvalue_stacks), values),
+            ExportRow(inverse(follow.sizes, scale_stacks), scales, repeats[SCALE]),
+        ]
+        if group.asymmetric:
+            zeros = [_zero_points(form, matrix) for matrix in matrices]
+            rows.append(ExportRow(inverse(follow.sizes, zero_stacks), zeros, repeats[ZERO_POINT]))
+        out.append(tuple(rows))
+    return QuantizedRows(out, group, modules)
+
+
+def _check_sources(parameters: _Parameters, form: Format, binding: Binding) -> None:
+    """Raises UsageError if the format does not hold what the tensors of the release are."""
+    name = binding.src[0].names[0]
+    if form.is_of_experts == any(stack.names[0].endswith(WEIGHT) for stack in binding.src):
+        kind = "stacked experts" if form.is_of_experts else "a linear layer's weight"
+        raise parameters.refused(f"come from {name}, which is not {kind}")
+    if binding.row.input_first:
+        raise parameters.refused(f"come from {name}, which is a matrix [in, out], and servers read [out, in]")
+    if not form.is_of_experts and any(len(shape) != 2 for shape in binding.src_shapes().values()):
+        raise parameters.refused(f"come from {name}, which is a stack of matrices, and servers read one by one")
 
 
 def _parts(stacks: tuple[Stack, ...], suffix: str, target: Target) -> tuple[Stack, ...]:
     return tuple(Stack(tuple(target.part(name, suffix[1:]) for name in stack.names), stack.depth) for stack in stacks)
-
-
-def _repeats(scales: Binding, follow: ScaleLayout) -> dict[str, Shape]:
-    """Returns the number of repetitions of each scale along every axis before the layout is applied, by name of the
-    array."""
-    return {stack.names[0]: refine[stack.depth :] for stack, refine in zip(scales.src, follow.refine, strict=True)}
 
 
 def _group(parameters: _Parameters, form: Format, matrix: _Matrix) -> WeightGroup:
@@ -323,7 +330,7 @@ def _values(form: Format, matrix: _Matrix, *, asymmetric: bool) -> Iterator[Expo
         size = np.array(shape, np.int64)
         pack = partial(pack_words, form.bits)
         yield ExportTensor(f"{base}{WEIGHT}_packed", "I32", (shape[0], words), name, pack, sliced=True)
-        yield ExportTensor(f"{base}{WEIGHT}_shape", "I64", size.shape, name, lambda values: size, fixed=True)
+        yield ExportTensor.constant(f"{base}{WEIGHT}_shape", "I64", size, name)
     elif form.packing is Packing.PAIRS:
         yield ExportTensor(f"{base}{WEIGHT}_packed", "U8", (shape[0], shape[1] // 2), name, pack_halves, sliced=True)
     elif form.packing is Packing.AWQ_WORDS:
@@ -381,26 +388,19 @@ def _scales(parameters: _Parameters, form: Format, matrix: _Matrix, dtype: str) 
 
     yield ExportTensor(f"{name}{form.scales}", dtype, matrix.grid, matrix.name, make, sliced=matrix.has_scales_of_rows)
     if form.tensor_scale:
-        one, stored = np.ones(1, np.float32), f"{name}{WEIGHT}_global_scale"
-        yield ExportTensor(stored, "F32", one.shape, matrix.name, lambda scales: one, fixed=True)
+        yield ExportTensor.constant(f"{name}{WEIGHT}_global_scale", "F32", np.ones(1, np.float32), matrix.name)
 
 
 def _input_scales(
-    parameters: _Parameters, manifest: Manifest, inverse: Binding, matrices: Sequence[_Matrix], ranges: Ranges
-) -> list[ExportTensor]:
-    """Returns the tensors of static scales, one for each matrix."""
-    if not parameters.is_static:
-        return []
-    scales = parameters.input_scales(manifest)
+    scales: np.ndarray, cut: Binding, matrices: Sequence[_Matrix], ranges: Ranges
+) -> Iterator[ExportTensor]:
+    """Yields the tensors of static scales, one for each matrix. `scales` [L] are for all layers."""
     scales = next((scales[slice(*each)] for letter, each in ranges.items() if letter not in (EXPERTS, PLACES)), scales)
-    names = [list(stack.names) for stack in inverse.dst]
+    names = [list(stack.names) for stack in cut.src]
     layer = {name: number * len(scales) // len(of_stack) for of_stack in names for number, name in enumerate(of_stack)}
-
-    def tensor(matrix: _Matrix) -> ExportTensor:
+    for matrix in matrices:
         own = scales[layer[matrix.name]].reshape(1)
-        return ExportTensor(f"{matrix.base}.input_scale", "F32", own.shape, matrix.name, lambda _: own, fixed=True)
-
-    return [tensor(matrix) for matrix in matrices]
+        yield ExportTensor.constant(f"{matrix.base}.input_scale", "F32", own, matrix.name)
 
 
 def _spread(matrix: _Matrix, values: np.ndarray) -> np.ndarray:
