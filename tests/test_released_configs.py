@@ -1,8 +1,11 @@
 """config.json files of releases, cut to what matters: keys and values that our own configs do not have. Sizes are those
 that were published."""
 
+import json
+import re
 from dataclasses import asdict
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.common.config_keys import aliases_of_reference
 from tpuconv.models.registry import Family, all_families, find_family, get_family
 from tpuconv.sources.config import encoding_of
+from tpuconv.verify.reference import reference_config
 
 GLM_5_2 = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -840,6 +844,39 @@ def test_adapters_of_phi_4_multimodal_are_left_out() -> None:
     assert all(why(f"{qkv}.lora_{x}.{kind}.weight") for x in "AB" for kind in ("vision", "speech"))
     assert why("model.embed_tokens_extend.audio_embed.encoder.after_norm.weight")
     assert not why(f"{qkv}.base_layer.weight")
+
+
+DEEPSEEK_OCR_2 = json.loads((Path(__file__).parent / "data" / "releases.json").read_text())["deepseek-ocr-2"]["config"]
+
+
+def test_deepseek_ocr_2_is_read_from_the_keys_of_its_release(tmp_path: Path) -> None:
+    family = find_family(DEEPSEEK_OCR_2)
+    config = family.check_config(DEEPSEEK_OCR_2, parts=("vision",)).config
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_OCR_2))
+    theirs = reference_config(tmp_path)
+    raw = {"model_type": "deepseek_ocr2", **json.loads(theirs.to_json_string(use_diff=False))}
+    other = family.check_config(raw, parts=("vision",)).config
+    assert (config.sizes, config.layer_sets, config.rope) == (other.sizes, other.layer_sets, other.rope)
+    ours, others = config.parts["vision"], other.parts["vision"]
+    assert (ours.sizes, ours.placeholder) == (others.sizes, others.placeholder)
+    assert (ours.tower.rope_theta, ours.tower.rms_norm_eps) == (1e6, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"language_config": {"use_mla": True}}, "language_config.use_mla=True"),
+        ({"vision_config": {"model_name": "deeplip"}}, "vision_config.model_name='deeplip'"),
+        ({"projector_config": {"projector_type": "mlp_gelu"}}, "projector_config.projector_type='mlp_gelu'"),
+        ({"architectures": ["DeepseekOCRForCausalLM"]}, "not its architecture DeepseekOCRForCausalLM"),
+    ],
+)
+def test_other_models_of_the_same_type_are_refused(change: dict[str, Any], why: str) -> None:
+    raw = {
+        k: {**v, **change.get(k, {})} if isinstance(v, dict) else change.get(k, v) for k, v in DEEPSEEK_OCR_2.items()
+    }
+    with pytest.raises(UnsupportedConfig, match=re.escape(why)):
+        find_family(raw).check_config(raw)
 
 
 @pytest.mark.parametrize("name", ["cosmos3_omni", "cosmos3_edge"])

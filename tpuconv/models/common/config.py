@@ -155,7 +155,8 @@ class DecoderConfig:
 
     @classmethod
     def around_text(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the object of a parsed config.json that has the configs of the parts beside the text model."""
+        """Returns the object of a parsed config.json that has the configs of the text model and of the parts beside it,
+        in the keys of transformers."""
         return raw
 
     @classmethod

@@ -16,14 +16,6 @@ class ThinkerConfig(WrapperConfig):
     """Reads the config of the text model in `thinker_config`. What is beside that is about speech."""
 
     @classmethod
-    def text_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super().text_of(_thinker(raw))
-
-    @classmethod
-    def _beside(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super()._beside(_thinker(raw))
-
-    @classmethod
     def around_text(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         return _thinker(raw)
 

@@ -131,6 +131,7 @@ class WrapperConfig:
         Raises:
             ConfigError: `text_config` is not an object.
         """
+        raw = cls._around(raw)
         text = raw.get("text_config") or {}
         if not isinstance(text, Mapping):
             raise ConfigError(f"config.json: text_config={short(text)} is not an object")
@@ -140,6 +141,10 @@ class WrapperConfig:
         tied = cls._is_tied(raw)
         encoding = {} if (found := encoding_of(raw)) is None else {ENCODING_KEYS[0]: found}
         return {**text, **encoding, "tie_word_embeddings": cls.tied if tied is None else tied}
+
+    @classmethod
+    def _around(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        return cls.around_text(raw)  # type: ignore[attr-defined, no-any-return]  # of `DecoderConfig`
 
     @classmethod
     def _is_tied(cls, raw: Mapping[str, Any]) -> Any:
@@ -155,6 +160,7 @@ class WrapperConfig:
     @classmethod
     def _beside(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the keys beside `text_config` that neither this family nor the reference reads."""
+        raw = cls._around(raw)
         if cls._is_flat(raw):
             return {}
         known = {"text_config", "tie_word_embeddings", *cls.outside_keys}

@@ -22,6 +22,7 @@ from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.declare import decoder, like, wrapper
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
+from tpuconv.models.towers.deepseek_ocr.released import RELEASED_TYPE, with_text_config
 from tpuconv.models.towers.modalities import DEEPSEEK_OCR2_VISION, KIMI_VISION
 from tpuconv.notation.table import Map, under
 
@@ -290,6 +291,10 @@ class Ocr2Config(WrapperConfig, SparseConfig):
 
     topk_method: str
 
+    @classmethod
+    def around_text(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        return with_text_config(raw)
+
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if self.head_dim not in (None, self.hidden_size // self.num_attention_heads):
@@ -308,6 +313,7 @@ DEEPSEEK_OCR2 = decoder(
     Attn("attention_bias"),
     Experts("some or all", module="deepseek_v3.modules:MoE", router="modules.deepseek:Router"),
     config=Ocr2Config,
+    types={"DeepseekOCR2ForCausalLM": RELEASED_TYPE},
     defaults={"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
     only={"topk_method": ("greedy", "group_limited_greedy"), "mlp_bias": (False,)},
     least={"n_shared_experts": 0, "first_k_dense_replace": 0},
