@@ -560,7 +560,7 @@ def test_what_is_no_adapter(tmp_path: Path) -> None:
     random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
     for given, message in (
         (str(tmp_path / "hf"), "is no LoRA adapter: it has no adapter_config.json"),
-        (str(tmp_path / "nothing"), "is no LoRA adapter"),
+        (str(tmp_path / "nothing"), "there is no folder '.*nothing'"),
         (f"{tmp_path / 'hf'}:much", "'much' is not a number"),
         (f"{tmp_path / 'hf'}:nan", "'nan' is not a number"),
     ):

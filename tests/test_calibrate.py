@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from tpuconv.api.calibration import CalibrationText
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.commands.convert import show_plan
 from tpuconv.commands.flags import with_flags
-from tpuconv.errors import ConfigError, CorruptOutput, GateError, ResourceError, UsageError
+from tpuconv.errors import ConfigError, CorruptOutput, GateError, ResourceError, SourceError, UsageError
 from tpuconv.models.logits import forward
 from tpuconv.models.registry import get_family
 from tpuconv.models.tokenizer import load_tokenizer
@@ -241,7 +242,7 @@ def cases():
 
 
 def rule_for(family: str) -> str:
-    """int4 in tiles of 32, or int8 in a family whose sizes here no tile divides."""
+    """int4 in groups of 32, or int8 in a family whose sizes here no group divides."""
     return INT4 if not family.startswith("deepseek_v4") else f"{{module_path: '{INNER}', weight_qtype: int8}}"
 
 
@@ -738,6 +739,36 @@ def test_prompts_that_cannot_be_calibrated_on(tmp_path):
     separators = "a\u2028b\x85c"  # lines to Python, not to JSON
     file.write_text(json.dumps({"prompt": separators}, ensure_ascii=False) + "\r\n")
     assert from_prompts(file, encoder, 8, 5).ids().tolist() == [list(range(5))]
+
+
+def test_features_of_one_prompt_are_in_memory_at_a_time(tmp_path):
+    """Prepared images of a hundred prompts are gigabytes."""
+    alive, shift = weakref.WeakSet(), []
+
+    class Pixels(np.ndarray):
+        __hash__ = object.__hash__
+
+    def encode_with(text: str, images: Any, *_: Any, **__: Any) -> Any:
+        assert len(alive) <= 1
+        pixels = np.full(9, len(text) + len(shift)).view(Pixels)
+        alive.add(pixels)
+        return [1, 2], {"pixels": pixels} if images else {}
+
+    file = tmp_path / "x.jsonl"
+    lines = [{"prompt": "a" * (i + 1), "images": ["x.png"] * (i != 2)} for i in range(5)]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    encoder: Any = SimpleNamespace(tokenizer=load_tokenizer(EXAMPLE / "tiny-qwen3"), encode_with=encode_with)
+    data = from_prompts(file, encoder, 8, 4)
+    assert not alive
+    found = []
+    for sample in data.each():
+        found.append(int(sample.features["pixels"][0]) if sample.features else None)
+        del sample
+    assert found == [1, 2, None, 4, 5]
+    assert data.example is not None
+    shift.append(1)
+    with pytest.raises(SourceError, match=r"an image or sound of line 1 of .* changed"):
+        next(data.each())
 
 
 def test_how_much_text_there_is_and_what_to_do_with_too_little():

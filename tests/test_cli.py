@@ -447,7 +447,7 @@ def test_families_of_a_target_are_listed_with_how_they_are_loaded():
     assert found["mistral"]["models"] == "model_type mistral of llama"
     assert found["qwen3"]["models"] == get_family("qwen3").summary
     shown = tpuconv("families", "--target", "tunix").stdout
-    assert "to load OUT there: CheckpointManager(OUT).maybe_restore(model)" in shown
+    assert 'to load OUT there: CheckpointManager("OUT").maybe_restore(model)' in shown
     assert "quantized parameters: no" in shown
     assert "yes" not in shown
     assert "gpt_oss" not in shown
@@ -465,7 +465,8 @@ def test_one_family_of_a_target_may_be_asked_for():
     facts = json.loads(tpuconv("families", "llama", "--target", "maxtext", "--json").stdout)
     assert [family["name"] for family in facts["families"]] == ["llama", "mistral"]
     assert "the target tunix has no table for olmo2" in tpuconv("families", "olmo2", "--target", "tunix", code=2).stderr
-    assert "the nearest is maxtext" in tpuconv("families", "--target", "maxtex", code=2).stderr
+    for mistaken, near in (("maxtex", "maxtext"), ("vllm", "huggingface")):
+        assert f"the nearest is {near}" in tpuconv("families", "--target", mistaken, code=2).stderr
     assert "--dry-run" in tpuconv("families", "llama", "--target", "nnx", "--table", code=2).stderr
 
 

@@ -99,7 +99,7 @@ def test_a_package_that_may_be_absent(monkeypatch):
     replace_version(monkeypatch, "transformers", None)
     item = doctor._package("transformers")
     assert (item.status, item.found) == ("warn", "not installed")
-    assert item.advice == f"needed for text and for comparisons with the source: {install_command('hf')}"
+    assert item.advice == f"needed for chat templates, images and comparisons with the source: {install_command('hf')}"
 
 
 def replace_version(monkeypatch, package: str, version: str | None) -> None:

@@ -25,7 +25,7 @@ ORDER = (
     *("errors", "explanations", "extras", "text", "pages", "memory", "names", "plugins", "progress"),
     *("location", "arguments", "options"),
     *("credentials", "bucket_errors", "object_requests", "buckets", "jsonfile", "hosts"),
-    *("patterns", "private", "libtpu", "notation", "storage", "sources", "encodings", "checkpoint", "models"),
+    *("patterns", "private", "forks", "libtpu", "notation", "storage", "sources", "encodings", "checkpoint", "models"),
     *("targets", "convert", "quantize", "weight_map", "restore", "direct", "persist", "verify", "doctor"),
     *("api", "commands"),
     *("cli", "__main__"),

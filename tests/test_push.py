@@ -157,6 +157,14 @@ def test_errors_of_the_hub_are_ours(file, status, message, outputs, hub):
     assert hub.pushed[REPO]["main"] == files(outputs / "checkpoint")
 
 
+def test_a_repository_to_push_to_is_not_looked_for_on_the_disk(outputs, hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(HubError, match="cannot be reached") as error:
+        api.push(outputs / "checkpoint", REPO)
+    assert "folder" not in str(error.value)
+    assert "resume the upload" in error.value.hint
+
+
 def test_what_is_not_complete_is_refused(outputs, hub, tmp_path):
     for kind in ("checkpoint", "export"):
         shutil.copytree(outputs / kind, tmp_path / kind)
@@ -182,7 +190,7 @@ def test_what_is_not_complete_is_refused(outputs, hub, tmp_path):
     with pytest.raises(UsageError, match="is not a checkpoint made by tpuconv"):
         api.push(outputs / "hf", REPO)
     for name in ("tiny", "org/tiny/orbax", "org/ti ny", "../tiny"):
-        with pytest.raises(UsageError, match="no Hub id"):
+        with pytest.raises(UsageError, match="is not a Hub id"):
             api.push(outputs / "export", name)
     assert not hub.requests
 

@@ -1,6 +1,7 @@
 """The estimated error of each group against checkpoints that are quantized so; the search against all combinations."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -393,6 +394,29 @@ def test_the_command_writes_a_config_that_quantizes_to_what_it_says(ckpt, tmp_pa
     again = run("quantize", ckpt, "--target-bits", 9, "--out-config", tmp_path / "again.yaml", "--method", "nearest")
     assert (kept["reused"], again["reused"]) == (True, True)
     assert {**again["recipe"], "out": own["out"], "picture": own["picture"]} == own
+
+
+def test_the_command_that_is_shown_next_has_the_text_of_the_measurement(ckpt, tmp_path, monkeypatch, capsys):
+    """A config that is rounded to nearest has no text, whose options are then refused."""
+    file = tmp_path / "mine of 9.yaml"
+
+    def shown_next(*args: object) -> list[str]:
+        line = ["quantize", ckpt, "--target-bits", 9, "--out-config", file, "--overwrite", *args]
+        command.main(list(map(str, line)), standalone_mode=False)
+        return shlex.split(capsys.readouterr().out.split("Next: tpuconv ")[1])
+
+    following = shown_next("--method", "nearest")
+    assert run(*following, "--explain")["config"]["name"] == "mine of 9"
+    found = api.sensitivity(ckpt, target_bits=9, recipe=file, method="nearest", overwrite=True)
+
+    def measured(*_: object, **__: object) -> api.Sensitivity:
+        return found
+
+    measured.request = api.sensitivity.request
+    monkeypatch.setattr(api, "sensitivity", measured)  # without a run by GPTQ
+    text = ("--calibration", "a text.txt", "--samples", "2", "--length", "16")
+    assert shown_next(*text) == ["quantize", str(ckpt), "--config", str(file), *text]
+    assert shown_next() == ["quantize", str(ckpt), "--config", str(file)]
 
 
 @pytest.fixture

@@ -126,6 +126,7 @@ MISTAKES: dict[str, tuple[Callable[[TextGenerator], Any], str]] = {
     "a template that refuses": (lambda w: w(["x"], chat=True, system="no system"), "cannot be used: .*refused"),
     "a system prompt without a chat": (lambda w: w(["x"], system="y"), "a system prompt needs"),
     "too many tokens": (lambda w: w(["four"], 509), "a prompt of 4 tokens and 509 new ones are 513.* has 512 pos"),
+    "a prompt of one token": (lambda w: w(["a"], 999), "a prompt of 1 token and 999 new ones are 1000.* has 512"),
     "too long a prompt": (lambda w: w(["x" * 600], 1), "of 600 tokens and 1 new ones are 601.* has 512"),
     "no prompt": (lambda w: w([]), "no prompt is given"),
     "an empty prompt": (lambda w: w([""]), "prompt 1 of 1 has no tokens"),

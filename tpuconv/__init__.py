@@ -3,10 +3,14 @@ command."""
 
 from typing import TYPE_CHECKING, Any
 
+from tpuconv.forks import note_forks
+
 if TYPE_CHECKING:
     from tpuconv.api.models import load, save
 
 __all__ = ["load", "save"]
+
+note_forks()
 
 
 def __getattr__(name: str) -> Any:

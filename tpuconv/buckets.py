@@ -142,7 +142,7 @@ def bucket_of(path: BucketPath) -> Bucket:
 def _connect(path: BucketPath) -> tuple[Any, Any]:
     if find_spec("obstore") is None:
         raise UsageError(
-            f"{path} is in {SCHEMES[path.scheme]}, and obstore is not installed",
+            f"{path.root} is in {SCHEMES[path.scheme]}, and obstore is not installed",
             hint=install_command("cloud"),
         )
     from obstore.store import from_url

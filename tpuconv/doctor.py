@@ -44,7 +44,7 @@ PACKAGES: Mapping[str, str] = {
     "flax": "",
     "orbax-checkpoint": "",
     "qwix": "",
-    "transformers": "needed for text and for comparisons with the source",
+    "transformers": "needed for chat templates, images and comparisons with the source",
     "torch": "needed for comparisons with the source",
     "pillow": "needed for images",
     "huggingface_hub": "",

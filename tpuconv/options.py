@@ -232,8 +232,8 @@ SCHEME_OPTION = described_as(
 )
 SCAN_LAYERS_OPTION = described_as("Stack the layers into one array each, for jax.lax.scan.", manifest=Key(always=True))
 TEXT_ONLY_OPTION = described_as(
-    "Convert the text model of a multimodal model alone, without what sees images or hears.",
-    python="Take the text model of a multimodal model alone, without what sees images or hears.",
+    "Convert only the text model of a multimodal model, without its encoders of images and sounds.",
+    python="Take only the text model of a multimodal model, without its encoders of images and sounds.",
 )
 ADAPTER_OPTION = described_as(
     "Merge this LoRA adapter of PEFT into the weights; may be repeated.",

@@ -39,6 +39,7 @@ class Interface:
 
 TESTED: Mapping[str, tuple[str, ...]] = {
     "huggingface_hub": ("2.4.0",),
+    "jax": ("0.10.2", "0.12.0.1"),
     "numba": ("0.68.1",),
     "orbax-checkpoint": ("0.12.8",),
     "qwix": ("0.1.8",),
@@ -47,6 +48,12 @@ TESTED: Mapping[str, tuple[str, ...]] = {
 """The tested versions of each package, from constraints.txt."""
 
 INTERFACES: Mapping[str, Interface] = {
+    # --- jax: a fork of a process whose backends have started cannot compile
+    "backends_are_initialized": Interface(
+        "Tells whether this process has started its backends, without starting them.",
+        "jax._src.xla_bridge",
+        "backends_are_initialized",
+    ),
     # --- qwix: its public interface quantizes a complete model in memory, and does not return the rule of a parameter
     "qarray": Interface(
         "Qwix's quantized array and its quantization, which is applied slab by slab.", "qwix._src.core.qarray"

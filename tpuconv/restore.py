@@ -25,6 +25,7 @@ from tpuconv.checkpoint.reader import check_contents, check_mtp, read_box
 from tpuconv.checkpoint.stored import StoredArray
 from tpuconv.encodings.casts import cast, largest
 from tpuconv.errors import CorruptOutput, UsageError, root_cause, shorten
+from tpuconv.forks import check_no_fork
 from tpuconv.location import Location, to_location
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.placement import check_axes, sharding
@@ -70,7 +71,8 @@ def load(
     Raises:
         UsageError: the folder has no checkpoint of tpuconv, or one with a part of the layers; `dtype` is not of
             `MODEL_DTYPES`, or cannot hold values of the checkpoint; an axis of the mesh is not in `AXES`; or `mtp` is
-            asked for and the checkpoint has no such layers, or has them quantized.
+            asked for and the checkpoint has no such layers, or has them quantized; or this process was forked from one
+            in which jax runs.
         UnsupportedConfig: `mtp` is asked for, and the family has no such module.
         CorruptOutput: the arrays do not match the manifest or the model, a checksum is wrong, config.json was changed,
             or `layouts.json` is malformed.
@@ -101,6 +103,7 @@ def load_from(
 ) -> nnx.Module:
     """Returns the model that a manifest describes, with arrays that `read` gives; the others are arguments of `load`,
     which says what is raised."""
+    check_no_fork()
     if dtype is not None and getattr(dtype, "__name__", str(dtype)) not in MODEL_DTYPES:
         raise UsageError(
             f"a model cannot have the dtype {dtype}", hint=f"give one of {', '.join(MODEL_DTYPES)}, or None"

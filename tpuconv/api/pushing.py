@@ -186,7 +186,8 @@ def _check_name(repo: str) -> None:
 
     try:
         validate_repo_id(repo)
+        is_id = repo.count("/") == 1
     except HFValidationError:
-        repo = ""
-    if repo.count("/") != 1:
-        raise UsageError("the repository is no Hub id", hint="give ORG/NAME, as your-name/Qwen3-8B-orbax")
+        is_id = False
+    if not is_id:
+        raise UsageError(f"'{repo}' is not a Hub id", hint="give ORG/NAME, as your-name/Qwen3-8B-orbax")

@@ -157,7 +157,7 @@ def check_mtp(manifest: Manifest) -> None:
     if not any(name.startswith(MTP_PARAMETERS) for name in manifest.arrays):
         raise UsageError(
             f"{manifest.folder} has no layers for multi-token prediction",
-            hint="convert the model again with `include_mtp=True`",
+            hint="if its release has them, convert that again with `include_mtp=True`",
         )
 
 

@@ -270,4 +270,4 @@ def require_mode(mode: str, given: bool, *others: str) -> None:
     """Raises UsageError if one of the other options is given without its mode, such as "--compare-hf"."""
     for name in others:
         if not given and is_given(name):
-            raise UsageError(f"{flag_of(name)} goes with {mode}")
+            raise UsageError(f"{flag_of(name)} goes with {mode}", hint=f"leave {flag_of(name)} out, or give {mode}")

@@ -1,12 +1,12 @@
 """`tpuconv quantize`."""
 
 from math import prod
+from shlex import join
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from tpuconv import api
-from tpuconv.api.recipes import ROUNDING_METHODS
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, show
 from tpuconv.commands.convert import show_conversion, show_plan
@@ -134,9 +134,8 @@ def _measure(ckpt: Location | None, as_json: bool, given: "Mapping[str, Any]") -
     asked |= {"prompts": read_prompts(file), "prompts_from": f"the prompts of {file}" if file else "the default ones"}
     with shown(as_json) as progress:
         found = api.sensitivity(chosen, progress=progress, **asked)
-    calibrated = f" --calibration {given['calibration']}" if given["calibration"] else ""
-    calibrated += f" --samples {given['samples']} --length {given['length']}"
-    _show_sensitivity(found, as_json, "" if given["method"] == ROUNDING_METHODS[0] else calibrated)
+    text = [name for name in ("calibration", "samples", "length") if options.is_given(name)]
+    _show_sensitivity(found, as_json, [word for name in text for word in (f"--{name}", str(given[name]))])
 
 
 def _quantize(
@@ -241,8 +240,8 @@ def _show_explanation(plan: "api.ConversionPlan", as_json: bool) -> None:
     )
 
 
-def _show_sensitivity(found: "api.Sensitivity", as_json: bool, calibrated: str) -> None:
-    """Shows the measurements and the recipe. `calibrated` has the options that reproduce the measured model."""
+def _show_sensitivity(found: "api.Sensitivity", as_json: bool, text: list[str]) -> None:
+    """Shows the measurements and the recipe. `text` has the options of the text that weights were rounded on."""
     if as_json:
         print_json(found.to_json())
         return
@@ -269,5 +268,5 @@ def _show_sensitivity(found: "api.Sensitivity", as_json: bool, calibrated: str) 
             f"top-1 {100 * recipe.measured_top1:.2f}% measured, KL {recipe.predicted_kl:.3g} predicted by the sum "
             "over groups; "
             f"plot: {recipe.picture}. "
-            f"Next: tpuconv quantize {found.checkpoint} --config {recipe.out}{calibrated}",
+            f"Next: {join(['tpuconv', 'quantize', str(found.checkpoint), '--config', str(recipe.out), *text])}",
         )

@@ -114,6 +114,21 @@ class Preparer:
         marker = self._special(row, row.marker)
         return marker if marker in text else ""
 
+    def _loaded(self, kind: str) -> tuple[Any, dict[str, Any]]:
+        """Returns the image processor or feature extractor, loaded once, and the settings of both. From then on the
+        folder may be gone."""
+        if kind not in self._processors:
+            extractor = load_processor(self.folder, kind, self._row(kind))
+            together = self.folder / FILES[1]
+            settings = read_json(together, ConfigError) if together.exists() else {}
+            check(settings, PROCESSOR_KEYS, str(together), ConfigError)
+            self._processors[kind] = extractor, settings
+        return self._processors[kind]
+
+    @cached_property
+    def _processors(self) -> dict[str, tuple[Any, dict[str, Any]]]:
+        return {}
+
     def _row(self, kind: str) -> Placeholder:
         """Returns how the model writes an image or a sound."""
         row = placeholder_of(self.config, kind)
@@ -140,10 +155,7 @@ class Preparer:
     def _written(self, text: str, kind: str, items: Sequence[Any]) -> PreparedPrompt:
         """Returns the text with placeholders instead of the markers of one kind, and the features."""
         folder, config, row = self.folder, self.config, self._row(kind)
-        extractor = load_processor(folder, kind, row)
-        together = folder / FILES[1]
-        settings = read_json(together, ConfigError) if together.exists() else {}
-        check(settings, PROCESSOR_KEYS, str(together), ConfigError)
+        extractor, settings = self._loaded(kind)
         token = partial(self._token, row)
         names = [name_of(item, kind, i) for i, item in enumerate(items)]
         if kind == IMAGE:

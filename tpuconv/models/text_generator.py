@@ -22,6 +22,7 @@ from tpuconv.models.placeholders import IMAGE, PART_OF_KIND, SOUND
 from tpuconv.models.seeing import SeeingGenerator
 from tpuconv.models.speculate import Speculator
 from tpuconv.models.tokenizer import check_ids
+from tpuconv.text import format_count
 
 if TYPE_CHECKING:
     from tpuconv.models.pictures import Preparer
@@ -206,8 +207,8 @@ class PromptEncoder:
         longest = max(width, *map(len, ids))
         if longest + max_new_tokens > self.context:
             raise UsageError(
-                f"a prompt of {longest} tokens and {max_new_tokens} new ones are {longest + max_new_tokens}, and the "
-                f"model has {self.context} positions",
+                f"a prompt of {format_count(longest, 'token')} and {max_new_tokens} new ones are "
+                f"{longest + max_new_tokens}, and the model has {self.context} positions",
                 hint="ask for fewer new tokens, or give a shorter prompt, or fewer or smaller images and sounds",
             )
 

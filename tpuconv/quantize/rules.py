@@ -14,6 +14,7 @@ from flax import nnx
 from tpuconv.checkpoint.manifest import AS_RELEASED
 from tpuconv.encodings.passthrough_rows import Stored
 from tpuconv.errors import ConfigError, CorruptOutput, UnsupportedConfig
+from tpuconv.forks import check_no_fork
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.periods import LayerStacks
@@ -164,7 +165,9 @@ def resolve_rules(
         ConfigError: a rule has no effect, takes too long, has a tile size that does not divide an axis, a static
             scale for other products than of each token with weights, or activations of an encoder.
         UnsupportedConfig: layers that are stacked are not quantized alike.
+        UsageError: this process was forked from one in which jax runs.
     """
+    check_no_fork()
     return dict(_resolved(build, QuantConfig(config.name, "", config.rules), stacks))
 
 

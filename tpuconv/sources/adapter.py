@@ -19,7 +19,7 @@ import numpy as np
 
 from tpuconv.errors import ConfigError, SourceError, UnsupportedConfig, UsageError, shorten
 from tpuconv.jsonfile import check, parse, read_bytes
-from tpuconv.location import BucketPath, to_location
+from tpuconv.location import BucketPath, near_folders, to_location
 from tpuconv.notation.segments import TRAINERS, as_peft_names
 from tpuconv.patterns import check_patterns
 from tpuconv.sources.adapter_changes import AdapterFile, Change, LowRank, ReplacedRows, Replacement
@@ -257,6 +257,10 @@ def _folder(place: str) -> Path:
 
         with client_errors(place, "main"):
             folder = Repository(place, "main").fetch([ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+    if not folder.exists():
+        raise UsageError(
+            f"there is no folder '{place}'", hint=near_folders(folder) or "give a folder that peft wrote, or a Hub id"
+        )
     if not (folder / ADAPTER_WEIGHTS).is_file() and (folder / "adapter_model.bin").exists():
         raise UsageError(
             f"{place} has its weights as a pickle (adapter_model.bin), which can run code and is not read",

@@ -181,7 +181,7 @@ def _unreachable(repo: str, cause: BaseException, *details: str, to_write: bool 
     reason = re.sub(r"\?[^\s']*", "", (str(cause) or type(cause).__name__).splitlines()[0])  # signatures of addresses
     return HubError(
         f"the Hub at {constants.ENDPOINT} cannot be reached",
-        details=[reason, *details, *_no_folder(repo)],
+        details=[reason, *details, *([] if to_write else _no_folder(repo))],
         hint=f"check the network (and HF_ENDPOINT, proxies); run again to resume the {_direction(to_write)}",
     )
 

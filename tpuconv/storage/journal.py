@@ -158,7 +158,7 @@ class Journal(RunJournal):
     def _take(self, lock: int) -> None:
         if not locks.lock(lock, self.folder / WORK):
             raise OutputError(
-                f"{self.out} is being written by another process", hint="wait for it, or choose another OUT"
+                f"{self.out} is being written by another process or thread", hint="wait for it, or choose another OUT"
             )
         # Whoever held it may have finished and removed the folder: then the locked file has no name any more.
         if not locks.same_file(lock, self.folder / WORK):

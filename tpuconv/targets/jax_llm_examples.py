@@ -134,7 +134,7 @@ LATENT = Tree(
 JAX_LLM_EXAMPLES = Target(
     name="jax-llm-examples",
     summary="jax-llm-examples and engines built on it: load_pytree",
-    loading="load_pytree(OUT, Weights.shardings(config))",
+    loading='load_pytree("OUT", Weights.shardings(config))',
     trees={
         "llama": LLAMA_TREE,
         "qwen3": _tree(

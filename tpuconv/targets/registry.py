@@ -25,6 +25,10 @@ TARGETS = {
 """The targets of this package besides the default, by name."""
 
 
+SAFETENSORS_READERS = ("vllm", "sglang", "tpu-inference", "transformers")
+"""Programs that read the output for `huggingface`: their names are given for it."""
+
+
 @cache
 def _plugins() -> dict[str, list[EntryPoint]]:
     return by_name(entry_points(group=ENTRY_POINTS))
@@ -51,7 +55,7 @@ def get_target(name: str) -> Target:
         found: Target = getattr(import_module(module), attribute)
         return found
     if not points:
-        near = get_close_matches(name, target_names(), n=1)
+        near = ["huggingface"] if name.lower() in SAFETENSORS_READERS else get_close_matches(name, target_names(), n=1)
         raise UsageError(
             f"there is no target '{name}'",
             hint=f"known are {', '.join(target_names())}" + (f"; the nearest is {near[0]}" if near else ""),

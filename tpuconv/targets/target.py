@@ -221,7 +221,7 @@ OWN_PARTS = {suffix.removeprefix("."): suffix for suffix in (QVALUE, SCALE, ZERO
 OWN = Target(
     name=OWN_TARGET,
     summary="tpuconv.load, and every command of tpuconv",
-    loading="tpuconv.load(OUT)",
+    loading='tpuconv.load("OUT")',
     layer_axis=0,
     quantized=OWN_PARTS,
 )
@@ -230,7 +230,7 @@ OWN = Target(
 NNX = Target(
     name="nnx",
     summary="plain Flax NNX: StandardCheckpointer().restore into nnx.state(model)",
-    loading="StandardCheckpointer().restore(OUT/params, nnx.state(model))",
+    loading='StandardCheckpointer().restore("OUT/params", nnx.state(model))',
     leaf=".value",
     layer_axis=0,
     quantized=OWN_PARTS,
@@ -240,7 +240,7 @@ NNX = Target(
 HUGGINGFACE = Target(
     name="huggingface",
     summary="transformers, vLLM, SGLang: safetensors; with `quantize=` in the formats of compressed-tensors",
-    loading="AutoModelForCausalLM.from_pretrained(OUT)",
+    loading='AutoModelForCausalLM.from_pretrained("OUT")',
     quantized=OWN_PARTS,
     is_safetensors=True,
 )

@@ -148,7 +148,7 @@ OTHER_ROPE = "Tunix 0.1.7 computes with rope_theta 1,000,000 and without rope sc
 TUNIX = Target(
     name="tunix",
     summary="Tunix: fine-tuning and RL of Flax NNX models",
-    loading="CheckpointManager(OUT).maybe_restore(model)",
+    loading='CheckpointManager("OUT").maybe_restore(model)',
     trees={
         "llama": _tree(
             {**ATTENTION_PLACES, **MLP_PLACES}, {}, note=OTHER_ROPE, differs={**FIXED_BASE, **PLAIN_ATTENTION}

@@ -63,7 +63,7 @@ def describe_exporting(
     if manifest.quantization is None and scheme is not None:
         raise UsageError(
             f"{manifest.folder} has no quantized parameters, which `scheme=` is for",
-            hint="leave out `scheme=`, or quantize with `quantize=`",
+            hint="leave out `scheme=`, or quantize by `tpuconv quantize` or `tpuconv convert --quantize`",
         )
     if manifest.is_rounded and scheme is None:
         scheme = _scheme_of(manifest, family, raw)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.resources import files
 from itertools import cycle, islice, repeat
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from tpuconv.errors import UsageError
+from tpuconv.errors import SourceError, UsageError
 from tpuconv.jsonfile import Exactly, Optional, check, parse
 from tpuconv.location import local_path
 from tpuconv.models.text_generator import PromptEncoder
@@ -50,7 +51,8 @@ class CalibrationData:
         digest: equal for equal ids.
         ids: makes the token ids [samples, length].
         asked: how many samples were asked for.
-        features: of each sample; empty for texts.
+        features: make the features of each sample, which are not kept: an image may have more than a hundred megabytes.
+            Empty for texts.
     """
 
     text: str
@@ -59,12 +61,16 @@ class CalibrationData:
     digest: str
     ids: Callable[[], np.ndarray]
     asked: int = 0
-    features: Sequence[Mapping[str, np.ndarray]] = ()
+    features: Sequence[Callable[[], Mapping[str, np.ndarray]]] = ()
 
     def each(self) -> Iterator[Sample]:
-        """Yields the samples."""
+        """Yields the samples.
+
+        Raises:
+            SourceError: an image or sound changed since its hash was computed.
+        """
         ids_ST = self.ids()
-        return map(Sample, ids_ST, self.features or repeat({}, len(ids_ST)))
+        return map(Sample, ids_ST, (make() for make in self.features) if self.features else repeat({}, len(ids_ST)))
 
     @property
     def example(self) -> Sample | None:
@@ -150,7 +156,8 @@ def from_prompts(file: Path, encoder: PromptEncoder, samples: int, length: int) 
         raise UsageError(f"{file} has no prompt", hint=f"give a line for each, such as {EXAMPLE_LINE}")
     _, filling = text_ids(encoder.tokenizer, default_text())
     ids_ST: list[list[int]] = []
-    features: list[Mapping[str, np.ndarray]] = []
+    features: list[Callable[[], Mapping[str, np.ndarray]]] = []
+    digests: list[str] = []
     for number, line in lines:
         what = f"line {number} of {file}"
         try:
@@ -159,7 +166,8 @@ def from_prompts(file: Path, encoder: PromptEncoder, samples: int, length: int) 
             raise UsageError(e.message, hint=e.hint or f"write it such as {EXAMPLE_LINE}") from None
         chat = prompt.get("chat", False)
         media = [[file.parent / local_path(name) for name in prompt.get(kind, ())] for kind in ("images", "sounds")]
-        ids, found = encoder.encode_with(prompt["prompt"], *media, chat=chat)
+        encode = partial(encoder.encode_with, prompt["prompt"], *media, chat=chat)
+        ids, found = encode()
         if found and len(ids) > length:
             raise UsageError(
                 f"the prompt in {what} has {len(ids)} tokens with its images and sounds, and a sample has {length}",
@@ -167,11 +175,31 @@ def from_prompts(file: Path, encoder: PromptEncoder, samples: int, length: int) 
             )
         start = len(ids_ST) * length % len(filling)
         ids_ST.append([*ids, *islice(cycle(filling), start, start + length)][:length])
-        features.append(found)
+        digests.append(_digest_of(found))
+        features.append(partial(_made_again, encode, digests[-1], what) if found else dict)
+        del found  # before the next prompt has its own
     data = from_ids(file.name, np.array(ids_ST))
-    hashed = xxhash.xxh3_128(data.digest.encode())
-    for each in features:
-        for name, values in sorted(each.items()):
-            hashed.update(f"{name} {values.dtype} {values.shape}".encode())
-            hashed.update(np.ascontiguousarray(values).tobytes())
-    return replace(data, digest=hashed.hexdigest(), asked=samples, features=features if any(features) else ())
+    digest = xxhash.xxh3_128_hexdigest("".join([data.digest, *digests]).encode())
+    return replace(data, digest=digest, asked=samples, features=features if any(digests) else ())
+
+
+def _digest_of(features: Mapping[str, np.ndarray]) -> str:
+    """Returns a hash of the features of a sample; "" without any."""
+    hashed = xxhash.xxh3_128()
+    for name, values in sorted(features.items()):
+        hashed.update(f"{name} {values.dtype} {values.shape}".encode())
+        hashed.update(np.ascontiguousarray(values).tobytes())
+    return hashed.hexdigest() if features else ""
+
+
+def _made_again(
+    encode: Callable[[], tuple[list[int], Mapping[str, np.ndarray]]], digest: str, what: str
+) -> Mapping[str, np.ndarray]:
+    """Returns the features of a prompt, which had this hash before. Raises SourceError if they have another one."""
+    _, features = encode()
+    if _digest_of(features) != digest:
+        raise SourceError(
+            f"an image or sound of {what} changed while it was used",
+            hint="wait until nothing writes to it, and run again",
+        )
+    return features

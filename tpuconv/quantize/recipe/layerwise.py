@@ -7,7 +7,7 @@ inputs that it has in the unquantized model, or, in a recipe as a whole, in the 
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -47,19 +47,21 @@ class _Sequences:
     """Token sequences of one length that run through the model together, and the files of their states."""
 
     runner: LayerRunner
-    samples: Sequence[Sample]
+    samples: Callable[[], Iterable[Sample]]
+    count: int
+    length: int
     folder: Path
     numbers: Iterator[int]
 
     def begin(self) -> HiddenStates:
         """Returns the states before the first layer."""
         states = self._new()
-        states.write(self.runner.embedded(self.samples), "the embedding")
+        states.write(self.runner.embedded(self.samples()), "the embedding")
         return states
 
     def read(self, states: HiddenStates) -> Iterator[np.ndarray]:
         """Yields the states [T, D] of each sequence."""
-        return (states.read(sample, self.runner.width) for sample in range(len(self.samples)))
+        return (states.read(sample, self.runner.width) for sample in range(self.count))
 
     def after(self, stage: str, weights: Weights, states: HiddenStates) -> HiddenStates:
         """Returns the states after a layer."""
@@ -68,7 +70,7 @@ class _Sequences:
         return out
 
     def _new(self) -> HiddenStates:
-        return HiddenStates(self.folder / f"states-{next(self.numbers)}", len(self.samples[0].ids))
+        return HiddenStates(self.folder / f"states-{next(self.numbers)}", self.length)
 
 
 @dataclass(frozen=True)
@@ -123,12 +125,13 @@ class LayerwiseProbe:
             )
         ids_PT = np.array([[*ids, *[0] * (length - len(ids))] for ids in prompts], np.int32)
         self._runner = LayerRunner(manifest, length, read)
-        self._texts = _Sequences(self._runner, list(map(Sample, ids_PT)), folder, numbers)
+        self._texts = _Sequences(self._runner, partial(map, Sample, ids_PT), len(ids_PT), length, folder, numbers)
         self._samples = None
         if calibration:
-            data = calibration[1]
+            ids_ST = calibration[1].ids()  # once: the model may draw them
+            data = replace(calibration[1], ids=lambda: ids_ST)
             runner = LayerRunner(manifest, data.length, read, data.example)
-            self._samples = _Sequences(runner, list(data.each()), folder, numbers)
+            self._samples = _Sequences(runner, data.each, data.samples, data.length, folder, numbers)
         tokens = ids_PT.size * (2 + sum(len(self._quantizing(group)) for group in choices.space.groups))
         propagates = calibration is not None and calibration[0].propagates
         streams = 2 if propagates else 1
