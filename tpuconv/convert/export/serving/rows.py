@@ -225,29 +225,28 @@ def quantized_rows(
     if len(groups) > 1:
         raise parameters.refused("have groups of several sizes")
     (group,) = groups
-    qvalue_stacks, scale_stacks, zero_stacks = (_parts(first.dst, x, target) for x in (QVALUE, SCALE, ZERO_POINT))
-    repeats = {
-        kind: {stack.names[0]: n[stack.depth :] for stack, n in zip(stacks, follow.refine, strict=True)}
-        for kind, stacks in ((SCALE, scale_stacks), (ZERO_POINT, zero_stacks))
-    }
-    scale_dtype = _scale_dtype(parameters, form, manifest.arrays[scale_stacks[0].names[0]].dtype)
+    qvalues, scales, *zeros = (
+        _parts(first.dst, part, target) for part in (QVALUE, SCALE, *([ZERO_POINT] if group.asymmetric else []))
+    )
+    repeats = [
+        {stack.names[0]: n[stack.depth :] for stack, n in zip(stacks, follow.refine, strict=True)}
+        for stacks in (scales, *zeros)
+    ]
+    scale_dtype = _scale_dtype(parameters, form, manifest.arrays[scales[0].names[0]].dtype)
     input_scales = parameters.input_scales(manifest) if parameters.is_static else None
     out, modules = [], []
     for cut, ranges in cuts:
         matrices = [kind(name) for kind, stack in zip(kinds, cut.src, strict=True) for name in stack.names]
         modules += [matrix.base for matrix in matrices]
-        values = [tensor for matrix in matrices for tensor in _values(form, matrix, asymmetric=group.asymmetric)]
-        scales = [tensor for matrix in matrices for tensor in _scales(parameters, form, matrix, scale_dtype)]
+        of_values = [tensor for matrix in matrices for tensor in _values(form, matrix, asymmetric=group.asymmetric)]
+        of_scales = [tensor for matrix in matrices for tensor in _scales(parameters, form, matrix, scale_dtype)]
         if input_scales is not None:
-            scales += _input_scales(input_scales, cut, matrices, ranges)
+            of_scales += _input_scales(input_scales, cut, matrices, ranges)
+        of_zeros = [[_zero_points(form, matrix) for matrix in matrices] for _ in zeros]
         inverse = partial(Binding, cut.row, layout, dst=cut.src)
-        rows = [
-            ExportRow(inverse(cut.sizes, qvalue_stacks), values),
-            ExportRow(inverse(follow.sizes, scale_stacks), scales, repeats[SCALE]),
-        ]
-        if group.asymmetric:
-            zeros = [_zero_points(form, matrix) for matrix in matrices]
-            rows.append(ExportRow(inverse(follow.sizes, zero_stacks), zeros, repeats[ZERO_POINT]))
+        rows = [ExportRow(inverse(cut.sizes, qvalues), of_values)]
+        for stacks, tensors, repeated in zip((scales, *zeros), (of_scales, *of_zeros), repeats, strict=True):
+            rows.append(ExportRow(inverse(follow.sizes, stacks), tensors, repeated))
         out.append(tuple(rows))
     return QuantizedRows(out, group, modules)
 
