@@ -10,7 +10,7 @@ from tpuconv.convert.plan.types import Plan
 from tpuconv.convert.plan.units import Slab
 from tpuconv.convert.run.sizing import buffers
 from tpuconv.convert.run.slab_arrays import SlabArrays
-from tpuconv.convert.run.slabs import check_promise
+from tpuconv.convert.run.slabs import check_as_promised
 from tpuconv.sources.reader import Reader
 
 
@@ -27,19 +27,12 @@ def reading(plan: Plan | None) -> Iterator[ReadArray | None]:
 
 @contextmanager
 def made_arrays(plan: Plan) -> "Iterator[MadeArrays]":
-    """Yields the arrays of a plan, and checks at the end that the source is still the same, and that its files have the
-    hashes that the Hub promises.
-
-    Raises:
-        DamagedDownload: a file has another hash.
-    """
+    """Yields the arrays of a plan, and checks the source at the end; see `check_as_promised`."""
     source = plan.source
     reader = source.open(lambda: None, hashes=[shard.name for shard in source.promised])
     try:
         yield MadeArrays(plan, reader)
-        reader.check_unchanged()
-        for shard in source.promised:
-            check_promise(source, reader, shard)
+        check_as_promised(source, reader)
     finally:
         reader.close()
 

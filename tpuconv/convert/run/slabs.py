@@ -101,6 +101,19 @@ def check_promise(source: Source, reader: Reader, shard: SourceShard) -> str | N
     return digest
 
 
+def check_as_promised(source: Source, reader: Reader) -> None:
+    """Checks that a source is still what it was when it was opened, and that its files have the hashes that the Hub
+    promises. Reads what the reader has not hashed yet.
+
+    Raises:
+        SourceError: a file is missing or changed.
+        DamagedDownload: a file has another hash.
+    """
+    reader.check_unchanged()
+    for shard in source.promised:
+        check_promise(source, reader, shard)
+
+
 def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
     """Returns True if no element is infinite or NaN, from the bit patterns of floats of the dtype `dtype`.
 

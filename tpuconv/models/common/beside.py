@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
-from tpuconv.models.common.key_types import checked_values, hints_of
+from tpuconv.models.common.key_types import checked_values, hints_of, object_of
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.segments import without_front
 from tpuconv.notation.spelling import template
@@ -277,9 +277,7 @@ class Modality:
         Raises:
             UnsupportedConfig, ConfigError: see `TowerConfig.from_hf`.
         """
-        own = outer.get(self.config_key) or {}
-        if not isinstance(own, Mapping):
-            raise ConfigError(f"config.json: {self.config_key}={short(own)} is not an object")
+        own = object_of(outer, self.config_key)
         tower = self.tower.config.from_hf({**self.defaults, **own})
         ids = [place[key] for place in (outer, own) for key in self.placeholder if place.get(key) is not None]
         placeholder = ids[0] if ids else self.placeholder_id

@@ -63,3 +63,15 @@ def has_type(value: Any, hint: Any) -> bool:
 
 def _type_name(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+
+
+def object_of(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Returns the object that a parsed config.json, or an object in it, has under a key; an empty one for none.
+
+    Raises:
+        ConfigError: the value is no object.
+    """
+    found = raw.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"config.json: {key}={short(found)} is not an object")
+    return dict(found)

@@ -11,11 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from tpuconv.errors import ConfigError
-from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import AUDIO, Modality
 from tpuconv.models.common.config_keys import NO_EFFECT, VALUES_OF_ALL, ignored_keys
 from tpuconv.models.common.heads import is_of_head
+from tpuconv.models.common.key_types import object_of
 from tpuconv.notation.table import MTP_PARAMETERS, MappingTable
 from tpuconv.sources.config import ENCODING_KEYS, encoding_of
 
@@ -132,9 +131,7 @@ class WrapperConfig:
             ConfigError: `text_config` is not an object.
         """
         raw = cls._around(raw)
-        text = raw.get("text_config") or {}
-        if not isinstance(text, Mapping):
-            raise ConfigError(f"config.json: text_config={short(text)} is not an object")
+        text = object_of(raw, "text_config")
         if cls._is_flat(raw):
             known: list[str] = cls.known_keys()  # type: ignore[attr-defined]
             text = {key: value for key, value in raw.items() if key in known or not _has_no_effect(key)}

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
 from tpuconv.checkpoint.manifest import Manifest, element_bits, read_manifest
-from tpuconv.convert.run.slabs import check_promise
+from tpuconv.convert.run.slabs import check_as_promised
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.reshaped import shaped, stated_shapes
 from tpuconv.encodings.tensors import decode_names
@@ -98,15 +99,9 @@ def opened_weights(place: str | Location, check_cancelled: Callable[[], None]) -
 @contextmanager
 def _opened(place: str, source: Source, check_cancelled: Callable[[], None]) -> Iterator[WeightTree]:
     reader = source.open(check_cancelled, hashes=[shard.name for shard in source.promised])
-
-    def check() -> None:
-        reader.check_unchanged()
-        for shard in source.promised:
-            check_promise(source, reader, shard)
-
     try:
         weights, notes = _tensor_weights(source, reader)
-        yield WeightTree(place, weights, check, notes, reader=reader)
+        yield WeightTree(place, weights, partial(check_as_promised, source, reader), notes, reader=reader)
     finally:
         reader.close()
 

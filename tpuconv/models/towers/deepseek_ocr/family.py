@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.key_types import object_of
 from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, UP, rms_norm, with_bias, without_bias
 from tpuconv.models.towers.sam.family import BESIDE, SAM_ROWS, SamConfig, beside
 from tpuconv.notation.table import Map, under
@@ -56,12 +56,8 @@ class QueryDecoderConfig(TowerConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        parts = {key: raw.get(key) or {} for key in ("sam_config", "encoder_config")}
-        for key, read in parts.items():
-            if not isinstance(read, Mapping):
-                raise ConfigError(f"config.json: {key}={short(read)} is not an object")
-        sam = ReducedSamConfig.from_hf(parts["sam_config"])
-        return super().from_hf({**parts["encoder_config"], "sam": sam})
+        sam = ReducedSamConfig.from_hf(object_of(raw, "sam_config"))
+        return super().from_hf({**object_of(raw, "encoder_config"), "sam": sam})
 
     @property
     def kv_heads(self) -> int:

@@ -7,9 +7,10 @@ the convolutions before it are constants.
 from collections.abc import Mapping
 from typing import Any
 
-from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import TEXT_ALONE
+from tpuconv.models.common.key_types import object_of
 
 RELEASED_TYPE = "deepseek_vl_v2"
 """The model_type of the release."""
@@ -74,7 +75,4 @@ def with_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _object(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
-    found = raw.get(key) or {}
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"config.json: {key}={short(found)} is not an object")
-    return {name: value for name, value in found.items() if name not in ("auto_map", "architectures")}
+    return {name: value for name, value in object_of(raw, key).items() if name not in ("auto_map", "architectures")}

@@ -7,6 +7,7 @@ from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import TEXT_ALONE
 from tpuconv.models.common.config import LARGEST_VALUES
+from tpuconv.models.common.key_types import object_of
 
 TYPE_OF_CODE = "ernie4_5_moe_vl"
 """The model_type of releases."""
@@ -41,10 +42,8 @@ def in_two_objects(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     text = {k: v for k, v in raw.items() if k not in around}
     if "im_patch_id" in text:
         around["image_token_id"] = text.pop("im_patch_id")
-    vision, scaling = text.pop("vision_config", None) or {}, text.get("rope_scaling") or {}
-    for key, value in (("vision_config", vision), ("rope_scaling", scaling)):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"config.json: {key}={short(value)} is not an object")
+    vision, scaling = object_of(raw, "vision_config"), object_of(raw, "rope_scaling")
+    text.pop("vision_config", None)
     for key, value in COMPUTED_WITH.items():
         if (found := text.pop(key, value)) != value:
             raise UnsupportedConfig(f"config.json: {key}={short(found)} is not implemented")

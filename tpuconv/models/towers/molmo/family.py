@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import VISION, Modality, PartConfig, Projector, ProjectorConfig, Tower, TowerConfig
-from tpuconv.models.common.key_types import checked_values
+from tpuconv.models.common.key_types import checked_values, object_of
 from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, UP, layer_norm, with_bias, without_bias
 from tpuconv.notation.table import Map, under
 
@@ -138,9 +138,7 @@ class PoolingConfig(ProjectorConfig):
 
     @classmethod
     def from_hf(cls, outer: Mapping[str, Any], tower: Any, text: Any) -> Self:
-        inside = outer.get("adapter_config") or {}
-        if not isinstance(inside, Mapping):
-            raise ConfigError(f"config.json: adapter_config={short(inside)} is not an object")
+        inside = object_of(outer, "adapter_config")
         named = {cls.renamed.get(key, key): value for key, value in inside.items()}
         return super().from_hf({**outer, **named}, tower, text)
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower
+from tpuconv.models.common.key_types import object_of
 from tpuconv.models.towers.rows import (
     CLIP_LAYERS,
     PATCH_MATRIX,
@@ -97,9 +98,7 @@ class PerceiverConfig(ProjectorConfig):
 
     @classmethod
     def from_hf(cls, outer: Mapping[str, Any], tower: Any, text: Any) -> Self:
-        inside = outer.get("perceiver_config") or {}
-        if not isinstance(inside, Mapping):
-            raise ConfigError(f"config.json: perceiver_config={short(inside)} is not an object")
+        inside = object_of(outer, "perceiver_config")
         if inside.get("hidden_size", 4096) != text.hidden_size:  # as transformers takes such files
             inside = {**inside, "rms_norm_eps": text.rms_norm_eps}
         act = {"perceiver_hidden_act": inside["hidden_act"]} if "hidden_act" in inside else {}  # not the tower's

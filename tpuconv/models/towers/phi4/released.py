@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import TEXT_ALONE, in_our_keys
+from tpuconv.models.common.key_types import object_of
 from tpuconv.models.towers.phi4.family import GATED_ROWS, PHI4_IMAGE_ENDS, PHI4_SOUND_ENDS
 from tpuconv.notation.forms import Forms
 from tpuconv.notation.table import Map
@@ -65,12 +66,10 @@ def in_keys_of_transformers(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _at(raw: Mapping[str, Any], at: str) -> dict[str, Any]:
     """Returns the object of a parsed config.json below these keys; an empty one if there is none."""
-    found: Any = raw
+    found = dict(raw)
     for key in at.split("."):
-        found = found.get(key) or {}
-        if not isinstance(found, Mapping):
-            raise ConfigError(f"config.json: {key}={short(found)} is not an object")
-    return dict(found)
+        found = object_of(found, key)
+    return found
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import TEXT_ALONE, Projector, ProjectorConfig
-from tpuconv.models.common.key_types import has_type, hints_of
+from tpuconv.models.common.key_types import has_type, hints_of, object_of
 from tpuconv.models.towers.llava.family import TilesConfig
 from tpuconv.models.towers.rows import layer_norm, with_bias
 from tpuconv.notation.table import Map, under
@@ -60,9 +60,7 @@ class QFormerConfig(ProjectorConfig):
             UnsupportedConfig: it describes another projector.
             ConfigError: it is no object.
         """
-        read = outer.get(cls.object_key) or {}
-        if not isinstance(read, Mapping):
-            raise ConfigError(f"config.json: {cls.object_key}={short(read)} is not an object")
+        read = object_of(outer, cls.object_key)
         if (kind := read.get("model_type", "blip_2_qformer")) != "blip_2_qformer":
             raise UnsupportedConfig(f"a projector of the type {short(kind)} is not implemented", hint=TEXT_ALONE)
         return {cls.names.get(key, key): value for key, value in read.items()}

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from tpuconv.errors import ConfigError
-from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.key_types import object_of
 from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
 from tpuconv.models.towers.rows import DOWN, OUT_OF_HEADS, PATCH_MATRIX, UP, layer_norm, with_bias
 from tpuconv.notation.table import Map, under
@@ -174,10 +174,7 @@ class HighResolutionConfig(ProjectorConfig):
 
     @classmethod
     def from_hf(cls, outer: Mapping[str, Any], tower: Any, text: Any) -> Self:
-        read = outer.get(HIGH_CONFIG) or {}
-        if not isinstance(read, Mapping):
-            raise ConfigError(f"config.json: {HIGH_CONFIG}={short(read)} is not an object")
-        return cls(out=text.hidden_size, sam=SamConfig.from_hf(read))
+        return cls(out=text.hidden_size, sam=SamConfig.from_hf(object_of(outer, HIGH_CONFIG)))
 
     def check(self, tower: Any) -> None:
         super().check(tower)

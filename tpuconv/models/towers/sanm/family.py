@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from tpuconv.errors import ConfigError
-from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.key_types import object_of
 from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, UP, layer_norm, with_bias
 from tpuconv.notation.table import Map, under
 
@@ -119,9 +118,7 @@ class SanmAdaptorConfig(ProjectorConfig):
 
     @classmethod
     def from_hf(cls, outer: Mapping[str, Any], tower: Any, text: Any) -> Self:
-        read = outer.get("adaptor_config") or {}
-        if not isinstance(read, Mapping):
-            raise ConfigError(f"config.json: adaptor_config={short(read)} is not an object")
+        read = object_of(outer, "adaptor_config")
         known = {cls.names[key]: value for key, value in read.items() if key in cls.names}
         return super().from_hf(known, tower, text)
 
