@@ -71,6 +71,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "deepseek_v41_text",
         "internlm2",
         "kimi_k3",
+        "kimi_vl",
         "mimo_v2",
         "minicpm",
         "minimax_m1",

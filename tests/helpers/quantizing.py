@@ -158,6 +158,7 @@ EVEN = {
     "youtu": {key: x for key, x in MLA.items() if key != "moe_intermediate_size"} | {"num_key_value_heads": 4},
     "kimi_k2": MLA,
     "kimi_k25": MLA,
+    "kimi_vl": MLA,
     "qwen2_5_vl": {"num_attention_heads": 2},
     "qwen3_vl_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "gemma4": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32},

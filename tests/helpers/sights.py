@@ -117,7 +117,7 @@ class Sight:
         return np.asarray(out.logits.float())
 
 
-OF_OTHER_TYPES = ("internvl_chat", "internvl_chat_6b")
+OF_OTHER_TYPES = ("internvl_chat", "internvl_chat_6b", "kimi_vl")
 """Cases of releases with code of their own: transformers' model is of another type, which has cases too."""
 SIGHTS: dict[str, Callable[[], Sight]] = {}
 """By name."""

@@ -31,6 +31,7 @@ FAMILIES: Mapping[str, str] = {
     "qwen3_vl": "lineages.qwen",
     "qwen3_vl_moe": "lineages.qwen",
     "kimi_k25": "lineages.deepseek",
+    "kimi_vl": "lineages.deepseek",
     "kimi_k3": "kimi_k3.family",
     "phi3": "lineages.phi",
     "glm": "lineages.glm",

@@ -204,6 +204,7 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
         numbered=r"<\|image@placeholder\|>",
     ),
     ("kimi_k25", IMAGE): _row(by_grid, image_token="<|media_pad|>"),
+    ("kimi_vl", IMAGE): _row(by_grid, image_token="<|media_pad|>"),
     ("hunyuan_vl", IMAGE): Placeholder(
         hunyuan,
         {"image_token": "<｜hy_place▁holder▁no▁102｜>"},

@@ -37,7 +37,11 @@ from tpuconv.verify.sights import SightWindow
 
 READ_AS = {
     **{"kimi_k2": "deepseek_v3", "mimo": "qwen2"},
-    **{"phi4mm": "phi4_multimodal", "deepseek_vl_v2": "deepseek_ocr2", "internvl_chat": "qianfan_ocr"},
+    **{
+        "phi4mm": "phi4_multimodal",
+        "deepseek_vl_v2": "deepseek_ocr2",
+        "internvl_chat": "qianfan_ocr",
+    },
 }
 """Model types for which transformers has no class of its own (it would need remote code), and the model type with the
 same mathematics that is used instead."""

@@ -24,7 +24,7 @@ from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.lineages.llama import MiniCpmFactors
 from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
 from tpuconv.models.towers.deepseek_ocr.released import RELEASED_TYPE, with_text_config
-from tpuconv.models.towers.modalities import DEEPSEEK_OCR2_VISION, KIMI_VISION
+from tpuconv.models.towers.modalities import DEEPSEEK_OCR2_VISION, KIMI_VISION, KIMI_VL_VISION
 from tpuconv.notation.table import Map, under
 
 DEEPSEEK_V3 = deepseek_v3.FAMILY
@@ -48,6 +48,17 @@ KIMI_K25 = wrapper(
     text_types=("kimi_k2", "deepseek_v3"),
     tied=True,
     modalities=(KIMI_VISION,),
+)
+
+
+KIMI_VL = wrapper(
+    "kimi_vl",
+    "Kimi-VL A3B",
+    "KimiVLForConditionalGeneration",
+    text=DEEPSEEK_V3,
+    prefix="language_model.model.",
+    defaults={"num_nextn_predict_layers": 0},
+    modalities=(KIMI_VL_VISION,),
 )
 
 

@@ -21,7 +21,15 @@ from tpuconv.models.towers.llava.family import (
     RELEASED_MERGING_MATRICES,
 )
 from tpuconv.models.towers.minicpm.family import CANVAS_VIT, MARKED_ROUNDS, MINICPM_VIT, ROUNDS
-from tpuconv.models.towers.moonvit.family import MOON_MERGER, MOON_MERGER2, MOONVIT, MOONVIT2, MUSE_ADAPTER, MUSE_VIT
+from tpuconv.models.towers.moonvit.family import (
+    MOON_MATRICES,
+    MOON_MERGER,
+    MOON_MERGER2,
+    MOONVIT,
+    MOONVIT2,
+    MUSE_ADAPTER,
+    MUSE_VIT,
+)
 from tpuconv.models.towers.navit.family import JOINED_MATRIX, LEARNED_QUERIES, NAVIT, OLDER_NAVIT, PERCEIVER
 from tpuconv.models.towers.ovis.family import OVIS_VIT, VISUAL_WORDS
 from tpuconv.models.towers.packed_vit.family import (
@@ -120,6 +128,9 @@ KIMI_VISION = Modality(
     placeholder_id=163605,
     other_prefixes=("vision_tower.encoder.",),
 )
+
+KIMI_VL_VISION = replace(KIMI_VISION, projector=MOON_MATRICES, projector_prefix="multi_modal_projector.")
+"""Kimi-VL: its frames are images."""
 
 KIMI_K3_VISION = replace(KIMI_VISION, tower=MOONVIT2, projector=MOON_MERGER2, other_prefixes=())
 

@@ -147,7 +147,7 @@ MOON_POSITIONS = Map("patch_embed.pos_emb.weight", "positions", "S R D -> (S R) 
 
 MOONVIT = Tower(
     "moonvit",
-    "Kimi K2.5",
+    "Kimi K2.5, Kimi-VL",
     MoonVitConfig,
     (
         *with_bias("patch_embed.proj", "patch", PATCH_MATRIX, "D"),
@@ -216,6 +216,16 @@ MOON_MERGER = Projector(
     f"{MOONVIT_MODULES}:MoonMerger",
 )
 """A norm of each patch, then blocks of patches are joined, and two matrices."""
+
+MOON_MATRICES = replace(
+    MOON_MERGER,
+    rows=(
+        *layer_norm("pre_norm", "norm"),
+        *with_bias("linear_1", "up", "W M -> M W", "W"),
+        *with_bias("linear_2", "down", "O W -> W O", "O"),
+    ),
+)
+"""The same with the names of Kimi-VL."""
 
 MOON_MERGER2 = Projector(
     MoonMergerConfig,
