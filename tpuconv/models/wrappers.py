@@ -33,7 +33,6 @@ from tpuconv.models.towers.modalities import (
     DEEPSEEK_VL_HYBRID_VISION,
     DEEPSEEK_VL_VISION,
     EXAONE_VISION,
-    GOT_VISION,
     HYPERCLOVA_VISION,
     IDEFICS2_VISION,
     IDEFICS3_VISION,
@@ -49,6 +48,7 @@ from tpuconv.models.towers.modalities import (
     QIANFAN_VISION,
     VIDEO_LLAMA3_VISION,
 )
+from tpuconv.models.towers.sam_modalities import GOT_VISION
 from tpuconv.models.towers.sound_modalities import (
     FLAMINGO_AUDIO,
     FUN_AUDIO,

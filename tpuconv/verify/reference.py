@@ -35,10 +35,13 @@ from tpuconv.verify.sights import SightWindow
 
 READ_AS = {
     **{"kimi_k2": "deepseek_v3", "mimo": "qwen2"},
-    **{"phi4mm": "phi4_multimodal", "deepseek_vl_v2": "deepseek_ocr2"},
+    **{"phi4mm": "phi4_multimodal", "deepseek_vl_v2": "deepseek_ocr2", "deepseek_ocr": "unlimited_ocr"},
 }
 """Model types for which transformers has no class of its own (it would need remote code), and the model type with the
 same mathematics that is used instead."""
+
+READ_WITHOUT_WINDOW = frozenset({"deepseek_ocr"})
+"""Types among them whose layers have no window, which layers of the other type have."""
 
 NAMED_OTHERWISE: Mapping[str, Mapping[str, str]] = {"phi4mm": RELEASED_PARTS}
 """For some of these types parts of the names of the other one, and what the tensors of releases have in their place."""
@@ -98,7 +101,10 @@ def reference_config(source: Path) -> Any:
             return config.text_config
         return getattr(config, "thinker_config", config)  # the model of which returns logits; that around it speaks
     around = find_family(raw).config.around_text(raw)
-    return AutoConfig.for_model(other, **{k: v for k, v in around.items() if k not in ("model_type", "auto_map")})
+    config = AutoConfig.for_model(other, **{k: v for k, v in around.items() if k not in ("model_type", "auto_map")})
+    if kind in READ_WITHOUT_WINDOW:
+        config.text_config.layer_types = ["full_attention"] * config.text_config.num_hidden_layers
+    return config
 
 
 def released_names(source: Path, tensors: Collection[str]) -> dict[str, str] | None:
