@@ -342,6 +342,23 @@ def test_tiles_of_lfm2_are_those_of_the_release(processor_class, tmp_path, monke
     assert set(have.features) == {"pixel_values"}
 
 
+def test_images_of_blip_2_stand_before_the_token_that_begins_a_text(tmp_path):
+    """As its processor puts them, which takes no markers."""
+    tokenizer = tokenizer_of({"bos_token": "</s>"})
+    images = transformers.BlipImageProcessorPil(**SQUARE)
+    want = transformers.Blip2Processor(images, tokenizer, num_query_tokens=4)(text=["a b"], images=IMAGES[:1])
+    folder = saved(tmp_path, {"model_type": "blip-2"}, images, {"num_query_tokens": 4})
+    have = Preparer(folder, tokenizer).prepared("a b", IMAGES[:1])
+    assert have.text == "<image>" * 4 + "</s>a b"
+    assert have.begun
+    bos = tokenizer.convert_tokens_to_ids("</s>")
+    ids = tokenizer(have.text)["input_ids"]
+    assert ids[:4] + ids[5:] == want["input_ids"][0]  # this tokenizer begins no text
+    assert ids[4] == bos
+    assert set(have.features) == {"pixel_values"}
+    np.testing.assert_array_equal(have.features["pixel_values"], np.stack(want["pixel_values"]))
+
+
 FIRST_OCR = {"model_type": "deepseek_vl_v2", "architectures": ["DeepseekOCRForCausalLM"]}
 
 

@@ -40,7 +40,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     "videos": ("pos_emb_time", "spatial_pool_mode", "spatial_pool_stride", "tokens_per_second"),
     "videos with sound": ("position_id_per_seconds", "seconds_per_chunk"),
     "memory": ("conv_chunksize",),
-    "other heads": ("enable_audio_output", "token_classification_bias"),
+    "other heads": ("enable_audio_output", "token_classification_bias", "image_text_hidden_size"),
     "transformers does not use it": (
         *("drop_vision_last_layer", "num_pos_feats", "scale_embedding", "HYV4VLVisionConfig.num_key_value_heads"),
         "HunYuanVLVisionConfig.num_key_value_heads",

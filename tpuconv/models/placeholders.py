@@ -55,8 +55,10 @@ PART_OF_KIND = {IMAGE: VISION, SOUND: AUDIO}
 
 FEW, NONE_OR_FEW = Optional((Range(1, 1 << 20), None)), Optional((Range(0, 1 << 20), None))
 PROCESSOR_KEYS = {
-    **dict.fromkeys(("image_seq_length", "image_seq_len", "num_image_tokens", "audio_seq_length"), FEW),
-    **dict.fromkeys(("patch_size", "spatial_merge_size", "n_window", "img_size", "downsample_factor"), FEW),
+    **dict.fromkeys(("image_seq_length", "image_seq_len", "num_image_tokens", "num_query_tokens"), FEW),
+    **dict.fromkeys(
+        ("audio_seq_length", "patch_size", "spatial_merge_size", "n_window", "img_size", "downsample_factor"), FEW
+    ),
     "num_additional_image_tokens": NONE_OR_FEW,
     "vision_feature_select_strategy": Optional((str, None)),
     "vision_aspect_ratio": Optional((str, None)),
@@ -152,6 +154,9 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ("gemma3n", IMAGE): Placeholder(GEMMA_IMAGE, GEMMA_TOKENS),
     ("paligemma", IMAGE): Placeholder(
         as_the_processor, LLAVA_TOKEN | {"bos_token": "<bos>"}, begin="bos_token", end="\n"
+    ),
+    ("blip-2", IMAGE): Placeholder(
+        framed("", "", 32, key="num_query_tokens"), LLAVA_TOKEN | {"bos_token": "</s>"}, begin="bos_token"
     ),
     ("gemma3n", SOUND): _row(
         in_paragraph(framed("boa_token", "eoa_token", 188, kind="audio", key="audio_seq_length")),

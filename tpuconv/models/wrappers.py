@@ -28,6 +28,7 @@ from tpuconv.models.towers.llava_modalities import (
 )
 from tpuconv.models.towers.modalities import (
     AYA_VISION,
+    BLIP2_VISION,
     COMMAND_A_VISION,
     COMPASS_VISION,
     DEEPSEEK_VL_HYBRID_VISION,
@@ -234,6 +235,17 @@ WRAPPER_ROWS = (
     ),
     Wrapper(
         "got_ocr2", "GotOcr2", "GOT-OCR 2.0", ("qwen2",), prefix=IN_CAUSAL_MODEL, tied=True, modalities=(GOT_VISION,)
+    ),
+    Wrapper(
+        "blip-2",
+        "Blip2",
+        "BLIP-2 with OPT",
+        ("opt",),
+        {"vision_model": SEES, **dict.fromkeys(("qformer", "language_projection"), BRINGS)},
+        tensors={"query_tokens": BRINGS},
+        prefix=IN_CAUSAL_MODEL,
+        keys=("qformer_config", "num_query_tokens", "use_decoder_only_language_model", "initializer_factor"),
+        modalities=(BLIP2_VISION,),
     ),
     Wrapper(
         "lfm2_vl", "Lfm2Vl", "LFM2-VL", ("lfm2", "lfm2_moe"), keys=LFM2_VL_KEYS, tied=True, modalities=(LFM2_VISION,)

@@ -313,7 +313,8 @@ def features_of(model: Any, windows: Sequence[SightWindow], embedded: Sequence[n
 def text_model(model: Any) -> Any:
     """Returns the module within transformers' multimodal model that has the layers of the text."""
     found = getattr(model.base_model, "language_model", None) or model.get_decoder()
-    return getattr(found, "model", found)
+    found = getattr(found, "model", found)
+    return getattr(found, "decoder", found)  # of OPT
 
 
 def merging_module(model: Any) -> Any:

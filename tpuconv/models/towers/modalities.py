@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tpuconv.models.common.beside import VISION, Modality
+from tpuconv.models.towers.blip.family import BLIP_VIT, IMAGE_QFORMER
 from tpuconv.models.towers.gemma4.family import GEMMA4_VIT, NORMED_MATRIX, PATCHES
 from tpuconv.models.towers.granite_docling.family import CONNECTOR, DOCLING_VIT
 from tpuconv.models.towers.inkling.family import FOLDING_MLP, INKLING_MERGER, INKLING_VIT, LAST_NORM
@@ -236,6 +237,17 @@ DEEPSEEK_VL_HYBRID_VISION = replace(
     replaces=(*DEEPSEEK_VL_VISION.modules, *(f"high_res_vision_{part}" for part in ("model", "neck", "proj", "alpha"))),
 )
 """DeepSeek-VL 7B."""
+
+BLIP2_VISION = Modality(
+    VISION,
+    BLIP_VIT,
+    IMAGE_QFORMER,
+    prefix="vision_model.",
+    projector_prefix="",
+    replaces=("vision_model", "query_tokens", "qformer", "language_projection"),
+    placeholder_id=50265,
+)
+"""BLIP-2."""
 
 JANUS_VISION = Modality(
     VISION,
