@@ -407,6 +407,42 @@ def row_of(folder: Path):
     return placeholder_of(json.loads((folder / "config.json").read_text()), IMAGE)
 
 
+def tiles_of_internvl(image: Image.Image, side: int, most: int) -> list[np.ndarray]:
+    """The tiles [I, side, side, 3] of an image and the whole one, as the release's `dynamic_preprocess` cuts them."""
+    grids = sorted({(x, y) for x in range(1, most + 1) for y in range(1, most + 1) if x * y <= most}, key=np.prod)
+    width, height = image.size
+    best, least = (1, 1), float("inf")
+    for x, y in grids:
+        off = abs(width / height - x / y)
+        if off < least or (off == least and width * height > side * side * x * y / 2):
+            best, least = (x, y), off
+    columns, rows = best
+    whole = image.resize((columns * side, rows * side), Image.Resampling.BICUBIC)
+    boxes = [(x * side, y * side, (x + 1) * side, (y + 1) * side) for y in range(rows) for x in range(columns)]
+    tiles = [whole.crop(box) for box in boxes]
+    if len(tiles) > 1:
+        tiles.append(image.resize((side, side), Image.Resampling.BICUBIC))
+    return [np.asarray(tile, np.float32) for tile in tiles]
+
+
+def test_tiles_of_internvl_are_those_of_its_own_code(tmp_path):
+    """Its release has the settings of CLIP's image processor, and cuts images by code of its own."""
+    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    settings = {
+        **{"crop_size": 28, "size": 28, "do_center_crop": True, "do_normalize": True, "do_resize": True, "resample": 3},
+        **{"feature_extractor_type": "CLIPFeatureExtractor", "image_mean": mean.tolist(), "image_std": std.tolist()},
+    }
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "internvl_chat"}))
+    images = [*IMAGES, IMAGES[0].resize((29, 200)), IMAGES[0].resize((20, 20))]
+    found = Preparer(tmp_path, None).prepared("a <image> b <image> <image> <image>", images)
+    want = [tiles_of_internvl(image, 28, 12) for image in images]
+    pixels_BYXC = (np.stack([tile for tiles in want for tile in tiles]) / 255 - mean) / std
+    np.testing.assert_allclose(found.features["pixel_values"].transpose(0, 2, 3, 1), pixels_BYXC, atol=1e-5)
+    texts = ["<img>" + "<IMG_CONTEXT>" * 256 * len(tiles) + "</img>" for tiles in want]
+    assert found.text == "a {} b {} {} {}".format(*texts)
+
+
 def test_markers_and_images_must_match(gemma):
     with pytest.raises(UsageError, match="the prompt has 1 marker <start_of_image> for 2 images") as e:
         Preparer(gemma, None).prepared("<start_of_image>", IMAGES)

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.checkpoints import read_tensors
 from helpers.conversions import assert_same, restore
-from helpers.sights import SIGHTS
+from helpers.sights import OF_OTHER_TYPES, SIGHTS
 from helpers.whole_sights import made
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -21,7 +21,8 @@ WITH_NAMES = tuple(runpy.run_path(str(Path(__file__).parent.parent / "tools" / "
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in SIGHTS]
+    "name",
+    [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in SIGHTS if n not in OF_OTHER_TYPES],
 )
 def test_names_of_modules_are_read_and_come_back(name: str, tmp_path: Path) -> None:
     case = made(name)

@@ -12,7 +12,7 @@ import pytest
 from helpers.random_configs import UNTOUCHED
 from helpers.random_sights import OF_NO_USE, Keys, config_of, objects
 from helpers.sights_sam import without_window
-from helpers.whole_sights import EACH
+from helpers.whole_sights import EACH_OF_ITS_TYPE
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig
 from tpuconv.models.common.beside import VISION, PartConfig
 from tpuconv.models.registry import Family, find_family, get_family
@@ -135,13 +135,13 @@ def unread(config: Any) -> Iterator[tuple[str, str]]:
                 yield type(inner).__name__, key
 
 
-@EACH
+@EACH_OF_ITS_TYPE
 def test_keys_of_encoders_are_read_or_known_to_have_no_effect(name: str) -> None:
     found = [(kind, key) for kind, key in unread(config_of(name)) if not KNOWN & {key, f"{kind}.{key}"}]
     assert found == []
 
 
-@EACH
+@EACH_OF_ITS_TYPE
 def test_other_names_of_keys_are_read(name: str) -> None:
     """transformers' classes of encoders know further names of some keys."""
     config = config_of(name)

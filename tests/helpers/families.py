@@ -69,7 +69,7 @@ class Traits:
     """Parts of the names that transformers gives tensors, and those of releases, in the order in which they are
     replaced. `self_attn.qkv.` is one matrix in place of three."""
     released_keys: Mapping[str, str] = field(default_factory=dict)
-    """The same for keys of config.json."""
+    """The same for keys of config.json. One without a name there is left out."""
     released_beside: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of config.json in releases; architectures without their ends, such as `ForCausalLM`."""
 
@@ -426,7 +426,7 @@ def _rename(folder: Path, names: Mapping[str, str]) -> None:
 
 def _rename_keys(path: Path, keys: Mapping[str, str], beside: Mapping[str, Any]) -> None:
     raw = json.loads(path.read_text())
-    ours = {keys.get(key, key): x for key, x in raw.items()} | dict(beside)
+    ours = {name: x for key, x in raw.items() if (name := keys.get(key, key))} | dict(beside)
     head = re.search("For[A-Z].*|Model$", raw["architectures"][0])
     ours["architectures"] = [name + (head[0] if head else "") for name in ours["architectures"]]
     path.write_text(json.dumps(ours))

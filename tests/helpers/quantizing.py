@@ -184,6 +184,8 @@ EVEN = {
     "llama4": {"head_dim": 32, "intermediate_size_mlp": 96},
     "llama4_text": {"head_dim": 32, "intermediate_size_mlp": 96},
     **{name: {"num_attention_heads": 2} for name in ("qwen2", "exaone", "internlm2")},
+    **{name: {"num_attention_heads": 2} for name in ("orion", "minicpm", "PanguEmbedded")},
+    "deepseek": {"num_attention_heads": 2, "moe_intermediate_size": 64},
     "mimo": {"head_dim": 32},
     "zaya": {"head_dim": 32, "moe_intermediate_size": 64, "router_hidden_size": 32},
     "modernbert_decoder": {"num_attention_heads": 2},

@@ -53,6 +53,7 @@ class Sight:
         tolerance: of logits, by their largest value.
         derived: pattern of tensors that follow from config.json and do not come back.
         released: patterns in the names that transformers writes, and what releases have in their place.
+        as_released: makes the folder that transformers wrote one of a release with code of its own.
         masks_of_generate: whether the reference's masks are those of its `generate`, where its call has others.
         tells_prompt: the argument by which the reference tells the prompt, all 0, from the tokens behind it, 1.
     """
@@ -66,6 +67,7 @@ class Sight:
     tolerance: float = 1e-5
     derived: str = "nothing"
     released: Mapping[str, str] = field(default_factory=dict)
+    as_released: Callable[[Path], None] | None = None
     masks_of_generate: bool = False
     tells_prompt: str = ""
 
@@ -96,6 +98,8 @@ class Sight:
             for pattern, name in self.released.items():
                 tensors = {re.sub(pattern, name, old): tensor for old, tensor in tensors.items()}
             save_file(tensors, folder / "model.safetensors")
+        if self.as_released is not None:
+            self.as_released(folder)
 
     def reference(
         self, ids_BT: np.ndarray, mask_BT: np.ndarray, features: Mapping[str, np.ndarray], prompt: int | None = None
@@ -123,6 +127,8 @@ class Sight:
         return np.asarray(out.logits.float())
 
 
+OF_OTHER_TYPES = ("internvl_chat", "internvl_chat_6b")
+"""Cases of releases with code of their own: transformers' model is of another type, which has cases too."""
 SIGHTS: dict[str, Callable[[], Sight]] = {}
 """By name."""
 

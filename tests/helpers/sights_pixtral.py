@@ -1,11 +1,14 @@
 """Towers for images of any size as one sequence: Pixtral. Towers with a class token whose patches are joined:
 InternViT."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from helpers.processors import word_tokenizer
 from helpers.sights import IMAGE, TEXT, Sight, noise, sight, text_of, tiny
 from helpers.sights_llava import PIXTRAL_VISION, with_images
 
@@ -128,6 +131,10 @@ def internvl_with_norms() -> Sight:
     return squares(InternVLForConditionalGeneration, config)
 
 
+QIANFAN_NAMES = {r"^language_model\.model\.encoder\.": "language_model.model."}
+"""transformers renames the text model too."""
+
+
 @sight
 def qianfan_ocr() -> Sight:
     from transformers import QianfanOCRConfig, QianfanOCRForConditionalGeneration
@@ -135,5 +142,57 @@ def qianfan_ocr() -> Sight:
     config = QianfanOCRConfig(
         text_config={**TEXT, "model_type": "qwen3"}, vision_config=INTERN_VISION, image_token_id=IMAGE
     )
-    text = {r"^language_model\.model\.encoder\.": "language_model.model."}  # transformers renames the text model too
-    return squares(QianfanOCRForConditionalGeneration, config, released=text)
+    return squares(QianfanOCRForConditionalGeneration, config, released=QIANFAN_NAMES)
+
+
+CONTEXT = "<IMG_CONTEXT>"
+INTERN_NAMES = QIANFAN_NAMES | {r"\.attention\.([qk])_norm\.": r".attn.\1_norm."}
+"""Qianfan-OCR has no norms of queries and keys."""
+
+
+def of_internvl(folder: Path) -> None:
+    """Writes the config.json of InternVL with code of its own, whose names Qianfan-OCR has."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    vision = raw["vision_config"]
+    same = (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "norm_type", "hidden_act"),
+        "layer_norm_eps",
+    )
+    own = {
+        **{key: vision[key] for key in same},
+        **{"image_size": vision["image_size"][0], "patch_size": vision["patch_size"][0]},
+        **{"qkv_bias": vision["attention_bias"], "qk_normalization": vision["use_qk_norm"], "use_flash_attn": True},
+    }
+    released = {
+        **{"architectures": ["InternVLChatModel"], "model_type": "internvl_chat", "llm_config": raw["text_config"]},
+        **{"vision_config": own | {"model_type": "intern_vit_6b"}, "force_image_size": own["image_size"]},
+        **{"downsample_ratio": raw["downsample_ratio"], "ps_version": "v2", "select_layer": -1, "use_thumbnail": True},
+        **{"template": "internvl2_5", "tie_word_embeddings": raw["tie_word_embeddings"]},
+    }
+    path.write_text(json.dumps(released))
+    tokenizer = word_tokenizer({IMAGE: CONTEXT})
+    tokenizer.add_special_tokens({"additional_special_tokens": [CONTEXT]})
+    tokenizer.save_pretrained(folder)
+
+
+@sight
+def internvl_chat() -> Sight:
+    from transformers import QianfanOCRConfig, QianfanOCRForConditionalGeneration
+
+    config = QianfanOCRConfig(
+        text_config={**TEXT, "model_type": "qwen2"}, vision_config=INTERN_VISION, image_token_id=IMAGE
+    )
+    return squares(QianfanOCRForConditionalGeneration, config, released=INTERN_NAMES, as_released=of_internvl)
+
+
+@sight
+def internvl_chat_6b() -> Sight:
+    from transformers import QianfanOCRConfig, QianfanOCRForConditionalGeneration
+
+    config = QianfanOCRConfig(
+        text_config={**TEXT, "model_type": "llama"},
+        vision_config={**INTERN_VISION, "norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False},
+        image_token_id=IMAGE,
+    )
+    return squares(QianfanOCRForConditionalGeneration, config, released=INTERN_NAMES, as_released=of_internvl)

@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.sights import SIGHTS, Sight
+from helpers.sights import OF_OTHER_TYPES, SIGHTS, Sight
 
 FAST = ("gemma3", "qwen3_vl")
-EACH = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in SIGHTS]
-)
+_MARKED = {name: pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in SIGHTS}
+EACH = pytest.mark.parametrize("name", _MARKED.values())
+EACH_OF_ITS_TYPE = pytest.mark.parametrize("name", [x for name, x in _MARKED.items() if name not in OF_OTHER_TYPES])
+"""Without the cases whose model in transformers is of another type."""
 
 
 @cache

@@ -128,6 +128,9 @@ INTERNVL_TOKENS = {
     "start_image_token": "<img>",
     "end_image_token": "</img>",
 }
+QIANFAN_IMAGE = Placeholder(
+    internvl, {"image_placeholder_token": "<image>"} | INTERNVL_TOKENS, call={"crop_to_patches": True}
+)
 IDEFICS_IMAGE = Placeholder(
     idefics3,
     LLAVA_TOKEN | {"fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>"},
@@ -234,8 +237,9 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ("pixtral", IMAGE): Placeholder(pixtral, PIXTRAL_TOKENS, patch=merged_patch),
     ("lighton_ocr", IMAGE): Placeholder(lighton, PIXTRAL_TOKENS, call={"do_pad": True}),
     ("internvl", IMAGE): Placeholder(internvl, INTERNVL_TOKENS, call={"crop_to_patches": True}),
-    ("qianfan_ocr", IMAGE): Placeholder(
-        internvl, {"image_placeholder_token": "<image>"} | INTERNVL_TOKENS, call={"crop_to_patches": True}
+    ("qianfan_ocr", IMAGE): QIANFAN_IMAGE,
+    ("internvl_chat", IMAGE): replace(
+        QIANFAN_IMAGE, call={**QIANFAN_IMAGE.call, "max_patches": 12}, processor="GotOcr2ImageProcessor"
     ),
     ("aya_vision", IMAGE): Placeholder(
         aya,

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tpuconv.errors import ConfigError, UsageError, root_cause
+from tpuconv.errors import ConfigError, CorruptOutput, UsageError, root_cause
 from tpuconv.extras import install_command
-from tpuconv.jsonfile import Optional, Size, check, short
+from tpuconv.jsonfile import Each, Optional, Size, check, parse, short
 from tpuconv.sources.config import parts_of, read_json
 
 TOKEN_IDS = (Size, [Size], None)
@@ -28,6 +28,14 @@ TOKEN = Optional((str, {"content": str}, None))
 SETTINGS_KEYS = {"bos_token": TOKEN, "eos_token": TOKEN}
 """The schema of tokenizer_config.json: only these keys are read."""
 
+TOKEN_LIST = [{"content": str, "id": Size}]
+ADDED = {
+    SETTINGS_FILE: {"added_tokens_decoder": Optional((Each({"content": str}), None))},
+    "added_tokens.json": Each(Size),
+    TOKENIZER_FILE: {"added_tokens": Optional((TOKEN_LIST, None))},
+}
+"""The files that say the ids of added tokens, and the schema of each: only these keys are read."""
+
 SHORT = 100
 """Characters of a text that are encoded to see what a tokenizer puts before it."""
 
@@ -35,6 +43,30 @@ SHORT = 100
 def has_tokenizer(folder: Path) -> bool:
     """Returns whether a folder has the files of a tokenizer."""
     return any(folder.glob("tokenizer*")) or (folder / "vocab.json").exists()
+
+
+def added_token(text: str, read: Callable[[str], bytes]) -> int | None:
+    """Returns the id of a token that the files of a tokenizer add to its vocabulary; None if none of them says it.
+
+    Args:
+        text: the token.
+        read: returns the contents of a file.
+
+    Raises:
+        ConfigError: a file is malformed.
+    """
+    for name, schema in ADDED.items():
+        try:
+            data = parse(read(name), name, ConfigError)
+        except CorruptOutput:  # there is none
+            continue
+        check(data, schema, name, ConfigError)
+        listed = {each["content"]: each["id"] for each in data.get("added_tokens") or ()}
+        by_id = (data.get("added_tokens_decoder") or {}).items()
+        decoded = {each["content"]: number for number, each in by_id if number.isdecimal()}
+        if (found := {**decoded, **listed}.get(text, data.get(text))) is not None:
+            return int(found)
+    return None
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -7,7 +7,7 @@ A text model that exists in one multimodal model alone, or is changed by it, is 
 In all rows here text meets the text model alone, and each token of it sees those before it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from typing import Any
@@ -18,6 +18,8 @@ from tpuconv.models.common.beside import Modality
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.wrapper import BRINGS, HEARS, LLAVA, SEES, WrapperConfig, inside, outside_of
 from tpuconv.models.registry import Family, family_of_type
+from tpuconv.models.towers.intern_modalities import INTERNVL_CHAT_VISION, INTERNVL_VISION, QIANFAN_VISION
+from tpuconv.models.towers.intern_vit.released import in_keys_of_internvl
 from tpuconv.models.towers.llava_modalities import (
     LLAVA_NEXT_VIDEO_VISION,
     LLAVA_NEXT_VISION,
@@ -37,7 +39,6 @@ from tpuconv.models.towers.modalities import (
     HYPERCLOVA_VISION,
     IDEFICS2_VISION,
     IDEFICS3_VISION,
-    INTERNVL_VISION,
     JANUS_VISION,
     LFM2_VISION,
     LFM3_VISION,
@@ -46,7 +47,6 @@ from tpuconv.models.towers.modalities import (
     MINICPM_VISION,
     OVIS_VISION,
     PALIGEMMA_VISION,
-    QIANFAN_VISION,
     VIDEO_LLAMA3_VISION,
 )
 from tpuconv.models.towers.sam_modalities import GOT_VISION
@@ -75,6 +75,10 @@ LFM2_VL_KEYS = (
     *("max_num_patches", "max_pixels_tolerance", "max_tiles", "min_tiles", "tile_size", "use_image_special_tokens"),
     "use_thumbnail",
 )
+INTERNVL_KEYS = (
+    *("dynamic_image_size", "force_image_size", "max_dynamic_patch", "min_dynamic_patch", "pad2square", "ps_version"),
+    *("system_message", "template", "use_backbone_lora", "use_llm_lora", "use_thumbnail"),
+)
 GRANITE_SPEECH_KEYS = ("encoder_config", "projector_config", "has_lora_adapter", "downsample_rate", "window_size")
 MINICPM_V_KEYS = (
     *("patch_size", "insert_layer_id", "drop_vision_last_layer", "downsample_mode", "merge_kernel_size"),
@@ -101,6 +105,7 @@ class Wrapper:
         only: keys of `text_config` with the values that the text model has in this wrapper.
         tied: `tie_word_embeddings` where neither a key nor the tensors say it.
         modalities: how it sees and hears.
+        in_keys: returns a parsed config.json of a release with code of its own in the keys of transformers.
     """
 
     model_type: str
@@ -118,6 +123,7 @@ class Wrapper:
     tied: bool = False
     modalities: tuple[Modality, ...] = ()
     end: str = "ForConditionalGeneration"
+    in_keys: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 
     @property
     def architecture(self) -> str:
@@ -128,6 +134,10 @@ class Wrapper:
     def outside(self) -> Mapping[str, str]:
         """Names of the modules outside of the text model, and why they are skipped."""
         return self.skips or outside_of(self.modalities)
+
+    def around(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a parsed config.json in the keys of transformers."""
+        return raw if self.in_keys is None else self.in_keys(raw)
 
     @property
     def families(self) -> list[str]:
@@ -204,6 +214,17 @@ WRAPPER_ROWS = (
         keys=("downsample_ratio",),
         tied=True,
         modalities=(INTERNVL_VISION,),
+    ),
+    Wrapper(
+        "internvl_chat",
+        "InternVLChat",
+        "InternVL 2 to 3.5, with code of its own",
+        ("internlm2", "qwen2", "llama", "qwen3", "qwen3_moe", "gpt_oss"),
+        prefix=IN_CAUSAL_MODEL,
+        keys=(*INTERNVL_KEYS, "downsample_ratio"),
+        modalities=(INTERNVL_CHAT_VISION,),
+        end="Model",
+        in_keys=in_keys_of_internvl,
     ),
     Wrapper(
         "aya_vision",
@@ -490,7 +511,7 @@ def wrapped_family(hf_config: Mapping[str, Any]) -> Family | None:
     wrapper = WRAPPERS.get(found_type) or RELEASED_AS.get(found_type)
     if wrapper is None:
         return None
-    text = hf_config.get("text_config")
+    text = wrapper.around(hf_config).get("text_config")
     found = text.get("model_type") if isinstance(text, Mapping) else None
     text_type = wrapper.texts[0] if found is None else found
     if text_type not in wrapper.texts:
@@ -529,6 +550,7 @@ def _config_class(wrapper: Wrapper, text: type[DecoderConfig]) -> type[DecoderCo
         "outside_keys": frozenset((*wrapper.keys, *REPEATED_KEYS)),
         "only": {**text.only, **wrapper.only},
         "tied": wrapper.tied,
+        "around_text": classmethod(lambda cls, raw: wrapper.around(raw)),
     }
     return type(
         "Config", (WrapperConfig, text), {**facts, "__module__": __name__, "__doc__": "The keys of `text_config`."}

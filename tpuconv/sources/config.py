@@ -21,7 +21,7 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 """The keys of the dtype in config.json; files of transformers before 5 have the second."""
 
 
-INSIDE_KEYS = ("thinker_config", "text_config")
+INSIDE_KEYS = ("thinker_config", "text_config", "llm_config", "language_config")
 """Keys of config.json whose objects describe the text model inside a multimodal one; the second may be in the first."""
 
 

@@ -13,12 +13,14 @@ import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.encodings.tensors import decode_names, is_encoded
-from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError, shorten
+from tpuconv.errors import ConfigError, CorruptOutput, UnsupportedConfig, UsageError, shorten
+from tpuconv.jsonfile import MAX_BYTES, read_bytes
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES, class_of
 from tpuconv.models.logits import Window
 from tpuconv.models.registry import find_family, type_of_family
 from tpuconv.models.stored import model_config
+from tpuconv.models.tokenizer import added_token
 from tpuconv.models.towers.phi4.released import RELEASED_PARTS
 from tpuconv.names import collapse
 from tpuconv.notation.letters import meaning
@@ -35,7 +37,8 @@ from tpuconv.verify.sights import SightWindow
 
 READ_AS = {
     **{"kimi_k2": "deepseek_v3", "mimo": "qwen2"},
-    **{"phi4mm": "phi4_multimodal", "deepseek_vl_v2": "deepseek_ocr2", "deepseek_ocr": "unlimited_ocr"},
+    **{"phi4mm": "phi4_multimodal", "deepseek_vl_v2": "deepseek_ocr2"},
+    **{"deepseek_ocr": "unlimited_ocr", "internvl_chat": "qianfan_ocr"},
 }
 """Model types for which transformers has no class of its own (it would need remote code), and the model type with the
 same mathematics that is used instead."""
@@ -43,7 +46,10 @@ same mathematics that is used instead."""
 READ_WITHOUT_WINDOW = frozenset({"deepseek_ocr"})
 """Types among them whose layers have no window, which layers of the other type have."""
 
-NAMED_OTHERWISE: Mapping[str, Mapping[str, str]] = {"phi4mm": RELEASED_PARTS}
+NAMED_OTHERWISE: Mapping[str, Mapping[str, str]] = {
+    "phi4mm": RELEASED_PARTS,
+    "internvl_chat": {f"attention.{x}_norm.": f"attn.{x}_norm." for x in "qk"},
+}
 """For some of these types parts of the names of the other one, and what the tensors of releases have in their place."""
 
 READ_WITHIN: Mapping[str, tuple[str, Mapping[str, int]]] = {
@@ -100,8 +106,11 @@ def reference_config(source: Path) -> Any:
             config.text_config.tie_word_embeddings = config.tie_word_embeddings
             return config.text_config
         return getattr(config, "thinker_config", config)  # the model of which returns logits; that around it speaks
-    around = find_family(raw).config.around_text(raw)
-    config = AutoConfig.for_model(other, **{k: v for k, v in around.items() if k not in ("model_type", "auto_map")})
+    family = find_family(raw)
+    around = {k: v for k, v in family.config.around_text(raw).items() if k not in ("model_type", "auto_map")}
+    for token in (each.placeholder_token for each in family.modalities if each.placeholder_token):
+        around["image_token_id"] = added_token(token, lambda name: read_bytes(source / name, MAX_BYTES, CorruptOutput))
+    config = AutoConfig.for_model(other, **around)
     if kind in READ_WITHOUT_WINDOW:
         config.text_config.layer_types = ["full_attention"] * config.text_config.num_hidden_layers
     return config

@@ -6,28 +6,29 @@ from importlib import import_module
 from typing import Any
 
 MODELS: Mapping[str, str] = {
-    "bailing_moe_v2_5": "ling",
-    "bailing_moe_linear": "ring",
-    "kimi_k3": "kimi",
-    "deepseek_v41": "deepseek",
+    "bailing_moe_v2_5": "ling:BailingMoeV2_5ForCausalLM",
+    "bailing_moe_linear": "ring:BailingMoeLinearV2ForCausalLM",
+    "kimi_k3": "kimi:KimiK3ForConditionalGeneration",
+    "deepseek_v41": "deepseek:DeepseekV41ForCausalLM",
+    "deepseek": "deepseek_moe:DeepseekForCausalLM",
+    "orion": "like_llama:OrionForCausalLM",
+    "minicpm": "like_llama:MiniCPMForCausalLM",
 }
-"""The model types, which are the names of families too, and the module of each, which has its `Config` and its `Model`
-with logits."""
+"""The model types, which are the names of families too, and the module and class of each model with logits."""
 
 
 def config_of(model_type: str, **keys: Any) -> Any:
     """Returns the config object of a model type, which transformers has or this package."""
     from transformers import AutoConfig
 
-    if model_type not in MODELS:
+    if (kind := class_of(model_type)) is None:
         return AutoConfig.for_model(model_type, **keys)
-    return _module(model_type).Config(**keys)
+    return kind.config_class(**keys)
 
 
 def class_of(model_type: str) -> Any:
     """Returns the class with logits of a model type; None where transformers has it."""
-    return _module(model_type).Model if model_type in MODELS else None
-
-
-def _module(model_type: str) -> Any:
-    return import_module(f"{__name__}.{MODELS[model_type]}")
+    if model_type not in MODELS:
+        return None
+    module, _, name = MODELS[model_type].partition(":")
+    return getattr(import_module(f"{__name__}.{module}"), name)

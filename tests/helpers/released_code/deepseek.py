@@ -392,6 +392,3 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
             if kept.any():
                 logits[row, kept] = functional_call(self, weights, (input_ids[row, kept],), {"wide": True}).float()
         return CausalLMOutputWithPast(logits=logits)
-
-
-Model = DeepseekV41ForCausalLM

@@ -282,6 +282,3 @@ class KimiK3ForConditionalGeneration(PreTrainedModel, GenerationMixin):
             if kept.any():
                 logits[row, kept] = widened(self.language_model, x[row, kept]).float()
         return CausalLMOutputWithPast(logits=logits)
-
-
-Model = KimiK3ForConditionalGeneration

@@ -290,6 +290,3 @@ class BailingMoeV2_5ForCausalLM(Pretrained, GenerationMixin):
 
     def forward(self, input_ids: Tensor | None = None, **inputs: Any) -> CausalLMOutputWithPast:
         return CausalLMOutputWithPast(logits=self.lm_head(self.model(input_ids, **inputs).last_hidden_state))
-
-
-Model = BailingMoeV2_5ForCausalLM

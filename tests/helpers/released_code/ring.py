@@ -10,6 +10,3 @@ class Config(ling.CommonConfig):
 
 class BailingMoeLinearV2ForCausalLM(ling.BailingMoeV2_5ForCausalLM):
     config_class = Config
-
-
-Model = BailingMoeLinearV2ForCausalLM

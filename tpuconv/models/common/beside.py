@@ -29,6 +29,8 @@ VISION, VIDEO, AUDIO = "vision", "video", "audio"
 """The parts. Most models see videos with the part for images."""
 TEXT_ALONE = "convert the text model alone: `text_only=True`"
 """A hint."""
+UNKNOWN_TOKEN = -1
+"""The id of a placeholder that config.json does not say: `DecoderConfig.with_files` finds it."""
 ENCODER_ACTS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "silu", "swish", "relu")
 """The activations of towers and projectors, as config.json names them."""
 
@@ -237,6 +239,7 @@ class Modality:
         placeholder: the keys of config.json, or else of the tower's config, that may have the id of the token in whose
             place features stand.
         placeholder_id: that id, where config.json has none.
+        placeholder_token: the token, where its id is in the tokenizer's files alone.
         config_key: the key of config.json that has the tower's config.
         other_prefixes: what other releases have in place of `prefix`.
         other_parts: parts of names, and what transformers or other releases write for them.
@@ -254,6 +257,7 @@ class Modality:
     replaces: tuple[str, ...] = ()
     placeholder: tuple[str, ...] = ("image_token_id", "image_token_index")
     placeholder_id: int | None = None
+    placeholder_token: str = ""
     config_key: str = "vision_config"
     other_prefixes: tuple[str, ...] = ()
     other_parts: Mapping[str, str] = field(default_factory=dict)
@@ -280,7 +284,7 @@ class Modality:
         own = object_of(outer, self.config_key)
         tower = self.tower.config.from_hf({**self.defaults, **own})
         ids = [place[key] for place in (outer, own) for key in self.placeholder if place.get(key) is not None]
-        placeholder = ids[0] if ids else self.placeholder_id
+        placeholder = ids[0] if ids else UNKNOWN_TOKEN if self.placeholder_token else self.placeholder_id
         if type(placeholder) is not int:
             raise ConfigError(
                 f"config.json: {' or '.join(self.placeholder)} is {short(placeholder)}, not the id of a token"

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
-from tpuconv.models.common.rows import ATTENTION, QKV_BIAS
+from tpuconv.models.common.rows import ATTENTION, QKV_BIAS, when
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
 
@@ -95,6 +95,17 @@ def norm_rows(hf: str, jax: str) -> tuple[Map, ...]:
 GPT_QKV = ("attn.q.kernel", "attn.k.kernel", "attn.v.kernel")
 GPT_QKV_BIAS = ("attn.q.bias", "attn.k.bias", "attn.v.bias")
 """The parameters that a fused projection holds."""
+
+
+def qkv_rows(module: str, bias: str = "") -> tuple[Map, ...]:
+    """Returns the rows of a fused projection, [out, in], with all queries first, then all keys, then all values.
+    `bias` is the condition of its bias; none without one."""
+    kernel = Map(f"{module}.weight", GPT_QKV, "((N + K + K) H) D -> D N H, D K H, D K H")
+    if not bias:
+        return (kernel,)
+    return kernel, *when(bias, Map(f"{module}.bias", GPT_QKV_BIAS, "((N + K + K) H) -> N H, K H, K H"))
+
+
 GPT2_ATTENTION = (
     Map("attn.c_attn.weight", GPT_QKV, "D ((N + K + K) H) -> D N H, D K H, D K H", input_first=True),
     Map("attn.c_attn.bias", GPT_QKV_BIAS, "((N + K + K) H) -> N H, K H, K H"),

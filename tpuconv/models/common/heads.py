@@ -29,8 +29,8 @@ MOST_LABELS = 1 << 16
 TWO_LABELS = 2
 """The number of labels where config.json does not say it, as transformers has it."""
 
-HEAD_MODULES = ("lm_head.", "llm.unembed.")
-"""Parts of the names of heads, in releases with the names of transformers and of Inkling."""
+HEAD_MODULES = ("lm_head.", "llm.unembed.", "output_layer.")
+"""Parts of the names of heads, in releases with the names of transformers, of Inkling and of ChatGLM."""
 OWN_HEADS = ("head.weight", "output.weight")
 OWN_EMBEDDINGS = ("embed.weight", "tok_embeddings.weight")
 """The names of the head and of the embedding in releases with the names of DeepSeek's and of Mistral's own code, which

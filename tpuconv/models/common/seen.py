@@ -12,11 +12,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from tpuconv.errors import UsageError, root_cause
-from tpuconv.models.common.beside import VISION
+from tpuconv.errors import ConfigError, UsageError, root_cause
+from tpuconv.models.common.beside import UNKNOWN_TOKEN, VISION
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.explicit import is_explicit, run_on_explicit_mesh
 from tpuconv.models.common.layers import times
+from tpuconv.models.tokenizer import SETTINGS_FILE
 
 Deep = tuple[jax.Array | None, ...]
 """Features that are added to the output of each of the first layers of a text model; None for a layer without."""
@@ -142,6 +143,13 @@ def see(
         is_placeholder = (ids_BT == encoder.config.placeholder) & mask_BT
         if not is_placeholder.any() and not any(each.size for each in given.values()):
             continue  # a processor returns arrays without rows for a batch without images
+        if encoder.config.placeholder == UNKNOWN_TOKEN:
+            raise ConfigError(
+                f"{SETTINGS_FILE} does not have the token {encoder.config.modality.placeholder_token}, in whose place "
+                "features stand",
+                hint=f"copy {SETTINGS_FILE} from the release into the folder, and take it into the manifest by "
+                "`tpuconv verify --update`",
+            )
         starts = is_placeholder & ~np.pad(is_placeholder, ((0, 0), (1, 0)))[:, :-1]
         runs = np.diff(np.append(np.flatnonzero(starts[is_placeholder]), is_placeholder.sum())).tolist()
         with _readable(part, given):

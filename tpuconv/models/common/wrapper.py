@@ -7,14 +7,16 @@ model is `model.language_model.`, and the head at the root. The table has the na
 (`tpuconv.notation.spelling`).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from tpuconv.models.common.beside import AUDIO, Modality
+from tpuconv.models.common.beside import AUDIO, UNKNOWN_TOKEN, Modality
 from tpuconv.models.common.config_keys import NO_EFFECT, VALUES_OF_ALL, ignored_keys
 from tpuconv.models.common.heads import is_of_head
 from tpuconv.models.common.key_types import object_of
+from tpuconv.models.tokenizer import added_token
 from tpuconv.notation.table import MTP_PARAMETERS, MappingTable
 from tpuconv.sources.config import ENCODING_KEYS, encoding_of
 
@@ -82,6 +84,8 @@ def _inside(name: str, prefix: str, head: str) -> str:
         return name
     if name.startswith("lm_head."):
         return head + name.removeprefix("lm_head.")
+    if not name.startswith("model."):  # a head with another name
+        return head.removesuffix("lm_head.") + name
     return prefix + name.removeprefix("model.")
 
 
@@ -119,9 +123,21 @@ class WrapperConfig:
     def settled(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
         """Returns a parsed config.json that says whether the head is tied: if it does not, a head among the tensors
         tells."""
-        if cls._is_tied(raw) is not None:
+        if cls._is_tied(cls._around(raw)) is not None:
             return raw
         return {**raw, "tie_word_embeddings": not any(map(is_of_head, tensors))}
+
+    def with_files(self, read: Callable[[str], bytes]) -> Self:
+        """Returns this config with the ids of placeholders that only the tokenizer's files say. Where these do not
+        either, `see` refuses features."""
+        config: Any = super().with_files(read)  # type: ignore[misc]
+        if all(each.placeholder != UNKNOWN_TOKEN for each in config.towers):
+            return config  # type: ignore[no-any-return]
+        towers = []
+        for each in config.towers:
+            found = added_token(each.modality.placeholder_token, read) if each.placeholder == UNKNOWN_TOKEN else None
+            towers.append(each if found is None else replace(each, placeholder=found))
+        return replace(config, towers=tuple(towers))  # type: ignore[no-any-return]
 
     @classmethod
     def text_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from tpuconv.models.common.sparse import SparseConfig
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.declare import decoder, like, wrapper
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
+from tpuconv.models.lineages.llama import MiniCpmFactors
 from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
 from tpuconv.models.towers.deepseek_ocr.released import FIRST_TYPE, RELEASED_TYPE, with_text_config
 from tpuconv.models.towers.modalities import KIMI_VISION
@@ -193,13 +194,10 @@ YOUTU = decoder(
 
 
 @family_config
-class MiniCpmConfig(YoutuConfig):
+class MiniCpm3Config(MiniCpmFactors, YoutuConfig):
     """A factor that is null is 1."""
 
     v_head_dim: int | None  # type: ignore[assignment]  # Youtu's is never absent
-    scale_emb: float
-    scale_depth: float | None
-    dim_model_base: int | None
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -210,23 +208,13 @@ class MiniCpmConfig(YoutuConfig):
     def sizes(self) -> dict[str, int]:
         return {**super().sizes, "H": self.v_head_dim or self.hidden_size // self.num_attention_heads}
 
-    @property
-    def residual_factor(self) -> float:
-        """The factor of what each part of a layer adds."""
-        return 1.0 if self.scale_depth is None else self.scale_depth / self.num_hidden_layers**0.5
-
-    @property
-    def logit_factor(self) -> float:
-        """The factor of logits."""
-        return 1.0 if self.dim_model_base is None else self.dim_model_base / self.hidden_size
-
 
 MINICPM3 = YOUTU.but(
     "minicpm3",
     "MiniCPM 3 4B",
     "MiniCPM3ForCausalLM",
     Factors(embedding="scale_emb", residual="residual_factor", logits="logit_factor"),
-    config=MiniCpmConfig,
+    config=MiniCpm3Config,
     defaults={"head_dim": None, "rope_interleave": False, "embedding_initializer_range": None},
     only={"mlp_bias": (False,), "rope_interleave": (False,)},
     derived=YOUTU.config.derived | {"embedding_initializer_range"},
@@ -283,6 +271,32 @@ AXK1 = decoder(
         ),
         ignore={"model.layers.{I}.post_mlp_layernorm.weight": "dense layers do not use it", **MTP_IGNORE},
     ),
+)
+
+DEEPSEEK = decoder(
+    "deepseek",
+    "DeepSeekMoE 16B",
+    "DeepseekForCausalLM",
+    Norms(),
+    Attn("attention_bias"),
+    Experts(
+        "some or all",
+        module="deepseek_v3.modules:MoE",
+        rows=UNCORRECTED_EXPERTS,
+        router="modules.deepseek:Router",
+    ),
+    config=SparseConfig,
+    only={"scoring_func": ("softmax",), "norm_topk_prob": (False,), "moe_layer_freq": (1,), "mlp_bias": (False,)},
+    least={"n_shared_experts": 0, "first_k_dense_replace": 0},
+    # As `configuration_deepseek.py` of deepseek-ai/deepseek-moe-16b-base has them; the numbers of experts, which it has
+    # not, from config.json there.
+    defaults={
+        **{"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6},
+        **{"vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "moe_intermediate_size": 1407},
+        **{"num_hidden_layers": 30, "num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+        **{"tie_word_embeddings": False, "attention_bias": False, "routed_scaling_factor": 1.0},
+        **{"first_k_dense_replace": 0, "norm_topk_prob": False},
+    },
 )
 
 

@@ -11,6 +11,7 @@ from tpuconv.models.common.rows import ATTENTION, MLP, O_BIAS, PLAIN_MLP, QKV_BI
 from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.common.wrapper import HEARS, SEES
 from tpuconv.models.declare import decoder, wrapper
+from tpuconv.models.lineages.llama import NO_BIAS
 from tpuconv.models.parts import Attn, Factors, Mlp, Norms
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
@@ -112,6 +113,22 @@ STABLELM = decoder(
     keys={"use_parallel_residual": bool},
     defaults={"partial_rotary_factor": 0.25},
     hf_names={"rms_norm_eps": "layer_norm_eps"},
+)
+
+ORION = decoder(
+    "orion",
+    "Orion 14B",
+    "OrionForCausalLM",
+    Norms(kind="layer"),
+    Attn(),
+    Mlp(),
+    only=NO_BIAS,
+    # The sizes of OrionStarAI/Orion-14B-Base.
+    defaults={
+        **{"vocab_size": 84608, "hidden_size": 5120, "intermediate_size": 15360, "num_hidden_layers": 40},
+        **{"num_attention_heads": 40, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        "tie_word_embeddings": False,
+    },
 )
 
 APERTUS = decoder(

@@ -9,7 +9,7 @@ from tpuconv.models.common.gpt import GPT_QKV
 from tpuconv.models.common.rope import Rope, layers_with_rope
 from tpuconv.models.common.windows import OneWindow, PatternConfig
 from tpuconv.models.declare import decoder, wrapper
-from tpuconv.models.parts import Attn, Mlp, Norms
+from tpuconv.models.parts import Attn, Factors, Mlp, Norms
 from tpuconv.notation.table import Map, MappingTable, under
 
 NO_BIAS = {"attention_bias": (False,), "mlp_bias": (False,)}
@@ -195,6 +195,59 @@ INTERNLM3 = LLAMA.but(
     "LlamaForCausalLM",
     config=(BiasesTogether, LLAMA.config),
     synonyms={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+)
+
+PANGUEMBEDDED = LLAMA.but(
+    "PanguEmbedded",
+    "openPangu Embedded 1B, 7B",
+    "PanguEmbeddedForCausalLM",
+    synonyms={"bias": "attention_bias"},
+    # As `configuration_openpangu_dense.py` of the release has them.
+    defaults={
+        **{"vocab_size": 153376, "hidden_size": 4096, "intermediate_size": 12800, "num_hidden_layers": 34},
+        **{"num_attention_heads": 32, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
+        **{"attention_bias": True, "tie_word_embeddings": False},
+    },
+    default_rope={"rope_theta": 16000000.0},
+)
+
+
+@family_config
+class MiniCpmFactors(DecoderConfig):
+    """Factors by depth and width (arXiv:2404.06395, section 3). One that is null is 1."""
+
+    scale_emb: float
+    scale_depth: float | None
+    dim_model_base: int | None
+
+    @property
+    def residual_factor(self) -> float:
+        """The factor of what each part of a layer adds."""
+        return 1.0 if self.scale_depth is None else self.scale_depth / self.num_hidden_layers**0.5
+
+    @property
+    def logit_factor(self) -> float:
+        """The factor of logits."""
+        return 1.0 if self.dim_model_base is None else self.dim_model_base / self.hidden_size
+
+
+MINICPM = LLAMA.but(
+    "minicpm",
+    "MiniCPM 1B, 2B, MiniCPM 4 and 4.1",
+    "MiniCPMForCausalLM",
+    Attn(),
+    Mlp(),
+    Factors(embedding="scale_emb", residual="residual_factor", logits="logit_factor"),
+    config=MiniCpmFactors,
+    only={"num_experts": (0, None), **NO_BIAS},
+    # As `configuration_minicpm.py` of openbmb/MiniCPM4-8B has them. Attention is dense for texts of all lengths, as
+    # servers compute it: `sparse_config` selects keys for texts longer than its `dense_len`.
+    defaults={
+        **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
+        **{"num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+        **{"tie_word_embeddings": True, "scale_emb": 1.0, "scale_depth": 1.0, "dim_model_base": 1},
+    },
+    left_out=frozenset({"mup_denominator", "sparse_config"}),
 )
 
 INTERNLM2_ROWS = (

@@ -7,7 +7,7 @@ from tpuconv.models.bailing_hybrid.family import LING_ONLY, SharedOfOneWidth, li
 from tpuconv.models.bailing_moe_v2_5.family import DECAYS_IGNORE, LING_LIGHTNING_ROWS, LightningConfig
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS
+from tpuconv.models.common.gpt import qkv_rows
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import (
     ATTENTION,
@@ -137,8 +137,7 @@ HY_V3 = decoder(
 
 
 LING2_ROWS = (
-    Map("attention.query_key_value.weight", GPT_QKV, "((N + K + K) H) D -> D N H, D K H, D K H"),
-    *when("attention_bias", Map("attention.query_key_value.bias", GPT_QKV_BIAS, "((N + K + K) H) -> N H, K H, K H")),
+    *qkv_rows("attention.query_key_value", bias="attention_bias"),
     Map("attention.query_layernorm.weight", "attn.q_norm.scale", "H"),
     Map("attention.key_layernorm.weight", "attn.k_norm.scale", "H"),
     Map("attention.dense.weight", "attn.o.kernel", "D (N H) -> N H D"),

@@ -19,6 +19,7 @@ from tpuconv.models.common.gpt import (
     UnrotatedConfig,
     gpt_table,
     norm_rows,
+    qkv_rows,
 )
 from tpuconv.models.common.rows import when
 from tpuconv.models.common.sparse import ChosenExperts
@@ -345,7 +346,7 @@ MPT = decoder(
                 "transformer.blocks.{L}",
                 "layers.{L}",
                 Map("norm_1.weight", "attn_norm.scale", "D"),
-                Map("attn.Wqkv.weight", GPT_QKV, "((N + K + K) H) D -> D N H, D K H, D K H"),
+                *qkv_rows("attn.Wqkv"),
                 Map("attn.out_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
                 Map("norm_2.weight", "mlp_norm.scale", "D"),
                 Map("ffn.up_proj.weight", "mlp.up.kernel", "F D -> D F"),
@@ -410,7 +411,7 @@ DBRX = decoder(
                 "transformer.blocks.{L}",
                 "layers.{L}",
                 Map("norm_attn_norm.norm_1.weight", "attn_norm.scale", "D"),
-                Map("norm_attn_norm.attn.Wqkv.weight", GPT_QKV, "((N + K + K) H) D -> D N H, D K H, D K H"),
+                *qkv_rows("norm_attn_norm.attn.Wqkv"),
                 Map("norm_attn_norm.attn.out_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
                 Map("norm_attn_norm.norm_2.weight", "mlp_norm.scale", "D"),
                 Map("ffn.router.layer.weight", "moe.router.kernel", "E D -> D E"),

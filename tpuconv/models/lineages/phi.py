@@ -7,7 +7,7 @@ from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.gpt import GPT_QKV, NEOX_ATTENTION, NEOX_ATTENTION_BIAS, NEOX_MLP, norm_rows
+from tpuconv.models.common.gpt import NEOX_ATTENTION, NEOX_ATTENTION_BIAS, NEOX_MLP, norm_rows, qkv_rows
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import check_rope_keys
 from tpuconv.models.common.rows import (
@@ -175,7 +175,7 @@ PHI3 = decoder(
     Norms(),
     Attn(
         rows=(
-            Map("self_attn.qkv_proj.weight", GPT_QKV, "((N + K + K) H) D -> D N H, D K H, D K H"),
+            *qkv_rows("self_attn.qkv_proj"),
             Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
         )
     ),

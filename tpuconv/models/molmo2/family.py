@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.gpt import GPT_QKV, GPT_QKV_BIAS
+from tpuconv.models.common.gpt import qkv_rows
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import HEAD_NORMS, NORMS_OF_ALL_HEADS, when
 from tpuconv.models.common.wrapper import SEES, WrapperConfig, inside
@@ -60,8 +60,7 @@ class Config(WrapperConfig, DecoderConfig):
 
 
 MOLMO_ROWS = (
-    Map("self_attn.att_proj.weight", GPT_QKV, "((N + K + K) H) D -> D N H, D K H, D K H"),
-    *when("attention_bias", Map("self_attn.att_proj.bias", GPT_QKV_BIAS, "((N + K + K) H) -> N H, K H, K H")),
+    *qkv_rows("self_attn.att_proj", bias="attention_bias"),
     Map("self_attn.attn_out.weight", "attn.o.kernel", "D (N H) -> N H D"),
     *when("not norms_all_heads", *HEAD_NORMS),
     *when("norms_all_heads", *NORMS_OF_ALL_HEADS),

@@ -9,11 +9,7 @@ from tpuconv.models.towers.granite_docling.family import CONNECTOR, DOCLING_VIT
 from tpuconv.models.towers.inkling.family import FOLDING_MLP, INKLING_MERGER, INKLING_VIT, LAST_NORM
 from tpuconv.models.towers.intern_vit.family import (
     GATED,
-    INTERN_VIT,
     NORMED_GATED,
-    RELEASED_INTERN_VIT,
-    RELEASED_SHUFFLED,
-    SHUFFLED,
 )
 from tpuconv.models.towers.janus.family import JANUS_ALIGNER, JANUS_VIT
 from tpuconv.models.towers.llama4.family import LLAMA4_MATRIX, LLAMA4_VIT
@@ -171,22 +167,6 @@ LIGHTON_VISION = replace(
     placeholder_id=151655,
 )
 """LightOnOCR."""
-
-INTERNVL_VISION = Modality(
-    VISION, INTERN_VIT, SHUFFLED, prefix="vision_tower.", placeholder_id=151667, tower_types=("internvl_vision",)
-)
-"""InternVL in the form of transformers."""
-
-QIANFAN_VISION = replace(
-    INTERNVL_VISION,
-    tower=RELEASED_INTERN_VIT,
-    projector=RELEASED_SHUFFLED,
-    prefix="vision_model.",
-    projector_prefix="mlp1.",
-    defaults={"attention_bias": True},
-    tower_types=("qianfan_ocr_vision",),
-)
-"""Qianfan-OCR."""
 
 AYA_VISION = replace(GEMMA3_VISION, projector=NORMED_GATED, placeholder_id=255036)
 """Aya Vision."""

@@ -1,0 +1,48 @@
+"""Orion after `modeling_orion.py` of OrionStarAI/Orion-14B-Base, and MiniCPM after `modeling_minicpm.py` of
+openbmb/MiniCPM-2B-sft-bf16: Llama with layer norms, and Llama with factors."""
+
+from typing import Any
+
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OrionConfig(LlamaConfig):
+    model_type = "orion"
+
+
+class OrionForCausalLM(LlamaForCausalLM):
+    config_class = OrionConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.input_layernorm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
+            layer.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
+        self.model.norm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_init()
+
+
+class MiniCpmConfig(LlamaConfig):
+    model_type = "minicpm"
+
+    scale_emb: float = 1.0
+    scale_depth: float = 1.0
+    dim_model_base: int = 1
+
+
+class MiniCPMForCausalLM(LlamaForCausalLM):
+    config_class = MiniCpmConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        of_layers = config.scale_depth / config.num_hidden_layers**0.5
+        _multiplied(self.model.embed_tokens, config.scale_emb)
+        for layer in self.model.layers:
+            _multiplied(layer.self_attn.o_proj, of_layers)
+            _multiplied(layer.mlp.down_proj, of_layers)
+        _multiplied(self.lm_head, config.dim_model_base / config.hidden_size)
+
+
+def _multiplied(module: nn.Module, factor: float) -> None:
+    module.register_forward_hook(lambda module, inputs, output: output * factor)
