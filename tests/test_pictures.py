@@ -7,6 +7,7 @@ import sys
 import warnings
 import wave
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -339,6 +340,61 @@ def test_tiles_of_lfm2_are_those_of_the_release(processor_class, tmp_path, monke
     have = Preparer(tmp_path, tokenizer).prepared("a<image>b<image>", IMAGES)
     assert tokenizer(have.text)["input_ids"] == want["input_ids"][0]
     assert set(have.features) == {"pixel_values"}
+
+
+def test_images_of_blip_2_stand_before_the_token_that_begins_a_text(tmp_path):
+    """As its processor puts them, which takes no markers."""
+    tokenizer = tokenizer_of({"bos_token": "</s>"})
+    images = transformers.BlipImageProcessorPil(**SQUARE)
+    want = transformers.Blip2Processor(images, tokenizer, num_query_tokens=4)(text=["a b"], images=IMAGES[:1])
+    folder = saved(tmp_path, {"model_type": "blip-2"}, images, {"num_query_tokens": 4})
+    have = Preparer(folder, tokenizer).prepared("a b", IMAGES[:1])
+    assert have.text == "<image>" * 4 + "</s>a b"
+    assert have.begun
+    bos = tokenizer.convert_tokens_to_ids("</s>")
+    ids = tokenizer(have.text)["input_ids"]
+    assert ids[:4] + ids[5:] == want["input_ids"][0]  # this tokenizer begins no text
+    assert ids[4] == bos
+    assert set(have.features) == {"pixel_values"}
+    np.testing.assert_array_equal(have.features["pixel_values"], np.stack(want["pixel_values"]))
+
+
+FIRST_OCR = {"model_type": "deepseek_vl_v2", "architectures": ["DeepseekOCRForCausalLM"]}
+
+
+def test_tiles_of_deepseek_ocr_are_those_of_the_release(processor_class, tmp_path, monkeypatch):
+    """Its features are those of Unlimited-OCR, whose processor takes more tiles."""
+    tokenizer = tokenizer_of(tokens_of(FIRST_OCR))
+    images = Stub(
+        **{"pixel_values": np.zeros((2, 3, 96, 96)), "pixel_values_local": np.zeros((6, 3, 80, 80))},
+        **{"num_local_patches": [6, 0], "patches_grid": [[3, 2], [1, 1]]},
+    )
+    images.size, images.tile_size = {"height": 96, "width": 96}, 80
+    want = processor_class("unlimited_ocr")(images, tokenizer, patch_size=8)(text=["a<image>b<image>"], images=[IMAGES])
+    (tmp_path / "config.json").write_text(json.dumps(FIRST_OCR))
+    (tmp_path / "processor_config.json").write_text('{"patch_size": 8}')
+    monkeypatch.setattr(pictures, "load_processor", lambda *_: images)
+    have = Preparer(tmp_path, tokenizer).prepared("a<image>b<image>", IMAGES)
+    assert tokenizer(have.text)["input_ids"] == want["input_ids"][0]
+    assert set(have.features) == {*images.returned}
+
+
+def test_processors_of_deepseek_ocr_have_the_settings_of_their_code(tmp_path, monkeypatch):
+    """Releases have no file of them."""
+    made = SimpleNamespace(UnlimitedOcrImageProcessor=lambda: "the first one's")
+    (tmp_path / "processor_config.json").write_text('{"patch_size": 16}')
+    second = FIRST_OCR | {"architectures": ["DeepseekOCR2ForCausalLM"]}
+    processor = load_processor(tmp_path, IMAGE, placeholder_of(second, IMAGE))
+    assert (processor.size.height, processor.tile_size) == (1024, 768)
+    monkeypatch.setitem(sys.modules, "transformers", made)
+    assert load_processor(tmp_path, IMAGE, placeholder_of(FIRST_OCR, IMAGE)) == "the first one's"
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_deepseek_ocr_says_that_its_processor_needs_torchvision(tmp_path):
+    (tmp_path / "processor_config.json").write_text('{"patch_size": 16}')
+    with pytest.raises(UsageError, match="needs torchvision, which is not installed"):
+        load_processor(tmp_path, IMAGE, placeholder_of(FIRST_OCR, IMAGE))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 
 from helpers.configs import config_json
 from helpers.released import DEEPSEEK_V41_ENCODING, KIMI_K3_MXFP4, KIMI_K3_VISION
+from helpers.sights_sam import without_window
 from tpuconv.convert.plan.source_from_config import source_from_config
 from tpuconv.encodings.modelopt import MODELOPT_NVFP4
 from tpuconv.encodings.schemes import groups, schemes
@@ -914,20 +915,41 @@ def test_adapters_of_phi_4_multimodal_are_left_out() -> None:
     assert not why(f"{qkv}.base_layer.weight")
 
 
-DEEPSEEK_OCR_2 = json.loads((Path(__file__).parent / "data" / "releases.json").read_text())["deepseek-ocr-2"]["config"]
+RELEASES = json.loads((Path(__file__).parent / "data" / "releases.json").read_text())
+DEEPSEEK_OCR, DEEPSEEK_OCR_2 = (RELEASES[name]["config"] for name in ("deepseek-ocr", "deepseek-ocr-2"))
 
 
-def test_deepseek_ocr_2_is_read_from_the_keys_of_its_release(tmp_path: Path) -> None:
-    family = find_family(DEEPSEEK_OCR_2)
-    config = family.check_config(DEEPSEEK_OCR_2, parts=("vision",)).config
-    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_OCR_2))
+@pytest.mark.parametrize("released", [DEEPSEEK_OCR, DEEPSEEK_OCR_2], ids=["deepseek-ocr", "deepseek-ocr-2"])
+def test_deepseek_ocr_is_read_from_the_keys_of_its_release(released: dict[str, Any], tmp_path: Path) -> None:
+    family = find_family(released)
+    config = family.check_config(released, parts=("vision",)).config
+    (tmp_path / "config.json").write_text(json.dumps(released))
     theirs = reference_config(tmp_path)
-    raw = {"model_type": "deepseek_ocr2", **json.loads(theirs.to_json_string(use_diff=False))}
+    raw = json.loads(theirs.to_json_string(use_diff=False))
+    raw = without_window(raw) if raw["model_type"] == "unlimited_ocr" else raw
     other = family.check_config(raw, parts=("vision",)).config
     assert (config.sizes, config.layer_sets, config.rope) == (other.sizes, other.layer_sets, other.rope)
     ours, others = config.parts["vision"], other.parts["vision"]
-    assert (ours.sizes, ours.placeholder) == (others.sizes, others.placeholder)
-    assert (ours.tower.rope_theta, ours.tower.rms_norm_eps) == (1e6, 1e-6)
+    assert (ours.sizes, ours.layer_sets, ours.placeholder) == (others.sizes, others.layer_sets, others.placeholder)
+
+
+def test_the_decoder_of_deepseek_ocr_2_has_the_constants_of_its_code() -> None:
+    tower = find_family(DEEPSEEK_OCR_2).check_config(DEEPSEEK_OCR_2, parts=("vision",)).config.parts["vision"].tower
+    assert (tower.rope_theta, tower.rms_norm_eps) == (1e6, 1e-6)
+
+
+def test_the_layers_of_deepseek_ocr_have_no_window(tmp_path: Path) -> None:
+    """Which transformers would give the ones of Unlimited-OCR, as which it is compared."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_OCR))
+    assert set(reference_config(tmp_path).text_config.layer_types) == {"full_attention"}
+
+
+def test_deepseek_ocr_is_read_as_its_code_saves_it() -> None:
+    """With the keys of the text model around it, and a type of its own."""
+    saved = {**DEEPSEEK_OCR["language_config"], **DEEPSEEK_OCR, "model_type": "DeepseekOCR", "hidden_act": "silu"}
+    family = find_family(saved)
+    config = family.check_config(saved, parts=("vision",)).config
+    assert config == family.check_config(DEEPSEEK_OCR, parts=("vision",)).config
 
 
 @pytest.mark.parametrize(
@@ -936,7 +958,7 @@ def test_deepseek_ocr_2_is_read_from_the_keys_of_its_release(tmp_path: Path) -> 
         ({"language_config": {"use_mla": True}}, "language_config.use_mla=True"),
         ({"vision_config": {"model_name": "deeplip"}}, "vision_config.model_name='deeplip'"),
         ({"projector_config": {"projector_type": "mlp_gelu"}}, "projector_config.projector_type='mlp_gelu'"),
-        ({"architectures": ["DeepseekOCRForCausalLM"]}, "not its architecture DeepseekOCRForCausalLM"),
+        ({"architectures": ["DeepseekVLV2ForCausalLM"]}, "not its architecture DeepseekVLV2ForCausalLM"),
     ],
 )
 def test_other_models_of_the_same_type_are_refused(change: dict[str, Any], why: str) -> None:

@@ -29,6 +29,7 @@ HIDDEN: Mapping[str, tuple[str, ...]] = {
     "qwen3_asr": ("no silence behind chunks: audio",),
     # distances of one axis are interpolated
     **dict.fromkeys(("deepseek_ocr2", "deepseek_ocr2_of_large_images"), ("columns of positions first: vision",)),
+    **dict.fromkeys(("deepseek_ocr", "deepseek_ocr_without_tiles"), ("columns of positions first: vision",)),
     # only squares are interpolated, to squares
     **dict.fromkeys(("deepseek_vl_hybrid", "step3p7"), ("columns of positions first: vision",)),
 }

@@ -27,7 +27,7 @@ WITH_NAMES = tuple(runpy.run_path(str(Path(__file__).parent.parent / "tools" / "
 def test_names_of_modules_are_read_and_come_back(name: str, tmp_path: Path) -> None:
     case = made(name)
     case.save(tmp_path / "release")
-    case.model.save_pretrained(tmp_path / "modules", save_original_format=False)
+    case.save_modules(tmp_path / "modules")
     for source in ("release", "modules"):
         api.convert(tmp_path / source, tmp_path / f"{source}-out")
         api.convert(tmp_path / source, tmp_path / f"{source}-text", text_only=True)

@@ -188,6 +188,24 @@ def test_crops_of_molmo_must_have_the_patches_of_features(whole):
             model.see(case.ids_BT, case.mask_BT, **{**case.features, **changed})
 
 
+@pytest.mark.slow
+def test_tiles_of_deepseek_ocr_must_have_their_grids(whole):
+    case, model = made("deepseek_ocr"), tpuconv.load(whole("deepseek_ocr")[1])
+    grids, counts = case.features["patches_grid"], case.features["num_local_patches"]
+    assert grids.tolist() == [[3, 2], [1, 1], [1, 2]]
+    for changed, fault in (
+        ({"patches_grid": grids[:, :1] * [2, 2]}, r"columns and rows \[\[6, 6\], .* of \[6, 0, 2\] tiles"),
+        ({"patches_grid": -grids}, "columns and rows"),
+        ({"patches_grid": grids[:2]}, "columns and rows"),
+        ({"num_local_patches": counts[::-1] + [0, 0, 1]}, "num_local_patches has 9 tiles of 3 images"),
+    ):
+        with pytest.raises(UsageError, match=fault):
+            model.see(case.ids_BT, case.mask_BT, **{**case.features, **changed})
+    missing = {name: x for name, x in case.features.items() if name != "patches_grid"}
+    with pytest.raises(UsageError, match="the feature patches_grid is missing"):
+        model.see(case.ids_BT, case.mask_BT, **missing)
+
+
 def test_text_alone_is_what_it_was(whole, tmp_path):
     """Bit for bit, and the same program is compiled."""
     import jax

@@ -11,6 +11,7 @@ import pytest
 
 from helpers.random_configs import UNTOUCHED
 from helpers.random_sights import OF_NO_USE, Keys, config_of, objects
+from helpers.sights_sam import without_window
 from helpers.whole_sights import EACH_OF_ITS_TYPE
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig
 from tpuconv.models.common.beside import VISION, PartConfig
@@ -39,7 +40,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     "videos": ("pos_emb_time", "spatial_pool_mode", "spatial_pool_stride", "tokens_per_second"),
     "videos with sound": ("position_id_per_seconds", "seconds_per_chunk"),
     "memory": ("conv_chunksize",),
-    "other heads": ("enable_audio_output", "token_classification_bias"),
+    "other heads": ("enable_audio_output", "token_classification_bias", "image_text_hidden_size"),
     "transformers does not use it": (
         *("drop_vision_last_layer", "num_pos_feats", "scale_embedding", "HYV4VLVisionConfig.num_key_value_heads"),
         "HunYuanVLVisionConfig.num_key_value_heads",
@@ -116,7 +117,7 @@ def with_key(raw: Mapping[str, Any], keys: Keys, value: Any) -> dict[str, Any]:
 def saved(config: Any) -> dict[str, Any]:
     """What is written to config.json."""
     found: dict[str, Any] = json.loads(config.to_json_string())
-    return found
+    return without_window(found) if config.model_type == "unlimited_ocr" else found
 
 
 def unread(config: Any) -> Iterator[tuple[str, str]]:
@@ -204,4 +205,20 @@ def test_encoders_of_deepseek_ocr_that_make_no_sense_are_refused(part: str, keys
     changed = {**whole, part: {**whole[part], **keys} if isinstance(keys, dict) else keys}
     with pytest.raises((ConfigError, UnsupportedConfig)) as caught:
         vision.read({"vision_config": changed}, TEXT)
+    assert fault in "\n".join([caught.value.message, *caught.value.details])
+
+
+@pytest.mark.parametrize(
+    ("part", "keys", "fault"),
+    [
+        ("sam_config", {"downsample_channels": [512, 896]}, "do not end with hidden_size=1024"),
+        ("encoder_config", {"num_attention_heads": 3}, "hidden_size=1024 is no multiple of num_attention_heads=3"),
+        ("encoder_config", {"hidden_act": "relu6"}, "hidden_act='relu6' of an encoder is not implemented"),
+    ],
+)
+def test_encoders_of_the_first_deepseek_ocr_that_make_no_sense_are_refused(part: str, keys: Any, fault: str) -> None:
+    vision = get_family("deepseek_ocr2").modalities[1]
+    assert vision.read({"vision_config": {}}, TEXT).sizes["J"] == 2048
+    with pytest.raises((ConfigError, UnsupportedConfig)) as caught:
+        vision.read({"vision_config": {part: keys}}, TEXT)
     assert fault in "\n".join([caught.value.message, *caught.value.details])

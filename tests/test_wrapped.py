@@ -50,7 +50,9 @@ def text_case(text_type: str) -> Case:
 
 
 def text_config(text_type: str, **changes: Any) -> dict[str, Any]:
-    return {**SIZES, **text_case(text_type).config, "model_type": text_type, **changes}
+    own = text_case(text_type).config
+    sizes = {key: x for key, x in SIZES.items() if key != "intermediate_size" or "ffn_dim" not in own}
+    return {**sizes, **own, "model_type": text_type, **changes}
 
 
 def whole_config(wrapper: Wrapper, text: Mapping[str, Any]) -> Any:
@@ -61,6 +63,8 @@ def whole_config(wrapper: Wrapper, text: Mapping[str, Any]) -> Any:
     if wrapper.model_type == "fun_asr_nano":
         width = text["hidden_size"]
         beside = {"adaptor_config": {"hidden_size": width, "intermediate_size": width // 4}}
+    if wrapper.model_type == "blip-2":
+        beside = {"image_token_index": text["vocab_size"] - 1}
     if wrapper.model_type in ON_CPU | OF_OTHER_SIZES:
         sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
         beside = {"vision_config": sizes}

@@ -46,7 +46,7 @@ from tpuconv.notation.table import Map, MappingTable, row_indices
 FILE = Path(__file__).parent.parent / "tpuconv" / "models" / "common" / "saved_names.json"
 
 WHOLE: Mapping[str, Sequence[str]] = {
-    "deepseek_ocr2": ("deepseek_ocr2",),
+    "deepseek_ocr2": ("deepseek_ocr2", "deepseek_ocr"),
     "ernie4_5_vl_moe": ("ernie4_5_vl_moe",),
     "hunyuan_vl": ("hunyuan_vl",),
     "hy_v4_vl": ("hy_v4_vl",),
@@ -349,7 +349,7 @@ class Models:
         self.whole = self.whole or WHOLE.get(find_family(raws[0]).name, ())
         sights = [SIGHTS[name]() for name in self.whole]
         self.models += [sight.model for sight in sights]
-        raws += [json.loads(sight.model.config.to_json_string()) for sight in sights]
+        raws += [sight.config_json() for sight in sights]
         self.family = find_family(raws[0])
         parts = [*(() for _ in self.cases), *(sight.parts for sight in sights)]
         self.configs = [self.family.read_config(raw, parts=own) for raw, own in zip(raws, parts, strict=True)]

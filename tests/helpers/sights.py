@@ -5,6 +5,7 @@ A module of this folder whose name begins with `sights_` adds cases: each is a f
 decorator `sight`.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,6 +80,15 @@ class Sight:
     def mask_BT(self) -> np.ndarray:
         longest = max(map(len, self.rows))
         return np.array([[False] * (longest - len(row)) + [True] * len(row) for row in self.rows])
+
+    def config_json(self) -> dict[str, Any]:
+        """The parsed config.json."""
+        raw: dict[str, Any] = json.loads(self.model.config.to_json_string())
+        return raw
+
+    def save_modules(self, folder: Path) -> None:
+        """Writes the model with the names of transformers' own modules."""
+        self.model.save_pretrained(folder, save_original_format=False)
 
     def save(self, folder: Path) -> None:
         """Writes the model with the names of releases."""

@@ -212,6 +212,8 @@ FAMILIES: Mapping[str, str] = {
 SHARED_TYPES: Mapping[str, Mapping[str, str]] = {
     "bailing_hybrid": {"BailingMoeV2_5": "bailing_moe_v2_5"},
     "ernie4_5_moe_vl": {"Ernie4_5_VL": "ernie4_5_vl_moe"},
+    "deepseek_vl_v2": {"DeepseekOCR2": "deepseek_vl_v2", "DeepseekOCR": "deepseek_ocr"},
+    "DeepseekOCR": {"DeepseekOCR": "deepseek_ocr"},
 }
 """The model types that releases of several families write, or releases with code of their own: by the beginning of the
 name of an architecture the type that its family has here."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-_QUERIES = "OPT behind learned queries: not written yet"
+_QUERIES = "learned queries that read the prompt beside an image: not written yet"
 _CROSS = "decoders that attend to images or to sound, or that write sound"
 _RECURRENT = "recurrent networks without attention"
 _ENCODERS = "encoders that may be run as decoders"
@@ -14,7 +14,7 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     "diffusion_gemma": "text that is made by denoising blocks of tokens, not token by token",
     "blt": "bytes that are joined to patches by another model",
     "doge": "masks that are made of values",
-    **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), _QUERIES),
+    **dict.fromkeys(("instructblip", "instructblipvideo"), _QUERIES),
     "voxtral_realtime": "the audio embedding is added to the embedding of each token; transformers refuses text "
     "without sound",
     "unlimited_ocr": "a sliding window beside which tokens see the whole prompt, so that the mask depends on where the "

@@ -238,6 +238,16 @@ def deepseek_ocr2(item: MediaItem) -> str:
     return item.token("image_token") * (whole + tile * int(item.of("num_local_patches")) + 1)
 
 
+def deepseek_ocr(item: MediaItem) -> str:
+    """Placeholders of all tiles together, then of the whole image, each with one behind every row of features; then one
+    of what is behind the image."""
+    side = 4 * item.number("patch_size", 16)
+    whole, tile = (ceil(int(size) / side) for size in (item.of("pixel_values").shape[-1], item.extractor.tile_size))
+    columns, rows = map(int, item.of("patches_grid")) if int(item.of("num_local_patches")) else (0, 0)
+    count = whole * (whole + 1) + rows * tile * (columns * tile + 1) + 1
+    return item.token("image_token") * count
+
+
 def best_tiles(height: int, width: int, sizes: Any) -> tuple[int, int]:
     """Returns the size of tiles that shows most pixels of an image, of these the one with least beside it."""
 

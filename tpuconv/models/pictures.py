@@ -217,6 +217,8 @@ def load_processor(folder: Path, kind: str, row: Placeholder) -> Any:
     try:  # a torchvision that does not fit to torch is found when transformers imports the class
         auto = "AutoImageProcessor" if kind == IMAGE else "AutoFeatureExtractor"
         named = getattr(transformers, row.processor or auto)
+        if row.has_settings and not (folder / FILES[0]).exists():
+            return named()
         return named.from_pretrained(folder, trust_remote_code=False)
     except Exception as e:  # of any type
         raise _unloadable(folder, what, e) from e

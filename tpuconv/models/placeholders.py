@@ -20,6 +20,7 @@ from tpuconv.models.media_texts import (
     by_grid,
     by_patch,
     command_a,
+    deepseek_ocr,
     deepseek_ocr2,
     framed,
     gemma4,
@@ -46,6 +47,7 @@ from tpuconv.models.media_texts import (
     qwen3_sound,
     voxtral,
 )
+from tpuconv.models.registry import type_of_family
 
 IMAGE, SOUND = "image", "sound"
 PART_OF_KIND = {IMAGE: VISION, SOUND: AUDIO}
@@ -53,8 +55,10 @@ PART_OF_KIND = {IMAGE: VISION, SOUND: AUDIO}
 
 FEW, NONE_OR_FEW = Optional((Range(1, 1 << 20), None)), Optional((Range(0, 1 << 20), None))
 PROCESSOR_KEYS = {
-    **dict.fromkeys(("image_seq_length", "image_seq_len", "num_image_tokens", "audio_seq_length"), FEW),
-    **dict.fromkeys(("patch_size", "spatial_merge_size", "n_window", "img_size", "downsample_factor"), FEW),
+    **dict.fromkeys(("image_seq_length", "image_seq_len", "num_image_tokens", "num_query_tokens"), FEW),
+    **dict.fromkeys(
+        ("audio_seq_length", "patch_size", "spatial_merge_size", "n_window", "img_size", "downsample_factor"), FEW
+    ),
     "num_additional_image_tokens": NONE_OR_FEW,
     "vision_feature_select_strategy": Optional((str, None)),
     "vision_aspect_ratio": Optional((str, None)),
@@ -86,6 +90,7 @@ class Placeholder:
         patch: returns the pixels of a side of a patch that the image processor is to take instead of its setting.
         numbered: a pattern of further markers in the prompts of releases, such as numbered ones: `<|image_1|>`.
         processor: the class of transformers that takes the settings of a processor which is code of the release.
+        has_settings: whether the class has the settings of the release by default, which may have no file of them.
     """
 
     write: ItemWriter
@@ -102,6 +107,7 @@ class Placeholder:
     patch: Callable[[MediaItem], int] | None = None
     numbered: str = ""
     processor: str = ""
+    has_settings: bool = False
 
     @property
     def marker(self) -> str:
@@ -131,6 +137,7 @@ IDEFICS_IMAGE = Placeholder(
     call={"return_row_col_info": True},
 )
 DEEPSEEK_IMAGE = _row(framed("", "", 576, key="num_image_tokens"), image_token="<image_placeholder>")
+OCR2_IMAGE = Placeholder(deepseek_ocr2, LLAVA_TOKEN, call={"crop_to_patches": True, "min_patches": 2, "max_patches": 6})
 INKLING_TOKEN, INKLING_FRAME = {"image_token": "<|unused_200054|>"}, ("<|content_image|>", "")
 INKLING2_IMAGE = Placeholder(by_block, INKLING_TOKEN, frame=INKLING_FRAME)
 PHI4_IMAGE = Placeholder(phi4_image, {"image_token": "<|image|>"}, spare=("num_img_tokens",))
@@ -150,6 +157,9 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ("gemma3n", IMAGE): Placeholder(GEMMA_IMAGE, GEMMA_TOKENS),
     ("paligemma", IMAGE): Placeholder(
         as_the_processor, LLAVA_TOKEN | {"bos_token": "<bos>"}, begin="bos_token", end="\n"
+    ),
+    ("blip-2", IMAGE): Placeholder(
+        framed("", "", 32, key="num_query_tokens"), LLAVA_TOKEN | {"bos_token": "</s>"}, begin="bos_token"
     ),
     ("gemma3n", SOUND): _row(
         in_paragraph(framed("boa_token", "eoa_token", 188, kind="audio", key="audio_seq_length")),
@@ -275,8 +285,14 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
         },
         call={"return_tensors": "pt"},  # otherwise tiles are not one after the other
     ),
-    ("deepseek_ocr2", IMAGE): Placeholder(
-        deepseek_ocr2, LLAVA_TOKEN, call={"crop_to_patches": True, "min_patches": 2, "max_patches": 6}
+    ("deepseek_ocr2", IMAGE): OCR2_IMAGE,
+    ("deepseek_vl_v2", IMAGE): replace(OCR2_IMAGE, processor="DeepseekOcr2ImageProcessor", has_settings=True),
+    ("deepseek_ocr", IMAGE): Placeholder(
+        deepseek_ocr,
+        LLAVA_TOKEN,
+        call={"crop_to_patches": True, "min_patches": 2, "max_patches": 9},
+        processor="UnlimitedOcrImageProcessor",
+        has_settings=True,
     ),
     ("deepseek_vl", IMAGE): DEEPSEEK_IMAGE,
     ("deepseek_vl_hybrid", IMAGE): DEEPSEEK_IMAGE,
@@ -299,7 +315,7 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
 def placeholder_of(config: Mapping[str, Any], kind: str) -> Placeholder | None:
     """Returns how a model writes an image or a sound, by its config.json; None if that is not known. Models that see
     through Pixtral write images as it does, except LightOnOCR, which writes no ends of rows."""
-    name, vision = config.get("model_type"), config.get("vision_config") or {}
+    name, vision = type_of_family({"model_type": "", **config}), config.get("vision_config") or {}
     if kind == IMAGE and vision.get("model_type") == "pixtral" and name != "lighton_ocr":
         name = "pixtral"
     return PLACEHOLDERS.get((str(name), kind))

@@ -30,12 +30,12 @@ from tpuconv.models.towers.llava_modalities import (
 )
 from tpuconv.models.towers.modalities import (
     AYA_VISION,
+    BLIP2_VISION,
     COMMAND_A_VISION,
     COMPASS_VISION,
     DEEPSEEK_VL_HYBRID_VISION,
     DEEPSEEK_VL_VISION,
     EXAONE_VISION,
-    GOT_VISION,
     HYPERCLOVA_VISION,
     IDEFICS2_VISION,
     IDEFICS3_VISION,
@@ -49,6 +49,7 @@ from tpuconv.models.towers.modalities import (
     PALIGEMMA_VISION,
     VIDEO_LLAMA3_VISION,
 )
+from tpuconv.models.towers.sam_modalities import GOT_VISION
 from tpuconv.models.towers.sound_modalities import (
     FLAMINGO_AUDIO,
     FUN_AUDIO,
@@ -255,6 +256,17 @@ WRAPPER_ROWS = (
     ),
     Wrapper(
         "got_ocr2", "GotOcr2", "GOT-OCR 2.0", ("qwen2",), prefix=IN_CAUSAL_MODEL, tied=True, modalities=(GOT_VISION,)
+    ),
+    Wrapper(
+        "blip-2",
+        "Blip2",
+        "BLIP-2 with OPT",
+        ("opt",),
+        {"vision_model": SEES, **dict.fromkeys(("qformer", "language_projection"), BRINGS)},
+        tensors={"query_tokens": BRINGS},
+        prefix=IN_CAUSAL_MODEL,
+        keys=("qformer_config", "num_query_tokens", "use_decoder_only_language_model", "initializer_factor"),
+        modalities=(BLIP2_VISION,),
     ),
     Wrapper(
         "lfm2_vl", "Lfm2Vl", "LFM2-VL", ("lfm2", "lfm2_moe"), keys=LFM2_VL_KEYS, tied=True, modalities=(LFM2_VISION,)

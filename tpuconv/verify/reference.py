@@ -37,14 +37,14 @@ from tpuconv.verify.sights import SightWindow
 
 READ_AS = {
     **{"kimi_k2": "deepseek_v3", "mimo": "qwen2"},
-    **{
-        "phi4mm": "phi4_multimodal",
-        "deepseek_vl_v2": "deepseek_ocr2",
-        "internvl_chat": "qianfan_ocr",
-    },
+    **{"phi4mm": "phi4_multimodal", "deepseek_vl_v2": "deepseek_ocr2"},
+    **{"deepseek_ocr": "unlimited_ocr", "internvl_chat": "qianfan_ocr"},
 }
 """Model types for which transformers has no class of its own (it would need remote code), and the model type with the
 same mathematics that is used instead."""
+
+READ_WITHOUT_WINDOW = frozenset({"deepseek_ocr"})
+"""Types among them whose layers have no window, which layers of the other type have."""
 
 NAMED_OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "phi4mm": RELEASED_PARTS,
@@ -110,7 +110,10 @@ def reference_config(source: Path) -> Any:
     around = {k: v for k, v in family.config.around_text(raw).items() if k not in ("model_type", "auto_map")}
     for token in (each.placeholder_token for each in family.modalities if each.placeholder_token):
         around["image_token_id"] = added_token(token, lambda name: read_bytes(source / name, MAX_BYTES, CorruptOutput))
-    return AutoConfig.for_model(other, **around)
+    config = AutoConfig.for_model(other, **around)
+    if kind in READ_WITHOUT_WINDOW:
+        config.text_config.layer_types = ["full_attention"] * config.text_config.num_hidden_layers
+    return config
 
 
 def released_names(source: Path, tensors: Collection[str]) -> dict[str, str] | None:
@@ -319,7 +322,8 @@ def features_of(model: Any, windows: Sequence[SightWindow], embedded: Sequence[n
 def text_model(model: Any) -> Any:
     """Returns the module within transformers' multimodal model that has the layers of the text."""
     found = getattr(model.base_model, "language_model", None) or model.get_decoder()
-    return getattr(found, "model", found)
+    found = getattr(found, "model", found)
+    return getattr(found, "decoder", found)  # of OPT
 
 
 def merging_module(model: Any) -> Any:

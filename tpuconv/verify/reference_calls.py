@@ -3,6 +3,7 @@ was released."""
 
 from functools import partial
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 from tpuconv.verify.sights import SightWindow
@@ -21,10 +22,16 @@ until 4.51, and servers have it."""
 
 def mended(model: Any) -> Any:
     """Returns transformers' model, which then computes as it was released: Llama 4's in transformers 5.24 asks its text
-    model for images, Hunyuan-VL's numbers images on from text to text of a batch, and some have not all factors. To be
-    called once for a model."""
+    model for images, Hunyuan-VL's numbers images on from text to text of a batch, Unlimited-OCR's takes the numbers of
+    tiles as a list alone, BLIP-2's takes no text without images, and some have not all factors. To be called once for a
+    model."""
     if type(model).__name__ == "Llama4ForConditionalGeneration":
         model.language_model.register_forward_hook(_without_images)
+    if model.config.model_type == "blip-2":
+        model.get_image_features = partial(_of_images_alone, model.get_image_features)
+        model.register_forward_pre_hook(_ids_first, with_kwargs=True)
+    if model.config.model_type == "unlimited_ocr":
+        model.base_model.register_forward_pre_hook(_counts_as_list, with_kwargs=True)
     if model.config.model_type == "hunyuan_vl":
         model.base_model.get_rope_index = partial(_of_each_text, model.base_model.get_rope_index)
     if model.config.model_type in LEAVES_OUT_FACTORS:
@@ -47,6 +54,24 @@ def _of_each_text(
     each = zip(ids_BT.split(1), mm_token_type_ids.split(1), grids, attention_mask.split(1), strict=True)
     at, deltas = zip(*(positions(*arguments) for arguments in each), strict=True)
     return torch.cat(at, dim=1), torch.cat(deltas)
+
+
+def _of_images_alone(features_of: Any, pixel_values: Any, **options: Any) -> Any:
+    """Returns the features of images; none of none."""
+    import torch
+
+    if pixel_values is not None:
+        return features_of(pixel_values, **options)
+    return SimpleNamespace(pooler_output=torch.zeros(0), qformer_outputs=None, vision_outputs=None)
+
+
+def _ids_first(module: Any, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return (), {"pixel_values": None, **dict(zip(("input_ids",), inputs, strict=False)), **named}
+
+
+def _counts_as_list(module: Any, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    counts = named.get("num_local_patches")
+    return inputs, named if counts is None else {**named, "num_local_patches": counts.tolist()}
 
 
 def _without_images(module: Any, inputs: Any, outputs: Any) -> None:

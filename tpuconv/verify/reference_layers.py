@@ -90,7 +90,7 @@ class LayeredReference:
         self.conversions = get_model_conversion_mapping(self.model, released_names(source, opened.tensors))
         base = getattr(self.model, "model", self.model.base_model)
         self.decoder = next((getattr(base, name) for name in DECODER_NAMES if hasattr(base, name)), base)
-        if sees:
+        if sees or hasattr(self.decoder, "lm_head"):  # a causal model inside another
             self.decoder = text_model(self.model)
         self.encoders = list(_beside(self.model, self.decoder, self._head())) if sees else []
         if sees and (inside := merging_module(self.model)) is not None:

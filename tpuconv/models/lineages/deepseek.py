@@ -23,8 +23,9 @@ from tpuconv.models.declare import decoder, like, wrapper
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.lineages.llama import MiniCpmFactors
 from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
-from tpuconv.models.towers.deepseek_ocr.released import RELEASED_TYPE, with_text_config
-from tpuconv.models.towers.modalities import DEEPSEEK_OCR2_VISION, KIMI_VISION, KIMI_VL_VISION
+from tpuconv.models.towers.deepseek_ocr.released import FIRST_TYPE, RELEASED_TYPE, with_text_config
+from tpuconv.models.towers.modalities import KIMI_VISION, KIMI_VL_VISION
+from tpuconv.models.towers.sam_modalities import DEEPSEEK_OCR2_VISION, DEEPSEEK_OCR_VISION
 from tpuconv.notation.table import Map, under
 
 DEEPSEEK_V3 = deepseek_v3.FAMILY
@@ -332,13 +333,13 @@ class Ocr2Config(WrapperConfig, SparseConfig):
 
 DEEPSEEK_OCR2 = decoder(
     "deepseek_ocr2",
-    "DeepSeek-OCR 2",
+    "DeepSeek-OCR, DeepSeek-OCR 2",
     "DeepseekOcr2ForConditionalGeneration",
     Norms(),
     Attn("attention_bias"),
     Experts("some or all", module="deepseek_v3.modules:MoE", router="modules.deepseek:Router"),
     config=Ocr2Config,
-    types={"DeepseekOCR2ForCausalLM": RELEASED_TYPE},
+    types={"DeepseekOCR2ForCausalLM": RELEASED_TYPE, "DeepseekOCRForCausalLM": FIRST_TYPE},
     defaults={"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
     only={"topk_method": ("greedy", "group_limited_greedy"), "mlp_bias": (False,)},
     least={"n_shared_experts": 0, "first_k_dense_replace": 0},
@@ -348,10 +349,10 @@ DEEPSEEK_OCR2 = decoder(
         decoder_table(*PRE_NORMS, *BIASED_ATTENTION, others=mlp_rows(*UNCORRECTED_EXPERTS)),
         "model.",
         {
-            **dict.fromkeys(("sam_model", "qwen2_model", "vision_tower"), SEES),
+            **dict.fromkeys(("sam_model", "qwen2_model", "vision_model", "vision_tower"), SEES),
             **dict.fromkeys(("projector", "multi_modal_projector"), BRINGS),
         },
-        tensors={"view_seperator": BRINGS, "view_separator": BRINGS},
+        tensors=dict.fromkeys(("image_newline", "view_seperator", "view_separator"), BRINGS),
     ),
-    modalities=(DEEPSEEK_OCR2_VISION,),
+    modalities=(DEEPSEEK_OCR2_VISION, DEEPSEEK_OCR_VISION),
 )

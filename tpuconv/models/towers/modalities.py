@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tpuconv.models.common.beside import VISION, Modality
-from tpuconv.models.towers.deepseek_ocr.family import OCR_DECODER, SEPARATED_MATRIX
+from tpuconv.models.towers.blip.family import BLIP_VIT, IMAGE_QFORMER
 from tpuconv.models.towers.gemma4.family import GEMMA4_VIT, NORMED_MATRIX, PATCHES
 from tpuconv.models.towers.granite_docling.family import CONNECTOR, DOCLING_VIT
 from tpuconv.models.towers.inkling.family import FOLDING_MLP, INKLING_MERGER, INKLING_VIT, LAST_NORM
@@ -63,7 +63,7 @@ from tpuconv.models.towers.qwen_vit.family import (
     QWEN25_VIT,
     RMS_MERGER,
 )
-from tpuconv.models.towers.sam.family import GOT_SAM, HIGH_RESOLUTION, UPSAMPLER
+from tpuconv.models.towers.sam.family import HIGH_RESOLUTION
 from tpuconv.models.towers.siglip.family import POOLED, PROMPT_MATRIX, SIGLIP
 from tpuconv.models.towers.siglip2.family import BLOCK_MATRICES, PADDLE_MATRICES, PADDLE_VIT, SIGLIP2, VIDEO_LLAMA_VIT
 from tpuconv.models.towers.step_vit.family import STEP_MATRIX, STEP_VIT
@@ -229,22 +229,16 @@ DEEPSEEK_VL_HYBRID_VISION = replace(
 )
 """DeepSeek-VL 7B."""
 
-GOT_VISION = Modality(VISION, GOT_SAM, UPSAMPLER, prefix="vision_tower.", placeholder_id=151859)
-"""GOT-OCR 2.0."""
-
-DEEPSEEK_OCR2_VISION = Modality(
+BLIP2_VISION = Modality(
     VISION,
-    OCR_DECODER,
-    SEPARATED_MATRIX,
-    prefix="model.",
-    projector_prefix="model.",
-    replaces=(
-        *("sam_model", "qwen2_model", "projector", "view_seperator"),
-        *("vision_tower", "multi_modal_projector", "view_separator"),
-    ),
-    placeholder_id=128815,
+    BLIP_VIT,
+    IMAGE_QFORMER,
+    prefix="vision_model.",
+    projector_prefix="",
+    replaces=("vision_model", "query_tokens", "qformer", "language_projection"),
+    placeholder_id=50265,
 )
-"""DeepSeek-OCR 2."""
+"""BLIP-2."""
 
 JANUS_VISION = Modality(
     VISION,

@@ -1,7 +1,8 @@
 """CLIP."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,28 +25,34 @@ def with_class_token(token_D: jax.Array, x_BPD: jax.Array) -> jax.Array:
     return jnp.concatenate([token_BPD, x_BPD], axis=1)
 
 
+def clip_layers(config: Any, norm: Callable[[], LayerNorm], dtype: DTypeLike, keys: Keys) -> Any:
+    """Returns the layers of CLIP, each of which is called with patches [B, P, D]; `norm` creates their norms."""
+    act = ACTS_BY_NAME[config.hidden_act]
+    return nnx.List(
+        [
+            Block(
+                config,
+                norm,
+                Attention(config, dtype=dtype, keys=keys),
+                MLP(config, act, dtype=dtype, keys=keys),
+                dtype=dtype,
+            )
+            for _ in range(config.sizes["L"])
+        ]
+    )
+
+
 class Clip(ImageEncoder):
     """CLIP: a class token before the patches, and a norm before the first layer."""
 
     def build(self, config: PartConfig, dtype: DTypeLike, keys: Keys) -> None:
-        sizes, act = config.sizes, ACTS_BY_NAME[config.hidden_act]
+        sizes = config.sizes
         norm = partial(LayerNorm, "D", sizes, config.layer_norm_eps, dtype=dtype)
         self.class_token = nnx.Param(normal(keys(), (sizes["D"],), dtype))
         self.patch = Einsum("BPC,CD->BPD", sizes, dtype=dtype, keys=keys)
         self.positions = nnx.Param(normal(keys(), (sizes["P"], sizes["D"]), dtype))
         self.pre_norm = norm()
-        self.layers = nnx.List(
-            [
-                Block(
-                    config,
-                    norm,
-                    Attention(config, dtype=dtype, keys=keys),
-                    MLP(config, act, dtype=dtype, keys=keys),
-                    dtype=dtype,
-                )
-                for _ in range(sizes["L"])
-            ]
-        )
+        self.layers = clip_layers(config, norm, dtype, keys)
         self.norm = norm()
 
     def embedded(self, pixels_BCYX: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
-"""The encoder of DeepSeek-OCR 2 and its projector: configs and tables.
+"""The encoders of DeepSeek-OCR and DeepSeek-OCR 2 and their projectors: configs and tables.
 
 Letters: K heads of keys and values, Y and Z queries for few and for many patches, M channels between the convolutions
-behind SAM. SAM's letters are as in `tpuconv.models.towers.sam.family`, where `BESIDE` has some small ones.
+behind SAM, J features of CLIP and SAM side by side. SAM's letters are as in `tpuconv.models.towers.sam.family`, where
+`BESIDE` has some small ones.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,19 @@ from typing import Any, ClassVar, Self
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
 from tpuconv.models.common.key_types import object_of
-from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, UP, rms_norm, with_bias, without_bias
+from tpuconv.models.towers.clip.family import ClipConfig
+from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
+from tpuconv.models.towers.rows import (
+    DOWN,
+    IN_HEADS,
+    OUT_OF_HEADS,
+    PATCH_MATRIX,
+    UP,
+    layer_norm,
+    rms_norm,
+    with_bias,
+    without_bias,
+)
 from tpuconv.models.towers.sam.family import BESIDE, SAM_ROWS, SamConfig, beside
 from tpuconv.notation.table import Map, under
 
@@ -35,6 +48,11 @@ class ReducedSamConfig(SamConfig):
     def channels(self) -> tuple[int, ...]:
         """The channels behind each of the convolutions."""
         return (512, 896) if self.downsample_channels is None else self.downsample_channels
+
+    @property
+    def sizes_beside(self) -> dict[str, Any]:
+        """The size of each letter in a model that has another encoder too."""
+        return {**{BESIDE.get(letter, letter): size for letter, size in self.sizes.items()}, "M": self.channels[0]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +93,8 @@ class QueryDecoderConfig(TowerConfig):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        sam = {BESIDE.get(letter, letter): size for letter, size in self.sam.sizes.items()}
         return {
-            **sam,
-            "M": self.sam.channels[0],
+            **self.sam.sizes_beside,
             "D": self.hidden_size,
             "N": self.num_attention_heads,
             "K": self.kv_heads,
@@ -108,18 +124,19 @@ def _released(name: str) -> str:
     return name
 
 
+REDUCED_SAM = (
+    *under("sam_model", "sam", *(replace(row, hf=tuple(map(_released, row.hf_names))) for row in beside(SAM_ROWS))),
+    Map("sam_model.net_2.weight", "first.kernel", "M E r s -> r s E M"),
+    Map("sam_model.net_3.weight", "last.kernel", "D M r s -> r s M D"),
+)
+"""SAM and two convolutions behind it."""
+
 OCR_DECODER = Tower(
     "ocr_decoder",
     "DeepSeek-OCR 2",
     QueryDecoderConfig,
     (
-        *under(
-            "sam_model",
-            "sam",
-            *(replace(row, hf=tuple(map(_released, row.hf_names))) for row in beside(SAM_ROWS)),
-        ),
-        Map("sam_model.net_2.weight", "first.kernel", "M E r s -> r s E M"),
-        Map("sam_model.net_3.weight", "last.kernel", "D M r s -> r s M D"),
+        *REDUCED_SAM,
         *under(
             "qwen2_model.model.model.layers.{L}",
             "layers.{L}",
@@ -149,3 +166,82 @@ SEPARATED_MATRIX = Projector(
     f"{OCR_MODULES}:SeparatedMatrix",
 )
 """A matrix of each query, and the vector behind an image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OcrClipConfig(ClipConfig):
+    """The keys of CLIP in `encoder_config`, and SAM before it."""
+
+    sam: ReducedSamConfig
+    hidden_size: int = 1024
+    intermediate_size: int = 4096
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    patch_size: int = 14
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        sam = ReducedSamConfig.from_hf({"downsample_channels": [512, 1024], **object_of(raw, "sam_config")})
+        return super().from_hf({**object_of(raw, "encoder_config"), "sam": sam})
+
+    def contradictions(self) -> Iterator[str]:
+        heads, width = self.num_attention_heads, self.hidden_size
+        if width % heads:
+            yield f"hidden_size={width} is no multiple of num_attention_heads={heads}"
+        if self.sam.channels[-1] != width:
+            yield f"downsample_channels={short(self.sam.channels)} of SAM do not end with hidden_size={width}"
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {**self.sam.sizes_beside, **super().sizes}
+
+
+OCR_CLIP = Tower(
+    "ocr_clip",
+    "DeepSeek-OCR",
+    OcrClipConfig,
+    (
+        *REDUCED_SAM,
+        *under(
+            "vision_model",
+            "",
+            Map("embeddings.class_embedding", "class_token", "D"),
+            *without_bias("embeddings.patch_embedding", "patch", PATCH_MATRIX),
+            Map("embeddings.position_embedding.weight", "positions", "P D"),
+            *layer_norm("pre_layrnorm", "pre_norm"),
+            *under(
+                "transformer.layers.{L}",
+                "layers.{L}",
+                *layer_norm("layer_norm1", "attn_norm"),
+                *layer_norm("layer_norm2", "mlp_norm"),
+                replace(JOINED_QKV, hf="self_attn.qkv_proj.weight"),
+                replace(JOINED_QKV_BIAS, hf="self_attn.qkv_proj.bias"),
+                *with_bias("self_attn.out_proj", "attn.o", OUT_OF_HEADS, "D"),
+                *with_bias("mlp.fc1", "mlp.up", UP, "F"),
+                *with_bias("mlp.fc2", "mlp.down", DOWN, "D"),
+            ),
+        ),
+    ),
+    f"{OCR_MODULES}:OcrClip",
+)
+"""SAM, whose features CLIP has in place of patches. Nothing computes with CLIP's matrix of patches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideBySideConfig(ProjectorConfig):
+    """The projector of DeepSeek-OCR."""
+
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        return {"O": self.out, "J": tower.hidden_size + tower.sam.channels[-1]}
+
+
+ENDED_MATRIX = Projector(
+    SideBySideConfig,
+    (
+        *with_bias("projector.layers", "matrix", "O J -> J O", "O"),
+        Map("image_newline", "newline", "O"),
+        Map("view_seperator", "separator", "O"),
+    ),
+    f"{OCR_MODULES}:EndedMatrix",
+)
+"""A matrix of each patch, and the vectors behind a row and behind an image."""

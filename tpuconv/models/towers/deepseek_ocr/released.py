@@ -1,7 +1,7 @@
-"""The config.json of DeepSeek-OCR 2 as released, in the keys of transformers.
+"""The config.json of DeepSeek-OCR and DeepSeek-OCR 2 as released, in the keys of transformers.
 
-The release has the model_type of DeepSeek-VL2 and code of its own, in which the sizes of the decoder behind SAM and of
-the convolutions before it are constants.
+Both releases have the model_type of DeepSeek-VL2 and code of their own, in which most sizes of the encoder behind SAM
+are constants. transformers has the encoder of DeepSeek-OCR in Unlimited-OCR alone, whose text model has a window.
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,15 @@ from tpuconv.models.common.beside import TEXT_ALONE
 from tpuconv.models.common.key_types import object_of
 
 RELEASED_TYPE = "deepseek_vl_v2"
-"""The model_type of the release."""
-TEXT_KEY = "language_config"
-"""The key of the text model in the release, whose keys stand around it once more."""
+"""The model_type of the releases."""
+FIRST_TYPE = "deepseek_ocr"
+"""The type that DeepSeek-OCR has here."""
+CLIP_TYPE, DECODER_TYPE = "unlimited_ocr_vision", "deepseek_ocr2_vision"
+"""The types of `vision_config` in transformers: CLIP behind SAM, and the decoder behind SAM."""
+ENCODERS = {"deeplip_b_l": CLIP_TYPE, "deepencoderv2": DECODER_TYPE}
+"""These by `model_name` of the releases."""
+TEXT_KEY, VISION_KEY = "language_config", "vision_config"
+"""The keys of the text model in the releases, whose keys stand around it once more, and of the encoder."""
 
 WITHOUT_CHOICE: Mapping[str, Mapping[str, Any]] = {
     TEXT_KEY: {
@@ -24,7 +30,6 @@ WITHOUT_CHOICE: Mapping[str, Mapping[str, Any]] = {
         **{"norm_topk_prob": False, "scoring_func": "softmax"},
     },
     "projector_config": {"projector_type": "linear", "model_type": "mlp_projector"},
-    "vision_config": {"model_name": "deepencoderv2"},
 }
 """Keys without a counterpart in transformers, and the values that it computes with."""
 
@@ -35,11 +40,10 @@ DECODER = {
 """The decoder of the queries, Qwen2 0.5B."""
 CHANNELS = 512
 """The channels between the two convolutions behind SAM."""
-SAM_KEYS = {
-    **{"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"},
-    **{name: name for name in ("global_attn_indexes", "image_size")},
-}
-"""The keys of SAM in the release, and in transformers."""
+SHORT_KEYS = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+KEYS_OF_SAM = SHORT_KEYS | {name: name for name in ("global_attn_indexes", "image_size", "downsample_channels")}
+KEYS_OF_CLIP = SHORT_KEYS | {name: name for name in ("image_size", "patch_size")}
+"""The keys of SAM and of CLIP in the releases, and in transformers."""
 SAID_AROUND = ("architectures", "model_type", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype")
 """The keys beside these objects that say something."""
 
@@ -59,19 +63,31 @@ def with_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         for name, value in values.items():
             if (found := objects[key].pop(name, value)) != value:
                 raise UnsupportedConfig(f"config.json: {key}.{name}={short(found)} is not implemented", hint=TEXT_ALONE)
-    text, _, vision = objects.values()
-    widths = _object(vision, "width")
-    sam, decoder = _object(widths, "sam_vit_b"), _object(widths, "qwen2-0-5b")
+    text, vision = objects[TEXT_KEY], _object(raw, VISION_KEY)
     layers, dense = text.get("num_hidden_layers", 0), text.pop("first_k_dense_replace", 0)
     if type(layers) is int and type(dense) is int:
         text["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(min(layers, 1 << 16))]
-    width = decoder.get("dim", 896)
-    of_sam = {SAM_KEYS[key]: value for key, value in {**vision, **sam}.items() if key in SAM_KEYS}
-    of_vision = {
-        "sam_config": {**of_sam, "downsample_channels": [CHANNELS, width]},
-        "encoder_config": {**DECODER, "hidden_size": width},
-    }
-    return {**{k: raw[k] for k in SAID_AROUND if k in raw}, "text_config": text, "vision_config": of_vision}
+    around = {k: raw[k] for k in SAID_AROUND if k in raw}
+    return {**around, "text_config": text, VISION_KEY: _vision_config(vision)}
+
+
+def _vision_config(vision: Mapping[str, Any]) -> dict[str, Any]:
+    name, widths = vision.get("model_name", "deepencoderv2"), _object(vision, "width")
+    if not isinstance(name, str) or name not in ENCODERS:
+        raise UnsupportedConfig(
+            f"config.json: {VISION_KEY}.model_name={short(name)} is not implemented", hint=TEXT_ALONE
+        )
+    sam = _renamed({**vision, **_object(widths, "sam_vit_b")}, KEYS_OF_SAM)
+    if (kind := ENCODERS[name]) == CLIP_TYPE:
+        encoder = _renamed(_object(widths, "clip-l-14-224"), KEYS_OF_CLIP)
+    else:
+        width = _object(widths, "qwen2-0-5b").get("dim", 896)
+        sam["downsample_channels"], encoder = [CHANNELS, width], {**DECODER, "hidden_size": width}
+    return {"model_type": kind, "sam_config": sam, "encoder_config": encoder}
+
+
+def _renamed(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names[key]: value for key, value in given.items() if key in names}
 
 
 def _object(raw: Mapping[str, Any], key: str) -> dict[str, Any]:

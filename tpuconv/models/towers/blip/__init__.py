@@ -1,0 +1,1 @@
+"""The vision transformer of BLIP-2 (arXiv:2301.12597)."""
