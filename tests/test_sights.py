@@ -53,7 +53,7 @@ SPELLED = {
 OF_NO_IMAGE = (("inkling", "vision"), ("inkling_of_many_layers", "vision"))
 """Parts whose features do not say of which image they are."""
 
-OF_NO_TYPE = ("kimi_k3", "kimi_vl")
+OF_NO_TYPE = ("kimi_k3", "kimi_vl", "dots_ocr")
 """Cases that transformers has no model of."""
 
 AS_USERS_COMPILE = ("glm5_next",)

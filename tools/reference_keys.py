@@ -101,7 +101,8 @@ def table() -> tuple[list[str], dict[str, dict[str, str]], dict[str, list[str]]]
     for kind in read:
         for name in (*sorted(types[kind]), kind):
             aliases.setdefault(kind, {}).update(aliases_of(READ_AS.get(name, name)))
-    read |= {kind: keys_of(READ_AS.get(kind, kind)) for kind in WRAPPERS}  # of whose text models others tell
+    around = {kind: READ_AS.get(kind, kind) for kind in WRAPPERS}  # of whose text models others tell
+    read |= {kind: keys_of(other) for kind, other in around.items() if other in CONFIG_MAPPING}
     return (
         sorted(filter(is_data, shared)),
         {kind: dict(sorted(names.items())) for kind, names in aliases.items() if names},

@@ -127,8 +127,9 @@ class Sight:
         return np.asarray(out.logits.float())
 
 
-OF_OTHER_TYPES = ("internvl_chat", "internvl_chat_6b", "kimi_vl")
-"""Cases of releases with code of their own: transformers' model is of another type, which has cases too."""
+OF_OTHER_TYPES = ("internvl_chat", "internvl_chat_6b", "kimi_vl", "dots_ocr")
+"""Cases of releases with code of their own: transformers' model is of another type, which has cases too, or it has none
+of them."""
 SIGHTS: dict[str, Callable[[], Sight]] = {}
 """By name."""
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from helpers.processors import word_tokenizer
-from helpers.sights import IMAGE, TEXT, Sight, sight
+from helpers.sights import GRIDS, IMAGE, TEXT, Sight, noise, qwen, sight, without_head_dim
 from helpers.sights_pixtral import INTERN_VISION, QIANFAN_NAMES, squares
 from helpers.sights_sounds import kimi_k25
 
@@ -92,3 +92,19 @@ def of_kimi_vl(folder: Path) -> None:
 @sight
 def kimi_vl() -> Sight:
     return replace(kimi_k25(), released=KIMI_NAMES, as_released=of_kimi_vl)
+
+
+@sight
+def dots_ocr() -> Sight:
+    from helpers.released_code.dots import Config, DotsOCRForCausalLM
+
+    vision = {
+        **{"embed_dim": 24, "hidden_size": 64, "intermediate_size": 40, "num_hidden_layers": 3},
+        **{"num_attention_heads": 2, "num_channels": 3, "patch_size": 4, "spatial_merge_size": 2},
+        **{"temporal_patch_size": 1, "rms_norm_eps": 1e-5, "use_bias": False, "post_norm": True, "is_causal": False},
+    }
+    text = without_head_dim(TEXT) | {"hidden_size": 64, "attention_bias": True}
+    config = Config(**text, vision_config=vision, image_token_id=IMAGE, video_token_id=92)
+    case = qwen(DotsOCRForCausalLM, config)
+    patches = noise(int(GRIDS.prod(axis=1).sum()), 3 * 4 * 4)
+    return replace(case, features={**case.features, "pixel_values": patches}, kinds={})

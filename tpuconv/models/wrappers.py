@@ -18,6 +18,7 @@ from tpuconv.models.common.beside import Modality
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.wrapper import BRINGS, HEARS, LLAVA, SEES, WrapperConfig, inside, outside_of
 from tpuconv.models.registry import Family, family_of_type
+from tpuconv.models.towers.dots.family import DOTS_VISION, in_keys_of_dots
 from tpuconv.models.towers.intern_modalities import INTERNVL_CHAT_VISION, INTERNVL_VISION, QIANFAN_VISION
 from tpuconv.models.towers.intern_vit.released import in_keys_of_internvl
 from tpuconv.models.towers.llava_modalities import (
@@ -256,6 +257,17 @@ WRAPPER_ROWS = (
     ),
     Wrapper(
         "got_ocr2", "GotOcr2", "GOT-OCR 2.0", ("qwen2",), prefix=IN_CAUSAL_MODEL, tied=True, modalities=(GOT_VISION,)
+    ),
+    Wrapper(
+        "dots_ocr",
+        "DotsOCR",
+        "dots.ocr",
+        ("qwen2",),
+        prefix="model.",
+        only={"attention_bias": (True,)},
+        modalities=(DOTS_VISION,),
+        end="ForCausalLM",
+        in_keys=in_keys_of_dots,
     ),
     Wrapper(
         "blip-2",

@@ -36,6 +36,8 @@ OUTSIDE_KEYS = frozenset(
 OUTSIDE_BEGINNINGS = ("vision_", "audio_", "video_", "image_", "projector_", "projection_")
 OUTSIDE_ENDS = ("_token_id", "_token_index")
 """Keys beside `text_config` that have no effect on the text model, and how the names of others begin or end."""
+KEYS_AROUND = ("architectures", "model_type", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype")
+"""The keys of config.json that are not of the text model alone."""
 
 SEES = "vision encoder: the text model alone is converted"
 HEARS = "audio encoder: the text model alone is converted"
@@ -55,6 +57,17 @@ def is_outside(reason: str) -> bool:
     """Whether tensors that are skipped for this reason are of a part of a multimodal model beside its text model. Every
     such reason says so in these words."""
     return "alone is converted" in reason
+
+
+def text_apart(raw: Mapping[str, Any], text_type: str, beside: Collection[str] = ()) -> Mapping[str, Any]:
+    """Returns a parsed config.json with the keys of its text model in `text_config`, which has this `model_type`. The
+    keys `beside` stay at the root, and keys of images and videos. A config.json that has a `text_config` is returned as
+    it is."""
+    if "text_config" in raw:
+        return raw
+    stay = {k for k in raw if k in KEYS_AROUND or k in beside or k.startswith(("image_", "video_", "vision_"))}
+    text = {key: value for key, value in raw.items() if key not in stay}
+    return {**{key: raw[key] for key in raw if key in stay}, "text_config": {**text, "model_type": text_type}}
 
 
 def inside(

@@ -11,6 +11,7 @@ from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import TEXT_ALONE
 from tpuconv.models.common.key_types import object_of
+from tpuconv.models.common.wrapper import KEYS_AROUND
 
 RELEASED_TYPE = "deepseek_vl_v2"
 """The model_type of the releases."""
@@ -44,8 +45,6 @@ SHORT_KEYS = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "n
 KEYS_OF_SAM = SHORT_KEYS | {name: name for name in ("global_attn_indexes", "image_size", "downsample_channels")}
 KEYS_OF_CLIP = SHORT_KEYS | {name: name for name in ("image_size", "patch_size")}
 """The keys of SAM and of CLIP in the releases, and in transformers."""
-SAID_AROUND = ("architectures", "model_type", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype")
-"""The keys beside these objects that say something."""
 
 
 def with_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -67,7 +66,7 @@ def with_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     layers, dense = text.get("num_hidden_layers", 0), text.pop("first_k_dense_replace", 0)
     if type(layers) is int and type(dense) is int:
         text["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(min(layers, 1 << 16))]
-    around = {k: raw[k] for k in SAID_AROUND if k in raw}
+    around = {k: raw[k] for k in KEYS_AROUND if k in raw}
     return {**around, "text_config": text, VISION_KEY: _vision_config(vision)}
 
 

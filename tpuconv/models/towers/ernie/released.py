@@ -8,6 +8,7 @@ from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import TEXT_ALONE
 from tpuconv.models.common.config import LARGEST_VALUES
 from tpuconv.models.common.key_types import object_of
+from tpuconv.models.common.wrapper import KEYS_AROUND
 
 TYPE_OF_CODE = "ernie4_5_moe_vl"
 """The model_type of releases."""
@@ -20,8 +21,6 @@ COMPUTED_WITH: Mapping[str, Any] = {
 }
 """Keys without a counterpart in transformers, and the values that it computes with."""
 
-KEYS_AROUND = ("architectures", "model_type", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype")
-"""The keys that are not of the text model alone."""
 ROPE_OF_CODE = "ernie_3d"
 """The type of rotary positions that this code writes. Their sections are `freq_allocation`."""
 OF_VISION = ("depth", "num_heads", "hidden_act", "in_channels", "patch_size", "spatial_merge_size")

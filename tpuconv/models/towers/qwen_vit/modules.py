@@ -192,6 +192,17 @@ def plain_block(config: Any, dtype: DTypeLike, keys: Keys, eps: float = 1e-6, ro
     )
 
 
+def gated_block(config: Any, dtype: DTypeLike, keys: Keys) -> Block:
+    """Returns a layer with RMS norms and a gated MLP, without biases."""
+    return Block(
+        config,
+        partial(RMSNorm, "D", config.sizes, config.rms_norm_eps, dtype=dtype),
+        Attention(config, bias=False, out_bias=False, rotate=apply_rope, dtype=dtype, keys=keys),
+        MLP(config, ACTS_BY_NAME[config.hidden_act], gated=True, bias=False, dtype=dtype, keys=keys),
+        dtype=dtype,
+    )
+
+
 class Qwen3Vit(QwenVit):
     """The tower of Qwen3-VL: learned positions, and features for the first layers of the text (deepstack)."""
 
@@ -267,13 +278,7 @@ class GlmVit(QwenVit):
         self.downsample = Einsum("BPM,MO->BPO", config.sizes, bias=True, dtype=dtype, keys=keys)
 
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
-        return Block(
-            config,
-            partial(RMSNorm, "D", config.sizes, config.rms_norm_eps, dtype=dtype),
-            Attention(config, bias=False, out_bias=False, rotate=apply_rope, dtype=dtype, keys=keys),
-            MLP(config, ACTS_BY_NAME[config.hidden_act], gated=True, bias=False, dtype=dtype, keys=keys),
-            dtype=dtype,
-        )
+        return gated_block(config, dtype, keys)
 
     def taps(self, h: int, w: int) -> Taps:
         return bicubic_taps(h, w, self.config.table_side, self.config.table_side)

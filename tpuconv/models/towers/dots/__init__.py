@@ -1,0 +1,1 @@
+"""The tower of dots.ocr."""
