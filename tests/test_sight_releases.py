@@ -11,12 +11,14 @@ import pytest
 import transformers
 from PIL import Image
 
+import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import assert_same, restore
 from helpers.families import FIRST, save
+from helpers.whole_sights import made
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.pictures import Preparer
 from tpuconv.models.registry import find_family
 
@@ -67,18 +69,81 @@ DOTS: Mapping[str, Any] = {
     },
     "vocab_size": 151936,
 }
-RELEASES: Mapping[str, tuple[Mapping[str, Any], float]] = {"dots_ocr": (DOTS, 3.04e9)}
-"""By case the config.json of a release, and the number of its parameters."""
+MINICPM_V: Mapping[str, Any] = {
+    "architectures": ["MiniCPMV"],
+    "model_type": "minicpmv",
+    "version": 2.6,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_minicpm.MiniCPMVConfig"},
+    "batch_vision_input": True,
+    "bos_token_id": 151643,
+    "drop_vision_last_layer": False,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "image_size": 448,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "patch_size": 14,
+    "query_num": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "slice_config": {"max_slice_nums": 9, "patch_size": 14, "model_type": "minicpmv"},
+    "slice_mode": True,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_image_id": True,
+    "use_sliding_window": False,
+    "vision_batch_size": 16,
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 980,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+    },
+    "vocab_size": 151666,
+}
+WITHOUT_WINDOW = {key: x for key, x in MINICPM_V.items() if "window" not in key}
+LONGROPE = {
+    **{"rope_type": "longrope", "factor": 1.0, "original_max_position_embeddings": 32786},
+    **{"long_factor": [1.0] * 64, "short_factor": [1.0] * 64},
+}
+MINICPM_V4: Mapping[str, Any] = WITHOUT_WINDOW | {
+    **{"version": 4.0, "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 32, "head_dim": 128},
+    **{"num_hidden_layers": 32, "num_key_value_heads": 2, "vocab_size": 73448, "rope_theta": 10000.0},
+    **{"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_scaling": LONGROPE},
+}
+MINICPM_V4_5: Mapping[str, Any] = WITHOUT_WINDOW | {
+    **{"version": 4.5, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "head_dim": 128},
+    **{"num_hidden_layers": 36, "num_key_value_heads": 8, "vocab_size": 151748, "attention_bias": False},
+}
+RELEASES: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "dots_ocr": (DOTS, "3.0"),
+    "minicpmv": (MINICPM_V, "8.1"),
+    "minicpmv_4": (MINICPM_V4, "4.1"),
+    "minicpmv_4_5": (MINICPM_V4_5, "8.7"),
+}
+"""By case the config.json of a release, and the billions of its parameters."""
 
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_a_release_has_its_size(name: str) -> None:
-    raw, size = RELEASES[name]
+    raw, billions = RELEASES[name]
     family = find_family(raw)
     report = family.check_config(raw, parts=("vision",))
     rows = family.table_without_release(parts=report.config.parts).bind(report.config)
     numbers = [prod(shape) for row in rows for shape in row.src_shapes().values()]
-    assert sum(numbers) == pytest.approx(size, rel=0.005)
+    assert f"{sum(numbers) / 1e9:.1f}" == billions
     assert not report.ignored
 
 
@@ -90,6 +155,11 @@ def test_a_release_has_its_size(name: str) -> None:
         ("dots_ocr", {"vision_config": {"post_norm": False}}, "post_norm=False of an encoder is not implemented"),
         ("dots_ocr", {"vision_config": {"temporal_patch_size": 2}}, "temporal_patch_size=2 of an encoder"),
         ("dots_ocr", {"vision_config": [1]}, r"vision_config=\[1\] is not an object"),
+        ("minicpmv", {"version": 2.5}, "version=2.5 of MiniCPM-V is not implemented"),
+        ("minicpmv", {"version": None}, "version=None of MiniCPM-V is not implemented"),
+        ("minicpmv", {"drop_vision_last_layer": True}, "drop_vision_last_layer=True is not implemented"),
+        ("minicpmv", {"hidden_size": 1152, "num_attention_heads": 12}, r"as wide as the text model \(1152\)"),
+        ("minicpmv", {"hidden_size": 112}, "hidden_size=112 is no width of a resampler with 0 heads"),
     ],
 )
 def test_other_values_are_refused(name: str, change: dict[str, Any], fault: str) -> None:
@@ -98,15 +168,38 @@ def test_other_values_are_refused(name: str, change: dict[str, Any], fault: str)
         find_family(raw).read_config(raw, parts=("vision",))
 
 
-def test_the_text_of_dots_ocr_is_qwen2(tmp_path: Path) -> None:
-    alone = save(FIRST["qwen2"], tmp_path / "text")
-    text = json.loads((alone / "config.json").read_text())
-    raw = {**text, **{key: DOTS[key] for key in ("architectures", "model_type", "attention_bias", "vision_config")}}
-    write_checkpoint(tmp_path / "whole", raw, read_tensors(alone))
-    for name in ("text", "whole"):
-        api.convert(tmp_path / name, tmp_path / f"{name}-out")
-    assert read_manifest(tmp_path / "whole-out").family == "dots_ocr.qwen2"
+@pytest.mark.parametrize(
+    ("name", "text_type", "front"),
+    [
+        ("dots_ocr", "qwen2", ""),
+        ("minicpmv", "qwen2", "llm."),
+        ("minicpmv_4", "llama", "llm."),
+        ("minicpmv_4_5", "qwen3", "llm."),
+    ],
+)
+def test_the_text_model_is_of_its_family(name: str, text_type: str, front: str, tmp_path: Path) -> None:
+    alone = save(FIRST[text_type], tmp_path / "text")
+    raw = {**RELEASES[name][0], **json.loads((alone / "config.json").read_text())}
+    raw |= {key: RELEASES[name][0][key] for key in ("architectures", "model_type")}
+    for key in ("rope_scaling", "rope_theta"):
+        raw.pop(key, None)
+    write_checkpoint(tmp_path / "whole", raw, {f"{front}{each}": x for each, x in read_tensors(alone).items()})
+    for folder in ("text", "whole"):
+        api.convert(tmp_path / folder, tmp_path / f"{folder}-out")
+    assert read_manifest(tmp_path / "whole-out").family == f"{raw['model_type']}.{text_type}"
     assert_same(restore(tmp_path / "whole-out"), restore(tmp_path / "text-out"))
+
+
+def test_slices_that_do_not_fit_are_named(whole: Any) -> None:
+    case, model = made("minicpmv_2_6"), tpuconv.load(whole("minicpmv_2_6")[1])
+    with pytest.raises(UsageError, match=r"patches of \(4, 56\), tgt_sizes 12 of 4 x 4"):
+        model.see(case.ids_BT, case.mask_BT, **{**case.features, "tgt_sizes": case.features["tgt_sizes"][[0, 0]]})
+
+
+def test_prompts_of_minicpm_v_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MINICPM_V))
+    with pytest.raises(UsageError, match="the placeholders that minicpmv has for images are not known"):
+        Preparer(tmp_path, None).prepared("Read it.", [Image.new("RGB", (84, 140))])
 
 
 def test_prompts_of_dots_ocr(tmp_path: Path) -> None:

@@ -127,7 +127,8 @@ class Sight:
         return np.asarray(out.logits.float())
 
 
-OF_OTHER_TYPES = ("internvl_chat", "internvl_chat_6b", "kimi_vl", "dots_ocr")
+MINICPM_V = ("minicpmv_2_6", "minicpmv_4_0", "minicpmv_4_5")
+OF_OTHER_TYPES = ("internvl_chat", "internvl_chat_6b", "kimi_vl", "dots_ocr", *MINICPM_V)
 """Cases of releases with code of their own: transformers' model is of another type, which has cases too, or it has none
 of them."""
 SIGHTS: dict[str, Callable[[], Sight]] = {}

@@ -3,9 +3,12 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from helpers.processors import word_tokenizer
-from helpers.sights import GRIDS, IMAGE, TEXT, Sight, noise, qwen, sight, without_head_dim
+from helpers.sights import END, GRIDS, IMAGE, START, TEXT, Sight, noise, qwen, sight, tiny, without_head_dim
 from helpers.sights_pixtral import INTERN_VISION, QIANFAN_NAMES, squares
 from helpers.sights_sounds import kimi_k25
 
@@ -108,3 +111,62 @@ def dots_ocr() -> Sight:
     case = qwen(DotsOCRForCausalLM, config)
     patches = noise(int(GRIDS.prod(axis=1).sum()), 3 * 4 * 4)
     return replace(case, features={**case.features, "pixel_values": patches}, kinds={})
+
+
+def of_minicpm_v(folder: Path) -> None:
+    """Writes the config.json of MiniCPM-V, and its tokenizer, which alone says the token of images."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    del raw["image_token_id"]
+    path.write_text(json.dumps(raw | {"architectures": ["MiniCPMV"], "model_type": "minicpmv"}))
+    tokenizer = word_tokenizer({IMAGE: "<unk>"})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<unk>"]})
+    tokenizer.save_pretrained(folder)
+
+
+def minicpm_v(version: float, text_type: str, act: str = "gelu_pytorch_tanh", **text: Any) -> Sight:
+    from transformers import AutoConfig
+
+    from helpers.released_code.minicpm_v import MiniCPMV
+
+    vision = {
+        **{"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 5, "num_attention_heads": 3},
+        **{"image_size": 24, "patch_size": 4, "layer_norm_eps": 1e-6, "model_type": "siglip_vision_model"},
+        "hidden_act": act,
+    }
+    beside = {
+        **{"batch_vision_input": True, "drop_vision_last_layer": False, "image_size": 448, "patch_size": 4},
+        **{"query_num": 5, "slice_config": {"max_slice_nums": 9, "patch_size": 4}, "slice_mode": True},
+        **{"use_image_id": True, "version": version, "vision_batch_size": 16, "vision_config": vision},
+    }
+    config = AutoConfig.for_model(
+        text_type, **{**TEXT, "hidden_size": 256, **text}, **beside, image_token_id=IMAGE, tie_word_embeddings=False
+    )
+    sizes = np.array([(2, 3), (4, 1), (2, 2)])
+    features = {"pixel_values": noise(1, 3, 4, 4 * int(sizes.prod(axis=1).sum())), "tgt_sizes": sizes}
+    image = [START, *[IMAGE] * 5, END]
+    rows = [[5, 9, *image, 3, *image, 11, 7], [7, *image, 3]]
+    return Sight(tiny(MiniCPMV, config), rows, features, as_released=of_minicpm_v)
+
+
+@sight
+def minicpmv_2_6() -> Sight:
+    return minicpm_v(2.6, "qwen2", head_dim=64)
+
+
+@sight
+def minicpmv_4_0() -> Sight:
+    factors = {"long_factor": [1.0, 1.5, 2.0, 3.0], "short_factor": [1.0, 1.1, 1.2, 1.3]}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 1.0,
+        "original_max_position_embeddings": 64,
+        **factors,
+    }
+    return minicpm_v(4.0, "llama", "quick_gelu", rope_parameters=rope, max_position_embeddings=64)
+
+
+@sight
+def minicpmv_4_5() -> Sight:
+    return minicpm_v(4.5, "qwen3")

@@ -29,6 +29,7 @@ from tpuconv.models.towers.llava_modalities import (
     VIDEO_LLAVA_VISION,
     VIP_LLAVA_VISION,
 )
+from tpuconv.models.towers.minicpm.released import KEYS_OF_SLICES, SLICED_VISION, in_keys_of_minicpm_v
 from tpuconv.models.towers.modalities import (
     AYA_VISION,
     BLIP2_VISION,
@@ -378,6 +379,18 @@ WRAPPER_ROWS = (
         keys=MINICPM_V_KEYS,
         tied=True,
         modalities=(MINICPM_VISION,),
+    ),
+    Wrapper(
+        "minicpmv",
+        "MiniCPMV",
+        "MiniCPM-V 2.6, 4 and 4.5",
+        ("qwen2", "llama", "qwen3"),
+        prefix="llm.model.",
+        head="llm.lm_head.",
+        keys=KEYS_OF_SLICES,
+        modalities=(SLICED_VISION,),
+        end="",
+        in_keys=in_keys_of_minicpm_v,
     ),
     Wrapper(
         "minicpmv4_6",

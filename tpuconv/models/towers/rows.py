@@ -45,13 +45,13 @@ CLIP_LAYERS = under(
 """The layers of CLIP and SigLIP."""
 
 
-def joined_heads(name: str, front: str) -> tuple[Map, ...]:
+def joined_heads(name: str, front: str, heads: str = "N H", width: str = "D") -> tuple[Map, ...]:
     """Returns the rows of PyTorch's MultiheadAttention, which has queries, keys and values in one matrix; `front` is
-    what stands before their parameters."""
-    joined = "((N H) + (N H) + (N H))"
+    what stands before their parameters, `heads` are the letters of heads and of one head."""
+    joined, each = " + ".join([f"({heads})"] * 3), f"{width} {heads}"
     kernels, biases = (tuple(f"{front}{x}.{kind}" for x in "qkv") for kind in ("kernel", "bias"))
     return (
-        Map(f"{name}.in_proj_weight", kernels, f"{joined} D -> D N H, D N H, D N H"),
-        Map(f"{name}.in_proj_bias", biases, f"{joined} -> N H, N H, N H"),
-        *with_bias(f"{name}.out_proj", f"{front}o", OUT_OF_HEADS, "D"),
+        Map(f"{name}.in_proj_weight", kernels, f"({joined}) {width} -> {each}, {each}, {each}"),
+        Map(f"{name}.in_proj_bias", biases, f"({joined}) -> {heads}, {heads}, {heads}"),
+        *with_bias(f"{name}.out_proj", f"{front}o", f"{width} ({heads}) -> {heads} {width}", width),
     )

@@ -22,6 +22,22 @@ from tpuconv.models.towers.siglip.modules import Siglip
 from tpuconv.models.towers.vit import Attention
 
 
+def patches_side_by_side(
+    features: Mapping[str, np.ndarray], sizes_name: str, p: int
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Returns the patches [P, X p p] of `pixel_values` [1, X, p, P p], one image after the other, and the rows and
+    columns of the patches of each, which the feature `sizes_name` has.
+
+    Raises:
+        UsageError: a feature is missing, or they do not fit each other.
+    """
+    pixels, sizes = given(features, "pixel_values", 4)[0], given(features, sizes_name, 2).tolist()
+    count = sum(h * w for h, w in sizes)
+    if pixels.shape[1:] != (p, p * count):
+        raise UsageError(f"pixel_values has patches of {pixels.shape[1:]}, {sizes_name} {count} of {p} x {p}")
+    return pixels.reshape(-1, p, count, p).transpose(2, 0, 1, 3).reshape(count, -1), sizes
+
+
 class Round(nnx.Module):
     """Joins four patches, [B, P, D] to [B, P / 4, O]: a norm and two matrices follow."""
 
@@ -93,13 +109,8 @@ class MiniCpmVit(Siglip):
         return int(self.config.patch_size * 2**self.rounds)
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
-        pixels, sizes = given(features, "pixel_values", 4)[0], given(features, "target_sizes", 2).tolist()
-        p, side = self.config.patch_size, self.config.side
-        count = sum(h * w for h, w in sizes)
-        if pixels.shape[1:] != (p, p * count):
-            raise UsageError(f"pixel_values has patches of {pixels.shape[1:]}, target_sizes {count} of {p} x {p}")
-        rounds = self.rounds
-        patches = pixels.reshape(-1, p, count, p).transpose(2, 0, 1, 3).reshape(count, -1)
+        patches, sizes = patches_side_by_side(features, "target_sizes", self.config.patch_size)
+        count, side, rounds = len(patches), self.config.side, self.rounds
         places, order, first = [], [], 0
         for h, w in sizes:
             own = nested_order(h, w, [2] * rounds)
