@@ -127,7 +127,48 @@ MINICPM_V4_5: Mapping[str, Any] = WITHOUT_WINDOW | {
     **{"version": 4.5, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "head_dim": 128},
     **{"num_hidden_layers": 36, "num_key_value_heads": 8, "vocab_size": 151748, "attention_bias": False},
 }
+PHI3_V: Mapping[str, Any] = {
+    "_name_or_path": "Phi-3-vision-128k-instruct",
+    "architectures": ["Phi3VForCausalLM"],
+    "model_type": "phi3_v",
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_phi3_v.Phi3VConfig"},
+    "bos_token_id": 1,
+    "embd_layer": {
+        "embedding_cls": "image",
+        "hd_transform_order": "sub_glb",
+        "projection_cls": "mlp",
+        "use_hd_transform": True,
+        "with_learnable_separator": True,
+    },
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "img_processor": {
+        "image_dim_out": 1024,
+        "model_name": "openai/clip-vit-large-patch14-336",
+        "name": "clip_vision_model",
+        "num_img_tokens": 144,
+    },
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"type": "su", "long_factor": [1.0] * 48, "short_factor": [1.0] * 48},
+    "rope_theta": 10000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32064,
+    "_attn_implementation": "flash_attention_2",
+}
 RELEASES: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "phi3_v": (PHI3_V, "4.1"),
     "dots_ocr": (DOTS, "3.0"),
     "minicpmv": (MINICPM_V, "8.1"),
     "minicpmv_4": (MINICPM_V4, "4.1"),
@@ -155,6 +196,19 @@ def test_a_release_has_its_size(name: str) -> None:
         ("dots_ocr", {"vision_config": {"post_norm": False}}, "post_norm=False of an encoder is not implemented"),
         ("dots_ocr", {"vision_config": {"temporal_patch_size": 2}}, "temporal_patch_size=2 of an encoder"),
         ("dots_ocr", {"vision_config": [1]}, r"vision_config=\[1\] is not an object"),
+        (
+            "phi3_v",
+            {"embd_layer": {"projection_cls": "linear"}},
+            "embd_layer.projection_cls='linear' is not",
+        ),
+        (
+            "phi3_v",
+            {"embd_layer": {"hd_transform_order": "glb_sub"}},
+            "hd_transform_order='glb_sub' is not",
+        ),
+        ("phi3_v", {"img_processor": {"type_feature": "cls_patch"}}, "type_feature='cls_patch' is not implemented"),
+        ("phi3_v", {"img_processor": {"image_dim_out": 512}}, "image_dim_out=512 does not fit an encoder of 24 x 24"),
+        ("phi3_v", {"img_processor": {"layer_idx": 25}}, r"has no hidden states \[25\]"),
         ("minicpmv", {"version": 2.5}, "version=2.5 of MiniCPM-V is not implemented"),
         ("minicpmv", {"version": None}, "version=None of MiniCPM-V is not implemented"),
         ("minicpmv", {"drop_vision_last_layer": True}, "drop_vision_last_layer=True is not implemented"),
@@ -172,6 +226,7 @@ def test_other_values_are_refused(name: str, change: dict[str, Any], fault: str)
     ("name", "text_type", "front"),
     [
         ("dots_ocr", "qwen2", ""),
+        ("phi3_v", "phi3", ""),
         ("minicpmv", "qwen2", "llm."),
         ("minicpmv_4", "llama", "llm."),
         ("minicpmv_4_5", "qwen3", "llm."),
@@ -196,9 +251,40 @@ def test_slices_that_do_not_fit_are_named(whole: Any) -> None:
         model.see(case.ids_BT, case.mask_BT, **{**case.features, "tgt_sizes": case.features["tgt_sizes"][[0, 0]]})
 
 
-def test_prompts_of_minicpm_v_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MINICPM_V))
-    with pytest.raises(UsageError, match="the placeholders that minicpmv has for images are not known"):
+def test_tiles_of_phi_3_that_do_not_fit_are_named(whole: Any) -> None:
+    case, model = made("phi3_v"), tpuconv.load(whole("phi3_v")[1])
+    sizes, pixels = case.features["image_sizes"], case.features["pixel_values"]
+    for changed, fault in (
+        (
+            {"image_sizes": sizes * 2},
+            "image 0 has 32 x 64 pixels by image_sizes, which are 2 x 4 tiles, .* 2 beside",
+        ),
+        ({"image_sizes": sizes // 2}, "which are 0 x 1 tiles"),
+        ({"image_sizes": sizes[:2]}, "for 2 images"),
+        ({"pixel_values": pixels[..., :12]}, r"has shape \(3, 3, 3, 16, 12\).* 16 x 16"),
+    ):
+        with pytest.raises(UsageError, match=fault):
+            model.see(case.ids_BT, case.mask_BT, **{**case.features, **changed})
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_the_embedding_of_phi_3_may_stand_twice(both: bool, whole: Any, tmp_path: Path) -> None:
+    src, out = whole("phi3_v")
+    tensors, name = read_tensors(src), "model.embed_tokens.weight"
+    tensors["model.vision_embed_tokens.wte.weight"] = tensors[name].copy() if both else tensors.pop(name)
+    write_checkpoint(tmp_path / "src", json.loads((src / "config.json").read_text()), tensors)
+    for text_only in (False, True):
+        api.convert(tmp_path / "src", tmp_path / f"out-{text_only}", text_only=text_only)
+    assert_same(restore(tmp_path / "out-False"), restore(out))
+    assert read_manifest(tmp_path / "out-True").arrays.keys() < read_manifest(out).arrays.keys()
+    api.export(tmp_path / "out-False", tmp_path / "back")
+    assert_same(read_tensors(tmp_path / "back"), read_tensors(src))
+
+
+@pytest.mark.parametrize("name", ["minicpmv", "phi3_v"])
+def test_prompts_without_a_processor_are_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RELEASES[name][0]))
+    with pytest.raises(UsageError, match=f"the placeholders that {name} has for images are not known"):
         Preparer(tmp_path, None).prepared("Read it.", [Image.new("RGB", (84, 140))])
 
 

@@ -170,3 +170,38 @@ def minicpmv_4_0() -> Sight:
 @sight
 def minicpmv_4_5() -> Sight:
     return minicpm_v(4.5, "qwen3")
+
+
+PHI3_NAMES = {r"(\.img_processor)\.(?!vision_model)": r"\1.vision_model."}
+"""transformers wrote this level until version 5."""
+
+
+@sight
+def phi3_v() -> Sight:
+    from helpers.released_code.phi3_vision import Config, Phi3VForCausalLM
+
+    vision = {
+        **{"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 3},
+        **{"image_size": 16, "patch_size": 4},
+    }
+    rope = {
+        **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64},
+        **{"long_factor": [1.0, 1.5, 2.0, 3.0], "short_factor": [1.0, 1.1, 1.2, 1.3]},
+    }
+    config = Config(
+        **without_head_dim(TEXT),
+        rope_parameters=rope,
+        original_max_position_embeddings=64,
+        max_position_embeddings=128,
+        embd_layer={"hd_transform_order": "sub_glb", "projection_cls": "mlp", "use_hd_transform": True},
+        img_processor={"image_dim_out": 24, "name": "clip_vision_model", "num_img_tokens": 4},
+        vision_config=vision,
+        image_token_id=IMAGE,
+    )
+    sizes = np.array([(16, 32), (32, 16), (16, 16)])
+    rows = [
+        [5, 9, *[IMAGE] * (2 * 5 + 1 + 2 * 3), 3, *[IMAGE] * (4 * 3 + 1 + 2 * 3), 11, 7],
+        [7, *[IMAGE] * (2 * 3 + 1 + 2 * 3), 3],
+    ]
+    features = {"pixel_values": noise(3, 3, 3, 16, 16), "image_sizes": sizes}
+    return Sight(tiny(Phi3VForCausalLM, config), rows, features, released=PHI3_NAMES)

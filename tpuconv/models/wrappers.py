@@ -8,7 +8,7 @@ In all rows here text meets the text model alone, and each token of it sees thos
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -51,6 +51,7 @@ from tpuconv.models.towers.modalities import (
     PALIGEMMA_VISION,
     VIDEO_LLAMA3_VISION,
 )
+from tpuconv.models.towers.phi3.family import KEYS_OF_IMAGES, PHI3_VISION, in_keys_of_phi3_v
 from tpuconv.models.towers.sam_modalities import GOT_VISION
 from tpuconv.models.towers.sound_modalities import (
     FLAMINGO_AUDIO,
@@ -100,6 +101,7 @@ class Wrapper:
         skips: names of the modules outside of the text model, and why they are skipped, if these are not the modules of
             the modalities. They may stand below `model.`.
         tensors: the same of single tensors.
+        copies: names of tensors that releases may have twice, and of their originals.
         prefix: that of the text model in releases.
         head: the prefix of the head in releases; by default that of `tpuconv.models.common.wrapper.PREFIXES`.
         released_as: `model_type` and architecture of config.json in releases with code of their own, if these differ.
@@ -117,6 +119,7 @@ class Wrapper:
     skips: Mapping[str, str] = field(default_factory=dict)
     _: KW_ONLY
     tensors: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
     prefix: str = IN_MODEL
     head: str | None = None
     released_as: tuple[str, str] | None = None
@@ -269,6 +272,18 @@ WRAPPER_ROWS = (
         modalities=(DOTS_VISION,),
         end="ForCausalLM",
         in_keys=in_keys_of_dots,
+    ),
+    Wrapper(
+        "phi3_v",
+        "Phi3V",
+        "Phi-3-vision, Phi-3.5-vision",
+        ("phi3",),
+        prefix="model.",
+        copies={"model.vision_embed_tokens.wte.weight": "model.embed_tokens.weight"},
+        keys=KEYS_OF_IMAGES,
+        modalities=(PHI3_VISION,),
+        end="ForCausalLM",
+        in_keys=in_keys_of_phi3_v,
     ),
     Wrapper(
         "blip-2",
@@ -553,11 +568,12 @@ def wrapped(model_type: str, text_type: str) -> Family:
     wrapper, text = WRAPPERS[model_type], family_of_type(text_type)
     assert text is not None
     released = {} if wrapper.released_as is None else {wrapper.released_as[1]: wrapper.released_as[0]}
+    table = inside(text.table, wrapper.prefix, wrapper.outside, tensors=wrapper.tensors, head=wrapper.head)
     return Family(
         name=f"{model_type}.{text_type}",
         summary=f"{wrapper.models}: the text model, as {text.name}",
         config=_config_class(wrapper, text.config.of_type(text_type)),
-        table=inside(text.table, wrapper.prefix, wrapper.outside, tensors=wrapper.tensors, head=wrapper.head),
+        table=replace(table, copies={**table.copies, **wrapper.copies}),
         aliases=text.aliases,
         forms=text.forms,
         model=text.model,

@@ -31,6 +31,26 @@ from tpuconv.models.towers.siglip.modules import Siglip
 PIXELS, SIZES, REAL_PATCHES = "image_pixel_values", "image_sizes", "image_attention_mask"
 
 
+def tiles_in_order(h: int, w: int, k: int, first: int, is_real_BYX: np.ndarray | None = None) -> IntArray:
+    """Returns the numbers of an image's features in their order: h x w tiles row by row, without padding, then the
+    whole. Each has k x k features.
+
+    Args:
+        first: the number of the first feature of the whole; 0 is the vector at the ends of rows, 1 the one between.
+        is_real_BYX: which patches of the tiles are no padding, two along each side of a feature; all by default.
+    """
+
+    def joined(x_BYX: np.ndarray) -> np.ndarray:
+        return x_BYX.reshape(h, w, k, k).swapaxes(1, 2).reshape(h * k, w * k)
+
+    is_real = np.ones((h * k, w * k), bool) if is_real_BYX is None else joined(is_real_BYX[:, ::2, ::2])
+    rows, columns = int(is_real[:, 0].sum()), int(is_real[0].sum())
+    number = np.arange(first, first + (1 + h * w) * k * k, dtype=np.int32).reshape(-1, k, k)
+    parts, whole = joined(number[1:])[:rows, :columns], number[0]
+    ended = [np.pad(each, ((0, 0), (0, 1))).reshape(-1) for each in (parts, whole)]
+    return np.concatenate([ended[0], np.ones(1, np.int32), ended[1]])
+
+
 class Phi4Vit(Siglip):
     """Images as one tile of the whole and tiles of parts [I, tiles, X, Y, X], of which those at the end may be padding,
     to features [X, O]. Padded patches are no keys, and make no features."""
@@ -85,7 +105,7 @@ class Phi4Vit(Siglip):
                 )
             tiles.append(image[: 1 + h * w])
             masks.append(mask[: 1 + h * w])
-            index.append(self._order(mask[1 : 1 + h * w], h, w, first))
+            index.append(tiles_in_order(h, w, self.feature_side, first, mask[1 : 1 + h * w]))
             first += (1 + h * w) * self.feature_side**2
         pixels_BCYX, is_key_BYX = np.concatenate(tiles), np.concatenate(masks)
         places_BYX = np.zeros(is_key_BYX.shape, np.int32)
@@ -102,22 +122,6 @@ class Phi4Vit(Siglip):
             np.arange(len(index_X)),
             [len(each) for each in index],
         )
-
-    def _order(self, is_real_BYX: np.ndarray, h: int, w: int, first: int) -> IntArray:
-        """Returns the numbers of an image's features in their order: h x w tiles row by row, without padding, then the
-        whole. `first` is the number of the first feature of the whole; 0 is the vector at the ends of rows, 1 the one
-        between."""
-        k = self.feature_side
-
-        def joined(x_BYX: np.ndarray) -> np.ndarray:
-            return x_BYX.reshape(h, w, k, k).swapaxes(1, 2).reshape(h * k, w * k)
-
-        is_real = joined(is_real_BYX[:, ::2, ::2])
-        rows, columns = int(is_real[:, 0].sum()), int(is_real[0].sum())
-        number = np.arange(first, first + (1 + h * w) * k * k, dtype=np.int32).reshape(-1, k, k)
-        parts, whole = joined(number[1:])[:rows, :columns], number[0]
-        ended = [np.pad(each, ((0, 0), (0, 1))).reshape(-1) for each in (parts, whole)]
-        return np.concatenate([ended[0], np.ones(1, np.int32), ended[1]])
 
     def __call__(  # type: ignore[override]
         self, pixels_BCYX: jax.Array, places_BP: jax.Array, is_key_BP: jax.Array, index_X: jax.Array

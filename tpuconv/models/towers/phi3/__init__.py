@@ -1,0 +1,1 @@
+"""The tower of Phi-3-vision."""
