@@ -104,9 +104,12 @@ def bilinear_taps_of_centers(h: int, w: int, table_height: int, table_width: int
 
 
 def bilinear_weights(size: int, rows: int) -> Floats:
-    """Returns the weights [size, rows] of bilinear interpolation on one axis, with the places of
-    `bilinear_taps_of_centers`."""
-    tap, distance = _neighbours(np.maximum(_centers(size, rows), np.float32(0)), rows, 0, 2)
+    """Returns the weights [size, rows] of bilinear interpolation on one axis: place i of n is at (i + 1/2) (G / n) -
+    1/2 of G rows, and rows outside are the ones at the border (Gemma 3n). The float32 operations are the
+    reference's."""
+    half, step = np.float32(0.5), np.float32(rows) / np.float32(size)
+    place = np.maximum((np.arange(size, dtype=np.float32) + half) * step - half, np.float32(0))
+    tap, distance = _neighbours(place, rows, 0, 2)
     weights = np.zeros((size, rows), np.float32)
     np.add.at(weights, (np.arange(size)[:, None], tap), np.maximum(1 - distance, np.float32(0)))
     return weights
