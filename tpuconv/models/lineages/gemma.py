@@ -20,6 +20,7 @@ from tpuconv.models.embedding_gemma2_text.family import FAMILY as EMBEDDING_GEMM
 from tpuconv.models.gemma3n_text.family import FAMILY as GEMMA3N_TEXT
 from tpuconv.models.gemma4_text.family import FAMILY as GEMMA4_TEXT
 from tpuconv.models.parts import Attn, Factors, Mlp, Norms
+from tpuconv.models.towers.gemma3n.modalities import GEMMA3N_AUDIO, GEMMA3N_VISION
 from tpuconv.models.towers.modalities import GEMMA3_VISION, GEMMA4_PATCHES, GEMMA4_VISION
 from tpuconv.models.towers.sound_modalities import GEMMA4_AUDIO, GEMMA4_FRAMES
 from tpuconv.notation.letters import Word, declare
@@ -166,7 +167,13 @@ GEMMA3 = wrapper(
 TOWERS = {"vision_tower": SEES, "embed_vision": BRINGS, "audio_tower": HEARS, "embed_audio": HEARS}
 
 GEMMA3N = wrapper(
-    "gemma3n", "Gemma 3n, text", "Gemma3nForConditionalGeneration", text=GEMMA3N_TEXT, outside=TOWERS, tied=True
+    "gemma3n",
+    "Gemma 3n",
+    "Gemma3nForConditionalGeneration",
+    text=GEMMA3N_TEXT,
+    outside=TOWERS,
+    tied=True,
+    modalities=(GEMMA3N_VISION, GEMMA3N_AUDIO),
 )
 
 GEMMA4 = wrapper(
