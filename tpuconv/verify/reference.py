@@ -48,7 +48,7 @@ READ_WITHOUT_WINDOW = frozenset({"deepseek_ocr"})
 
 NAMED_OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "phi4mm": RELEASED_PARTS,
-    "internvl_chat": {f"attention.{x}_norm.": f"attn.{x}_norm." for x in "qk"},
+    "internvl_chat": {f".attention.{x}_norm.": f".attn.{x}_norm." for x in "qk"},
 }
 """For some of these types parts of the names of the other one, and what the tensors of releases have in their place."""
 
