@@ -1001,3 +1001,60 @@ def test_layers_of_north_micro_vision_say_their_rotary_positions() -> None:
 def test_heads_of_codegen_are_in_four_groups() -> None:
     with pytest.raises(ConfigError, match="n_head=6 is not a multiple of 4"):
         get_family("codegen").config.from_hf({"model_type": "codegen", "n_head": 6, "n_embd": 48, "rotary_dim": 8})
+
+
+NEMOTRON_BLOCK = {
+    "attention": {
+        **{"n_heads_in_group": 8, "no_op": False, "num_sink_tokens": None, "replace_with_linear": False},
+        **{"sparsify": None, "unshifted_sink": False, "use_prefill_window_in_sink_attention": False},
+        "window_length": None,
+    },
+    "ffn": {"ffn_mult": 5.25, "no_op": False, "replace_with_linear": False, "sparsify": None},
+}
+
+
+def nemotron_nas(*changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Keys of Llama Nemotron Super 49B, with a layer for each change of its usual one."""
+    blocks = [{part: own | change.get(part, {}) for part, own in NEMOTRON_BLOCK.items()} for change in changes]
+    return {
+        "architectures": ["DeciLMForCausalLM"],
+        "model_type": "nemotron-nas",
+        **{"hidden_size": 8192, "intermediate_size": None, "num_attention_heads": 64, "num_key_value_heads": None},
+        **{"num_hidden_layers": len(blocks), "rms_norm_eps": 1e-05, "vocab_size": 128256, "block_configs": blocks},
+    }
+
+
+def test_blocks_of_nemotron_are_read() -> None:
+    raw = nemotron_nas(
+        {},
+        {"attention": {"no_op": True, "n_heads_in_group": None}, "ffn": {"ffn_mult": 1.3125}},
+        {"attention": {"replace_with_linear": True, "n_heads_in_group": None}, "ffn": {"no_op": True}},
+        {"attention": {"n_heads_in_group": 16}, "ffn": {"ffn_mult": None, "intermediate_size": 5000}},
+    )
+    config = find_family(raw).check_config(raw).config
+    assert (config.block_kv_heads, config.block_widths) == ((8, None, 0, 4), (28672, 7168, None, 5000))
+    assert (config.of_layer(0).sizes["G"], config.of_layer(3).sizes["G"]) == (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "why"),
+    [
+        ("attention", {"window_length": 4096}, r"window_length=4096 of 'attention' is not implemented"),
+        ("ffn", {"replace_with_linear": True}, r"replace_with_linear=True of 'ffn' is not implemented"),
+        ("ffn", {"hidden_act": "gelu"}, "hidden_act='gelu' is not implemented"),
+        ("attention", {"n_heads_in_group": 7}, "n_heads_in_group=7 does not divide num_attention_heads=64"),
+        ("ffn", {"ffn_mult": None}, "gives no width of an MLP"),
+    ],
+)
+def test_other_blocks_of_nemotron_are_refused(part: str, change: dict[str, Any], why: str) -> None:
+    raw = nemotron_nas({part: change})
+    with pytest.raises((ConfigError, UnsupportedConfig), match=why):
+        find_family(raw).check_config(raw)
+
+
+def test_a_nemotron_without_blocks_for_all_layers_is_refused() -> None:
+    raw = nemotron_nas({})
+    for change, why in (({"num_hidden_layers": 2}, "1 entries for num_hidden_layers=2"), ({"block_configs": 3}, "=3")):
+        with pytest.raises(ConfigError) as error:
+            find_family(raw).check_config(raw | change)
+        assert why in str(error.value)

@@ -186,6 +186,16 @@ EVEN = {
     **{name: {"num_attention_heads": 2} for name in ("qwen2", "exaone", "internlm2")},
     **{name: {"num_attention_heads": 2} for name in ("orion", "minicpm", "PanguEmbedded")},
     "deepseek": {"num_attention_heads": 2, "moe_intermediate_size": 64},
+    "nemotron-nas": {
+        "head_dim": 32,
+        "block_configs": [
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"intermediate_size": 96}},
+            {"attention": {"no_op": True}, "ffn": {"intermediate_size": 64}},
+            {"attention": {"n_heads_in_group": 1}, "ffn": {"no_op": True}},
+            {"attention": {"replace_with_linear": True}, "ffn": {"intermediate_size": 64}},
+            {"attention": {"n_heads_in_group": 4}, "ffn": {"intermediate_size": 32}},
+        ],
+    },
     "mimo": {"head_dim": 32},
     "zaya": {"head_dim": 32, "moe_intermediate_size": 64, "router_hidden_size": 32},
     "modernbert_decoder": {"num_attention_heads": 2},

@@ -190,6 +190,7 @@ FAMILIES: Mapping[str, str] = {
     "emu3": "lineages.llama",
     "PanguEmbedded": "lineages.llama",
     "minicpm": "lineages.llama",
+    "nemotron-nas": "lineages.llama",
     "orion": "lineages.like_llama",
     "chatglm": "lineages.glm",
     "deepseek": "lineages.deepseek",

@@ -13,6 +13,7 @@ MODELS: Mapping[str, str] = {
     "deepseek": "deepseek_moe:DeepseekForCausalLM",
     "orion": "like_llama:OrionForCausalLM",
     "minicpm": "like_llama:MiniCPMForCausalLM",
+    "nemotron-nas": "nemotron_nas:DeciLMForCausalLM",
 }
 """The model types, which are the names of families too, and the module and class of each model with logits."""
 
