@@ -841,11 +841,37 @@ LING_2_MINI: dict[str, Any] = {
     **{"partial_rotary_factor": 0.5, "rope_theta": 600_000, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
     **{"vocab_size": 157_184, "max_position_embeddings": 32_768, "num_nextn_predict_layers": 0},
 }
+LING_LITE: dict[str, Any] = {
+    **{"architectures": ["BailingMoeForCausalLM"], "model_type": "bailing_moe", "auto_map": {}},
+    **{"attention_dropout": 0.0, "embedding_dropout": 0.0, "output_dropout": 0.0, "hidden_act": "silu"},
+    **{"num_hidden_layers": 28, "hidden_size": 2048, "intermediate_size": 5632, "first_k_dense_replace": 0},
+    **{"moe_intermediate_size": 1408, "num_shared_experts": 2, "num_experts": 64, "num_experts_per_tok": 6},
+    **{"norm_topk_prob": True, "norm_head": False, "norm_softmax": False, "output_router_logits": False},
+    **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "use_qkv_bias": False, "use_bias": False},
+    **{"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "rope_scaling": None},
+    **{"rope_theta": 600_000, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "vocab_size": 126_464},
+    **{"max_position_embeddings": 32_768, "pretraining_tp": 1, "use_cache": True},
+}
 RING_LINEAR_MINI = {
     **LING_2_MINI,
     **{"architectures": ["BailingMoeLinearV2ForCausalLM"], "model_type": "bailing_moe_linear"},
     **{"layer_group_size": 5, "group_norm_size": 4, "linear_silu": False, "max_position_embeddings": 131_072},
 }
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"norm_head": True}, {"use_qk_norm": True}, {"score_function": "sigmoid"}, {"norm_topk_prob": False}),
+        *({"moe_router_enable_expert_bias": True}, {"use_sliding_window": True}, {"use_bias": True}),
+    ],
+    ids=str,
+)
+def test_other_routers_and_heads_of_the_first_ling_are_refused(wrong: dict[str, Any]) -> None:
+    family = find_family(LING_LITE)
+    assert parameters(family, family.check_config(LING_LITE).config) == 16_801_974_272
+    with pytest.raises(UnsupportedConfig):
+        family.check_config(LING_LITE | wrong)
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,7 @@ EVEN = {
     **{name: {"num_attention_heads": 2} for name in ("qwen2", "exaone", "internlm2")},
     **{name: {"num_attention_heads": 2} for name in ("orion", "minicpm", "PanguEmbedded")},
     "deepseek": {"num_attention_heads": 2, "moe_intermediate_size": 64},
+    "bailing_moe_v1": {"head_dim": 32, "moe_intermediate_size": 64},
     "nemotron-nas": {
         "head_dim": 32,
         "block_configs": [

@@ -194,6 +194,7 @@ FAMILIES: Mapping[str, str] = {
     "orion": "lineages.like_llama",
     "chatglm": "lineages.glm",
     "deepseek": "lineages.deepseek",
+    "bailing_moe_v1": "lineages.moe",
     "cohere_compass_text": "lineages.cohere",
     "nemo_speechlm": "nemo_speechlm.family",
     "codegen": "lineages.gpt",
@@ -211,6 +212,7 @@ FAMILIES: Mapping[str, str] = {
 
 SHARED_TYPES: Mapping[str, Mapping[str, str]] = {
     "bailing_hybrid": {"BailingMoeV2_5": "bailing_moe_v2_5"},
+    "bailing_moe": dict.fromkeys(("BailingMoeFor", "BailingMoeModel"), "bailing_moe_v1"),
     "ernie4_5_moe_vl": {"Ernie4_5_VL": "ernie4_5_vl_moe"},
 }
 """The model types that releases of several families write, or releases with code of their own: by the beginning of the

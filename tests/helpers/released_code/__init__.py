@@ -11,6 +11,7 @@ MODELS: Mapping[str, str] = {
     "kimi_k3": "kimi:KimiK3ForConditionalGeneration",
     "deepseek_v41": "deepseek:DeepseekV41ForCausalLM",
     "deepseek": "deepseek_moe:DeepseekForCausalLM",
+    "bailing_moe_v1": "deepseek_moe:BailingMoeForCausalLM",
     "orion": "like_llama:OrionForCausalLM",
     "minicpm": "like_llama:MiniCPMForCausalLM",
     "nemotron-nas": "nemotron_nas:DeciLMForCausalLM",
