@@ -1084,3 +1084,28 @@ def test_a_nemotron_without_blocks_for_all_layers_is_refused() -> None:
         with pytest.raises(ConfigError) as error:
             find_family(raw).check_config(raw | change)
         assert why in str(error.value)
+
+
+PLAMO_3 = {
+    "architectures": ["Plamo3ForCausalLM"],
+    "model_type": "plamo3",
+    **{"head_dim": 128, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4},
+    **{"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 107520, "image_token_id": None},
+    **{"rope_theta": 1000000, "rope_local_theta": 20000, "window_size": 2048, "sliding_window_pattern": 2},
+    **{"linear_type": "normal", "image_feature_size": None, "image_proj_type": "linear", "sliding_window": None},
+}
+
+
+def test_windows_and_rotary_positions_of_plamo_3() -> None:
+    family, windows = find_family(PLAMO_3), [2048, None, 2048, None]
+    config = family.check_config(PLAMO_3).config
+    assert ([*config.windows], config.rope.theta, config.local_rope.theta) == (windows, 1_000_000, 20_000)
+    older = {key: value for key, value in PLAMO_3.items() if key not in ("window_size", "rope_theta")}
+    older |= {"rope_global_theta": 1000000, "sliding_window": windows}
+    assert family.check_config(older).config == config
+    for key in ("sliding_window", "interleaved_sliding_window"):
+        with pytest.raises(ConfigError, match="contradicts itself"):
+            family.check_config(PLAMO_3 | {key: [None, 2048, None, None]})
+    for wrong in ({"rope_scaling_factor": 16.0}, {"scale_embedding": True}, {"image_token_id": 7}):
+        with pytest.raises(UnsupportedConfig):
+            family.check_config(PLAMO_3 | wrong)

@@ -191,6 +191,7 @@ FAMILIES: Mapping[str, str] = {
     "PanguEmbedded": "lineages.llama",
     "minicpm": "lineages.llama",
     "nemotron-nas": "lineages.llama",
+    "plamo3": "lineages.plamo",
     "orion": "lineages.like_llama",
     "chatglm": "lineages.glm",
     "deepseek": "lineages.deepseek",

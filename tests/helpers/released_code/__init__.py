@@ -14,6 +14,7 @@ MODELS: Mapping[str, str] = {
     "bailing_moe_v1": "deepseek_moe:BailingMoeForCausalLM",
     "orion": "like_llama:OrionForCausalLM",
     "minicpm": "like_llama:MiniCPMForCausalLM",
+    "plamo3": "plamo:Plamo3ForCausalLM",
     "nemotron-nas": "nemotron_nas:DeciLMForCausalLM",
 }
 """The model types, which are the names of families too, and the module and class of each model with logits."""

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaPreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel
 
+from helpers.released_code.fused import FusedProjections
+
 
 class Config(LlamaConfig):
     model_type = "deepseek"
@@ -62,25 +64,16 @@ class BailingConfig(Config):
     norm_topk_prob: bool = True
 
 
-class BailingAttention(LlamaAttention):
+class BailingAttention(FusedProjections, LlamaAttention):
     """Llama's, with queries, keys and values in one matrix, which alone may have a bias."""
+
+    fused = "query_key_value"
 
     def __init__(self, config: Any, number: int) -> None:
         super().__init__(config, number)
-        heads, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        del self.q_proj, self.k_proj, self.v_proj, self.o_proj
-        self.query_key_value = nn.Linear(config.hidden_size, heads + 2 * keys, bias=config.attention_bias)
-        self.dense = nn.Linear(heads, config.hidden_size, bias=False)
-        self.widths = [heads, keys, keys]
-
-    def q_proj(self, x: Tensor) -> Tensor:
-        return self.query_key_value(x).split(self.widths, -1)[0]
-
-    def k_proj(self, x: Tensor) -> Tensor:
-        return self.query_key_value(x).split(self.widths, -1)[1]
-
-    def v_proj(self, x: Tensor) -> Tensor:
-        return self.query_key_value(x).split(self.widths, -1)[2]
+        self.fuse(config, config.attention_bias)
+        del self.o_proj
+        self.dense = nn.Linear(self.widths[0], config.hidden_size, bias=False)
 
     def o_proj(self, x: Tensor) -> Tensor:
         return self.dense(x)
