@@ -79,6 +79,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "nemotron-nas",
         "orion",
         "plamo3",
+        "rnj1",
     }  # whose code is in the releases
 
 

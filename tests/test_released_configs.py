@@ -1109,3 +1109,19 @@ def test_windows_and_rotary_positions_of_plamo_3() -> None:
     for wrong in ({"rope_scaling_factor": 16.0}, {"scale_embedding": True}, {"image_token_id": 7}):
         with pytest.raises(UnsupportedConfig):
             family.check_config(PLAMO_3 | wrong)
+
+
+def test_the_architecture_tells_rnj_1_5_from_gemma_3() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8192}
+    raw: dict[str, Any] = {
+        **{"architectures": ["Rnj1ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 4096, "head_dim": 128},
+        **{"num_hidden_layers": 2, "layer_types": ["chunked_attention", "full_attention"], "sliding_window": 1024},
+        "rope_parameters": {"chunked_attention": rope, "full_attention": rope},
+    }
+    family = find_family(raw)
+    config = family.check_config(raw).config
+    assert (family.name, config.windows, config.local_rope) == ("rnj1", (1024, None), config.rope)
+    assert find_family(raw | {"architectures": ["Gemma3ForCausalLM"]}).name == "gemma3_text"
+    for wrong in ({"layer_types": ["sliding_attention", "full_attention"]}, {"sliding_window": 1}):
+        with pytest.raises(ConfigError):
+            family.check_config(raw | wrong)

@@ -192,6 +192,7 @@ FAMILIES: Mapping[str, str] = {
     "minicpm": "lineages.llama",
     "nemotron-nas": "lineages.llama",
     "plamo3": "lineages.plamo",
+    "rnj1": "lineages.gemma",
     "orion": "lineages.like_llama",
     "chatglm": "lineages.glm",
     "deepseek": "lineages.deepseek",
@@ -214,6 +215,7 @@ FAMILIES: Mapping[str, str] = {
 SHARED_TYPES: Mapping[str, Mapping[str, str]] = {
     "bailing_hybrid": {"BailingMoeV2_5": "bailing_moe_v2_5"},
     "bailing_moe": dict.fromkeys(("BailingMoeFor", "BailingMoeModel"), "bailing_moe_v1"),
+    "gemma3_text": {"Rnj1": "rnj1"},
     "ernie4_5_moe_vl": {"Ernie4_5_VL": "ernie4_5_vl_moe"},
 }
 """The model types that releases of several families write, or releases with code of their own: by the beginning of the

@@ -14,6 +14,7 @@ MODELS: Mapping[str, str] = {
     "bailing_moe_v1": "deepseek_moe:BailingMoeForCausalLM",
     "orion": "like_llama:OrionForCausalLM",
     "minicpm": "like_llama:MiniCPMForCausalLM",
+    "rnj1": "rnj1:Rnj1ForCausalLM",
     "plamo3": "plamo:Plamo3ForCausalLM",
     "nemotron-nas": "nemotron_nas:DeciLMForCausalLM",
 }
