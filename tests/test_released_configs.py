@@ -1125,3 +1125,16 @@ def test_the_architecture_tells_rnj_1_5_from_gemma_3() -> None:
     for wrong in ({"layer_types": ["sliding_attention", "full_attention"]}, {"sliding_window": 1}):
         with pytest.raises(ConfigError):
             family.check_config(raw | wrong)
+
+
+def test_shared_experts_of_param_2_have_one_width_together() -> None:
+    raw = {
+        **{key: value for key, value in LING_2_MINI.items() if key != "num_experts"},
+        **{"architectures": ["Param2MoEForCausalLM"], "model_type": "param2moe", "num_experts": 64},
+        **{"num_shared_experts": 2, "moe_shared_expert_intermediate_size": 1024, "max_window_layers": 20},
+        **{"mtp_loss_scaling_factor": 0},
+    }
+    family = find_family(raw)
+    assert (family.name, family.check_config(raw).config.sizes["W"]) == ("param2moe", 1024)
+    with pytest.raises(ConfigError, match="contradicts itself"):
+        family.check_config(raw | {"moe_shared_expert_intermediate_size": 512})

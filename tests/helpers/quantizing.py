@@ -129,7 +129,7 @@ EVEN = {
     **{name: LINEAR | SHARED for name in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")},
     **{
         name: {"head_dim": 32, "moe_intermediate_size": 64}
-        for name in ("glm4_moe", "bailing_moe", "bailing_moe_linear", "sarvam_moe")
+        for name in ("glm4_moe", "bailing_moe", "bailing_moe_linear", "param2moe", "sarvam_moe")
     },
     "ernie4_5_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "ernie4_5_vl_moe": {

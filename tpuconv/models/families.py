@@ -197,6 +197,7 @@ FAMILIES: Mapping[str, str] = {
     "chatglm": "lineages.glm",
     "deepseek": "lineages.deepseek",
     "bailing_moe_v1": "lineages.moe",
+    "param2moe": "lineages.moe",
     "cohere_compass_text": "lineages.cohere",
     "nemo_speechlm": "nemo_speechlm.family",
     "codegen": "lineages.gpt",

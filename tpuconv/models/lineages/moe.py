@@ -166,6 +166,16 @@ BAILING_MOE = GLM4_MOE.but(
     table=ling_table(*under("model.layers.{L}", "layers.{L}", *LING2_ROWS), further=LING2_ROWS),
 )
 
+PARAM2MOE = BAILING_MOE.but(
+    "param2moe",
+    "Param 2 17B-A2.4B",
+    "Param2MoEForCausalLM",
+    shared_together=True,
+    only=BAILING_MOE.config.only,
+    left_out=BAILING_MOE.config.left_out | {"mtp_loss_scaling_factor", "max_window_layers"},
+    defaults={"routed_scaling_factor": 1.0},  # as `configuration_param2moe.py` of the release has it
+)
+
 LING1_TABLE = ling_table(*under("model.layers.{L}", "layers.{L}", *LING2_ROWS[:2], LING2_ROWS[-1]))
 
 BAILING_MOE_V1 = decoder(
