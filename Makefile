@@ -13,6 +13,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hf,dev,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps timm  # tests/helpers/timm_models.py
 	@touch $@
 
 demo: $(INSTALLED)  ## Convert, quantize and verify the example, in a folder of its own.

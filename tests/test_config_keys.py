@@ -64,6 +64,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "PanguEmbedded",
         "bailing_moe",
         "bailing_moe_linear",
+        "bailing_moe_v1",
         "bailing_moe_v2_5",
         "chatglm",
         "deepseek",
@@ -76,7 +77,11 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "minicpm",
         "minimax_m1",
         "minimax_text_01",
+        "nemotron-nas",
         "orion",
+        "param2moe",
+        "plamo3",
+        "rnj1",
     }  # whose code is in the releases
 
 

@@ -619,7 +619,7 @@ def test_windows_are_those_of_transformers(case: Case) -> None:
     kinds = getattr(hf, "layer_types", None) if hf.model_type != "deepseek_v4" else None  # there they compress keys
     kinds = kinds or ["sliding_attention" if hf.model_type in windowed else ""] * 9
     hybrid = ("inkling_text", "inkling2_text", "inkling2_loop_text", "zaya")
-    named = {"minimax": "full_attention", **dict.fromkeys(hybrid, "hybrid_sliding")}
+    named = {"minimax": "full_attention", "rnj1": "chunked_attention", **dict.fromkeys(hybrid, "hybrid_sliding")}
     with_window = named.get(hf.model_type, "sliding_attention")
     windows = [hf.sliding_window if kind == with_window else None for kind in kinds]
     if hf.model_type == "gpt_neo":

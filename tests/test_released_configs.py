@@ -842,11 +842,37 @@ LING_2_MINI: dict[str, Any] = {
     **{"partial_rotary_factor": 0.5, "rope_theta": 600_000, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
     **{"vocab_size": 157_184, "max_position_embeddings": 32_768, "num_nextn_predict_layers": 0},
 }
+LING_LITE: dict[str, Any] = {
+    **{"architectures": ["BailingMoeForCausalLM"], "model_type": "bailing_moe", "auto_map": {}},
+    **{"attention_dropout": 0.0, "embedding_dropout": 0.0, "output_dropout": 0.0, "hidden_act": "silu"},
+    **{"num_hidden_layers": 28, "hidden_size": 2048, "intermediate_size": 5632, "first_k_dense_replace": 0},
+    **{"moe_intermediate_size": 1408, "num_shared_experts": 2, "num_experts": 64, "num_experts_per_tok": 6},
+    **{"norm_topk_prob": True, "norm_head": False, "norm_softmax": False, "output_router_logits": False},
+    **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "use_qkv_bias": False, "use_bias": False},
+    **{"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "rope_scaling": None},
+    **{"rope_theta": 600_000, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "vocab_size": 126_464},
+    **{"max_position_embeddings": 32_768, "pretraining_tp": 1, "use_cache": True},
+}
 RING_LINEAR_MINI = {
     **LING_2_MINI,
     **{"architectures": ["BailingMoeLinearV2ForCausalLM"], "model_type": "bailing_moe_linear"},
     **{"layer_group_size": 5, "group_norm_size": 4, "linear_silu": False, "max_position_embeddings": 131_072},
 }
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"norm_head": True}, {"use_qk_norm": True}, {"score_function": "sigmoid"}, {"norm_topk_prob": False}),
+        *({"moe_router_enable_expert_bias": True}, {"use_sliding_window": True}, {"use_bias": True}),
+    ],
+    ids=str,
+)
+def test_other_routers_and_heads_of_the_first_ling_are_refused(wrong: dict[str, Any]) -> None:
+    family = find_family(LING_LITE)
+    assert parameters(family, family.check_config(LING_LITE).config) == 16_801_974_272
+    with pytest.raises(UnsupportedConfig):
+        family.check_config(LING_LITE | wrong)
 
 
 @pytest.mark.parametrize(
@@ -1023,3 +1049,114 @@ def test_layers_of_north_micro_vision_say_their_rotary_positions() -> None:
 def test_heads_of_codegen_are_in_four_groups() -> None:
     with pytest.raises(ConfigError, match="n_head=6 is not a multiple of 4"):
         get_family("codegen").config.from_hf({"model_type": "codegen", "n_head": 6, "n_embd": 48, "rotary_dim": 8})
+
+
+NEMOTRON_BLOCK = {
+    "attention": {
+        **{"n_heads_in_group": 8, "no_op": False, "num_sink_tokens": None, "replace_with_linear": False},
+        **{"sparsify": None, "unshifted_sink": False, "use_prefill_window_in_sink_attention": False},
+        "window_length": None,
+    },
+    "ffn": {"ffn_mult": 5.25, "no_op": False, "replace_with_linear": False, "sparsify": None},
+}
+
+
+def nemotron_nas(*changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Keys of Llama Nemotron Super 49B, with a layer for each change of its usual one."""
+    blocks = [{part: own | change.get(part, {}) for part, own in NEMOTRON_BLOCK.items()} for change in changes]
+    return {
+        "architectures": ["DeciLMForCausalLM"],
+        "model_type": "nemotron-nas",
+        **{"hidden_size": 8192, "intermediate_size": None, "num_attention_heads": 64, "num_key_value_heads": None},
+        **{"num_hidden_layers": len(blocks), "rms_norm_eps": 1e-05, "vocab_size": 128256, "block_configs": blocks},
+    }
+
+
+def test_blocks_of_nemotron_are_read() -> None:
+    raw = nemotron_nas(
+        {},
+        {"attention": {"no_op": True, "n_heads_in_group": None}, "ffn": {"ffn_mult": 1.3125}},
+        {"attention": {"replace_with_linear": True, "n_heads_in_group": None}, "ffn": {"no_op": True}},
+        {"attention": {"n_heads_in_group": 16}, "ffn": {"ffn_mult": None, "intermediate_size": 5000}},
+    )
+    config = find_family(raw).check_config(raw).config
+    assert (config.block_kv_heads, config.block_widths) == ((8, None, 0, 4), (28672, 7168, None, 5000))
+    assert (config.of_layer(0).sizes["G"], config.of_layer(3).sizes["G"]) == (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "why"),
+    [
+        ("attention", {"window_length": 4096}, r"window_length=4096 of 'attention' is not implemented"),
+        ("ffn", {"replace_with_linear": True}, r"replace_with_linear=True of 'ffn' is not implemented"),
+        ("ffn", {"hidden_act": "gelu"}, "hidden_act='gelu' is not implemented"),
+        ("attention", {"n_heads_in_group": 7}, "n_heads_in_group=7 does not divide num_attention_heads=64"),
+        ("ffn", {"ffn_mult": None}, "gives no width of an MLP"),
+    ],
+)
+def test_other_blocks_of_nemotron_are_refused(part: str, change: dict[str, Any], why: str) -> None:
+    raw = nemotron_nas({part: change})
+    with pytest.raises((ConfigError, UnsupportedConfig), match=why):
+        find_family(raw).check_config(raw)
+
+
+def test_a_nemotron_without_blocks_for_all_layers_is_refused() -> None:
+    raw = nemotron_nas({})
+    for change, why in (({"num_hidden_layers": 2}, "1 entries for num_hidden_layers=2"), ({"block_configs": 3}, "=3")):
+        with pytest.raises(ConfigError) as error:
+            find_family(raw).check_config(raw | change)
+        assert why in str(error.value)
+
+
+PLAMO_3 = {
+    "architectures": ["Plamo3ForCausalLM"],
+    "model_type": "plamo3",
+    **{"head_dim": 128, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4},
+    **{"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 107520, "image_token_id": None},
+    **{"rope_theta": 1000000, "rope_local_theta": 20000, "window_size": 2048, "sliding_window_pattern": 2},
+    **{"linear_type": "normal", "image_feature_size": None, "image_proj_type": "linear", "sliding_window": None},
+}
+
+
+def test_windows_and_rotary_positions_of_plamo_3() -> None:
+    family, windows = find_family(PLAMO_3), [2048, None, 2048, None]
+    config = family.check_config(PLAMO_3).config
+    assert ([*config.windows], config.rope.theta, config.local_rope.theta) == (windows, 1_000_000, 20_000)
+    older = {key: value for key, value in PLAMO_3.items() if key not in ("window_size", "rope_theta")}
+    older |= {"rope_global_theta": 1000000, "sliding_window": windows}
+    assert family.check_config(older).config == config
+    for key in ("sliding_window", "interleaved_sliding_window"):
+        with pytest.raises(ConfigError, match="contradicts itself"):
+            family.check_config(PLAMO_3 | {key: [None, 2048, None, None]})
+    for wrong in ({"rope_scaling_factor": 16.0}, {"scale_embedding": True}, {"image_token_id": 7}):
+        with pytest.raises(UnsupportedConfig):
+            family.check_config(PLAMO_3 | wrong)
+
+
+def test_the_architecture_tells_rnj_1_5_from_gemma_3() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8192}
+    raw: dict[str, Any] = {
+        **{"architectures": ["Rnj1ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 4096, "head_dim": 128},
+        **{"num_hidden_layers": 2, "layer_types": ["chunked_attention", "full_attention"], "sliding_window": 1024},
+        "rope_parameters": {"chunked_attention": rope, "full_attention": rope},
+    }
+    family = find_family(raw)
+    config = family.check_config(raw).config
+    assert (family.name, config.windows, config.local_rope) == ("rnj1", (1024, None), config.rope)
+    assert find_family(raw | {"architectures": ["Gemma3ForCausalLM"]}).name == "gemma3_text"
+    for wrong in ({"layer_types": ["sliding_attention", "full_attention"]}, {"sliding_window": 1}):
+        with pytest.raises(ConfigError):
+            family.check_config(raw | wrong)
+
+
+def test_shared_experts_of_param_2_have_one_width_together() -> None:
+    raw = {
+        **{key: value for key, value in LING_2_MINI.items() if key != "num_experts"},
+        **{"architectures": ["Param2MoEForCausalLM"], "model_type": "param2moe", "num_experts": 64},
+        **{"num_shared_experts": 2, "moe_shared_expert_intermediate_size": 1024, "max_window_layers": 20},
+        **{"mtp_loss_scaling_factor": 0},
+    }
+    family = find_family(raw)
+    assert (family.name, family.check_config(raw).config.sizes["W"]) == ("param2moe", 1024)
+    with pytest.raises(ConfigError, match="contradicts itself"):
+        family.check_config(raw | {"moe_shared_expert_intermediate_size": 512})

@@ -28,6 +28,7 @@ from tpuconv.models.towers.places import (
     bicubic_taps,
     bilinear_taps,
     bilinear_taps_of_centers,
+    bilinear_weights,
     block_order,
     bucket,
     nearest_taps,
@@ -73,6 +74,7 @@ def test_taps_interpolate_as_torch_does(taps, how, h, w, height, width):
     [
         (antialiased_cubic_weights, {"mode": "bicubic", "align_corners": False, "antialias": True}),
         (area_weights, {"mode": "area"}),
+        (bilinear_weights, {"mode": "bilinear", "align_corners": False}),
     ],
 )
 @given(h=SIZE, w=SIZE, height=TABLE, width=TABLE)

@@ -129,7 +129,7 @@ EVEN = {
     **{name: LINEAR | SHARED for name in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")},
     **{
         name: {"head_dim": 32, "moe_intermediate_size": 64}
-        for name in ("glm4_moe", "bailing_moe", "bailing_moe_linear", "sarvam_moe")
+        for name in ("glm4_moe", "bailing_moe", "bailing_moe_linear", "param2moe", "sarvam_moe")
     },
     "ernie4_5_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "ernie4_5_vl_moe": {
@@ -187,6 +187,17 @@ EVEN = {
     **{name: {"num_attention_heads": 2} for name in ("qwen2", "exaone", "internlm2")},
     **{name: {"num_attention_heads": 2} for name in ("orion", "minicpm", "PanguEmbedded")},
     "deepseek": {"num_attention_heads": 2, "moe_intermediate_size": 64},
+    "bailing_moe_v1": {"head_dim": 32, "moe_intermediate_size": 64},
+    "nemotron-nas": {
+        "head_dim": 32,
+        "block_configs": [
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"intermediate_size": 96}},
+            {"attention": {"no_op": True}, "ffn": {"intermediate_size": 64}},
+            {"attention": {"n_heads_in_group": 1}, "ffn": {"no_op": True}},
+            {"attention": {"replace_with_linear": True}, "ffn": {"intermediate_size": 64}},
+            {"attention": {"n_heads_in_group": 4}, "ffn": {"intermediate_size": 32}},
+        ],
+    },
     "mimo": {"head_dim": 32},
     "zaya": {"head_dim": 32, "moe_intermediate_size": 64, "router_hidden_size": 32},
     "modernbert_decoder": {"num_attention_heads": 2},

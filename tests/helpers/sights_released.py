@@ -48,7 +48,7 @@ def internvl_chat() -> Sight:
     from transformers import QianfanOCRConfig, QianfanOCRForConditionalGeneration
 
     config = QianfanOCRConfig(
-        text_config={**TEXT, "model_type": "qwen2"}, vision_config=INTERN_VISION, image_token_id=IMAGE
+        text_config={**TEXT, "model_type": "qwen3"}, vision_config=INTERN_VISION, image_token_id=IMAGE
     )
     return squares(QianfanOCRForConditionalGeneration, config, released=INTERN_NAMES, as_released=of_internvl)
 

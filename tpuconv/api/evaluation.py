@@ -196,7 +196,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     from tpuconv.verify.layerwise import compare_layers
     from tpuconv.verify.merged import merged_adapters
     from tpuconv.verify.preparation import find_source_folder, free_beside_reference, needs_decoded, tokenized
-    from tpuconv.verify.reference import check_sizes, reference
+    from tpuconv.verify.reference import check_sizes, reference, unreadable
     from tpuconv.verify.sights import SightWindow, compare_sights, sight_windows, without_media_tokens
     from tpuconv.verify.vectors import VECTOR_GATES, compare_vectors
 
@@ -238,9 +238,11 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
             horizons = seen_horizons(config, ids)
         else:
             further, horizons = long_prompts(config, ids, own, room)
-            windows = without_media_tokens(manifest, [*windows, *further])
+            windows = without_media_tokens(manifest, config, [*windows, *further])
         if not manifest.returns:
             with_sights, unseen = sight_windows(manifest, config, ids)
+            if with_sights and (why := unreadable(config)):
+                with_sights, unseen = [], dict.fromkeys(config.parts, why)
         if layerwise:
             asked.progress(Progress("comparing layers"))
             with opened.reading() as read:

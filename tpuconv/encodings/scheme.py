@@ -28,9 +28,9 @@ BY_SCALES: Blocks = (None, None)
 """One scale for the tensor, or one for each row: the shape of the scales decides."""
 
 
-HEADS = ("lm_head", "embed_out", "unembed", "head", "output")
-"""The names that releases have for the module of the head; the last ones are GPT-NeoX's, Inkling's, DeepSeek V4's and
-Mistral Large 4's."""
+HEADS = ("lm_head", "embed_out", "unembed", "head", "output", "output_layer")
+"""The names that releases have for the module of the head; the last ones are GPT-NeoX's, Inkling's, DeepSeek V4's,
+Mistral Large 4's and ChatGLM's."""
 
 
 def is_head(module: str) -> bool:

@@ -191,9 +191,14 @@ FAMILIES: Mapping[str, str] = {
     "emu3": "lineages.llama",
     "PanguEmbedded": "lineages.llama",
     "minicpm": "lineages.llama",
+    "nemotron-nas": "lineages.llama",
+    "plamo3": "lineages.plamo",
+    "rnj1": "lineages.gemma",
     "orion": "lineages.like_llama",
     "chatglm": "lineages.glm",
     "deepseek": "lineages.deepseek",
+    "bailing_moe_v1": "lineages.moe",
+    "param2moe": "lineages.moe",
     "cohere_compass_text": "lineages.cohere",
     "nemo_speechlm": "nemo_speechlm.family",
     "codegen": "lineages.gpt",
@@ -211,6 +216,8 @@ FAMILIES: Mapping[str, str] = {
 
 SHARED_TYPES: Mapping[str, Mapping[str, str]] = {
     "bailing_hybrid": {"BailingMoeV2_5": "bailing_moe_v2_5"},
+    "bailing_moe": dict.fromkeys(("BailingMoeFor", "BailingMoeModel"), "bailing_moe_v1"),
+    "gemma3_text": {"Rnj1": "rnj1"},
     "ernie4_5_moe_vl": {"Ernie4_5_VL": "ernie4_5_vl_moe"},
     "deepseek_vl_v2": {"DeepseekOCR2": "deepseek_vl_v2", "DeepseekOCR": "deepseek_ocr"},
     "DeepseekOCR": {"DeepseekOCR": "deepseek_ocr"},

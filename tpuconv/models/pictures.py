@@ -20,6 +20,7 @@ from tpuconv.jsonfile import check
 from tpuconv.models.media_files import SAMPLING_RATES, SoundArray, image_of, name_of, pillow, sound_of
 from tpuconv.models.media_texts import PIECES, MediaItem
 from tpuconv.models.placeholders import IMAGE, PROCESSOR_KEYS, SOUND, Placeholder, placeholder_of
+from tpuconv.models.tokenizer import types_of_others
 from tpuconv.sources.config import read_json
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.text import format_count
@@ -219,7 +220,8 @@ def load_processor(folder: Path, kind: str, row: Placeholder) -> Any:
         named = getattr(transformers, row.processor or auto)
         if row.has_settings and not (folder / FILES[0]).exists():
             return named()
-        return named.from_pretrained(folder, trust_remote_code=False)
+        with types_of_others():
+            return named.from_pretrained(folder, trust_remote_code=False)
     except Exception as e:  # of any type
         raise _unloadable(folder, what, e) from e
 

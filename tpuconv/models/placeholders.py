@@ -241,7 +241,7 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ("internvl", IMAGE): Placeholder(internvl, INTERNVL_TOKENS, call={"crop_to_patches": True}),
     ("qianfan_ocr", IMAGE): QIANFAN_IMAGE,
     ("internvl_chat", IMAGE): replace(
-        QIANFAN_IMAGE, call={**QIANFAN_IMAGE.call, "max_patches": 12}, processor="GotOcr2ImageProcessor"
+        QIANFAN_IMAGE, call={**QIANFAN_IMAGE.call, "max_patches": 12}, processor="GotOcr2ImageProcessorPil"
     ),
     ("aya_vision", IMAGE): Placeholder(
         aya,

@@ -1,8 +1,10 @@
 """The tokenizer of a checkpoint, which transformers loads, or without it the package `tokenizers`, and the tokens that
 end a text."""
 
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,19 @@ def added_token(text: str, read: Callable[[str], bytes]) -> int | None:
     return None
 
 
+@contextmanager
+def types_of_others() -> Iterator[None]:
+    """Silences transformers' warning that it does not have the type of a config.json, beside which it loads a tokenizer
+    or a processor."""
+    logger = logging.getLogger("transformers.configuration_utils")
+    known = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(known)
+
+
 def load_tokenizer(folder: Path) -> Any:
     """Returns the tokenizer in a folder, loaded by transformers without remote code; a `PlainTokenizer` if transformers
     is not installed.
@@ -96,7 +111,8 @@ def load_tokenizer(folder: Path) -> Any:
     else:
         load = partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
     try:
-        return load(folder)
+        with types_of_others():
+            return load(folder)
     except Exception as e:  # of any type
         raise ConfigError(
             f"the tokenizer in {folder} cannot be read: {type(e).__name__}: {root_cause(e)}",

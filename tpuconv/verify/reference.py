@@ -48,7 +48,7 @@ READ_WITHOUT_WINDOW = frozenset({"deepseek_ocr"})
 
 NAMED_OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "phi4mm": RELEASED_PARTS,
-    "internvl_chat": {f"attention.{x}_norm.": f"attn.{x}_norm." for x in "qk"},
+    "internvl_chat": {f".attention.{x}_norm.": f".attn.{x}_norm." for x in "qk"},
 }
 """For some of these types parts of the names of the other one, and what the tensors of releases have in their place."""
 
@@ -58,9 +58,18 @@ READ_WITHIN: Mapping[str, tuple[str, Mapping[str, int]]] = {
 """Model types that transformers has as text models of multimodal ones alone: the type of that, and the `vision_config`
 of a small one. What sees is not used."""
 
-READ_ALONE = frozenset({"gemma3n"})
-"""Multimodal model types of whose checkpoints transformers reads the text model by itself. For what sees it would need
-a package for images, timm."""
+SEES_BY_TIMM = frozenset({"gemma3n"})
+"""Multimodal model types whose encoders of images transformers has of the package timm. It reads the text model of
+their checkpoints by itself too."""
+
+
+def unreadable(config: DecoderConfig) -> str:
+    """Returns why transformers cannot read the encoders of a model with this config here; empty where it can."""
+    from transformers.utils import is_timm_available
+
+    is_known = config.model_type not in SEES_BY_TIMM or is_timm_available()
+    return "" if is_known else "transformers needs the packages timm and torchvision to read its encoder of images"
+
 
 EMPTIES_PADDING = frozenset({"youtu"})
 """Model types whose embedding of the token of padding transformers sets to 0 after it was read, if the embedding is the
@@ -81,8 +90,8 @@ def whole_config(raw: Mapping[str, Any]) -> Any:
     return AutoConfig.for_model(whole, text_config=text, vision_config=dict(vision), tie_word_embeddings=tied)
 
 
-def reference_config(source: Path) -> Any:
-    """Returns transformers' config object of the source.
+def reference_config(source: Path, *, sees: bool = False) -> Any:
+    """Returns transformers' config object of the source, from which a model that `sees` can be made.
 
     Raises:
         UnsupportedConfig: transformers does not know the type of the model.
@@ -102,7 +111,7 @@ def reference_config(source: Path) -> Any:
                 "(docs/families.md#a-family-of-another-package); `tpuconv verify` alone compares with the checksums",
             )
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        if config.model_type in READ_ALONE:
+        if config.model_type in SEES_BY_TIMM and not sees:
             config.text_config.tie_word_embeddings = config.tie_word_embeddings
             return config.text_config
         return getattr(config, "thinker_config", config)  # the model of which returns logits; that around it speaks
@@ -216,7 +225,7 @@ def reference(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = reference_config(source)
+    config = reference_config(source, sees=bool(sights))
     if config.model_type in EMPTIES_PADDING and returns != SCORES:
         for part in (config, config.get_text_config()):
             part.pad_token_id = None

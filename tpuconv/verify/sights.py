@@ -106,11 +106,11 @@ def media_tokens(around: Mapping[str, Any]) -> set[int]:
     return {token for key, token in around.items() if MEDIA_TOKEN.fullmatch(key) and type(token) is int}
 
 
-def without_media_tokens(manifest: Manifest, windows: Sequence[Window]) -> list[Window]:
+def without_media_tokens(manifest: Manifest, config: DecoderConfig, windows: Sequence[Window]) -> list[Window]:
     """Returns texts with the token 0 in place of those for images or sounds, of which pseudo-random ids have some: the
     reference computes with other embeddings, or positions, there."""
     around = get_family(manifest.family).config.around_text(read_checkpoint_config(manifest))
-    tokens = media_tokens(around)
+    tokens = media_tokens(around).union(*(own.words for own in config.parts.values()))
     return [replace(each, ids=[0 if token in tokens else token for token in each.ids]) for each in windows]
 
 
@@ -133,7 +133,7 @@ def sight_windows(
 
     model = nnx.eval_shape(lambda: get_family(manifest.family).model_class(config))  # no weights are needed
     around = get_family(manifest.family).config.around_text(read_checkpoint_config(manifest))
-    others = media_tokens(around) | {own.placeholder for own in config.parts.values()}
+    others = media_tokens(around).union(*({own.placeholder, *own.words} for own in config.parts.values()))
     words = [token for prompt in prompts for token in prompt if token not in others]
     rng, out, without = np.random.default_rng(0), [], {}
     for part, own in config.parts.items():

@@ -11,8 +11,12 @@ MODELS: Mapping[str, str] = {
     "kimi_k3": "kimi:KimiK3ForConditionalGeneration",
     "deepseek_v41": "deepseek:DeepseekV41ForCausalLM",
     "deepseek": "deepseek_moe:DeepseekForCausalLM",
+    "bailing_moe_v1": "deepseek_moe:BailingMoeForCausalLM",
     "orion": "like_llama:OrionForCausalLM",
     "minicpm": "like_llama:MiniCPMForCausalLM",
+    "rnj1": "rnj1:Rnj1ForCausalLM",
+    "plamo3": "plamo:Plamo3ForCausalLM",
+    "nemotron-nas": "nemotron_nas:DeciLMForCausalLM",
 }
 """The model types, which are the names of families too, and the module and class of each model with logits."""
 

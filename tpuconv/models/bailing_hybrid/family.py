@@ -118,16 +118,24 @@ LING_ONLY: Mapping[str, tuple[Any, ...]] = {
 
 
 class SharedOfOneWidth:
-    """The width of the shared experts follows from other keys."""
+    """The width of the shared experts follows from other keys.
+
+    Class attribute: with `shared_together`, `moe_shared_expert_intermediate_size` is the width of all of them.
+    """
+
+    shared_together: ClassVar[bool] = False
 
     moe_intermediate_size: int
+    n_shared_experts: int | None
     moe_shared_expert_intermediate_size: int | None
 
     def contradictions(self) -> Iterator[str]:
         """See `DecoderConfig.contradictions`."""
         yield from super().contradictions()  # type: ignore[misc]
-        if (width := self.moe_shared_expert_intermediate_size) not in (None, self.moe_intermediate_size):
-            yield f"moe_shared_expert_intermediate_size={width} is not moe_intermediate_size"
+        count = (self.n_shared_experts or 0) if self.shared_together else 1
+        if (width := self.moe_shared_expert_intermediate_size) not in (None, count * self.moe_intermediate_size):
+            times = f" times num_shared_experts={count}" if self.shared_together else ""
+            yield f"moe_shared_expert_intermediate_size={width} is not moe_intermediate_size{times}"
 
 
 def ling_table(*rows: Map, further: tuple[Map, ...] = (), ignore: Mapping[str, str] | None = None) -> MappingTable:

@@ -120,6 +120,11 @@ class TowerConfig:
         return ()
 
     @property
+    def words(self) -> range:
+        """The ids of the vocabulary that the projector embeds, where it does."""
+        return range(0)
+
+    @property
     def sizes(self) -> dict[str, Any]:
         """The size of each letter."""
         raise NotImplementedError

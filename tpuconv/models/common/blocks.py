@@ -50,7 +50,11 @@ class Attention(nnx.Module):
             x_BTD = placed(x_BTD, "B T D")
         q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
         kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
-        return self.o(self.gated(x_BTD, self.attended(q_BTNH, kv, step.visible(window), step))), kv
+        return self.o(self.gated(x_BTD, self.attended(q_BTNH, kv, self.seen(step, window), step))), kv
+
+    def seen(self, step: Step, window: jax.Array | int) -> jax.Array:
+        """Returns the mask [B, T, S] of the keys that tokens see in a layer with this window."""
+        return step.visible(window)
 
     def attended(self, q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, step: Step) -> jax.Array:
         """Returns the output [B, T, N, H] of each head, of the keys and values that tokens see."""

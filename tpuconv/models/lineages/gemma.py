@@ -20,6 +20,7 @@ from tpuconv.models.embedding_gemma2_text.family import FAMILY as EMBEDDING_GEMM
 from tpuconv.models.gemma3n_text.family import FAMILY as GEMMA3N_TEXT
 from tpuconv.models.gemma4_text.family import FAMILY as GEMMA4_TEXT
 from tpuconv.models.parts import Attn, Factors, Mlp, Norms
+from tpuconv.models.towers.gemma3n.modalities import GEMMA3N_AUDIO, GEMMA3N_VISION
 from tpuconv.models.towers.modalities import GEMMA3_VISION, GEMMA4_PATCHES, GEMMA4_VISION
 from tpuconv.models.towers.sound_modalities import GEMMA4_AUDIO, GEMMA4_FRAMES
 from tpuconv.notation.letters import Word, declare
@@ -151,6 +152,40 @@ GEMMA3_TEXT = GEMMA2.but(
     config=Gemma3Config,
 )
 
+RNJ1_KINDS = {"full_attention": "full_attention", "chunked_attention": "sliding_attention"}
+"""The `layer_types` of Rnj-1.5, and the types of Gemma 3 with the same windows and rotary positions."""
+
+
+class ChunkedKinds:
+    """Layers with "chunked_attention" have chunks of half a `sliding_window`. A family's Config derives from this class
+    and from the Config of Gemma 3, in this order."""
+
+    @classmethod
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """See `DecoderConfig.in_our_keys`."""
+        out: dict[str, Any] = super().in_our_keys(raw)  # type: ignore[misc]
+        if isinstance(kinds := out.get("layer_types"), list):
+            out["layer_types"] = [RNJ1_KINDS.get(str(kind), kind) for kind in kinds]
+        if "chunked_attention" in (ropes := out.get("rope_parameters") or {}):
+            out["rope_parameters"] = {RNJ1_KINDS.get(kind, kind): rope for kind, rope in ropes.items()}
+        return out
+
+    def disagreements(self, raw: Mapping[str, Any]) -> Iterator[str]:
+        """See `DecoderConfig.disagreements`."""
+        if unknown := set(raw.get("layer_types") or ()) - set(RNJ1_KINDS):
+            yield f"layer_types has the unknown {', '.join(map(repr, sorted(unknown)))}"
+
+
+RNJ1 = GEMMA3_TEXT.but(
+    "rnj1",
+    "Rnj-1.5",
+    "Rnj1ForCausalLM",
+    Attn("attention_bias", norms="each head", scale="score_scale", module="modules.gemma:ChunkedAttention"),
+    config=(ChunkedKinds, GEMMA3_TEXT.config),
+    only={**Gemma3Config.only, **CAUSAL},
+    least={"sliding_window": 2},
+)
+
 GEMMA3 = wrapper(
     "gemma3",
     "Gemma 3 4B, 12B, 27B",
@@ -166,7 +201,13 @@ GEMMA3 = wrapper(
 TOWERS = {"vision_tower": SEES, "embed_vision": BRINGS, "audio_tower": HEARS, "embed_audio": HEARS}
 
 GEMMA3N = wrapper(
-    "gemma3n", "Gemma 3n, text", "Gemma3nForConditionalGeneration", text=GEMMA3N_TEXT, outside=TOWERS, tied=True
+    "gemma3n",
+    "Gemma 3n",
+    "Gemma3nForConditionalGeneration",
+    text=GEMMA3N_TEXT,
+    outside=TOWERS,
+    tied=True,
+    modalities=(GEMMA3N_VISION, GEMMA3N_AUDIO),
 )
 
 GEMMA4 = wrapper(

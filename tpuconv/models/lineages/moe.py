@@ -166,6 +166,48 @@ BAILING_MOE = GLM4_MOE.but(
     table=ling_table(*under("model.layers.{L}", "layers.{L}", *LING2_ROWS), further=LING2_ROWS),
 )
 
+PARAM2MOE = BAILING_MOE.but(
+    "param2moe",
+    "Param 2 17B-A2.4B",
+    "Param2MoEForCausalLM",
+    shared_together=True,
+    only=BAILING_MOE.config.only,
+    left_out=BAILING_MOE.config.left_out | {"mtp_loss_scaling_factor", "max_window_layers"},
+    defaults={"routed_scaling_factor": 1.0},  # as `configuration_param2moe.py` of the release has it
+)
+
+LING1_TABLE = ling_table(*under("model.layers.{L}", "layers.{L}", *LING2_ROWS[:2], LING2_ROWS[-1]))
+
+BAILING_MOE_V1 = decoder(
+    "bailing_moe_v1",
+    "Ling and Ring of the first versions, whose `norm_head` is false",
+    "BailingMoeForCausalLM",
+    Norms(),
+    Attn("attention_bias", out_bias=False),
+    Experts("some", module="deepseek_v3.modules:MoE", router="modules.deepseek:NormalizedRouter"),
+    config=(SharedOfOneWidth, SparseConfig),
+    only={
+        **{key: values for key, values in LING_ONLY.items() if key in ("norm_head", "norm_softmax", "norm_topk_prob")},
+        **dict.fromkeys(("use_bias", "use_qk_norm", "use_sliding_window", "moe_router_enable_expert_bias"), (False,)),
+        **dict.fromkeys(("mlp_bias", "multi_gate"), (False,)),
+        "score_function": ("softmax",),
+    },
+    least={"first_k_dense_replace": 0, "n_shared_experts": 0},
+    aliases=BAILING_MOE.config.aliases,
+    left_out=frozenset({"sliding_window", "max_window_layers"}),
+    default_rope=BAILING_MOE.config.default_rope,
+    keys={"moe_shared_expert_intermediate_size": int | None},
+    # The sizes of inclusionAI/Ling-lite.
+    defaults={
+        **{"vocab_size": 126464, "hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 1408},
+        **{"moe_shared_expert_intermediate_size": None, "num_hidden_layers": 28, "num_attention_heads": 16},
+        **{"num_key_value_heads": 4, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6},
+        **{"routed_scaling_factor": 1.0, "first_k_dense_replace": 0, "max_position_embeddings": 32768},
+        **{"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False},
+    },
+    table=LING1_TABLE.with_rows([row for row in LING1_TABLE.rows if not row.buffer]),
+)
+
 BAILING_MOE_LINEAR = BAILING_MOE.but(
     "bailing_moe_linear",
     "Ring Linear 2",

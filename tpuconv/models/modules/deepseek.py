@@ -50,6 +50,14 @@ class Router(nnx.Module):
         return ids_BTX, weights_BTX * config.routed_scaling_factor
 
 
+class NormalizedRouter(Router):
+    """The same router with weights whose sum is `routed_scaling_factor`."""
+
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ids_BTX, weights_BTX = super().__call__(x_BTD)
+        return ids_BTX, weights_BTX / weights_BTX.sum(-1, keepdims=True) * self.config.routed_scaling_factor
+
+
 class MaybeCorrectedRouter(deepseek_v3.Router):
     """DeepSeek V3's router, in the release without corrections."""
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from tpuconv.models.common import blocks
 from tpuconv.models.common.cache import KV
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import (
+    Einsum,
     Embed,
     Keys,
     PlainRMSNorm,
@@ -134,6 +136,46 @@ class NumberedBlock(blocks.PreNormBlock):
 
     def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
         return self.attention_type(config, layer=layer, dtype=dtype, keys=keys)
+
+
+class MatrixMixer(nnx.Module):
+    """A matrix in place of attention, x [B, T, D] to [B, T, D]. It has no cache."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        self.linear = Einsum("BTA,AD->BTD", config.sizes, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: None) -> tuple[jax.Array, None]:
+        return self.linear(x_BTD), None
+
+
+class ChosenBlock(blocks.PreNormBlock):
+    """One layer: attention or a matrix, then an MLP, each after a norm, with residual connections. Either may be
+    absent, with its norm."""
+
+    def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
+        config, sets = config.of_layer(layer), config.layer_sets
+        new_norm = partial(self.norm_type, "D", config.sizes, config.rms_norm_eps, dtype=dtype)
+        if layer in sets["attention_blocks"] or layer in sets["linear_blocks"]:
+            self.attn_norm = new_norm()
+            kind = MatrixMixer if layer in sets["linear_blocks"] else self.attention_type
+            self.attn = kind(config, dtype=dtype, keys=keys)
+        if layer in sets["mlp_blocks"]:
+            self.mlp_norm = new_norm()
+            self.mlp = self.mlp_type(config, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
+        if hasattr(self, "attn"):
+            y_BTD, kv = self.attn(self.attn_norm(x_BTD), step, window, kv)
+            x_BTD = x_BTD + y_BTD
+        return (x_BTD + self.mlp(self.mlp_norm(x_BTD)) if hasattr(self, "mlp") else x_BTD), kv
+
+
+class ChosenLayers(Decoder):
+    """A decoder whose layers differ in key-value heads, and of which some have no attention."""
+
+    def cached(self, config: Any, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> KV | None:
+        has_keys = layer in config.layer_sets["attention_blocks"]
+        return KV.empty(config.of_layer(layer), layer, shape, dtype) if has_keys else None
 
 
 class DifferenceAttention(blocks.Attention):

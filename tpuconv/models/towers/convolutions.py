@@ -1,4 +1,4 @@
-"""Convolutions of encoders of sounds.
+"""Convolutions of encoders.
 
 Letters: B sounds, T frames, M mel channels, C channels of the input, E of the output, p and q taps."""
 
@@ -17,7 +17,7 @@ class StridedConvolution(nnx.Module):
     Args:
         shape: of the kernel.
         stride: of all these axes.
-        pad: zeros before and after.
+        pad: zeros before and after; "SAME" for as many that every `stride`th place has an output, the odd one after.
         groups: into which the channels are cut: C of the kernel are the channels of one, which alone its outputs read.
     """
 
@@ -26,7 +26,7 @@ class StridedConvolution(nnx.Module):
         shape: tuple[int, ...],
         *,
         stride: int = 1,
-        pad: int | tuple[int, int] = 1,
+        pad: int | tuple[int, int] | str = 1,
         bias: bool = True,
         groups: int = 1,
         dtype: DTypeLike,
@@ -44,7 +44,7 @@ class StridedConvolution(nnx.Module):
             x,
             kernel,
             (self.stride,) * axes,
-            [self.pad] * axes,
+            self.pad if isinstance(self.pad, str) else [self.pad] * axes,
             dimension_numbers=_numbers(names),
             feature_group_count=self.groups,
         )

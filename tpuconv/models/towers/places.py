@@ -103,6 +103,18 @@ def bilinear_taps_of_centers(h: int, w: int, table_height: int, table_width: int
     return _product(axis, h, w, table_height, table_width)
 
 
+def bilinear_weights(size: int, rows: int) -> Floats:
+    """Returns the weights [size, rows] of bilinear interpolation on one axis: place i of n is at (i + 1/2) (G / n) -
+    1/2 of G rows, and rows outside are the ones at the border (Gemma 3n). The float32 operations are the
+    reference's."""
+    half, step = np.float32(0.5), np.float32(rows) / np.float32(size)
+    place = np.maximum((np.arange(size, dtype=np.float32) + half) * step - half, np.float32(0))
+    tap, distance = _neighbours(place, rows, 0, 2)
+    weights = np.zeros((size, rows), np.float32)
+    np.add.at(weights, (np.arange(size)[:, None], tap), np.maximum(1 - distance, np.float32(0)))
+    return weights
+
+
 def bicubic_taps(h: int, w: int, table_height: int, table_width: int, more: float = 0.0) -> Taps:
     """Returns 16 taps of bicubic interpolation with a = -0.75 (doi:10.1109/TASSP.1981.1163711): patch i of n is at
     (i + 1/2) G / (n + more) - 1/2 of G rows, and rows outside are the ones at the border (MoonViT, GLM-4V; CLIP and

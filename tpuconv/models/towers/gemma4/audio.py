@@ -34,7 +34,7 @@ LOG_2, LOG_1E = np.float32(np.log(2)), np.float32(np.log(1 + np.e))
 
 
 class Attention(nnx.Module):
-    """Attention to the last R tokens with a bias by distance, x [B, T, D] to [B, T, D]. Scores are in float32."""
+    """Attention to the last tokens with a bias by distance, x [B, T, D] to [B, T, D]. Scores are in float32."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         self.config, sizes = config, config.sizes
@@ -47,14 +47,14 @@ class Attention(nnx.Module):
         past, H, T = self.config.attention_context_left - 1, self.config.sizes["H"], x_BTD.shape[1]
         q_BTNH, k_BTNH, v_BTNH = (each(x_BTD).astype(jnp.float32) for each in (self.q, self.k, self.v))
         q_BTNH = q_BTNH * (H**-0.5 / LOG_2) * nnx.softplus(self.scale[...].astype(jnp.float32))
-        k_BTNH = k_BTNH * (LOG_1E / LOG_2)
+        k_BTNH = k_BTNH * (LOG_1E / LOG_2) if self.config.scales_keys else k_BTNH
         waves_RD = sinusoids(jnp.arange(past + 1)[None], x_BTD.shape[-1])[0].astype(x_BTD.dtype)
         r_RNH = self.distance(waves_RD).astype(jnp.float32)
         distance_TS = np.arange(T)[:, None] - np.arange(T)
         by_distance_BNTR = jnp.einsum("BTNH,RNH->BNTR", q_BTNH, r_RNH)
         bias_BNTS = jnp.take_along_axis(by_distance_BNTR, np.clip(distance_TS, 0, past)[None, None], axis=-1)
         scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BTNH) + bias_BNTS
-        seen_BTS = ((distance_TS >= 0) & (distance_TS < past)) & is_sound_BT[:, None]
+        seen_BTS = ((distance_TS >= 0) & (distance_TS < self.config.tokens_seen)) & is_sound_BT[:, None]
         scores_BNTS = soft_capped(scores_BNTS, self.config.attention_logit_cap)
         weights_BNTS = jax.nn.softmax(jnp.where(seen_BTS[:, None], scores_BNTS, MASKED_SCORE), axis=-1)
         return self.o(jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BTNH).astype(x_BTD.dtype))
@@ -119,10 +119,17 @@ class ConformerLayer(nnx.Module):
         self.conv = LightConvolution(config, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array, is_sound_BT: jax.Array) -> jax.Array:
-        x_BTD, limited = self.mlp_before(x_BTD), self.conv.limited
+        return self.convolved(self.attended(self.mlp_before(x_BTD), is_sound_BT))
+
+    def attended(self, x_BTD: jax.Array, is_sound_BT: jax.Array) -> jax.Array:
+        """Returns the hidden states [B, T, D] behind the attention."""
+        limited = self.conv.limited
         y_BTD = self.attn(self.attn_norm(limited(x_BTD)), is_sound_BT)
-        x_BTD = self.conv(x_BTD + self.post_attn_norm(limited(y_BTD)))
-        return self.norm(limited(self.mlp_after(x_BTD)))
+        return x_BTD + self.post_attn_norm(limited(y_BTD))
+
+    def convolved(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the output [B, T, D], by the hidden states behind the attention."""
+        return self.norm(self.conv.limited(self.mlp_after(self.conv(x_BTD))))
 
 
 def random_frames(rng: np.random.Generator, frames: int, channels: int) -> dict[str, np.ndarray]:

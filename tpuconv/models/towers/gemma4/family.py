@@ -96,8 +96,13 @@ GEMMA4_VIT = Tower(
 
 @dataclass(frozen=True, kw_only=True)
 class UsmConfig(TowerConfig):
-    """The keys of `audio_config`. C and E are the channels of the two convolutions, W is the width of the output."""
+    """The keys of `audio_config`. C and E are the channels of the two convolutions, W is the width of the output.
 
+    Attributes:
+        scales_keys: whether keys have a factor.
+    """
+
+    scales_keys: ClassVar[bool] = True
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "attention_context_right": (0,),
         "attention_invalid_logits_value": (-1e9,),
@@ -125,6 +130,11 @@ class UsmConfig(TowerConfig):
             yield f"hidden_size={self.hidden_size} is no even number for each of {self.num_attention_heads} heads"
         if self.attention_chunk_size != self.attention_context_left - 1:  # else distances are counted in another way
             yield f"attention_chunk_size={self.attention_chunk_size} is not attention_context_left - 1"
+
+    @property
+    def tokens_seen(self) -> int:
+        """The number of last tokens that a token sees, itself among them."""
+        return self.attention_context_left - 1
 
     @property
     def sizes(self) -> dict[str, Any]:

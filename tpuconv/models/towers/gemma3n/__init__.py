@@ -1,0 +1,1 @@
+"""The projectors of Gemma 3n, and its audio encoder."""
