@@ -42,10 +42,11 @@ def clip_layers(config: Any, norm: Callable[[], LayerNorm], dtype: DTypeLike, ke
     )
 
 
-class Clip(ImageEncoder):
-    """CLIP: a class token before the patches, and a norm before the first layer."""
+class ClipParts(nnx.Module):
+    """The parameters of CLIP but its last norm."""
 
-    def build(self, config: PartConfig, dtype: DTypeLike, keys: Keys) -> None:
+    def build_parts(self, config: PartConfig, dtype: DTypeLike, keys: Keys) -> None:
+        """Creates them."""
         sizes = config.sizes
         norm = partial(LayerNorm, "D", sizes, config.layer_norm_eps, dtype=dtype)
         self.class_token = nnx.Param(normal(keys(), (sizes["D"],), dtype))
@@ -53,7 +54,14 @@ class Clip(ImageEncoder):
         self.positions = nnx.Param(normal(keys(), (sizes["P"], sizes["D"]), dtype))
         self.pre_norm = norm()
         self.layers = clip_layers(config, norm, dtype, keys)
-        self.norm = norm()
+
+
+class Clip(ClipParts, ImageEncoder):
+    """CLIP: a class token before the patches, and a norm before the first layer."""
+
+    def build(self, config: PartConfig, dtype: DTypeLike, keys: Keys) -> None:
+        self.build_parts(config, dtype, keys)
+        self.norm = LayerNorm("D", config.sizes, config.layer_norm_eps, dtype=dtype)
 
     def embedded(self, pixels_BCYX: jax.Array) -> jax.Array:
         x_BPD = self.patch(patches_of(pixels_BCYX.astype(self.patch.kernel.dtype), self.config.patch_size))

@@ -18,12 +18,12 @@ from jax.typing import DTypeLike
 
 from tpuconv.errors import UsageError
 from tpuconv.models.common.beside import PartConfig
-from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, apply_rope, normal
+from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, normal
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.seen import Deep, Prepared
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.angles import cos_sin
-from tpuconv.models.towers.clip.modules import clip_layers, with_class_token
+from tpuconv.models.towers.clip.modules import ClipParts, with_class_token
 from tpuconv.models.towers.deepseek_ocr.family import FEW_QUERIES, MANY_QUERIES
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, Grids, given, noise, padded
 from tpuconv.models.towers.image_encoder import states_of
@@ -208,7 +208,7 @@ class OcrDecoder(OcrEncoder):
         return features_BPO
 
 
-class OcrClip(OcrEncoder):
+class OcrClip(ClipParts, OcrEncoder):
     """The encoder of DeepSeek-OCR: CLIP has SAM's features in place of its patches, and the projector reads both side
     by side. Each row of an image, and each row of all its tiles together, ends with a vector."""
 
@@ -219,13 +219,7 @@ class OcrClip(OcrEncoder):
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
         super().build(config, dtype, keys)
-        sizes = config.sizes
-        norm = partial(LayerNorm, "D", sizes, config.layer_norm_eps, dtype=dtype)
-        self.class_token = nnx.Param(normal(keys(), (sizes["D"],), dtype))
-        self.patch = Einsum("BPC,CD->BPD", sizes, dtype=dtype, keys=keys)
-        self.positions = nnx.Param(normal(keys(), (sizes["P"], sizes["D"]), dtype))
-        self.pre_norm = norm()
-        self.layers = clip_layers(config, norm, dtype, keys)
+        self.build_parts(config, dtype, keys)
 
     def random_tiles(self, rng: np.random.Generator, counts: list[int]) -> dict[str, np.ndarray]:
         rows = [max(1, isqrt(tiles)) for tiles in counts]

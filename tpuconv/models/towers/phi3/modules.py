@@ -20,7 +20,7 @@ from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.clip.modules import Clip
 from tpuconv.models.towers.encoder import Grids, given, noise, padded
 from tpuconv.models.towers.image_encoder import joined_squares, states_of
-from tpuconv.models.towers.phi4.modules import tiles_in_order
+from tpuconv.models.towers.phi4.modules import tile_grids, tiles_in_order
 from tpuconv.models.towers.places import bucket
 
 IMAGE_PIXELS, PIXELS_OF_EACH = "pixel_values", "image_sizes"
@@ -55,13 +55,8 @@ class Phi3Clip(Clip):
                 f"{size} x {size}"
             )
         k, tiles, index, first = self.config.side // 2, [], [], 2
-        for number, (image, (height, width)) in enumerate(zip(pixels, sizes.tolist(), strict=True)):
-            h, w = height // size, width // size
-            if not 0 < h * w < len(image):
-                raise UsageError(
-                    f"image {number} has {height} x {width} pixels by {PIXELS_OF_EACH}, which are {h} x {w} tiles, and "
-                    f"{IMAGE_PIXELS} has {len(image) - 1} beside the whole"
-                )
+        grids = tile_grids(IMAGE_PIXELS, pixels, PIXELS_OF_EACH, sizes, size)
+        for image, (h, w) in zip(pixels, grids, strict=True):
             tiles.append(image[: 1 + h * w])
             index.append(tiles_in_order(h, w, k, first))
             first += (1 + h * w) * k * k

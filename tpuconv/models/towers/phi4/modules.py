@@ -31,6 +31,30 @@ from tpuconv.models.towers.siglip.modules import Siglip
 PIXELS, SIZES, REAL_PATCHES = "image_pixel_values", "image_sizes", "image_attention_mask"
 
 
+def tile_grids(pixels: str, images: np.ndarray, sizes: str, sizes_I2: np.ndarray, side: int) -> list[tuple[int, int]]:
+    """Returns the rows and columns of the tiles of each image.
+
+    Args:
+        pixels, sizes: the names of both features, for errors.
+        images: the whole image of each, then its tiles, filled up to the most of the batch [I, tiles, ...].
+        sizes_I2: the pixels of all tiles of each image together, down and across.
+        side: pixels of a side of a tile.
+
+    Raises:
+        UsageError: an image has other tiles.
+    """
+    grids = []
+    for number, (image, (height, width)) in enumerate(zip(images, sizes_I2.tolist(), strict=True)):
+        h, w = height // side, width // side
+        if not 0 < h * w < len(image):
+            raise UsageError(
+                f"image {number} has {height} x {width} pixels by {sizes}, which are {h} x {w} tiles, and {pixels} has "
+                f"{len(image) - 1} beside the whole"
+            )
+        grids.append((h, w))
+    return grids
+
+
 def tiles_in_order(h: int, w: int, k: int, first: int, is_real_BYX: np.ndarray | None = None) -> IntArray:
     """Returns the numbers of an image's features in their order: h x w tiles row by row, without padding, then the
     whole. Each has k x k features.
@@ -96,13 +120,8 @@ class Phi4Vit(Siglip):
                 f"{self.config.num_channels} x {size} x {size} pixels and {side} x {side} patches"
             )
         tiles, masks, index, first = [], [], [], 2
-        for number, (image, mask, (height, width)) in enumerate(zip(pixels, is_real, sizes.tolist(), strict=True)):
-            h, w = height // size, width // size
-            if not 0 < h * w < len(image):
-                raise UsageError(
-                    f"image {number} has {height} x {width} pixels by {SIZES}, which are {h} x {w} tiles, and {PIXELS} "
-                    f"has {len(image) - 1} beside the whole"
-                )
+        grids = tile_grids(PIXELS, pixels, SIZES, sizes, size)
+        for image, mask, (h, w) in zip(pixels, is_real, grids, strict=True):
             tiles.append(image[: 1 + h * w])
             masks.append(mask[: 1 + h * w])
             index.append(tiles_in_order(h, w, self.feature_side, first, mask[1 : 1 + h * w]))
