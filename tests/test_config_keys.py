@@ -70,6 +70,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "deepseek",
         "deepseek_v41",
         "deepseek_v41_text",
+        "domynedge",
         "internlm2",
         "kimi_k3",
         "kimi_vl",

@@ -194,6 +194,7 @@ FAMILIES: Mapping[str, str] = {
     "nemotron-nas": "lineages.llama",
     "plamo3": "lineages.plamo",
     "rnj1": "lineages.gemma",
+    "domynedge": "lineages.domyn",
     "orion": "lineages.like_llama",
     "chatglm": "lineages.glm",
     "deepseek": "lineages.deepseek",
