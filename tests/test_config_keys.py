@@ -72,6 +72,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "deepseek_v41_text",
         "domynedge",
         "internlm2",
+        "iquestloopcoder",
         "kimi_k3",
         "kimi_vl",
         "mimo_v2",

@@ -1202,3 +1202,16 @@ def test_layers_of_domyn_edge_that_are_refused(changes: dict[str, Any], why: str
     with pytest.raises((ConfigError, UnsupportedConfig)) as error:
         find_family(raw).check_config(raw)
     assert why in str(error.value)
+
+
+def test_layers_of_iquest_coder_run_twice() -> None:
+    raw = {
+        **{"architectures": ["IQuestLoopCoderForCausalLM"], "model_type": "iquestloopcoder", "hidden_size": 5120},
+        **{"num_hidden_layers": 80, "intermediate_size": 27648, "num_attention_heads": 40, "rms_norm_eps": 1e-6},
+        **{"vocab_size": 76800, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+        **{"attention_bias": False, "mlp_bias": False, "rope_theta": 500000, "tie_word_embeddings": False},
+        **{"loop_num": 2, "loop_window_size": 64},
+    }
+    config = find_family(raw).check_config(raw).config
+    assert config.executed_layers == (*range(80), *range(80))
+    assert (config.horizons, config.rope.theta) == ({64}, 500000)

@@ -195,6 +195,7 @@ FAMILIES: Mapping[str, str] = {
     "plamo3": "lineages.plamo",
     "rnj1": "lineages.gemma",
     "domynedge": "lineages.domyn",
+    "iquestloopcoder": "lineages.loop_coder",
     "orion": "lineages.like_llama",
     "chatglm": "lineages.glm",
     "deepseek": "lineages.deepseek",
