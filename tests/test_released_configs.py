@@ -1160,3 +1160,58 @@ def test_shared_experts_of_param_2_have_one_width_together() -> None:
     assert (family.name, family.check_config(raw).config.sizes["W"]) == ("param2moe", 1024)
     with pytest.raises(ConfigError, match="contradicts itself"):
         family.check_config(raw | {"moe_shared_expert_intermediate_size": 512})
+
+
+def domyn_edge(**changes: Any) -> dict[str, Any]:
+    layers = {"nope": ("nope", [-1, 0]), "rope": ("rope", [1024, 0])}
+    kinds, windows = zip(*(layers[kind] for kind in ("nope", "rope", "rope", "nope")), strict=True)
+    return {
+        **{"architectures": ["DomynEdgeForCausalLM"], "model_type": "domynedge", "num_hidden_layers": 4},
+        **{"position_layers": [*kinds], "window_sizes": [*windows], "head_dim": 256, "max_window_layers": None},
+        **changes,
+    }
+
+
+def test_layers_of_domyn_edge() -> None:
+    raw = domyn_edge(head_sizes=[256, 64, 64, 256])
+    family = find_family(raw)
+    config = family.check_config(raw).config
+    assert config.windows == (None, 1025, 1025, None)  # a token sees as many before it, and itself
+    assert [rope is not None for rope in config.ropes] == [False, True, True, False]
+    assert config.layer_sizes == {1: {"H": 64}, 2: {"H": 64}}
+    by_layer = {"1": {"head_dim": 64}, "2": {"head_dim": 64}}
+    assert family.check_config(domyn_edge(per_layer_config=by_layer)).config == config
+    assert family.check_config(raw | {"per_layer_config": by_layer}).config == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"head_sizes": [256, 64]}, "head_sizes has 2 entries for num_hidden_layers=4"),
+        ({"head_sizes": [256, 63, 64, 256]}, "rotary positions need pairs"),
+        ({"window_sizes": [[0, 0]] * 4}, "are not all -1 or positive"),
+        ({"window_sizes": [[4, 4]] * 4}, "tokens would see tokens behind them"),
+        ({"window_sizes": [4] * 4}, "is not a list with two numbers for each layer"),
+        ({"position_layers": ["rope", "yarn", "nope", "nope"]}, "yarn"),
+        ({"per_layer_config": {"7": {"head_dim": 64}}}, "is not a head_dim for some of its layers"),
+        ({"head_sizes": [256, 64, 64, 256], "per_layer_config": {"1": {"head_dim": 64}}}, "per_layer_config differ"),
+    ],
+)
+def test_layers_of_domyn_edge_that_are_refused(changes: dict[str, Any], why: str) -> None:
+    raw = domyn_edge(**changes)
+    with pytest.raises((ConfigError, UnsupportedConfig)) as error:
+        find_family(raw).check_config(raw)
+    assert why in str(error.value)
+
+
+def test_layers_of_iquest_coder_run_twice() -> None:
+    raw = {
+        **{"architectures": ["IQuestLoopCoderForCausalLM"], "model_type": "iquestloopcoder", "hidden_size": 5120},
+        **{"num_hidden_layers": 80, "intermediate_size": 27648, "num_attention_heads": 40, "rms_norm_eps": 1e-6},
+        **{"vocab_size": 76800, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+        **{"attention_bias": False, "mlp_bias": False, "rope_theta": 500000, "tie_word_embeddings": False},
+        **{"loop_num": 2, "loop_window_size": 64},
+    }
+    config = find_family(raw).check_config(raw).config
+    assert config.executed_layers == (*range(80), *range(80))
+    assert (config.horizons, config.rope.theta) == ({64}, 500000)

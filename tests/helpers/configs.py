@@ -23,6 +23,7 @@ SMALL = {
 OF_TYPES = {
     **{name: {"num_hidden_layers": 4} for name in ("nemotron_h", "nemo_speechlm")},
     "zamba2": {"num_hidden_layers": 54},
+    "domynedge": {"num_hidden_layers": 36},
     **{name: {"num_kv_shared_layers": 0} for name in ("gemma3n_text", "gemma3n")},
     "ernie4_5_vl_moe": {"head_dim": 128},
     "dory": {"n_input_layers": 1, "n_output_layers": 0},

@@ -198,6 +198,7 @@ EVEN = {
             {"attention": {"n_heads_in_group": 4}, "ffn": {"intermediate_size": 32}},
         ],
     },
+    "domynedge": {"head_sizes": [64, 32, 32, 64]},
     "mimo": {"head_dim": 32},
     "zaya": {"head_dim": 32, "moe_intermediate_size": 64, "router_hidden_size": 32},
     "modernbert_decoder": {"num_attention_heads": 2},

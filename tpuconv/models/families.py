@@ -194,6 +194,8 @@ FAMILIES: Mapping[str, str] = {
     "nemotron-nas": "lineages.llama",
     "plamo3": "lineages.plamo",
     "rnj1": "lineages.gemma",
+    "domynedge": "lineages.domyn",
+    "iquestloopcoder": "lineages.loop_coder",
     "orion": "lineages.like_llama",
     "chatglm": "lineages.glm",
     "deepseek": "lineages.deepseek",

@@ -16,6 +16,8 @@ MODELS: Mapping[str, str] = {
     "minicpm": "like_llama:MiniCPMForCausalLM",
     "rnj1": "rnj1:Rnj1ForCausalLM",
     "plamo3": "plamo:Plamo3ForCausalLM",
+    "domynedge": "domyn:DomynEdgeForCausalLM",
+    "iquestloopcoder": "loop_coder:IQuestLoopCoderForCausalLM",
     "nemotron-nas": "nemotron_nas:DeciLMForCausalLM",
 }
 """The model types, which are the names of families too, and the module and class of each model with logits."""

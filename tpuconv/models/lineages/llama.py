@@ -322,6 +322,8 @@ class NasConfig(DecoderConfig):
     @classmethod
     def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         out, blocks = super().in_our_keys(raw), raw.get("block_configs")
+        if blocks is None:
+            return out
         if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
             raise ConfigError(f"config.json: block_configs={short(blocks)} is not a list with an object for each layer")
         heads, width = (out.get(key, getattr(cls, key)) for key in ("num_attention_heads", "hidden_size"))

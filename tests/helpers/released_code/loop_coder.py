@@ -1,0 +1,79 @@
+"""IQuest Coder Loop after `modeling_iquestloopcoder.py` of IQuestLab/IQuest-Coder-V1-40B-Loop-Instruct: Llama whose
+layers run several times. After the first time, attention is a mixture of two. It computes whole texts, without a
+cache."""
+
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+
+class Config(LlamaConfig):
+    model_type = "iquestloopcoder"
+
+    loop_num: int = 2
+    loop_window_size: int = 64
+
+
+class Attention(LlamaAttention):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        run: int = 0,
+        gate: Any = None,
+        **inputs: Any,
+    ) -> tuple[Tensor, None]:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (part(hidden_states).view(shape).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        if run == 0:
+            self.first = k, v
+            y = eager_attention_forward(self, q, k, v, attention_mask, self.scaling)[0]
+        else:
+            everything = eager_attention_forward(self, q, *self.first, attention_mask, self.scaling)[0]
+            T, S = attention_mask.shape[-2:]
+            distance = torch.arange(S - T, S)[:, None] - torch.arange(S)
+            near = attention_mask.masked_fill(distance >= self.config.loop_window_size, torch.finfo(q.dtype).min)
+            own = eager_attention_forward(self, q, k, v, near, self.scaling)[0]
+            weight = torch.diagonal(gate(q), dim1=1, dim2=3).sigmoid()[..., None]  # [batch, tokens, heads, 1]
+            y = weight * everything + (1 - weight) * own
+        return self.o_proj(y.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+class Layer(LlamaDecoderLayer):
+    def __init__(self, config: Any, number: int) -> None:
+        super().__init__(config, number)
+        self.self_attn = Attention(config, number)
+
+
+class Layers(nn.ModuleList):
+    """The layers; a slice of them are all executions."""
+
+    def __getitem__(self, part: Any) -> Any:
+        if not isinstance(part, slice):
+            return super().__getitem__(part)
+        pairs = list(zip(self, self.gates, strict=True))
+        return [partial(layer, run=run, gate=gate) for run in range(self.runs) for layer, gate in pairs]
+
+
+class IQuestLoopCoderForCausalLM(LlamaForCausalLM):
+    config_class: ClassVar = Config
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        layers = range(config.num_hidden_layers)
+        gates = [nn.Linear(config.head_dim, config.num_attention_heads) for _ in layers]
+        self.model.gate_projections = nn.ModuleList(gates)
+        self.model.layers = Layers(Layer(config, number) for number in layers)
+        self.model.layers.runs, self.model.layers.__dict__["gates"] = config.loop_num, gates
+        self.post_init()

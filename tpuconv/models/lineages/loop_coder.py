@@ -1,0 +1,62 @@
+"""IQuest Coder Loop."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.defaults import family_config
+from tpuconv.models.declare import decoder
+from tpuconv.models.dory.family import LOOPED
+from tpuconv.models.lineages.llama import NO_BIAS
+from tpuconv.models.parts import Attn, Mlp, Norms
+from tpuconv.notation.table import Map
+
+
+@family_config
+class LoopCoderConfig(DecoderConfig):
+    """All layers run `loop_num` times. From the second time on, a token sees the keys and values of the first time, and
+    the ones of this time in a window of `loop_window_size` tokens, itself included."""
+
+    only: ClassVar = NO_BIAS
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": 500000.0}
+
+    loop_num: int = 2
+    loop_window_size: int = 64
+
+    @property
+    def executed_layers(self) -> tuple[int, ...]:
+        return tuple(range(self.num_hidden_layers)) * self.loop_num
+
+    @property
+    def horizons(self) -> frozenset[int]:
+        return super().horizons | ({self.loop_window_size} if self.loop_num > 1 else set())
+
+    @property
+    def unscannable(self) -> str:
+        return LOOPED
+
+    @property
+    def inseparable(self) -> str:
+        return LOOPED
+
+
+IQUESTLOOPCODER = decoder(
+    "iquestloopcoder",
+    "IQuest Coder Loop",
+    "IQuestLoopCoderForCausalLM",
+    Norms(),
+    Attn(module="modules.loop_coder:MixingAttention"),
+    Mlp(),
+    base="modules.loop_coder:LoopCoder",
+    config=LoopCoderConfig,
+    others=(
+        Map("model.gate_projections.{L}.weight", "layers.{L}.attn.gate.query", "N H"),
+        Map("model.gate_projections.{L}.bias", "layers.{L}.attn.gate.bias", "N"),
+    ),
+    # As `configuration_iquestloopcoder.py` of the release has them.
+    defaults={
+        **{"vocab_size": 76800, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 80},
+        **{"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192},
+        **{"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+    },
+)
