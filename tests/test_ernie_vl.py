@@ -115,6 +115,7 @@ def test_keys_that_the_reference_does_not_have_are_refused(change: dict[str, Any
     assert fault in "\n".join((error.value.message, *error.value.details))
 
 
+@pytest.mark.slow
 def test_a_text_without_images_does_not_run_the_experts_for_images(whole: Any) -> None:
     model: Any = tpuconv.load(whole(NAME)[1])
     for layer in model.layers:
