@@ -110,6 +110,12 @@ def test_other_values_are_refused(change: dict[str, Any], fault: str) -> None:
         find_family(RELEASE | change).read_config(RELEASE | change, parts=("vision",))
 
 
+def test_the_text_model_of_the_first_version_is_read() -> None:
+    """As the refusal of its encoder says."""
+    raw = RELEASE | {"ps_version": "v1"}
+    assert find_family(raw).read_config(raw).hidden_size == 4096
+
+
 def test_a_checkpoint_without_the_token_says_so(whole: Any, tmp_path: Any) -> None:
     src, _ = whole("internvl_chat")
     bare = shutil.copytree(src, tmp_path / "src", ignore=shutil.ignore_patterns("tokenizer*", "special*"))
@@ -138,6 +144,15 @@ def test_added_tokens_are_found_in_each_file(name: str, content: dict[str, Any])
 
     assert added_token("<a>", read) == 7
     assert added_token("<b>", read) is None
+
+
+@pytest.mark.parametrize("number", ["x", "9" * 5000])
+def test_an_id_that_is_no_number_is_none(number: str) -> None:
+    settings = {"added_tokens_decoder": {number: {"content": "<a>"}}, "<a>": "x"}
+    assert (
+        added_token("<a>", lambda name: json.dumps(settings if name == "tokenizer_config.json" else {}).encode())
+        is None
+    )
 
 
 def test_a_malformed_list_of_tokens_is_named() -> None:

@@ -110,7 +110,7 @@ def windows(case: Sight, model: Any, around: Mapping[str, Any], grids: Grids) ->
     """A text for each part of a model of ours, with random images of these grids or with sounds. `around` is the object
     of config.json that has the config of the text model."""
     rng, out, words = np.random.default_rng(0), [], np.random.default_rng(1).integers(3, 90, 200).tolist()
-    kept = media_tokens(around).union(*({own.placeholder, *own.words} for own in model.config.parts.values()))
+    kept = media_tokens(around, model.config)
     for part, own in model.config.parts.items():
         encoder = getattr(model, part)
         features = encoder.random_images(rng, grids) or encoder.example(rng)

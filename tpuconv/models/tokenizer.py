@@ -30,13 +30,22 @@ TOKEN = Optional((str, {"content": str}, None))
 SETTINGS_KEYS = {"bos_token": TOKEN, "eos_token": TOKEN}
 """The schema of tokenizer_config.json: only these keys are read."""
 
-TOKEN_LIST = [{"content": str, "id": Size}]
-ADDED = {
-    SETTINGS_FILE: {"added_tokens_decoder": Optional((Each({"content": str}), None))},
-    "added_tokens.json": Each(Size),
-    TOKENIZER_FILE: {"added_tokens": Optional((TOKEN_LIST, None))},
+TOKENS_BY_ID, TOKEN_LIST, IDS = Each({"content": str}), [{"content": str, "id": Size}], Each(Size)
+ADDED: Mapping[str, tuple[Any, Callable[[Any], Mapping[str, Any]]]] = {
+    SETTINGS_FILE: (
+        {"added_tokens_decoder": Optional((TOKENS_BY_ID, None))},
+        lambda data: {each["content"]: number for number, each in (data.get("added_tokens_decoder") or {}).items()},
+    ),
+    "added_tokens.json": (IDS, dict),
+    TOKENIZER_FILE: (
+        {"added_tokens": Optional((TOKEN_LIST, None))},
+        lambda data: {each["content"]: each["id"] for each in data.get("added_tokens") or ()},
+    ),
 }
-"""The files that say the ids of added tokens, and the schema of each: only these keys are read."""
+"""The files that say the ids of added tokens, with the schema of each (only these keys are read), and what returns the
+ids by the texts."""
+LONGEST_ID = 10
+"""Digits of an id that a file has as a text."""
 
 SHORT = 100
 """Characters of a text that are encoded to see what a tokenizer puts before it."""
@@ -57,16 +66,16 @@ def added_token(text: str, read: Callable[[str], bytes]) -> int | None:
     Raises:
         ConfigError: a file is malformed.
     """
-    for name, schema in ADDED.items():
+    for name, (schema, ids_of) in ADDED.items():
         try:
             data = parse(read(name), name, ConfigError)
         except CorruptOutput:  # there is none
             continue
         check(data, schema, name, ConfigError)
-        listed = {each["content"]: each["id"] for each in data.get("added_tokens") or ()}
-        by_id = (data.get("added_tokens_decoder") or {}).items()
-        decoded = {each["content"]: number for number, each in by_id if number.isdecimal()}
-        if (found := {**decoded, **listed}.get(text, data.get(text))) is not None:
+        found = ids_of(data).get(text)
+        if isinstance(found, str):
+            found = int(found) if found.isdecimal() and len(found) <= LONGEST_ID else None
+        if found is not None:
             return int(found)
     return None
 

@@ -101,16 +101,18 @@ MEDIA_TOKEN = re.compile(r"(image|video|vision|audio)\w*_token_(id|index)")
 """The keys of config.json with the ids of placeholders, and of the tokens before and behind them."""
 
 
-def media_tokens(around: Mapping[str, Any]) -> set[int]:
-    """Returns the ids with a meaning for images or sounds, of the config around the text model's."""
-    return {token for key, token in around.items() if MEDIA_TOKEN.fullmatch(key) and type(token) is int}
+def media_tokens(around: Mapping[str, Any], config: DecoderConfig) -> set[int]:
+    """Returns the ids with a meaning for images or sounds: of the config `around` the text model's, placeholders, and
+    ids that a projector embeds."""
+    named = {token for key, token in around.items() if MEDIA_TOKEN.fullmatch(key) and type(token) is int}
+    return named.union(*({own.placeholder, *own.words} for own in config.parts.values()))
 
 
 def without_media_tokens(manifest: Manifest, config: DecoderConfig, windows: Sequence[Window]) -> list[Window]:
     """Returns texts with the token 0 in place of those for images or sounds, of which pseudo-random ids have some: the
     reference computes with other embeddings, or positions, there."""
     around = get_family(manifest.family).config.around_text(read_checkpoint_config(manifest))
-    tokens = media_tokens(around).union(*(own.words for own in config.parts.values()))
+    tokens = media_tokens(around, config)
     return [replace(each, ids=[0 if token in tokens else token for token in each.ids]) for each in windows]
 
 
@@ -133,7 +135,7 @@ def sight_windows(
 
     model = nnx.eval_shape(lambda: get_family(manifest.family).model_class(config))  # no weights are needed
     around = get_family(manifest.family).config.around_text(read_checkpoint_config(manifest))
-    others = media_tokens(around).union(*({own.placeholder, *own.words} for own in config.parts.values()))
+    others = media_tokens(around, config)
     words = [token for prompt in prompts for token in prompt if token not in others]
     rng, out, without = np.random.default_rng(0), [], {}
     for part, own in config.parts.items():

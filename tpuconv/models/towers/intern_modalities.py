@@ -3,7 +3,13 @@
 from dataclasses import replace
 
 from tpuconv.models.common.beside import VISION, Modality
-from tpuconv.models.towers.intern_vit.family import INTERN_VIT, RELEASED_INTERN_VIT, RELEASED_SHUFFLED, SHUFFLED
+from tpuconv.models.towers.intern_vit.family import (
+    INTERN_VIT,
+    INTERNVL_SHUFFLED,
+    RELEASED_INTERN_VIT,
+    RELEASED_SHUFFLED,
+    SHUFFLED,
+)
 
 INTERNVL_VISION = Modality(
     VISION, INTERN_VIT, SHUFFLED, prefix="vision_tower.", placeholder_id=151667, tower_types=("internvl_vision",)
@@ -23,6 +29,7 @@ QIANFAN_VISION = replace(
 
 INTERNVL_CHAT_VISION = replace(
     QIANFAN_VISION,
+    projector=INTERNVL_SHUFFLED,
     defaults={},
     placeholder_id=None,
     placeholder_token="<IMG_CONTEXT>",

@@ -91,6 +91,20 @@ class ShuffledConfig(ProjectorConfig):
         return {"O": self.out, "A": self.out, "M": tower.sizes["D"] * self.merge**2}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReleasedShuffledConfig(ShuffledConfig):
+    """The same of InternVL with code of its own, whose first version joins patches in another order."""
+
+    ps_version: str = "v1"
+    force_image_size: int | None = None
+
+    def check(self, tower: Any) -> None:
+        super().check(tower)
+        for name, implemented in (("ps_version", ("v2",)), ("force_image_size", (None, 0, tower.image_size))):
+            if (value := getattr(self, name)) not in implemented:
+                raise UnsupportedConfig(f"config.json: {name}={short(value)} is not implemented", hint=TEXT_ALONE)
+
+
 HEADS_BIAS = "(N H) -> N H"
 _JOINED = "((N H) + (N H) + (N H))"
 
@@ -190,6 +204,8 @@ SHUFFLED = _shuffled("layer_norm", "linear_1", "linear_2")
 
 RELEASED_SHUFFLED = _shuffled("0", "1", "3")
 """The same with the names of the authors."""
+
+INTERNVL_SHUFFLED = replace(RELEASED_SHUFFLED, config=ReleasedShuffledConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

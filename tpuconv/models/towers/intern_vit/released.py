@@ -3,9 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tpuconv.errors import UnsupportedConfig
-from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import TEXT_ALONE
 from tpuconv.models.common.key_types import object_of
 
 LLM_KEY = "llm_config"
@@ -26,19 +23,11 @@ def in_keys_of_internvl(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     these.
 
     Raises:
-        UnsupportedConfig: patches are joined in the order of InternVL 1, or positions would be interpolated.
         ConfigError: a value that has to be an object is none.
     """
     if LLM_KEY not in raw:
         return raw
     vision = {**VISION_DEFAULTS, **object_of(raw, "vision_config")}
-    forced = raw.get("force_image_size") or vision["image_size"]
-    for name, value, implemented in (
-        ("ps_version", raw.get("ps_version", "v1"), "v2"),
-        ("force_image_size", forced, vision["image_size"]),
-    ):
-        if value != implemented:
-            raise UnsupportedConfig(f"config.json: {name}={short(value)} is not implemented", hint=TEXT_ALONE)
     text = {key: value for key, value in object_of(raw, LLM_KEY).items() if key not in UNUSED_IN_TEXT}
     around = {key: value for key, value in raw.items() if key not in (LLM_KEY, "vision_config", "select_layer")}
     return around | {
