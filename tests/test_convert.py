@@ -95,7 +95,7 @@ def test_every_family_is_restored_by_orbax_as_the_table_says(case, scan_layers, 
     plan = convert(folder, tmp_path / "out", options)
     assert len(plan.units) > 1
     for slab in (slab for unit in plan.units for slab in unit.slabs):
-        assert list(slab.names()) == list(dict.fromkeys(name for parts in slab.reads() for name, _, _ in parts))
+        assert list(slab.names) == list(dict.fromkeys(name for parts in slab.reads() for name, _, _ in parts))
     arrays = restore(tmp_path / "out")
     assert_same(arrays, expected(folder, options))
     checked = list(check_checkpoint(read_manifest(tmp_path / "out")))
