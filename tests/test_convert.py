@@ -690,6 +690,6 @@ def test_what_is_read_ahead_is_what_is_read_first(converted, tmp_path, monkeypat
     monkeypatch.setattr(threading, "Thread", lambda target, daemon: SimpleNamespace(start=target))
     run_module.read_ahead(plan)
     assert sum(size for *_, size in asked) == 10_000
-    first = next(plan.units[0].slabs[0].names())
+    first = plan.units[0].slabs[0].names[0]
     path, start, size = plan.source.files(plan.tensors[first].stored[0])[0]
     assert asked[0] == (str(path), start, min(size, 10_000))

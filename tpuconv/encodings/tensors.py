@@ -65,6 +65,11 @@ class _Parts:
         return self.values.name.removesuffix(self.scheme.values)
 
     @property
+    def name(self) -> str:
+        """The name of the weight."""
+        return self.values.name if self.scheme.values == self.scheme.name else self.base + self.scheme.name
+
+    @property
     def names(self) -> set[str]:
         """The names of all of them, and the name of the scales even if these are absent."""
         parts = (self.values, *self.extra, self.tensor_scale, *self.affine.values(), self.column_scales)
@@ -83,7 +88,7 @@ class _Parts:
         """Returns the weight."""
         affine = self.scheme.affine
         return Tensor(
-            self.base + self.scheme.name,
+            self.name,
             self.shape,
             self.values,
             self.scales,
@@ -156,7 +161,7 @@ def decode_names(
     for parts in _choose(tensors, known, described):
         taken |= parts.names
         unused |= {parts.base + suffix for suffix in parts.scheme.unused}
-        name = parts.base + parts.scheme.name
+        name = parts.name
         if found := parts.fault:
             faults.setdefault(found[1], []).append(found[0])
         elif name in out:

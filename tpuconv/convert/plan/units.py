@@ -35,7 +35,7 @@ class Slab:
     elements: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", tuple(self._names()))
+        object.__setattr__(self, "names", self._names())
         object.__setattr__(self, "elements", sum(map(prod, self.binding.layout.src_shapes(self.sizes))))
 
     @property
@@ -63,13 +63,13 @@ class Slab:
                     position += count
             yield parts
 
-    def _names(self) -> Iterator[str]:
+    def _names(self) -> tuple[str, ...]:
+        names: list[str] = []
         for stack, axes in zip(self.binding.src, self.binding.layout.src, strict=True):
-            if not stack.depth:
-                yield stack.names[0]
-                continue
-            for start, stop in runs(axes[: stack.depth], self.binding.sizes, self.ranges):
-                yield from stack.names[start:stop]
+            every = runs(axes[: stack.depth], self.binding.sizes, self.ranges) if stack.depth else [(0, 1)]
+            for start, stop in every:
+                names += stack.names[start:stop]
+        return tuple(names)
 
     def begins(self) -> tuple[str, int]:
         """Returns the source tensor that is read first, and the number of its first element: the first run of
