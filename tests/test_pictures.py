@@ -36,6 +36,9 @@ from tpuconv.models.pictures import Preparer, load_processor
 from tpuconv.models.placeholders import IMAGE, SOUND, placeholder_of
 from tpuconv.models.text_generator import PromptEncoder
 
+PROCESSORS = {**PROCESSOR_MAPPING_NAMES, "fast_vlm": "LlavaProcessor"}
+IMAGE_PROCESSORS = {**IMAGE_PROCESSOR_MAPPING_NAMES, "fast_vlm": IMAGE_PROCESSOR_MAPPING_NAMES["clip"]}
+"""Of FastVLM those that its releases name."""
 RNG = np.random.default_rng(0)
 IMAGES = [Image.fromarray(RNG.integers(0, 255, size, dtype=np.uint8)) for size in ((90, 60, 3), (54, 78, 3))]
 SOUNDS = [np.sin(np.arange(int(16_000 * seconds), dtype=np.float32) / 9) for seconds in (0.7, 3.1)]
@@ -69,6 +72,7 @@ CASES = {
     "smolvlm": (SPLIT, {"image_seq_len": 3}),
     "llava": (CROPPED, LLAVA),
     "vipllava": (CROPPED, LLAVA | {"vision_feature_select_strategy": "full"}),
+    "fast_vlm": (CROPPED, LLAVA),
     "llava_next": (CROPPED | PINS | {"do_pad": False}, LLAVA),
     "granite4_vision": (CROPPED | PINS | {"do_pad": False}, LLAVA | {"downsample_rate": "1/2"}),
     "llava_onevision": (PINS | SQUARE, ONEVISION),
@@ -127,7 +131,7 @@ def processor_class(monkeypatch):
     monkeypatch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *a: None)
 
     def find(name: str):
-        cls = PROCESSOR_MAPPING_NAMES[name]
+        cls = PROCESSORS[name]
         folder = "pixtral" if cls == "PixtralProcessor" else name if cls != "LlavaProcessor" else "llava"
         folder = {"Qwen3VLProcessor": "qwen3_vl", "InklingProcessor": "inkling"}.get(cls, folder)
         needs_torchvision = "transformers.models.pixtral.image_processing_pixtral"
@@ -163,7 +167,7 @@ def test_prompts_with_images_are_those_of_the_release(case, count, processor_cla
     name, (of_images, settings) = case.split()[0], CASES[case]
     config = {"model_type": name} | (SEEN_BY_PIXTRAL if name == "mistral3" else {})
     tokenizer = tokenizer_of(tokens_of(config))
-    images = getattr(transformers, IMAGE_PROCESSOR_MAPPING_NAMES[name]["pil"])(**of_images)
+    images = getattr(transformers, IMAGE_PROCESSORS[name]["pil"])(**of_images)
     cls = processor_class(name)
     parts = dict.fromkeys(cls.get_attributes()) | {"tokenizer": tokenizer, "image_processor": images}
     processor = cls(**parts, **settings)

@@ -91,3 +91,17 @@ def gemma3n() -> Sight:
     # with other seeds the differences of rounding double in some layers of the text
     model = of_unit_size(tiny(Gemma3nForConditionalGeneration, gemma3n_config(), seed=8))
     return Sight(model, rows, features, parts=("vision", "audio"))
+
+
+@sight
+def fast_vlm() -> Sight:
+    """Images of 2 x 3 features."""
+    from transformers import FastVlmConfig, FastVlmForConditionalGeneration
+
+    with_timm()
+    args = {"inference_mode": True, "layers": [1, 2, 1, 1, 2], "embed_dims": [4, 8, 16, 32, 64]}
+    vision = {"architecture": "fastvit_mci3", "hidden_size": 128, "model_args": args}
+    config = FastVlmConfig(text_config={**TEXT, "model_type": "qwen2"}, vision_config=vision, image_token_index=IMAGE)
+    rows = [[5, 9, *[IMAGE] * 6, 3, *[IMAGE] * 6, 7], [8, 4, *[IMAGE] * 6, 6]]
+    model = of_unit_size(tiny(FastVlmForConditionalGeneration, config))
+    return Sight(model, rows, {"pixel_values": noise(3, 3, 100, 170)})

@@ -222,7 +222,7 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
         frame=("<｜hy_place▁holder▁no▁100｜>", "<｜hy_place▁holder▁no▁101｜>"),
     ),
     ("llava", IMAGE): Placeholder(llava, LLAVA_TOKEN),
-    ("vipllava", IMAGE): Placeholder(llava, LLAVA_TOKEN),
+    **{(name, IMAGE): Placeholder(llava, LLAVA_TOKEN) for name in ("vipllava", "fast_vlm")},
     ("llava_next", IMAGE): Placeholder(llava_next, LLAVA_TOKEN, call={"do_pad": True}),
     ("granite4_vision", IMAGE): Placeholder(granite4, LLAVA_TOKEN, call={"do_pad": True}),
     ("llava_onevision", IMAGE): Placeholder(onevision, LLAVA_TOKEN, nested=True),

@@ -22,6 +22,7 @@ from tpuconv.models.towers.dots.family import DOTS_VISION, in_keys_of_dots
 from tpuconv.models.towers.intern_modalities import INTERNVL_CHAT_VISION, INTERNVL_VISION, QIANFAN_VISION
 from tpuconv.models.towers.intern_vit.released import in_keys_of_internvl
 from tpuconv.models.towers.llava_modalities import (
+    FAST_VISION,
     LLAVA_NEXT_VIDEO_VISION,
     LLAVA_NEXT_VISION,
     LLAVA_VISION,
@@ -310,7 +311,7 @@ WRAPPER_ROWS = (
         keys=("projector_pooling_ratio", "vision_use_cls_token"),
         modalities=(PERCEPTION_VISION,),
     ),
-    Wrapper("fast_vlm", "FastVlm", "FastVLM", ("qwen2",), LLAVA),
+    Wrapper("fast_vlm", "FastVlm", "FastVLM", ("qwen2",), LLAVA, modalities=(FAST_VISION,)),
     Wrapper(
         "ovis2",
         "Ovis2",

@@ -51,6 +51,23 @@ class StridedConvolution(nnx.Module):
         return y if self.bias is None else y + self.bias[...]
 
 
+class BatchNorm(nnx.Module):
+    """Batch norm with the statistics of its training (arXiv:1502.03167), in float32; [..., E] to [..., E]."""
+
+    def __init__(self, width: int, eps: float, *, dtype: DTypeLike):
+        self.scale, self.variance = nnx.Param(jnp.ones(width, dtype)), nnx.Param(jnp.ones(width, dtype))
+        self.bias, self.mean = nnx.Param(jnp.zeros(width, dtype)), nnx.Param(jnp.zeros(width, dtype))
+        self.batches = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale, variance, bias, mean = (
+            each[...].astype(jnp.float32) for each in (self.scale, self.variance, self.bias, self.mean)
+        )
+        y = (x.astype(jnp.float32) - mean) * jax.lax.rsqrt(variance + self.eps) * scale + bias
+        return y.astype(x.dtype)
+
+
 def convolved_channels(x: jax.Array, kernel: jax.Array, before: int) -> jax.Array:
     """Returns a convolution of each channel by itself over frames, x [B, T, ...] with a kernel [p, ...] of the same
     channels: a frame reads as many frames before it as `before` says, zeros outside of the sound."""

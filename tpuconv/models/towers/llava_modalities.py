@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from tpuconv.models.common.beside import VIDEO, VISION, Modality
 from tpuconv.models.towers.clip.family import CLIP, CLIP_OF_VIDEOS, NO_PROJECTOR
+from tpuconv.models.towers.fastvit.family import FAST_MATRICES, FASTVIT
 from tpuconv.models.towers.llava.family import LLAVA_MATRICES, ONEVISION_MATRICES, TILED_MATRICES, VIP_LLAVA_MATRICES
 from tpuconv.models.towers.perception.family import MEANS, PERCEPTION
 from tpuconv.models.towers.pixtral.family import PIXTRAL
@@ -87,3 +88,6 @@ PERCEPTION_VISION = Modality(
     placeholder_id=128002,
 )
 """Perception LM."""
+
+FAST_VISION = replace(PERCEPTION_VISION, tower=FASTVIT, projector=FAST_MATRICES, placeholder_id=151646)
+"""FastVLM."""

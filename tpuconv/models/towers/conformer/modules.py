@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, LayerNorm, normal
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
-from tpuconv.models.towers.convolutions import convolved_channels
+from tpuconv.models.towers.convolutions import BatchNorm, convolved_channels
 from tpuconv.models.towers.encoder import FeatureEncoder, given, noise
 from tpuconv.models.towers.places import bucket
 
@@ -69,23 +69,6 @@ def cut_windows(x: jax.Array, length: int) -> jax.Array:
     return x.reshape(B, -1, length, *x.shape[2:])
 
 
-class BatchNorm(nnx.Module):
-    """Batch norm with the statistics of its training (arXiv:1502.03167), in float32; [B, T, E] to [B, T, E]."""
-
-    def __init__(self, config: Any, *, dtype: DTypeLike):
-        E = config.sizes["E"]
-        self.scale, self.variance = nnx.Param(jnp.ones(E, dtype)), nnx.Param(jnp.ones(E, dtype))
-        self.bias, self.mean = nnx.Param(jnp.zeros(E, dtype)), nnx.Param(jnp.zeros(E, dtype))
-        self.batches = nnx.Variable(jnp.zeros((), jnp.int32))
-
-    def __call__(self, x_BTE: jax.Array) -> jax.Array:
-        scale, variance, bias, mean = (
-            each[...].astype(jnp.float32) for each in (self.scale, self.variance, self.bias, self.mean)
-        )
-        y_BTE = (x_BTE.astype(jnp.float32) - mean) * jax.lax.rsqrt(variance + SPEECH_EPS) * scale + bias
-        return y_BTE.astype(x_BTE.dtype)
-
-
 class SpeechConvolution(nnx.Module):
     """A gate, a convolution of each channel over neighbouring frames and a batch norm between two matrices, [B, T, D]
     to [B, T, D]."""
@@ -96,7 +79,7 @@ class SpeechConvolution(nnx.Module):
         self.norm = LayerNorm("D", sizes, SPEECH_EPS, dtype=dtype)
         self.up, self.gate, self.down = matrix("BTD,DE->BTE"), matrix("BTD,DE->BTE"), matrix("BTE,ED->BTD")
         self.kernel = nnx.Param(normal(keys(), (sizes["c"], sizes["E"]), dtype))
-        self.batch_norm = BatchNorm(config, dtype=dtype)
+        self.batch_norm = BatchNorm(sizes["E"], SPEECH_EPS, dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array, is_sound_T: jax.Array) -> jax.Array:
         x_BTD, kernel = self.norm(x_BTD), self.kernel[...]
