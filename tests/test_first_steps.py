@@ -1,11 +1,19 @@
 """What a new user writes that is not quite what a command takes: it is taken, or told."""
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from helpers.commands import EXAMPLE, tpuconv
+from tpuconv import load
 from tpuconv.commands.params import id_of_page
 from tpuconv.errors import UsageError
 from tpuconv.verify.topology.chips import Slice, parse_topologies, slice_of_cloud
@@ -101,3 +109,64 @@ def test_values_are_completed() -> None:
     assert completions("convert", "target", "max") == {"maxtext"}
     assert completions("families", "name", "qwen3_n") == {"qwen3_next"}
     assert completions("quantize", "shown_config", "nf4") == {"nf4_weight_only"}
+
+
+IDS = [[5, 9, 11], [3, 1, 4]]
+
+
+def test_ids_are_an_array_or_a_list(model: Any) -> None:
+    import torch
+
+    logits_BTV = model(np.array(IDS))
+    for ids in (IDS, tuple(map(tuple, IDS)), torch.tensor(IDS)):
+        assert (model(ids) == logits_BTV).all()
+
+
+@pytest.mark.parametrize(
+    ("ids", "why"),
+    [
+        ([5, 9, 11], "of shape (3,) and type int64"),
+        ("In the beginning", "of shape () and type <U16"),
+        ([[5.0, 9.0]], "of shape (1, 2) and type float64"),
+        ([[]], "of shape (1, 0) and type float64"),
+        (np.zeros((2, 0), int), "of shape (2, 0) and type int64"),
+        ([[5, 9], [3]], "no array: "),
+        (np.zeros((1, 1, 2), np.int32), "of shape (1, 1, 2) and type int32"),
+    ],
+)
+def test_ids_of_another_form_are_told(ids: Any, why: str, model: Any) -> None:
+    with pytest.raises(UsageError, match=f"ids_BT is {re.escape(why)}") as caught:
+        model(ids)
+    assert "[texts, tokens]" in caught.value.hint
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load(EXAMPLE)
+
+
+def test_an_interruption_while_the_program_is_imported_shows_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "tpuconv", "doctor"],
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": path},
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_an_out_where_no_folder_can_be_made_is_told_to_change() -> None:
+    said = tpuconv("convert", EXAMPLE, "/proc/x", code=8).stderr
+    assert "/proc/.x.tpuconv cannot be written: No such file or directory" in said
+    assert "choose another OUT" in said
+
+
+def test_a_dry_run_refuses_a_workspace_that_has_no_use(tmp_path: Path) -> None:
+    for out in ((), (tmp_path / "out",)):
+        args = ("quantize", EXAMPLE, *out, "--config", "int4_gptq", "--workspace", tmp_path / "mine")
+        assert "leave --workspace out" in tpuconv(*args, "--dry-run", cwd=tmp_path, code=2).stderr
+        assert "leave --workspace out" in tpuconv(*args, cwd=tmp_path, code=2).stderr
+    assert not list(tmp_path.iterdir())
