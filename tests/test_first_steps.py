@@ -170,3 +170,8 @@ def test_a_dry_run_refuses_a_workspace_that_has_no_use(tmp_path: Path) -> None:
         assert "leave --workspace out" in tpuconv(*args, "--dry-run", cwd=tmp_path, code=2).stderr
         assert "leave --workspace out" in tpuconv(*args, cwd=tmp_path, code=2).stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_the_interface_of_the_commands_needs_no_import_of_its_own() -> None:
+    program = "import sys, tpuconv; assert 'api' in dir(tpuconv); tpuconv.api.convert; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
