@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from helpers.commands import EXAMPLE, tpuconv
-from tpuconv import load
+from tpuconv import api, load
 from tpuconv.commands.params import id_of_page
 from tpuconv.errors import UsageError
 from tpuconv.verify.topology.chips import Slice, parse_topologies, slice_of_cloud
@@ -175,3 +175,28 @@ def test_a_dry_run_refuses_a_workspace_that_has_no_use(tmp_path: Path) -> None:
 def test_the_interface_of_the_commands_needs_no_import_of_its_own() -> None:
     program = "import sys, tpuconv; assert 'api' in dir(tpuconv); tpuconv.api.convert; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_stage_that_is_complete_has_one_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    """Reports go on at the total, while an output is published."""
+    bar = api.Bar()
+    for stage, done in (("converting", 0), ("converting", 8), ("converting", 8), ("checking", 8), ("checking", 8)):
+        bar(api.Progress(stage, done, 8))
+    assert capsys.readouterr().err.count("\n") == 2
+    bar(api.Progress("checking", 0, 8))  # another run
+    bar(api.Progress("checking", 8, 8))
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_error_of_the_hub_shows_no_lines_of_its_client(tmp_path: Path) -> None:
+    program = "import tpuconv; tpuconv.load('org/nowhere')"
+    offline = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    said = subprocess.run(
+        [sys.executable, "-c", program], env=offline, capture_output=True, text=True, check=False
+    ).stderr
+    assert "cannot be reached" in said
+    assert "site-packages" not in said
+
+
+def test_the_text_of_a_model_is_a_line(model: Any) -> None:
+    assert repr(model) == "<qwen3: 5 layers, 1,604,800 parameters, bfloat16>"

@@ -24,9 +24,10 @@ from tpuconv.models.common.placement import placed
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.seen import Seen, see
 from tpuconv.models.common.steps import Block, Entered, Step, Steps, windows_of
+from tpuconv.models.common.summary import Summarized
 
 
-class Decoder(nnx.Module):
+class Decoder(Summarized):
     """A decoder-only model. A family's `Model` sets these class attributes:
 
     Attributes:
