@@ -87,6 +87,7 @@ def test_the_base_of_an_adapter_is_named(tmp_path: Path) -> None:
         (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
         said = tpuconv("convert", "my-lora", cwd=tmp_path, code=2).stderr
         assert f"`tpuconv convert {named} --adapter my-lora`" in said
+        assert re.match(r"UsageError\[TC\d+\]: my-lora holds an adapter", said)
 
 
 def test_help_is_a_command_too() -> None:
@@ -199,4 +200,4 @@ def test_an_error_of_the_hub_shows_no_lines_of_its_client(tmp_path: Path) -> Non
 
 
 def test_the_text_of_a_model_is_a_line(model: Any) -> None:
-    assert repr(model) == "<qwen3: 5 layers, 1,604,800 parameters, bfloat16>"
+    assert repr(model) == str(model) == "<qwen3: 5 layers, 1,604,800 parameters, bfloat16>"

@@ -44,7 +44,7 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None, Mapp
             )
         if not shards and (other := other_kind(names)):
             what, todo = other
-            raise UsageError(f"{folder} {what}", hint=_with_base(folder, todo) if "adapter" in what else todo)
+            raise UsageError(f"{folder} holds {what}", hint=_with_base(folder, todo) if "adapter" in what else todo)
         if not shards:
             raise UsageError(
                 f"{folder} holds no {SINGLE_FILE}, no {INDEX_FILE} and no {MANIFEST}",
@@ -132,7 +132,7 @@ def other_kind(names: Collection[str]) -> tuple[str, str] | None:
         found = sorted(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns.split("|")))
         if found:
             named = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
-            return f"holds {what}: {named}", todo
+            return f"{what}: {named}", todo
     return None
 
 

@@ -19,3 +19,6 @@ class Summarized(nnx.Module):
         dtypes = " and ".join(sorted(nbytes, key=lambda dtype: -nbytes[dtype]))
         layers, count = self.config.num_hidden_layers, sum(array.size for array in arrays)
         return f"<{self.config.model_type}: {layers} layers, {count:,} parameters, {dtypes}>"
+
+    def __str__(self) -> str:
+        return repr(self)
