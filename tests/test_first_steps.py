@@ -201,3 +201,12 @@ def test_an_error_of_the_hub_shows_no_lines_of_its_client(tmp_path: Path) -> Non
 
 def test_the_text_of_a_model_is_a_line(model: Any) -> None:
     assert repr(model) == str(model) == "<qwen3: 5 layers, 1,604,800 parameters, bfloat16>"
+
+
+def test_more_positions_than_a_function_has_are_told() -> None:
+    with pytest.raises(
+        TypeError, match=r"load\(\) too many positional arguments: it takes src, dtype, mesh by position"
+    ):
+        load(EXAMPLE, None, None, True)  # type: ignore[misc]
+    with pytest.raises(TypeError, match=r"compare\(\).*: it takes ckpt by position"):
+        api.compare("a", "b")  # type: ignore[misc]
