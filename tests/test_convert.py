@@ -95,7 +95,7 @@ def test_every_family_is_restored_by_orbax_as_the_table_says(case, scan_layers, 
     plan = convert(folder, tmp_path / "out", options)
     assert len(plan.units) > 1
     for slab in (slab for unit in plan.units for slab in unit.slabs):
-        assert list(slab.names()) == list(dict.fromkeys(name for parts in slab.reads() for name, _, _ in parts))
+        assert list(slab.names) == list(dict.fromkeys(name for parts in slab.reads() for name, _, _ in parts))
     arrays = restore(tmp_path / "out")
     assert_same(arrays, expected(folder, options))
     checked = list(check_checkpoint(read_manifest(tmp_path / "out")))
@@ -690,6 +690,6 @@ def test_what_is_read_ahead_is_what_is_read_first(converted, tmp_path, monkeypat
     monkeypatch.setattr(threading, "Thread", lambda target, daemon: SimpleNamespace(start=target))
     run_module.read_ahead(plan)
     assert sum(size for *_, size in asked) == 10_000
-    first = next(plan.units[0].slabs[0].names())
+    first = plan.units[0].slabs[0].names[0]
     path, start, size = plan.source.files(plan.tensors[first].stored[0])[0]
     assert asked[0] == (str(path), start, min(size, 10_000))

@@ -41,7 +41,6 @@ from tpuconv.api.quantizers import quantizer_by
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.planning import planned_loading
-from tpuconv.convert.run.sizing import buffers
 from tpuconv.convert.run.slab_arrays import SlabArrays
 from tpuconv.errors import SourceError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.location import to_location
@@ -309,7 +308,7 @@ def loaded_for(
 ) -> dict[str, tuple[direct.LetterBox, np.ndarray]]:
     """The shards of one device of a mesh, read for it alone."""
     found: dict[str, tuple[direct.LetterBox, np.ndarray]] = {}
-    need, reader = buffers(plan), plan.source.open(hashes=())
+    need, reader = plan.buffers, plan.source.open(hashes=())
     slabs: dict[int, list[Any]] = {}
     for slab in (slab for unit in plan.units for slab in unit.slabs):
         slabs.setdefault(id(slab.binding), []).append(slab)

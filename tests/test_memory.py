@@ -83,7 +83,7 @@ def test_memory_that_the_system_refuses_is_no_error_of_a_file(nbytes, monkeypatc
 def test_the_memory_of_a_job_holds_what_it_reads(tmp_path):
     plan = plan_for(random_checkpoint(tmp_path, qwen3_config(hidden_size=256, intermediate_size=1024)), Options())
     largest = max(slab.nbytes for unit in plan.units for slab in unit.slabs)
-    need = sizing.buffers(plan)
+    need = plan.buffers
     assert need.values == room_for(largest) > largest + mmap.PAGESIZE
     assert need.nbytes >= need.values + need.read + 2 * need.shard
     assert page_buffer(need.values).nbytes >= np.ceil(largest / mmap.PAGESIZE) * mmap.PAGESIZE

@@ -33,6 +33,7 @@ from tpuconv.models.declare import decoder
 from tpuconv.models.named import example_config
 from tpuconv.models.parts import Attn, Mlp, Norms
 from tpuconv.models.registry import FAMILIES, Family, all_families, find_family, get_family
+from tpuconv.models.wrappers import RELEASED_AS, WRAPPERS
 from tpuconv.notation.table import MappingTable
 
 OURS = {"llama", "mistral", "qwen2", "qwen3", "olmo2", "deepseek_v3"}  # model_types, as transformers has them
@@ -1075,6 +1076,17 @@ def test_families_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
             registry.named_family("other")
     finally:
         registry._plugins.cache_clear()
+
+
+def test_a_family_is_found_by_its_name_without_the_others() -> None:
+    script = (
+        "import sys; from tpuconv.models import registry; registry.find_family({'model_type': 'zaya'}); "
+        "loaded = [m for m in sys.modules if m.startswith('tpuconv.models.')]; "
+        "assert 'tpuconv.models.zaya.family' in loaded; "
+        "assert not [m for m in loaded if 'towers' in m or m.endswith(('.wrappers', '.glm'))], loaded"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert not {*FAMILIES} & {*WRAPPERS, *RELEASED_AS}  # a name in both would hide the multimodal model
 
 
 def test_planning_imports_no_jax() -> None:

@@ -23,6 +23,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
         *("projection_hidden_size", "Ovis2Config.hidden_size", "FunAsrNanoAdaptorConfig.hidden_size"),
         *("Qwen2VLVisionConfig.hidden_size", "Ovis2Config.vocab_size", "VoxtralEncoderConfig.vocab_size"),
     ),
+    "pooling of the encoder, which the model does not read": ("TimmWrapperConfig.do_pooling",),
     "biases that tensors show": ("Glm4vVisionConfig.attention_bias", "Glm4vMoeVisionConfig.attention_bias"),
     "new weights": ("layer_scale_init_value",),
     "training": ("drop_path_rate", "density_router_loss_weight"),

@@ -19,7 +19,7 @@ import numpy as np
 
 from tpuconv.convert.plan.types import ZEROS, OutputArray, Plan
 from tpuconv.convert.plan.units import Slab
-from tpuconv.convert.run.sizing import Limits, buffers, jobs
+from tpuconv.convert.run.sizing import Limits, jobs
 from tpuconv.convert.run.slab_arrays import SlabArrays
 from tpuconv.convert.run.slabs import check_copy, check_promise
 from tpuconv.convert.run.strided import copy_strided
@@ -83,7 +83,7 @@ class ReleaseArrays:
         tasks: SimpleQueue[ReadTask] = SimpleQueue()
         for task in self._tasks(placing, reader, hashes, arrays, check_cancelled):
             tasks.put(task)
-        need, count = buffers(self.plan), min(self._jobs(), tasks.qsize())
+        need, count = self.plan.buffers, min(self._jobs(), tasks.qsize())
 
         def work() -> None:
             slab_arrays = SlabArrays(self.plan, need, reader)
@@ -146,7 +146,7 @@ class ReleaseArrays:
             yield partial(checked, partial(compare, copy, original), names)
         for shards in _shards_by_binding(plan, placing, arrays):
             for slab in shards.slabs:
-                names = {info.shard for name in slab.names() for info in plan.tensors[name].stored}
+                names = {info.shard for name in slab.names for info in plan.tensors[name].stored}
                 yield partial(checked, partial(shards.fill, slab), names)
         for name in hashes:
             yield partial(check_hashes, [name])

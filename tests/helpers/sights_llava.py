@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from helpers.sights import END, IMAGE, START, TEXT, Sight, noise, sight, tiny
+from helpers.timm_models import with_timm
 
 CLIP_VISION = {
     "model_type": "clip_vision_model",
@@ -232,3 +233,35 @@ def video_llava() -> Sight:
     older = {r"^(image|video)_tower\.": r"\1_tower.vision_model."}
     case = Sight(tiny(VideoLlavaForConditionalGeneration, config), rows, {"pixel_values": noise(3, 3, 12, 12)})
     return replace(case, parts=("vision", "video"), released=older)
+
+
+def perception(architecture: str, rows: list[list[int]], pixels: np.ndarray, **changes: Any) -> Sight:
+    """Images of 4 x 4 patches, of which four are one feature."""
+    from transformers import PerceptionLMConfig, PerceptionLMForConditionalGeneration
+
+    with_timm()
+    args = {"embed_dim": 32, "num_heads": 2, "depth": 3, "img_size": [24, 24], "patch_size": 6, "global_pool": ""}
+    vision = {"architecture": architecture, "model_args": {**args, "ref_feat_shape": [4, 4], **changes}}
+    config = PerceptionLMConfig(
+        text_config=LLAMA,
+        vision_config=vision,
+        vision_use_cls_token="large" in architecture,
+        projector_pooling_ratio=2,
+        image_token_id=IMAGE,
+    )
+    return Sight(tiny(PerceptionLMForConditionalGeneration, config), rows, {"pixel_values": pixels})
+
+
+@sight
+def perception_lm() -> Sight:
+    """An image in three tiles, and one in as many."""
+    core = {"init_values": 0.1, "use_post_transformer_norm": False}
+    rows = [[5, 9, *with_images(12), 7], [8, 4, *with_images(12), 6]]
+    return perception("vit_pe_core_large_patch14_336", rows, noise(2, 3, 3, 24, 24), **core)
+
+
+@sight
+def perception_lm_without_class_token() -> Sight:
+    """Images of one tile."""
+    rows = [[5, *with_images(4, 4), 7], [8, 4, *with_images(4), 6]]
+    return perception("vit_pe_core_gigantic_patch14_448", rows, noise(3, 1, 3, 24, 24))

@@ -31,7 +31,7 @@ VALUES_AT_ONCE = 1 << 21
 """Values that are decoded to float32 before the scales of their columns are applied."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Tensor:
     """A tensor as a family's table sees it: plain, or decoded by `scheme` from `values`, `scales` and perhaps
     `tensor_scale`, one scale of the whole tensor.

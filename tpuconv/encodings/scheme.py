@@ -236,10 +236,12 @@ class Scheme:
     def encodes(self, info: TensorInfo) -> bool:
         """Returns True if a stored tensor holds values of this scheme, by its name, dtype and rank. None are
         in an empty one."""
+        if info.dtype != self.dtype or not info.name.endswith(self.values):
+            return False
         has_blocks = len(info.shape) == 2 if self.affine else len(info.shape) > self.groups_apart
         if self.flat:
             has_blocks = len(info.shape) == 2 and info.shape[1] == 1
-        return info.name.endswith(self.values) and info.dtype == self.dtype and has_blocks and info.nbytes > 0
+        return has_blocks and info.nbytes > 0
 
     def shape(self, stored: Shape) -> Shape:
         """Returns the shape of the values that a tensor of the shape `stored` holds; of flat ones, their number."""

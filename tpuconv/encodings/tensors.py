@@ -65,6 +65,11 @@ class _Parts:
         return self.values.name.removesuffix(self.scheme.values)
 
     @property
+    def name(self) -> str:
+        """The name of the weight."""
+        return self.values.name if self.scheme.values == self.scheme.name else self.base + self.scheme.name
+
+    @property
     def names(self) -> set[str]:
         """The names of all of them, and the name of the scales even if these are absent."""
         parts = (self.values, *self.extra, self.tensor_scale, *self.affine.values(), self.column_scales)
@@ -83,7 +88,7 @@ class _Parts:
         """Returns the weight."""
         affine = self.scheme.affine
         return Tensor(
-            self.base + self.scheme.name,
+            self.name,
             self.shape,
             self.values,
             self.scales,
@@ -156,7 +161,7 @@ def decode_names(
     for parts in _choose(tensors, known, described):
         taken |= parts.names
         unused |= {parts.base + suffix for suffix in parts.scheme.unused}
-        name = parts.base + parts.scheme.name
+        name = parts.name
         if found := parts.fault:
             faults.setdefault(found[1], []).append(found[0])
         elif name in out:
@@ -188,22 +193,36 @@ def decode_names(
 
 def _choose(
     tensors: Mapping[str, TensorInfo], known: Sequence[Scheme], described: Sequence[SchemeGroup]
-) -> list[_Parts]:
-    """Returns the parts of each weight by the scheme that fits them; if several fit, by the scheme of the group
-    which has the module by the description. A checkpoint may use several schemes."""
-    out: list[_Parts] = []
-    all_fits: list[list[_Parts]] = []
-    unclear: dict[int, list[_Parts]] = {}
-    for info in tensors.values():
-        candidates = [_Parts.find(scheme, info, tensors) for scheme in known if scheme.encodes(info)]
-        if not candidates:
-            continue
-        candidates.sort(key=lambda parts: parts.scheme.affine is None)  # values without zero points fit others too
-        fits = [parts for parts in candidates if parts.fault is None]
-        if len(fits) > 1 and len(described) > 1:
-            unclear[len(out)] = fits
-        all_fits.append(fits)
-        out.append(next(iter(fits), None) or next((p for p in candidates if p.has_scales), candidates[0]))
+) -> Iterable[_Parts]:
+    """Yields the parts of each weight by the scheme that fits them; if several fit, by the scheme of the group which
+    has the module by the description. A checkpoint may use several schemes."""
+    known = sorted(known, key=lambda scheme: scheme.affine is None)  # values without zero points fit others too
+    found = (
+        (_Parts.find(scheme, info, tensors) for scheme in encoding)
+        for info in tensors.values()
+        if (encoding := [scheme for scheme in known if scheme.encodes(info)])
+    )
+    if len(described) < 2 and not any(_sizes(described)):
+        return map(_best, found)  # one after the other: a large model has 70,000
+    return _described(list(map(list, found)), described)
+
+
+def _best(candidates: Iterable[_Parts]) -> _Parts:
+    """Returns the first that fits; else the first whose scales have the shapes of its scheme; else the first."""
+    others = []
+    for parts in candidates:
+        if parts.fault is None:
+            return parts
+        others.append(parts)
+    return next((parts for parts in others if parts.has_scales), others[0])
+
+
+def _described(found: Sequence[Sequence[_Parts]], described: Sequence[SchemeGroup]) -> list[_Parts]:
+    """Returns the parts of each weight, of all that are found for it, by a description of several groups, or of a group
+    with several sizes of blocks."""
+    out = list(map(_best, found))
+    all_fits = [[parts for parts in candidates if parts.fault is None] for candidates in found]
+    unclear = {number: fits for number, fits in enumerate(all_fits) if len(fits) > 1 and len(described) > 1}
     if unclear:
         check_patterns(
             list(dict.fromkeys(pattern for group in described for pattern in group.patterns)),

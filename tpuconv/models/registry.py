@@ -315,7 +315,8 @@ def named_family(name: str) -> Family:
 @cache
 def family_of_type(model_type: str) -> Family | None:
     """Returns the family that reads a model type; None if there is none."""
-    return next((family for family in all_families() if model_type in family.architectures.values()), None)
+    readers = (family for family in _imported([], model_type) if model_type in family.architectures.values())
+    return next(readers, None)
 
 
 def all_families() -> list[Family]:
@@ -323,10 +324,10 @@ def all_families() -> list[Family]:
     return list(_imported([]))
 
 
-def _imported(faults: list[str]) -> Iterator[Family]:
-    """Yields the families, ours first, so that plugins are imported only if needed. One that cannot be imported is left
-    out: `faults` takes the reason."""
-    for name in family_names():
+def _imported(faults: list[str], likely: str = "") -> Iterator[Family]:
+    """Yields the families, the one of the name `likely` first, then ours, so that others are imported only if needed.
+    One that cannot be imported is left out: `faults` takes the reason."""
+    for name in sorted(family_names(), key=lambda name: name != likely):
         try:
             family = get_family(name)
         except UsageError as error:
@@ -361,8 +362,8 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
     model_type = type_of_family(hf_config)
     known: set[str] = set()
     faults: list[str] = []
-    inside = _wrapped(hf_config)
-    for family in _imported(faults) if inside is None else [inside]:
+    inside = None if model_type in FAMILIES else _wrapped(hf_config)
+    for family in _imported(faults, model_type) if inside is None else [inside]:
         known.update(family.architectures.values())
         if model_type in family.architectures.values() and _reads_text(family, hf_config):
             causal = [name for name, kind in family.architectures.items() if kind == model_type]

@@ -26,6 +26,7 @@ from tpuconv.models.towers.llava_modalities import (
     LLAVA_NEXT_VISION,
     LLAVA_VISION,
     ONEVISION_VISION,
+    PERCEPTION_VISION,
     VIDEO_LLAVA_VISION,
     VIP_LLAVA_VISION,
 )
@@ -307,6 +308,7 @@ WRAPPER_ROWS = (
         ("llama",),
         LLAVA,
         keys=("projector_pooling_ratio", "vision_use_cls_token"),
+        modalities=(PERCEPTION_VISION,),
     ),
     Wrapper("fast_vlm", "FastVlm", "FastVLM", ("qwen2",), LLAVA),
     Wrapper(

@@ -98,7 +98,7 @@ class PlannedArrays:
     def shards_of(self, name: str, ranges: Ranges) -> set[str]:
         """Returns the files of the source that an array is made from, or the box of it with these ranges of letters."""
         binding, dtype = self._made_by[name]
-        names = Slab(binding, ranges, dtype).names()
+        names = Slab(binding, ranges, dtype).names
         return {info.shard for name in names for info in self.plan.tensors[name].stored}
 
     def read(

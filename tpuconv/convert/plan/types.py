@@ -17,7 +17,7 @@ from tpuconv.checkpoint.shards import ShardedArraySpec
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.quantization import Encoder, Quantization
-from tpuconv.convert.plan.units import Slab, WorkUnit, gather, stored_bytes
+from tpuconv.convert.plan.units import Buffers, Slab, WorkUnit, gather, stored_bytes
 from tpuconv.encodings.adapted import ONE_MATRIX
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.passthrough_rows import KEEP_FAULT, Passthrough
@@ -31,6 +31,7 @@ from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import Binding, MappingTable
 from tpuconv.sources.companions import AN_ADAPTER, LeftOut
 from tpuconv.sources.source import Source
+from tpuconv.storage.local_file import READ_BYTES, room_for
 from tpuconv.storage.places import real
 from tpuconv.storage.sealed import MANIFEST_FORMAT
 from tpuconv.targets.target import Target
@@ -157,6 +158,23 @@ class Plan:
         """The slabs in units of work, in the order of the source on disk."""
         return gather(self.source, self.tensors, self.slabs)
 
+    @cached_property
+    def buffers(self) -> Buffers:
+        """The memory that one job needs."""
+        values = raw = changed = encoded = 0
+        for slab in self.slabs:  # 100,000 of a large model: once, for all
+            elements, tensors = slab.elements, [self.tensors[name] for name in slab.names]
+            values = max(values, elements * slab.dtype.itemsize)
+            if not all(tensor.is_stored_as(slab.dtype) for tensor in tensors):
+                raw = max(raw, *(tensor.stored_bytes(elements) for tensor in tensors))
+                changed = max(changed, *(tensor.work_bytes(elements) for tensor in tensors))
+            if self.is_encoded(slab):
+                encoded = max(encoded, 2 * elements)
+            if slab.binding.arithmetic:
+                encoded = max(encoded, 10 * elements)
+        shard = max((array.shard_bytes for array in self.arrays.values()), default=0)
+        return Buffers(room_for(values), raw, room_for(READ_BYTES), changed, shard, encoded)
+
     @property
     def encoders(self) -> Mapping[str, Encoder]:
         """The encoders of the parameters that are quantized."""
@@ -211,7 +229,7 @@ class Plan:
 
     def shards_of(self, unit: WorkUnit) -> set[str]:
         """Returns the shards of the source that a unit is made from."""
-        return {i.shard for slab in unit.slabs for name in slab.names() for i in self.tensors[name].stored}
+        return {i.shard for slab in unit.slabs for name in slab.names for i in self.tensors[name].stored}
 
     def is_encoded(self, slab: Slab) -> bool:
         """Returns True if the slab has a target that is quantized."""
@@ -219,11 +237,11 @@ class Plan:
 
     def is_stored_as_wanted(self, slab: Slab) -> bool:
         """Returns True if the stored bytes are already the values. An adapter may change some tensors of a stack."""
-        return all(self.tensors[name].is_stored_as(slab.dtype) for name in slab.names())
+        return all(self.tensors[name].is_stored_as(slab.dtype) for name in slab.names)
 
     def is_plain(self, slab: Slab) -> bool:
         """Returns True if the stored bytes are already the values, without an encoding."""
-        tensors = (self.tensors[name] for name in slab.names())
+        tensors = (self.tensors[name] for name in slab.names)
         return all(tensor.scheme is None and tensor.is_stored_as(slab.dtype) for tensor in tensors)
 
     def is_box(self, slab: Slab) -> bool:

@@ -1,7 +1,7 @@
 """The work of a plan: slabs, which are read, transformed and written at once, in units that are done or not."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -17,24 +17,31 @@ WIDE_SPAN = 2
 """A slab is wide if it spans more shards: a stack of norms, of which every shard has a few."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a large model has 100,000
 class Slab:
     """The data that is read, transformed and written at once: a box of every target of a binding, in complete chunks.
-    `ranges` are its ranges of letters; `dtype` is the dtype of the values, before a target is encoded."""
+
+    Attributes:
+        ranges: its ranges of letters.
+        dtype: of the values, before a target is encoded.
+        names: the source tensors that are read.
+        elements: the number of values.
+    """
 
     binding: Binding
     ranges: Ranges
     dtype: np.dtype[Any]
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    elements: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", self._names())
+        object.__setattr__(self, "elements", sum(map(prod, self.binding.layout.src_shapes(self.sizes))))
 
     @property
     def sizes(self) -> dict[str, int]:
         """The size of every letter within the slab."""
         return cut_sizes(self.binding.sizes, self.ranges)
-
-    @property
-    def elements(self) -> int:
-        """The number of values."""
-        return sum(map(prod, self.binding.layout.src_shapes(self.sizes)))
 
     @property
     def nbytes(self) -> int:
@@ -56,24 +63,22 @@ class Slab:
                     position += count
             yield parts
 
-    def names(self) -> Iterator[str]:
-        """Yields the source tensors that are read."""
+    def _names(self) -> tuple[str, ...]:
+        names: list[str] = []
         for stack, axes in zip(self.binding.src, self.binding.layout.src, strict=True):
-            if not stack.depth:
-                yield stack.names[0]
-                continue
-            for start, stop in runs(axes[: stack.depth], self.binding.sizes, self.ranges):
-                yield from stack.names[start:stop]
+            every = runs(axes[: stack.depth], self.binding.sizes, self.ranges) if stack.depth else [(0, 1)]
+            for start, stop in every:
+                names += stack.names[start:stop]
+        return tuple(names)
 
     def begins(self) -> tuple[str, int]:
         """Returns the source tensor that is read first, and the number of its first element: the first run of
         `reads`."""
-        stack, axes = self.binding.src[0], self.binding.layout.src[0]
-        sizes = self.binding.sizes
+        sizes, axes = self.binding.sizes, self.binding.layout.src[0][self.binding.src[0].depth :]
+        if not any(letter in self.ranges for axis in axes for letter in axis.letters()):
+            return self.names[0], 0
         corner = {letter: (start, start + 1) for letter in sizes for start, _ in [self.ranges.get(letter, (0, 0))]}
-        start, _ = runs(axes, sizes, corner)[0]
-        index, first = divmod(start, prod(self.binding.layout.src_shapes(sizes)[0][stack.depth :]))
-        return stack.names[index], first
+        return self.names[0], runs(axes, sizes, corner)[0][0]
 
     def boxes(self) -> list[tuple[slice, ...]]:
         """Returns the box of the slab in each target of the layout."""
@@ -102,10 +107,36 @@ class WorkUnit:
     is_wide: bool = False
 
 
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes that one job holds at most.
+
+    Attributes:
+        values: values in the dtype that is wanted.
+        raw: values as they are stored, if that is another dtype.
+        read: what is read from a disk at once to be copied.
+        changed: what the changes of an adapter are computed in.
+        shard: one shard. While one is built, another is written.
+        encoded: what encoders make, or what values are changed in.
+    """
+
+    values: int
+    raw: int
+    read: int
+    changed: int
+    shard: int
+    encoded: int
+
+    @property
+    def nbytes(self) -> int:
+        """Their sum."""
+        return self.values + self.raw + self.read + self.changed + 2 * self.shard + self.encoded
+
+
 def stored_bytes(tensors: Mapping[str, Tensor], slab: Slab) -> int:
     """Returns the bytes in which the values of a slab are stored at most, without scales."""
     elements = slab.elements
-    return max(tensors[name].stored_bytes(elements) for name in slab.names())
+    return max(tensors[name].stored_bytes(elements) for name in slab.names)
 
 
 def gather(source: Source, tensors: Mapping[str, Tensor], slabs: Sequence[Slab]) -> tuple[WorkUnit, ...]:
@@ -117,7 +148,7 @@ def gather(source: Source, tensors: Mapping[str, Tensor], slabs: Sequence[Slab])
     def place(slab: Slab) -> tuple[bool, int, int, int]:
         name, start = slab.begins()
         tensor = tensors[name]
-        needed = {order[info.shard] for each in slab.names() for info in tensors[each].stored}
+        needed = {order[info.shard] for each in slab.names for info in tensors[each].stored}
         is_wide = max(needed) - min(needed) >= WIDE_SPAN
         return is_wide, max(needed), order[tensor.values.shard], tensor.values.offset + tensor.stored_bytes(start)
 

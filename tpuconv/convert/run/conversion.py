@@ -51,7 +51,7 @@ def read_ahead(plan: Plan) -> None:
     def read() -> None:
         wait(checked)
         left = AHEAD_BYTES
-        names = dict.fromkeys(name for unit in plan.units for slab in unit.slabs for name in slab.names())
+        names = dict.fromkeys(name for unit in plan.units for slab in unit.slabs for name in slab.names)
         with suppress(OSError):  # `run` raises the error when it reads the file
             for path, start, size in (
                 place for n in names for i in plan.tensors[n].stored for place in plan.source.files(i)

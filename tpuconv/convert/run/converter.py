@@ -6,11 +6,10 @@ from concurrent.futures import Executor, Future
 import numpy as np
 
 from tpuconv.convert.plan.types import OutputArray, Plan
-from tpuconv.convert.plan.units import Slab
+from tpuconv.convert.plan.units import Buffers, Slab
 from tpuconv.convert.run.building import build_shard
 from tpuconv.convert.run.calibrated import CalibratedValues
 from tpuconv.convert.run.results import UnitResult
-from tpuconv.convert.run.sizing import Buffers
 from tpuconv.convert.run.slab_arrays import SlabArrays
 from tpuconv.convert.run.slabs import tensor_scales
 from tpuconv.convert.run.store import Store

@@ -8,7 +8,6 @@ import numpy as np
 from tpuconv.checkpoint.reader import ReadArray
 from tpuconv.convert.plan.types import Plan
 from tpuconv.convert.plan.units import Slab
-from tpuconv.convert.run.sizing import buffers
 from tpuconv.convert.run.slab_arrays import SlabArrays
 from tpuconv.convert.run.slabs import check_as_promised
 from tpuconv.sources.reader import Reader
@@ -47,7 +46,7 @@ class MadeArrays:
     """
 
     def __init__(self, plan: Plan, reader: Reader):
-        self._plan, self._slabs = plan, SlabArrays(plan, buffers(plan), reader)
+        self._plan, self._slabs = plan, SlabArrays(plan, plan.buffers, reader)
         self._by_name: dict[str, list[Slab]] = {}
         for slab in plan.slabs:
             for stack in slab.binding.dst:
@@ -76,4 +75,4 @@ def made_bytes(plan: Plan) -> int:
     """Returns the most memory in bytes that `MadeArrays` of a plan takes: arrays that are made of the same tensors are
     held together."""
     together = {tuple(stack.names[0] for stack in slab.binding.dst) for slab in plan.slabs}
-    return buffers(plan).nbytes + max(sum(plan.arrays[name].nbytes for name in names) for names in together)
+    return plan.buffers.nbytes + max(sum(plan.arrays[name].nbytes for name in names) for names in together)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from tpuconv.convert.plan.types import Plan
 from tpuconv.errors import ResourceError
 from tpuconv.memory import available_memory
-from tpuconv.storage.local_file import READ_BYTES, room_for
 from tpuconv.text import format_size
 
 BASE_MEMORY = 212 << 20
@@ -36,56 +35,13 @@ class Limits:
         return cls(jobs or len(os.sched_getaffinity(0)) + 1, max_memory or int(0.6 * memory))
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """Bytes that one job holds at most.
-
-    Attributes:
-        values: values in the dtype that is wanted.
-        raw: values as they are stored, if that is another dtype.
-        read: what is read from a disk at once to be copied.
-        changed: what the changes of an adapter are computed in.
-        shard: one shard. While one is built, another is written.
-        encoded: what encoders make, or what values are changed in.
-    """
-
-    values: int
-    raw: int
-    read: int
-    changed: int
-    shard: int
-    encoded: int
-
-    @property
-    def nbytes(self) -> int:
-        """Their sum."""
-        return self.values + self.raw + self.read + self.changed + 2 * self.shard + self.encoded
-
-
-def buffers(plan: Plan) -> Buffers:
-    """Returns the memory that one job of a plan needs."""
-    values = raw = changed = encoded = 0
-    for slab in plan.slabs:  # 100,000 of a large model: once, for all
-        elements, tensors = slab.elements, [plan.tensors[name] for name in slab.names()]
-        values = max(values, elements * slab.dtype.itemsize)
-        if not all(tensor.is_stored_as(slab.dtype) for tensor in tensors):
-            raw = max(raw, *(tensor.stored_bytes(elements) for tensor in tensors))
-            changed = max(changed, *(tensor.work_bytes(elements) for tensor in tensors))
-        if plan.is_encoded(slab):
-            encoded = max(encoded, 2 * elements)
-        if slab.binding.arithmetic:
-            encoded = max(encoded, 10 * elements)
-    shard = max((array.shard_bytes for array in plan.arrays.values()), default=0)
-    return Buffers(room_for(values), raw, room_for(READ_BYTES), changed, shard, encoded)
-
-
 def jobs(plan: Plan, limits: Limits) -> int:
     """Returns the number of jobs: the wanted number, as far as the memory suffices.
 
     Raises:
         ResourceError: the memory does not suffice for one job.
     """
-    fitting = fitting_jobs(f"the conversion of {plan.source.name}", limits, buffers(plan).nbytes, _base_memory(plan))
+    fitting = fitting_jobs(f"the conversion of {plan.source.name}", limits, plan.buffers.nbytes, _base_memory(plan))
     calibration = plan.quantization.calibration if plan.quantization else None
     if calibration and calibration.memory > limits.max_memory:
         raise _too_little(
@@ -171,4 +127,4 @@ def _base_memory(plan: Plan) -> int:
 def planned_memory(plan: Plan, job_count: int) -> int:
     """Returns the private memory in bytes that a conversion with `job_count` jobs needs at most."""
     calibration = plan.quantization.calibration if plan.quantization else None
-    return max(_base_memory(plan) + job_count * buffers(plan).nbytes, calibration.memory if calibration else 0)
+    return max(_base_memory(plan) + job_count * plan.buffers.nbytes, calibration.memory if calibration else 0)

@@ -9,9 +9,8 @@ import numpy as np
 from tpuconv.checkpoint import manifest
 from tpuconv.convert.plan.quantization import Encoder
 from tpuconv.convert.plan.types import OutputArray, Plan
-from tpuconv.convert.plan.units import Slab
+from tpuconv.convert.plan.units import Buffers, Slab
 from tpuconv.convert.run.calibrated import QVALUES, SCALES, VALUES, CalibratedValues
-from tpuconv.convert.run.sizing import Buffers
 from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, not_finite, read_slab
 from tpuconv.encodings.casts import check_cast
 from tpuconv.errors import SourceError

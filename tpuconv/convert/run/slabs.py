@@ -58,7 +58,7 @@ def read_slab(reader: Reader, plan: Plan, slab: Slab, values: np.ndarray, raw: n
 def tensor_scales(reader: Reader, plan: Plan, slab: Slab) -> dict[str, float]:
     """Returns the scales of tensors that the kept scales of a slab were multiplied with, by the names of the source.
     Those that are not finite, which JSON does not hold, are left out."""
-    kept = (plan.tensors[name] for name in slab.names() if plan.tensors[name].passthrough)
+    kept = (plan.tensors[name] for name in slab.names if plan.tensors[name].passthrough)
     found = {each.tensor_scale.name: float(each.read_tensor_scale(reader)[0]) for each in kept if each.tensor_scale}
     return {name: scale for name, scale in found.items() if isfinite(scale)}
 

@@ -76,7 +76,7 @@ def wide_ranges(plan: Plan) -> dict[str, list[tuple[int, int]]]:
     if not plan.source.remote:
         return {}
     wide = (slab for unit in plan.units if unit.is_wide for slab in unit.slabs)
-    infos = {info for slab in wide for name in slab.names() for info in plan.tensors[name].stored}
+    infos = {info for slab in wide for name in slab.names for info in plan.tensors[name].stored}
     return ranges_by_file(plan, infos | _copied(plan))
 
 

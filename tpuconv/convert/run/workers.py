@@ -17,7 +17,6 @@ from tpuconv.convert.run.calibrated import CalibratedValues
 from tpuconv.convert.run.converter import SlabConverter
 from tpuconv.convert.run.results import HASH_ENTRY, UnitResult
 from tpuconv.convert.run.share import Share
-from tpuconv.convert.run.sizing import buffers
 from tpuconv.convert.run.slabs import check_copy, check_promise
 from tpuconv.convert.run.steps import COMPARE_STEP, proof_step, wide_ranges, work_steps
 from tpuconv.convert.run.store import Store
@@ -85,7 +84,7 @@ class Workers:
         calibrated: CalibratedValues | None,
     ):
         self.plan, self.journal, self.store, self.jobs, self.share = plan, journal, store, jobs, share
-        self.calibrated, self.need = calibrated, buffers(plan)
+        self.calibrated, self.need = calibrated, plan.buffers
         self.stop = threading.Event()
         self.reader = plan.source.open(self._check_cancelled, hashes=self._hashes())
         self.converted: queue.SimpleQueue[int] = queue.SimpleQueue()

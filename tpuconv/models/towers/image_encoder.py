@@ -88,9 +88,14 @@ class ImageEncoder(FeatureEncoder):
         """Returns the first layer's input [B, P, D]."""
         raise NotImplementedError
 
+    def angles(self) -> Any:
+        """Returns cosine and sine by which the queries and keys of each patch turn; None if they do not."""
+        return None
+
     def __call__(self, pixels_BCYX: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, Deep]:
         x_BPD = self.embedded(pixels_BCYX)
         segment_BP = jnp.zeros(x_BPD.shape[:2], jnp.int32)
-        x_BPD = states_of(self.layers, x_BPD, segment_BP, wanted=self.config.feature_layers, norm=self.norm)
+        wanted = self.config.feature_layers
+        x_BPD = states_of(self.layers, x_BPD, segment_BP, self.angles(), wanted=wanted, norm=self.norm)
         found = self.projector(x_BPD[:, self.config.drops_first :], *arrays)
         return found if isinstance(found, tuple) else (found, ())

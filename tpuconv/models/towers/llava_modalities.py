@@ -5,6 +5,7 @@ from dataclasses import replace
 from tpuconv.models.common.beside import VIDEO, VISION, Modality
 from tpuconv.models.towers.clip.family import CLIP, CLIP_OF_VIDEOS, NO_PROJECTOR
 from tpuconv.models.towers.llava.family import LLAVA_MATRICES, ONEVISION_MATRICES, TILED_MATRICES, VIP_LLAVA_MATRICES
+from tpuconv.models.towers.perception.family import MEANS, PERCEPTION
 from tpuconv.models.towers.pixtral.family import PIXTRAL
 from tpuconv.models.towers.qformer.family import LAYERED_QFORMERS
 from tpuconv.models.towers.siglip.family import SIGLIP
@@ -76,3 +77,13 @@ GRANITE4_WAYS = tuple(
     for each in (_LLAVA_CLIP, _LLAVA_SIGLIP)
 )
 """Granite Vision 4."""
+
+PERCEPTION_VISION = Modality(
+    VISION,
+    PERCEPTION,
+    MEANS,
+    prefix="model.vision_tower.timm_model.",
+    projector_prefix="model.multi_modal_projector.",
+    placeholder_id=128002,
+)
+"""Perception LM."""

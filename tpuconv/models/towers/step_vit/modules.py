@@ -1,6 +1,6 @@
 """The vision encoder of Step-3.7."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,25 @@ class StepMatrix(nnx.Module):
         return self.matrix(x_BPZ)
 
 
+def turning_layers(config: Any, norm: Callable[[], Any], *, scaled: bool, dtype: DTypeLike, keys: Keys) -> Any:
+    """Returns layers whose queries and keys turn pairs of neighbouring dimensions; `norm` creates their norms. For
+    `scaled` see `Block`."""
+    act = ACTS_BY_NAME[config.hidden_act]
+    return nnx.List(
+        [
+            Block(
+                config,
+                norm,
+                Attention(config, rotate=apply_rope_to_neighbours, dtype=dtype, keys=keys),
+                MLP(config, act, dtype=dtype, keys=keys),
+                scaled=scaled,
+                dtype=dtype,
+            )
+            for _ in range(config.sizes["L"])
+        ]
+    )
+
+
 class StepVit(FeatureEncoder):
     """Images [B, C, Y, X] of one size, and tiles of them of another size, to features: of an image the features of its
     tiles, then its own."""
@@ -52,24 +71,12 @@ class StepVit(FeatureEncoder):
     config: Any
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
-        sizes, act = config.sizes, ACTS_BY_NAME[config.hidden_act]
+        sizes = config.sizes
         norm = partial(LayerNorm, "D", sizes, config.layer_norm_eps, dtype=dtype)
         self.patch = Einsum("BPC,CD->BPD", sizes, dtype=dtype, keys=keys)
         self.positions = nnx.Param(normal(keys(), (sizes["P"], sizes["D"]), dtype))
         self.pre_norm = norm()
-        self.layers = nnx.List(
-            [
-                Block(
-                    config,
-                    norm,
-                    Attention(config, rotate=apply_rope_to_neighbours, dtype=dtype, keys=keys),
-                    MLP(config, act, dtype=dtype, keys=keys),
-                    scaled=True,
-                    dtype=dtype,
-                )
-                for _ in range(sizes["L"])
-            ]
-        )
+        self.layers = turning_layers(config, norm, scaled=True, dtype=dtype, keys=keys)
         self.first = convolution(sizes["D"], sizes["M"], bias=True, dtype=dtype, keys=keys)
         self.last = convolution(sizes["M"], sizes["Z"], bias=True, dtype=dtype, keys=keys)
 

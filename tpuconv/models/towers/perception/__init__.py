@@ -1,0 +1,1 @@
+"""The Perception Encoder of Perception LM."""
