@@ -128,6 +128,17 @@ def test_a_checkpoint_without_the_token_says_so(whole: Any, tmp_path: Any) -> No
     assert np.isfinite(model(np.array([[5, 9, 11]]))).all()
 
 
+def test_a_changed_tokenizer_is_told_before_its_token_is_looked_for(whole: Any, tmp_path: Any) -> None:
+    src, _ = whole("internvl_chat")
+    api.convert(src, tmp_path / "out")
+    settings = tmp_path / "out" / "tokenizer_config.json"
+    settings.write_text(settings.read_text() + "\n")
+    with pytest.raises(CorruptOutput, match=r"tokenizer_config\.json was changed since the checkpoint was made"):
+        tpuconv.load(tmp_path / "out")
+    assert api.verify(tmp_path / "out", update=True).updated == ["tokenizer_config.json"]
+    assert tpuconv.load(tmp_path / "out").config.parts["vision"].placeholder != UNKNOWN_TOKEN
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -137,10 +148,8 @@ def test_a_checkpoint_without_the_token_says_so(whole: Any, tmp_path: Any) -> No
     ],
 )
 def test_added_tokens_are_found_in_each_file(name: str, content: dict[str, Any]) -> None:
-    def read(asked: str) -> bytes:
-        if asked != name:
-            raise CorruptOutput(f"{asked} is missing")
-        return json.dumps(content).encode()
+    def read(asked: str) -> bytes | None:
+        return json.dumps(content).encode() if asked == name else None
 
     assert added_token("<a>", read) == 7
     assert added_token("<b>", read) is None

@@ -104,6 +104,7 @@ def test_other_encoders_are_refused(at: tuple[str, ...], value: Any) -> None:
     inner[at[-1]] = value
     with pytest.raises(UnsupportedConfig, match=at[-1]):
         read(raw)
+    assert find_family(raw).read_config(raw) == find_family(RELEASE).read_config(RELEASE)  # the text alone
 
 
 @pytest.mark.parametrize(

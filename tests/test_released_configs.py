@@ -17,6 +17,7 @@ from tpuconv.convert.plan.source_from_config import source_from_config
 from tpuconv.encodings.modelopt import MODELOPT_NVFP4
 from tpuconv.encodings.schemes import groups, schemes
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
+from tpuconv.models.common.beside import TEXT_ALONE
 from tpuconv.models.common.config_keys import aliases_of_reference
 from tpuconv.models.registry import Family, all_families, find_family, get_family
 from tpuconv.sources.config import encoding_of
@@ -982,7 +983,7 @@ def test_deepseek_ocr_is_read_as_its_code_saves_it() -> None:
     ("change", "why"),
     [
         ({"language_config": {"use_mla": True}}, "language_config.use_mla=True"),
-        ({"vision_config": {"model_name": "deeplip"}}, "vision_config.model_name='deeplip'"),
+        ({"vision_config": {"model_name": "deeplip"}}, "an encoder of the type 'deeplip' is not implemented"),
         ({"projector_config": {"projector_type": "mlp_gelu"}}, "projector_config.projector_type='mlp_gelu'"),
         ({"architectures": ["DeepseekVLV2ForCausalLM"]}, "not its architecture DeepseekVLV2ForCausalLM"),
     ],
@@ -992,7 +993,31 @@ def test_other_models_of_the_same_type_are_refused(change: dict[str, Any], why: 
         k: {**v, **change.get(k, {})} if isinstance(v, dict) else change.get(k, v) for k, v in DEEPSEEK_OCR_2.items()
     }
     with pytest.raises(UnsupportedConfig, match=re.escape(why)):
+        find_family(raw).check_config(raw, parts=("vision",))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vision_config": {"model_name": "deeplip"}},
+        {"vision_config": {"model_name": 3}},
+        {"projector_config": {"projector_type": "mlp_gelu"}},
+    ],
+)
+def test_the_text_of_another_deepseek_ocr_is_read_as_its_refusal_says(change: dict[str, Any]) -> None:
+    raw = DEEPSEEK_OCR_2 | change
+    family = find_family(raw)
+    with pytest.raises(UnsupportedConfig) as caught:
+        family.check_config(raw, parts=("vision",))
+    assert caught.value.hint == TEXT_ALONE
+    assert family.check_config(raw).config == family.check_config(DEEPSEEK_OCR_2).config
+
+
+def test_another_text_model_of_deepseek_ocr_is_no_case_for_the_text_alone() -> None:
+    raw = DEEPSEEK_OCR_2 | {"language_config": DEEPSEEK_OCR_2["language_config"] | {"use_mla": True}}
+    with pytest.raises(UnsupportedConfig) as caught:
         find_family(raw).check_config(raw)
+    assert caught.value.hint != TEXT_ALONE
 
 
 @pytest.mark.parametrize("name", ["cosmos3_omni", "cosmos3_edge"])

@@ -433,6 +433,8 @@ def test_shards_are_hashed_while_they_are_read_in_any_order(data, folder):
         ("tf_model.h5", "weights of TensorFlow"),
         ("modules.json", "a list of modules of sentence-transformers"),
         ("pytorch_model-00001-of-00002.bin", "holds pickled weights"),
+        ("model-00001-of-00002.safetensors.incomplete", "holds an unfinished download: model-00001"),
+        (".cache/huggingface", "holds a download of huggingface_hub without weights: .cache"),
         ("notes.txt", "holds no model.safetensors"),
     ],
 )

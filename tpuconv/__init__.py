@@ -23,8 +23,12 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("tpuconv")
+    if name == "api":
+        from importlib import import_module
+
+        return import_module("tpuconv.api")
     raise AttributeError(f"module 'tpuconv' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"} - {"TYPE_CHECKING", "Any"})
+    return sorted({*globals(), *__all__, "__version__", "api"} - {"TYPE_CHECKING", "Any"})

@@ -134,6 +134,9 @@ def takes(request: Callable[Arguments, Asked]) -> Callable[[Callable[[Asked], An
 
     def decorate(function: Callable[[Asked], Answer]) -> Callable[Arguments, Answer]:
         signature = inspect.signature(request).replace(return_annotation=function.__annotations__["return"])
+        by_position = [
+            name for name, each in signature.parameters.items() if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        ]
 
         @wraps(function)
         def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
@@ -143,6 +146,8 @@ def takes(request: Callable[Arguments, Asked]) -> Callable[[Callable[[Asked], An
                 wrong = next((name for name in kwargs if name not in signature.parameters), "")
                 near = get_close_matches(wrong, signature.parameters, 1)
                 meant = f". Did you mean '{near[0]}'?" if near else ""
+                if len(args) > len(by_position):
+                    meant = f": it takes {', '.join(by_position)} by position, the others by name"
                 raise TypeError(f"{function.__name__}() {error}{meant}") from None
             if "progress" in kwargs and isinstance(wanted := kwargs["progress"], bool | None):
                 kwargs["progress"] = Bar() if wanted else ignore

@@ -41,6 +41,7 @@ class Bar:
 
     def __init__(self) -> None:
         self._stage = ""
+        self._is_complete = False  # the bar of this stage
         self._bar: Any = None
 
     def __call__(self, progress: Progress) -> None:
@@ -52,11 +53,15 @@ class Bar:
         if progress.message:
             tqdm.write(plain(progress.message), file=sys.stderr)
         elif progress.total:
+            is_complete = progress.done >= progress.total
+            if self._is_complete and is_complete and progress.stage == self._stage:
+                return  # reports go on while an output is published
             if self._bar is None:
                 self._stage = progress.stage
                 self._bar = tqdm(desc=plain(self._stage), total=progress.total, unit="B", unit_scale=True)
             self._bar.total = progress.total
             self._bar.update(progress.done - self._bar.n)
-            if progress.done >= progress.total:
+            self._is_complete = is_complete
+            if is_complete:
                 self._bar.close()
                 self._bar = None

@@ -148,7 +148,7 @@ class CompareRequest:
 @takes(CompareRequest)
 def compare(asked: CompareRequest) -> Comparison:
     """Runs the model of a checkpoint and transformers' model of its source on the same prompts. A release is read as
-    `load` reads it, and compared with itself.
+    `load` reads it, and compared with itself. `compare_checkpoints` compares two checkpoints.
 
     Raises:
         TpuconvError: the source cannot be found or read, the checkpoint is damaged or for another program, or

@@ -89,16 +89,35 @@ def quantize(asked: QuantizeRequest) -> Conversion:
     Raises:
         TpuconvError: see `tpuconv.errors` for its children.
     """
-    from tpuconv.convert.plan.planning import workspace_folder
     from tpuconv.quantize.config import find_config
 
-    rules, workspace = find_config(str(asked.config)), workspace_folder(asked.workspace)
+    rules = find_config(str(asked.config))
+    workspace = checked_workspace(asked.workspace, to_location(asked.out or asked.ckpt), rules)
     if asked.part is not None and rules.calibration is not None:
         raise UsageError(
             f"{rules.name} has a calibration, which runs in one process",
             hint="leave out `part=`",
         )
     return downloading_again(lambda: _quantized(asked, rules, workspace), asked.progress)
+
+
+def checked_workspace(workspace: str | Path | None, out: Location, rules: "QuantConfig") -> Path | None:
+    """Returns the folder of a workspace for a quantization to `out`, if there is one.
+
+    Raises:
+        UsageError: it is not on a local disk, or the quantization does not use one.
+    """
+    from tpuconv.convert.plan.planning import workspace_folder
+
+    folder = workspace_folder(workspace)
+    is_calibrated = rules.calibration is not None or rules.target_bits is not None
+    if folder is not None and (isinstance(out, Path) or not is_calibrated):
+        raise UsageError(
+            "`workspace=` holds the results of a calibration for an output in a bucket; this output is on a disk "
+            "or has no calibration",
+            hint="leave `workspace=` out",
+        )
+    return folder
 
 
 def _quantized(asked: QuantizeRequest, rules: "QuantConfig", workspace: Path | None) -> Conversion:
@@ -108,13 +127,7 @@ def _quantized(asked: QuantizeRequest, rules: "QuantConfig", workspace: Path | N
 
     with opened_model(asked.ckpt, Options()) as opened:
         out = to_location(asked.out) if asked.out else _beside(opened, to_location(asked.ckpt), rules.name)
-        is_calibrated = rules.calibration is not None or rules.target_bits is not None
-        if workspace is not None and (isinstance(out, Path) or not is_calibrated):
-            raise UsageError(
-                "`workspace=` holds the results of a calibration for an output in a bucket; this output is on a disk "
-                "or has no calibration",
-                hint="leave `workspace=` out",
-            )
+        checked_workspace(workspace, out, rules)  # of a release in a bucket the default is on a disk
         if rules.target_bits is not None and asked.part is None:
             rules = measured_rules(rules, opened, asked, asked.progress)
         quantizer = quantizer_by(rules, calibration_data(opened.manifest, rules, asked, opened.load))

@@ -114,6 +114,15 @@ class Manifest:
             )
         return data
 
+    def find_file(self, name: str) -> bytes | None:
+        """Returns the bytes of a small file beside the arrays; None if the checkpoint has no such file.
+
+        Raises:
+            CorruptOutput, SourceError: see `read_file`.
+        """
+        has = name in self.sealed.files if self.sealed.is_sealed else is_there(self.folder / name)
+        return self.read_file(name) if has else None
+
     def size_faults(self) -> Iterator[tuple[str, str]]:
         """Yields each file, by its path in the folder, that is missing or has the wrong size, and what is wrong. Reads
         no contents. Manifests of format 1 list no files: only the folders of arrays are checked."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tpuconv import api
+from tpuconv.api.quantization import checked_workspace
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, show
 from tpuconv.commands.convert import show_conversion, show_plan
@@ -154,6 +155,7 @@ def _quantize(
     if config.calibration is None and config.target_bits is None:
         options.require_mode("a config that has `calibration`", False, "samples", "length")
     chosen = chosen_checkpoint(ckpt, "Quantizing", quiet=as_json, own=True, quantized=False)
+    checked_workspace(given["workspace"], out or chosen, config)
     check_address_space_for_jax()
     if explain or dry_run:
         plan = api.plan_quantization(chosen, **options.asked_of(api.plan_quantization, given))

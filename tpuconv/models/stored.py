@@ -20,7 +20,7 @@ def model_config(manifest: Manifest) -> DecoderConfig:
     raw = read_checkpoint_config(manifest)
     family = get_family(manifest.family)
     config = family.read_config(raw, manifest.allow_config, manifest.arrays, manifest.returns, manifest.parts)
-    return config.with_files(manifest.read_file)
+    return config.with_files(manifest.find_file)
 
 
 def stored_table(source: Checkpoint) -> MappingTable:

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tpuconv.errors import ConfigError, CorruptOutput, UsageError, root_cause
+from tpuconv.errors import ConfigError, SourceError, UsageError, root_cause
 from tpuconv.extras import install_command
-from tpuconv.jsonfile import Each, Optional, Size, check, parse, short
+from tpuconv.jsonfile import MAX_BYTES, Each, Optional, Size, check, parse, read_bytes, short
 from tpuconv.sources.config import parts_of, read_json
 
 TOKEN_IDS = (Size, [Size], None)
@@ -56,21 +56,20 @@ def has_tokenizer(folder: Path) -> bool:
     return any(folder.glob("tokenizer*")) or (folder / "vocab.json").exists()
 
 
-def added_token(text: str, read: Callable[[str], bytes]) -> int | None:
+def added_token(text: str, read: Callable[[str], bytes | None]) -> int | None:
     """Returns the id of a token that the files of a tokenizer add to its vocabulary; None if none of them says it.
 
     Args:
         text: the token.
-        read: returns the contents of a file.
+        read: returns the contents of a file, or None if there is none.
 
     Raises:
         ConfigError: a file is malformed.
     """
     for name, (schema, ids_of) in ADDED.items():
-        try:
-            data = parse(read(name), name, ConfigError)
-        except CorruptOutput:  # there is none
+        if (contents := read(name)) is None:
             continue
+        data = parse(contents, name, ConfigError)
         check(data, schema, name, ConfigError)
         found = ids_of(data).get(text)
         if isinstance(found, str):
@@ -78,6 +77,15 @@ def added_token(text: str, read: Callable[[str], bytes]) -> int | None:
         if found is not None:
             return int(found)
     return None
+
+
+def tokenizer_file(folder: Path, name: str) -> bytes | None:
+    """Returns the contents of a file of a tokenizer; None if the folder has none.
+
+    Raises:
+        SourceError: it cannot be read.
+    """
+    return read_bytes(folder / name, MAX_BYTES, SourceError) if os.path.lexists(folder / name) else None
 
 
 @contextmanager

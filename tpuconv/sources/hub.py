@@ -121,7 +121,8 @@ def _check_id(src: str, path: Path) -> None:
             raise UsageError(
                 f"there is no folder {src!r}", hint=near_folders(path) or "give a folder or a Hub id: org/name"
             )
-        raise UsageError(f"there is no folder {src!r}", hint=f"there is no folder {str(path.parent)!r} either")
+        or_id = f"; {alone}" if (alone := _id_alone(src)) else ""
+        raise UsageError(f"there is no folder {src!r}", hint=f"there is no folder {str(path.parent)!r} either{or_id}")
     from huggingface_hub.errors import HFValidationError
 
     from tpuconv.private import validate_repo_id
@@ -131,5 +132,17 @@ def _check_id(src: str, path: Path) -> None:
     except HFValidationError:
         raise UsageError(
             f"{src!r} is neither a folder nor a Hub id",
-            hint=near_folders(path) or "an id is `name` or `org/name`, of letters, digits, '-', '_' and '.'",
+            hint=near_folders(path)
+            or _id_alone(src)
+            or "an id is `name` or `org/name`, of letters, digits, '-', '_' and '.'",
         ) from None
+
+
+def _id_alone(src: str) -> str:
+    """Returns a hint for a Hub id with a path or a revision behind it; empty if `src` is none."""
+    found = re.fullmatch(r"([\w-][\w.-]*/[\w.-]+)(?:/[^@:]*|[@:](.+))", src)
+    if not found:
+        return ""
+    return f"if it is on the Hub, give the id alone: {found[1]}" + (
+        f", and `revision={found[2]!r}`" if found[2] else ""
+    )

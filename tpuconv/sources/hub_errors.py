@@ -19,7 +19,8 @@ class Stopped(Exception):
 
 @contextmanager
 def client_errors(repo: str, revision: str, folder: Path | None = None, *, to_write: bool = False) -> Iterator[None]:
-    """Turns all errors of the client within the `with` into errors of ours: HubError or ResourceError.
+    """Turns all errors of the client within the `with` into errors of ours: HubError or ResourceError. They say what
+    the client said. Its error is not their cause: Python would show hundreds of lines of HTTP libraries before.
 
     Args:
         repo, revision: for messages.
@@ -31,7 +32,7 @@ def client_errors(repo: str, revision: str, folder: Path | None = None, *, to_wr
     except (TpuconvError, Stopped):
         raise
     except Exception as error:
-        raise _translate(error, repo, revision, folder, to_write) from error
+        raise _translate(error, repo, revision, folder, to_write) from None
 
 
 def _translate(error: BaseException, repo: str, revision: str, folder: Path | None, to_write: bool) -> TpuconvError:
@@ -195,7 +196,7 @@ def _no_folder(repo: str) -> list[str]:
 
 def raise_unreachable(repo: str, cause: Exception, detail: str) -> NoReturn:
     """Raises the HubError for a Hub that cannot be reached, with what the cache lacks as `detail`."""
-    raise _unreachable(repo, cause, detail) from cause
+    raise _unreachable(repo, cause, detail) from None
 
 
 def _revisions(repo: str) -> list[str]:

@@ -44,7 +44,7 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None, Mapp
             )
         if not shards and (other := other_kind(names)):
             what, todo = other
-            raise UsageError(f"{folder} {what}", hint=_with_base(folder, todo) if "adapter" in what else todo)
+            raise UsageError(f"{folder} holds {what}", hint=_with_base(folder, todo) if "adapter" in what else todo)
         if not shards:
             raise UsageError(
                 f"{folder} holds no {SINGLE_FILE}, no {INDEX_FILE} and no {MANIFEST}",
@@ -94,6 +94,8 @@ OTHER_KINDS = (
      "OUT --config SRC` safetensors"),
     ("*.gguf", "GGUF files, which have weights in formats of llama.cpp",
      "convert the repository that they were made from"),
+    ("*.incomplete|*.crdownload|*.part|*.aria2", "an unfinished download",
+     "start the download again, which most programs continue; or give the Hub id"),
     ("*.bin", "pickled weights (.bin), which can run code and are not read",
      "save them with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"),
     ("*.pth|*.pt|*.ckpt|*.pkl", "pickled weights, which can run code and are not read",
@@ -103,6 +105,8 @@ OTHER_KINDS = (
     ("model_index.json", "a pipeline of diffusers", "give the folder of a language model in it, such as text_encoder"),
     ("modules.json", "a list of modules of sentence-transformers, and the model in one of their folders",
      "give the folder of the first module"),
+    (".cache", "a download of huggingface_hub without weights", "run `hf download` again, which continues it; or give "
+     "the Hub id"),
 )  # fmt: skip
 """The possible contents of a folder without safetensors: patterns of names, a description, and a hint. The first match
 counts."""
@@ -128,7 +132,7 @@ def other_kind(names: Collection[str]) -> tuple[str, str] | None:
         found = sorted(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns.split("|")))
         if found:
             named = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
-            return f"holds {what}: {named}", todo
+            return f"{what}: {named}", todo
     return None
 
 

@@ -241,7 +241,7 @@ class Repository:
             f"{self.repo} holds no safetensors at revision {self.revision}",
             details=[
                 *(["it has " + _some([f"{n} x {kind}" for kind, n in kinds.most_common()])] if kinds else ()),
-                *([f"it {other[0]}"] if other else ()),
+                *([f"it holds {other[0]}"] if other else ()),
             ],
             hint=other[1]
             if other

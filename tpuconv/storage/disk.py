@@ -46,6 +46,7 @@ HINTS = {
     errno.ENAMETOOLONG: "choose an OUT with a shorter path",
     errno.ENOTDIR: "a part of this path is a file: choose another OUT",
     errno.EIO: "the disk fails: choose an OUT on another one",
+    errno.ENOENT: "no folder can be made there, or another program removed it: choose another OUT",
     **dict.fromkeys((errno.EXDEV, errno.EBUSY, errno.ENOSYS, errno.ENOTSUP), UNMOVABLE),
 }
 

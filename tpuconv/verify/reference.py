@@ -5,6 +5,7 @@ import gc
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -13,14 +14,13 @@ import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.encodings.tensors import decode_names, is_encoded
-from tpuconv.errors import ConfigError, CorruptOutput, UnsupportedConfig, UsageError, shorten
-from tpuconv.jsonfile import MAX_BYTES, read_bytes
+from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError, shorten
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES, class_of
 from tpuconv.models.logits import Window
 from tpuconv.models.registry import find_family, type_of_family
 from tpuconv.models.stored import model_config
-from tpuconv.models.tokenizer import added_token
+from tpuconv.models.tokenizer import added_token, tokenizer_file
 from tpuconv.models.towers.phi4.released import RELEASED_PARTS
 from tpuconv.names import collapse
 from tpuconv.notation.letters import meaning
@@ -118,7 +118,7 @@ def reference_config(source: Path, *, sees: bool = False) -> Any:
     family = find_family(raw)
     around = {k: v for k, v in family.config.around_text(raw).items() if k not in ("model_type", "auto_map")}
     for token in (each.placeholder_token for each in family.modalities if each.placeholder_token):
-        around["image_token_id"] = added_token(token, lambda name: read_bytes(source / name, MAX_BYTES, CorruptOutput))
+        around["image_token_id"] = added_token(token, partial(tokenizer_file, source))
     config = AutoConfig.for_model(other, **around)
     if kind in READ_WITHOUT_WINDOW:
         config.text_config.layer_types = ["full_attention"] * config.text_config.num_hidden_layers

@@ -42,6 +42,20 @@ def check_acts(config: Any) -> None:
             raise UnsupportedConfig(f"{key}={short(value)} of an encoder is not implemented", hint=TEXT_ALONE)
 
 
+def check_objects(outer: Mapping[str, Any], implemented: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises UnsupportedConfig if a key of an object of config.json is not the one value that is implemented.
+
+    Args:
+        outer: the parsed config.json.
+        implemented: the objects, and the values of their keys.
+    """
+    for name, values in implemented.items():
+        given = object_of(outer, name)
+        for key, value in values.items():
+            if (found := given.get(key, value)) != value:
+                raise UnsupportedConfig(f"config.json: {name}.{key}={short(found)} is not implemented", hint=TEXT_ALONE)
+
+
 def in_our_keys(raw: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
     """Returns an object of config.json with keys in place of their other names.
 

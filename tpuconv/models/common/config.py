@@ -165,8 +165,9 @@ class DecoderConfig:
         not say."""
         return raw
 
-    def with_files(self, read: Callable[[str], bytes]) -> Self:
-        """Returns this config with what other files of a checkpoint say, of which `read` returns the contents."""
+    def with_files(self, read: Callable[[str], bytes | None]) -> Self:
+        """Returns this config with what other files of a checkpoint say, of which `read` returns the contents, or None
+        if there is none."""
         return self
 
     @classmethod

@@ -17,15 +17,17 @@ from tpuconv.models.common.cache import KV, Cache, StaticKV, has_scales, scaled_
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.explicit import call_on_explicit_mesh, is_explicit
 from tpuconv.models.common.heads import SCORES
+from tpuconv.models.common.ids import Ids, checked_ids, checked_mask
 from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, rope_cos_sin
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.seen import Seen, see
 from tpuconv.models.common.steps import Block, Entered, Step, Steps, windows_of
+from tpuconv.models.common.summary import Summarized
 
 
-class Decoder(nnx.Module):
+class Decoder(Summarized):
     """A decoder-only model. A family's `Model` sets these class attributes:
 
     Attributes:
@@ -196,12 +198,12 @@ class Decoder(nnx.Module):
 
     @overload
     def __call__(
-        self, ids_BT: jax.Array, mask_BT: jax.Array | None = None, *, seen: Seen | None = None, first: int = 0
+        self, ids_BT: Ids, mask_BT: jax.Array | None = None, *, seen: Seen | None = None, first: int = 0
     ) -> jax.Array: ...
     @overload
     def __call__(
         self,
-        ids_BT: jax.Array,
+        ids_BT: Ids,
         mask_BT: jax.Array | None = None,
         *,
         cache: Cache,
@@ -210,7 +212,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Cache]: ...
     def __call__(
         self,
-        ids_BT: jax.Array,
+        ids_BT: Any,
         mask_BT: jax.Array | None = None,
         *,
         cache: Cache | None = None,
@@ -220,7 +222,7 @@ class Decoder(nnx.Module):
         """Runs the model.
 
         Args:
-            ids_BT: token ids.
+            ids_BT: token ids, an array or a list of lists.
             mask_BT: True for tokens, False for padding, on the left or on the right. Padding does not count in
                 positions.
             cache: the cache of earlier tokens.
@@ -236,19 +238,16 @@ class Decoder(nnx.Module):
             last norm.
 
         Raises:
-            UsageError: the mask has another shape than the ids; or the cache has too few slots, or the model returns no
-                logits to go on with.
+            UsageError: the ids are no whole numbers [B, T], or the mask has another shape; or the cache has too few
+                slots, or the model returns no logits to go on with.
         """
+        ids_BT = checked_ids(ids_BT)
         if is_explicit(weights := jax.tree.leaves(self.embed.embedding[...])[0]):
             out: jax.Array | tuple[jax.Array, Cache] = call_on_explicit_mesh(
                 self, weights, ids_BT, mask_BT, cache, first, seen
             )
             return out
-        mask_BT = jnp.ones(ids_BT.shape, bool) if mask_BT is None else jnp.asarray(mask_BT, bool)
-        if mask_BT.shape != ids_BT.shape:
-            raise UsageError(
-                f"mask_BT has shape {mask_BT.shape}, ids_BT {ids_BT.shape}: give the mask of this call's tokens only"
-            )
+        mask_BT = checked_mask(mask_BT, ids_BT)
         if cache is None:
             x_BTD, _ = self.run_layers(ids_BT, mask_BT, None, seen)
             return self._headless(x_BTD, ids_BT, mask_BT) if self.config.head.kind else self._logits(x_BTD[:, first:])

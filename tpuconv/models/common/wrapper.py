@@ -140,7 +140,7 @@ class WrapperConfig:
             return raw
         return {**raw, "tie_word_embeddings": not any(map(is_of_head, tensors))}
 
-    def with_files(self, read: Callable[[str], bytes]) -> Self:
+    def with_files(self, read: Callable[[str], bytes | None]) -> Self:
         """Returns this config with the ids of placeholders that only the tokenizer's files say. Where these do not
         either, `see` refuses features."""
         config: Any = super().with_files(read)  # type: ignore[misc]

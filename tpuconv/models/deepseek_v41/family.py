@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
+from tpuconv.errors import ConfigError
 from tpuconv.models.common.config import MOST_OF_A_NUMBER, MOST_OF_A_SIZE
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import Rope
@@ -153,15 +154,21 @@ class Config(WrapperConfig, StreamsConfig):
                 if need > rows:
                     yield f"engram_num_embeddings={rows} of layer {layer} is less than the {need} hashes of its n-grams"
 
-    def with_files(self, read: Callable[[str], bytes]) -> Self:
+    def with_files(self, read: Callable[[str], bytes | None]) -> Self:
         """Returns this config with the numbers of tokens that n-grams do not tell apart, of tokenizer.json.
 
         Raises:
-            ConfigError: their number is not `engram_compressed_vocab_size`.
+            ConfigError: there is none, or their number is not `engram_compressed_vocab_size`.
         """
         if not self.ngram_layers or self.engram_compressed_vocab_size == self.vocab_size:
             return self
-        joined = joined_ids(read(TOKENIZER_FILE), self.vocab_size, self.engram_compressed_vocab_size)
+        if (contents := read(TOKENIZER_FILE)) is None:
+            raise ConfigError(
+                f"{TOKENIZER_FILE} is missing, which numbers the tokens of n-grams",
+                hint="copy it from the release into the folder, and take it into the manifest by `tpuconv verify "
+                "--update`",
+            )
+        joined = joined_ids(contents, self.vocab_size, self.engram_compressed_vocab_size)
         return replace(self, joined=joined)
 
     @property

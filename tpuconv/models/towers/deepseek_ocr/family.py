@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig, check_objects
 from tpuconv.models.common.key_types import object_of
 from tpuconv.models.towers.clip.family import ClipConfig
+from tpuconv.models.towers.deepseek_ocr.released import OF_PROJECTOR
 from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
 from tpuconv.models.towers.rows import (
     DOWN,
@@ -160,8 +161,19 @@ OCR_DECODER = Tower(
     f"{OCR_MODULES}:OcrDecoder",
 )
 
+
+@dataclass(frozen=True, kw_only=True)
+class OneMatrixConfig(ProjectorConfig):
+    """A projector of one matrix, which releases describe in an object of their own."""
+
+    @classmethod
+    def from_hf(cls, outer: Mapping[str, Any], tower: Any, text: Any) -> Self:
+        check_objects(outer, OF_PROJECTOR)
+        return super().from_hf(outer, tower, text)
+
+
 SEPARATED_MATRIX = Projector(
-    ProjectorConfig,
+    OneMatrixConfig,
     (*with_bias("projector.layers", "matrix", "O D -> D O", "O"), Map("view_seperator", "separator", "O")),
     f"{OCR_MODULES}:SeparatedMatrix",
 )
@@ -228,7 +240,7 @@ OCR_CLIP = Tower(
 
 
 @dataclass(frozen=True, kw_only=True)
-class SideBySideConfig(ProjectorConfig):
+class SideBySideConfig(OneMatrixConfig):
     """The projector of DeepSeek-OCR."""
 
     def sizes(self, tower: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import TEXT_ALONE
 from tpuconv.models.common.key_types import object_of
 from tpuconv.models.common.wrapper import KEYS_AROUND
 
@@ -24,15 +23,19 @@ ENCODERS = {"deeplip_b_l": CLIP_TYPE, "deepencoderv2": DECODER_TYPE}
 TEXT_KEY, VISION_KEY = "language_config", "vision_config"
 """The keys of the text model in the releases, whose keys stand around it once more, and of the encoder."""
 
-WITHOUT_CHOICE: Mapping[str, Mapping[str, Any]] = {
-    TEXT_KEY: {
-        **{"use_mla": False, "kv_lora_rank": None, "q_lora_rank": None, "qk_nope_head_dim": 0},
-        **{"qk_rope_head_dim": 0, "v_head_dim": 0, "lm_head": True, "rm_head": False, "moe_layer_freq": 1},
-        **{"norm_topk_prob": False, "scoring_func": "softmax"},
-    },
-    "projector_config": {"projector_type": "linear", "model_type": "mlp_projector"},
+PROJECTOR_KEY = "projector_config"
+"""The key of the projector in the releases."""
+
+OF_TEXT: Mapping[str, Any] = {
+    **{"use_mla": False, "kv_lora_rank": None, "q_lora_rank": None, "qk_nope_head_dim": 0},
+    **{"qk_rope_head_dim": 0, "v_head_dim": 0, "lm_head": True, "rm_head": False, "moe_layer_freq": 1},
+    **{"norm_topk_prob": False, "scoring_func": "softmax"},
 }
-"""Keys without a counterpart in transformers, and the values that it computes with."""
+"""Keys of the text model without a counterpart in transformers, and the values that it computes with."""
+OF_PROJECTOR: Mapping[str, Mapping[str, Any]] = {
+    PROJECTOR_KEY: {"projector_type": "linear", "model_type": "mlp_projector"}
+}
+"""The same of the projector."""
 
 DECODER = {
     **{"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864},
@@ -49,33 +52,33 @@ KEYS_OF_CLIP = SHORT_KEYS | {name: name for name in ("image_size", "patch_size")
 
 def with_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a parsed config.json with `text_config` and `vision_config` in place of the release's keys, if it has
-    these.
+    these. An encoder that is not known keeps its name, and what reads encoders refuses it: the text model does not
+    depend on it.
 
     Raises:
-        UnsupportedConfig: a value is not the one that transformers computes with.
+        UnsupportedConfig: a value of the text model is not the one that transformers computes with.
         ConfigError: a value that has to be an object is none.
     """
     if TEXT_KEY not in raw:
         return raw
-    objects = {key: _object(raw, key) for key in WITHOUT_CHOICE}
-    for key, values in WITHOUT_CHOICE.items():
-        for name, value in values.items():
-            if (found := objects[key].pop(name, value)) != value:
-                raise UnsupportedConfig(f"config.json: {key}.{name}={short(found)} is not implemented", hint=TEXT_ALONE)
-    text, vision = objects[TEXT_KEY], _object(raw, VISION_KEY)
+    text, vision = _object(raw, TEXT_KEY), _object(raw, VISION_KEY)
+    for name, value in OF_TEXT.items():
+        if (found := text.pop(name, value)) != value:
+            raise UnsupportedConfig(
+                f"config.json: {TEXT_KEY}.{name}={short(found)} is not implemented, only {value!r}",
+                hint=f"if you know that it does not change the model, convert without it: `allow_config={[name]}`",
+            )
     layers, dense = text.get("num_hidden_layers", 0), text.pop("first_k_dense_replace", 0)
     if type(layers) is int and type(dense) is int:
         text["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(min(layers, 1 << 16))]
-    around = {k: raw[k] for k in KEYS_AROUND if k in raw}
+    around = {k: raw[k] for k in (*KEYS_AROUND, PROJECTOR_KEY) if k in raw}
     return {**around, "text_config": text, VISION_KEY: _vision_config(vision)}
 
 
 def _vision_config(vision: Mapping[str, Any]) -> dict[str, Any]:
     name, widths = vision.get("model_name", "deepencoderv2"), _object(vision, "width")
     if not isinstance(name, str) or name not in ENCODERS:
-        raise UnsupportedConfig(
-            f"config.json: {VISION_KEY}.model_name={short(name)} is not implemented", hint=TEXT_ALONE
-        )
+        return {"model_type": name}
     sam = _renamed({**vision, **_object(widths, "sam_vit_b")}, KEYS_OF_SAM)
     if (kind := ENCODERS[name]) == CLIP_TYPE:
         encoder = _renamed(_object(widths, "clip-l-14-224"), KEYS_OF_CLIP)

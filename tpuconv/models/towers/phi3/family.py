@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from tpuconv.errors import ConfigError, UnsupportedConfig
-from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import TEXT_ALONE, VISION, Modality, Projector, ProjectorConfig, Tower
+from tpuconv.errors import ConfigError
+from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower, check_objects
 from tpuconv.models.common.key_types import object_of
 from tpuconv.models.common.wrapper import text_apart
 from tpuconv.models.towers.clip.family import CLIP, ClipConfig
@@ -50,13 +49,7 @@ class Phi3ImageEndsConfig(ProjectorConfig):
 
     @classmethod
     def from_hf(cls, outer: Mapping[str, Any], tower: Any, text: Any) -> Self:
-        for name, values in IMPLEMENTED_OF_IMAGES.items():
-            given = object_of(outer, name)
-            for key, value in values.items():
-                if (found := given.get(key, value)) != value:
-                    raise UnsupportedConfig(
-                        f"config.json: {name}.{key}={short(found)} is not implemented", hint=TEXT_ALONE
-                    )
+        check_objects(outer, IMPLEMENTED_OF_IMAGES)
         return super().from_hf(object_of(outer, "img_processor"), tower, text)
 
     @property

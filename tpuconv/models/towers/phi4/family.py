@@ -17,6 +17,11 @@ PHI4_MODULES = "tpuconv.models.towers.phi4.modules"
 class Phi4ImageConfig(ImageConfig):
     """The keys of `vision_config`: SigLIP, which sees tiles of `crop_size` pixels a side."""
 
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **ImageConfig.only,
+        **{"hd_transform_order": ("sub_glb",), "image_token_compression_cls": ("avg_pool_2d",)},
+        **{"projection_cls": ("mlp",), "use_hd_transform": (True,), "with_learnable_separator": (True,)},
+    }
     vision_use_head: ClassVar[bool] = True
 
     hidden_size: int = 1152
@@ -73,7 +78,12 @@ class Phi4SoundConfig(TowerConfig):
     channels of these, E, K and J the ones in a layer, R the distances with a bias. Without a `chunk_size` all frames
     see each other."""
 
-    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"time_reduction": (8,), "downsample_rate": (1,)}
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **{"time_reduction": (8,), "downsample_rate": (1,), "projection_cls": ("mlp",), "batch_norm": (False,)},
+        **{"bias_in_glu": (True,), "causal": (True,), "cnn_layer_norm": (True,), "ext_pw_kernel_size": (1,)},
+        **{"input_layer": ("nemo_conv",), "relative_attention_bias_args.type": ("t5",)},
+        **{"use_conv_downsample": (False,), "use_qformer": (False,)},
+    }
     aliases: ClassVar[Mapping[str, str]] = {"activation": "mlp_activation", "conv_glu_type": "gate_activation"}
 
     input_size: int = 80

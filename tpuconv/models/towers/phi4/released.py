@@ -4,9 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tpuconv.errors import UnsupportedConfig
-from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import TEXT_ALONE, in_our_keys
+from tpuconv.models.common.beside import in_our_keys
 from tpuconv.models.common.key_types import object_of
 from tpuconv.models.towers.phi4.family import GATED_ROWS, PHI4_IMAGE_ENDS, PHI4_SOUND_ENDS
 from tpuconv.notation.forms import Forms
@@ -25,18 +23,12 @@ SOUND_KEYS = {
 }
 """Keys of `audio_processor.config`, and what `audio_config` of transformers has in their place."""
 
-FIXED: Mapping[str, Mapping[str, Any]] = {
-    "audio_processor.config": {
-        **{"batch_norm": False, "bias_in_glu": True, "causal": True, "cnn_layer_norm": True},
-        **{"ext_pw_kernel_size": 1, "input_layer": "nemo_conv", "relative_attention_bias_args.type": "t5"},
-    },
-    "embd_layer.audio_embd_layer": {"projection_cls": "mlp", "use_conv_downsample": False, "use_qformer": False},
-    "embd_layer.image_embd_layer": {
-        **{"hd_transform_order": "sub_glb", "image_token_compression_cls": "avg_pool_2d", "projection_cls": "mlp"},
-        **{"use_hd_transform": True, "with_learnable_separator": True},
-    },
-}
-"""Keys without a counterpart in transformers, and the values that it computes with."""
+OF_SOUND_ENDS = ("downsample_rate", "projection_cls", "use_conv_downsample", "use_qformer")
+OF_IMAGE_ENDS = (
+    *("crop_size", "hd_transform_order", "image_token_compression_cls", "projection_cls", "use_hd_transform"),
+    "with_learnable_separator",
+)
+"""Keys of `embd_layer.audio_embd_layer` and of `embd_layer.image_embd_layer` that say how a model computes."""
 
 
 def in_keys_of_transformers(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,21 +36,14 @@ def in_keys_of_transformers(raw: Mapping[str, Any]) -> dict[str, Any]:
     these. What it says in transformers' keys wins.
 
     Raises:
-        UnsupportedConfig: a value is not the one that transformers computes with.
         ConfigError: a value that has to be an object is none.
     """
     if not OF_ENCODERS & raw.keys():
         return dict(raw)
-    parts = {at: _flat(_at(raw, at)) for at in FIXED}
-    for at, values in FIXED.items():
-        for key, value in values.items():
-            if parts[at].get(key, value) != value:
-                raise UnsupportedConfig(
-                    f"config.json: {at}.{key}={short(parts[at][key])} is not implemented", hint=TEXT_ALONE
-                )
-    sound, sound_ends, image_ends = parts.values()
-    audio = in_our_keys(sound, SOUND_KEYS) | {k: v for k, v in sound_ends.items() if k == "downsample_rate"}
-    vision = {key: value for key, value in image_ends.items() if key == "crop_size"}
+    sound_ends, image_ends = (_at(raw, f"embd_layer.{name}_embd_layer") for name in ("audio", "image"))
+    audio = in_our_keys(_flat(_at(raw, "audio_processor.config")), SOUND_KEYS)
+    audio |= {key: value for key, value in sound_ends.items() if key in OF_SOUND_ENDS}
+    vision = {key: value for key, value in image_ends.items() if key in OF_IMAGE_ENDS}
     around = {key: value for key, value in raw.items() if key not in OF_ENCODERS}
     found = {"vision_config": vision | _at(raw, "vision_config"), "audio_config": audio | _at(raw, "audio_config")}
     return around | found
