@@ -30,7 +30,7 @@ from tpuconv.models.registry import family_names, find_family, get_family
 from tpuconv.names import collapse
 from tpuconv.sources.headers import read_header
 from tpuconv.targets.registry import get_target
-from tpuconv.verify.reference import reference_config
+from tpuconv.verify.reference_types import reference_config
 
 COMMANDS = (
     "explain",

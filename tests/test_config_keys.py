@@ -17,7 +17,7 @@ from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.common.config_keys import keys_of_reference
 from tpuconv.models.registry import all_families, find_family, get_family
-from tpuconv.verify.reference import READ_AS
+from tpuconv.verify.reference_types import READ_AS
 
 TOOL = Path(__file__).parent.parent / "tools" / "reference_keys.py"
 RELEASED = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}

@@ -17,7 +17,7 @@ from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.common.mrope import COLUMN, ROW, TIME
 from tpuconv.models.registry import find_family
 from tpuconv.notation.sizes import sets_of_layers
-from tpuconv.verify.reference import reference_config
+from tpuconv.verify.reference_types import reference_config
 
 NAME = "ernie4_5_vl_moe"
 RELEASE: dict[str, Any] = {

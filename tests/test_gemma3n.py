@@ -11,7 +11,6 @@ from helpers.logits import forward
 from helpers.sights import noise
 from helpers.sights_gemma3n import END_OF_IMAGE, IMAGE, IMAGES, SOUND, SOUNDS
 from helpers.whole_sights import difference, made
-from tpuconv import api
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.registry import get_family
 from tpuconv.models.towers.gemma3n.family import GEMMA3N_USM
@@ -70,18 +69,6 @@ def test_sounds_longer_than_their_placeholders_are_refused(whole: Any) -> None:
     with pytest.raises(UsageError, match="73 frames, which make 7 features, and the text has 6 placeholders"):
         model.see(ids_BT, input_features=noise(1, 73, 10), input_features_mask=np.ones((1, 73), bool))
     model.see(ids_BT, input_features=noise(1, 72, 10), input_features_mask=np.ones((1, 72), bool))
-
-
-@pytest.mark.slow
-def test_without_timm_the_text_alone_is_compared(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    src, out = whole("gemma3n")
-    monkeypatch.setattr("transformers.utils.is_timm_available", lambda: False)
-    found = api.compare(out, source=src)
-    assert found.passed
-    assert not found.sights
-    assert found.unseen == dict.fromkeys(
-        ("vision", "audio"), "transformers needs the packages timm and torchvision to read its encoder of images"
-    )
 
 
 @pytest.mark.parametrize(

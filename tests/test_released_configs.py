@@ -21,7 +21,7 @@ from tpuconv.models.common.beside import TEXT_ALONE
 from tpuconv.models.common.config_keys import aliases_of_reference
 from tpuconv.models.registry import Family, all_families, find_family, get_family
 from tpuconv.sources.config import encoding_of
-from tpuconv.verify.reference import reference_config
+from tpuconv.verify.reference_types import reference_config
 
 GLM_5_2 = {
     "architectures": ["GlmMoeDsaForCausalLM"],

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tpuconv import api
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig
 from tpuconv.models.registry import find_family
 from tpuconv.models.towers.fastvit.family import FASTVIT
@@ -89,3 +90,20 @@ def test_what_is_not_implemented_of_fastvit_is_refused(
     with pytest.raises(kind) as caught:
         read_fast(**keys)
     assert fault in "\n".join([caught.value.message, *caught.value.details])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "parts"), [("gemma3n", ("vision", "audio")), ("perception_lm", ("vision",)), ("fast_vlm", ("vision",))]
+)
+def test_without_timm_the_text_alone_is_compared(
+    name: str, parts: tuple[str, ...], whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src, out = whole(name)
+    monkeypatch.setattr("transformers.utils.is_timm_available", lambda: False)
+    found = api.compare(out, source=src)
+    assert found.passed
+    assert not found.sights
+    assert found.unseen == dict.fromkeys(
+        parts, "transformers needs the packages timm and torchvision to read its encoder of images"
+    )

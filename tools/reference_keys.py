@@ -32,7 +32,7 @@ from tpuconv.models.common.config_keys import NO_EFFECT
 from tpuconv.models.common.rope import ROPE_KEYS
 from tpuconv.models.registry import all_families
 from tpuconv.models.wrappers import WRAPPERS
-from tpuconv.verify.reference import READ_AS
+from tpuconv.verify.reference_types import READ_AS
 
 TABLE = Path(__file__).parent.parent / "tpuconv" / "models" / "common" / "reference_keys.json"
 DEFAULTS = TABLE.with_name("reference_defaults.json")

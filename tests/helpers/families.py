@@ -21,8 +21,8 @@ import yaml
 from yaml.composer import ComposerError
 
 from tpuconv.models.registry import Family, get_family
-from tpuconv.verify.reference import READ_WITHIN, whole_config
 from tpuconv.verify.reference_calls import attention_of, mended
+from tpuconv.verify.reference_types import READ_WITHIN, whole_config
 
 FOLDER = Path(__file__).parent.parent / "data" / "cases"
 

@@ -196,7 +196,8 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     from tpuconv.verify.layerwise import compare_layers
     from tpuconv.verify.merged import merged_adapters
     from tpuconv.verify.preparation import find_source_folder, free_beside_reference, needs_decoded, tokenized
-    from tpuconv.verify.reference import check_sizes, reference, unreadable
+    from tpuconv.verify.reference import check_sizes, reference
+    from tpuconv.verify.reference_types import unreadable
     from tpuconv.verify.sights import SightWindow, compare_sights, sight_windows, without_media_tokens
     from tpuconv.verify.vectors import VECTOR_GATES, compare_vectors
 

@@ -4,7 +4,7 @@ end a text."""
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,11 +88,16 @@ def tokenizer_file(folder: Path, name: str) -> bytes | None:
     return read_bytes(folder / name, MAX_BYTES, SourceError) if os.path.lexists(folder / name) else None
 
 
-@contextmanager
-def types_of_others() -> Iterator[None]:
+def types_of_others() -> AbstractContextManager[None]:
     """Silences transformers' warning that it does not have the type of a config.json, beside which it loads a tokenizer
     or a processor."""
-    logger = logging.getLogger("transformers.configuration_utils")
+    return errors_alone("transformers.configuration_utils")
+
+
+@contextmanager
+def errors_alone(name: str) -> Iterator[None]:
+    """Silences the warnings of a logger."""
+    logger = logging.getLogger(name)
     known = logger.level
     logger.setLevel(logging.ERROR)
     try:

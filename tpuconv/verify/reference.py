@@ -2,10 +2,8 @@
 
 import contextlib
 import gc
-import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -16,15 +14,13 @@ from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.encodings.tensors import decode_names, is_encoded
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError, shorten
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES, class_of
+from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES
 from tpuconv.models.logits import Window
-from tpuconv.models.registry import find_family, type_of_family
+from tpuconv.models.registry import find_family
 from tpuconv.models.stored import model_config
-from tpuconv.models.tokenizer import added_token, tokenizer_file
-from tpuconv.models.towers.phi4.released import RELEASED_PARTS
+from tpuconv.models.tokenizer import errors_alone
 from tpuconv.names import collapse
 from tpuconv.notation.letters import meaning
-from tpuconv.notation.segments import KEY_MAPPING, undressed
 from tpuconv.notation.table import LAYERS
 from tpuconv.sources.config import ENCODING_KEYS, read_config, read_json
 from tpuconv.sources.files import ADAPTER_CONFIG, CONFIG_FILE, ENCODING_FILES
@@ -33,131 +29,12 @@ from tpuconv.text import format_count
 from tpuconv.verify.logits import compare_logits
 from tpuconv.verify.merged import WeightedAdapter, with_adapters
 from tpuconv.verify.reference_calls import ADDS_FEATURES, attention_of, inputs_of, mended
+from tpuconv.verify.reference_types import READ_WITHIN, reference_class, reference_config, released_names
 from tpuconv.verify.sights import SightWindow
-
-READ_AS = {
-    **{"kimi_k2": "deepseek_v3", "mimo": "qwen2"},
-    **{"phi4mm": "phi4_multimodal", "deepseek_vl_v2": "deepseek_ocr2"},
-    **{"deepseek_ocr": "unlimited_ocr", "internvl_chat": "qianfan_ocr"},
-}
-"""Model types for which transformers has no class of its own (it would need remote code), and the model type with the
-same mathematics that is used instead."""
-
-READ_WITHOUT_WINDOW = frozenset({"deepseek_ocr"})
-"""Types among them whose layers have no window, which layers of the other type have."""
-
-NAMED_OTHERWISE: Mapping[str, Mapping[str, str]] = {
-    "phi4mm": RELEASED_PARTS,
-    "internvl_chat": {f".attention.{x}_norm.": f".attn.{x}_norm." for x in "qk"},
-}
-"""For some of these types parts of the names of the other one, and what the tensors of releases have in their place."""
-
-READ_WITHIN: Mapping[str, tuple[str, Mapping[str, int]]] = {
-    "step3p5": ("step3p7", {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 28})
-}
-"""Model types that transformers has as text models of multimodal ones alone: the type of that, and the `vision_config`
-of a small one. What sees is not used."""
-
-SEES_BY_TIMM = frozenset({"gemma3n"})
-"""Multimodal model types whose encoders of images transformers has of the package timm. It reads the text model of
-their checkpoints by itself too."""
-
-
-def unreadable(config: DecoderConfig) -> str:
-    """Returns why transformers cannot read the encoders of a model with this config here; empty where it can."""
-    from transformers.utils import is_timm_available
-
-    is_known = config.model_type not in SEES_BY_TIMM or is_timm_available()
-    return "" if is_known else "transformers needs the packages timm and torchvision to read its encoder of images"
-
 
 EMPTIES_PADDING = frozenset({"youtu"})
 """Model types whose embedding of the token of padding transformers sets to 0 after it was read, if the embedding is the
 head too and config.json names the token."""
-
-READ_WHOLE = frozenset({"emu3"})
-"""Multimodal model types whose causal model in transformers does not read the names of the complete model."""
-
-
-def whole_config(raw: Mapping[str, Any]) -> Any:
-    """Returns transformers' config object of the multimodal model around the text model of a parsed config.json whose
-    type is one of `READ_WITHIN`."""
-    from transformers import AutoConfig
-
-    whole, vision = READ_WITHIN[raw["model_type"]]
-    tied = raw.get("tie_word_embeddings", False)
-    text = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map", "architectures")}
-    return AutoConfig.for_model(whole, text_config=text, vision_config=dict(vision), tie_word_embeddings=tied)
-
-
-def reference_config(source: Path, *, sees: bool = False) -> Any:
-    """Returns transformers' config object of the source, from which a model that `sees` can be made.
-
-    Raises:
-        UnsupportedConfig: transformers does not know the type of the model.
-    """
-    import transformers
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    raw = read_json(source / CONFIG_FILE, ConfigError)
-    if raw.get("model_type") in READ_WITHIN:
-        return whole_config(raw)
-    kind = type_of_family({"model_type": "", **raw})
-    if (other := READ_AS.get(kind, kind if kind != raw.get("model_type") else None)) is None:
-        if kind not in CONFIG_MAPPING:
-            raise UnsupportedConfig(
-                f"transformers {transformers.__version__} has no model of type {kind!r} to compare with",
-                hint="try another version of transformers, or register the classes of the model there "
-                "(docs/families.md#a-family-of-another-package); `tpuconv verify` alone compares with the checksums",
-            )
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        if config.model_type in SEES_BY_TIMM and not sees:
-            config.text_config.tie_word_embeddings = config.tie_word_embeddings
-            return config.text_config
-        return getattr(config, "thinker_config", config)  # the model of which returns logits; that around it speaks
-    family = find_family(raw)
-    around = {k: v for k, v in family.config.around_text(raw).items() if k not in ("model_type", "auto_map")}
-    for token in (each.placeholder_token for each in family.modalities if each.placeholder_token):
-        around["image_token_id"] = added_token(token, partial(tokenizer_file, source))
-    config = AutoConfig.for_model(other, **around)
-    if kind in READ_WITHOUT_WINDOW:
-        config.text_config.layer_types = ["full_attention"] * config.text_config.num_hidden_layers
-    return config
-
-
-def released_names(source: Path, tensors: Collection[str]) -> dict[str, str] | None:
-    """Returns the patterns in names of a source's `tensors` that transformers is to replace, for its `key_mapping`:
-    segments of trainers, and other names of encoders. None if there are none."""
-    found = dict(KEY_MAPPING) if any(undressed(name) != name for name in tensors) else {}
-    raw = read_json(source / CONFIG_FILE, ConfigError)
-    parts = NAMED_OTHERWISE.get(type_of_family({"model_type": "", **raw}), {})
-    return found | {re.escape(other): name for name, other in parts.items()} or None
-
-
-def reference_class(config: Any, returns: str = LOGITS, *, sees: bool = False) -> Any:
-    """Returns transformers' class of automatic models that has a model for a config that returns this
-    (`tpuconv.models.common.heads`). For logits it is the class of causal models; of multimodal models it is mostly
-    another one, and always if the model `sees`."""
-    import transformers
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_MULTIMODAL_LM_MAPPING,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForMultimodalLM,
-        AutoModelForSequenceClassification,
-    )
-
-    if returns:
-        return {SCORES: AutoModelForSequenceClassification, HIDDEN: AutoModel}[returns]
-    if sees and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
-        return AutoModelForMultimodalLM
-    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in READ_WHOLE
-    if is_causal:
-        return AutoModelForCausalLM
-    # transformers 5.24 lists some models that hear for none of its tasks.
-    known = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
-    return AutoModelForMultimodalLM if known else getattr(transformers, class_of(config.architectures[0]))
 
 
 @contextlib.contextmanager
@@ -233,7 +110,8 @@ def reference(
         for part in (config, config.get_text_config()):
             vars(part).pop(ENCODING_KEYS[0], None)  # left in config.json: transformers would quantize plain weights
     try:
-        with empty_weights(), without_adapter(source, adapted) as folder:
+        # `_check_loaded` says what is missing, and encoders are left out on purpose.
+        with errors_alone("transformers"), empty_weights(), without_adapter(source, adapted) as folder:
             model, loaded = reference_class(config, returns, sees=bool(sights)).from_pretrained(
                 folder,
                 config=config,
@@ -242,7 +120,7 @@ def reference(
                 trust_remote_code=False,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # named below
-                key_mapping=released_names(source, opened.tensors),
+                key_mapping=released_names(source, opened.tensors, sees=bool(sights)),
                 output_loading_info=True,
             )
     except ImportError as e:

@@ -40,12 +40,10 @@ from tpuconv.verify.reference import (
     head_from,
     merging_module,
     recorded_embeddings,
-    reference_class,
-    reference_config,
-    released_names,
     text_model,
 )
 from tpuconv.verify.reference_calls import attention_of, inputs_of, mended
+from tpuconv.verify.reference_types import reference_class, reference_config, released_names
 from tpuconv.verify.sights import SightWindow
 
 

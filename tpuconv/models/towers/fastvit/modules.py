@@ -26,7 +26,7 @@ FAST_EPS = 1e-5
 """The eps of all norms."""
 HALVINGS = 6
 """How often rows and columns are halved."""
-USUAL_SIDE = 1024
+PROCESSED_SIDE = 1024
 """The rows, and columns, of pixels that the processor of FastVLM makes of every image."""
 
 
@@ -149,7 +149,7 @@ class FastVit(FeatureEncoder):
         return {"pixel_values": noise(rng, len(grids), 3, rows, columns)}
 
     def usual_images(self, count: int) -> dict[str, np.ndarray]:
-        return {"pixel_values": noise(np.random.default_rng(0), count, 3, USUAL_SIDE, USUAL_SIDE)}
+        return {"pixel_values": noise(np.random.default_rng(0), count, 3, PROCESSED_SIDE, PROCESSED_SIDE)}
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         pixels = given(features, "pixel_values", 4)

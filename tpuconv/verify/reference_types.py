@@ -1,0 +1,141 @@
+"""How transformers has the model of a source: its type, config, class and the names of its tensors."""
+
+import re
+from collections.abc import Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES, class_of
+from tpuconv.models.registry import find_family, type_of_family
+from tpuconv.models.tokenizer import added_token, tokenizer_file
+from tpuconv.models.towers.phi4.released import RELEASED_PARTS
+from tpuconv.notation.segments import KEY_MAPPING, undressed
+from tpuconv.sources.config import read_json
+from tpuconv.sources.files import CONFIG_FILE
+
+READ_AS = {
+    **{"kimi_k2": "deepseek_v3", "mimo": "qwen2"},
+    **{"phi4mm": "phi4_multimodal", "deepseek_vl_v2": "deepseek_ocr2"},
+    **{"deepseek_ocr": "unlimited_ocr", "internvl_chat": "qianfan_ocr"},
+}
+"""Model types for which transformers has no class of its own (it would need remote code), and the model type with the
+same mathematics that is used instead."""
+
+READ_WITHOUT_WINDOW = frozenset({"deepseek_ocr"})
+"""Types among them whose layers have no window, which layers of the other type have."""
+
+NAMED_OTHERWISE: Mapping[str, Mapping[str, str]] = {
+    "phi4mm": RELEASED_PARTS,
+    "internvl_chat": {f".attention.{x}_norm.": f".attn.{x}_norm." for x in "qk"},
+}
+"""For some of these types parts of the names of the other one, and what the tensors of releases have in their place."""
+
+READ_WITHIN: Mapping[str, tuple[str, Mapping[str, int]]] = {
+    "step3p5": ("step3p7", {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 28})
+}
+"""Model types that transformers has as text models of multimodal ones alone: the type of that, and the `vision_config`
+of a small one. What sees is not used."""
+
+SEES_BY_TIMM = frozenset({"gemma3n", "perception_lm", "fast_vlm"})
+"""Multimodal model types whose encoders of images transformers has of the package timm. Without it the text model is
+read by itself."""
+
+
+def unreadable(config: DecoderConfig) -> str:
+    """Returns why transformers cannot read the encoders of a model with this config here; empty where it can."""
+    from transformers.utils import is_timm_available
+
+    kind = getattr(config, "wrapper_type", "") or config.model_type  # of a text model inside another one
+    is_known = kind not in SEES_BY_TIMM or is_timm_available()
+    return "" if is_known else "transformers needs the packages timm and torchvision to read its encoder of images"
+
+
+READ_WHOLE = frozenset({"emu3"})
+"""Multimodal model types whose causal model in transformers does not read the names of the complete model."""
+
+
+def whole_config(raw: Mapping[str, Any]) -> Any:
+    """Returns transformers' config object of the multimodal model around the text model of a parsed config.json whose
+    type is one of `READ_WITHIN`."""
+    from transformers import AutoConfig
+
+    whole, vision = READ_WITHIN[raw["model_type"]]
+    tied = raw.get("tie_word_embeddings", False)
+    text = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map", "architectures")}
+    return AutoConfig.for_model(whole, text_config=text, vision_config=dict(vision), tie_word_embeddings=tied)
+
+
+def reference_config(source: Path, *, sees: bool = False) -> Any:
+    """Returns transformers' config object of the source, from which a model that `sees` can be made.
+
+    Raises:
+        UnsupportedConfig: transformers does not know the type of the model.
+    """
+    import transformers
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    raw = read_json(source / CONFIG_FILE, ConfigError)
+    if raw.get("model_type") in READ_WITHIN:
+        return whole_config(raw)
+    kind = type_of_family({"model_type": "", **raw})
+    if (other := READ_AS.get(kind, kind if kind != raw.get("model_type") else None)) is None:
+        if kind not in CONFIG_MAPPING:
+            raise UnsupportedConfig(
+                f"transformers {transformers.__version__} has no model of type {kind!r} to compare with",
+                hint="try another version of transformers, or register the classes of the model there "
+                "(docs/families.md#a-family-of-another-package); `tpuconv verify` alone compares with the checksums",
+            )
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        if config.model_type in SEES_BY_TIMM and not sees:
+            config.text_config.tie_word_embeddings = config.tie_word_embeddings
+            return config.text_config
+        return getattr(config, "thinker_config", config)  # the model of which returns logits; that around it speaks
+    family = find_family(raw)
+    around = {k: v for k, v in family.config.around_text(raw).items() if k not in ("model_type", "auto_map")}
+    for token in (each.placeholder_token for each in family.modalities if each.placeholder_token):
+        around["image_token_id"] = added_token(token, partial(tokenizer_file, source))
+    config = AutoConfig.for_model(other, **around)
+    if kind in READ_WITHOUT_WINDOW:
+        config.text_config.layer_types = ["full_attention"] * config.text_config.num_hidden_layers
+    return config
+
+
+def released_names(source: Path, tensors: Collection[str], *, sees: bool = True) -> dict[str, str] | None:
+    """Returns the patterns in names of a source's `tensors` that transformers is to replace, for its `key_mapping`:
+    segments of trainers, other names of encoders, and what stands before a text model that is read without them. None
+    if there are none."""
+    found = dict(KEY_MAPPING) if any(undressed(name) != name for name in tensors) else {}
+    kind = type_of_family({"model_type": "", **read_json(source / CONFIG_FILE, ConfigError)})
+    parts = NAMED_OTHERWISE.get(kind, {})
+    if kind in SEES_BY_TIMM and not sees:
+        found |= {r"^model\.language_model\.": "model."}
+    return found | {re.escape(other): name for name, other in parts.items()} or None
+
+
+def reference_class(config: Any, returns: str = LOGITS, *, sees: bool = False) -> Any:
+    """Returns transformers' class of automatic models that has a model for a config that returns this
+    (`tpuconv.models.common.heads`). For logits it is the class of causal models; of multimodal models it is mostly
+    another one, and always if the model `sees`."""
+    import transformers
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForMultimodalLM,
+        AutoModelForSequenceClassification,
+    )
+
+    if returns:
+        return {SCORES: AutoModelForSequenceClassification, HIDDEN: AutoModel}[returns]
+    if sees and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return AutoModelForMultimodalLM
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in READ_WHOLE
+    if is_causal:
+        return AutoModelForCausalLM
+    # transformers 5.24 lists some models that hear for none of its tasks.
+    known = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    return AutoModelForMultimodalLM if known else getattr(transformers, class_of(config.architectures[0]))
