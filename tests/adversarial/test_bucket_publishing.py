@@ -343,6 +343,17 @@ def test_what_is_not_ours_is_not_touched(sources, monkeypatch):
         made.drain(run(made.plan_of(sources.new_source), to_location(ROOT), made.LIMITS))
 
 
+@pytest.mark.parametrize("work", ["", "..", "new", "0" * 31, "0" * 31 + "\x1b", f"{'0' * 32}/new"])
+def test_the_work_of_a_claim_has_a_name_of_ours(work, sources, monkeypatch):
+    bucket = in_memory(monkeypatch)
+    convert, _ = commands("convert", sources)
+    bucket.put("out.tpuconv/claim", claims.Held("plan", work, "writing", claims.NOBODY, 1, "", "").to_bytes())
+    for overwrite in (False, True):
+        with pytest.raises(OutputError, match="not made by this version"):
+            convert(overwrite)
+    assert set(objects(ROOT)) == {"out.tpuconv/claim"}
+
+
 def test_a_store_without_conditions_is_refused(sources, monkeypatch):
     bucket = in_memory(monkeypatch)
     for ignores in (lambda only_if: True, bool):  # all conditions, or those of compare-and-swap alone

@@ -4,7 +4,6 @@ Nothing is ever sent to OUT: a copy fails once its source is deleted, so that a 
 nothing there. Every step can be begun again, by any process that holds the claim.
 """
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from tpuconv.buckets import ABSENT_OBJECT, COPIES, ObjectFacts, SourceGone, is_s
 from tpuconv.errors import BucketError, OutputError, TpuconvError, UsageError, shorten
 from tpuconv.location import BucketPath
 from tpuconv.names import MANIFEST
-from tpuconv.storage.claim import CLOCK, Claim
+from tpuconv.storage.claim import CLOCK, RANDOM_ID, Claim
 from tpuconv.storage.disk import PARTIAL
 from tpuconv.storage.ownership import objects_in
 from tpuconv.storage.sinks import Staged
@@ -40,7 +39,6 @@ TRIAL = MANIFEST + PARTIAL
 PROBES = ("probe", "probe-copy")
 ENDS = ("plan.done", "complete.done")
 """The object that is deleted last: without it nobody knows which other objects are ours."""
-RANDOM_ID = re.compile("[0-9a-f]{32}")
 COMPARED_BYTES = 1 << 20
 """Objects of at most this size are compared byte by byte where versions tell nothing."""
 

@@ -8,6 +8,7 @@ claim over. Correctness does not depend on these clocks: they keep two processes
 
 import json
 import os
+import re
 import secrets
 import socket
 import threading
@@ -21,7 +22,7 @@ from tpuconv import buckets
 from tpuconv.bucket_errors import ConditionLost
 from tpuconv.buckets import ABSENT_OBJECT, ObjectFacts, Version
 from tpuconv.errors import BucketError, OutputError, TpuconvError
-from tpuconv.jsonfile import MIB, OneOf, Size, check, parse
+from tpuconv.jsonfile import MIB, OneOf, Size, check, parse, short
 from tpuconv.location import BucketPath
 from tpuconv.storage.refusals import CLAIM
 
@@ -39,6 +40,8 @@ ANYBODY, NOBODY = "any", "nobody"
 interrupted, or failed."""
 
 CLAIM_FORMAT, BY = 2, "tpuconv"
+RANDOM_ID = re.compile("[0-9a-f]{32}")
+"""The names of works and of processes, of `secrets.token_hex`."""
 
 
 class ClaimState(StrEnum):
@@ -135,6 +138,10 @@ class Claim:
             raise self._not_ours(e.message) from None
         if raw["format"] != CLAIM_FORMAT or raw["by"] != BY:
             raise self._not_ours(f"its {CLAIM} has format {raw['format']}")
+        if not RANDOM_ID.fullmatch(raw["work"]):  # which becomes a part of keys
+            raise self._not_ours(
+                f"the work of its {CLAIM} must have a name of 32 hexadecimal digits, not {short(raw['work'])}"
+            )
         return Held(**{key: raw[key] for key in Held.__dataclass_fields__}), facts
 
     def _not_ours(self, why: str) -> OutputError:

@@ -39,10 +39,16 @@ class MiniCPMForCausalLM(LlamaForCausalLM):
         of_layers = config.scale_depth / config.num_hidden_layers**0.5
         _multiplied(self.model.embed_tokens, config.scale_emb)
         for layer in self.model.layers:
-            _multiplied(layer.self_attn.o_proj, of_layers)
-            _multiplied(layer.mlp.down_proj, of_layers)
-        _multiplied(self.lm_head, config.dim_model_base / config.hidden_size)
+            _multiplied(layer.self_attn, of_layers)
+            _multiplied(layer.mlp, of_layers)
+        _multiplied(self.model.norm, config.dim_model_base / config.hidden_size)
 
 
 def _multiplied(module: nn.Module, factor: float) -> None:
-    module.register_forward_hook(lambda module, inputs, output: output * factor)
+    """Multiplies what a module returns, or the first of several. No linear layer is one: with an adapter its output
+    would be multiplied without the adapter's."""
+
+    def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
+
+    module.register_forward_hook(hook)
