@@ -80,12 +80,13 @@ class LayeredReference:
         shapes = {name: shape for binding in table.bind(config) for name, shape in binding.src_shapes().items()}
         self.tensors = shaped(decode_names(opened.tensors, opened.encoding)[0], shapes)
         self.sources, self.parts = sources_by_target(table, config), config.parts
-        config = reference_config(source)
+        config = reference_config(source, sees=sees)
         with torch.device("meta"), empty_weights():
             found = reference_class(config, sees=sees)
             create = getattr(found, "from_config", None) or found._from_config  # of a model without an automatic class
             self.model = mended(create(config, dtype=self.dtype, attn_implementation=attention_of(config)).eval())
-        self.conversions = get_model_conversion_mapping(self.model, released_names(source, opened.tensors))
+        names = released_names(source, opened.tensors, sees=sees)
+        self.conversions = get_model_conversion_mapping(self.model, names)
         base = getattr(self.model, "model", self.model.base_model)
         self.decoder = next((getattr(base, name) for name in DECODER_NAMES if hasattr(base, name)), base)
         if sees or hasattr(self.decoder, "lm_head"):  # a causal model inside another

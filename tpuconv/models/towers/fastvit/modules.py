@@ -26,8 +26,6 @@ FAST_EPS = 1e-5
 """The eps of all norms."""
 HALVINGS = 6
 """How often rows and columns are halved."""
-PROCESSED_SIDE = 1024
-"""The rows, and columns, of pixels that the processor of FastVLM makes of every image."""
 
 
 class EachChannel(StridedConvolution):
@@ -144,12 +142,13 @@ class FastVit(FeatureEncoder):
         self.last = EachChannel(3, sizes[f"fast{FAST_STAGES[-1]}"], sizes["W"], dtype=dtype, keys=keys)
         self.gate = Squeezed(config, dtype=dtype, keys=keys)
 
-    def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray]:
-        rows, columns = (max(sides) << HALVINGS for sides in zip(*grids, strict=True))
-        return {"pixel_values": noise(rng, len(grids), 3, rows, columns)}
+    @property
+    def pixels_per_feature(self) -> int:
+        return 1 << HALVINGS
 
-    def usual_images(self, count: int) -> dict[str, np.ndarray]:
-        return {"pixel_values": noise(np.random.default_rng(0), count, 3, PROCESSED_SIDE, PROCESSED_SIDE)}
+    def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray]:
+        rows, columns = (max(sides) * self.pixels_per_feature for sides in zip(*grids, strict=True))
+        return {"pixel_values": noise(rng, len(grids), 3, rows, columns)}
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
         pixels = given(features, "pixel_values", 4)
