@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.layers import Einsum, Keys
+from tpuconv.models.common.layers import Einsum, Keys, apply_rope_to_neighbours
 from tpuconv.models.towers.attention import attend
 
 CosSin = tuple[jax.Array, jax.Array]
@@ -135,3 +135,28 @@ class Block(nnx.Module):
         x_BPD = x_BPD + (y_BPD if self.attn_scale is None else y_BPD * self.attn_scale[...])
         y_BPD = self.mlp(self.mlp_norm(x_BPD))
         return x_BPD + (y_BPD if self.mlp_scale is None else y_BPD * self.mlp_scale[...])
+
+
+def turning_layers(
+    config: Any,
+    norm: Callable[[], Any],
+    act: Callable[[jax.Array], jax.Array],
+    *,
+    scaled: bool = False,
+    dtype: DTypeLike,
+    keys: Keys,
+) -> Any:
+    """Returns layers whose queries and keys turn pairs of neighbouring dimensions; see `MLP` and `Block`."""
+    return nnx.List(
+        [
+            Block(
+                config,
+                norm,
+                Attention(config, rotate=apply_rope_to_neighbours, dtype=dtype, keys=keys),
+                MLP(config, act, dtype=dtype, keys=keys),
+                scaled=scaled,
+                dtype=dtype,
+            )
+            for _ in range(config.sizes["L"])
+        ]
+    )

@@ -10,14 +10,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.beside import PartConfig
-from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, apply_rope_to_neighbours, gelu, normal
+from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, gelu, normal
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.angles import cos_sin, from_one
 from tpuconv.models.towers.encoder import FeatureEncoder, Grids, check_squares, given, noise, padded, patches_of
 from tpuconv.models.towers.image_encoder import joined_squares
 from tpuconv.models.towers.places import raster
-from tpuconv.models.towers.vit import MLP, Attention, Block
+from tpuconv.models.towers.vit import turning_layers
 
 
 class ShuffleAdapter(nnx.Module):
@@ -56,18 +56,7 @@ class Llama4Vit(FeatureEncoder):
         self.class_token = nnx.Param(normal(keys(), (sizes["D"],), dtype))
         self.positions = nnx.Param(normal(keys(), (sizes["P"], sizes["D"]), dtype))
         self.norm_before, self.norm = norm(), norm()
-        self.layers = nnx.List(
-            [
-                Block(
-                    config,
-                    norm,
-                    Attention(config, rotate=apply_rope_to_neighbours, dtype=dtype, keys=keys),
-                    MLP(config, gelu, dtype=dtype, keys=keys),
-                    dtype=dtype,
-                )
-                for _ in range(sizes["L"])
-            ]
-        )
+        self.layers = turning_layers(config, norm, gelu, dtype=dtype, keys=keys)
         self.adapter = ShuffleAdapter(config, dtype=dtype, keys=keys)
 
     def random_images(self, rng: np.random.Generator, grids: Grids) -> dict[str, np.ndarray]:

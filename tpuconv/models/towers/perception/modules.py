@@ -13,11 +13,11 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, normal
 from tpuconv.models.towers.angles import columns_then_rows, cos_sin, from_one
 from tpuconv.models.towers.clip.modules import with_class_token
-from tpuconv.models.towers.encoder import Grids, given, patches_of
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, Grids, given, patches_of
 from tpuconv.models.towers.image_encoder import Arranged, ImageEncoder
 from tpuconv.models.towers.llava.modules import LlavaMatrices
 from tpuconv.models.towers.places import raster
-from tpuconv.models.towers.step_vit.modules import turning_layers
+from tpuconv.models.towers.vit import turning_layers
 
 THETA = 1e4
 
@@ -34,7 +34,8 @@ class PerceptionEncoder(ImageEncoder):
         self.patch = Einsum("BPC,CD->BPD", sizes, dtype=dtype, keys=keys)
         self.positions = nnx.Param(normal(keys(), (sizes["P"], sizes["D"]), dtype))
         self.pre_norm = norm()
-        self.layers = turning_layers(config, norm, scaled=config.has_scales, dtype=dtype, keys=keys)
+        act = ACTS_BY_NAME[config.hidden_act]
+        self.layers = turning_layers(config, norm, act, scaled=config.has_scales, dtype=dtype, keys=keys)
         self.norm = norm() if config.use_post_transformer_norm else None
 
     def embedded(self, pixels_BCYX: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """The vision encoder of Step-3.7."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.errors import UsageError
-from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, apply_rope_to_neighbours, normal
+from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, normal
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.angles import columns_then_rows, cos_sin
@@ -29,7 +29,7 @@ from tpuconv.models.towers.encoder import (
 from tpuconv.models.towers.image_encoder import states_of
 from tpuconv.models.towers.places import bilinear_taps_of_centers, raster
 from tpuconv.models.towers.sam.modules import convolution, rows_left
-from tpuconv.models.towers.vit import MLP, Attention, Block
+from tpuconv.models.towers.vit import turning_layers
 
 LOCAL_TILES, TILE_COUNTS = "pixel_values_local", "num_local_patches"
 
@@ -42,25 +42,6 @@ class StepMatrix(nnx.Module):
 
     def __call__(self, x_BPZ: jax.Array) -> jax.Array:
         return self.matrix(x_BPZ)
-
-
-def turning_layers(config: Any, norm: Callable[[], Any], *, scaled: bool, dtype: DTypeLike, keys: Keys) -> Any:
-    """Returns layers whose queries and keys turn pairs of neighbouring dimensions; `norm` creates their norms. For
-    `scaled` see `Block`."""
-    act = ACTS_BY_NAME[config.hidden_act]
-    return nnx.List(
-        [
-            Block(
-                config,
-                norm,
-                Attention(config, rotate=apply_rope_to_neighbours, dtype=dtype, keys=keys),
-                MLP(config, act, dtype=dtype, keys=keys),
-                scaled=scaled,
-                dtype=dtype,
-            )
-            for _ in range(config.sizes["L"])
-        ]
-    )
 
 
 class StepVit(FeatureEncoder):
@@ -76,7 +57,8 @@ class StepVit(FeatureEncoder):
         self.patch = Einsum("BPC,CD->BPD", sizes, dtype=dtype, keys=keys)
         self.positions = nnx.Param(normal(keys(), (sizes["P"], sizes["D"]), dtype))
         self.pre_norm = norm()
-        self.layers = turning_layers(config, norm, scaled=True, dtype=dtype, keys=keys)
+        act = ACTS_BY_NAME[config.hidden_act]
+        self.layers = turning_layers(config, norm, act, scaled=True, dtype=dtype, keys=keys)
         self.first = convolution(sizes["D"], sizes["M"], bias=True, dtype=dtype, keys=keys)
         self.last = convolution(sizes["M"], sizes["Z"], bias=True, dtype=dtype, keys=keys)
 
