@@ -331,6 +331,16 @@ def test_a_plan_with_faults_tells_no_sizes(tmp_path):
     assert not done.stdout.strip()  # it said "-> 0 arrays, 0 B; 0 parameters"
 
 
+@pytest.mark.parametrize("command", ["convert", "quantize", "export", "reshard"])
+def test_a_dry_run_refuses_the_places_that_a_run_refuses(command, tmp_path):
+    tpuconv("convert", EXAMPLE, tmp_path / "ckpt")
+    src = EXAMPLE if command == "convert" else tmp_path / "ckpt"
+    more = {"quantize": ("--config", "int8_default"), "reshard": ("--mesh", "fsdp=2")}.get(command, ())
+    for place, code in ((src / "out", 2), (tmp_path / "ckpt" / "out", 2 if command != "convert" else 9)):
+        for dry in ((), ("--dry-run",)):
+            assert " lies in " in tpuconv(command, src, place, *more, *dry, code=code).stderr
+
+
 @pytest.mark.parametrize("options", [(), ("--quantize", "int8_default")], ids=["plain", "quantized"])
 def test_a_dry_run_of_an_export_tells_what_it_writes(options, tmp_path_factory, tmp_path):
     ckpt, out = tmp_path_factory.mktemp("ckpt") / "ckpt", tmp_path / "out"

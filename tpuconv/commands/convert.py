@@ -71,6 +71,8 @@ def convert(
         else:
             plan = api.plan(src, progress=progress, **options.asked_of(api.plan, given))
     if dry_run:
+        if out is not None:
+            options.check_planned_place(plan.plan.source.folder, out)
         show_plan(plan, as_json, out)
     else:
         show_conversion(done, given["check"], as_json)

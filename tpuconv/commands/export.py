@@ -49,6 +49,7 @@ def export(
         else:
             plan = api.plan_export(ckpt, progress=progress, **options.asked_of(api.plan_export, given))
     if dry_run:
+        options.check_planned_place(ckpt, out)
         _show_plan(plan, as_json)
     else:
         _show_export(done, given["config"] is not None, given["check"], as_json)

@@ -28,6 +28,7 @@ from tpuconv.options import CACHE_DTYPES, MOST_TOKENS, Description, options_of
 if TYPE_CHECKING:
     from tpuconv.api.ray_tasks import Result
     from tpuconv.hosts import ProcessPart
+    from tpuconv.location import Location
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
 
@@ -271,3 +272,16 @@ def require_mode(mode: str, given: bool, *others: str) -> None:
     for name in others:
         if not given and is_given(name):
             raise UsageError(f"{flag_of(name)} goes with {mode}", hint=f"leave {flag_of(name)} out, or give {mode}")
+
+
+def check_planned_place(folder: "Location", out: "Location") -> None:
+    """Checks that the output of a source in `folder` may lie in OUT, as a run would, whatever is there.
+
+    Raises:
+        UsageError, OutputError: it may not.
+    """
+    from tpuconv.convert.run.engine import check_outside
+    from tpuconv.storage.refusals import check_not_nested
+
+    check_outside(folder, out)
+    check_not_nested(out)

@@ -162,6 +162,8 @@ def _quantize(
         if explain:
             _show_explanation(plan, as_json)
         else:
+            if out is not None:
+                options.check_planned_place(plan.plan.source.folder, out)
             show_plan(plan, as_json, out or chosen)
         return
     with resumable(as_json) as progress:

@@ -43,6 +43,8 @@ def reshard(ckpt: Location, out: Location, dry_run: bool, as_json: bool, **given
             done = reshard_checkpoint(ckpt, out, progress=progress, **options.asked_of(api.reshard, given))
         else:
             done = api.plan_reshard(ckpt, progress=progress, **options.asked_of(api.plan_reshard, given))
+    if dry_run:
+        options.check_planned_place(ckpt, out)
     if as_json:
         print_json(done.to_json())
     elif dry_run:
