@@ -71,6 +71,11 @@ def test_fastvit_has_the_parameters_of_timm() -> None:
     assert have == {name: tuple(x.shape) for name, x in want.items()}
 
 
+def test_no_number_of_layers_takes_memory() -> None:
+    found = read_fast(args={"layers": [10**9] * 5})
+    assert sum(map(len, found.layer_sets.values())) == 5 * 10**9
+
+
 @pytest.mark.parametrize(
     ("keys", "kind", "fault"),
     [

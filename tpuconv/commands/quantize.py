@@ -155,9 +155,9 @@ def _quantize(
     if config.calibration is None and config.target_bits is None:
         options.require_mode("a config that has `calibration`", False, "samples", "length")
     chosen = chosen_checkpoint(ckpt, "Quantizing", quiet=as_json, own=True, quantized=False)
-    checked_workspace(given["workspace"], out or chosen, config)
     check_address_space_for_jax()
     if explain or dry_run:
+        checked_workspace(given["workspace"], out or chosen, config)  # as the quantization does
         plan = api.plan_quantization(chosen, **options.asked_of(api.plan_quantization, given))
         if explain:
             _show_explanation(plan, as_json)

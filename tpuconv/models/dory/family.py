@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.looped import LoopedConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import ATTENTION, MLP, MLP_BIAS, O_BIAS, QKV_BIAS
 from tpuconv.models.common.windows import TwoRopesConfig
@@ -16,13 +17,12 @@ from tpuconv.notation.table import Map, MappingTable, under
 
 MLP_KIND = "mlp"
 """The entry of `layer_types` for an MLP, in a config.json that counts attention and MLP as two layers."""
-LOOPED = "some of its layers run several times"
 LAYER_COUNTS = ("num_hidden_layers", "n_input_layers", "n_recurrent_layers", "n_output_layers")
 """The keys that count such layers."""
 
 
 @family_config
-class Config(TwoRopesConfig):
+class Config(LoopedConfig, TwoRopesConfig):
     """The keys of config.json. Releases count attention and MLP as two layers, and list both in `layer_types`.
     `initializer_range` divides learned factors. The keys and values of a loop depend on how a text is cut into calls
     where all loops share them (`recurrent_kv_cache_mode`), which is refused."""
@@ -78,14 +78,6 @@ class Config(TwoRopesConfig):
     def executed_layers(self) -> tuple[int, ...]:
         layers = tuple(range(self.num_hidden_layers))
         return (*layers[: self.looped.start], *tuple(self.looped) * self.n_recurrent_loops, *layers[self.looped.stop :])
-
-    @property
-    def unscannable(self) -> str:
-        return LOOPED
-
-    @property
-    def inseparable(self) -> str:
-        return LOOPED
 
     @property
     def has_logits(self) -> bool:

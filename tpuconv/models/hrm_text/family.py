@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.looped import LoopedConfig
 from tpuconv.models.common.rows import FUSED_MLP
-from tpuconv.models.dory.family import LOOPED
 from tpuconv.models.registry import family
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
@@ -15,7 +15,7 @@ declare(stack_layers=Word("layers of one of two stacks, whose layers are the eve
 
 
 @family_config
-class Config(DecoderConfig):
+class Config(LoopedConfig, DecoderConfig):
     """The keys of config.json. It has the number of layers of one of the two stacks in `num_layers_per_stack`; in older
     files, without this key, in `num_hidden_layers`. Here `num_hidden_layers` counts the layers of both. All tokens see
     those before them alone: transformers too computes this for a text without `token_type_ids`, which mark tokens of an
@@ -68,14 +68,6 @@ class Config(DecoderConfig):
     def executed_layers(self) -> tuple[int, ...]:
         layers = range(self.num_hidden_layers)
         return (*tuple(layers[0::2]) * self.low_cycles, *layers[1::2]) * self.high_cycles
-
-    @property
-    def unscannable(self) -> str:
-        return LOOPED
-
-    @property
-    def inseparable(self) -> str:
-        return LOOPED
 
 
 HRM_ROWS = (

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from tpuconv.models.common.config_keys import unnested
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.dory.family import LOOPED
+from tpuconv.models.common.looped import LOOPED
 from tpuconv.models.inkling2_text.family import QUERY_FORMS, MixedBlocksConfig, table
 from tpuconv.models.inkling_text.family import W13_EXPERTS
 from tpuconv.models.registry import family

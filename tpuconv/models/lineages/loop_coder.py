@@ -5,15 +5,15 @@ from typing import Any, ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.looped import LoopedConfig
 from tpuconv.models.declare import decoder
-from tpuconv.models.dory.family import LOOPED
 from tpuconv.models.lineages.llama import NO_BIAS
 from tpuconv.models.parts import Attn, Mlp, Norms
 from tpuconv.notation.table import Map
 
 
 @family_config
-class LoopCoderConfig(DecoderConfig):
+class LoopCoderConfig(LoopedConfig, DecoderConfig):
     """All layers run `loop_num` times. From the second time on, a token sees the keys and values of the first time, and
     the ones of this time in a window of `loop_window_size` tokens, itself included."""
 
@@ -30,14 +30,6 @@ class LoopCoderConfig(DecoderConfig):
     @property
     def horizons(self) -> frozenset[int]:
         return super().horizons | ({self.loop_window_size} if self.loop_num > 1 else set())
-
-    @property
-    def unscannable(self) -> str:
-        return LOOPED
-
-    @property
-    def inseparable(self) -> str:
-        return LOOPED
 
 
 IQUESTLOOPCODER = decoder(

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Self
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import TEXT_ALONE, Projector, Tower, TowerConfig
-from tpuconv.models.common.key_types import object_of
 from tpuconv.models.towers.llava.family import LLAVA_MATRICES, LlavaConfig
 from tpuconv.models.towers.rows import layer_norm, with_bias
+from tpuconv.models.towers.timm_args import timm_args
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
 
@@ -50,10 +50,8 @@ class FastVitConfig(TowerConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        args = {"inference_mode": False, **object_of(raw, "model_args")}
-        if unknown := {key: value for key, value in args.items() if key not in (*cls.only, "layers", "embed_dims")}:
-            raise UnsupportedConfig(f"model_args={short(unknown)} of an encoder is not implemented", hint=TEXT_ALONE)
-        return super().from_hf({**raw, **args})
+        args = timm_args(raw, ("inference_mode", "layers", "embed_dims"))
+        return super().from_hf({**raw, "inference_mode": False, **args})
 
     def contradictions(self) -> Iterator[str]:
         for name, each in (("layers", self.layers), ("embed_dims", self.embed_dims)):
@@ -74,7 +72,7 @@ class FastVitConfig(TowerConfig):
         out["G"] = max(1, int(self.hidden_size / 16 + 0.5))  # as timm rounds
         for i, (depth, width) in enumerate(zip(self.layers, self.embed_dims, strict=True)):
             out |= {f"fast{i}": width, f"fast{i}_out": width, f"fast{i}_mlp": 4 * width}
-            out[f"fast{i}_blocks"] = tuple(range(depth))
+            out[f"fast{i}_blocks"] = range(depth)
             if i in WITH_ATTENTION:
                 out[f"fast{i}_heads"] = width // FAST_HEAD
         return out

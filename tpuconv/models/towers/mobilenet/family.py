@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar, Self
 
-from tpuconv.errors import UnsupportedConfig
-from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import TEXT_ALONE, Tower, TowerConfig
-from tpuconv.models.common.key_types import object_of
+from tpuconv.models.common.beside import Tower, TowerConfig
+from tpuconv.models.towers.timm_args import timm_args
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
 
@@ -152,12 +150,10 @@ class MobileNetConfig(TowerConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        args = dict(object_of(raw, "model_args"))
-        side = args.pop("msfa_output_resolution", 16)
-        own = {"channel_multiplier": args.pop("channel_multiplier", 1.0)}
+        args = timm_args(raw, ("channel_multiplier", "msfa_output_resolution"))
+        side = args.get("msfa_output_resolution", 16)
+        own = {"channel_multiplier": args.get("channel_multiplier", 1.0)}
         own["resolution"] = [side, side] if type(side) is int else side
-        if args:
-            raise UnsupportedConfig(f"model_args={short(args)} of an encoder is not implemented", hint=TEXT_ALONE)
         return super().from_hf({**raw, **own})
 
     def contradictions(self) -> Iterator[str]:

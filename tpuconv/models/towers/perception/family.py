@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Self
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import TEXT_ALONE, Projector, Tower
-from tpuconv.models.common.key_types import object_of
 from tpuconv.models.towers.llava.family import LLAVA_MATRICES, LlavaConfig
 from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
 from tpuconv.models.towers.rows import DOWN, OUT_OF_HEADS, PATCH_MATRIX, UP, layer_norm, with_bias, without_bias
 from tpuconv.models.towers.siglip.family import ImageConfig
+from tpuconv.models.towers.timm_args import timm_args
 from tpuconv.notation.table import Map, under
 
 PERCEPTION_MODULES = "tpuconv.models.towers.perception.modules"
@@ -55,14 +55,12 @@ class PerceptionConfig(ImageConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        architecture, given = raw.get("architecture"), object_of(raw, "model_args")
+        architecture = raw.get("architecture")
         settings = PERCEPTION_SIZES.get(architecture) if isinstance(architecture, str) else None
         if settings is None:
             raise _unimplemented("architecture", architecture)
         names = {*cls.aliases, *cls.only, *cls.__dataclass_fields__} - {*cls.aliases.values()}
-        if unknown := {key: value for key, value in given.items() if key not in names}:
-            raise _unimplemented("model_args", unknown)
-        args = {**settings, **given}
+        args = {**settings, **timm_args(raw, names)}
         if isinstance(sides := args["img_size"], list):
             if len(sides) != 2 or sides[0] != sides[1]:
                 raise _unimplemented("img_size", sides)

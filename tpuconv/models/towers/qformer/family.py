@@ -94,7 +94,7 @@ class QFormerConfig(ProjectorConfig):
             "I": self.query_width // self.query_heads,
             "W": self.query_mlp,
             "J": self.query_layers,
-            "Z": tuple(range(0, self.query_layers, self.cross_attention_frequency)),
+            "Z": range(0, self.query_layers, self.cross_attention_frequency),
             "S": self.encoder_hidden_size,
         }
 

@@ -54,7 +54,7 @@ class SanmConfig(TowerConfig):
             "H": self.hidden_size // self.num_attention_heads,
             "F": self.intermediate_size,
             "L": self.num_hidden_layers,
-            "I": tuple(range(1, self.num_hidden_layers)),
+            "I": range(1, self.num_hidden_layers),
             "J": self.normed,
             "c": self.fsmn_kernel_size,
         }
