@@ -188,8 +188,8 @@ def _check_request(asked: CompareRequest, opened: OpenedModel) -> None:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What both models run on, and how.
+class _BothModels:
+    """Two models, and what both run on.
 
     Attributes:
         source: the folder of the source.
@@ -270,7 +270,7 @@ class _Run:
     def statistics(
         self, outputs: "ComparedOutputs", *, is_beside_plain: bool
     ) -> "tuple[LogitStatistics | VectorStatistics, list[SightStatistics]]":
-        """Returns the differences of outputs, and those of prompts with images or sounds. A quantized export beside the
+        """Returns the differences of outputs, without and with images or sounds. A quantized export beside the
         model that it was made of (`is_beside_plain`) has no gates: its config is not a part of it."""
         from tpuconv.verify.logits import compare_logits, rounding_gates
         from tpuconv.verify.sights import compare_sights
@@ -316,7 +316,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
         changed = _changed(asked, opened, own)
         compute = "float32" if asked.dtype == "auto" else asked.dtype
         prompts = prompts_to_compare(manifest, own, asked.prompts, compute, layerwise=layerwise)
-        run = _Run(asked, opened, source, prompts, compute, devices, adapters)
+        run = _BothModels(asked, opened, source, prompts, compute, devices, adapters)
         outputs = run.layers() if layerwise else run.whole_models()
         is_beside_plain = opened.is_decoded and encoding_of(read_config(own / CONFIG_FILE)) is None
     statistics, sights = run.statistics(outputs, is_beside_plain=is_beside_plain)

@@ -98,7 +98,7 @@ def free_beside_reference(manifest: Manifest, dtype: str, *, layerwise: bool) ->
 
 
 class ComparedPrompts(NamedTuple):
-    """What two models run on.
+    """The prompts that two models run on.
 
     Attributes:
         windows: token ids without images or sounds.

@@ -212,7 +212,7 @@ def _adapted(
 
 
 class _Use(NamedTuple):
-    """What becomes of tensors.
+    """How tensors are used.
 
     Attributes:
         copies: the tensors that are not converted since others have their values, with these; see `Plan.copies`.
@@ -236,8 +236,8 @@ def _use(
     *,
     carries: bool,
 ) -> _Use:
-    """Returns what becomes of the tensors. `elsewhere` are those of an adapter that are not converted, by reason, which
-    a target that `carries` tensors beside the converted ones would lose."""
+    """Returns how the tensors are used. `elsewhere` has the names that an adapter changes and that are not
+    converted, by reason; a target that `carries` tensors beside the converted ones would lose them."""
     everywhere = rows.everywhere
     found = {name: original for name in tensors if name not in everywhere and (original := rows.original(name))}
     copies = found | _zero_biases(tensors, everywhere, rows.why_ignored)
