@@ -391,10 +391,11 @@ import json, sys
 import jax, numpy as np
 from tpuconv.api.models import join_processes, leave_processes
 join_processes()
-import tpuconv
+import tpuconv, tpuconv.exchange
 from flax import nnx
 from tpuconv.sources.reader import SafetensorsReader
 
+tpuconv.exchange.LEAST_SHARED, tpuconv.exchange.SLOW_DEVICES = 0, ()
 axes, options, folder, converted = json.loads(sys.argv[1]), json.loads(sys.argv[2]), *sys.argv[3:]
 taken, read = [0], SafetensorsReader._bytes
 def counted(self, shard, name, start, stop, *args, **kwargs):
@@ -447,9 +448,11 @@ import sys
 import jax, numpy as np
 from tpuconv.api.models import join_processes, leave_processes
 join_processes()
-import tpuconv
+import tpuconv, tpuconv.exchange
 from tpuconv.errors import SourceError
 from tpuconv.sources.reader import SafetensorsReader
+
+tpuconv.exchange.LEAST_SHARED, tpuconv.exchange.SLOW_DEVICES = 0, ()
 
 def broken(*args, **kwargs):
     raise SourceError("the disk is broken")

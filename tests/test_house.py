@@ -183,8 +183,8 @@ def test_one_name_has_one_meaning():
 
 PLAIN = ("tpuconv.quantize.config", "tpuconv.quantize.matches")
 WITH_JAX = (
-    *("tpuconv.models.", "tpuconv.quantize.", "tpuconv.restore", "tpuconv.direct", "tpuconv.persist"),
-    "tpuconv.weight_map.on_devices",
+    *("tpuconv.models.", "tpuconv.quantize.", "tpuconv.restore", "tpuconv.exchange", "tpuconv.direct"),
+    *("tpuconv.persist", "tpuconv.weight_map.on_devices"),
 )
 
 

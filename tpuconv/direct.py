@@ -26,7 +26,7 @@ from tpuconv.convert.run.slabs import check_copy, check_promise
 from tpuconv.convert.run.strided import copy_strided
 from tpuconv.convert.run.workers import Cancelled
 from tpuconv.errors import SourceError
-from tpuconv.exchange import Exchange, boxes_of
+from tpuconv.exchange import Exchange, boxes_by_process
 from tpuconv.location import BucketPath
 from tpuconv.needed import LetterBox, box_ranges, narrowed, needed_ranges
 from tpuconv.restore import Placing
@@ -231,7 +231,8 @@ def _shards_by_binding(
             continue
         places = exchange.places(slabs, names)
         boxes = {
-            name: boxes_of(places[name], placing.targets[name].shape).get(jax.process_index(), []) for name in names
+            name: boxes_by_process(places[name], placing.targets[name].shape).get(jax.process_index(), [])
+            for name in names
         }
         needed = needed_ranges(plan, binding, boxes)
         pieces = [piece for slab in slabs for piece in narrowed(plan, slab, needed, exchange.gap)]

@@ -2,11 +2,11 @@
 another one, processes would read the same bytes. Then each reads its part of whole rows, and devices exchange them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import gcd
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,12 +16,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from tpuconv.convert.plan.types import Plan
 from tpuconv.convert.plan.units import Slab
 from tpuconv.errors import SourceError
+from tpuconv.location import BucketPath
 from tpuconv.needed import Intervals, LetterBox, box_ranges, narrowed, needed_ranges
 from tpuconv.notation.layout import Shape, lead, sliceable
 from tpuconv.restore import box_of
 
 MOST_READ = 1.05
 """How often processes read a byte on average before they share the reading."""
+SLOW_DEVICES = ("cpu",)
+"""Platforms whose devices exchange bytes more slowly than a local disk gives them. They share what comes from buckets
+alone."""
+LEAST_SHARED = 1 << 20
+"""Bytes of the tensors that make arrays; fewer are read by each process, since an exchange takes longer."""
 
 
 @dataclass
@@ -43,7 +49,7 @@ class Exchange:
     def places(self, slabs: Sequence[Slab], names: Sequence[str]) -> dict[str, Sharding]:
         """Returns the sharding by which each of the arrays that the slabs of a binding make is read."""
         binding, own = slabs[0].binding, [_sharding_of(self.targets[name]) for name in names]
-        if not all(map(_is_of_all_processes, own)):
+        if not self._may_share(own):
             return dict(zip(names, own, strict=True))
         shapes = tuple((self.targets[name].shape, place) for name, place in zip(names, own, strict=True))
         sources = tuple(self.plan.tensors[name].stored_bytes(1 << 20) for name in slabs[0].names[:1])
@@ -54,11 +60,20 @@ class Exchange:
         self._shared |= {name for name, place in zip(names, own, strict=True) if found[name] != place}
         return found
 
+    def _may_share(self, own: Sequence[Sharding]) -> bool:
+        """Returns True if arrays are on devices of several processes, and of all, and an exchange is worth its time."""
+        if jax.process_count() == 1 or not isinstance(own[0], NamedSharding):
+            return False
+        devices = list(own[0].mesh.devices.flat)  # of all arrays the same
+        is_slow = devices[0].platform in SLOW_DEVICES and not isinstance(self.plan.source.folder, BucketPath)
+        return len({device.process_index for device in devices}) == jax.process_count() and not is_slow
+
     def _chosen(self, slabs: Sequence[Slab], names: Sequence[str], own: Sequence[Sharding]) -> Sequence[Sharding]:
         """Returns the shardings with which the processes read the fewest bytes in total: the `own` ones of the model,
-        unless they read more than `MOST_READ` of the source."""
+        unless the tensors are large, and they read more than `MOST_READ` of them."""
+        size = sum(map(self.plan.stored_bytes, slabs))
         least, chosen = self._read_bytes(slabs, names, own), own
-        if least <= MOST_READ * sum(map(self.plan.stored_bytes, slabs)):
+        if size < LEAST_SHARED or least <= MOST_READ * size:
             return chosen
         layout = slabs[0].binding.layout
         letters = dict.fromkeys(lead(axis) for axes in layout.dst for axis in axes)
@@ -91,7 +106,7 @@ class Exchange:
         """Returns the bytes that all processes read together by these shardings."""
         by_process: dict[int, dict[str, Sequence[LetterBox]]] = {}
         for name, place in zip(names, places, strict=True):
-            for process, boxes in boxes_of(place, self.targets[name].shape).items():
+            for process, boxes in boxes_by_process(place, self.targets[name].shape).items():
                 by_process.setdefault(process, {})[name] = boxes
         needs: Counter[tuple[tuple[str, tuple[tuple[int, int], ...]], ...]] = Counter()
         for boxes_by_name in by_process.values():
@@ -130,8 +145,9 @@ class Exchange:
         for name, target in self.targets.items():
             if name in self._shared:
                 place = target.format if target.format.layout is not None else target.sharding
-                arrays[name] = jax.device_put(arrays[name], place, donate=True)
+                part, arrays[name] = arrays[name], jax.device_put(arrays[name], place)
                 arrays[name].block_until_ready()  # before the next one takes memory
+                part.delete()
 
 
 def _sharding_of(target: jax.ShapeDtypeStruct) -> Sharding:
@@ -140,14 +156,8 @@ def _sharding_of(target: jax.ShapeDtypeStruct) -> Sharding:
     return place
 
 
-def _is_of_all_processes(place: Sharding) -> bool:
-    """Returns True if a sharding has devices of several processes, and of all."""
-    count, devices = jax.process_count(), cast(Iterable[jax.Device], place.device_set)
-    return count > 1 and isinstance(place, NamedSharding) and len({each.process_index for each in devices}) == count
-
-
 @lru_cache(1 << 14)  # layers and experts are alike
-def boxes_of(place: Sharding, shape: Shape) -> Mapping[int, Sequence[LetterBox]]:
+def boxes_by_process(place: Sharding, shape: Shape) -> Mapping[int, Sequence[LetterBox]]:
     """Returns the boxes of an array that devices hold, by process, each once."""
     found: dict[int, dict[LetterBox, None]] = {}
     indices: Mapping[Any, Any] = place.devices_indices_map(tuple(shape))
