@@ -52,7 +52,7 @@ class Traits:
     inseparable: bool = False
     """No layer can run by itself on hidden states."""
     looped: bool = False
-    """Weights of layers are used several times; so no layer can run by itself."""
+    """Weights of layers are used several times, or layers read what entered earlier ones: none runs by itself."""
     vision_config: Mapping[str, Any] | None = None
     """For a text model inside a multimodal model: sizes of the vision tower."""
     beside_text: Mapping[str, Any] = field(default_factory=dict)
