@@ -113,6 +113,33 @@ def dots_ocr() -> Sight:
     return replace(case, features={**case.features, "pixel_values": patches}, kinds={})
 
 
+@sight
+def ovis2_5() -> Sight:
+    from helpers.released_code.ovis2_5 import Config, Ovis2_5
+
+    before, behind, *of_videos = ids = (90, 91, 92, 89)
+    vit = {
+        **{"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2},
+        **{"image_size": 24, "patch_size": 4, "hidden_stride": 2, "hidden_act": "gelu_pytorch_tanh"},
+        **{"num_channels": 3, "num_patches": -1, "temporal_patch_size": 1, "window_size": 112, "use_rope": True},
+        **{"preserve_original_pe": True, "fullatt_block_indexes": None, "layer_norm_eps": 1e-6},
+        **{"attention_dropout": 0.0, "model_type": "siglip2_navit"},
+    }
+    config = Config(
+        llm_config={**TEXT, "model_type": "qwen3", "tie_word_embeddings": False},
+        vit_config=vit,
+        visual_vocab_size=29,
+        visual_atom_token_id=IMAGE,
+        visual_indicator_token_ids=ids,
+    )
+    case = qwen(Ovis2_5, config)
+    patches = noise(int(GRIDS.prod(axis=1).sum()), 3 * 4 * 4)
+    frame = {START: before, END: behind}
+    rows = [[frame.get(token, token) for token in row] for row in case.rows]
+    rows[1].append(of_videos[0])
+    return replace(case, rows=rows, features={**case.features, "pixel_values": patches}, kinds={})
+
+
 def of_minicpm_v(folder: Path) -> None:
     """Writes the config.json of MiniCPM-V, and its tokenizer, which alone says the token of images."""
     path = folder / "config.json"

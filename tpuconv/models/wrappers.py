@@ -53,6 +53,7 @@ from tpuconv.models.towers.modalities import (
     PALIGEMMA_VISION,
     VIDEO_LLAMA3_VISION,
 )
+from tpuconv.models.towers.ovis.family import OVIS25_VISION, in_keys_of_ovis25
 from tpuconv.models.towers.phi3.family import KEYS_OF_IMAGES, PHI3_VISION, in_keys_of_phi3_v
 from tpuconv.models.towers.sam_modalities import GOT_VISION
 from tpuconv.models.towers.sound_modalities import (
@@ -320,6 +321,18 @@ WRAPPER_ROWS = (
         keys=("visual_indicator_token_ids",),
         tied=True,
         modalities=(OVIS_VISION,),
+    ),
+    Wrapper(
+        "ovis2_5",
+        "Ovis2_5",
+        "Ovis 2.5, with code of its own",
+        ("qwen3",),
+        prefix="llm.model.",
+        head="llm.lm_head.",
+        keys=("visual_indicator_token_ids",),
+        modalities=(OVIS25_VISION,),
+        end="",
+        in_keys=in_keys_of_ovis25,
     ),
     Wrapper(
         "idefics2",
