@@ -120,7 +120,8 @@ def ovis2_5() -> Sight:
     before, behind, *of_videos = ids = (90, 91, 92, 89)
     vit = {
         **{"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2},
-        **{"image_size": 24, "patch_size": 4, "hidden_stride": 2, "hidden_act": "gelu_pytorch_tanh"},
+        # a softmax follows, behind which two kinds of GELU, of which the release has one, are nearly the same
+        **{"image_size": 24, "patch_size": 4, "hidden_stride": 2, "hidden_act": "silu"},
         **{"num_channels": 3, "num_patches": -1, "temporal_patch_size": 1, "window_size": 112, "use_rope": True},
         **{"preserve_original_pe": True, "fullatt_block_indexes": None, "layer_norm_eps": 1e-6},
         **{"attention_dropout": 0.0, "model_type": "siglip2_navit"},
