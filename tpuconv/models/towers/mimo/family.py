@@ -48,8 +48,10 @@ class MimoVitConfig(QwenVitConfig):
             yield f"vit_window_attn_types is of {len(kinds)} layers, and depth={self.depth}"
         if others := set(kinds) - {ROWS_FIRST, COLUMNS_FIRST, ALL}:
             yield f"vit_window_attn_types has {min(others)}, not 0, 1 or -1"
-        if self.kv_channels != self.qk_channels or self.qk_channels % 4:
-            yield (f"qk_channels={self.qk_channels} and kv_channels={self.kv_channels} are not the same multiple of 4")
+        if self.kv_channels != self.qk_channels or self.qk_channels % 4 or not self.qk_channels:
+            yield f"qk_channels={self.qk_channels} and kv_channels={self.kv_channels} are not the same multiple of 4"
+        if not self.visual_token_window_size:
+            yield "visual_token_window_size=0"
         if self.num_heads % self.key_heads:
             yield f"num_heads={self.num_heads} is no multiple of num_key_value_heads={self.key_heads}"
 
@@ -68,12 +70,12 @@ class MimoVitConfig(QwenVitConfig):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        layers = range(self.depth) if self.use_sink else ()
+        layers, full = range(self.depth) if self.use_sink else (), set(self.fullatt_block_indexes)
         return {
             **super().sizes,
             "H": self.qk_channels,
             "K": self.key_heads,
-            "J": tuple(layer for layer in layers if not self.sees_all(layer)),
+            "J": tuple(layer for layer in layers if layer not in full),
         }
 
 
@@ -135,6 +137,8 @@ class MimoSoundConfig(TowerConfig):
                 f"input_local_attn_heads={self.input_local_attn_heads} times input_local_head_dim="
                 f"{self.input_local_head_dim} is not input_local_dim={self.input_local_dim}"
             )
+        if self.input_local_head_dim % 2:
+            yield f"input_local_head_dim={self.input_local_head_dim} is odd"
         if not self.group_size:
             yield "group_size=0"
 
