@@ -167,6 +167,47 @@ PHI3_V: Mapping[str, Any] = {
     "vocab_size": 32064,
     "_attn_implementation": "flash_attention_2",
 }
+OPENCUA: Mapping[str, Any] = {
+    "architectures": ["OpenCUAForConditionalGeneration"],
+    "model_type": "opencua",
+    "auto_map": {"AutoConfig": "configuration_opencua.OpenCUAConfig"},
+    "ignore_index": -100,
+    "media_placeholder_token_id": 151664,
+    "pad_token_id": 0,
+    "text_config": {
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 128000,
+        "model_type": "qwen2",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {
+        "depth": 32,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "in_chans": 3,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+        "tokens_per_second": 2,
+        "window_size": 112,
+    },
+}
 OVIS25: Mapping[str, Any] = {
     "architectures": ["Ovis2_5"],
     "model_type": "ovis2_5",
@@ -216,6 +257,7 @@ OVIS25: Mapping[str, Any] = {
     },
 }
 RELEASES: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "opencua": (OPENCUA, "8.3"),
     "ovis2_5": (OVIS25, "9.2"),
     "phi3_v": (PHI3_V, "4.1"),
     "dots_ocr": (DOTS, "3.0"),
@@ -281,6 +323,7 @@ def test_other_values_are_refused(name: str, change: dict[str, Any], fault: str)
     [
         ("dots_ocr", "qwen2", ""),
         ("phi3_v", "phi3", ""),
+        ("opencua", "qwen2", "language_model."),
         ("ovis2_5", "qwen3", "llm."),
         ("minicpmv", "qwen2", "llm."),
         ("minicpmv_4", "llama", "llm."),
@@ -290,7 +333,8 @@ def test_other_values_are_refused(name: str, change: dict[str, Any], fault: str)
 def test_the_text_model_is_of_its_family(name: str, text_type: str, front: str, tmp_path: Path) -> None:
     alone = save(FIRST[text_type], tmp_path / "text")
     text = json.loads((alone / "config.json").read_text())
-    raw = {**RELEASES[name][0], **({"llm_config": text} if "llm_config" in RELEASES[name][0] else text)}
+    inside = next((key for key in ("llm_config", "text_config") if key in RELEASES[name][0]), None)
+    raw = {**RELEASES[name][0], **(text if inside is None else {inside: text})}
     raw |= {key: RELEASES[name][0][key] for key in ("architectures", "model_type")}
     for key in ("rope_scaling", "rope_theta"):
         raw.pop(key, None)

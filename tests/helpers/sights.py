@@ -136,6 +136,7 @@ OF_OTHER_TYPES = (
     "phi3_v",
     "mimo_v2",
     "ovis2_5",
+    "opencua",
     *MINICPM_V,
 )
 """Cases of releases with code of their own: transformers' model is of another type, which has cases too, or it has none

@@ -8,7 +8,20 @@ from typing import Any
 import numpy as np
 
 from helpers.processors import word_tokenizer
-from helpers.sights import END, GRIDS, IMAGE, START, TEXT, Sight, noise, qwen, sight, tiny, without_head_dim
+from helpers.sights import (
+    END,
+    GRIDS,
+    IMAGE,
+    QWEN_VISION,
+    START,
+    TEXT,
+    Sight,
+    noise,
+    qwen,
+    sight,
+    tiny,
+    without_head_dim,
+)
 from helpers.sights_pixtral import INTERN_VISION, QIANFAN_NAMES, squares
 from helpers.sights_sounds import kimi_k25
 
@@ -111,6 +124,19 @@ def dots_ocr() -> Sight:
     case = qwen(DotsOCRForCausalLM, config)
     patches = noise(int(GRIDS.prod(axis=1).sum()), 3 * 4 * 4)
     return replace(case, features={**case.features, "pixel_values": patches}, kinds={})
+
+
+@sight
+def opencua() -> Sight:
+    from helpers.released_code.opencua import Config, OpenCUAForConditionalGeneration
+
+    config = Config(
+        text_config={**without_head_dim(TEXT), "hidden_size": 64, "model_type": "qwen2", "tie_word_embeddings": False},
+        vision_config={**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
+        media_placeholder_token_id=IMAGE,
+        tie_word_embeddings=False,
+    )
+    return replace(qwen(OpenCUAForConditionalGeneration, config), kinds={})
 
 
 @sight

@@ -215,6 +215,7 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ),
     ("kimi_k25", IMAGE): _row(by_grid, image_token="<|media_pad|>"),
     ("kimi_vl", IMAGE): _row(by_grid, image_token="<|media_pad|>"),
+    ("opencua", IMAGE): _row(by_grid, image_token="<|media_placeholder|>"),
     ("dots_ocr", IMAGE): Placeholder(by_grid, {"image_token": "<|imgpad|>"}, frame=("<|img|>", "<|endofimg|>")),
     ("hunyuan_vl", IMAGE): Placeholder(
         hunyuan,

@@ -49,6 +49,7 @@ from tpuconv.models.towers.modalities import (
     LIGHTON_VISION,
     MINICPM47_VISION,
     MINICPM_VISION,
+    OPENCUA_VISION,
     OVIS_VISION,
     PALIGEMMA_VISION,
     VIDEO_LLAMA3_VISION,
@@ -275,6 +276,14 @@ WRAPPER_ROWS = (
         modalities=(DOTS_VISION,),
         end="ForCausalLM",
         in_keys=in_keys_of_dots,
+    ),
+    Wrapper(
+        "opencua",
+        "OpenCUA",
+        "OpenCUA, with code of its own",
+        ("qwen2",),
+        prefix=IN_CAUSAL_MODEL,
+        modalities=(OPENCUA_VISION,),
     ),
     Wrapper(
         "phi3_v",
