@@ -84,6 +84,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "param2moe",
         "plamo3",
         "rnj1",
+        "solar",
     }  # whose code is in the releases
 
 

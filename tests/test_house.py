@@ -26,7 +26,19 @@ ORDER = (
     *("location", "arguments", "options"),
     *("credentials", "bucket_errors", "object_requests", "buckets", "jsonfile", "hosts"),
     *("patterns", "private", "forks", "libtpu", "notation", "storage", "sources", "encodings", "checkpoint", "models"),
-    *("targets", "convert", "quantize", "weight_map", "restore", "direct", "persist", "verify", "doctor"),
+    *(
+        "targets",
+        "convert",
+        "quantize",
+        "weight_map",
+        "restore",
+        "needed",
+        "exchange",
+        "direct",
+        "persist",
+        "verify",
+        "doctor",
+    ),
     *("api", "commands"),
     *("cli", "__main__"),
 )
@@ -102,6 +114,20 @@ def test_files_are_short():
     assert not {str(path.relative_to(PACKAGE)) for path in long - said}
 
 
+MOST_LINES_OF_A_FUNCTION = 66
+
+
+def test_functions_are_short():
+    """Without the docstring."""
+    long = {}
+    for path in MODULES.values():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef):
+                first = node.body[0] if ast.get_docstring(node) is None else node.body[min(1, len(node.body) - 1)]
+                long[f"{path.relative_to(PACKAGE)}: {node.name}"] = node.end_lineno - first.lineno + 1
+    assert not {name for name, lines in long.items() if lines > MOST_LINES_OF_A_FUNCTION}
+
+
 SAME_NAME_IN_EACH_FAMILY = (
     *("Config", "TABLE", "FAMILY", "LEGEND"),
     *("LAYER_ROWS", "Attention", "MLP", "MoE", "Router", "Block", "new_block", "Model", "MTPLayer", "MTPModule"),
@@ -157,8 +183,8 @@ def test_one_name_has_one_meaning():
 
 PLAIN = ("tpuconv.quantize.config", "tpuconv.quantize.matches")
 WITH_JAX = (
-    *("tpuconv.models.", "tpuconv.quantize.", "tpuconv.restore", "tpuconv.direct", "tpuconv.persist"),
-    "tpuconv.weight_map.on_devices",
+    *("tpuconv.models.", "tpuconv.quantize.", "tpuconv.restore", "tpuconv.exchange", "tpuconv.direct"),
+    *("tpuconv.persist", "tpuconv.weight_map.on_devices"),
 )
 
 

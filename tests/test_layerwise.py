@@ -19,7 +19,7 @@ from tpuconv.convert.plan.types import Options
 from tpuconv.errors import SourceError, UnsupportedConfig, UsageError
 from tpuconv.models.logits import whole_texts
 from tpuconv.verify import reference
-from tpuconv.verify.layerwise import ComparedLayers, compare_layers
+from tpuconv.verify.layerwise import ComparedOutputs, compare_layers
 from tpuconv.verify.logits import model_logits
 
 RNG = np.random.default_rng(5)
@@ -27,7 +27,7 @@ PROMPTS = [list(map(int, RNG.integers(3, 90, length))) for length in (19, 7)]
 WHOLE = {case.family: case for case in CASES}.values()  # of ours in one piece a case of each family: it compiles long
 
 
-def compared(out: Path, source: Path, dtype: str = "float32") -> ComparedLayers:
+def compared(out: Path, source: Path, dtype: str = "float32") -> ComparedOutputs:
     return compare_layers(read_manifest(out), source, whole_texts(PROMPTS), dtype)
 
 

@@ -616,7 +616,7 @@ def test_windows_are_those_of_transformers(case: Case) -> None:
     hf = case.hf_config().get_text_config()
     config = find_family(raw).config.from_hf(raw)
     windowed = {"mistral", "ministral3", "mixtral", "qwen3_moe", "phi3", "phi4_multimodal", "starcoder2"}
-    windowed |= {"phimoe", "deepseek_v4", "deepseek_v41"}
+    windowed |= {"phimoe", "deepseek_v4", "deepseek_v41", "solar"}
     kinds = getattr(hf, "layer_types", None) if hf.model_type != "deepseek_v4" else None  # there they compress keys
     kinds = kinds or ["sliding_attention" if hf.model_type in windowed else ""] * 9
     hybrid = ("inkling_text", "inkling2_text", "inkling2_loop_text", "zaya")

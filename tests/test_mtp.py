@@ -17,7 +17,8 @@ from helpers.families import FIRST
 from helpers.logits import forward
 from tpuconv import api, cli
 from tpuconv.checkpoint.manifest import read_manifest
-from tpuconv.convert.plan.coverage import make_plan, with_quantization
+from tpuconv.convert.plan.arrays import with_quantization
+from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run.conversion import run
 from tpuconv.errors import CorruptOutput, MappingError, SourceError, UsageError

@@ -1240,3 +1240,20 @@ def test_layers_of_iquest_coder_run_twice() -> None:
     config = find_family(raw).check_config(raw).config
     assert config.executed_layers == (*range(80), *range(80))
     assert (config.horizons, config.rope.theta) == ({64}, 500000)
+
+
+SOLAR_PRO = {
+    **{"architectures": ["SolarForCausalLM"], "model_type": "solar", "hidden_size": 5120, "num_hidden_layers": 64},
+    **{"num_attention_heads": 40, "sliding_window": 2047, "bskcn_tv": [0.9, 0.8]},
+    **{"bskcn_1": [12, 20, 32, 44], "bskcn_2": [20, 32], "bskcn_3": [16, 24, 36, 48], "bskcn_4": [28, 40]},
+}
+
+
+def test_connections_of_solar_pro_that_skip_layers() -> None:
+    family = find_family(SOLAR_PRO)
+    config = family.check_config(SOLAR_PRO).config
+    assert config.skips == (((12, 20, 32, 44), (16, 24, 36, 48)), ((20, 32), (28, 40)))
+    assert config.windows == (2047,) * 64
+    for wrong in ({"bskcn_3": [8]}, {"bskcn_2": []}, {"bskcn_tv": [0.9]}):
+        with pytest.raises(ConfigError, match="bskcn"):
+            family.check_config(SOLAR_PRO | wrong)

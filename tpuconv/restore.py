@@ -16,7 +16,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import mesh_utils
 from jax.experimental.layout import Format, Layout
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from tpuconv.checkpoint.device_layouts import read_layouts
@@ -150,12 +150,15 @@ class Placing:
         self.manifest, self.targets = manifest, targets
         self._overflown: list[str] = []
 
-    def place(self, name: str, values_of: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
-        """Returns an array on its devices. `values_of` gives the stored values of a box, for each shard of this
-        process. Several threads may call this."""
+    def place(
+        self, name: str, values_of: Callable[[tuple[slice, ...]], np.ndarray], other: Sharding | None = None
+    ) -> jax.Array:
+        """Returns an array on its devices, by another sharding than the model's if one is given. `values_of` gives the
+        stored values of a box, for each shard of this process. Several threads may call this."""
         target = self.targets[name]
-        sharding_of: Any = target.sharding
-        layout = target.format.layout
+        is_other = other is not None and other != target.sharding
+        sharding_of: Any = other if is_other else target.sharding
+        layout = None if is_other else target.format.layout
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             out, is_too_large = cast(values_of(box_of(index, target.shape)), np.dtype(target.dtype))

@@ -71,11 +71,13 @@ def format_size(nbytes: float) -> str:
     """Formats a size in the unit that fits, with three digits: `999 B`, `1.5 kB`, `688 GB`."""
     if nbytes < 0:
         return f"-{format_size(-nbytes)}"
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
+    if nbytes < 1000:
+        return f"{nbytes:.0f} B"
+    for unit in ("kB", "MB", "GB"):
         nbytes /= 1000
-    return f"{nbytes:.3g} TB"
+        if nbytes < 999.5:
+            return f"{nbytes:.3g} {unit}"
+    return f"{format_rate(nbytes / 1000, 3)} TB"
 
 
 def format_count(number: int, noun: str) -> str:

@@ -15,7 +15,8 @@ import tpuconv
 from helpers.conversions import LIMITS, assert_same
 from helpers.families import CASES, Case
 from tpuconv.checkpoint.reader import open_checkpoint
-from tpuconv.convert.plan.coverage import make_plan, with_quantization
+from tpuconv.convert.plan.arrays import with_quantization
+from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run.conversion import run
 from tpuconv.models.logits import forward

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tpuconv.checkpoint.manifest import Manifest
     from tpuconv.models.logits import Window
     from tpuconv.verify.logits import LogitStatistics
-    from tpuconv.verify.tasks import TaskDifference
+    from tpuconv.verify.tasks import TaskDifference, TaskList
     from tpuconv.verify.weights.statistics import TensorDifference
 
 WINDOW_LENGTH = 512
@@ -180,33 +180,17 @@ def _compared(
         check_logits(each.manifest)
     # Only now, since jax takes seconds to import.
     from tpuconv.models.stored import check_cache_dtype, model_config
-    from tpuconv.verify.logits import DTYPE_GATES
     from tpuconv.verify.pairs import Side, compare_windows, tensor_differences
-    from tpuconv.verify.tasks import TaskDifference, TaskList
+    from tpuconv.verify.tasks import TaskDifference
     from tpuconv.verify.weights.planned import parameters
 
-    to_do = TaskList(
-        tuple(asked.tasks),
-        None if asked.task_folder is None else Path(asked.task_folder),
-        asked.task_limit,
-        asked.chat_template,
-    )
-    if asked.tasks:
-        to_do.check()
-        for each in opened:
-            to_do.check_tokenizer(each.manifest)
+    to_do = _tasks(asked, opened)
     first, second = (each.manifest for each in opened)
     check_cache_dtype(second, asked.cache_dtype)
     tensors = tensor_differences(*(stack.enter_context(parameters(each.manifest, each.plan)) for each in opened))
     text = None if asked.text is None else Path(asked.text)
     windows = _windows(first, asked.prompts, text, asked.length, stride)
     compute = first.dtype if asked.dtype == "auto" else asked.dtype
-    gates = asked.gates
-    if gates is None and second.is_rounded:
-        gates = second.quantization["gates"]  # type: ignore[index]
-    elif gates is None:
-        rounds = asked.cache_dtype or first.is_rounded or any(each.is_decoded for each in opened)
-        gates = {} if rounds else DTYPE_GATES[compute]
     places = zip((asked.reference, asked.checkpoint), opened, strict=True)
     reference, other = (place if each.stored is None else each.manifest.folder for place, each in places)
     names = {"reference": reference, "other": other}
@@ -217,22 +201,20 @@ def _compared(
         sides[1],
         windows,
         model_config(first).sizes["V"],
-        gates,
+        _gates(asked, opened, compute),
         lambda name: asked.progress(Progress(f"running {names.get(name, name)}")),
     )
-    done: list[TaskDifference] = []
-    if asked.tasks:
-        scores = [
-            to_do.run(
-                side.manifest,
-                side.load,
-                compute,
-                side.cache_dtype,
-                lambda n, of, name=name: asked.progress(Progress(f"tasks of {name}", n, of)),  # type: ignore[misc]
-            )
-            for side, name in zip(sides, names.values(), strict=True)
-        ]
-        done = [TaskDifference(before, after) for before, after in zip(*scores, strict=True)]
+    scores = [
+        to_do.run(
+            side.manifest,
+            side.load,
+            compute,
+            side.cache_dtype,
+            lambda n, of, name=name: asked.progress(Progress(f"tasks of {name}", n, of)),  # type: ignore[misc]
+        )
+        for side, name in zip(sides, names.values(), strict=True)
+        if asked.tasks
+    ]
     asked.progress(Progress("comparing parameters"))
     return CheckpointComparison(
         reference=reference,
@@ -243,9 +225,37 @@ def _compared(
         stride=None if text is None else stride,
         cache_dtype=asked.cache_dtype,
         tensors=sorted(tensors, key=lambda tensor: tensor.snr_db),
-        tasks=done,
+        tasks=[TaskDifference(before, after) for before, after in zip(*scores, strict=True)],
         chat_template=asked.chat_template,
     )
+
+
+def _tasks(asked: CompareCheckpointsRequest, opened: Sequence[OpenedModel]) -> "TaskList":
+    """Returns the tasks to run. Raises UsageError if one is not known, or a model has no tokenizer for it."""
+    from tpuconv.verify.tasks import TaskList
+
+    folder = None if asked.task_folder is None else Path(asked.task_folder)
+    to_do = TaskList(tuple(asked.tasks), folder, asked.task_limit, asked.chat_template)
+    if asked.tasks:
+        to_do.check()
+        for each in opened:
+            to_do.check_tokenizer(each.manifest)
+    return to_do
+
+
+def _gates(asked: CompareCheckpointsRequest, opened: Sequence[OpenedModel], compute: str) -> Mapping[str, float] | None:
+    """Returns the gates: given ones, else the gates of the second model's quantization, else of the dtype `compute` if
+    nothing was rounded."""
+    from tpuconv.verify.logits import DTYPE_GATES
+
+    first, second = (each.manifest for each in opened)
+    if asked.gates is not None:
+        return asked.gates
+    if second.is_rounded:
+        named: Mapping[str, float] | None = second.quantization["gates"]  # type: ignore[index]
+        return named
+    rounds = asked.cache_dtype or first.is_rounded or any(each.is_decoded for each in opened)
+    return {} if rounds else DTYPE_GATES[compute]
 
 
 def _windows(

@@ -23,9 +23,15 @@ from tpuconv.progress import Listener, Progress, ignore
 from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from tpuconv.checkpoint.manifest import Manifest
+    from tpuconv.sources.repository import Resolved
     from tpuconv.verify.horizons import Horizon
-    from tpuconv.verify.layerwise import LayerError
-    from tpuconv.verify.logits import LogitStatistics
+    from tpuconv.verify.layerwise import ComparedOutputs, LayerError
+    from tpuconv.verify.logits import Gates, LogitStatistics
+    from tpuconv.verify.merged import WeightedAdapter
+    from tpuconv.verify.preparation import ComparedPrompts
     from tpuconv.verify.sights import SightStatistics
     from tpuconv.verify.vectors import VectorStatistics
 
@@ -181,136 +187,192 @@ def _check_request(asked: CompareRequest, opened: OpenedModel) -> None:
         check_logits(manifest)
 
 
+@dataclass(frozen=True)
+class _BothModels:
+    """Two models, and what both run on.
+
+    Attributes:
+        source: the folder of the source.
+        compute: the dtype of parameters and activations.
+        devices: the mesh of our model; None for one device.
+        adapters: to merge into transformers' model.
+    """
+
+    asked: CompareRequest
+    opened: OpenedModel
+    source: Path
+    prompts: "ComparedPrompts"
+    compute: str
+    devices: Any
+    adapters: Sequence["WeightedAdapter"]
+
+    def layers(self) -> "ComparedOutputs":
+        """Runs both models layer by layer."""
+        from tpuconv.verify.layerwise import compare_layers
+
+        manifest, prompts = self.opened.manifest, self.prompts
+        self.asked.progress(Progress("comparing layers"))
+        with plain_path(manifest.folder) as folder, self.opened.reading() as read:
+            return compare_layers(
+                replace(manifest, folder=folder),
+                self.source,
+                prompts.windows,
+                self.compute,
+                self.asked.on_layer,
+                read,
+                prompts.sights,
+            )
+
+    def whole_models(self) -> "ComparedOutputs":
+        """Runs one model after the other."""
+        from tpuconv.verify.layerwise import ComparedOutputs
+        from tpuconv.verify.logits import each_logits
+        from tpuconv.verify.reference import reference
+
+        manifest, prompts = self.opened.manifest, self.prompts
+        made = self.opened.stored or manifest
+        self.asked.progress(Progress("running transformers"))
+        theirs = reference(
+            self.source,
+            prompts.windows,
+            self.compute,
+            manifest.returns,
+            adapted=bool(made.raw["options"].get("adapters")) and not self.adapters,
+            adapters=self.adapters,
+            sights=prompts.sights,
+        )
+        self.asked.progress(Progress("running the converted model"))
+        features: list[np.ndarray] = []
+        every = [*prompts.windows, *prompts.sights]
+        ours = list(each_logits(self.opened.load, every, self.compute, self.devices, on_seen=features.append))
+        return ComparedOutputs([], theirs, ours, features)
+
+    def gates(self, outputs: "ComparedOutputs") -> "tuple[Gates, float | None]":
+        """Returns the gates of the outputs, and what a rounding changes: of transformers' model, or of a quantized one
+        whose config has no gates."""
+        from tpuconv.verify.logits import each_logits, quantized_gates, rounding_divergence, rounding_gates
+
+        manifest, theirs = self.opened.manifest, outputs.theirs
+        if not manifest.is_rounded or not manifest.quantization or manifest.returns:
+            return rounding_gates(self.compute, theirs.rounding_kl), theirs.rounding_kl
+        if (named := manifest.quantization["gates"]) is not None:
+            return named, theirs.rounding_kl
+        self.asked.progress(Progress("running another rounding of the model"))
+        windows = self.prompts.windows
+        rounding_kl = rounding_divergence(
+            [window.scored for window in windows],
+            lambda: outputs.ours[: len(windows)],
+            lambda seed: each_logits(self.opened.load, windows, self.compute, self.devices, rounding=seed),
+            self.compute,
+        )
+        return quantized_gates(self.compute, rounding_kl, manifest.quantization), rounding_kl
+
+    def statistics(
+        self, outputs: "ComparedOutputs", *, is_beside_plain: bool
+    ) -> "tuple[LogitStatistics | VectorStatistics, list[SightStatistics]]":
+        """Returns the differences of outputs, without and with images or sounds. A quantized export beside the
+        model that it was made of (`is_beside_plain`) has no gates: its config is not a part of it."""
+        from tpuconv.verify.logits import compare_logits, rounding_gates
+        from tpuconv.verify.sights import compare_sights
+        from tpuconv.verify.vectors import VECTOR_GATES, compare_vectors
+
+        manifest, theirs, prompts = self.opened.manifest, outputs.theirs, self.prompts
+        is_rounded = manifest.is_rounded or is_beside_plain
+        ours, seen = outputs.ours[: len(prompts.windows)], outputs.ours[len(prompts.windows) :]
+        scored = [window.scored for window in prompts.windows]
+        if manifest.returns:
+            vector_gates = {} if is_rounded else VECTOR_GATES[self.compute]
+            return compare_vectors(manifest.returns, scored, theirs.logits, ours, self.compute, vector_gates), []
+        gates, rounding_kl = self.gates(outputs)
+        gates = {} if is_beside_plain else gates
+        statistics = compare_logits(scored, theirs.logits, ours, self.compute, gates, rounding_kl)
+        if theirs.sights is None:
+            return statistics, []
+        kl = theirs.sights.rounding_kl
+        of_sights = gates if is_rounded else rounding_gates(self.compute, kl)
+        both = (theirs.sights.logits, theirs.sights.features), (seen, outputs.features)
+        return statistics, compare_sights(prompts.sights, *both, self.compute, of_sights, kl)
+
+
 def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     """Returns the comparison of an opened model."""
-    from tpuconv.models.logits import whole_texts
-    from tpuconv.models.stored import model_config
     from tpuconv.restore import mesh_of_processes
     from tpuconv.sources.config import encoding_of, read_config
     from tpuconv.sources.files import CONFIG_FILE
-    from tpuconv.sources.hub import resolve
-    from tpuconv.sources.origins import known_stamps
-    from tpuconv.sources.shard import changed_shards
-    from tpuconv.verify import logits
-    from tpuconv.verify.horizons import long_prompts, seen_horizons
-    from tpuconv.verify.layerwise import compare_layers
+    from tpuconv.verify.logits import device_mesh
     from tpuconv.verify.merged import merged_adapters
-    from tpuconv.verify.preparation import find_source_folder, free_beside_reference, needs_decoded, tokenized
-    from tpuconv.verify.reference import check_sizes, reference
-    from tpuconv.verify.reference_types import unreadable
-    from tpuconv.verify.sights import SightWindow, compare_sights, sight_windows, without_media_tokens
-    from tpuconv.verify.vectors import VECTOR_GATES, compare_vectors
+    from tpuconv.verify.preparation import prompts_to_compare
+    from tpuconv.verify.reference import check_sizes
 
     _check_request(asked, opened)
     manifest, stored = opened.manifest, opened.stored
-    made = stored or manifest
-    adapters = merged_adapters(made, asked.adapter) if asked.adapter or asked.source is None else []
-    origin = manifest.raw["source"]
-    devices = logits.device_mesh(asked.mesh) if asked.mesh else mesh_of_processes(manifest)
-    layers: Sequence[LayerError] = ()
-    resolved = resolve(
+    adapters = merged_adapters(stored or manifest, asked.adapter) if asked.adapter or asked.source is None else []
+    devices = device_mesh(asked.mesh) if asked.mesh else mesh_of_processes(manifest)
+    resolved = _source(asked, opened)
+    own = local_path(resolved.folder, "transformers reads local files only")
+    with resolved, plain_path(own) as source:
+        check_sizes(manifest, own)
+        layerwise = _is_layerwise(asked, manifest, own, adapters)
+        changed = _changed(asked, opened, own)
+        compute = "float32" if asked.dtype == "auto" else asked.dtype
+        prompts = prompts_to_compare(manifest, own, asked.prompts, compute, layerwise=layerwise)
+        run = _BothModels(asked, opened, source, prompts, compute, devices, adapters)
+        outputs = run.layers() if layerwise else run.whole_models()
+        is_beside_plain = opened.is_decoded and encoding_of(read_config(own / CONFIG_FILE)) is None
+    statistics, sights = run.statistics(outputs, is_beside_plain=is_beside_plain)
+    return Comparison(
+        checkpoint=manifest.folder,
+        source=str(asked.source or (stored is not None and manifest.raw["source"]["repo"]) or own),
+        given=asked.source is not None,
+        source_changed=changed,
+        statistics=statistics,
+        rounded=manifest.is_rounded or is_beside_plain,
+        mesh=asked.mesh,
+        layers=outputs.errors,
+        horizons=prompts.horizons,
+        sights=sights,
+        unseen=prompts.unseen,
+    )
+
+
+def _source(asked: CompareRequest, opened: OpenedModel) -> "Resolved":
+    """Returns the source that is compared with, downloaded if it is on the Hub."""
+    from tpuconv.sources.hub import resolve
+    from tpuconv.verify.preparation import find_source_folder
+
+    stored, origin = opened.stored, opened.manifest.raw["source"]
+    return resolve(
         str(asked.source or (asked.ckpt if stored is None else origin["repo"] or find_source_folder(stored))),
         revision=None if asked.source or stored is None else origin["commit"],
         progress=lambda n, of: asked.progress(Progress("downloading", n, of)),
     )
-    own = local_path(resolved.folder, "transformers reads local files only")
-    with resolved, plain_path(own) as source_folder, plain_path(manifest.folder) as folder:
-        check_sizes(manifest, own)
-        is_beside_plain = opened.is_decoded and encoding_of(read_config(own / CONFIG_FILE)) is None
-        layerwise = asked.layerwise or needs_decoded(manifest, own, asked.mesh)
-        if layerwise and adapters:
-            raise UsageError(
-                f"{asked.ckpt} has merged adapters, and is compared layer by layer with a source that has not",
-                hint="leave `layerwise=` out; or merge them with peft (merge_and_unload, save_pretrained), and name "
-                "that folder by `source=`",
-            )
-        with_sights: Sequence[SightWindow] = []
-        unseen: Mapping[str, str] = {}
-        changed: Sequence[str] | None = ()
-        if stored is not None:
-            asked.progress(Progress("comparing the source with the source of the conversion"))
-            changed = changed_shards(own, origin["shards"], known_stamps(stored.sealed, own))
-            asked.on_source(changed)
-        ids = tokenized(manifest, own, asked.prompts)
-        compute = "float32" if asked.dtype == "auto" else asked.dtype
-        room = free_beside_reference(manifest, compute, layerwise=layerwise)
-        windows, config = whole_texts(ids), model_config(manifest)
-        if asked.prompts:
-            horizons = seen_horizons(config, ids)
-        else:
-            further, horizons = long_prompts(config, ids, own, room)
-            windows = without_media_tokens(manifest, config, [*windows, *further])
-        if not manifest.returns:
-            with_sights, unseen = sight_windows(manifest, config, ids)
-            if with_sights and (why := unreadable(config)):
-                with_sights, unseen = [], dict.fromkeys(config.parts, why)
-        if layerwise:
-            asked.progress(Progress("comparing layers"))
-            with opened.reading() as read:
-                layers, theirs, ours, features = compare_layers(
-                    replace(manifest, folder=folder), source_folder, windows, compute, asked.on_layer, read, with_sights
-                )
-        else:
-            asked.progress(Progress("running transformers"))
-            adapted = bool(made.raw["options"].get("adapters")) and not adapters
-            theirs = reference(
-                source_folder,
-                windows,
-                compute,
-                manifest.returns,
-                adapted=adapted,
-                adapters=adapters,
-                sights=with_sights,
-            )
-    scored = [window.scored for window in windows]
-    if not layerwise:
-        asked.progress(Progress("running the converted model"))
-        features, every = [], [*windows, *with_sights]
-        ours = list(logits.each_logits(opened.load, every, compute, devices, on_seen=features.append))
-    ours, seen = ours[: len(windows)], ours[len(windows) :]
-    rounding_kl, gates = theirs.rounding_kl, logits.rounding_gates(compute, theirs.rounding_kl)
-    # A quantized export beside the model that it was made of has no gates: its config is not a part of it.
-    is_rounded = manifest.is_rounded or is_beside_plain
-    if is_beside_plain:
-        gates = {}
-    if manifest.is_rounded and manifest.quantization and not manifest.returns:
-        gates = manifest.quantization["gates"]
-        if gates is None:
-            asked.progress(Progress("running another rounding of the model"))
-            rounding_kl = logits.rounding_divergence(
-                scored,
-                lambda: ours,
-                lambda seed: logits.each_logits(opened.load, windows, compute, devices, rounding=seed),
-                compute,
-            )
-            gates = logits.quantized_gates(compute, rounding_kl, manifest.quantization)
-    if manifest.returns:
-        statistics: LogitStatistics | VectorStatistics = compare_vectors(
-            manifest.returns,
-            scored,
-            theirs.logits,
-            ours,
-            compute,
-            {} if is_rounded else VECTOR_GATES[compute],
+
+
+def _is_layerwise(
+    asked: CompareRequest, manifest: "Manifest", own: Path, adapters: Sequence["WeightedAdapter"]
+) -> bool:
+    """Returns True if the models are compared layer by layer. Raises UsageError if they cannot be, and must."""
+    from tpuconv.verify.preparation import needs_decoded
+
+    layerwise = asked.layerwise or needs_decoded(manifest, own, asked.mesh)
+    if layerwise and adapters:
+        raise UsageError(
+            f"{asked.ckpt} has merged adapters, and is compared layer by layer with a source that has not",
+            hint="leave `layerwise=` out; or merge them with peft (merge_and_unload, save_pretrained), and name that "
+            "folder by `source=`",
         )
-    else:
-        statistics = logits.compare_logits(scored, theirs.logits, ours, compute, gates, rounding_kl)
-    sights = []
-    if theirs.sights is not None:
-        of_theirs = theirs.sights.logits, theirs.sights.features
-        kl = theirs.sights.rounding_kl
-        of_sights = gates if is_rounded else logits.rounding_gates(compute, kl)
-        sights = compare_sights(with_sights, of_theirs, (seen, features), compute, of_sights, kl)
-    return Comparison(
-        checkpoint=manifest.folder,
-        source=str(asked.source or (stored is not None and origin["repo"]) or own),
-        given=asked.source is not None,
-        source_changed=changed,
-        statistics=statistics,
-        rounded=is_rounded,
-        mesh=asked.mesh,
-        layers=layers,
-        horizons=horizons,
-        sights=sights,
-        unseen=unseen,
-    )
+    return layerwise
+
+
+def _changed(asked: CompareRequest, opened: OpenedModel, own: Path) -> Sequence[str] | None:
+    """Returns the shards of the source that are others than at the conversion; None if that cannot be told."""
+    from tpuconv.sources.origins import known_stamps
+    from tpuconv.sources.shard import changed_shards
+
+    if opened.stored is None:
+        return ()
+    asked.progress(Progress("comparing the source with the source of the conversion"))
+    stamps = known_stamps(opened.stored.sealed, own)
+    changed = changed_shards(own, opened.manifest.raw["source"]["shards"], stamps)
+    asked.on_source(changed)
+    return changed

@@ -146,17 +146,21 @@ def generate(
                 return
         share = generator.accepted_share
         if as_json:
-            seconds = {"first_token_seconds": times[1] - times[0], "seconds": times[-1] - times[0]}
-            several = {"outputs": [output.to_json() for output in outputs]}
-            drafts = {} if share is None else {"accepted_share": share}
-            texts_of = several if outputs[1:] else outputs[0].to_json()
-            print_json({"checkpoint": str(folder), **texts_of, **seconds, **drafts})
+            print_json({"checkpoint": str(folder), **_facts(outputs, times, share)})
         elif streams:
             say("")
         else:
             say("\n\n".join(plain(("" if chat else output.prompt) + output.text, "\n\t") for output in outputs))
         if share is not None and not as_json:
             say(f"{100 * share:.0f}% of the drafts were accepted", err=True)
+
+
+def _facts(outputs: "Sequence[Completion]", times: Sequence[float], share: float | None) -> dict[str, Any]:
+    """Returns the keys of `generate --json` about texts. `times` has one time a step, `share` is of the drafts."""
+    several = {"outputs": [output.to_json() for output in outputs]}
+    seconds = {"first_token_seconds": times[1] - times[0], "seconds": times[-1] - times[0]}
+    drafts = {} if share is None else {"accepted_share": share}
+    return {**(several if outputs[1:] else outputs[0].to_json()), **seconds, **drafts}
 
 
 def _all_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:

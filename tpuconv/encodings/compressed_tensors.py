@@ -103,6 +103,23 @@ def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...
     Raises:
         UnsupportedConfig: a format, strategy or number of bits that is not implemented.
     """
+    ignored, out = quantization.get("ignore") or (), []
+    for group in sorted(_described_groups(quantization), key=_takes_all):
+        targets = group.get("targets") or (LINEAR,)
+        checked = (
+            pattern_to_check(where, name, name.removeprefix("re:"))
+            for where, names in (("targets", targets), ("ignore", ignored))
+            for name in names
+            if name.startswith("re:")
+        )
+        schemes = _group_schemes(group, (group.get("format"), quantization.get("format")))
+        takes = partial(_is_target, targets, ignored)
+        out.append(SchemeGroup(tuple(schemes), takes, tuple(chain.from_iterable(checked))))
+    return tuple(out)
+
+
+def _described_groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the groups as they are described. Raises UnsupportedConfig if there is none, or something besides."""
     config_groups = quantization.get("config_groups")
     if not isinstance(config_groups, Mapping) or not config_groups:
         raise UnsupportedConfig(
@@ -114,58 +131,51 @@ def compressed_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...
         own = quantization.get(key) or {}
         if own and own.get("format") != "dense":
             raise UnsupportedConfig(f"compressed-tensors with {key}={own!r} is not implemented", hint=UNQUANTIZED)
-    ignored = quantization.get("ignore") or ()
-    out = []
-    for group in sorted(config_groups.values(), key=_takes_all):
-        for stored_in in (group.get("format"), quantization.get("format")):
-            if stored_in not in KNOWN_FORMATS:
-                raise UnsupportedConfig(
-                    f"compressed-tensors with format={stored_in!r} is not implemented", hint=UNQUANTIZED
-                )
-        weights = group.get("weights") or {}
-        known = STORED_WITH_TWO_SCALES if weights.get("strategy") == TENSOR_GROUP else STORED
-        if is_asymmetric := weights.get("symmetric", True) is not True:
-            known = STORED_WITH_ZERO_POINTS if weights.get("strategy") in ("channel", "group") else {}
-        stored = known.get((weights.get("type"), weights.get("num_bits")))
-        by, blocks = _compressed_blocks(weights)
-        if is_asymmetric and blocks == BY_SCALES:
-            blocks = (1, None)
-        ordered = weights.get("actorder") is True or str(weights.get("actorder")).lower() in ("group", "dynamic")
-        if stored is None or blocks is None or ordered:
+    return list(config_groups.values())
+
+
+def _group_schemes(group: Mapping[str, Any], formats: Sequence[str | None]) -> list[Scheme]:
+    """Returns the schemes of a group that is stored in these formats; the first one that fits is taken. Raises
+    UnsupportedConfig if the format, the strategy or the number of bits is not implemented."""
+    for stored_in in formats:
+        if stored_in not in KNOWN_FORMATS:
             raise UnsupportedConfig(
-                f"compressed-tensors weights with {dict(weights)} are not implemented",
-                hint="known are symmetric float 8, int 8 and int 4 by tensor, channel, group or block, and float 4 by "
-                "group or tensor_group, and packed int 8 and int 4 with zero points by channel or group, none with "
-                "actorder 'group'",
+                f"compressed-tensors with format={stored_in!r} is not implemented", hint=UNQUANTIZED
             )
-        scale_dtype = STORED_SCALE_DTYPES.get((weights.get("type"), weights.get("strategy")), "BF16")
-        own = [
-            Scheme(
-                title=f"compressed-tensors {name} {by}",
-                scales=".weight_scale",
-                name=".weight",
-                blocks=blocks,
-                scale_dtype=scale_dtype,
-                by_row=weights.get("strategy") == "channel",
-                any_sign=weights.get("type") == "int",
-                rounds_inputs=_rounds_alike(group.get("input_activations"), weights),
-                **fields,
-            )
-            for name, fields in stored.items()
-        ]
-        formats = {group.get("format"), quantization.get("format")}
-        if formats & {PACKED_FORMAT, *BYTES_FORMATS}:
-            own.sort(key=lambda scheme: bool(scheme.extra) != (PACKED_FORMAT in formats))
-        targets = group.get("targets") or (LINEAR,)
-        checked = (
-            pattern_to_check(where, name, name.removeprefix("re:"))
-            for where, names in (("targets", targets), ("ignore", ignored))
-            for name in names
-            if name.startswith("re:")
+    weights = group.get("weights") or {}
+    kind, strategy = weights.get("type"), weights.get("strategy")
+    known = STORED_WITH_TWO_SCALES if strategy == TENSOR_GROUP else STORED
+    if is_asymmetric := weights.get("symmetric", True) is not True:
+        known = STORED_WITH_ZERO_POINTS if strategy in ("channel", "group") else {}
+    stored = known.get((kind, weights.get("num_bits")))
+    by, blocks = _compressed_blocks(weights)
+    if is_asymmetric and blocks == BY_SCALES:
+        blocks = (1, None)
+    ordered = weights.get("actorder") is True or str(weights.get("actorder")).lower() in ("group", "dynamic")
+    if stored is None or blocks is None or ordered:
+        raise UnsupportedConfig(
+            f"compressed-tensors weights with {dict(weights)} are not implemented",
+            hint="known are symmetric float 8, int 8 and int 4 by tensor, channel, group or block, and float 4 by "
+            "group or tensor_group, and packed int 8 and int 4 with zero points by channel or group, none with "
+            "actorder 'group'",
         )
-        takes = partial(_is_target, targets, ignored)
-        out.append(SchemeGroup(tuple(own), takes, tuple(chain.from_iterable(checked))))
-    return tuple(out)
+    schemes = [
+        Scheme(
+            title=f"compressed-tensors {name} {by}",
+            scales=".weight_scale",
+            name=".weight",
+            blocks=blocks,
+            scale_dtype=STORED_SCALE_DTYPES.get((kind, strategy), "BF16"),
+            by_row=strategy == "channel",
+            any_sign=kind == "int",
+            rounds_inputs=_rounds_alike(group.get("input_activations"), weights),
+            **fields,
+        )
+        for name, fields in stored.items()
+    ]
+    if {PACKED_FORMAT, *BYTES_FORMATS} & set(formats):
+        schemes.sort(key=lambda scheme: bool(scheme.extra) != (PACKED_FORMAT in formats))
+    return schemes
 
 
 def _rounds_alike(inputs: Any, weights: Mapping[str, Any]) -> bool:

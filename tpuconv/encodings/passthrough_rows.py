@@ -6,7 +6,7 @@ Quantized values go through the row's layout, scales through the layout that fol
 it is refined to a divisor: its scale is repeated, which is exact. The result is what a Qwix `QArray` holds.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Any
@@ -228,70 +228,76 @@ def pass_through(
             out_bindings.append(binding)
             continue
         stacks = [[tensors[name] for name in stack.names] for stack in binding.src]
-        if any(_scale_kind(tensor) != _scale_kind(stack[0]) for stack in stacks for tensor in stack) or any(
-            (_title(stack[0]), _scales_of(stack[0]).dtype) != (first.scheme.title, _scales_of(first).dtype)
-            for stack in stacks
-        ):
+        if _are_mixed(stacks):
             mixed.append(first.name)
             continue
-        stored = tuple(
-            Stored(
-                _scales_of(s[0]).dtype,
-                _scales_of(s[0]).shape,
-                tuple(info.dtype for info in _described(s[0])),
-                s[0].tensor_scale is not None or _has_nested_scales(s[0]),
-            )
-            for s in stacks
-        )
+        stored = tuple(_stored(stack) for stack in stacks)
         try:
-            if scaled := next((tensor for stack in stacks for tensor in stack if tensor.column_scales), None):
-                assert scaled.scheme is not None
-                raise UnsupportedConfig(
-                    f"each of its columns has a scale of its own too ({scaled.scheme.column_scales.removeprefix('.')}, "
-                    "of its inputs), and a QArray has only scales of groups"
-                )
+            _check_columns(tensor for stack in stacks for tensor in stack)
             parts = split(binding, first.scheme, [each.shape for each in stored], part)
         except UnsupportedConfig as e:
             unsupported.setdefault(e.message, []).append(first.name)
             continue
-        scale_shapes = parts.scales.src_shapes()
         for stack, grid, refine in zip(stacks, parts.grids, parts.refine, strict=True):
             for tensor in stack:
-                assert tensor.scheme is not None
-                values, scales = tensor.values, _scales_of(tensor)
-                flat = tensor.flat_parts if tensor.scheme.flat else None
-                out_tensors[values.name] = QValues(
-                    *(values.name, tensor.shape, values),
-                    extra=_described(tensor),
-                    scheme=tensor.scheme,
-                    grid=grid,
-                    parts=flat,
-                )
-                shape = scale_shapes[scales.name]
-                out_tensors[scales.name] = Scales(
-                    scales.name,
-                    shape,
-                    scales,
-                    scheme=tensor.scheme,
-                    tensor_scale=tensor.tensor_scale,
-                    any_scales=tensor.any_scales,
-                    grid=grid,
-                    refine=refine,
-                    extra=tensor.extra if flat else (),
-                    parts=flat,
-                )
-                if parts.zero_points is not None:
-                    assert tensor.zero_points is not None
-                    zeros = tensor.zero_points
-                    out_tensors[zeros.name] = ZeroPoints(
-                        zeros.name, shape, zeros, scheme=tensor.scheme, grid=grid, refine=refine
-                    )
+                out_tensors |= {info.name: info for info in _split_tensor(tensor, parts, grid, refine)}
         out_bindings += [row for row in (parts.qvalues, parts.scales, parts.zero_points) if row is not None]
         for target, group_shape in zip(binding.dst, parts.group_shape, strict=True):
             passthrough[target.names[0]] = Passthrough(first.scheme, group_shape, stored)
     faults = [f"{p}  has other scales than the tensors it is joined with" for p in collapse(mixed)]
     faults += [f"{p}  {KEEP_FAULT}: {why}" for why, names in unsupported.items() for p in collapse(names)]
     return out_tensors, out_bindings, passthrough, faults
+
+
+def _are_mixed(stacks: Sequence[Sequence[Tensor]]) -> bool:
+    """Returns True if tensors that are joined are encoded in several ways."""
+    return any(_scale_kind(tensor) != _scale_kind(stack[0]) for stack in stacks for tensor in stack) or any(
+        (_title(stack[0]), _scales_of(stack[0]).dtype) != (_title(stacks[0][0]), _scales_of(stacks[0][0]).dtype)
+        for stack in stacks
+    )
+
+
+def _stored(stack: Sequence[Tensor]) -> Stored:
+    """Returns how the tensors of a stack, which are encoded alike, are stored."""
+    first = stack[0]
+    scales, extra = _scales_of(first), tuple(info.dtype for info in _described(first))
+    return Stored(scales.dtype, scales.shape, extra, first.tensor_scale is not None or _has_nested_scales(first))
+
+
+def _check_columns(tensors: Iterable[Tensor]) -> None:
+    """Raises UnsupportedConfig if columns of a tensor have scales."""
+    if scaled := next((tensor for tensor in tensors if tensor.column_scales), None):
+        assert scaled.scheme is not None
+        raise UnsupportedConfig(
+            f"each of its columns has a scale of its own too ({scaled.scheme.column_scales.removeprefix('.')}, "
+            "of its inputs), and a QArray has only scales of groups"
+        )
+
+
+def _split_tensor(tensor: Tensor, parts: SplitRow, grid: Shape, refine: Shape) -> Iterator[Tensor]:
+    """Yields the tensors of the rows of an encoded one: its quantized values, its scales, and its zero points if they
+    have a row."""
+    assert tensor.scheme is not None
+    values, scales, scheme = tensor.values, _scales_of(tensor), tensor.scheme
+    flat = tensor.flat_parts if scheme.flat else None
+    shape = parts.scales.src_shapes()[scales.name]
+    yield QValues(values.name, tensor.shape, values, extra=_described(tensor), scheme=scheme, grid=grid, parts=flat)
+    yield Scales(
+        scales.name,
+        shape,
+        scales,
+        scheme=scheme,
+        tensor_scale=tensor.tensor_scale,
+        any_scales=tensor.any_scales,
+        grid=grid,
+        refine=refine,
+        extra=tensor.extra if flat else (),
+        parts=flat,
+    )
+    if parts.zero_points is not None:
+        assert tensor.zero_points is not None
+        zeros = tensor.zero_points
+        yield ZeroPoints(zeros.name, shape, zeros, scheme=scheme, grid=grid, refine=refine)
 
 
 def _described(tensor: Tensor) -> tuple[TensorInfo, ...]:

@@ -197,6 +197,7 @@ FAMILIES: Mapping[str, str] = {
     "domynedge": "lineages.domyn",
     "iquestloopcoder": "lineages.loop_coder",
     "orion": "lineages.like_llama",
+    "solar": "lineages.like_llama",
     "chatglm": "lineages.glm",
     "deepseek": "lineages.deepseek",
     "bailing_moe_v1": "lineages.moe",

@@ -18,12 +18,15 @@ from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.registry import Family
+from tpuconv.quantize.calibration_settings import Calibration
 from tpuconv.quantize.config import MTP_MODULE, QuantConfig
 from tpuconv.quantize.matches import check_rules
 from tpuconv.quantize.report import report_page
 
 if TYPE_CHECKING:
     from tpuconv.quantize.calibrate.data import CalibrationData
+    from tpuconv.quantize.calibrate.run import LayerwiseCalibration
+    from tpuconv.quantize.encode import QwixEncoder
     from tpuconv.quantize.rules import ParamQuant
 
 HEAD_KERNEL = "lm_head.kernel"
@@ -66,10 +69,6 @@ def quantization(
         rules = _chosen_rules(rules, plain, family, config, for_servers=for_servers)
         notes.append(rules.summary)
     check_rules(rules, family.table_without_release(plain.table.returns, config.parts).modules(config))
-    import jax.numpy as jnp
-    from flax import nnx
-
-    from tpuconv.quantize.encode import QwixEncoder, prepare
     from tpuconv.quantize.rules import ModelBuilder, resolve_rules
 
     stacks = LayerStacks(config.num_hidden_layers, config.period) if plain.options.scan_layers else None
@@ -86,44 +85,59 @@ def quantization(
     if not for_servers:
         _check_inputs(plain, quants, rules)
     passthrough = _passthrough(plain, quants)
-    encoders = {}
-    for name, quant in quants.items():
-        if name in passthrough:
-            continue
-        dtype = plain.arrays[name].dtype
-        scale_dtype = dtype if rules.scale_dtype is None else jnp.dtype(rules.scale_dtype)
-        encoders[name] = QwixEncoder(name, quant, dtype, np.dtype(scale_dtype))
-    prepare(encoders.values())
+    encoders = _encoders(plain, {name: quant for name, quant in quants.items() if name not in passthrough}, rules)
     facts = {**rules.to_json(), "qwix": version("qwix"), **({"notes": notes} if notes else {})}
     if rules.calibration is None:
         return Quantization(encoders, facts, report_page, passthrough)
-    from tpuconv.quantize.calibrate.run import LayerwiseCalibration
-
     if data is None:
         raise UsageError(
             f"{rules.name} has a calibration, which runs the model before it is quantized",
             hint="give the source to `tpuconv quantize` instead",
         )
+    calibration = _calibration(plain, family, config, rules.calibration, data, encoders, stacks)
+    facts["calibration_data"] = data.to_json()
+    return Quantization(encoders, facts, report_page, passthrough, calibration, dict(calibration.found_arrays))
+
+
+def _encoders(plain: Plan, quants: "Mapping[str, ParamQuant]", rules: QuantConfig) -> "dict[str, QwixEncoder]":
+    """Returns the encoders of parameters, compiled."""
+    import jax.numpy as jnp
+
+    from tpuconv.quantize.encode import QwixEncoder, prepare
+
+    encoders = {}
+    for name, quant in quants.items():
+        dtype = plain.arrays[name].dtype
+        scale_dtype = dtype if rules.scale_dtype is None else jnp.dtype(rules.scale_dtype)
+        encoders[name] = QwixEncoder(name, quant, dtype, np.dtype(scale_dtype))
+    prepare(encoders.values())
+    return encoders
+
+
+def _calibration(
+    plain: Plan,
+    family: Family,
+    config: DecoderConfig,
+    asked: Calibration,
+    data: "CalibrationData",
+    encoders: "Mapping[str, QwixEncoder]",
+    stacks: LayerStacks | None,
+) -> "LayerwiseCalibration":
+    """Returns the calibration of encoders on data, and of scales of keys and values if these are asked for."""
+    import jax.numpy as jnp
+    from flax import nnx
+
     from tpuconv.quantize.cache_scales import scale_arrays, scale_counts
+    from tpuconv.quantize.calibrate.run import LayerwiseCalibration
 
     stored = plain.source if isinstance(plain.source, Checkpoint) else None
     manifest = stored.manifest if stored else planned_manifest(plain)
     cached: Mapping[str, FoundArray] = {}
-    if rules.calibration.kv_cache:
+    if asked.kv_cache:
         model = nnx.eval_shape(lambda: family.model_class(config, dtype=jnp.bfloat16))
-        counts = scale_counts(model, rules.calibration.kv_cache)
-        cached = scale_arrays(manifest, counts, stacks)
-    calibration = LayerwiseCalibration(
-        manifest,
-        encoders,
-        rules.calibration,
-        data,
-        config.num_attention_heads,
-        cached,
-        plan=None if stored else plain,
-    )
-    facts["calibration_data"] = data.to_json()
-    return Quantization(encoders, facts, report_page, passthrough, calibration, dict(calibration.found_arrays))
+        cached = scale_arrays(manifest, scale_counts(model, asked.kv_cache), stacks)
+    heads = config.num_attention_heads
+    return LayerwiseCalibration(manifest, encoders, asked, data, heads, cached, plan=None if stored else plain)
 
 
 def _chosen_rules(

@@ -51,7 +51,7 @@ class Report:
         rows: the quantized parameters, worst first.
         parameters, weight_bits: number and mean bits of all weights of the model, quantized or not.
         bytes: of the arrays on the disk.
-        notes: what was left as it is or, by a calibration, at the nearest values, and why.
+        notes: what was left as it is or, by a calibration, at the nearest values, and why; and what the ratios say.
     """
 
     config: str
@@ -109,8 +109,15 @@ def report(manifest: Mapping[str, Any]) -> Report:
     )
 
 
+OF_OUTPUTS = (
+    "calibrated weights: dB measures the errors of weights; a calibration lowers the errors of outputs, which `tpuconv "
+    "compare` measures, and may raise the former"
+)
+
+
 def _notes(parameters: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Returns a line for each kind of parameters of which a calibration left something at the nearest values."""
+    """Returns a line for each kind of parameters of which a calibration left something at the nearest values, and what
+    the ratios of calibrated ones say."""
     left: dict[str, dict[str, int]] = {}
     for name, facts in parameters.items():
         if (calibration := facts.get("calibration")) and calibration["left"]:
@@ -119,7 +126,7 @@ def _notes(parameters: Mapping[str, Mapping[str, Any]]) -> list[str]:
         f"{pattern}: {sum(counts[name] for name in names)} matrices rounded to nearest: {why}"
         for why, counts in left.items()
         for pattern, names in collapse(counts).items()
-    ]
+    ] + [OF_OUTPUTS] * any("calibration" in facts for facts in parameters.values())
 
 
 @dataclass(frozen=True)

@@ -90,80 +90,116 @@ def read_adapter(given: str) -> Adapter:
     """
     place, weight = _parsed(given)
     folder = _folder(place)
-    path = folder / ADAPTER_CONFIG
+    path, weights = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
     data = read_bytes(path, MAX_ADAPTER_CONFIG_BYTES, ConfigError)
     config = check(parse(data, str(path), ConfigError), dict, str(path), ConfigError)
     check_adapter_config(config, path)
-    weights = folder / ADAPTER_WEIGHTS
     file = AdapterFile(weights)
     _, _, infos = read_header(weights)
     pairs, embeddings, whole, unknown = _parts(infos, weights)
-    tokens = {name.removesuffix(TOKEN_ROWS): whole.pop(name) for name in list(whole) if name.endswith(TOKEN_ROWS)}
-    # With an adapted embedding PEFT saves the unchanged matrix too.
-    whole = {name.replace(NESTED, ""): x for name, x in whole.items() if not name.endswith(f"{NESTED}.weight")}
-    halves = [part.name for pair in pairs.values() if not {"A", "B"} <= pair.keys() for part in pair.values()]
     unknown += [pairs[name][MAGNITUDE].name for name in embeddings if MAGNITUDE in pairs[name]]
-    targets = config.get("target_parameters") or ()
-    if config.get("use_dora") and not any(MAGNITUDE in pair for pair in pairs.values()):
-        raise SourceError(f"{weights} has none of the magnitudes that use_dora in {ADAPTER_CONFIG} promises")
-    experts = parameters_by_wrapper([name for name in pairs if name not in embeddings], targets) if targets else {}
-    if unknown:
+    _check_parts(pairs, unknown, config, weights)
+    if weight != 1 and any(MAGNITUDE in pair for pair in pairs.values()):
         raise UnsupportedConfig(
-            f"{weights} has tensors that are no part of LoRA as it is implemented",
-            details=shorten(unknown),
-            hint="merge the adapter with peft first",
+            f"{place} scales rows to their magnitudes (DoRA), which have no weight", hint="leave out the weight"
         )
-    if halves:
-        raise SourceError(
-            f"{weights} lacks a matrix of each pair that these belong to",
-            details=shorten(halves),
-            hint="save the adapter again: peft takes a missing matrix for 0",
-        )
+    targets = config.get("target_parameters") or ()
+    experts = parameters_by_wrapper([name for name in pairs if name not in embeddings], targets) if targets else {}
     named = [(f"{path}, {key}", _ending(end)) for key in (RANKS, ALPHAS) for end in config.get(key) or {}]
     check_patterns(named, [*pairs, *map(".".join, experts.values())], ConfigError, method="match")
-    changes: dict[str, Change] = {name: Replacement(file.matrix(info), file) for name, info in whole.items()}
-    for module, info in tokens.items():
-        rows = _token_rows(module, config.get("trainable_token_indices") or ())
-        if len(info.shape) != 2 or info.shape[0] != len(rows):
-            raise SourceError(f"{weights}: {info.name} has not a row for each of {len(rows)} tokens")
-        changes[f"{module}.weight"] = ReplacedRows(file.matrix(info), rows, file)
+    changes = _whole_changes(whole, config, file)
     of_experts = []
     for module, pair in pairs.items():
-        a, b = (file.matrix(pair[part]) for part in "AB")
-        if a.shape[0] != b.shape[1] or not a.shape[0]:
-            raise SourceError(f"{weights}: {module} has matrices of the shapes {a.shape} and {b.shape}")
-        if any(not np.isfinite(file.values(matrix).astype(np.float32)).all() for matrix in (a, b)):
-            raise SourceError(
-                f"{weights}: {module} has matrices with NaN or infinite values",
-                hint="take an adapter of an earlier step of the training",
-            )
-        full = ".".join(experts.get(module, (module,)))
-        alpha = weight * _of_module(config, ALPHAS, full, config["lora_alpha"])
-        rank = _of_module(config, RANKS, full, config["r"])
-        if module not in experts and rank != a.shape[0]:
-            raise SourceError(
-                f"{weights}: {module} has matrices of rank {a.shape[0]}, and r is {rank} in {ADAPTER_CONFIG}",
-                hint="changes are divided by the rank: download both files again",
-            )
         if module in experts:
-            of_experts.append(ExpertChange(*experts[module], a, b, alpha, bool(config.get("use_rslora")), file))
-            continue
-        left, right = (a.T, b.T) if module in embeddings else (b, a)
-        scaling = alpha / (sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0])
-        magnitude = file.matrix(pair[MAGNITUDE]) if MAGNITUDE in pair else None
-        if magnitude is not None and weight != 1:
-            raise UnsupportedConfig(
-                f"{place} scales rows to their magnitudes (DoRA), which have no weight", hint="leave out the weight"
-            )
-        if magnitude is not None and magnitude.shape != left.shape[:1]:
-            raise SourceError(f"{weights}: {module} has a magnitude of the shape {magnitude.shape}")
-        changes[f"{module}.weight"] = LowRank(left, right, scaling, file, module in embeddings, magnitude)
+            a, b, alpha = _pair(module, pair, config, file, ".".join(experts[module]))
+            scaled = bool(config.get("use_rslora"))
+            of_experts.append(ExpertChange(*experts[module], a, b, weight * alpha, scaled, file))
+        else:
+            is_embedding = module in embeddings
+            changes[f"{module}.weight"] = _low_rank(module, pair, config, file, weight, is_embedding=is_embedding)
     contents = f"{hash_bytes(data)} {hash_file(weights)}"
     file.check_unchanged()
     digest = hash_bytes(contents.encode())["xxh3_128"]
     return Adapter(
         place, weight, digest, changes, folder, config["lora_alpha"], tuple(of_experts), is_on_hub=_is_hub_id(place)
     )
+
+
+def _check_parts(
+    pairs: Mapping[str, Mapping[str, TensorInfo]], unknown: Sequence[str], config: Mapping[str, Any], weights: Path
+) -> None:
+    """Raises SourceError or UnsupportedConfig if a tensor is no part of LoRA, or a part is missing."""
+    if config.get("use_dora") and not any(MAGNITUDE in pair for pair in pairs.values()):
+        raise SourceError(f"{weights} has none of the magnitudes that use_dora in {ADAPTER_CONFIG} promises")
+    if unknown:
+        raise UnsupportedConfig(
+            f"{weights} has tensors that are no part of LoRA as it is implemented",
+            details=shorten(unknown),
+            hint="merge the adapter with peft first",
+        )
+    if halves := [part.name for pair in pairs.values() if not {"A", "B"} <= pair.keys() for part in pair.values()]:
+        raise SourceError(
+            f"{weights} lacks a matrix of each pair that these belong to",
+            details=shorten(halves),
+            hint="save the adapter again: peft takes a missing matrix for 0",
+        )
+
+
+def _whole_changes(whole: Mapping[str, TensorInfo], config: Mapping[str, Any], file: AdapterFile) -> dict[str, Change]:
+    """Returns the changes that are matrices, or rows of them, instead of pairs, by tensor."""
+    changes: dict[str, Change] = {}
+    for name, info in whole.items():
+        if name.endswith(f"{NESTED}.weight"):  # with an adapted embedding PEFT saves the unchanged matrix too
+            continue
+        if not name.endswith(TOKEN_ROWS):
+            changes[name.replace(NESTED, "")] = Replacement(file.matrix(info), file)
+            continue
+        module = name.removesuffix(TOKEN_ROWS)
+        rows = _token_rows(module, config.get("trainable_token_indices") or ())
+        if len(info.shape) != 2 or info.shape[0] != len(rows):
+            raise SourceError(f"{file.path}: {info.name} has not a row for each of {len(rows)} tokens")
+        changes[f"{module}.weight"] = ReplacedRows(file.matrix(info), rows, file)
+    return changes
+
+
+def _pair(
+    module: str, pair: Mapping[str, TensorInfo], config: Mapping[str, Any], file: AdapterFile, full: str
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Returns the matrices A and B of a module, and its alpha. `full` is its name in patterns."""
+    a, b = (file.matrix(pair[part]) for part in "AB")
+    if a.shape[0] != b.shape[1] or not a.shape[0]:
+        raise SourceError(f"{file.path}: {module} has matrices of the shapes {a.shape} and {b.shape}")
+    if any(not np.isfinite(file.values(matrix).astype(np.float32)).all() for matrix in (a, b)):
+        raise SourceError(
+            f"{file.path}: {module} has matrices with NaN or infinite values",
+            hint="take an adapter of an earlier step of the training",
+        )
+    return a, b, _of_module(config, ALPHAS, full, config["lora_alpha"])
+
+
+def _low_rank(
+    module: str,
+    pair: Mapping[str, TensorInfo],
+    config: Mapping[str, Any],
+    file: AdapterFile,
+    weight: float,
+    *,
+    is_embedding: bool,
+) -> LowRank:
+    """Returns the change of the matrix of a module."""
+    a, b, alpha = _pair(module, pair, config, file, module)
+    rank = _of_module(config, RANKS, module, config["r"])
+    if rank != a.shape[0]:
+        raise SourceError(
+            f"{file.path}: {module} has matrices of rank {a.shape[0]}, and r is {rank} in {ADAPTER_CONFIG}",
+            hint="changes are divided by the rank: download both files again",
+        )
+    left, right = (a.T, b.T) if is_embedding else (b, a)
+    scaling = weight * alpha / (sqrt(rank) if config.get("use_rslora") else rank)
+    magnitude = file.matrix(pair[MAGNITUDE]) if MAGNITUDE in pair else None
+    if magnitude is not None and magnitude.shape != left.shape[:1]:
+        raise SourceError(f"{file.path}: {module} has a magnitude of the shape {magnitude.shape}")
+    return LowRank(left, right, scaling, file, is_embedding, magnitude)
 
 
 def _parts(

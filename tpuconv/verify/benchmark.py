@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -317,44 +317,14 @@ def _measure_workload(
     B, T, new = workload.batch, workload.prompt_length, workload.new_tokens
     length = generator.slots(B, T, new)
     ids_BT = np.random.default_rng(0).integers(0, roofline.vocab_size, (B, T), np.int32)
-    mask_BT = np.ones(ids_BT.shape, bool)
-    weights, key = generator.weights, jax.random.key(0)
 
     began = time.perf_counter()
     decode, _ = generator.decode(B, length), generator.prefill(B, prefill_chunk(B, T), length)
     compile_seconds = time.perf_counter() - began
 
     prompt = list(warmup_ids)[-T:] or list(map(int, ids_BT[0]))
-    firsts, steps, tokens_per_step, accepted_share = [], [], 1.0, None
-    if isinstance(generator, Speculator):
-        ids_BT, mask_BT = _batched(prompt, ids_BT.shape)
-        new_ids = [int(ids_B[0]) for ids_B in generator([prompt], new)]
-        for _ in range(repeats):
-            began, times, taken = time.perf_counter(), [], []
-            for _, taken_B in generator.steps(ids_BT, mask_BT, new):
-                times.append(time.perf_counter())
-                taken.append(taken_B.mean())
-            firsts.append(times[0] - began)
-            steps.append((times[-1] - times[0]) / (len(times) - 1))
-        tokens_per_step = statistics.mean(taken[1:])
-        accepted_share = (tokens_per_step - 1) / generator.ahead
-    else:
-        ids_B1, cache = generator.read(*_batched(prompt, ids_BT.shape), new, key)
-        new_ids = [int(ids_B1[0, 0])]
-        for _ in range(new - 1):
-            ids_B1, cache = decode(weights, ids_B1, cache, key)
-            new_ids.append(int(ids_B1[0, 0]))
-        for _ in range(repeats):
-            began = time.perf_counter()
-            ids_B1, cache = generator.read(ids_BT, mask_BT, new, key)
-            np.asarray(ids_B1)
-            first = time.perf_counter()
-            for _ in range(new - 1):
-                ids_B1, cache = decode(weights, ids_B1, cache, key)
-            np.asarray(ids_B1)
-            firsts.append(first - began)
-            steps.append((time.perf_counter() - first) / (new - 1))
-
+    measure = _speculating if isinstance(generator, Speculator) else _decoding
+    times = measure(generator, decode, ids_BT, prompt, new, repeats)
     used_share = (T + new / 2) / length  # of the cache's slots, on average over the steps
     cache = generator.cache_shapes(B, length)
     cache_bytes = used_share * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((cache.layers, cache.mtp)))
@@ -363,17 +333,76 @@ def _measure_workload(
     return Timing(
         workload=workload,
         compile_seconds=compile_seconds,
-        first_token_seconds=statistics.median(firsts),
-        step_seconds=statistics.median(steps),
+        first_token_seconds=statistics.median(times.firsts),
+        step_seconds=statistics.median(times.steps),
         step_bytes=roofline.step_bytes(B * generator.ids_of_step, cache_bytes),
         prefill_flops=roofline.prefill_flops(B, T),
         memory_bytes=sum(parts) - memory.alias_size_in_bytes,
         peak_memory_bytes=(jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
-        new_ids=tuple(new_ids),
+        new_ids=tuple(times.new_ids),
         limits=limits,
-        tokens_per_step=tokens_per_step,
-        accepted_share=accepted_share,
+        tokens_per_step=times.tokens_per_step,
+        accepted_share=times.accepted_share,
     )
+
+
+class _Times(NamedTuple):
+    """Measured times.
+
+    Attributes:
+        firsts, steps: seconds to the first token, and of each step behind it, once for each repetition.
+        new_ids: of the prompt that warmed up.
+        tokens_per_step: new tokens of each sequence.
+        accepted_share: of the drafted tokens; None without a draft.
+    """
+
+    firsts: Sequence[float]
+    steps: Sequence[float]
+    new_ids: Sequence[int]
+    tokens_per_step: float = 1.0
+    accepted_share: float | None = None
+
+
+def _speculating(
+    generator: Any, decode: Any, ids_BT: np.ndarray, prompt: Sequence[int], new: int, repeats: int
+) -> _Times:
+    """Measures how a draft writes `new` tokens on a prompt in each row."""
+    prompts_BT, mask_BT = _batched(prompt, ids_BT.shape)
+    new_ids = [int(ids_B[0]) for ids_B in generator([prompt], new)]
+    firsts, steps = [], []
+    for _ in range(repeats):
+        began, times, taken = time.perf_counter(), [], []
+        for _, taken_B in generator.steps(prompts_BT, mask_BT, new):
+            times.append(time.perf_counter())
+            taken.append(taken_B.mean())
+        firsts.append(times[0] - began)
+        steps.append((times[-1] - times[0]) / (len(times) - 1))
+    tokens_per_step = statistics.mean(taken[1:])
+    return _Times(firsts, steps, new_ids, tokens_per_step, (tokens_per_step - 1) / generator.ahead)
+
+
+def _decoding(generator: Any, decode: Any, ids_BT: np.ndarray, prompt: Sequence[int], new: int, repeats: int) -> _Times:
+    """Measures how `new` tokens are written on random ids, after a prompt that warms up."""
+    import jax
+
+    weights, key = generator.weights, jax.random.key(0)
+    ids_B1, cache = generator.read(*_batched(prompt, ids_BT.shape), new, key)
+    new_ids = [int(ids_B1[0, 0])]
+    for _ in range(new - 1):
+        ids_B1, cache = decode(weights, ids_B1, cache, key)
+        new_ids.append(int(ids_B1[0, 0]))
+    firsts, steps = [], []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        ids_B1, cache = generator.read(ids_BT, np.ones(ids_BT.shape, bool), new, key)
+        np.asarray(ids_B1)
+        first = time.perf_counter()
+        for _ in range(new - 1):
+            ids_B1, cache = decode(weights, ids_B1, cache, key)
+        np.asarray(ids_B1)
+        firsts.append(first - began)
+        steps.append((time.perf_counter() - first) / (new - 1))
+    return _Times(firsts, steps, new_ids)
 
 
 def _batched(prompt: Sequence[int], shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:

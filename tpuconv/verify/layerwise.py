@@ -54,11 +54,11 @@ class LayerError:
         return {"name": self.name, "own_error": self.own_error, "error": self.error, "departs": self.diverges}
 
 
-class ComparedLayers(NamedTuple):
-    """The comparison of two models layer by layer.
+class ComparedOutputs(NamedTuple):
+    """The outputs of two models.
 
     Attributes:
-        errors: of the embedding and of every layer.
+        errors: of the embedding and of every layer; empty if the models ran as a whole.
         theirs: the outputs of transformers' model. The complete model has the same.
         ours: our logits, [T, V] in float32 for each window from its first token that counts on; prompts with images
             or sounds come last.
@@ -79,7 +79,7 @@ def compare_layers(
     show: Callable[[LayerError], None] = lambda layer: None,
     read: ReadArray | None = None,
     sights: Sequence[SightWindow] = (),
-) -> ComparedLayers:
+) -> ComparedOutputs:
     """Compares the embedding and every layer with transformers.
 
     Args:
@@ -126,7 +126,7 @@ def compare_layers(
             before = after
         logits, count = theirs.logits(), len(windows)
         seen = Reference(logits[count:], None, features=theirs.features) if sights else None
-        return ComparedLayers(errors, Reference(logits[:count], None, seen), ours.logits(), ours.features)
+        return ComparedOutputs(errors, Reference(logits[:count], None, seen), ours.logits(), ours.features)
 
 
 def _return_freed_memory() -> None:

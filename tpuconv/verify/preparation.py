@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.encodings.schemes import quantizes_inputs
@@ -10,12 +11,16 @@ from tpuconv.errors import ResourceError, UsageError
 from tpuconv.location import plain_path
 from tpuconv.memory import available_memory
 from tpuconv.models.common.config import context_of
+from tpuconv.models.logits import Window, whole_texts
 from tpuconv.models.stored import model_config
 from tpuconv.sources.config import encoding_of, read_config
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.origins import find_folder
 from tpuconv.text import format_size
+from tpuconv.verify.horizons import Horizon, long_prompts, seen_horizons
 from tpuconv.verify.logits import tokenize
+from tpuconv.verify.reference_types import unreadable
+from tpuconv.verify.sights import SightWindow, sight_windows, without_media_tokens
 
 
 def find_source_folder(manifest: Manifest) -> Path:
@@ -90,6 +95,53 @@ def free_beside_reference(manifest: Manifest, dtype: str, *, layerwise: bool) ->
             hint=", or ".join(ways) or "compare on a machine with more memory",
         )
     return available - need if jax.process_count() == 1 else None
+
+
+class ComparedPrompts(NamedTuple):
+    """The prompts that two models run on.
+
+    Attributes:
+        windows: token ids without images or sounds.
+        sights: prompts with images and sounds.
+        unseen: the parts of the model that no prompt has, with the reasons.
+        horizons: the lengths that a text must exceed to show the whole computation.
+    """
+
+    windows: Sequence[Window]
+    sights: Sequence[SightWindow]
+    unseen: Mapping[str, str]
+    horizons: Sequence[Horizon]
+
+
+def prompts_to_compare(
+    manifest: Manifest, source: Path, prompts: Sequence[str], dtype: str, *, layerwise: bool
+) -> ComparedPrompts:
+    """Returns what the model of a checkpoint and transformers' run on: these prompts, or the built-in ones and others
+    that are longer than each horizon; and prompts with images and sounds.
+
+    Args:
+        manifest: the checkpoint, or the planned one of a release.
+        source: the folder of its source, with the tokenizer.
+        prompts: texts; none for the built-in ones.
+        dtype: of parameters and activations.
+        layerwise: whether one layer is in memory at a time.
+
+    Raises:
+        UsageError: see `tokenized`.
+        ResourceError: see `free_beside_reference`.
+    """
+    config, ids = model_config(manifest), tokenized(manifest, source, prompts)
+    room = free_beside_reference(manifest, dtype, layerwise=layerwise)
+    windows: list[Window] = whole_texts(ids)
+    if prompts:
+        horizons = seen_horizons(config, ids)
+    else:
+        further, horizons = long_prompts(config, ids, source, room)
+        windows = without_media_tokens(manifest, config, [*windows, *further])
+    sights, unseen = ([], {}) if manifest.returns else sight_windows(manifest, config, ids)
+    if sights and (why := unreadable(config)):
+        sights, unseen = [], dict.fromkeys(config.parts, why)
+    return ComparedPrompts(windows, sights, unseen, horizons)
 
 
 def tokenized(manifest: Manifest, tokenizer_folder: Path, prompts: Sequence[str]) -> list[list[int]]:

@@ -19,7 +19,8 @@ from tpuconv.checkpoint.device_layouts import DeviceLayout, write_layouts
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert.export.array_source import released_config
-from tpuconv.convert.plan.coverage import make_plan, with_quantization
+from tpuconv.convert.plan.arrays import with_quantization
+from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options, Plan
 from tpuconv.convert.run.conversion import run
 from tpuconv.convert.run.sizing import Limits

@@ -13,7 +13,8 @@ from tpuconv import api, persist
 from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert.export import files as export_files
 from tpuconv.convert.plan import sizes
-from tpuconv.convert.plan.coverage import make_plan, with_quantization
+from tpuconv.convert.plan.arrays import with_quantization
+from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.types import Options
 from tpuconv.convert.run.conversion import run
 from tpuconv.location import Location

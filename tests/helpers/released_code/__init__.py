@@ -18,6 +18,7 @@ MODELS: Mapping[str, str] = {
     "plamo3": "plamo:Plamo3ForCausalLM",
     "domynedge": "domyn:DomynEdgeForCausalLM",
     "iquestloopcoder": "loop_coder:IQuestLoopCoderForCausalLM",
+    "solar": "like_llama:SolarForCausalLM",
     "nemotron-nas": "nemotron_nas:DeciLMForCausalLM",
 }
 """The model types, which are the names of families too, and the module and class of each model with logits."""

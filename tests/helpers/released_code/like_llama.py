@@ -1,10 +1,11 @@
 """Orion after `modeling_orion.py` of OrionStarAI/Orion-14B-Base, and MiniCPM after `modeling_minicpm.py` of
-openbmb/MiniCPM-2B-sft-bf16: Llama with layer norms, and Llama with factors."""
+openbmb/MiniCPM-2B-sft-bf16: Llama with layer norms, and Llama with factors. Solar Pro after the code of a server
+(vLLM): Mistral whose layers read what entered earlier ones too."""
 
 from typing import Any
 
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 
 class OrionConfig(LlamaConfig):
@@ -42,6 +43,40 @@ class MiniCPMForCausalLM(LlamaForCausalLM):
             _multiplied(layer.self_attn, of_layers)
             _multiplied(layer.mlp, of_layers)
         _multiplied(self.model.norm, config.dim_model_base / config.hidden_size)
+
+
+class SolarConfig(MistralConfig):
+    model_type = "solar"
+
+    bskcn_1: list[int] | None = None
+    bskcn_2: list[int] | None = None
+    bskcn_3: list[int] | None = None
+    bskcn_4: list[int] | None = None
+    bskcn_tv: list[float] | None = None
+
+
+class SolarForCausalLM(MistralForCausalLM):
+    config_class = SolarConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        first, second = {}, {}
+
+        def enter(number: int, x: Any) -> Any:
+            _, new = config.bskcn_tv
+            if number in config.bskcn_1:
+                first["x"] = x
+            if number in config.bskcn_2:
+                second["x"] = x
+            if number in config.bskcn_3:
+                x = first["x"] * new + x * (1 - new)
+            if number in config.bskcn_4:
+                x = second["x"] * new + x * (1 - new)
+            return x
+
+        for number, layer in enumerate(self.model.layers):
+            layer.register_forward_pre_hook(lambda module, inputs, number=number: (enter(number, inputs[0]),))
+        self.post_init()
 
 
 def _multiplied(module: nn.Module, factor: float) -> None:

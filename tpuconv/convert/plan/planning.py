@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from tpuconv.checkpoint.reader import open_checkpoint
-from tpuconv.convert.plan.coverage import make_plan, with_quantization
+from tpuconv.convert.plan.arrays import with_quantization
+from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.kept_adapter import plan_kept_adapter
 from tpuconv.convert.plan.options import Fetching, Options
 from tpuconv.convert.plan.quantization import Quantization

@@ -73,10 +73,11 @@ def fitting_jobs(work: str, limits: Limits, job_bytes: int, base: int) -> int:
 
 def _too_little(work: str, needed: int, limits: Limits, advice: str = "") -> ResourceError:
     """Returns the error of work that needs more bytes of memory than it may take."""
-    least = -(-needed // 1_000_000)
+    unit, size = ("GB", 10**9) if needed >= 10**11 else ("MB", 10**6)
+    least = -(-needed // size)
     return ResourceError(
-        f"{work} needs at least {least} MB of memory; `max_memory=` is {format_size(limits.max_memory)}",
-        hint=f"`max_memory=` must be at least {least}MB{advice}",
+        f"{work} needs at least {least} {unit} of memory; `max_memory=` is {format_size(limits.max_memory)}",
+        hint=f"`max_memory=` must be at least {least}{unit}{advice}",
     )
 
 

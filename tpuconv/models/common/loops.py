@@ -1,9 +1,11 @@
-"""Looped layers: some run several times, each time with keys and values of their own."""
+"""Looped layers: some run several times, each time with keys and values of their own. The same decoder serves layers
+that run once, and read what enters earlier ones."""
 
 from typing import Any
 
 import jax
 
+from tpuconv.models.common.cache import scaled_kv
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.steps import Step, Steps, windows_of
@@ -31,7 +33,7 @@ class LoopedDecoder(Decoder):
         for execution, layer in enumerate(self.config.executed_layers):
             x_BTD = placed(self.entering(execution, x_BTD, kept), "B T D")
             steps.enter(layer, x_BTD)
-            kv = None if kvs is None else kvs[execution]
+            kv = None if kvs is None else scaled_kv(kvs[execution], self.layers[layer])
             x_BTD, kv = self.layers[layer](x_BTD, self.given_to(execution, steps[layer], kept), windows[layer], kv)
             self.leaving(execution, kv, kept)
             new_kvs.append(kv)

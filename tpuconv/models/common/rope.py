@@ -89,34 +89,7 @@ class Rope:
             UnsupportedConfig: the type or a parameter is not implemented.
             ConfigError: a value is wrong, missing, or contradicts another.
         """
-        check_rope_keys(raw)
-        key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-        given = raw.get(key) or {}
-        if key == "rope_scaling" and raw.get("rope_parameters") and raw["rope_parameters"] != given:
-            raise ConfigError(
-                "config.json has both rope_scaling and rope_parameters, and they differ", hint=ONE_OF_BOTH
-            )
-
-        # "type" is the older name of "rope_type"; null is as good as absent.
-        values = {name: value for name, value in given.items() if value is not None}
-        kinds = {values.pop(name) for name in ("type", "rope_type") if isinstance(values.get(name), str)}
-        if len(kinds) > 1:
-            raise ConfigError(f"config.json: {key}={short(given, 300)} has two types", hint=ONE_OF_BOTH)
-        kind = kinds.pop() if kinds else "default"
-        outside = raw.get("rope_theta")
-        theta = values.pop("rope_theta", cls.theta if outside is None else outside)
-        if outside not in (None, theta):
-            raise ConfigError(
-                f"config.json: rope_theta={short(outside)} outside {key}, {short(theta)} inside", hint=ONE_OF_BOTH
-            )
-        context = raw.get(ORIGINAL)
-        if context is not None and kind in EXTENDED and values.setdefault(ORIGINAL, context) != context:
-            raise ConfigError(
-                f"config.json: {ORIGINAL}={short(context)} outside {key}, {short(values[ORIGINAL])} inside",
-                hint=ONE_OF_BOTH,
-            )
-        if values.get("partial_rotary_factor") == 1:
-            del values["partial_rotary_factor"]
+        key, given, kind, theta, values = _described(raw, cls.theta)
         unknown = [name for name in values if kind in REQUIRED and name not in (*REQUIRED[kind], *OPTIONAL[kind])]
         if kind not in REQUIRED or unknown:
             fault = [f"the type {kind} has no parameter {', '.join(map(short, unknown))}"] if unknown else []
@@ -240,6 +213,38 @@ class Rope:
         if self.factor <= 1:
             return 1.0
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+
+
+def _described(raw: Mapping[str, Any], default_theta: float) -> tuple[str, Mapping[str, Any], str, Any, dict[str, Any]]:
+    """Returns the key of config.json that describes rotary positions, what it has, and of that the type, theta, and the
+    other parameters. Raises ConfigError if values contradict each other."""
+    check_rope_keys(raw)
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    given = raw.get(key) or {}
+    if key == "rope_scaling" and raw.get("rope_parameters") and raw["rope_parameters"] != given:
+        raise ConfigError("config.json has both rope_scaling and rope_parameters, and they differ", hint=ONE_OF_BOTH)
+
+    # "type" is the older name of "rope_type"; null is as good as absent.
+    values = {name: value for name, value in given.items() if value is not None}
+    kinds = {values.pop(name) for name in ("type", "rope_type") if isinstance(values.get(name), str)}
+    if len(kinds) > 1:
+        raise ConfigError(f"config.json: {key}={short(given, 300)} has two types", hint=ONE_OF_BOTH)
+    kind = kinds.pop() if kinds else "default"
+    outside = raw.get("rope_theta")
+    theta = values.pop("rope_theta", default_theta if outside is None else outside)
+    if outside not in (None, theta):
+        raise ConfigError(
+            f"config.json: rope_theta={short(outside)} outside {key}, {short(theta)} inside", hint=ONE_OF_BOTH
+        )
+    context = raw.get(ORIGINAL)
+    if context is not None and kind in EXTENDED and values.setdefault(ORIGINAL, context) != context:
+        raise ConfigError(
+            f"config.json: {ORIGINAL}={short(context)} outside {key}, {short(values[ORIGINAL])} inside",
+            hint=ONE_OF_BOTH,
+        )
+    if values.get("partial_rotary_factor") == 1:
+        del values["partial_rotary_factor"]
+    return key, given, kind, theta, values
 
 
 def _checked_factors(name: str, given: Any) -> tuple[float, ...]:

@@ -96,8 +96,8 @@ class Prepared:
 
 
 @nnx.jit
-def _encode(encoder: Any, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, Deep]:
-    def run(encoder: Any, *arrays: jax.Array) -> tuple[jax.Array, Deep]:
+def _encode(encoder: Any, arrays: tuple[np.ndarray, ...]) -> tuple[jax.Array, Deep]:
+    def run(encoder: Any, *arrays: Any) -> tuple[jax.Array, Deep]:
         found: tuple[jax.Array, Deep] = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), encoder(*arrays))
         return found
 
@@ -123,17 +123,7 @@ def see(
         ids_BT, mask_BT: the tokens of the call.
         features: by the names that processors give them.
     """
-    if ids_BT.ndim != 2 or mask_BT.shape != ids_BT.shape:
-        raise UsageError(
-            f"ids_BT has shape {ids_BT.shape} and mask_BT {mask_BT.shape}",
-            hint="give both as [texts, tokens], shorter texts padded",
-        )
-    if unknown := features.keys() - {name for each in encoders.values() for name in each.takes}:
-        known = ", ".join(name for each in encoders.values() for name in each.takes)
-        raise UsageError(
-            f"{config.model_type} does not read the features {', '.join(sorted(unknown))}",
-            hint=f"it reads {known}" if known else "this checkpoint has the text model alone: convert the whole model",
-        )
+    _check_call(config, encoders, ids_BT, mask_BT, features)
     slot_BT, block_BT = np.full(ids_BT.shape, -1, np.int32), np.full(ids_BT.shape, -1, np.int32)
     encoded: list[tuple[jax.Array, Deep]] = []
     prepared: dict[str, Prepared] = {}
@@ -143,24 +133,8 @@ def see(
         is_placeholder = (ids_BT == encoder.config.placeholder) & mask_BT
         if not is_placeholder.any() and not any(each.size for each in given.values()):
             continue  # a processor returns arrays without rows for a batch without images
-        if encoder.config.placeholder == UNKNOWN_TOKEN:
-            raise ConfigError(
-                f"{SETTINGS_FILE} does not have the token {encoder.config.modality.placeholder_token}, in whose place "
-                "features stand",
-                hint=f"copy {SETTINGS_FILE} from the release into the folder, and take it into the manifest by "
-                "`tpuconv verify --update`",
-            )
         starts = is_placeholder & ~np.pad(is_placeholder, ((0, 0), (1, 0)))[:, :-1]
-        runs = np.diff(np.append(np.flatnonzero(starts[is_placeholder]), is_placeholder.sum())).tolist()
-        with _readable(part, given):
-            beside = {name: _numbers(name, features[name]) for name in encoder.beside if name in features}
-            prepared[part] = found = encoder.placed(encoder.prepare({**given, **beside}), runs)
-        if (placeholders := int(is_placeholder.sum())) != len(found.rows):
-            raise UsageError(
-                f"the text has {placeholders} placeholders (id {encoder.config.placeholder}), "
-                f"and the features of {part} need {len(found.rows)}",
-                hint="expand each image or sound to as many placeholders as it has features",
-            )
+        prepared[part] = found = _prepared(part, encoder, given, features, is_placeholder, starts)
         slot_BT[is_placeholder] = found.rows + first
         for token, number in found.others.items():
             slot_BT[(ids_BT == token) & mask_BT] = number + first
@@ -188,6 +162,68 @@ def see(
         _deep(encoded),
         added=any(encoders[part].config.adds_features for part in prepared),
     )
+
+
+def _check_call(
+    config: DecoderConfig,
+    encoders: Mapping[str, Any],
+    ids_BT: np.ndarray,
+    mask_BT: np.ndarray,
+    features: Mapping[str, Any],
+) -> None:
+    """Raises UsageError if the arguments of `see` have other shapes, or other names, than the model takes."""
+    if ids_BT.ndim != 2 or mask_BT.shape != ids_BT.shape:
+        raise UsageError(
+            f"ids_BT has shape {ids_BT.shape} and mask_BT {mask_BT.shape}",
+            hint="give both as [texts, tokens], shorter texts padded",
+        )
+    if unknown := features.keys() - {name for each in encoders.values() for name in each.takes}:
+        known = ", ".join(name for each in encoders.values() for name in each.takes)
+        raise UsageError(
+            f"{config.model_type} does not read the features {', '.join(sorted(unknown))}",
+            hint=f"it reads {known}" if known else "this checkpoint has the text model alone: convert the whole model",
+        )
+
+
+def _prepared(
+    part: str,
+    encoder: Any,
+    given: Mapping[str, np.ndarray],
+    features: Mapping[str, Any],
+    is_placeholder: np.ndarray,
+    starts: np.ndarray,
+) -> Prepared:
+    """Returns what an encoder is run on, with as many rows as the text has placeholders.
+
+    Args:
+        part: the name of the encoder.
+        encoder: of the model.
+        given: the features that it takes.
+        features: all features of the call.
+        is_placeholder, starts: which tokens [B, T] are placeholders, and begin a run of them.
+
+    Raises:
+        ConfigError: the tokenizer of the checkpoint has no placeholder.
+        UsageError: features have other shapes than the encoder takes, or another number than the text has placeholders.
+    """
+    if encoder.config.placeholder == UNKNOWN_TOKEN:
+        raise ConfigError(
+            f"{SETTINGS_FILE} does not have the token {encoder.config.modality.placeholder_token}, in whose place "
+            "features stand",
+            hint=f"copy {SETTINGS_FILE} from the release into the folder, and take it into the manifest by "
+            "`tpuconv verify --update`",
+        )
+    runs = np.diff(np.append(np.flatnonzero(starts[is_placeholder]), is_placeholder.sum())).tolist()
+    beside = {name: _numbers(name, features[name]) for name in encoder.beside if name in features}
+    with _readable(part, given):
+        found: Prepared = encoder.placed(encoder.prepare({**given, **beside}), runs)
+    if (placeholders := int(is_placeholder.sum())) != len(found.rows):
+        raise UsageError(
+            f"the text has {placeholders} placeholders (id {encoder.config.placeholder}), "
+            f"and the features of {part} need {len(found.rows)}",
+            hint="expand each image or sound to as many placeholders as it has features",
+        )
+    return found
 
 
 @contextmanager

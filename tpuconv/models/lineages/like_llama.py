@@ -290,3 +290,62 @@ DIFFLLAMA = decoder(
     config=DifferenceConfig,
     keys={"lambda_std_dev": float | None},
 )
+
+
+@family_config
+class SkippingConfig(OneWindow, DecoderConfig):
+    """The hidden states that enter some layers are kept, and mixed with those that enter later ones. The defaults come
+    from the release's `configuration_solar.py`, where layers may have numbers that the model does not reach.
+
+    Attributes:
+        bskcn_1, bskcn_2: the layers whose input is kept in the first place, and in the second.
+        bskcn_3, bskcn_4: the layers whose input is mixed with what the first place has, and the second.
+        bskcn_tv: the weight of what was kept, in training and after it.
+    """
+
+    only: ClassVar = NO_BIAS
+
+    sliding_window: int | None = 2047
+    bskcn_1: tuple[int, ...] = (12, 20, 32, 44)
+    bskcn_2: tuple[int, ...] = (20, 32)
+    bskcn_3: tuple[int, ...] = (16, 24, 36, 48)
+    bskcn_4: tuple[int, ...] = (28, 40)
+    bskcn_tv: tuple[float, ...] = (0.9, 0.8)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        for place, (kept, mixed) in enumerate(self.skips, 1):
+            if early := [layer for layer in mixed if not any(0 <= other <= layer for other in kept)]:
+                yield f"bskcn_{place + 2} has layer {early[0]}, before which bskcn_{place} keeps nothing"
+        if len(self.bskcn_tv) != 2:
+            yield f"bskcn_tv has {len(self.bskcn_tv)} weights: it has one in training and one after it"
+
+    @property
+    def skips(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """For each place the layers whose input is kept there, and those whose input is mixed with it."""
+        return (self.bskcn_1, self.bskcn_3), (self.bskcn_2, self.bskcn_4)
+
+    @property
+    def unscannable(self) -> str:
+        return "inputs of some of its layers are mixed with inputs of earlier layers"
+
+    @property
+    def inseparable(self) -> str:
+        return self.unscannable
+
+
+SOLAR = decoder(
+    "solar",
+    "Solar Pro Preview",
+    "SolarForCausalLM",
+    Norms(),
+    Attn(),
+    Mlp(),
+    base="modules.like_llama:SkippingDecoder",
+    config=SkippingConfig,
+    defaults={
+        **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
+        **{"num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+        **{"tie_word_embeddings": False},
+    },
+)

@@ -23,7 +23,9 @@ from tpuconv.models.common.layers import (
     apply_rope,
     attention,
     normalize,
+    times,
 )
+from tpuconv.models.common.loops import LoopedDecoder
 from tpuconv.models.common.steps import Step
 
 
@@ -215,3 +217,19 @@ def _halves_of_values(kv: KV) -> list[KV]:
         return [replace(kv, v_BSKH=half) for half in values]
     both = zip(values, halves(kv.v_scale_BSK), strict=True)
     return [replace(kv, v_BSKH=half, v_scale_BSK=scales) for half, scales in both]
+
+
+class SkippingDecoder(LoopedDecoder):
+    """A decoder in which hidden states that enter some layers are mixed with the ones that entered earlier layers."""
+
+    config: Any
+
+    def entering(self, execution: int, x_BTD: jax.Array, kept: dict[str, Any]) -> jax.Array:
+        for place, (keeping, _) in enumerate(self.config.skips):
+            if execution in keeping:
+                kept[f"place {place}"] = x_BTD
+        weight = self.config.bskcn_tv[1]
+        for place, (_, mixing) in enumerate(self.config.skips):
+            if execution in mixing:
+                x_BTD = times(kept[f"place {place}"], weight) + times(x_BTD, 1 - weight)
+        return x_BTD

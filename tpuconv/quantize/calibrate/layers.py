@@ -19,6 +19,7 @@ from flax import nnx
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import ReadArray, read_array
 from tpuconv.errors import UnsupportedConfig
+from tpuconv.models.common.loops import LoopedDecoder
 from tpuconv.models.common.observe import observing
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.seen import Seen, see
@@ -62,7 +63,7 @@ class LayerRunner:
         example: a sample with images or sounds, if there are some.
 
     Raises:
-        UnsupportedConfig: some layers run several times, or share weights.
+        UnsupportedConfig: some layers run several times, share weights, or read what entered earlier ones.
 
     Attributes:
         width: columns W of the states of a token between two layers.
@@ -72,7 +73,8 @@ class LayerRunner:
     def __init__(self, manifest: Manifest, length: int, read: ReadArray | None = None, example: Sample | None = None):
         family = get_family(manifest.family)
         config = model_config(manifest)
-        if len(config.executed_layers) > config.num_hidden_layers or config.weight_sharing_layers:
+        is_looped = len(config.executed_layers) > config.num_hidden_layers
+        if is_looped or config.weight_sharing_layers or issubclass(family.model_class, LoopedDecoder):
             raise UnsupportedConfig(
                 f"the layers of {config.model_type} cannot be calibrated or measured one by one: {config.inseparable}",
                 hint="give a config of rules, without calibration",
