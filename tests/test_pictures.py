@@ -36,9 +36,12 @@ from tpuconv.models.pictures import Preparer, load_processor
 from tpuconv.models.placeholders import IMAGE, SOUND, placeholder_of
 from tpuconv.models.text_generator import PromptEncoder
 
-PROCESSORS = {**PROCESSOR_MAPPING_NAMES, "fast_vlm": "LlavaProcessor"}
-IMAGE_PROCESSORS = {**IMAGE_PROCESSOR_MAPPING_NAMES, "fast_vlm": IMAGE_PROCESSOR_MAPPING_NAMES["clip"]}
-"""Of FastVLM those that its releases name."""
+PROCESSORS = {**PROCESSOR_MAPPING_NAMES, "fast_vlm": "LlavaProcessor", "mimo_v2": "Qwen2_5_VLProcessor"}
+IMAGE_PROCESSORS = {
+    **IMAGE_PROCESSOR_MAPPING_NAMES,
+    **{"fast_vlm": IMAGE_PROCESSOR_MAPPING_NAMES["clip"], "mimo_v2": IMAGE_PROCESSOR_MAPPING_NAMES["qwen2_vl"]},
+}
+"""Of FastVLM and MiMo those that their releases name."""
 RNG = np.random.default_rng(0)
 IMAGES = [Image.fromarray(RNG.integers(0, 255, size, dtype=np.uint8)) for size in ((90, 60, 3), (54, 78, 3))]
 SOUNDS = [np.sin(np.arange(int(16_000 * seconds), dtype=np.float32) / 9) for seconds in (0.7, 3.1)]
@@ -84,6 +87,7 @@ CASES = {
     "janus": ({}, {"num_image_tokens": 4}),
     "hunyuan_vl": ({}, {}),
     "ernie4_5_vl_moe": (GRID, {}),
+    "mimo_v2": (GRID | {"patch_size": 16}, {}),
 }
 """Settings of the image processor and of the whole processor, by type of model."""
 
@@ -133,7 +137,8 @@ def processor_class(monkeypatch):
     def find(name: str):
         cls = PROCESSORS[name]
         folder = "pixtral" if cls == "PixtralProcessor" else name if cls != "LlavaProcessor" else "llava"
-        folder = {"Qwen3VLProcessor": "qwen3_vl", "InklingProcessor": "inkling"}.get(cls, folder)
+        folders = {"Qwen3VLProcessor": "qwen3_vl", "Qwen2_5_VLProcessor": "qwen2_5_vl", "InklingProcessor": "inkling"}
+        folder = folders.get(cls, folder)
         needs_torchvision = "transformers.models.pixtral.image_processing_pixtral"
         if folder == "pixtral":
             monkeypatch.setitem(sys.modules, needs_torchvision, SimpleNamespace(get_resize_output_image_size=None))

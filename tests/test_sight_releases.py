@@ -167,7 +167,98 @@ PHI3_V: Mapping[str, Any] = {
     "vocab_size": 32064,
     "_attn_implementation": "flash_attention_2",
 }
+OPENCUA: Mapping[str, Any] = {
+    "architectures": ["OpenCUAForConditionalGeneration"],
+    "model_type": "opencua",
+    "auto_map": {"AutoConfig": "configuration_opencua.OpenCUAConfig"},
+    "ignore_index": -100,
+    "media_placeholder_token_id": 151664,
+    "pad_token_id": 0,
+    "text_config": {
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 128000,
+        "model_type": "qwen2",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {
+        "depth": 32,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "in_chans": 3,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+        "tokens_per_second": 2,
+        "window_size": 112,
+    },
+}
+OVIS25: Mapping[str, Any] = {
+    "architectures": ["Ovis2_5"],
+    "model_type": "ovis2_5",
+    "auto_map": {"AutoModelForCausalLM": "modeling_ovis2_5.Ovis2_5"},
+    "hidden_size": 4096,
+    "llm_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "model_type": "qwen3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "pad_token_id": None,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+        "vocab_size": 151936,
+    },
+    "torch_dtype": "bfloat16",
+    "visual_vocab_size": 65536,
+    "vit_config": {
+        "attention_dropout": 0.0,
+        "fullatt_block_indexes": None,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "hidden_stride": 2,
+        "image_size": 512,
+        "intermediate_size": 4304,
+        "layer_norm_eps": 1e-06,
+        "model_type": "siglip2_navit",
+        "num_attention_heads": 16,
+        "num_channels": 3,
+        "num_hidden_layers": 27,
+        "num_patches": -1,
+        "patch_size": 16,
+        "preserve_original_pe": True,
+        "temporal_patch_size": 1,
+        "use_rope": True,
+        "window_size": 112,
+    },
+}
 RELEASES: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "opencua": (OPENCUA, "8.3"),
+    "ovis2_5": (OVIS25, "9.2"),
     "phi3_v": (PHI3_V, "4.1"),
     "dots_ocr": (DOTS, "3.0"),
     "minicpmv": (MINICPM_V, "8.1"),
@@ -209,6 +300,11 @@ def test_a_release_has_its_size(name: str) -> None:
         ("phi3_v", {"img_processor": {"type_feature": "cls_patch"}}, "type_feature='cls_patch' is not implemented"),
         ("phi3_v", {"img_processor": {"image_dim_out": 512}}, "image_dim_out=512 does not fit an encoder of 24 x 24"),
         ("phi3_v", {"img_processor": {"layer_idx": 25}}, r"has no hidden states \[25\]"),
+        ("ovis2_5", {"vit_config": {"use_rope": False}}, "use_rope=False of an encoder is not implemented"),
+        ("ovis2_5", {"vit_config": {"fullatt_block_indexes": "0|1"}}, "fullatt_block_indexes='0|1' of an encoder"),
+        ("ovis2_5", {"vit_config": [1]}, r"vit_config=\[1\] is not an object"),
+        ("ovis2_5", {"llm_config": 1}, "llm_config=1 is not an object"),
+        ("ovis2_5", {"visual_vocab_size": 4}, "4 visual_indicator_token_ids do not fit .* of 4"),
         ("minicpmv", {"version": 2.5}, "version=2.5 of MiniCPM-V is not implemented"),
         ("minicpmv", {"version": None}, "version=None of MiniCPM-V is not implemented"),
         ("minicpmv", {"drop_vision_last_layer": True}, "drop_vision_last_layer=True is not implemented"),
@@ -227,6 +323,8 @@ def test_other_values_are_refused(name: str, change: dict[str, Any], fault: str)
     [
         ("dots_ocr", "qwen2", ""),
         ("phi3_v", "phi3", ""),
+        ("opencua", "qwen2", "language_model."),
+        ("ovis2_5", "qwen3", "llm."),
         ("minicpmv", "qwen2", "llm."),
         ("minicpmv_4", "llama", "llm."),
         ("minicpmv_4_5", "qwen3", "llm."),
@@ -234,7 +332,9 @@ def test_other_values_are_refused(name: str, change: dict[str, Any], fault: str)
 )
 def test_the_text_model_is_of_its_family(name: str, text_type: str, front: str, tmp_path: Path) -> None:
     alone = save(FIRST[text_type], tmp_path / "text")
-    raw = {**RELEASES[name][0], **json.loads((alone / "config.json").read_text())}
+    text = json.loads((alone / "config.json").read_text())
+    inside = next((key for key in ("llm_config", "text_config") if key in RELEASES[name][0]), None)
+    raw = {**RELEASES[name][0], **(text if inside is None else {inside: text})}
     raw |= {key: RELEASES[name][0][key] for key in ("architectures", "model_type")}
     for key in ("rope_scaling", "rope_theta"):
         raw.pop(key, None)
@@ -281,7 +381,7 @@ def test_the_embedding_of_phi_3_may_stand_twice(both: bool, whole: Any, tmp_path
     assert_same(read_tensors(tmp_path / "back"), read_tensors(src))
 
 
-@pytest.mark.parametrize("name", ["minicpmv", "phi3_v"])
+@pytest.mark.parametrize("name", ["minicpmv", "ovis2_5", "phi3_v"])
 def test_prompts_without_a_processor_are_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RELEASES[name][0]))
     with pytest.raises(UsageError, match=f"the placeholders that {name} has for images are not known"):

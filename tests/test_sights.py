@@ -54,7 +54,7 @@ OF_NO_IMAGE = (("inkling", "vision"), ("inkling_of_many_layers", "vision"))
 """Parts whose features do not say of which image they are."""
 
 OF_NO_TYPE = {
-    **{name: name for name in ("kimi_k3", "kimi_vl", "dots_ocr", "phi3_v")},
+    **{name: name for name in ("kimi_k3", "kimi_vl", "dots_ocr", "phi3_v", "mimo_v2", "ovis2_5", "opencua")},
     **dict.fromkeys(MINICPM_V, "minicpmv"),
 }
 """Cases that transformers has no model of, and their types."""
@@ -117,7 +117,7 @@ def test_stacked_layers_see_the_same(name, whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kimi_k25", "kimi_k3", "muse_glimmer", "muse_spark"])
+@pytest.mark.parametrize("name", ["kimi_k25", "kimi_k3", "mimo_v2", "muse_glimmer", "muse_spark"])
 def test_frames_of_clips_are_those_of_the_reference(name, whole):
     """Whole models of the reference take clips as videos alone."""
     import torch
@@ -127,7 +127,7 @@ def test_frames_of_clips_are_those_of_the_reference(name, whole):
     patches = np.random.default_rng(2).standard_normal((int(grids.prod(axis=1).sum()), *shape)).astype(np.float32)
     reference: Any = made(name).model
     with torch.no_grad():
-        if name == "kimi_k3":
+        if name in ("kimi_k3", "mimo_v2"):
             want = reference.features(torch.tensor(patches), torch.tensor(grids)).numpy()
         elif name == "kimi_k25":  # a feature is the mean over the frames
             found = reference.model.vision_tower(torch.tensor(patches), grid_thw=torch.tensor(grids))

@@ -16,14 +16,16 @@ def qkv(dtype=jnp.float32):
     return [jnp.asarray(x, dtype) for x in np.random.default_rng(0).standard_normal((3, B, P, N, H))]
 
 
-def by_hand(q, k, v, segment_BP, scale=H**-0.5, is_key_BP=None):
+def by_hand(q, k, v, segment_BP, scale=H**-0.5, is_key_BP=None, place_BP=None, reach=None, bias_BNS=None):
     """In float64, patch by patch."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     y = np.zeros(q.shape)
     for b, p, n in np.ndindex(B, P, N):
         seen = segment_BP[b] == segment_BP[b, p]
         seen = seen if is_key_BP is None else seen & is_key_BP[b]
-        weights = np.exp(k[b, seen, n] @ q[b, p, n] * scale)
+        seen = seen if reach is None else seen & (np.abs(place_BP[b] - place_BP[b, p]) <= reach)
+        bias = 0 if bias_BNS is None else bias_BNS[b, n, seen]
+        weights = np.exp(k[b, seen, n] @ q[b, p, n] * scale + bias)
         y[b, p, n] = weights @ v[b, seen, n] / weights.sum()
     return y
 
@@ -31,7 +33,12 @@ def by_hand(q, k, v, segment_BP, scale=H**-0.5, is_key_BP=None):
 KEYS = np.arange(P)[None] % 10 > np.array([[2], [0]])
 
 
-@pytest.mark.parametrize("more", [{}, {"scale": 1.0}, {"is_key_BP": KEYS}], ids=["", "scale", "keys"])
+NEAR = {"place_BP": np.stack([np.arange(P), np.random.default_rng(1).permutation(P)]), "reach": 4}
+BIAS = {"bias_BNS": np.random.default_rng(2).standard_normal((B, N, P)).astype(np.float32)}
+MORE = {"": {}, "scale": {"scale": 1.0}, "keys": {"is_key_BP": KEYS}, "near": NEAR, "bias": BIAS, "both": NEAR | BIAS}
+
+
+@pytest.mark.parametrize("more", MORE.values(), ids=MORE)
 @pytest.mark.parametrize("rows", [P, 5, 1], ids=["at once", "blocks", "one by one"])
 def test_patches_attend_to_their_segment(more, rows, monkeypatch):
     monkeypatch.setattr(attention, "SCORE_BYTES", 4 * B * N * P * rows)

@@ -128,7 +128,17 @@ class Sight:
 
 
 MINICPM_V = ("minicpmv_2_6", "minicpmv_4_0", "minicpmv_4_5")
-OF_OTHER_TYPES = ("internvl_chat", "internvl_chat_6b", "kimi_vl", "dots_ocr", "phi3_v", *MINICPM_V)
+OF_OTHER_TYPES = (
+    "internvl_chat",
+    "internvl_chat_6b",
+    "kimi_vl",
+    "dots_ocr",
+    "phi3_v",
+    "mimo_v2",
+    "ovis2_5",
+    "opencua",
+    *MINICPM_V,
+)
 """Cases of releases with code of their own: transformers' model is of another type, which has cases too, or it has none
 of them."""
 SIGHTS: dict[str, Callable[[], Sight]] = {}

@@ -8,7 +8,20 @@ from typing import Any
 import numpy as np
 
 from helpers.processors import word_tokenizer
-from helpers.sights import END, GRIDS, IMAGE, START, TEXT, Sight, noise, qwen, sight, tiny, without_head_dim
+from helpers.sights import (
+    END,
+    GRIDS,
+    IMAGE,
+    QWEN_VISION,
+    START,
+    TEXT,
+    Sight,
+    noise,
+    qwen,
+    sight,
+    tiny,
+    without_head_dim,
+)
 from helpers.sights_pixtral import INTERN_VISION, QIANFAN_NAMES, squares
 from helpers.sights_sounds import kimi_k25
 
@@ -111,6 +124,47 @@ def dots_ocr() -> Sight:
     case = qwen(DotsOCRForCausalLM, config)
     patches = noise(int(GRIDS.prod(axis=1).sum()), 3 * 4 * 4)
     return replace(case, features={**case.features, "pixel_values": patches}, kinds={})
+
+
+@sight
+def opencua() -> Sight:
+    from helpers.released_code.opencua import Config, OpenCUAForConditionalGeneration
+
+    config = Config(
+        text_config={**without_head_dim(TEXT), "hidden_size": 64, "model_type": "qwen2", "tie_word_embeddings": False},
+        vision_config={**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
+        media_placeholder_token_id=IMAGE,
+        tie_word_embeddings=False,
+    )
+    return replace(qwen(OpenCUAForConditionalGeneration, config), kinds={})
+
+
+@sight
+def ovis2_5() -> Sight:
+    from helpers.released_code.ovis2_5 import Config, Ovis2_5
+
+    before, behind, *of_videos = ids = (90, 91, 92, 89)
+    vit = {
+        **{"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2},
+        # a softmax follows, behind which two kinds of GELU, of which the release has one, are nearly the same
+        **{"image_size": 24, "patch_size": 4, "hidden_stride": 2, "hidden_act": "silu"},
+        **{"num_channels": 3, "num_patches": -1, "temporal_patch_size": 1, "window_size": 112, "use_rope": True},
+        **{"preserve_original_pe": True, "fullatt_block_indexes": None, "layer_norm_eps": 1e-6},
+        **{"attention_dropout": 0.0, "model_type": "siglip2_navit"},
+    }
+    config = Config(
+        llm_config={**TEXT, "model_type": "qwen3", "tie_word_embeddings": False},
+        vit_config=vit,
+        visual_vocab_size=29,
+        visual_atom_token_id=IMAGE,
+        visual_indicator_token_ids=ids,
+    )
+    case = qwen(Ovis2_5, config)
+    patches = noise(int(GRIDS.prod(axis=1).sum()), 3 * 4 * 4)
+    frame = {START: before, END: behind}
+    rows = [[frame.get(token, token) for token in row] for row in case.rows]
+    rows[1].append(of_videos[0])
+    return replace(case, rows=rows, features={**case.features, "pixel_values": patches}, kinds={})
 
 
 def of_minicpm_v(folder: Path) -> None:

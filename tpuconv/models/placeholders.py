@@ -173,7 +173,7 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
         (name, IMAGE): QWEN_IMAGE
         for name in (
             *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
-            *("qwen3_omni_moe", "exaone4_5", "hyperclovax_vision_v2", "video_llama_3", "cosmos3_edge"),
+            *("qwen3_omni_moe", "exaone4_5", "hyperclovax_vision_v2", "video_llama_3", "cosmos3_edge", "mimo_v2"),
         )
     },
     ("qwen2_5_omni", IMAGE): Placeholder(
@@ -215,6 +215,7 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ),
     ("kimi_k25", IMAGE): _row(by_grid, image_token="<|media_pad|>"),
     ("kimi_vl", IMAGE): _row(by_grid, image_token="<|media_pad|>"),
+    ("opencua", IMAGE): _row(by_grid, image_token="<|media_placeholder|>"),
     ("dots_ocr", IMAGE): Placeholder(by_grid, {"image_token": "<|imgpad|>"}, frame=("<|img|>", "<|endofimg|>")),
     ("hunyuan_vl", IMAGE): Placeholder(
         hunyuan,

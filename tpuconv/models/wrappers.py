@@ -49,10 +49,12 @@ from tpuconv.models.towers.modalities import (
     LIGHTON_VISION,
     MINICPM47_VISION,
     MINICPM_VISION,
+    OPENCUA_VISION,
     OVIS_VISION,
     PALIGEMMA_VISION,
     VIDEO_LLAMA3_VISION,
 )
+from tpuconv.models.towers.ovis.family import OVIS25_VISION, in_keys_of_ovis25
 from tpuconv.models.towers.phi3.family import KEYS_OF_IMAGES, PHI3_VISION, in_keys_of_phi3_v
 from tpuconv.models.towers.sam_modalities import GOT_VISION
 from tpuconv.models.towers.sound_modalities import (
@@ -276,6 +278,14 @@ WRAPPER_ROWS = (
         in_keys=in_keys_of_dots,
     ),
     Wrapper(
+        "opencua",
+        "OpenCUA",
+        "OpenCUA, with code of its own",
+        ("qwen2",),
+        prefix=IN_CAUSAL_MODEL,
+        modalities=(OPENCUA_VISION,),
+    ),
+    Wrapper(
         "phi3_v",
         "Phi3V",
         "Phi-3-vision, Phi-3.5-vision",
@@ -320,6 +330,18 @@ WRAPPER_ROWS = (
         keys=("visual_indicator_token_ids",),
         tied=True,
         modalities=(OVIS_VISION,),
+    ),
+    Wrapper(
+        "ovis2_5",
+        "Ovis2_5",
+        "Ovis 2.5, with code of its own",
+        ("qwen3",),
+        prefix="llm.model.",
+        head="llm.lm_head.",
+        keys=("visual_indicator_token_ids",),
+        modalities=(OVIS25_VISION,),
+        end="",
+        in_keys=in_keys_of_ovis25,
     ),
     Wrapper(
         "idefics2",

@@ -30,7 +30,7 @@ PREFIXES: Mapping[str, str] = {
 OUTSIDE_KEYS = frozenset(
     {
         *("mm_tokens_per_image", "spatial_merge_size", "multimodal_projector_bias", "understand_projector_stride"),
-        *("out_hidden_size", "position_id_per_seconds", "seconds_per_chunk", "merged_hidden_size"),
+        *("out_hidden_size", "position_id_per_seconds", "seconds_per_chunk", "merged_hidden_size", "processor_config"),
     }
 )
 OUTSIDE_BEGINNINGS = ("vision_", "audio_", "video_", "image_", "projector_", "projection_")

@@ -14,12 +14,13 @@ from tpuconv.models.inkling_text.family import FAMILY as INKLING_TEXT
 from tpuconv.models.inkling_text.family import RELEASED_TABLE, W13_EXPERTS, W13_MLPS, W13_SHARED
 from tpuconv.models.llama4_text.family import FAMILY as LLAMA4_TEXT
 from tpuconv.models.mimo_v2_flash.family import FAMILY as MIMO_V2_FLASH
-from tpuconv.models.mimo_v2_flash.family import FULL_QKV, V2_TABLE, WINDOW_QKV, AnyHeads
+from tpuconv.models.mimo_v2_flash.family import FULL_QKV, MTP_LAYERS, V2_TABLE, WINDOW_QKV, AnyHeads
 from tpuconv.models.minimax_m3_vl_text.family import FAMILY as MINIMAX_M3_VL_TEXT
 from tpuconv.models.minimax_m3_vl_text.family import m3_table
 from tpuconv.models.qwen3_next.qwen3_5 import OUTSIDE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from tpuconv.models.qwen4_exp_text.family import FAMILY as QWEN4_EXP_TEXT
 from tpuconv.models.step3p5.family import FAMILY as STEP3P5
+from tpuconv.models.towers.mimo.family import MIMO_AUDIO, MIMO_VISION
 from tpuconv.models.towers.modalities import (
     HY4_VISION,
     INKLING2_VISION,
@@ -109,7 +110,7 @@ HY_V4_VL = wrapper(
 
 MIMO_V2 = wrapper(
     "mimo_v2",
-    "MiMo V2.5, V2.5-Pro, V2.6-Flash, V2.6-Pro, text",
+    "MiMo V2.5, V2.5-Pro, V2.6-Flash, V2.6-Pro",
     "MiMoV2ForCausalLM",
     text=MIMO_V2_FLASH,
     mixins=(AnyHeads,),
@@ -124,8 +125,10 @@ MIMO_V2 = wrapper(
         **MIMO_V2_FLASH.config.only,
         "attention_bias": (False,),
         "attention_projection_layout": ("fused_qkv", "split", None),
+        "num_nextn_predict_layers": (0, MTP_LAYERS),
     },
     forms=(WINDOW_QKV, FULL_QKV),
+    modalities=(MIMO_VISION, MIMO_AUDIO),
 )
 
 STEP3P7 = wrapper(

@@ -48,6 +48,13 @@ THETAS = {"full_attention": MIMO_ROPE.theta, "sliding_attention": MIMO_LOCAL_ROP
 """The part of a head with rotary positions, and their bases, of a config.json without."""
 
 
+def _says_numbers_alone(rope: Any) -> bool:
+    """Returns whether an object of rotary positions is one for all layers, without a kind of its own."""
+    if not isinstance(rope, Mapping) or rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}:
+        return False
+    return bool(rope.get("rope_type", rope.get("type", "default")) == "default")
+
+
 @family_config
 class Config(SparseConfig, TwoPartialRopesConfig):
     """The keys of config.json. Layers with the window have twice as many key-value heads, sinks and rotary positions of
@@ -88,12 +95,17 @@ class Config(SparseConfig, TwoPartialRopesConfig):
                 out[newer] = numbered_kinds(key, raw[key], names)
         if raw.get("layernorm_epsilon") is not None:
             out.setdefault("rms_norm_eps", raw["layernorm_epsilon"])
-        if raw.get("rope_parameters") is None:
-            part = raw.get("partial_rotary_factor")
+        given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        if _says_numbers_alone(given):
+            out.pop("rope_scaling", None)
+            theta, part = (
+                given.get(key) if raw.get(key) is None else raw[key] for key in ("rope_theta", "partial_rotary_factor")
+            )
+            thetas = {"full_attention": theta, "sliding_attention": raw.get("swa_rope_theta")}
             out["rope_parameters"] = {
-                kind: {"rope_theta": THETAS[kind] if raw.get(key) is None else raw[key]}
+                kind: {"rope_theta": THETAS[kind] if own is None else own}
                 | ({} if part is None else {"partial_rotary_factor": part})
-                for kind, key in (("full_attention", "rope_theta"), ("sliding_attention", "swa_rope_theta"))
+                for kind, own in thetas.items()
             }
         return out
 

@@ -110,6 +110,14 @@ QWEN25_VISION = replace(
 )
 """Qwen2.5-VL."""
 
+OPENCUA_VISION = replace(
+    QWEN25_VISION,
+    prefix="vision_tower.",
+    projector_prefix="vision_tower.merger.",
+    placeholder=("image_token_id", "media_placeholder_token_id"),
+    placeholder_id=151664,
+)
+
 QWEN2_VISION = replace(QWEN25_VISION, tower=QWEN2_VIT, projector=OLDER_MERGER)
 """Qwen2-VL."""
 

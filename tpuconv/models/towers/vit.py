@@ -5,7 +5,6 @@ patches, D width, N heads, H head, F MLP width, L layers, C values of a patch.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -68,8 +67,12 @@ class Attention(nnx.Module):
             q_BPNH, k_BPNH = self.rotate(q_BPNH, angles), self.rotate(k_BPNH, angles)
         if self.repeats > 1:
             k_BPNH, v_BPNH = (jnp.repeat(each, self.repeats, axis=2) for each in (k_BPNH, v_BPNH))
-        see = partial(attend, scale=self.scale, is_key_BP=is_key_BP, sees_before=self.sees_before)
-        return self.o(see(q_BPNH, k_BPNH, v_BPNH, segment_BP))
+        said: Any = {"scale": self.scale, "sees_before": self.sees_before, "is_key_BP": is_key_BP}
+        return self.o(attend(q_BPNH, k_BPNH, v_BPNH, segment_BP, **said, **self.limits(angles)))
+
+    def limits(self, angles: Any) -> dict[str, Any]:
+        """Returns further arguments of `attend`."""
+        return {}
 
 
 class MLP(nnx.Module):

@@ -1,6 +1,7 @@
-"""The tower of Ovis 2 and its table of visual words."""
+"""The towers of Ovis 2 and 2.5 and their tables of visual words."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,8 @@ from tpuconv.models.towers.encoder import (
     patches_of,
 )
 from tpuconv.models.towers.image_encoder import joined_squares, states_of
+from tpuconv.models.towers.places import Taps, bicubic_taps
+from tpuconv.models.towers.qwen_vit.modules import QwenVit, plain_block
 from tpuconv.models.towers.vit import MLP, Attention, Block
 
 
@@ -38,6 +41,12 @@ class VisualWords(nnx.Module):
         table_VO = self.table[...]
         x_BPO = jnp.einsum("BPG,GO->BPO", x_BPG, table_VO[: self.words])
         return jnp.concatenate([table_VO[self.words :], x_BPO.reshape(-1, x_BPO.shape[-1])])
+
+
+def behind_indicators(prepared: Prepared, config: Any) -> Prepared:
+    """Returns the features of images behind the ones of the words for `visual_indicator_token_ids`."""
+    ids, rows = config.visual_indicator_token_ids, config.num_visual_indicator_tokens + prepared.rows
+    return replace(prepared, rows=rows, others={token: number for number, token in enumerate(ids)})
 
 
 class OvisVit(FeatureEncoder):
@@ -74,10 +83,8 @@ class OvisVit(FeatureEncoder):
         pixels_BCYX = given(features, "pixel_values", 4)
         check_squares(pixels_BCYX, self.config.image_size)
         images, tokens = len(pixels_BCYX), self.config.joined_side**2
-        first, ids = self.config.num_visual_indicator_tokens, self.config.visual_indicator_token_ids
-        rows = first + np.arange(images * tokens)
-        others = {token: number for number, token in enumerate(ids)}
-        return Prepared((padded(pixels_BCYX, padded_rows(images)),), rows, [tokens] * images, others=others)
+        arrays = (padded(pixels_BCYX, padded_rows(images)),)
+        return behind_indicators(Prepared(arrays, np.arange(images * tokens), [tokens] * images), self.config)
 
     def __call__(self, pixels_BCYX: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         config = self.config
@@ -88,3 +95,29 @@ class OvisVit(FeatureEncoder):
         x_BPM = joined_squares(x_BPD, config.side, config.side, config.hidden_stride)
         shares_BPG = jax.nn.softmax(self.words_norm(self.words(x_BPM)), axis=-1)
         return self.projector(shares_BPG), ()
+
+
+class OvisNavit(QwenVit):
+    """The tower of Ovis 2.5: patches of images of any size with learned and with rotary positions. Squares of patches
+    are shares of visual words. They are read before the last norm, which nothing reads."""
+
+    has_patch_bias = True
+
+    def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
+        super().build(config, dtype, keys)
+        self.norm = LayerNorm("D", config.sizes, config.layer_norm_eps, dtype=dtype)
+        self.words = Einsum("BPM,MG->BPG", config.sizes, dtype=dtype, keys=keys)
+        self.words_norm = LayerNorm("G", config.sizes, 1e-5, dtype=dtype)
+
+    def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
+        return plain_block(config, dtype, keys, config.layer_norm_eps)
+
+    def taps(self, h: int, w: int) -> Taps:
+        return bicubic_taps(h, w, self.config.table_side, self.config.table_side)
+
+    def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
+        return behind_indicators(super().prepare(features), self.config)
+
+    def ended(self, x_BPD: jax.Array) -> Any:
+        words_BPG = self.words_norm(self.words(x_BPD.reshape(len(x_BPD), -1, self.config.sizes["M"])))
+        return self.projector(jax.nn.softmax(words_BPG.astype(jnp.float32), axis=-1).astype(words_BPG.dtype))

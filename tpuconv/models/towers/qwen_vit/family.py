@@ -101,15 +101,19 @@ class Qwen3VitConfig(QwenVitConfig):
         return self.num_position_embeddings
 
 
+QWEN25_VISION_KEYS: Mapping[str, str] = {
+    **QwenVitConfig.aliases,
+    "in_chans": "in_channels",
+    "spatial_patch_size": "patch_size",
+}
+"""Other names of keys since Qwen2.5-VL."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Qwen25VitConfig(QwenVitConfig):
     """The tower of Qwen2.5-VL, of which most layers see windows."""
 
-    aliases: ClassVar[Mapping[str, str]] = {
-        **QwenVitConfig.aliases,
-        "in_chans": "in_channels",
-        "spatial_patch_size": "patch_size",
-    }
+    aliases: ClassVar[Mapping[str, str]] = QWEN25_VISION_KEYS
 
     depth: int = 32
     hidden_size: int = 3584

@@ -32,13 +32,14 @@ class Merger(nnx.Module):
     and two matrices with GELU between."""
 
     norm_type: ClassVar[Callable[..., Any]] = partial(LayerNorm, eps=1e-6)
+    has_biases: ClassVar[bool] = True
 
     def __init__(self, config: PartConfig, norm_axis: str = "D", *, out: str = "O", dtype: DTypeLike, keys: Keys):
         sizes, self.is_late = config.sizes, norm_axis == "M"
         self.merged = sizes["M"]
         self.norm = self.norm_type(norm_axis, sizes, dtype=dtype)
-        self.up = Einsum("BPM,MW->BPW", sizes, bias=True, dtype=dtype, keys=keys)
-        self.down = Einsum(f"BPW,W{out}->BP{out}", sizes, bias=True, dtype=dtype, keys=keys)
+        product = partial(Einsum, sizes=sizes, bias=self.has_biases, dtype=dtype, keys=keys)
+        self.up, self.down = product("BPM,MW->BPW"), product(f"BPW,W{out}->BP{out}")
 
     def __call__(self, x_BPD: jax.Array) -> jax.Array:
         x_BPD = x_BPD if self.is_late else self.norm(x_BPD)
@@ -90,9 +91,13 @@ class QwenVit(FeatureEncoder):
         self.patch = Einsum("BPC,CD->BPD", config.sizes, bias=self.has_patch_bias, dtype=dtype, keys=keys)
         if config.positions:
             self.positions = nnx.Param(normal(keys(), (config.sizes["P"], config.sizes["D"]), dtype))
-        self.layers = nnx.List([self.block(config, dtype, keys) for _ in range(config.depth)])
+        self.layers = nnx.List(self.blocks(config, dtype, keys))
 
     has_patch_bias: ClassVar[bool] = False
+
+    def blocks(self, config: Any, dtype: DTypeLike, keys: Keys) -> list[Block]:
+        """Returns all layers."""
+        return [self.block(config, dtype, keys) for _ in range(config.depth)]
 
     def block(self, config: Any, dtype: DTypeLike, keys: Keys) -> Block:
         """Returns a layer."""
@@ -168,13 +173,16 @@ class QwenVit(FeatureEncoder):
         windows_P: jax.Array,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         x_BPD = self.embedded(patches_PC, index_PA, weight_PA)
-        turns = cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"], self.config.rope_theta))
-        deep = []
+        turns, deep = self.turns(at_P2, frames_P, windows_P), []
         for i, layer in enumerate(self.layers):
             x_BPD = layer(x_BPD, self.segments_of(i, frames_P[None], windows_P[None]), turns)
             if i in self.config.deepstack:
                 deep.append(self.deep[self.config.deepstack.index(i)](x_BPD))
         return self.ended(x_BPD), tuple(deep)
+
+    def turns(self, at_P2: jax.Array, frames_P: jax.Array, windows_P: jax.Array) -> Any:
+        """Returns what the layers' attention takes as angles."""
+        return cos_sin(rows_then_columns(at_P2[None], self.config.sizes["H"], self.config.rope_theta))
 
     def ended(self, x_BPD: jax.Array) -> Any:
         """Returns the features [1, P / s^2, O] of the last layer's output."""
