@@ -97,7 +97,7 @@ ALONE = ("mistral3", "idefics3", "llava_onevision", "llava_onevision shrunk")
 LONG = [np.tile(SOUNDS[1], 12)]  # 37 s
 HEARD = {
     **dict.fromkeys(("qwen2_audio", "qwen2_5_omni", "qwen3_omni_moe", "gemma4", "gemma3n"), tuple(SOUNDS)),
-    "phi4_multimodal": tuple(SOUNDS),
+    **dict.fromkeys(("phi4_multimodal", "nemotron_h_omni"), tuple(SOUNDS)),
     **dict.fromkeys(("audioflamingo3", "musicflamingo", "glmasr", "qwen3_asr"), tuple(LONG)),  # one sound for a text
 }
 VIDEO = {"image_token": "<i>", "video_token": "<v>", "vision_bos_token": "<b>", "vision_eos_token": "<e>"}
@@ -193,18 +193,22 @@ def test_tiles_of_llava_next_are_those_of_the_reference(height, width):
     assert (rows * columns, rows) == (patches, newlines)
 
 
+EXTRACTORS = {**FEATURE_EXTRACTOR_MAPPING_NAMES, "nemotron_h_omni": "ParakeetFeatureExtractor"}
+"""Of Nemotron Omni the one that its processor is made for."""
+
+
 @pytest.mark.parametrize("name", HEARD)
 def test_prompts_with_sounds_are_those_of_the_release(name, processor_class, tmp_path):
     config = {"model_type": name}
     tokenizer = tokenizer_of(tokens_of(config))
-    extractor = getattr(transformers, FEATURE_EXTRACTOR_MAPPING_NAMES.get(name, "WhisperFeatureExtractor"))()
+    extractor = getattr(transformers, EXTRACTORS.get(name, "WhisperFeatureExtractor"))()
     cls = processor_class(name)
     part = "audio_processor" if name == "phi4_multimodal" else "feature_extractor"
     processor = cls(**dict.fromkeys(cls.get_attributes()) | {"tokenizer": tokenizer, part: extractor})
     marker = processor.audio_token
     sounds = HEARD[name]
     text = f"a {marker} b" * len(sounds)
-    want = processor(text=[text], audio=sounds)
+    want = processor(text=[text], audio=list(sounds))
     have = Preparer(saved(tmp_path, config, extractor, {}), tokenizer).prepared(text, sounds=sounds)
     check_equal(have, want, tokenizer)
 
@@ -272,7 +276,7 @@ class Stub:
     """An image processor that needs torchvision, with what it returns."""
 
     def __init__(self, **returned):
-        self.returned, self.merge_size, self.patch_size = returned, 2, 3
+        self.returned, self.merge_size, self.patch_size, self.downsample_ratio = returned, 2, 3, 0.5
 
     def __call__(self, images, **_):
         return dict(self.returned)
@@ -301,6 +305,7 @@ GRID_OF_BLOCKS = np.array([[1, 2, 3], [1, 1, 2]])
     ("name", "features"),
     [
         ("cohere2_vision", {"pixel_values": torch.ones(4, 3, 6, 6), "num_patches": [3, 1]}),
+        ("nemotron_h_omni", {"pixel_values": torch.ones(32, 48), "image_grid_hw": torch.tensor([[4, 6], [2, 4]])}),
         ("inkling_mm_model", {"pixel_values": torch.ones(9, 2, 3, 3, 3), "num_patches": [6, 3]}),
         ("inkling2", {"pixel_values": torch.ones(8, 6, 6, 3), "image_grid_thw": GRID_OF_BLOCKS}),
         (
@@ -592,6 +597,8 @@ def test_tokens_without_an_embedding_are_refused_beside_images(gemma):
         ("llama4", "Llama4ImageProcessor"),
         ("phi4_multimodal", "Phi4MultimodalImageProcessor"),
         ("phi4mm", "Phi4MMImageProcessor"),
+        ("nemotron_h_omni", "NemotronH_Omni_Reasoning_V3ImageProcessor"),
+        ("NemotronH_Nano_Omni_Reasoning_V3", "NemotronNanoVLV2ImageProcessor"),
     ],
 )
 def test_a_processor_that_needs_torchvision_says_so(name, kind, gemma):

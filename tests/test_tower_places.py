@@ -11,6 +11,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni
+from transformers.models.radio.modeling_radio import RadioPatchEmbeddings
 from transformers.vision_utils import (
     get_vision_interpolation_indices_and_weights,
     get_vision_nearest_position_ids,
@@ -31,6 +32,7 @@ from tpuconv.models.towers.places import (
     bilinear_weights,
     block_order,
     bucket,
+    corner_taps,
     nearest_taps,
     nested_order,
     raster,
@@ -96,6 +98,15 @@ def test_taps_of_factors_interpolate_as_torch_does(taps, mode, h, w, side):
     want = torch.nn.functional.interpolate(table_1DHW, scale_factor=factors, mode=mode, align_corners=False)
     have = interpolated(taps(h, w, side, side, 0.1), table_HWD, h, w)
     np.testing.assert_allclose(have, want[0].permute(1, 2, 0).numpy(), atol=2e-5)
+
+
+@given(h=SIZE, w=SIZE, side=TABLE)
+def test_images_that_are_no_squares_have_the_corner_of_the_positions_of_one(h, w, side):
+    table_HWD = np.random.default_rng(h * w).standard_normal((side, side, 3)).astype(np.float32)
+    self = SimpleNamespace(position_embedding=torch.tensor(table_HWD), max_rows=side, max_cols=side)
+    want = RadioPatchEmbeddings._interpolate_position_embedding(self, (h, w), torch.float32)
+    have = interpolated(corner_taps(h, w, side, side), table_HWD, h, w)
+    np.testing.assert_allclose(have.reshape(-1, 3), want[0].numpy(), atol=2e-5)
 
 
 @pytest.mark.parametrize(

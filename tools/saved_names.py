@@ -58,6 +58,7 @@ WHOLE: Mapping[str, Sequence[str]] = {
     "minimax_m3_vl": ("minimax_m3_vl",),
     "mistral_large4": ("mistral_large4",),
     "molmo2": ("molmo2", "molmo2_with_norms_after"),
+    "nemotron_h_omni.nemotron_h": ("nemotron_h_omni", "nemotron_h_omni_of_other_layers"),
     "qianfan_ocr.qwen3": ("qianfan_ocr",),
     "step3p7": ("step3p7", "step3p7_without_tiles"),
 }
@@ -352,7 +353,10 @@ class Models:
         raws += [sight.config_json() for sight in sights]
         self.family = find_family(raws[0])
         parts = [*(() for _ in self.cases), *(sight.parts for sight in sights)]
-        self.configs = [self.family.read_config(raw, parts=own) for raw, own in zip(raws, parts, strict=True)]
+        self.configs = [
+            self.family.read_config(raw, tensors=[*model.state_dict()] if own else (), parts=own)
+            for raw, model, own in zip(raws, self.models, parts, strict=True)
+        ]
 
     def found(self) -> Found:
         """What transformers has, besides the release. Of the cases of the text model the first one shows all."""

@@ -23,6 +23,7 @@ from tpuconv.models.common.layers import (
     ScaledRMSNorm,
     gelu,
     gelu_tanh,
+    relu2,
     soft_capped,
     times,
 )
@@ -43,11 +44,6 @@ NORMS: Mapping[str, Callable[..., Any]] = {
     "plain layer": PlainLayerNorm,
 }
 """The classes of norms."""
-
-
-def relu2(x: jax.Array) -> jax.Array:
-    """Returns the square of the positive part (arXiv:2109.08668)."""
-    return jnp.square(nnx.relu(x))
 
 
 ACTS: Mapping[str, Callable[[jax.Array], jax.Array]] = {

@@ -9,6 +9,7 @@ from typing import Any
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
+from tpuconv.models.towers.qwen_audio.family import halved
 
 FRAME_MASKS = ("feature_attention_mask", "input_features_mask")
 """Names of the masks of frames that are no padding."""
@@ -85,6 +86,20 @@ def phi4_image(item: MediaItem) -> str:
 def phi4_sound(item: MediaItem) -> str:
     """As many placeholders as the feature extractor counts (Phi-4-multimodal)."""
     return item.token("audio_token") * int(item.of("audio_embed_sizes"))
+
+
+def nemotron_image(item: MediaItem) -> str:
+    """A placeholder for each square of patches, between two tokens (Nemotron Omni)."""
+    side = round(1 / float(item.extractor.downsample_ratio))
+    soft = item.token("image_token") * (prod(map(int, item.of("image_grid_hw"))) // side**2)
+    return item.token("image_start_token") + soft + item.token("image_end_token")
+
+
+def nemotron_sound(item: MediaItem) -> str:
+    """A placeholder for what three convolutions with stride 2 leave of the frames and one more, between two tokens
+    (Nemotron Omni)."""
+    count = int(halved(_frames(item) + 1, 3))
+    return item.token("audio_start_token") + item.token("audio_token") * count + item.token("audio_end_token")
 
 
 def framed(begin: str, end: str, count: int, *, kind: str = "image", key: str = "image_seq_length") -> ItemWriter:

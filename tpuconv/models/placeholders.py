@@ -39,6 +39,8 @@ from tpuconv.models.media_texts import (
     llava_next,
     merged_patch,
     musicflamingo,
+    nemotron_image,
+    nemotron_sound,
     onevision,
     phi4_image,
     phi4_sound,
@@ -147,6 +149,17 @@ MASKED = {"return_attention_mask": True, "padding": "max_length"}
 MASK, INPUT_MASK = ({"attention_mask": name} for name in FRAME_MASKS)
 WINDOWS = {"return_attention_mask": True}
 UNCUT = {"return_attention_mask": True, "padding": True, "truncation": False}
+NEMOTRON_IMAGE = Placeholder(
+    nemotron_image,
+    LLAVA_TOKEN | {"image_start_token": "<img>", "image_end_token": "</img>"},
+    processor="NemotronH_Omni_Reasoning_V3ImageProcessor",
+)
+NEMOTRON_SOUND = Placeholder(
+    nemotron_sound,
+    {"audio_token": "<so_embedding>", "audio_start_token": "<so_start>", "audio_end_token": "<so_end>"},
+    renamed=INPUT_MASK,
+    processor="ParakeetFeatureExtractor",
+)
 
 PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ("gemma3", IMAGE): Placeholder(
@@ -304,6 +317,11 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
         boi_token="<begin_of_image>",
         eoi_token="<end_of_image>",
     ),
+    **{
+        (name, kind): row
+        for name in ("nemotron_h_omni", "NemotronH_Nano_Omni_Reasoning_V3")
+        for kind, row in ((IMAGE, NEMOTRON_IMAGE), (SOUND, NEMOTRON_SOUND))
+    },
     ("voxtral", SOUND): Placeholder(
         voxtral,
         {"audio_token": "[AUDIO]", "begin_audio_token": "[BEGIN_AUDIO]"},

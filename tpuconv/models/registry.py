@@ -26,6 +26,7 @@ from tpuconv.names import REPAIR
 from tpuconv.notation.forms import Forms, ReleaseReader
 from tpuconv.notation.release import Release
 from tpuconv.notation.segments import all_undressed
+from tpuconv.notation.spelling import template
 from tpuconv.notation.table import MappingTable
 from tpuconv.plugins import by_name, check_alone, loaded, plugin
 
@@ -109,9 +110,15 @@ class Family:
     def parts_among(self, tensors: Collection[str]) -> tuple[str, ...]:
         """Returns the parts beside the text model of which there are tensors. With names of transformers' modules that
         are not known for a part, these are all parts, so that it is refused and not left out."""
-        tensors, unread = all_undressed(tensors), tuple(each.removesuffix("*") for each in saved_outside(self.name))
-        is_unread = any(name.startswith(unread) for name in tensors)
-        return tuple(dict.fromkeys(each.part for each in self.modalities if is_unread or each.has_some(tensors)))
+        tensors, outside = all_undressed(tensors), tuple(each.removesuffix("*") for each in saved_outside(self.name))
+        found = {each.part for each in self.modalities if each.has_some(tensors)}
+        if modules := {template(name) for name in tensors if name.startswith(outside)}:
+            table = self.whole_table
+            reader = ReleaseReader(table, ALL_FORMS, saved_names(self.name), saved_places(self.name, table))
+            parts = {template(name): row.part for row in reader.rows for name in row.hf_names}
+            known = [parts.get(reader.speller.canonical(name) or "", "") for name in modules]
+            found |= set(known) if all(known) else {each.part for each in self.modalities}
+        return tuple(dict.fromkeys(each.part for each in self.modalities if each.part in found))
 
     def table_without_release(self, returns: str = LOGITS, parts: Mapping[str, PartConfig] = NO_PARTS) -> MappingTable:
         """Returns the table of models that return this, with the names of most releases; with these `parts` beside the
@@ -163,7 +170,7 @@ class Family:
         try:
             config = self.config.from_hf(self.config.settled(raw, tensors) if tensors else raw)
             outer: Any = self.config.around_text(raw) if parts else raw
-            towers = tuple(modality_of(self.modalities, part, outer).read(outer, config) for part in parts)
+            towers = tuple(modality_of(self.modalities, part, outer).read(outer, config, tensors) for part in parts)
             return replace(config, head=Head.from_hf(returns, raw), towers=towers)
         except ConfigError as error:
             if error.hint is None:

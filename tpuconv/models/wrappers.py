@@ -54,6 +54,12 @@ from tpuconv.models.towers.modalities import (
     PALIGEMMA_VISION,
     VIDEO_LLAMA3_VISION,
 )
+from tpuconv.models.towers.nemotron_modalities import (
+    KEYS_OF_MEDIA,
+    NEMOTRON_AUDIO,
+    NEMOTRON_VISION,
+    in_keys_of_nemotron_omni,
+)
 from tpuconv.models.towers.ovis.family import OVIS25_VISION, in_keys_of_ovis25
 from tpuconv.models.towers.phi3.family import KEYS_OF_IMAGES, PHI3_VISION, in_keys_of_phi3_v
 from tpuconv.models.towers.sam_modalities import GOT_VISION
@@ -466,11 +472,13 @@ WRAPPER_ROWS = (
         "NemotronH_Omni_Reasoning_V3",
         "Nemotron 3 Nano Omni",
         ("nemotron_h",),
-        {"vision_model": SEES, "mlp1": BRINGS, "sound_encoder": HEARS, "sound_projection": BRINGS},
         prefix="language_model.",
         head="language_model.lm_head.",  # the other names of Nemotron-H begin with `backbone.`
-        keys=("force_image_size", "downsample_ratio"),
+        released_as=("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_Omni_Reasoning_V3"),
+        keys=KEYS_OF_MEDIA,
+        modalities=(NEMOTRON_VISION, NEMOTRON_AUDIO),
         end="",
+        in_keys=in_keys_of_nemotron_omni,
     ),
     # what hears
     Wrapper("qwen2_audio", "Qwen2Audio", "Qwen2-Audio", ("qwen2",), prefix=IN_CAUSAL_MODEL, modalities=(QWEN2_AUDIO,)),

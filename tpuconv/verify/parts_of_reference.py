@@ -47,3 +47,10 @@ def first_of(module: Any, names: Sequence[str], *default: Any) -> Any:
     """Returns the submodule with the first of these names that the module has, or the default."""
     found = (getattr(module, name, None) for name in names)
     return next(iter((*(each for each in found if each is not None), *default)))
+
+
+def head_of(model: Any) -> Any:
+    """Returns the head of transformers' model; None if it has none. A model around a causal one may have that one's."""
+    head = model.get_output_embeddings()
+    inner: Any = getattr(model, "language_model", None)
+    return inner.get_output_embeddings() if head is None and inner is not None else head

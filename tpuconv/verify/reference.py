@@ -28,6 +28,7 @@ from tpuconv.sources.source import open_source
 from tpuconv.text import format_count
 from tpuconv.verify.logits import compare_logits
 from tpuconv.verify.merged import WeightedAdapter, with_adapters
+from tpuconv.verify.parts_of_reference import head_of
 from tpuconv.verify.reference_calls import ADDS_FEATURES, attention_of, inputs_of, mended
 from tpuconv.verify.reference_types import READ_WITHIN, reference_class, reference_config, released_names
 from tpuconv.verify.sights import SightWindow
@@ -271,8 +272,9 @@ def _check_loaded(source: Path, model: Any, loaded: Mapping[str, Any]) -> None:
     import transformers
 
     absent = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
-    sizes = {name: values.numel() for name, values in model.state_dict().items()} if absent else {}
-    missing = sorted(name for name in absent if sizes.get(name) != 0)  # a model without shared experts has empty ones
+    # A model without shared experts has empty matrices, and whole numbers of a model follow from its config.
+    sizes = {name: values.numel() * values.is_floating_point() for name, values in model.state_dict().items()}
+    missing = sorted(name for name in absent if sizes.get(name) != 0)
     if not missing:
         return
     unread = sorted(loaded["unexpected_keys"])
@@ -307,7 +309,7 @@ def _outputs(model: Any, windows: Sequence[Window], returns: str) -> Iterator[np
 def head_from(model: Any, first: int) -> Iterator[None]:
     """Within the context transformers' model makes logits of the tokens from this one on alone. Not all models have an
     argument for that."""
-    head = model.get_output_embeddings()
+    head = head_of(model)
     if not first or head is None:
         yield
         return

@@ -6,6 +6,7 @@ forward pass whose layers return 0.
 """
 
 import gc
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ from tpuconv.verify.parts_of_reference import (
     NORM_NAMES,
     ROTARY_OPTIONS,
     first_of,
+    head_of,
     returned_values,
 )
 from tpuconv.verify.reference import (
@@ -146,6 +148,7 @@ class LayeredReference:
             self._load(*(f"{part}." for part in self.parts))
         for encoder in self.encoders:
             if not all(value.is_meta for value in encoder.state_dict().values()):  # Janus has what draws beside it
+                _fill_by_config(encoder)
                 self._check_filled(encoder, "encoders")
 
         with ExitStack() as stack:
@@ -176,7 +179,7 @@ class LayeredReference:
             setattr(base.get_submodule(front), last, self.torch.nn.Parameter(there, requires_grad=False))
 
     def _head(self) -> Any:
-        return self.model.get_output_embeddings()
+        return head_of(self.model)
 
     def _ids(self, window: Window) -> Any:
         return self.torch.tensor([list(window.ids)])
@@ -304,6 +307,27 @@ def sources_by_target(table: MappingTable, config: Any) -> dict[str, list[str]]:
         for binding in table.bind(config)
         for target in binding.dst_shapes()
     }
+
+
+def _fill_by_config(module: Any) -> None:
+    """Lets transformers set what its models compute from their config where a checkpoint lacks it: whole numbers, and
+    weights that its loader does not miss."""
+    import torch
+
+    for model in (each for each in module.modules() if hasattr(each, "_init_weights")):
+        known = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+        for at, part in model.named_modules():
+            own = dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
+            lacking = {
+                name: x
+                for name, x in own.items()
+                if x.is_meta and (not x.is_floating_point() or any(each.search(f"{at}.{name}") for each in known))
+            }
+            for name, x in lacking.items():
+                empty = torch.empty_like(x, device="cpu")
+                setattr(part, name, torch.nn.Parameter(empty) if name in part._parameters else empty)
+            if lacking:
+                model._init_weights(part)
 
 
 @contextmanager

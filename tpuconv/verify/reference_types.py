@@ -20,6 +20,7 @@ READ_AS = {
     **{"kimi_k2": "deepseek_v3", "mimo": "qwen2"},
     **{"phi4mm": "phi4_multimodal", "deepseek_vl_v2": "deepseek_ocr2"},
     **{"deepseek_ocr": "unlimited_ocr", "internvl_chat": "qianfan_ocr"},
+    "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni",
 }
 """Model types for which transformers has no class of its own (it would need remote code), and the model type with the
 same mathematics that is used instead."""

@@ -6,6 +6,7 @@ the text model, X colours, p and q rows and columns of a patch. Names of its par
 `vision.layers.0.attn.q.kernel`, `vision.projector.up.kernel`.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -94,10 +95,12 @@ class TowerConfig:
     Attributes:
         only: keys that have one of these values, where the file has them.
         aliases: further names of keys, and those that they stand for.
+        told: keys that no config.json has: whether a release has tensors with such names, or a checkpoint arrays.
     """
 
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     aliases: ClassVar[Mapping[str, str]] = {}
+    told: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -290,18 +293,20 @@ class Modality:
         begins = (name.removeprefix("model.").partition(".")[0] for name in (self.prefix, self.projector_prefix))
         return self.replaces or tuple(dict.fromkeys(filter(None, begins)))
 
-    def read(self, outer: Mapping[str, Any], text: Any) -> "PartConfig":
+    def read(self, outer: Mapping[str, Any], text: Any, tensors: Collection[str] = ()) -> "PartConfig":
         """Returns the config of this part.
 
         Args:
             outer: the parsed object of config.json that has `vision_config`.
             text: the config of the text model.
+            tensors: the names of the tensors of the release, or of the parameters of a checkpoint.
 
         Raises:
             UnsupportedConfig, ConfigError: see `TowerConfig.from_hf`.
         """
         own = object_of(outer, self.config_key)
-        tower = self.tower.config.from_hf({**self.defaults, **own})
+        told = {key: any(map(re.compile(name).search, tensors)) for key, name in self.tower.config.told.items()}
+        tower = self.tower.config.from_hf({**self.defaults, **own, **told})
         ids = [place[key] for place in (outer, own) for key in self.placeholder if place.get(key) is not None]
         placeholder = ids[0] if ids else UNKNOWN_TOKEN if self.placeholder_token else self.placeholder_id
         if type(placeholder) is not int:

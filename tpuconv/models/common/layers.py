@@ -198,6 +198,11 @@ def gelu(x: jax.Array) -> jax.Array:
     return nnx.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
 
 
+def relu2(x: jax.Array) -> jax.Array:
+    """Returns the square of the positive part (arXiv:2109.08668)."""
+    return jnp.square(nnx.relu(x))
+
+
 def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
     """Returns x, limited to between -cap and cap by a tanh; unchanged without a cap."""
     return x if cap is None else jnp.tanh(x / cap) * cap

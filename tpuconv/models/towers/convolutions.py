@@ -1,13 +1,17 @@
 """Convolutions of encoders.
 
-Letters: B sounds, T frames, M mel channels, C channels of the input, E of the output, p and q taps."""
+Letters: B sounds, T frames, M mel channels, C channels of the input, E or W of the output, p and q taps, G what is left
+of the mel channels, D the width of the encoder."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.layers import Keys, normal
+from tpuconv.models.common.layers import Einsum, Keys, normal
 
 
 class StridedConvolution(nnx.Module):
@@ -49,6 +53,43 @@ class StridedConvolution(nnx.Module):
             feature_group_count=self.groups,
         )
         return y if self.bias is None else y + self.bias[...]
+
+
+class HalvingStage(nnx.Module):
+    """A convolution of each channel with a stride of two and a matrix, [B, T, M, C] to [B, T / 2, M / 2, C]."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        sizes = config.sizes
+        shape = (sizes["p"], sizes["q"], 1, sizes["C"])
+        self.by_channel = StridedConvolution(shape, stride=2, groups=sizes["C"], dtype=dtype, keys=keys)
+        self.matrix = Einsum("BTMC,CW->BTMW", sizes, bias=True, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BTMC: jax.Array) -> jax.Array:
+        return self.matrix(self.by_channel(x_BTMC))
+
+
+class SoundEntry(nnx.Module):
+    """Three convolutions, each with a stride of two, and a matrix: frames [B, T, M] to [B, T / 8, D]. Frames that are
+    of no sound are 0 for the second and third, and for the matrix.
+
+    Args:
+        act: of the output of each convolution.
+    """
+
+    def __init__(self, config: Any, act: Callable[[jax.Array], jax.Array], *, dtype: DTypeLike, keys: Keys):
+        sizes = config.sizes
+        shape = (sizes["p"], sizes["q"], 1, sizes["C"])
+        self.first = StridedConvolution(shape, stride=2, dtype=dtype, keys=keys)
+        self.second, self.third = (HalvingStage(config, dtype=dtype, keys=keys) for _ in range(2))
+        self.matrix = Einsum("BTWG,WGD->BTD", sizes, bias=True, dtype=dtype, keys=keys)
+        self.act = act
+
+    def __call__(self, x_BTM: jax.Array, is_sound_BT: jax.Array) -> jax.Array:
+        x_BTMC = x_BTM[..., None]
+        for stage in (self.first, self.second, self.third):
+            is_sound_BT = is_sound_BT[:, ::2]
+            x_BTMC = self.act(stage(x_BTMC)) * is_sound_BT[..., None, None]
+        return self.matrix(x_BTMC.swapaxes(2, 3))
 
 
 class BatchNorm(nnx.Module):

@@ -6,6 +6,7 @@ patches in a column and in a row. `raster`, `block_order` and the taps are of on
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -95,12 +96,24 @@ def bilinear_taps_of_centers(h: int, w: int, table_height: int, table_width: int
     rows outside are the ones at the border (LLaVA-OneVision; Hy4-VL with 0.1 more). torch copies an axis that keeps its
     size, whatever `more` is."""
 
+    return _product(partial(_between_centers, more=more), h, w, table_height, table_width)
+
+
+def corner_taps(h: int, w: int, table_height: int, table_width: int) -> Taps:
+    """Returns the taps of `bilinear_taps_of_centers` for a square with the longer side of an image, which is its upper
+    left corner (cropped positions, arXiv:2312.06709)."""
+
     def axis(size: int, rows: int) -> AxisTaps:
-        centers = _centers(size, rows, 0 if size == rows else more)
-        tap, distance = _neighbours(np.maximum(centers, np.float32(0)), rows, 0, 2)
-        return tap, np.maximum(1 - distance, np.float32(0))
+        tap, weight = _between_centers(max(h, w), rows)
+        return tap[:size], weight[:size]
 
     return _product(axis, h, w, table_height, table_width)
+
+
+def _between_centers(size: int, rows: int, more: float = 0.0) -> AxisTaps:
+    centers = _centers(size, rows, 0 if size == rows else more)
+    tap, distance = _neighbours(np.maximum(centers, np.float32(0)), rows, 0, 2)
+    return tap, np.maximum(1 - distance, np.float32(0))
 
 
 def bilinear_weights(size: int, rows: int) -> Floats:

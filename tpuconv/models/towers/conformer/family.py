@@ -25,6 +25,11 @@ class ConformerConfig(TowerConfig):
         "num_mel_bins": "input_dim",
     }
 
+    hidden_act: ClassVar[str] = "silu"
+    mlp_bias: ClassVar[bool] = True
+    convolution_bias: ClassVar[bool] = True
+    taps_bias: ClassVar[bool] = False
+
     input_dim: int = 160
     num_layers: int = 10
     hidden_dim: int = 1024

@@ -18,7 +18,7 @@ from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, LayerNorm, 
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.convolutions import BatchNorm, convolved_channels
-from tpuconv.models.towers.encoder import FeatureEncoder, given, noise
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise
 from tpuconv.models.towers.places import bucket
 
 SPEECH_EPS = 1e-5
@@ -29,12 +29,13 @@ class HalvedMLP(nnx.Module):
     """A halved MLP behind its norm, [B, T, D] to [B, T, D]."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        matrix = partial(Einsum, sizes=config.sizes, bias=True, dtype=dtype, keys=keys)
+        matrix = partial(Einsum, sizes=config.sizes, bias=config.mlp_bias, dtype=dtype, keys=keys)
         self.norm = LayerNorm("D", config.sizes, SPEECH_EPS, dtype=dtype)
         self.up, self.down = matrix("BTD,DF->BTF"), matrix("BTF,FD->BTD")
+        self.act = ACTS_BY_NAME[config.hidden_act]
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return 0.5 * self.down(nnx.silu(self.up(self.norm(x_BTD))))
+        return 0.5 * self.down(self.act(self.up(self.norm(x_BTD))))
 
 
 class SpeechAttention(nnx.Module):
@@ -75,17 +76,21 @@ class SpeechConvolution(nnx.Module):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         sizes = config.sizes
-        matrix = partial(Einsum, sizes=sizes, bias=True, dtype=dtype, keys=keys)
+        matrix = partial(Einsum, sizes=sizes, bias=config.convolution_bias, dtype=dtype, keys=keys)
         self.norm = LayerNorm("D", sizes, SPEECH_EPS, dtype=dtype)
         self.up, self.gate, self.down = matrix("BTD,DE->BTE"), matrix("BTD,DE->BTE"), matrix("BTE,ED->BTD")
         self.kernel = nnx.Param(normal(keys(), (sizes["c"], sizes["E"]), dtype))
+        self.bias = nnx.Param(jnp.zeros(sizes["E"], dtype)) if config.taps_bias else None
+        self.act = ACTS_BY_NAME[config.hidden_act]
         self.batch_norm = BatchNorm(sizes["E"], SPEECH_EPS, dtype=dtype)
 
-    def __call__(self, x_BTD: jax.Array, is_sound_T: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, is_sound: jax.Array) -> jax.Array:
+        """`is_sound` are frames of each sound [B, T], or of all [T]."""
         x_BTD, kernel = self.norm(x_BTD), self.kernel[...]
-        y_BTE = self.up(x_BTD) * nnx.sigmoid(self.gate(x_BTD)) * is_sound_T[:, None]
-        y_BTE = self.batch_norm(convolved_channels(y_BTE, kernel, len(kernel) // 2))
-        return self.down(nnx.silu(y_BTE))
+        y_BTE = self.up(x_BTD) * nnx.sigmoid(self.gate(x_BTD)) * is_sound[..., None]
+        y_BTE = convolved_channels(y_BTE, kernel, len(kernel) // 2)
+        y_BTE = self.batch_norm(y_BTE if self.bias is None else y_BTE + self.bias[...])
+        return self.down(self.act(y_BTE))
 
 
 class MacaronLayer(nnx.Module):
@@ -108,7 +113,7 @@ class MacaronLayer(nnx.Module):
         self.conv = self.convolution(config, dtype=dtype, keys=keys)
         self.norm = LayerNorm("D", config.sizes, self.eps, dtype=dtype)
 
-    def __call__(self, x_BTD: jax.Array, mask: jax.Array, *frames: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, mask: Any, *frames: jax.Array) -> jax.Array:
         """The attention is given the mask, or bias; the convolution which frames are of a sound, if it asks."""
         x_BTD = x_BTD + self.mlp_before(x_BTD)
         x_BTD = x_BTD + self.attn(x_BTD, mask)

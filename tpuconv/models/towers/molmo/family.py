@@ -1,6 +1,6 @@
 """The tower of Molmo 2 and its pooling: configs and tables."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -205,16 +205,16 @@ class MolmoModality(Modality):
     """The way in which Molmo 2 sees. Releases have `vit_config` in place of `vision_config`, which counts layers behind
     the last one that is read; there are no tensors of them (`Molmo2Config` of transformers)."""
 
-    def read(self, outer: Mapping[str, Any], text: Any) -> PartConfig:
+    def read(self, outer: Mapping[str, Any], text: Any, tensors: Collection[str] = ()) -> PartConfig:
         vit, adapter = outer.get("vit_config"), outer.get("adapter_config") or {}
         if outer.get("vision_config") is not None or not isinstance(vit, Mapping) or not isinstance(adapter, Mapping):
-            return super().read(outer, text)
+            return super().read(outer, text, tensors)
         count = checked_values(vit, {COUNTED_LAYERS: int}).get(COUNTED_LAYERS, MolmoVitConfig.num_hidden_layers)
         given = checked_values(adapter, {"vit_layers": tuple[int, ...], "vision_feature_layer": tuple[int, ...]})
         layers = [layer % max(1, count) for layer in next(iter(given.values()), RELEASED_LAYERS)]
         read = {key: value for key, value in adapter.items() if key != "vit_layers"} | {"vision_feature_layer": layers}
         trimmed = {**vit, COUNTED_LAYERS: max(layers, default=count - 1) + 1}
-        return super().read({**outer, "vision_config": trimmed, "adapter_config": read}, text)
+        return super().read({**outer, "vision_config": trimmed, "adapter_config": read}, text, tensors)
 
 
 MOLMO_VISION = MolmoModality(

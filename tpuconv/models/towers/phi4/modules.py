@@ -21,7 +21,7 @@ from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, LayerNorm, 
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.conformer.modules import MacaronLayer
-from tpuconv.models.towers.convolutions import StridedConvolution, convolved_channels
+from tpuconv.models.towers.convolutions import SoundEntry, convolved_channels
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, Grids, given, noise, padded, patches_of
 from tpuconv.models.towers.image_encoder import states_of
 from tpuconv.models.towers.places import IntArray, bucket, nearest_taps
@@ -254,39 +254,6 @@ class Phi4SoundLayer(MacaronLayer):
     mlp, attention, convolution, eps = GatedHalf, BiasedAttention, CausalConvolution, SOUND_EPS
 
 
-class HalvingStage(nnx.Module):
-    """A convolution of each channel with a stride of two and a matrix, [B, T, M, C] to [B, T / 2, M / 2, C]."""
-
-    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.sizes
-        shape = (sizes["p"], sizes["q"], 1, sizes["C"])
-        self.by_channel = StridedConvolution(shape, stride=2, groups=sizes["C"], dtype=dtype, keys=keys)
-        self.matrix = Einsum("BTMC,CW->BTMW", sizes, bias=True, dtype=dtype, keys=keys)
-
-    def __call__(self, x_BTMC: jax.Array) -> jax.Array:
-        return self.matrix(self.by_channel(x_BTMC))
-
-
-class SoundEntry(nnx.Module):
-    """Three convolutions, each with a stride of two, and a matrix: frames [B, T, M] to [B, T / 8, D]. Frames behind the
-    longest sound are 0 for each."""
-
-    def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        sizes = config.sizes
-        shape = (sizes["p"], sizes["q"], 1, sizes["C"])
-        self.first = StridedConvolution(shape, stride=2, dtype=dtype, keys=keys)
-        self.second, self.third = (HalvingStage(config, dtype=dtype, keys=keys) for _ in range(2))
-        self.matrix = Einsum("BTWG,WGD->BTD", sizes, bias=True, dtype=dtype, keys=keys)
-        self.act = ACTS_BY_NAME[config.nemo_activation]
-
-    def __call__(self, x_BTM: jax.Array, is_frame_T: jax.Array) -> jax.Array:
-        x_BTMC = (x_BTM * is_frame_T[:, None])[..., None]
-        for stage in (self.first, self.second, self.third):
-            is_frame_T = is_frame_T[::2]
-            x_BTMC = self.act(stage(x_BTMC)) * is_frame_T[:, None, None]
-        return self.matrix(x_BTMC.swapaxes(2, 3)) * is_frame_T[:, None]
-
-
 class Phi4Conformer(FeatureEncoder):
     """Frames [B, T, M] of log-mel spectrograms to features [B, T / 8, O]. As in transformers frames behind a shorter
     sound are seen by all layers."""
@@ -298,7 +265,7 @@ class Phi4Conformer(FeatureEncoder):
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
         sizes = config.sizes
         self.mean, self.scale = nnx.Param(jnp.zeros(sizes["M"], dtype)), nnx.Param(jnp.ones(sizes["M"], dtype))
-        self.entry = SoundEntry(config, dtype=dtype, keys=keys)
+        self.entry = SoundEntry(config, ACTS_BY_NAME[config.nemo_activation], dtype=dtype, keys=keys)
         self.distance_bias = nnx.Param(normal(keys(), (sizes["R"], sizes["N"]), dtype))
         self.layers = nnx.List([Phi4SoundLayer(config, dtype=dtype, keys=keys) for _ in range(sizes["L"])])
 
@@ -343,7 +310,8 @@ class Phi4Conformer(FeatureEncoder):
         self, frames_BTM: jax.Array, is_frame_T: jax.Array, extra_BS: jax.Array, is_beside_images_1: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         x_BTM = (frames_BTM.astype(self.scale.dtype) - self.mean[...]) * self.scale[...]
-        x_BTD = self.entry(x_BTM, is_frame_T)
+        # frames behind the longest sound are 0 for each part
+        x_BTD = self.entry(x_BTM * is_frame_T[:, None], is_frame_T[None]) * is_frame_T[::8, None]
         B, slots, D = x_BTD.shape
         Q = min(slots, WINDOW)
         x_ZQD, bias_ZNQS = x_BTD.reshape(-1, Q, D), self._bias(extra_BS.reshape(-1, Q))

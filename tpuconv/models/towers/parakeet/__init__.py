@@ -1,0 +1,1 @@
+"""The encoder of Parakeet, a Fast Conformer (arXiv:2305.05084)."""
