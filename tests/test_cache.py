@@ -28,10 +28,12 @@ selected tokens as without it. Measured: at most two others, whose best two logi
 9e-4 nats and a mean of 6e-7 to 1.7e-3; of Qwen2 with YaRN 2.1e-3 on an Intel processor, where one token of the 26 has
 0.039 and the others 6e-4."""
 
-SAME_CHOICES, MEAN_KL_OF_SAME = 0.7, 0.01
-"""Where the model chooses with the int8 cache: the part of the tokens that choose in all layers what they do without
-it, and their mean KL. Measured: 21 of 26 or more, and 3.3e-3 at most. They attend to the others, which are computed by
-other functions: one of GLM-5 is 0.57 nats off."""
+COMMON_CHOICES, MEAN_KL_OF_SAME = 0.85, 0.01
+"""Where the model chooses with the int8 cache: the part of the choices in a layer that are as without it, at least, and
+the mean KL of the tokens whose choices all are, at most. They attend to the others, which are computed by other
+functions: one of GLM-5 is 0.57 nats off. Tokens are no measure: of 96 experts in three layers, many of which are near
+each other, 16 of 26 tokens choose the same everywhere. Measured: 0.92 or more of the choices, 0.885 where these experts
+are in groups, of which a token changes all at once."""
 
 ALWAYS_FULL = {"deepseek_v4", "deepseek_v41", *STATES_ALONE}
 """Families whose cache is always in the model's dtype, or holds states alone."""
@@ -120,17 +122,17 @@ def run(
     return Run(np.concatenate(logits, axis=1), calls)
 
 
-def same_choices_of(one: Run, other: Run) -> np.ndarray:
-    """Which tokens [B, T] choose the same in all layers. Ids are compared in any order."""
+def choices_in_common(one: Run, other: Run) -> np.ndarray:
+    """The part of the choices of each token that are the same, by layer [L, B, T]. Ids may stand in any order."""
 
-    def same_BT(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        same = a == b if a.dtype == bool else np.sort(a) == np.sort(b)
-        return same.reshape(*a.shape[:2], -1).all(axis=-1)
+    def common_BT(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        same = a == b if a.dtype == bool else (a[..., None] == b[..., None, :]).any(axis=-1)
+        return same.reshape(*a.shape[:2], -1).mean(axis=-1)
 
     calls = zip(one.calls, other.calls, strict=True)
-    parts = [[same_BT(*pair) for pair in zip(a.choices, b.choices, strict=True)] for a, b in calls]
-    everything = np.ones(one.logits.shape[:2], bool)
-    return np.concatenate([np.all(part, axis=0) for part in parts], axis=1) if parts[0] else everything
+    parts = [[common_BT(*pair) for pair in zip(a.choices, b.choices, strict=True)] for a, b in calls]
+    everything = np.ones((1, *one.logits.shape[:2]))
+    return np.concatenate([np.stack(part) for part in parts], axis=2) if parts[0] else everything
 
 
 def assert_same_vectors(model: Any, ids_BT: np.ndarray, mask_BT: np.ndarray, at_once: int, want: Run) -> None:
@@ -175,13 +177,15 @@ def test_logits_with_an_int8_cache(case: Case, orbax: Any) -> None:
         return float(top1), (np.exp(p) * (p - q)).sum(-1)[mask_BT]
 
     top1, kl = compare(same_choices)
-    chose_alike_BT = same_choices_of(rounded, want)
-    of_alike = compare(rounded)[1][chose_alike_BT[mask_BT]]
+    common_LBT = choices_in_common(rounded, want)
+    of_alike = compare(rounded)[1][(common_LBT == 1).all(axis=0)[mask_BT]]
+    common = common_LBT[:, mask_BT].mean(axis=1).min()
     print(f"{case.id}: top-1 {top1:.4f}, median KL {np.median(kl):.2e}, mean KL {kl.mean():.2e}")
     print(f"its own choices: {len(of_alike)} of {len(kl)} tokens with the same, mean KL {of_alike.mean():.2e}")
+    print(f"in a layer {common:.3f} of the choices at least")
     assert top1 >= TOP1
     assert kl.mean() <= MEAN_KL
-    assert len(of_alike) >= SAME_CHOICES * len(kl)
+    assert common >= COMMON_CHOICES
     assert of_alike.mean() <= MEAN_KL_OF_SAME
     assert 1e-9 < np.median(kl) <= MEDIAN_KL  # 0 would be a cache that is not quantized
     # A token's keys are quantized by themselves: however they came in, and whatever stands before them.
