@@ -18,60 +18,55 @@ from tpuconv.models.common.beside import Modality
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.wrapper import BRINGS, HEARS, LLAVA, SEES, WrapperConfig, inside, outside_of
 from tpuconv.models.registry import Family, family_of_type
+from tpuconv.models.towers.blip.family import BLIP2_VISION
+from tpuconv.models.towers.conformer.family import GRANITE_AUDIO
 from tpuconv.models.towers.dots.family import DOTS_VISION, in_keys_of_dots
-from tpuconv.models.towers.intern_modalities import INTERNVL_CHAT_VISION, INTERNVL_VISION, QIANFAN_VISION
+from tpuconv.models.towers.fastvit.family import FAST_VISION
+from tpuconv.models.towers.intern_vit.family import (
+    AYA_VISION,
+    COMMAND_A_VISION,
+    INTERNVL_CHAT_VISION,
+    INTERNVL_VISION,
+    QIANFAN_VISION,
+)
 from tpuconv.models.towers.intern_vit.released import in_keys_of_internvl
-from tpuconv.models.towers.llava_modalities import (
-    FAST_VISION,
+from tpuconv.models.towers.janus.family import JANUS_VISION
+from tpuconv.models.towers.llava.modalities import (
+    DEEPSEEK_VL_HYBRID_VISION,
+    DEEPSEEK_VL_VISION,
     LLAVA_NEXT_VIDEO_VISION,
     LLAVA_NEXT_VISION,
     LLAVA_VISION,
     ONEVISION_VISION,
-    PERCEPTION_VISION,
     VIDEO_LLAVA_VISION,
     VIP_LLAVA_VISION,
 )
+from tpuconv.models.towers.minicpm.family import MINICPM47_VISION, MINICPM_VISION
 from tpuconv.models.towers.minicpm.released import KEYS_OF_SLICES, SLICED_VISION, in_keys_of_minicpm_v
-from tpuconv.models.towers.modalities import (
-    AYA_VISION,
-    BLIP2_VISION,
-    COMMAND_A_VISION,
-    COMPASS_VISION,
-    DEEPSEEK_VL_HYBRID_VISION,
-    DEEPSEEK_VL_VISION,
-    EXAONE_VISION,
-    HYPERCLOVA_VISION,
-    IDEFICS2_VISION,
-    IDEFICS3_VISION,
-    JANUS_VISION,
-    LFM2_VISION,
-    LFM3_VISION,
-    LIGHTON_VISION,
-    MINICPM47_VISION,
-    MINICPM_VISION,
-    OPENCUA_VISION,
-    OVIS_VISION,
-    PALIGEMMA_VISION,
-    VIDEO_LLAMA3_VISION,
-)
-from tpuconv.models.towers.nemotron_modalities import (
+from tpuconv.models.towers.navit.family import IDEFICS2_VISION, IDEFICS3_VISION
+from tpuconv.models.towers.ovis.family import OVIS25_VISION, OVIS_VISION, in_keys_of_ovis25
+from tpuconv.models.towers.packed_vit.gated_family import LFM3_VISION
+from tpuconv.models.towers.perception.family import PERCEPTION_VISION
+from tpuconv.models.towers.phi3.family import KEYS_OF_IMAGES, PHI3_VISION, in_keys_of_phi3_v
+from tpuconv.models.towers.pixtral.family import LIGHTON_VISION
+from tpuconv.models.towers.qwen_audio.family import QWEN3_ASR_AUDIO
+from tpuconv.models.towers.qwen_vit.modalities import COMPASS_VISION, EXAONE_VISION, HYPERCLOVA_VISION, OPENCUA_VISION
+from tpuconv.models.towers.radio.released import (
     KEYS_OF_MEDIA,
     NEMOTRON_AUDIO,
     NEMOTRON_VISION,
     in_keys_of_nemotron_omni,
 )
-from tpuconv.models.towers.ovis.family import OVIS25_VISION, in_keys_of_ovis25
-from tpuconv.models.towers.phi3.family import KEYS_OF_IMAGES, PHI3_VISION, in_keys_of_phi3_v
-from tpuconv.models.towers.sam_modalities import GOT_VISION
-from tpuconv.models.towers.sound_modalities import (
+from tpuconv.models.towers.sam.family import GOT_VISION
+from tpuconv.models.towers.sanm.family import FUN_AUDIO
+from tpuconv.models.towers.siglip.family import PALIGEMMA_VISION
+from tpuconv.models.towers.siglip2.family import LFM2_VISION, VIDEO_LLAMA3_VISION
+from tpuconv.models.towers.whisper.family import (
     FLAMINGO_AUDIO,
-    FUN_AUDIO,
     GLM_AUDIO,
-    GRANITE_AUDIO,
     MOSS_AUDIO,
     MUSIC_AUDIO,
     QWEN2_AUDIO,
-    QWEN3_ASR_AUDIO,
     VOXTRAL_AUDIO,
 )
 

@@ -13,7 +13,7 @@ from tpuconv.models.deepseek_v4.family import streams
 from tpuconv.models.glm_moe_dsa import family as glm_moe_dsa
 from tpuconv.models.kimi_linear.family import KDA_BESIDE_RATES, LINEAR_KEYS
 from tpuconv.models.registry import family
-from tpuconv.models.towers.modalities import GLM5_VISION
+from tpuconv.models.towers.qwen_vit.modalities import GLM5_VISION
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
 

@@ -10,7 +10,7 @@ from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.kimi_linear import family as kimi_linear
 from tpuconv.models.kimi_linear.family import KDA_CONVOLUTIONS, KDA_INPUTS, KIMI_NORMS
 from tpuconv.models.registry import family
-from tpuconv.models.towers.modalities import KIMI_K3_VISION
+from tpuconv.models.towers.moonvit.family import KIMI_K3_VISION
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
 

@@ -23,9 +23,9 @@ from tpuconv.models.declare import decoder, like, wrapper
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.lineages.llama import MiniCpmFactors
 from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
+from tpuconv.models.towers.deepseek_ocr.family import DEEPSEEK_OCR2_VISION, DEEPSEEK_OCR_VISION
 from tpuconv.models.towers.deepseek_ocr.released import FIRST_TYPE, RELEASED_TYPE, with_text_config
-from tpuconv.models.towers.modalities import KIMI_VISION, KIMI_VL_VISION
-from tpuconv.models.towers.sam_modalities import DEEPSEEK_OCR2_VISION, DEEPSEEK_OCR_VISION
+from tpuconv.models.towers.moonvit.family import KIMI_VISION, KIMI_VL_VISION
 from tpuconv.notation.table import Map, under
 
 DEEPSEEK_V3 = deepseek_v3.FAMILY

@@ -14,7 +14,7 @@ from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Mlp, Mtp, Norms
 from tpuconv.models.towers.ernie.family import ERNIE_VISION
 from tpuconv.models.towers.ernie.released import in_two_objects
-from tpuconv.models.towers.modalities import PADDLE_VISION
+from tpuconv.models.towers.siglip2.family import PADDLE_VISION
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
 

@@ -21,8 +21,8 @@ from tpuconv.models.gemma3n_text.family import FAMILY as GEMMA3N_TEXT
 from tpuconv.models.gemma4_text.family import FAMILY as GEMMA4_TEXT
 from tpuconv.models.parts import Attn, Factors, Mlp, Norms
 from tpuconv.models.towers.gemma3n.modalities import GEMMA3N_AUDIO, GEMMA3N_VISION
-from tpuconv.models.towers.modalities import GEMMA3_VISION, GEMMA4_PATCHES, GEMMA4_VISION
-from tpuconv.models.towers.sound_modalities import GEMMA4_AUDIO, GEMMA4_FRAMES
+from tpuconv.models.towers.gemma4.family import GEMMA4_AUDIO, GEMMA4_FRAMES, GEMMA4_PATCHES, GEMMA4_VISION
+from tpuconv.models.towers.siglip.family import GEMMA3_VISION
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
 

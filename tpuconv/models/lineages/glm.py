@@ -15,7 +15,7 @@ from tpuconv.models.common.wrapper import SEES, inside
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.deepseek_v3.family import EXPERT_ROWS
 from tpuconv.models.parts import Attn, Experts, Mlp, Mtp, Norms
-from tpuconv.models.towers.modalities import GLM_OCR_VISION, GLM_VISION
+from tpuconv.models.towers.qwen_vit.modalities import GLM_OCR_VISION, GLM_VISION
 from tpuconv.notation.table import Map
 
 GLM = decoder(

@@ -13,7 +13,7 @@ from tpuconv.models.common.rope import LARGEST_ROPE_VALUE, PARAMETER_KEYS, Rope,
 from tpuconv.models.common.rows import BIASED_ATTENTION, EXPERT_MLPS, SHARED
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
-from tpuconv.models.towers.modalities import HUNYUAN_VISION
+from tpuconv.models.towers.packed_vit.family import HUNYUAN_VISION
 from tpuconv.notation.table import Map, under
 
 

@@ -20,17 +20,12 @@ from tpuconv.models.minimax_m3_vl_text.family import m3_table
 from tpuconv.models.qwen3_next.qwen3_5 import OUTSIDE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from tpuconv.models.qwen4_exp_text.family import FAMILY as QWEN4_EXP_TEXT
 from tpuconv.models.step3p5.family import FAMILY as STEP3P5
+from tpuconv.models.towers.inkling.family import INKLING2_VISION, INKLING_AUDIO, INKLING_VISION
+from tpuconv.models.towers.llama4.family import LLAMA4_VISION
 from tpuconv.models.towers.mimo.family import MIMO_AUDIO, MIMO_VISION
-from tpuconv.models.towers.modalities import (
-    HY4_VISION,
-    INKLING2_VISION,
-    INKLING_VISION,
-    LLAMA4_VISION,
-    MINIMAX_VISION,
-    QWEN35_VISION,
-    STEP_VISION,
-)
-from tpuconv.models.towers.sound_modalities import INKLING_AUDIO
+from tpuconv.models.towers.packed_vit.family import HY4_VISION, MINIMAX_VISION
+from tpuconv.models.towers.qwen_vit.modalities import QWEN35_VISION
+from tpuconv.models.towers.step_vit.family import STEP_VISION
 
 LLAMA4 = wrapper(
     "llama4",

@@ -23,9 +23,13 @@ from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, WrapperConfig
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
 from tpuconv.models.towers.fuyu.family import FUYU_VISION
-from tpuconv.models.towers.modalities import PHI4_VISION
-from tpuconv.models.towers.phi4.released import OF_ENCODERS, RELEASED_FORMS, in_keys_of_transformers
-from tpuconv.models.towers.sound_modalities import PHI4_AUDIO
+from tpuconv.models.towers.phi4.released import (
+    OF_ENCODERS,
+    PHI4_AUDIO,
+    PHI4_VISION,
+    RELEASED_FORMS,
+    in_keys_of_transformers,
+)
 from tpuconv.notation.table import Map, MappingTable, under
 
 PHI_EPS = {"rms_norm_eps": "layer_norm_eps"}

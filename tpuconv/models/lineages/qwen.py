@@ -25,8 +25,9 @@ from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.lineages.llama import ARCEE
 from tpuconv.models.parts import Attn, Experts, Mlp, Mtp, Norms
-from tpuconv.models.towers.modalities import (
-    COSMOS3_EDGE_VISION,
+from tpuconv.models.towers.packed_vit.family import COSMOS3_EDGE_VISION
+from tpuconv.models.towers.qwen_audio.family import QWEN3_OMNI_AUDIO, QWEN25_OMNI_AUDIO
+from tpuconv.models.towers.qwen_vit.modalities import (
     COSMOS3_VISION,
     QWEN2_VISION,
     QWEN3_OMNI_VISION,
@@ -34,7 +35,6 @@ from tpuconv.models.towers.modalities import (
     QWEN25_OMNI_VISION,
     QWEN25_VISION,
 )
-from tpuconv.models.towers.sound_modalities import QWEN3_OMNI_AUDIO, QWEN25_OMNI_AUDIO
 from tpuconv.notation.spelling import aliases
 from tpuconv.notation.table import Map, MappingTable, under
 

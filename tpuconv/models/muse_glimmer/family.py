@@ -11,7 +11,7 @@ from tpuconv.models.common.rows import BIASED_ATTENTION, MLP, SANDWICH_NORMS, de
 from tpuconv.models.common.windows import PatternConfig
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.registry import family
-from tpuconv.models.towers.modalities import MUSE_VISION
+from tpuconv.models.towers.moonvit.family import MUSE_VISION
 from tpuconv.notation.table import Map, under
 
 FULL_EVERY = 4

@@ -16,8 +16,8 @@ from tpuconv.models.common.sparse import ChosenExperts, MixedMLPs
 from tpuconv.models.common.wrapper import BRINGS, HEARS, SEES, inside
 from tpuconv.models.muse_glimmer import family as muse_glimmer
 from tpuconv.models.registry import family
-from tpuconv.models.towers.modalities import MUSE_VISION
-from tpuconv.models.towers.sound_modalities import MUSE_AUDIO
+from tpuconv.models.towers.moonvit.family import MUSE_VISION
+from tpuconv.models.towers.muse_audio.family import MUSE_AUDIO
 from tpuconv.notation.table import Map
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from tpuconv.models.common.beside import Projector, Tower
+from tpuconv.models.common.beside import VISION, Modality, Projector, Tower
 from tpuconv.models.towers.qformer.family import READER_ROWS, QFormerConfig
 from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
 from tpuconv.models.towers.rows import DOWN, OUT_OF_HEADS, PATCH_MATRIX, UP, layer_norm, with_bias
@@ -89,3 +89,15 @@ IMAGE_QFORMER = Projector(
     f"{BLIP_MODULES}:ImageQFormer",
 )
 """Learned queries that attend to an image and to each other, and a matrix."""
+
+
+BLIP2_VISION = Modality(
+    VISION,
+    BLIP_VIT,
+    IMAGE_QFORMER,
+    prefix="vision_model.",
+    projector_prefix="",
+    replaces=("vision_model", "query_tokens", "qformer", "language_projection"),
+    placeholder_id=50265,
+)
+"""BLIP-2."""

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.models.common.beside import Tower, TowerConfig
+from tpuconv.models.common.beside import AUDIO, Modality, Tower, TowerConfig
+from tpuconv.models.towers.qformer.family import QFORMER
 from tpuconv.models.towers.rows import DOWN, OUT_OF_HEADS, UP, layer_norm, with_bias, without_bias
 from tpuconv.notation.table import Map, under
 
@@ -113,3 +114,16 @@ CONFORMER = Tower(
     ),
     "tpuconv.models.towers.conformer.modules:Conformer",
 )
+
+
+GRANITE_AUDIO = Modality(
+    AUDIO,
+    CONFORMER,
+    QFORMER,
+    prefix="encoder.",
+    projector_prefix="projector.",
+    placeholder=("audio_token_id", "audio_token_index"),
+    placeholder_id=49155,
+    config_key="encoder_config",
+)
+"""Granite Speech."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig, check_objects
+from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower, TowerConfig, check_objects
 from tpuconv.models.common.key_types import object_of
 from tpuconv.models.towers.clip.family import ClipConfig
-from tpuconv.models.towers.deepseek_ocr.released import OF_PROJECTOR
+from tpuconv.models.towers.deepseek_ocr.released import CLIP_TYPE, DECODER_TYPE, OF_PROJECTOR
 from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
 from tpuconv.models.towers.rows import (
     DOWN,
@@ -257,3 +257,28 @@ ENDED_MATRIX = Projector(
     f"{OCR_MODULES}:EndedMatrix",
 )
 """A matrix of each patch, and the vectors behind a row and behind an image."""
+
+
+DEEPSEEK_OCR2_VISION = Modality(
+    VISION,
+    OCR_DECODER,
+    SEPARATED_MATRIX,
+    prefix="model.",
+    projector_prefix="model.",
+    replaces=(
+        *("sam_model", "qwen2_model", "projector", "view_seperator"),
+        *("vision_tower", "multi_modal_projector", "view_separator"),
+    ),
+    placeholder_id=128815,
+    tower_types=(DECODER_TYPE,),
+)
+"""DeepSeek-OCR 2."""
+
+DEEPSEEK_OCR_VISION = replace(
+    DEEPSEEK_OCR2_VISION,
+    tower=OCR_CLIP,
+    projector=ENDED_MATRIX,
+    replaces=("sam_model", "vision_model", "projector", "image_newline", "view_seperator"),
+    tower_types=(CLIP_TYPE,),
+)
+"""DeepSeek-OCR."""

@@ -7,7 +7,7 @@ between the matrices of its gate. Words name the channels of each stage.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
@@ -15,6 +15,7 @@ from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import TEXT_ALONE, Projector, Tower, TowerConfig
 from tpuconv.models.towers.llava.family import LLAVA_MATRICES, LlavaConfig
+from tpuconv.models.towers.perception.family import PERCEPTION_VISION
 from tpuconv.models.towers.rows import layer_norm, with_bias
 from tpuconv.models.towers.timm_args import timm_args
 from tpuconv.notation.letters import Word, declare
@@ -156,3 +157,7 @@ class FastMatricesConfig(LlavaConfig):
 
 FAST_MATRICES = Projector(FastMatricesConfig, LLAVA_MATRICES.rows, "tpuconv.models.towers.llava.modules:LlavaMatrices")
 """Two matrices of each place."""
+
+
+FAST_VISION = replace(PERCEPTION_VISION, tower=FASTVIT, projector=FAST_MATRICES, placeholder_id=151646)
+"""FastVLM."""

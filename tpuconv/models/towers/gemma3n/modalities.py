@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from tpuconv.models.towers.gemma3n.family import GEMMA3N_USM, IMAGE_EMBEDDER, SOUND_EMBEDDER
+from tpuconv.models.towers.gemma4.family import GEMMA4_AUDIO, GEMMA4_VISION
 from tpuconv.models.towers.mobilenet.family import MOBILENET
-from tpuconv.models.towers.modalities import GEMMA4_VISION
-from tpuconv.models.towers.sound_modalities import GEMMA4_AUDIO
 
 GEMMA3N_VISION = replace(
     GEMMA4_VISION,

@@ -2,10 +2,10 @@
 tensors too."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.beside import AUDIO, VISION, Modality, Projector, ProjectorConfig, Tower, TowerConfig
 from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, UP, layer_norm, rms_norm, with_bias, without_bias
 from tpuconv.notation.table import Map, under
 
@@ -258,3 +258,35 @@ NORMED_MATRIX = Projector(
     f"{GEMMA4_MODULES}.limits:NormedMatrix",
 )
 """A norm without a scale, and a matrix."""
+
+
+GEMMA4_VISION = Modality(
+    VISION,
+    GEMMA4_VIT,
+    NORMED_MATRIX,
+    prefix="model.vision_tower.",
+    projector_prefix="model.embed_vision.",
+    placeholder_id=258880,
+)
+
+GEMMA4_PATCHES = replace(
+    GEMMA4_VISION,
+    tower=PATCHES,
+    prefix="model.vision_embedder.",
+    other_parts={"vision_embedder.": "embed_vision.", "embed_vision.": "embed_vision.multimodal_embedder."},
+)
+"""Gemma 4 without encoders."""
+
+GEMMA4_AUDIO = Modality(
+    AUDIO,
+    USM,
+    NORMED_MATRIX,
+    prefix="model.audio_tower.",
+    projector_prefix="model.embed_audio.",
+    placeholder=("audio_token_id",),
+    placeholder_id=258881,
+    config_key="audio_config",
+)
+
+GEMMA4_FRAMES = replace(GEMMA4_AUDIO, tower=FRAMES, replaces=("embed_audio",))
+"""Gemma 4 without encoders."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from tpuconv.errors import ConfigError
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower
+from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower
 from tpuconv.models.towers.navit.family import NAVIT
 from tpuconv.models.towers.rows import layer_norm, with_bias, without_bias
 from tpuconv.models.towers.siglip.family import ImageConfig
@@ -116,3 +116,15 @@ CONNECTOR = Projector(
     f"{DOCLING_MODULES}:Connector",
 )
 """Patches are joined coarsely or finely, with positions, norms and matrices."""
+
+
+DOCLING_VISION = Modality(
+    VISION,
+    DOCLING_VIT,
+    CONNECTOR,
+    prefix="model.vision_model.",
+    projector_prefix="model.",
+    replaces=("vision_model", "density_router"),
+    placeholder_id=100337,
+)
+"""Granite for Docling."""

@@ -1,7 +1,7 @@
 """The encoders of Inkling and Inkling 2: configs and tables, with the names of the authors."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from math import ceil, prod
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.beside import AUDIO, VISION, Modality, Projector, ProjectorConfig, Tower, TowerConfig
 from tpuconv.models.towers.packed_vit.family import CLIP_KEYS
 from tpuconv.models.towers.qwen_vit.family import QwenVitConfig
 from tpuconv.models.towers.rows import (
@@ -235,3 +235,31 @@ INKLING_MERGER = Projector(
     f"{INKLING_MODULES}:InklingMerger",
 )
 """Two matrices of s x s patches."""
+
+
+INKLING_VISION = Modality(
+    VISION,
+    FOLDING_MLP,
+    LAST_NORM,
+    prefix="model.visual.",
+    projector_prefix="model.visual.",
+    replaces=("visual", "vision_tower"),
+    placeholder_id=200054,
+)
+"""Inkling."""
+
+INKLING2_VISION = replace(INKLING_VISION, tower=INKLING_VIT, projector=INKLING_MERGER)
+"""Inkling 2."""
+
+INKLING_AUDIO = Modality(
+    AUDIO,
+    MEL_BINS,
+    LAST_NORM,
+    prefix="model.audio.",
+    projector_prefix="model.audio.",
+    replaces=("audio", "audio_tower"),
+    placeholder=("audio_token_id",),
+    placeholder_id=200053,
+    config_key="audio_config",
+)
+"""Inkling."""

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import TEXT_ALONE, Projector, ProjectorConfig, Tower
+from tpuconv.models.common.beside import TEXT_ALONE, VISION, Modality, Projector, ProjectorConfig, Tower
 from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, PATCH_MATRIX, UP, layer_norm, with_bias
-from tpuconv.models.towers.siglip.family import ImageConfig
+from tpuconv.models.towers.siglip.family import GEMMA3_VISION, ImageConfig
 from tpuconv.notation.table import Map, under
 
 
@@ -281,3 +281,36 @@ GATED = Projector(GatedConfig, _GATED_ROWS, "tpuconv.models.towers.intern_vit.mo
 
 NORMED_GATED = replace(GATED, config=NormedGatedConfig, rows=(*layer_norm("layernorm", "norm", "M"), *_GATED_ROWS))
 """The same behind a norm."""
+
+
+AYA_VISION = replace(GEMMA3_VISION, projector=NORMED_GATED, placeholder_id=255036)
+"""Aya Vision."""
+
+COMMAND_A_VISION = replace(AYA_VISION, projector=GATED)
+"""Command A Vision."""
+
+INTERNVL_VISION = Modality(
+    VISION, INTERN_VIT, SHUFFLED, prefix="vision_tower.", placeholder_id=151667, tower_types=("internvl_vision",)
+)
+"""InternVL in the form of transformers."""
+
+QIANFAN_VISION = replace(
+    INTERNVL_VISION,
+    tower=RELEASED_INTERN_VIT,
+    projector=RELEASED_SHUFFLED,
+    prefix="vision_model.",
+    projector_prefix="mlp1.",
+    defaults={"attention_bias": True},
+    tower_types=("qianfan_ocr_vision",),
+)
+"""Qianfan-OCR."""
+
+INTERNVL_CHAT_VISION = replace(
+    QIANFAN_VISION,
+    projector=INTERNVL_SHUFFLED,
+    defaults={},
+    placeholder_id=None,
+    placeholder_token="<IMG_CONTEXT>",
+    tower_types=("intern_vit_6b",),
+)
+"""InternVL with the names of the authors."""

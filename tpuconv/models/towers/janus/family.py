@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower
+from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower
 from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, PATCH_MATRIX, UP, layer_norm, with_bias
 from tpuconv.models.towers.siglip.family import ImageConfig
 from tpuconv.notation.table import Map, under
@@ -71,3 +71,14 @@ JANUS_ALIGNER = Projector(
     "tpuconv.models.towers.janus.modules:Aligner",
 )
 """Matrices of each patch, with an activation between."""
+
+
+JANUS_VISION = Modality(
+    VISION,
+    JANUS_VIT,
+    JANUS_ALIGNER,
+    prefix="model.vision_model.",
+    projector_prefix="model.aligner.",
+    placeholder_id=100581,
+)
+"""Janus Pro."""

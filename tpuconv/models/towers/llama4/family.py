@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import isclose
 from typing import Any
 
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower, TowerConfig
 from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, UP, layer_norm, with_bias, without_bias
 from tpuconv.notation.table import Map, under
 
@@ -96,3 +96,6 @@ LLAMA4_MATRIX = Projector(
     ProjectorConfig, without_bias("linear_1", "matrix", "O W -> W O"), f"{LLAMA4_MODULES}:Llama4Matrix"
 )
 """One matrix."""
+
+
+LLAMA4_VISION = Modality(VISION, LLAMA4_VIT, LLAMA4_MATRIX, prefix="vision_model.", placeholder_id=200092)

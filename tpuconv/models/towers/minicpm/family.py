@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
-from tpuconv.models.common.beside import TEXT_ALONE, Projector, ProjectorConfig, Tower
+from tpuconv.models.common.beside import TEXT_ALONE, VISION, Modality, Projector, ProjectorConfig, Tower
 from tpuconv.models.towers.rows import CLIP_LAYERS, IN_HEADS, OUT_OF_HEADS, PATCH_MATRIX, layer_norm, with_bias
 from tpuconv.models.towers.siglip.family import ImageConfig
 from tpuconv.notation.table import Map, under
@@ -117,3 +117,10 @@ class MarkedRoundsConfig(RoundsConfig):
 
 CANVAS_VIT = replace(MINICPM_VIT, name="canvas_vit", summary="MiniCPM-V 4.7", encoder=f"{MINICPM_MODULES}:CanvasVit")
 MARKED_ROUNDS = replace(ROUNDS, config=MarkedRoundsConfig)
+
+
+MINICPM_VISION = Modality(VISION, MINICPM_VIT, ROUNDS, prefix="model.vision_tower.", projector_prefix="model.merger.")
+"""MiniCPM-V 4.6 and MiniCPM-OCR."""
+
+MINICPM47_VISION = replace(MINICPM_VISION, tower=CANVAS_VIT, projector=MARKED_ROUNDS)
+"""MiniCPM-V 4.7."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower, TowerConfig
 from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
 from tpuconv.models.towers.rows import (
     DOWN,
@@ -326,3 +326,30 @@ MUSE_ADAPTER = Projector(
     f"{MOONVIT_MODULES}:MuseAdapter",
 )
 """Three matrices and a norm without a scale."""
+
+
+KIMI_VISION = Modality(
+    VISION,
+    MOONVIT,
+    MOON_MERGER,
+    prefix="vision_tower.",
+    projector_prefix="mm_projector.",
+    placeholder=("image_token_id", "media_placeholder_token_id"),
+    placeholder_id=163605,
+    other_prefixes=("vision_tower.encoder.",),
+)
+
+KIMI_VL_VISION = replace(KIMI_VISION, projector=MOON_MATRICES, projector_prefix="multi_modal_projector.")
+"""Kimi-VL: its frames are images."""
+
+KIMI_K3_VISION = replace(KIMI_VISION, tower=MOONVIT2, projector=MOON_MERGER2, other_prefixes=())
+
+MUSE_VISION = Modality(
+    VISION,
+    MUSE_VIT,
+    MUSE_ADAPTER,
+    prefix="model.vision_tower.",
+    projector_prefix="model.",
+    replaces=("vision_tower", "vision_adapter", "vision_projection", "perception_emb_norm"),
+    placeholder_id=200092,
+)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar, Self
 
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.beside import AUDIO, Modality, Projector, ProjectorConfig, Tower, TowerConfig
 from tpuconv.models.towers.rows import rms_norm, with_bias
 from tpuconv.notation.table import Map, under
 
@@ -96,3 +96,15 @@ NORMED_SOUND = Projector(
     f"{MUSE_AUDIO_MODULES}:NormedSound",
 )
 """A matrix and two norms, of which the second has no scale."""
+
+
+MUSE_AUDIO = Modality(
+    AUDIO,
+    MUSE_AUDIO_ENCODER,
+    NORMED_SOUND,
+    prefix="model.audio_tower.",
+    projector_prefix="model.audio_tower.",
+    placeholder=("audio_token_id",),
+    placeholder_id=200038,
+    config_key="audio_config",
+)

@@ -1,12 +1,12 @@
 """SigLIP for images of any size, and the projectors behind it: configs and tables."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower
+from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower
 from tpuconv.models.common.key_types import object_of
 from tpuconv.models.towers.rows import (
     CLIP_LAYERS,
@@ -205,3 +205,28 @@ LEARNED_QUERIES = Projector(
     f"{NAVIT_MODULES}:Queries",
 )
 """Learned queries attend to the patches, and an MLP follows."""
+
+
+IDEFICS3_VISION = Modality(
+    VISION,
+    NAVIT,
+    JOINED_MATRIX,
+    prefix="model.vision_model.",
+    projector_prefix="model.connector.",
+    placeholder_id=128257,
+)
+"""Idefics 3 and SmolVLM."""
+
+IDEFICS2_VISION = replace(IDEFICS3_VISION, tower=OLDER_NAVIT, projector=PERCEIVER, placeholder_id=32001)
+"""Idefics 2."""
+
+ARIA_VISION = Modality(
+    VISION,
+    NAVIT,
+    LEARNED_QUERIES,
+    prefix="vision_tower.",
+    placeholder_id=9,
+    other_prefixes=("vision_tower.vision_model.",),
+    tower_types=("idefics3_vision", "idefics3_vision_model", "aria_vision_model"),
+)
+"""Aria."""

@@ -222,3 +222,14 @@ def in_keys_of_ovis25(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         "text_config": object_of(raw, "llm_config"),
         "vision_config": {**object_of(raw, "vit_config"), **words},
     }
+
+
+OVIS_VISION = Modality(
+    VISION,
+    OVIS_VIT,
+    VISUAL_WORDS,
+    prefix="model.vision_tower.",
+    projector_prefix="model.visual_embeddings_table",
+    placeholder_id=151665,
+)
+"""Ovis 2."""

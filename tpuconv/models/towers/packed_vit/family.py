@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
-from tpuconv.models.common.beside import TEXT_ALONE, Projector, ProjectorConfig, Tower
+from tpuconv.models.common.beside import TEXT_ALONE, VISION, Modality, Projector, ProjectorConfig, Tower
 from tpuconv.models.towers.qwen_vit.family import PATCH, QwenVitConfig
+from tpuconv.models.towers.qwen_vit.modalities import QWEN3_VISION
 from tpuconv.models.towers.rows import (
     CLIP_LAYERS,
     DOWN,
@@ -273,3 +274,40 @@ TWICE = Projector(
     f"{PACKED_VIT_MODULES}:Twice",
 )
 """Two matrices of each patch, then two of each block."""
+
+
+COSMOS3_EDGE_VISION = replace(
+    QWEN3_VISION,
+    tower=EDGE_VIT,
+    projector=WIDE_MERGER,
+    projector_prefix="model.projector.",
+    placeholder_id=19,
+    # transformers renames these layers as the text's when it saves them.
+    other_parts={**{f".{x}_proj.": f".to_{x}." for x in "qkv"}, **{".fc1.": ".up_proj.", ".fc2.": ".down_proj."}},
+)
+"""Cosmos 3 Edge."""
+
+HY4_VISION = Modality(
+    VISION,
+    HY_VIT,
+    ENDED_ROWS,
+    prefix="vit.",
+    projector_prefix="vit.perceive.",
+    replaces=("vit", "vision_tower"),
+    placeholder_id=120120,
+)
+"""Hy4-VL."""
+
+HUNYUAN_VISION = replace(HY4_VISION, tower=HUNYUAN_VIT, projector=FRAMED_ROWS)
+"""Hunyuan-VL."""
+
+MINIMAX_VISION = Modality(
+    VISION,
+    MINIMAX_VIT,
+    TWICE,
+    prefix="vision_tower.vision_model.",
+    projector_prefix="",
+    replaces=("vision_tower", "multi_modal_projector", "patch_merge_mlp"),
+    placeholder_id=200025,
+)
+"""MiniMax-M3."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from tpuconv.models.common.beside import Projector, Tower
+from tpuconv.models.common.beside import VISION, Modality, Projector, Tower
 from tpuconv.models.towers.packed_vit.family import CLIP_KEYS, WideMergerConfig
 from tpuconv.models.towers.qwen_vit.family import QwenVitConfig
 from tpuconv.models.towers.rows import DOWN, OUT_OF_HEADS, UP, layer_norm, rms_norm, with_bias, without_bias
@@ -120,3 +120,14 @@ NORMED_MERGER = Projector(
     f"{GATED_MODULES}:NormedMerger",
 )
 """A norm of each patch, and two matrices of each block."""
+
+
+LFM3_VISION = Modality(
+    VISION,
+    GATED_VIT,
+    NORMED_MERGER,
+    prefix="model.vision_tower.",
+    projector_prefix="model.multi_modal_projector.",
+    placeholder_id=125030,
+)
+"""LFM3-VL."""

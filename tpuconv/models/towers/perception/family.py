@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import TEXT_ALONE, Projector, Tower
+from tpuconv.models.common.beside import TEXT_ALONE, VISION, Modality, Projector, Tower
 from tpuconv.models.towers.llava.family import LLAVA_MATRICES, LlavaConfig
 from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
 from tpuconv.models.towers.rows import DOWN, OUT_OF_HEADS, PATCH_MATRIX, UP, layer_norm, with_bias, without_bias
@@ -160,3 +160,14 @@ PERCEPTION = Tower(
 
 MEANS = Projector(MeansConfig, LLAVA_MATRICES.rows, f"{PERCEPTION_MODULES}:Means")
 """Two matrices of each patch, and the means of squares of patches."""
+
+
+PERCEPTION_VISION = Modality(
+    VISION,
+    PERCEPTION,
+    MEANS,
+    prefix="model.vision_tower.timm_model.",
+    projector_prefix="model.multi_modal_projector.",
+    placeholder_id=128002,
+)
+"""Perception LM."""

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tpuconv.models.common.beside import in_our_keys
+from tpuconv.models.common.beside import AUDIO, VISION, Modality, in_our_keys
 from tpuconv.models.common.key_types import object_of
-from tpuconv.models.towers.phi4.family import GATED_ROWS, PHI4_IMAGE_ENDS, PHI4_SOUND_ENDS
+from tpuconv.models.towers.phi4.family import GATED_ROWS, PHI4_CONFORMER, PHI4_IMAGE_ENDS, PHI4_SOUND_ENDS, PHI4_VIT
 from tpuconv.notation.forms import Forms
 from tpuconv.notation.table import Map
 
@@ -93,3 +93,29 @@ def _forms(rows: Sequence[Map]) -> Forms:
 
 
 RELEASED_FORMS = (_forms(GATED_ROWS), _forms(PHI4_IMAGE_ENDS.rows), _forms(PHI4_SOUND_ENDS.rows))
+
+
+PHI4_VISION = Modality(
+    VISION,
+    PHI4_VIT,
+    PHI4_IMAGE_ENDS,
+    prefix="model.embed_tokens_extend.image_embed.img_processor.",
+    projector_prefix="model.embed_tokens_extend.image_embed.",
+    replaces=("embed_tokens_extend.image_embed",),
+    placeholder=("image_token_id",),
+    placeholder_id=200010,
+    other_parts=RELEASED_VECTORS,
+)
+
+PHI4_AUDIO = Modality(
+    AUDIO,
+    PHI4_CONFORMER,
+    PHI4_SOUND_ENDS,
+    prefix="model.embed_tokens_extend.audio_embed.encoder.",
+    projector_prefix="model.embed_tokens_extend.audio_embed.",
+    replaces=("embed_tokens_extend.audio_embed",),
+    placeholder=("audio_token_id",),
+    placeholder_id=200011,
+    config_key="audio_config",
+    other_parts=RELEASED_HEADS,
+)

@@ -1,12 +1,12 @@
 """The audio encoders of Qwen-Omni and Qwen3-ASR: layers of Whisper on chunks of sound. Configs and tables."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
 from tpuconv.models.towers.rows import layer_norm, with_bias, without_bias
-from tpuconv.models.towers.whisper.family import TWO_CONVOLUTIONS, WhisperConfig, whisper_layers
+from tpuconv.models.towers.whisper.family import TWO_CONVOLUTIONS, VOXTRAL_AUDIO, WhisperConfig, whisper_layers
 from tpuconv.notation.table import Map
 
 QWEN_AUDIO_MODULES = "tpuconv.models.towers.qwen_audio.modules"
@@ -116,3 +116,25 @@ def _two_matrices(first: str, second: str) -> Projector:
 
 
 QWEN3_SOUND_ENDS, QWEN3_ASR_ENDS = _two_matrices("proj1", "proj2"), _two_matrices("linear_1", "linear_2")
+
+
+QWEN3_OMNI_AUDIO = replace(
+    VOXTRAL_AUDIO,
+    tower=QWEN3_AUDIO,
+    projector=QWEN3_SOUND_ENDS,
+    prefix="thinker.audio_tower.",
+    projector_prefix="thinker.audio_tower.",
+    replaces=("thinker.audio_tower",),
+    placeholder_id=151646,
+)
+
+QWEN25_OMNI_AUDIO = replace(QWEN3_OMNI_AUDIO, tower=QWEN25_AUDIO, projector=SOUND_END)
+
+QWEN3_ASR_AUDIO = replace(
+    VOXTRAL_AUDIO,
+    tower=QWEN3_ASR,
+    projector=QWEN3_ASR_ENDS,
+    prefix="model.audio_tower.",
+    projector_prefix="model.multi_modal_projector.",
+    placeholder_id=151676,
+)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from tpuconv.errors import ConfigError
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower, TowerConfig
 from tpuconv.models.common.key_types import object_of
 from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
 from tpuconv.models.towers.rows import DOWN, OUT_OF_HEADS, PATCH_MATRIX, UP, layer_norm, with_bias
@@ -202,3 +202,7 @@ HIGH_RESOLUTION = Projector(
     f"{SAM_MODULES}:HighResolution",
 )
 """SAM, whose features are joined to the tower's, and a matrix."""
+
+
+GOT_VISION = Modality(VISION, GOT_SAM, UPSAMPLER, prefix="vision_tower.", placeholder_id=151859)
+"""GOT-OCR 2.0."""

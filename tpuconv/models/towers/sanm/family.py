@@ -1,12 +1,13 @@
 """The encoder of Fun-ASR and the layers of its projector: configs and tables."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
 from tpuconv.models.common.key_types import object_of
 from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, UP, layer_norm, with_bias
+from tpuconv.models.towers.whisper.family import VOXTRAL_AUDIO
 from tpuconv.notation.table import Map, under
 
 SANM_MODULES = "tpuconv.models.towers.sanm.modules"
@@ -156,3 +157,13 @@ SANM_ADAPTOR = Projector(
     f"{SANM_MODULES}:SanmAdaptor",
 )
 """Two matrices, then layers like those of the encoder."""
+
+
+FUN_AUDIO = replace(
+    VOXTRAL_AUDIO,
+    tower=SANM,
+    projector=SANM_ADAPTOR,
+    prefix="model.audio_tower.",
+    projector_prefix="model.multi_modal_projector.",
+    placeholder_id=151646,
+)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower, TowerConfig
 from tpuconv.models.towers.rows import CLIP_LAYERS, PATCH_MATRIX, joined_heads, layer_norm, with_bias
 from tpuconv.notation.table import Map, under
 
@@ -128,3 +128,16 @@ PROMPT_MATRIX = Projector(
     "tpuconv.models.towers.siglip.modules:PromptMatrix",
 )
 """One matrix of each patch (PaliGemma)."""
+
+
+GEMMA3_VISION = Modality(
+    VISION,
+    SIGLIP,
+    POOLED,
+    prefix="vision_tower.vision_model.",
+    placeholder=("image_token_index", "image_token_id"),
+    placeholder_id=262144,
+    other_prefixes=("vision_tower.",),
+)
+
+PALIGEMMA_VISION = replace(GEMMA3_VISION, projector=PROMPT_MATRIX, placeholder_id=256000)

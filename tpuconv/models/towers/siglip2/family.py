@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower
+from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower
+from tpuconv.models.towers.llava.family import READOUT
 from tpuconv.models.towers.rows import CLIP_LAYERS, PATCH_MATRIX, layer_norm, with_bias
 from tpuconv.models.towers.siglip.family import POOLING_HEAD, ImageConfig, SiglipConfig
 from tpuconv.notation.table import Map
@@ -148,3 +149,39 @@ VIDEO_LLAMA_VIT = Tower(
     ),
     f"{SIGLIP2_MODULES}:VideoLlamaVit",
 )
+
+
+LFM2_VISION = Modality(
+    VISION,
+    SIGLIP2,
+    BLOCK_MATRICES,
+    prefix="model.vision_tower.vision_model.",
+    projector_prefix="model.multi_modal_projector.",
+    placeholder_id=396,
+    other_prefixes=("model.vision_tower.",),
+    tower_types=("siglip2_vision_model",),
+)
+"""LFM2-VL."""
+
+PADDLE_VISION = Modality(
+    VISION,
+    PADDLE_VIT,
+    PADDLE_MATRICES,
+    prefix="visual.vision_model.",
+    projector_prefix="mlp_AR.",
+    replaces=("visual", "mlp_AR", "projector"),
+    other_parts={"mlp_AR.": "model.projector."},
+    placeholder_id=100295,
+    unused=("head.*", "embeddings.packing_position_embedding.*"),
+)
+"""PaddleOCR-VL."""
+
+VIDEO_LLAMA3_VISION = Modality(
+    VISION,
+    VIDEO_LLAMA_VIT,
+    READOUT,
+    prefix="model.vision_model.",
+    projector_prefix="model.projector.",
+    placeholder_id=151655,
+)
+"""VideoLLaMA 3."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower
+from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower
 from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
 from tpuconv.models.towers.rows import DOWN, OUT_OF_HEADS, PATCH_MATRIX, UP, layer_norm, with_bias, without_bias
 from tpuconv.models.towers.siglip.family import ImageConfig
@@ -88,3 +88,15 @@ STEP_MATRIX = Projector(
     f"{STEP_MODULES}:StepMatrix",
 )
 """A matrix."""
+
+
+STEP_VISION = Modality(
+    VISION,
+    STEP_VIT,
+    STEP_MATRIX,
+    prefix="vision_model.",
+    projector_prefix="vit_large_projector",
+    replaces=("vision_model", "vit_large_projector", "multi_modal_projector"),
+    placeholder_id=151679,
+)
+"""Step-3.7."""

@@ -1,10 +1,10 @@
 """The encoder of Whisper as language models have it, and what follows it in each of them."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig, rope_keys
+from tpuconv.models.common.beside import AUDIO, Modality, Projector, ProjectorConfig, Tower, TowerConfig, rope_keys
 from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, UP, layer_norm, with_bias, without_bias
 from tpuconv.notation.table import Map, under
 
@@ -275,3 +275,24 @@ def _mlp(config: type[SoundMlpConfig]) -> Projector:
 
 VOXTRAL_MLP, FLAMINGO_MLP, MUSIC_MLP = _mlp(SoundMlpConfig), _mlp(FlamingoMlpConfig), _mlp(MusicMlpConfig)
 GLM_MLP, MOSS_MLP = _mlp(GlmMlpConfig), _mlp(MossMlpConfig)
+
+
+VOXTRAL_AUDIO = Modality(
+    AUDIO,
+    VOXTRAL_WHISPER,
+    VOXTRAL_MLP,
+    prefix="audio_tower.",
+    placeholder=("audio_token_id", "audio_token_index"),
+    placeholder_id=24,
+    config_key="audio_config",
+)
+
+QWEN2_AUDIO = replace(VOXTRAL_AUDIO, tower=QWEN2_AUDIO_WHISPER, projector=SOUND_MATRIX, placeholder_id=151646)
+
+FLAMINGO_AUDIO = replace(VOXTRAL_AUDIO, tower=FLAMINGO_WHISPER, projector=FLAMINGO_MLP, placeholder_id=151669)
+
+MUSIC_AUDIO = replace(FLAMINGO_AUDIO, tower=MUSIC_WHISPER, projector=MUSIC_MLP)
+
+GLM_AUDIO = replace(VOXTRAL_AUDIO, tower=GLM_WHISPER, projector=GLM_MLP, placeholder_id=59260)
+
+MOSS_AUDIO = replace(VOXTRAL_AUDIO, tower=MOSS_WHISPER, projector=MOSS_MLP, placeholder_id=151671)

@@ -1,15 +1,40 @@
-"""The ways in which LLaVA and its kin see; see `tpuconv.models.towers.modalities`."""
+"""The ways in which multimodal families see by the projectors of LLaVA."""
 
 from dataclasses import replace
 
 from tpuconv.models.common.beside import VIDEO, VISION, Modality
 from tpuconv.models.towers.clip.family import CLIP, CLIP_OF_VIDEOS, NO_PROJECTOR
-from tpuconv.models.towers.fastvit.family import FAST_MATRICES, FASTVIT
-from tpuconv.models.towers.llava.family import LLAVA_MATRICES, ONEVISION_MATRICES, TILED_MATRICES, VIP_LLAVA_MATRICES
-from tpuconv.models.towers.perception.family import MEANS, PERCEPTION
+from tpuconv.models.towers.llava.family import (
+    ALIGNER,
+    LLAVA_MATRICES,
+    ONEVISION_MATRICES,
+    TILED_MATRICES,
+    VIP_LLAVA_MATRICES,
+)
 from tpuconv.models.towers.pixtral.family import PIXTRAL
 from tpuconv.models.towers.qformer.family import LAYERED_QFORMERS
+from tpuconv.models.towers.sam.family import HIGH_RESOLUTION
 from tpuconv.models.towers.siglip.family import SIGLIP
+
+DEEPSEEK_VL_VISION = Modality(
+    VISION,
+    SIGLIP,
+    ALIGNER,
+    prefix="model.vision_model.",
+    projector_prefix="model.aligner.",
+    placeholder_id=100015,
+    other_prefixes=("model.vision_model.vision_model.",),
+    tower_types=("siglip_vision_model",),
+)
+"""DeepSeek-VL."""
+
+DEEPSEEK_VL_HYBRID_VISION = replace(
+    DEEPSEEK_VL_VISION,
+    projector=HIGH_RESOLUTION,
+    projector_prefix="model.",
+    replaces=(*DEEPSEEK_VL_VISION.modules, *(f"high_res_vision_{part}" for part in ("model", "neck", "proj", "alpha"))),
+)
+"""DeepSeek-VL 7B."""
 
 _LLAVA_CLIP = Modality(
     VISION,
@@ -78,16 +103,3 @@ GRANITE4_WAYS = tuple(
     for each in (_LLAVA_CLIP, _LLAVA_SIGLIP)
 )
 """Granite Vision 4."""
-
-PERCEPTION_VISION = Modality(
-    VISION,
-    PERCEPTION,
-    MEANS,
-    prefix="model.vision_tower.timm_model.",
-    projector_prefix="model.multi_modal_projector.",
-    placeholder_id=128002,
-)
-"""Perception LM."""
-
-FAST_VISION = replace(PERCEPTION_VISION, tower=FASTVIT, projector=FAST_MATRICES, placeholder_id=151646)
-"""FastVLM."""
