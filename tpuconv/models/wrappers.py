@@ -34,6 +34,7 @@ from tpuconv.models.towers.janus.family import JANUS_VISION
 from tpuconv.models.towers.llava.modalities import (
     DEEPSEEK_VL_HYBRID_VISION,
     DEEPSEEK_VL_VISION,
+    LIGHTON_VISION,
     LLAVA_NEXT_VIDEO_VISION,
     LLAVA_NEXT_VISION,
     LLAVA_VISION,
@@ -46,17 +47,16 @@ from tpuconv.models.towers.minicpm.released import KEYS_OF_SLICES, SLICED_VISION
 from tpuconv.models.towers.navit.family import IDEFICS2_VISION, IDEFICS3_VISION
 from tpuconv.models.towers.ovis.family import OVIS25_VISION, OVIS_VISION, in_keys_of_ovis25
 from tpuconv.models.towers.packed_vit.gated_family import LFM3_VISION
-from tpuconv.models.towers.perception.family import PERCEPTION_VISION
-from tpuconv.models.towers.phi3.family import KEYS_OF_IMAGES, PHI3_VISION, in_keys_of_phi3_v
-from tpuconv.models.towers.pixtral.family import LIGHTON_VISION
-from tpuconv.models.towers.qwen_audio.family import QWEN3_ASR_AUDIO
-from tpuconv.models.towers.qwen_vit.modalities import COMPASS_VISION, EXAONE_VISION, HYPERCLOVA_VISION, OPENCUA_VISION
-from tpuconv.models.towers.radio.released import (
+from tpuconv.models.towers.parakeet.released import (
     KEYS_OF_MEDIA,
     NEMOTRON_AUDIO,
     NEMOTRON_VISION,
     in_keys_of_nemotron_omni,
 )
+from tpuconv.models.towers.perception.family import PERCEPTION_VISION
+from tpuconv.models.towers.phi3.family import KEYS_OF_IMAGES, PHI3_VISION, in_keys_of_phi3_v
+from tpuconv.models.towers.qwen_audio.family import QWEN3_ASR_AUDIO
+from tpuconv.models.towers.qwen_vit.modalities import COMPASS_VISION, EXAONE_VISION, HYPERCLOVA_VISION, OPENCUA_VISION
 from tpuconv.models.towers.sam.family import GOT_VISION
 from tpuconv.models.towers.sanm.family import FUN_AUDIO
 from tpuconv.models.towers.siglip.family import PALIGEMMA_VISION

@@ -28,8 +28,8 @@ from tpuconv.models.common.wrapper import BRINGS, LLAVA
 from tpuconv.models.declare import config_class, decoder, wrapper
 from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
 from tpuconv.models.towers.granite_docling.family import DOCLING_VISION
-from tpuconv.models.towers.llava.modalities import GRANITE4_WAYS
 from tpuconv.models.towers.navit.family import ARIA_VISION
+from tpuconv.models.towers.qformer.family import GRANITE4_WAYS
 from tpuconv.notation.table import Map, MappingTable, under
 
 

@@ -9,7 +9,7 @@ from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.common.wrapper import WrapperConfig
 from tpuconv.models.declare import config_class, decoder, wrapper
 from tpuconv.models.parts import Attn, Mlp, Norms
-from tpuconv.models.towers.pixtral.family import MISTRAL3_VISION
+from tpuconv.models.towers.llava.modalities import MISTRAL3_VISION
 
 MINISTRAL3 = decoder(
     "ministral3",

@@ -6,7 +6,7 @@ from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.wrapper import LLAVA, WrapperConfig, inside
 from tpuconv.models.mistral4.text import TEXT_TABLE, TextConfig
 from tpuconv.models.registry import family
-from tpuconv.models.towers.pixtral.family import MISTRAL3_VISION
+from tpuconv.models.towers.llava.modalities import MISTRAL3_VISION
 
 
 @family_config

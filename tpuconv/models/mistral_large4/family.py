@@ -9,7 +9,7 @@ from tpuconv.models.common.rows import FURTHER_TOKENS, NUMBERED_EXPERT_MLPS, whe
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig
 from tpuconv.models.glm_moe_dsa import family as glm_moe_dsa
 from tpuconv.models.registry import family
-from tpuconv.models.towers.pixtral.family import MISTRAL_LARGE4_VISION
+from tpuconv.models.towers.llava.modalities import MISTRAL_LARGE4_VISION
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable, under
 

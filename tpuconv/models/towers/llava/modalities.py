@@ -6,13 +6,15 @@ from tpuconv.models.common.beside import VIDEO, VISION, Modality
 from tpuconv.models.towers.clip.family import CLIP, CLIP_OF_VIDEOS, NO_PROJECTOR
 from tpuconv.models.towers.llava.family import (
     ALIGNER,
+    LIGHTON_MATRICES,
     LLAVA_MATRICES,
+    MERGING_MATRICES,
     ONEVISION_MATRICES,
+    RELEASED_MERGING_MATRICES,
     TILED_MATRICES,
     VIP_LLAVA_MATRICES,
 )
-from tpuconv.models.towers.pixtral.family import PIXTRAL
-from tpuconv.models.towers.qformer.family import LAYERED_QFORMERS
+from tpuconv.models.towers.pixtral.family import PIXTRAL, RELEASED_PIXTRAL
 from tpuconv.models.towers.sam.family import HIGH_RESOLUTION
 from tpuconv.models.towers.siglip.family import SIGLIP
 
@@ -36,7 +38,7 @@ DEEPSEEK_VL_HYBRID_VISION = replace(
 )
 """DeepSeek-VL 7B."""
 
-_LLAVA_CLIP = Modality(
+LLAVA_CLIP = Modality(
     VISION,
     CLIP,
     LLAVA_MATRICES,
@@ -46,22 +48,22 @@ _LLAVA_CLIP = Modality(
     tower_types=("clip_vision_model",),
 )
 
-_LLAVA_SIGLIP = replace(_LLAVA_CLIP, tower=SIGLIP, tower_types=("siglip_vision_model",))
+LLAVA_SIGLIP = replace(LLAVA_CLIP, tower=SIGLIP, tower_types=("siglip_vision_model",))
 
 LLAVA_VISION = (
-    _LLAVA_CLIP,
-    _LLAVA_SIGLIP,
-    replace(_LLAVA_CLIP, tower=PIXTRAL, tower_types=("pixtral",), prefix="vision_tower.", other_prefixes=()),
+    LLAVA_CLIP,
+    LLAVA_SIGLIP,
+    replace(LLAVA_CLIP, tower=PIXTRAL, tower_types=("pixtral",), prefix="vision_tower.", other_prefixes=()),
 )
 """LLaVA, whose releases have one of several towers."""
 
-VIP_LLAVA_VISION = (replace(_LLAVA_CLIP, projector=VIP_LLAVA_MATRICES),)
+VIP_LLAVA_VISION = (replace(LLAVA_CLIP, projector=VIP_LLAVA_MATRICES),)
 """ViP-LLaVA."""
 
 VIDEO_LLAVA_VISION = (
-    replace(_LLAVA_CLIP, prefix="image_tower.vision_model.", other_prefixes=("image_tower.",)),
+    replace(LLAVA_CLIP, prefix="image_tower.vision_model.", other_prefixes=("image_tower.",)),
     replace(
-        _LLAVA_CLIP,
+        LLAVA_CLIP,
         part=VIDEO,
         tower=CLIP_OF_VIDEOS,
         projector=NO_PROJECTOR,
@@ -74,11 +76,11 @@ VIDEO_LLAVA_VISION = (
 )
 """Video-LLaVA, which has a tower for images and one for videos."""
 
-_WITH_NEWLINE = (*_LLAVA_CLIP.modules, "image_newline")
+_WITH_NEWLINE = (*LLAVA_CLIP.modules, "image_newline")
 
 LLAVA_NEXT_VISION = tuple(
     replace(each, projector=TILED_MATRICES, projector_prefix="", replaces=_WITH_NEWLINE)
-    for each in (_LLAVA_CLIP, _LLAVA_SIGLIP)
+    for each in (LLAVA_CLIP, LLAVA_SIGLIP)
 )
 """LLaVA-NeXT."""
 
@@ -87,19 +89,31 @@ LLAVA_NEXT_VIDEO_VISION = tuple(replace(each, placeholder_id=32001) for each in 
 
 ONEVISION_VISION = tuple(
     replace(each, projector=ONEVISION_MATRICES, projector_prefix="", replaces=_WITH_NEWLINE, placeholder_id=151646)
-    for each in (_LLAVA_SIGLIP, _LLAVA_CLIP)
+    for each in (LLAVA_SIGLIP, LLAVA_CLIP)
 )
 """LLaVA-OneVision."""
 
-GRANITE4_WAYS = tuple(
-    replace(
-        each,
-        projector=LAYERED_QFORMERS,
-        prefix="model.vision_tower.",
-        projector_prefix="model.",
-        replaces=("vision_tower", "layerwise_projectors", "spatial_projectors", "image_newline"),
-        other_prefixes=("model.vision_tower.vision_model.",),
-    )
-    for each in (_LLAVA_CLIP, _LLAVA_SIGLIP)
+
+MISTRAL3_VISION = Modality(
+    VISION, PIXTRAL, MERGING_MATRICES, prefix="vision_tower.", placeholder_id=10, tower_types=("pixtral",)
 )
-"""Granite Vision 4."""
+"""Mistral Small 3.1 and later."""
+
+MISTRAL_LARGE4_VISION = replace(
+    MISTRAL3_VISION,
+    tower=RELEASED_PIXTRAL,
+    projector=RELEASED_MERGING_MATRICES,
+    prefix="vision_encoder.",
+    projector_prefix="",
+    replaces=("vision_encoder", "pre_mm_projector_norm", "patch_merger", "vision_language_adapter"),
+)
+"""Mistral Large 4."""
+
+LIGHTON_VISION = replace(
+    MISTRAL3_VISION,
+    projector=LIGHTON_MATRICES,
+    prefix="model.vision_encoder.",
+    projector_prefix="model.vision_projection.",
+    placeholder_id=151655,
+)
+"""LightOnOCR."""

@@ -1,10 +1,9 @@
 """The tower of Pixtral: config and table."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from tpuconv.models.common.beside import VISION, Modality, Tower, TowerConfig
-from tpuconv.models.towers.llava.family import LIGHTON_MATRICES, MERGING_MATRICES, RELEASED_MERGING_MATRICES
+from tpuconv.models.common.beside import Tower, TowerConfig
 from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, PATCH_MATRIX, UP, rms_norm, without_bias
 from tpuconv.notation.table import Map, under
 
@@ -75,28 +74,3 @@ RELEASED_PIXTRAL = Tower(
     "tpuconv.models.towers.pixtral.modules:ReleasedPixtral",
 )
 """The same with Mistral's own names; neighbouring dimensions rotate together."""
-
-
-MISTRAL3_VISION = Modality(
-    VISION, PIXTRAL, MERGING_MATRICES, prefix="vision_tower.", placeholder_id=10, tower_types=("pixtral",)
-)
-"""Mistral Small 3.1 and later."""
-
-MISTRAL_LARGE4_VISION = replace(
-    MISTRAL3_VISION,
-    tower=RELEASED_PIXTRAL,
-    projector=RELEASED_MERGING_MATRICES,
-    prefix="vision_encoder.",
-    projector_prefix="",
-    replaces=("vision_encoder", "pre_mm_projector_norm", "patch_merger", "vision_language_adapter"),
-)
-"""Mistral Large 4."""
-
-LIGHTON_VISION = replace(
-    MISTRAL3_VISION,
-    projector=LIGHTON_MATRICES,
-    prefix="model.vision_encoder.",
-    projector_prefix="model.vision_projection.",
-    placeholder_id=151655,
-)
-"""LightOnOCR."""

@@ -15,6 +15,7 @@ from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import TEXT_ALONE, Projector, ProjectorConfig
 from tpuconv.models.common.key_types import has_type, hints_of, object_of
 from tpuconv.models.towers.llava.family import TilesConfig
+from tpuconv.models.towers.llava.modalities import LLAVA_CLIP, LLAVA_SIGLIP
 from tpuconv.models.towers.rows import layer_norm, with_bias
 from tpuconv.notation.table import Map, under
 
@@ -270,3 +271,16 @@ LAYERED_QFORMERS = Projector(
     f"{QFORMER_MODULES}:LayeredQFormers",
 )
 """Q-Formers that read several hidden states, each for one layer of the text model (Granite Vision 4)."""
+
+GRANITE4_WAYS = tuple(
+    replace(
+        each,
+        projector=LAYERED_QFORMERS,
+        prefix="model.vision_tower.",
+        projector_prefix="model.",
+        replaces=("vision_tower", "layerwise_projectors", "spatial_projectors", "image_newline"),
+        other_prefixes=("model.vision_tower.vision_model.",),
+    )
+    for each in (LLAVA_CLIP, LLAVA_SIGLIP)
+)
+"""Granite Vision 4."""
