@@ -15,7 +15,10 @@ from tpuconv.text import plain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.text import Text
+
     from tpuconv.convert.plan.proposal import FamilyProposal
+    from tpuconv.models.common.beside import Modality
     from tpuconv.models.registry import Family
     from tpuconv.models.wrappers import Wrapper
 
@@ -113,17 +116,21 @@ def _show_families(chosen: "Sequence[Family]", wrappers: "Sequence[Wrapper]") ->
     columns = ("name", "architectures", "converts", "sees and hears by")
     table = Table("families", columns, optional=("architectures", "sees and hears by"))
     for family in chosen:
-        towers = lines(each.tower.summary for each in family.modalities)
-        table.add_row(family.name, lines(family.architectures), family.summary, towers)
+        table.add_row(family.name, lines(family.architectures), family.summary, _towers(family.modalities))
     if chosen:
         console().print(table)
     if wrappers:
-        columns = ("model_type", "architecture", "models", "text models")
-        table = Table("text models inside multimodal models", columns, optional=("architecture",))
+        parts = ("model_type", "architecture", "models", "text models", "sees and hears by")
+        table = Table("multimodal models", parts, optional=("architecture", "text models"))
         for wrapper in wrappers:
-            row = (wrapper.model_type, wrapper.architecture, wrapper.models)
-            table.add_row(*row, lines(wrapper.families))
+            row = (wrapper.model_type, wrapper.architecture, wrapper.models, lines(wrapper.families))
+            table.add_row(*row, _towers(wrapper.modalities))
         console().print(table)
+
+
+def _towers(modalities: "Sequence[Modality]") -> "Text":
+    """Returns the encoders of a model, each once."""
+    return lines(dict.fromkeys(each.tower.summary for each in modalities))
 
 
 def _all() -> "tuple[list[Family], list[Wrapper]]":
