@@ -4,7 +4,7 @@ another one, processes would read the same bytes. Then each reads its part of wh
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import gcd
 from typing import Any
 
@@ -49,7 +49,7 @@ class Exchange:
     def places(self, slabs: Sequence[Slab], names: Sequence[str]) -> dict[str, Sharding]:
         """Returns the sharding by which each of the arrays that the slabs of a binding make is read."""
         binding, own = slabs[0].binding, [_sharding_of(self.targets[name]) for name in names]
-        if not self._may_share(own):
+        if not self._may_share:
             return dict(zip(names, own, strict=True))
         shapes = tuple((self.targets[name].shape, place) for name, place in zip(names, own, strict=True))
         sources = tuple(self.plan.tensors[name].stored_bytes(1 << 20) for name in slabs[0].names[:1])
@@ -60,11 +60,13 @@ class Exchange:
         self._shared |= {name for name, place in zip(names, own, strict=True) if found[name] != place}
         return found
 
-    def _may_share(self, own: Sequence[Sharding]) -> bool:
-        """Returns True if arrays are on devices of several processes, and of all, and an exchange is worth its time."""
-        if jax.process_count() == 1 or not isinstance(own[0], NamedSharding):
+    @cached_property
+    def _may_share(self) -> bool:
+        """True if arrays are on devices of several processes, and of all, and an exchange is worth its time."""
+        place = next(iter(self.targets.values())).sharding  # the devices of all arrays are the same
+        if jax.process_count() == 1 or not isinstance(place, NamedSharding):
             return False
-        devices = list(own[0].mesh.devices.flat)  # of all arrays the same
+        devices = list(place.mesh.devices.flat)
         is_slow = devices[0].platform in SLOW_DEVICES and not isinstance(self.plan.source.folder, BucketPath)
         return len({device.process_index for device in devices}) == jax.process_count() and not is_slow
 

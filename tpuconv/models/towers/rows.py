@@ -3,9 +3,9 @@
 from tpuconv.notation.table import Map, under
 
 
-def with_bias(name: str, param: str, layout: str, bias: str) -> tuple[Map, Map]:
-    """Returns the rows of a matrix and its bias."""
-    return Map(f"{name}.weight", f"{param}.kernel", layout), Map(f"{name}.bias", f"{param}.bias", bias)
+def with_bias(name: str, param: str, layout: str, bias: str, when: str | None = None) -> tuple[Map, Map]:
+    """Returns the rows of a matrix and its bias, which is there under a condition if one is given; see `Map`."""
+    return Map(f"{name}.weight", f"{param}.kernel", layout), Map(f"{name}.bias", f"{param}.bias", bias, when=when)
 
 
 def without_bias(name: str, param: str, layout: str) -> tuple[Map]:

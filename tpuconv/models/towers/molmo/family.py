@@ -71,10 +71,6 @@ class MolmoVitConfig(TowerConfig):
         }
 
 
-def _biased(name: str, param: str, layout: str, bias: str, when: str) -> tuple[Map, Map]:
-    return Map(f"{name}.weight", f"{param}.kernel", layout), Map(f"{name}.bias", f"{param}.bias", bias, when=when)
-
-
 IN_KV_HEADS = "(K H) D -> D K H"
 
 MOLMO_VIT = Tower(
@@ -89,10 +85,10 @@ MOLMO_VIT = Tower(
             "layers.{L}",
             *layer_norm("attention_norm", "attn_norm"),
             *layer_norm("ffn_norm", "mlp_norm"),
-            *_biased("attention.wq", "attn.q", IN_HEADS, "(N H) -> N H", "attention_bias"),
-            *_biased("attention.wk", "attn.k", IN_KV_HEADS, "(K H) -> K H", "attention_bias"),
-            *_biased("attention.wv", "attn.v", IN_KV_HEADS, "(K H) -> K H", "attention_bias"),
-            *_biased("attention.wo", "attn.o", OUT_OF_HEADS, "D", "attention_bias"),
+            *with_bias("attention.wq", "attn.q", IN_HEADS, "(N H) -> N H", "attention_bias"),
+            *with_bias("attention.wk", "attn.k", IN_KV_HEADS, "(K H) -> K H", "attention_bias"),
+            *with_bias("attention.wv", "attn.v", IN_KV_HEADS, "(K H) -> K H", "attention_bias"),
+            *with_bias("attention.wo", "attn.o", OUT_OF_HEADS, "D", "attention_bias"),
             *with_bias("feed_forward.w1", "mlp.up", UP, "F"),
             *with_bias("feed_forward.w2", "mlp.down", DOWN, "D"),
         ),
@@ -188,12 +184,12 @@ POOLING_KV = "(R E) M -> M R E"
 MOLMO_POOLING = Projector(
     PoolingConfig,
     (
-        *_biased("image_pooling_2d.wq", "q", "(G E) M -> M G E", "(G E) -> G E", "pooling_bias"),
-        *_biased("image_pooling_2d.wk", "k", POOLING_KV, "(R E) -> R E", "pooling_bias"),
-        *_biased("image_pooling_2d.wv", "v", POOLING_KV, "(R E) -> R E", "pooling_bias"),
-        *_biased("image_pooling_2d.wo", "o", "A (G E) -> G E A", "A", "pooling_bias"),
-        *_biased("image_projector.w1", "gate", "W A -> A W", "W", "mlp_bias"),
-        *_biased("image_projector.w3", "up", "W A -> A W", "W", "mlp_bias"),
+        *with_bias("image_pooling_2d.wq", "q", "(G E) M -> M G E", "(G E) -> G E", "pooling_bias"),
+        *with_bias("image_pooling_2d.wk", "k", POOLING_KV, "(R E) -> R E", "pooling_bias"),
+        *with_bias("image_pooling_2d.wv", "v", POOLING_KV, "(R E) -> R E", "pooling_bias"),
+        *with_bias("image_pooling_2d.wo", "o", "A (G E) -> G E A", "A", "pooling_bias"),
+        *with_bias("image_projector.w1", "gate", "W A -> A W", "W", "mlp_bias"),
+        *with_bias("image_projector.w3", "up", "W A -> A W", "W", "mlp_bias"),
         *without_bias("image_projector.w2", "down", "O W -> W O"),
     ),
     f"{MOLMO_MODULES}:Pooling",

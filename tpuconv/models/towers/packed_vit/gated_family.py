@@ -1,7 +1,7 @@
 """The tower of LFM3-VL: config and table. I are the layers with attention, J the layers with a convolution."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.models.common.beside import VISION, Modality, Projector, Tower
@@ -107,15 +107,12 @@ GATED_VIT = Tower(
     f"{GATED_MODULES}:GatedVit",
 )
 
-_BIASED = (
-    *with_bias("linear_1", "up", "W M -> M W", "W"),
-    *with_bias("linear_2", "down", "O W -> W O", "O"),
-)
 NORMED_MERGER = Projector(
     NormedMergerConfig,
     (
         *layer_norm("layer_norm", "norm"),
-        *(replace(row, when="projector_bias") if row.jax_names[0].endswith("bias") else row for row in _BIASED),
+        *with_bias("linear_1", "up", "W M -> M W", "W", "projector_bias"),
+        *with_bias("linear_2", "down", "O W -> W O", "O", "projector_bias"),
     ),
     f"{GATED_MODULES}:NormedMerger",
 )

@@ -1,7 +1,7 @@
 """The encoder of Parakeet, and the projector of Nemotron Omni behind it: configs and tables."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
@@ -82,16 +82,11 @@ class ParakeetConfig(TowerConfig):
         }
 
 
-def _biased(name: str, param: str, layout: str, bias: str, condition: str) -> tuple[Map, Map]:
-    kernel, vector = with_bias(name, param, layout, bias)
-    return kernel, replace(vector, when=condition)
-
-
 def _half(number: int, param: str) -> tuple[Map, ...]:
     return (
         *layer_norm(f"norm_feed_forward{number}", f"{param}.norm"),
-        *_biased(f"feed_forward{number}.linear1", f"{param}.up", UP, "F", "attention_bias"),
-        *_biased(f"feed_forward{number}.linear2", f"{param}.down", DOWN, "D", "attention_bias"),
+        *with_bias(f"feed_forward{number}.linear1", f"{param}.up", UP, "F", "attention_bias"),
+        *with_bias(f"feed_forward{number}.linear2", f"{param}.down", DOWN, "D", "attention_bias"),
     )
 
 
@@ -136,9 +131,9 @@ PARAKEET = Tower(
             *(
                 row
                 for x in "qkv"
-                for row in _biased(f"self_attn.{x}_proj", f"attn.{x}", IN_HEADS, "(N H) -> N H", "attention_bias")
+                for row in with_bias(f"self_attn.{x}_proj", f"attn.{x}", IN_HEADS, "(N H) -> N H", "attention_bias")
             ),
-            *_biased("self_attn.o_proj", "attn.o", OUT_OF_HEADS, "D", "attention_bias"),
+            *with_bias("self_attn.o_proj", "attn.o", OUT_OF_HEADS, "D", "attention_bias"),
             *without_bias("self_attn.relative_k_proj", "attn.distance", IN_HEADS),
             Map("self_attn.bias_u", "attn.content_bias", "N H"),
             Map("self_attn.bias_v", "attn.distance_bias", "N H"),
@@ -151,7 +146,7 @@ PARAKEET = Tower(
             Map("conv.norm.running_mean", "conv.batch_norm.mean", "E"),
             Map("conv.norm.running_var", "conv.batch_norm.variance", "E"),
             Map("conv.norm.num_batches_tracked", "conv.batch_norm.batches", "", buffer=True),
-            *_biased("conv.pointwise_conv2", "conv.down", "D E 1 -> E D", "D", "convolution_bias"),
+            *with_bias("conv.pointwise_conv2", "conv.down", "D E 1 -> E D", "D", "convolution_bias"),
             *_half(2, "mlp_after"),
             *layer_norm("norm_out", "norm"),
         ),
