@@ -4,7 +4,7 @@ that were published."""
 import json
 import re
 from dataclasses import asdict
-from math import prod
+from math import log, prod
 from pathlib import Path
 from typing import Any
 
@@ -436,6 +436,30 @@ DEEPSEEK_MOE_16B = {
     "seq_aux": True,
     "vocab_size": 102400,
 }
+STEP_3 = {
+    "architectures": ["Step3TextForCausalLM"],
+    "model_type": "step3_text",
+    "max_position_embedding": 65536,
+    "max_seq_len": 65536,
+    "moe_layers_enum": ",".join(map(str, range(4, 60))),
+    "moe_num_experts": 48,
+    "moe_top_k": 3,
+    "norm_expert_weight": False,
+    "num_attention_groups": 1,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "share_expert_dim": 5120,
+}
+TELECHAT_3 = {
+    "architectures": ["Telechat3ForCausalLM"],
+    "model_type": "telechat3",
+    "head_dim": 128,
+    "rope_scaling": {
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 4.0, "original_max_position_embeddings": 8192},
+        **{"rope_type": "telechat3-yarn", "type": "telechat3-yarn"},
+    },
+    "rope_theta": 1000000.0,
+}
 RELEASES = [
     pytest.param(GLM_5_2, 744, id="GLM-5.2"),
     pytest.param(GLM_5_2 | {"num_experts": 256, "mlp_bias": False}, 744, id="GLM-5.2-NVFP4"),
@@ -454,6 +478,8 @@ RELEASES = [
     pytest.param(GLM_4_9B_CHAT, 9.4, id="glm-4-9b-chat"),
     pytest.param(MINICPM_4_8B, 8.19, id="MiniCPM4-8B"),
     pytest.param(DEEPSEEK_MOE_16B, 16.4, id="deepseek-moe-16b"),
+    pytest.param(STEP_3, 316, id="step3"),
+    pytest.param(TELECHAT_3, 36.0, id="TeleChat3-36B"),
 ]
 
 
@@ -1257,3 +1283,25 @@ def test_connections_of_solar_pro_that_skip_layers() -> None:
     for wrong in ({"bskcn_3": [8]}, {"bskcn_2": []}, {"bskcn_tv": [0.9]}):
         with pytest.raises(ConfigError, match="bskcn"):
             family.check_config(SOLAR_PRO | wrong)
+
+
+def test_telechat3_has_a_factor_of_angles_of_its_own() -> None:
+    def factor(**changes: Any) -> Any:
+        raw = TELECHAT_3 | {"rope_scaling": TELECHAT_3["rope_scaling"] | changes}
+        return find_family(raw).check_config(raw).config.rope.attention_factor
+
+    assert find_family(TELECHAT_3).check_config(TELECHAT_3).config.rope.type == "yarn"
+    assert factor() == pytest.approx(0.07 * log(4) + 1)
+    assert factor(factor=1.0) == 1
+    assert factor(rope_type="yarn", type="yarn") is None
+    for wrong in ({"factor": 0.5}, {"factor": "4"}, {"type": "yarn"}):
+        with pytest.raises((ConfigError, UnsupportedConfig), match="rope_scaling"):
+            factor(**wrong)
+
+
+def test_factors_of_tele_flm() -> None:
+    raw = {"model_type": "TeleFLM", "use_mup": True, "input_mult": 2.0, "output_mult": 3.0, "mup_scale_factor": 6.0}
+    config = find_family(raw).check_config(raw).config
+    assert (config.embedding_factor, config.logit_factor) == (2.0, 0.5)
+    with pytest.raises(ConfigError, match=r"mup_scale_factor=0\.0 is not positive"):
+        find_family(raw).check_config(raw | {"mup_scale_factor": 0.0})

@@ -140,3 +140,40 @@ def test_layers_with_experts(layers: Any) -> None:
 def test_what_is_another_model_is_refused(error: type[TpuconvError], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(error, match=message):
         read(**changes)
+
+
+def test_layers_of_step3() -> None:
+    def read_step3(**changes: Any) -> Any:
+        raw = {"model_type": "step3_text", **changes}
+        return find_family(raw).check_config(raw).config
+
+    config = read_step3(num_attention_groups=1, moe_num_experts=8, moe_top_k=2, share_expert_dim=64)
+    assert config.layer_sets["I"] == (0, 1, 2, 3, 60)
+    assert (config.sizes["K"], config.sizes["Q"], config.sizes["E"], config.sizes["W"]) == (1, 2048, 8, 64)
+    assert config.rope.theta == 500_000
+    assert read_step3(moe_layers_enum="2, 3").layer_sets["J"] == (2, 3)
+    assert read_step3(moe_layers_enum=None).layer_sets["J"] == tuple(range(1, 61))
+    with pytest.raises(ConfigError, match="moe_layers_enum='2,x' does not list layers"):
+        read_step3(moe_layers_enum="2,x")
+    with pytest.raises(UnsupportedConfig, match="num_key_value_heads=2 is not implemented for step3_text, only 1"):
+        read_step3(num_attention_groups=2)
+
+
+def test_the_release_of_step1_is_read() -> None:
+    """The text model of Step-Audio 3B."""
+    raw: dict[str, Any] = {
+        "architectures": ["Step1ForCausalLM"],
+        "model_type": "step1",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_seq_len": 32768,
+        "num_attention_groups": 4,
+        "num_attention_heads": 48,
+        "num_hidden_layers": 32,
+        "tie_word_embeddings": False,
+        "vocab_size": 74752,
+    }
+    config = find_family(raw).check_config(raw).config
+    assert (config.sizes["K"], config.sizes["G"], config.sizes["H"]) == (4, 12, 64)
+    assert config.max_position_embeddings == 32768
+    assert config.ropes == (None,) * 32

@@ -147,6 +147,9 @@ EVEN = {
     },
     "qwen2_moe": {"num_attention_heads": 2, **SHARED},
     **{name: {"head_dim": 32, "moe_intermediate_size": 64} for name in ("qwen3_moe", "qwen3_omni_moe")},
+    "step3_text": {
+        **{"head_dim": 32, "share_q_dim": 32, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    },
     **{name: {"head_dim": 32, "moe_intermediate_size": 64, "share_expert_dim": 64} for name in ("step3p5", "step3p7")},
     **{
         name: {
@@ -186,7 +189,7 @@ EVEN = {
     "llama4": {"head_dim": 32, "intermediate_size_mlp": 96},
     "llama4_text": {"head_dim": 32, "intermediate_size_mlp": 96},
     **{name: {"num_attention_heads": 2} for name in ("qwen2", "exaone", "internlm2")},
-    **{name: {"num_attention_heads": 2} for name in ("orion", "minicpm", "PanguEmbedded")},
+    **{name: {"num_attention_heads": 2} for name in ("orion", "minicpm", "PanguEmbedded", "TeleFLM", "step1")},
     "deepseek": {"num_attention_heads": 2, "moe_intermediate_size": 64},
     "bailing_moe_v1": {"head_dim": 32, "moe_intermediate_size": 64},
     "nemotron-nas": {

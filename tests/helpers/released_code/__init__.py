@@ -18,6 +18,9 @@ MODELS: Mapping[str, str] = {
     "plamo3": "plamo:Plamo3ForCausalLM",
     "domynedge": "domyn:DomynEdgeForCausalLM",
     "iquestloopcoder": "loop_coder:IQuestLoopCoderForCausalLM",
+    "step1": "step:Step1ForCausalLM",
+    "TeleFLM": "like_llama:TeleFLMForCausalLM",
+    "step3_text": "step:Step3TextForCausalLM",
     "solar": "like_llama:SolarForCausalLM",
     "nemotron-nas": "nemotron_nas:DeciLMForCausalLM",
 }

@@ -1,6 +1,7 @@
 """Orion after `modeling_orion.py` of OrionStarAI/Orion-14B-Base, and MiniCPM after `modeling_minicpm.py` of
-openbmb/MiniCPM-2B-sft-bf16: Llama with layer norms, and Llama with factors. Solar Pro after the code of a server
-(vLLM): Mistral whose layers read what entered earlier ones too."""
+openbmb/MiniCPM-2B-sft-bf16: Llama with layer norms, and Llama with factors. Tele-FLM after the code of servers (vLLM,
+SGLang): Llama with other factors. Solar Pro after the code of a server (vLLM): Mistral whose layers read what entered
+earlier ones too."""
 
 from typing import Any
 
@@ -43,6 +44,25 @@ class MiniCPMForCausalLM(LlamaForCausalLM):
             _multiplied(layer.self_attn, of_layers)
             _multiplied(layer.mlp, of_layers)
         _multiplied(self.model.norm, config.dim_model_base / config.hidden_size)
+
+
+class TeleFLMConfig(LlamaConfig):
+    model_type = "TeleFLM"
+
+    use_mup: bool = False
+    input_mult: float = 1.0
+    output_mult: float = 1.0
+    mup_scale_factor: float = 1.0
+
+
+class TeleFLMForCausalLM(LlamaForCausalLM):
+    config_class = TeleFLMConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if config.use_mup:
+            _multiplied(self.model.embed_tokens, config.input_mult)
+            _multiplied(self.model.norm, config.output_mult / config.mup_scale_factor)
 
 
 class SolarConfig(MistralConfig):

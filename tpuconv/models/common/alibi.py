@@ -19,5 +19,12 @@ def alibi_slopes(heads: int) -> np.ndarray:
 
 
 def alibi(pos_BS: jax.Array, heads: int) -> jax.Array:
-    """Returns what is added to the scores of each head and key [B, N, S], for keys at these positions."""
-    return jnp.asarray(alibi_slopes(heads))[:, None] * pos_BS[:, None, :].astype(jnp.float32)
+    """Returns what is added to the scores of each head and key [B, N, 1, S], for keys at these positions."""
+    return jnp.asarray(alibi_slopes(heads))[:, None, None] * pos_BS[:, None, None, :].astype(jnp.float32)
+
+
+def root_alibi(pos_BT: jax.Array, pos_BS: jax.Array, heads: int) -> jax.Array:
+    """Returns what is added to scores [B, N, T, S] that are reduced by the root of the distance between a token and a
+    key before it, times the slope of the head: no number for each key says the same."""
+    distance_BTS = jnp.maximum(pos_BT[:, :, None] - pos_BS[:, None, :], 0).astype(jnp.float32)
+    return -jnp.asarray(alibi_slopes(heads))[:, None, None] * jnp.sqrt(distance_BTS)[:, None]

@@ -48,7 +48,7 @@ class Attention(nnx.Module):
         if x_BTD.shape[1] > 1:
             # With a cache that is sharded over the batch, XLA would norm each chip's sequences and gather them for `q`.
             x_BTD = placed(x_BTD, "B T D")
-        q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
+        q_BTNH, k_BTKH = self.positioned(self.queries(x_BTD), self.k(x_BTD), step)
         kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
         return self.o(self.gated(x_BTD, self.attended(q_BTNH, kv, self.seen(step, window), step))), kv
 
@@ -58,7 +58,11 @@ class Attention(nnx.Module):
 
     def attended(self, q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array, step: Step) -> jax.Array:
         """Returns the output [B, T, N, H] of each head, of the keys and values that tokens see."""
-        return attention(q_BTNH, kv, visible_BTS, scale=self.scale, cap=self.cap, bias_BNS=self.score_bias(step))
+        return attention(q_BTNH, kv, visible_BTS, scale=self.scale, cap=self.cap, bias_BNTS=self.score_bias(step))
+
+    def queries(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the queries [B, T, N, H] before they get rotary positions."""
+        return self.q(x_BTD)
 
     def values(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the values [B, T, K, H]."""
@@ -75,7 +79,8 @@ class Attention(nnx.Module):
         return y_BTNH
 
     def score_bias(self, step: Step) -> jax.Array | None:
-        """Returns what is added to the scores of each head and key [B, N, S]; None in families without."""
+        """Returns what is added to scores, [B, N, T, S] or the same for all tokens [B, N, 1, S]; None in families
+        without."""
         return None
 
 

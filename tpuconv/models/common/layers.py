@@ -311,17 +311,18 @@ def attention(
     *,
     scale: float | None = None,
     cap: float | None = None,
-    bias_BNS: jax.Array | None = None,
+    bias_BNTS: jax.Array | None = None,
 ) -> jax.Array:
     """Returns softmax attention [B, T, N, H]. G = N/K query heads share a key-value head (arXiv:2305.13245), which is
     not repeated in memory. `visible_BTS` is the mask. The products of queries and keys are multiplied by `scale`, by
-    default H^-0.5, and limited by a soft `cap`; then `bias_BNS` is added for each head and key."""
+    default H^-0.5, and limited by a soft `cap`; then `bias_BNTS` is added, which may have one
+    row for all tokens T."""
     B, T, N, H = q_BTNH.shape
     K = kv.k_BSKH.shape[2]
     q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", rules_for(kv))
     scores_BKGTS = soft_capped(kv.scores(q_BTKGH) * (H**-0.5 if scale is None else scale), cap)
-    if bias_BNS is not None:
-        scores_BKGTS += bias_BNS.reshape(B, K, N // K, 1, -1)
+    if bias_BNTS is not None:
+        scores_BKGTS += bias_BNTS.reshape(B, K, N // K, *bias_BNTS.shape[2:])
     scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, MASKED_SCORE)
     y_BTKGH = kv.weighted_values(jax.nn.softmax(scores_BKGTS, axis=-1), q_BTNH.dtype)
     return placed(y_BTKGH.reshape(B, T, N, -1), "B T N H").astype(q_BTNH.dtype)

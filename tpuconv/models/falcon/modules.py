@@ -28,7 +28,7 @@ class Attention(blocks.Attention):
         if not self.heads:
             return None
         slopes_N, pos_BS = jnp.asarray(alibi_slopes(self.heads)), step.pos_BS.astype(jnp.float32)
-        return in_bfloat16(in_bfloat16(slopes_N)[:, None] * in_bfloat16(pos_BS)[:, None, :]) * self.factor
+        return in_bfloat16(in_bfloat16(slopes_N)[:, None, None] * in_bfloat16(pos_BS)[:, None, None, :]) * self.factor
 
 
 def in_bfloat16(x: jax.Array) -> jax.Array:

@@ -1,17 +1,19 @@
 """Families that are Llama but for their norms, MLPs or activations."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.partial_rope import PartialRopeConfig
+from tpuconv.models.common.rope import PARAMETER_KEYS
 from tpuconv.models.common.rows import ATTENTION, MLP, O_BIAS, PLAIN_MLP, QKV_BIAS, when
 from tpuconv.models.common.windows import OneWindow
 from tpuconv.models.common.wrapper import HEARS, SEES
 from tpuconv.models.declare import decoder, wrapper
-from tpuconv.models.lineages.llama import NO_BIAS
+from tpuconv.models.lineages.llama import LLAMA, NO_BIAS
 from tpuconv.models.parts import Attn, Factors, Mlp, Norms
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
@@ -347,5 +349,87 @@ SOLAR = decoder(
         **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
         **{"num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
         **{"tie_word_embeddings": False},
+    },
+)
+
+
+class TeleChat3Config(LLAMA.config):  # type: ignore[misc, name-defined]  # made by `decoder`
+    """Rotary positions of the type "telechat3-yarn" are YaRN with another factor of angles, 0.07 ln(factor) + 1."""
+
+    @classmethod
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        out: dict[str, Any] = super().in_our_keys(raw)
+        return out | {key: _as_yarn(out[key]) for key in PARAMETER_KEYS if out.get(key)}
+
+
+def _as_yarn(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns rotary parameters of TeleChat3 as YaRN's, others as they are."""
+    factor, kinds = (
+        given.get("factor"),
+        {key: given[key] for key in ("rope_type", "type") if given.get(key) is not None},
+    )
+    if list(kinds.values()) not in (["telechat3-yarn"], ["telechat3-yarn"] * 2):
+        return given
+    if not isinstance(factor, int | float) or factor < 1:
+        return given
+    return {**given, **dict.fromkeys(kinds, "yarn"), "attention_factor": 0.07 * math.log(factor) + 1}
+
+
+TELECHAT3 = LLAMA.but(
+    "telechat3",
+    "TeleChat3 36B",
+    "TeleChat3ForCausalLM",
+    "Telechat3ForCausalLM",
+    config=TeleChat3Config,
+    # The sizes of the released model.
+    defaults={
+        **{"vocab_size": 131072, "hidden_size": 6144, "intermediate_size": 24576, "num_hidden_layers": 64},
+        **{"num_attention_heads": 48, "num_key_value_heads": 8, "max_position_embeddings": 32768},
+        **{"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
+    },
+    default_rope={"rope_theta": 1000000.0},
+)
+
+
+@family_config
+class TeleFlmFactors(DecoderConfig):
+    """Factors of embeddings and logits (arXiv:2404.16645, section 3.2), if `use_mup` is set."""
+
+    use_mup: bool
+    input_mult: float
+    output_mult: float
+    mup_scale_factor: float
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.mup_scale_factor <= 0:
+            yield f"mup_scale_factor={self.mup_scale_factor} is not positive"
+
+    @property
+    def embedding_factor(self) -> float:
+        """The factor of embeddings."""
+        return self.input_mult if self.use_mup else 1.0
+
+    @property
+    def logit_factor(self) -> float:
+        """The factor of logits."""
+        return self.output_mult / self.mup_scale_factor if self.use_mup else 1.0
+
+
+TELEFLM = LLAMA.but(
+    "TeleFLM",
+    "Tele-FLM 52B, FLM-2",
+    "TeleFLMForCausalLM",
+    Attn(),
+    Mlp(),
+    Factors(embedding="embedding_factor", logits="logit_factor"),
+    config=TeleFlmFactors,
+    only=NO_BIAS,
+    # The sizes of the released model, without factors, as servers read a file without them.
+    defaults={
+        **{"vocab_size": 80000, "hidden_size": 8192, "intermediate_size": 21824, "num_hidden_layers": 64},
+        **{"num_attention_heads": 64, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        **{"tie_word_embeddings": False, "use_mup": False, "input_mult": 1.0, "output_mult": 1.0},
+        "mup_scale_factor": 1.0,
     },
 )

@@ -86,7 +86,7 @@ class Config(SparseConfig, TwoPartialRopesConfig):
                 if isinstance(given := out.get(key), list) and len(given) == layers + further:
                     out[key] = given[:layers]
             if raw.get("moe_layers_enum") is not None and out.get("mlp_layer_types") is None:
-                sparse = _numbers(raw["moe_layers_enum"])
+                sparse = layer_numbers(raw["moe_layers_enum"])
                 kinds = ["sparse" if layer in sparse else "dense" for layer in range(min(layers, MOST_IN_A_LIST))]
                 out["mlp_layer_types"] = kinds
         other = raw.get("attention_other_setting")
@@ -175,7 +175,7 @@ LAYER_LISTS = ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits
 """Lists with an entry for each layer. In the release those of layers for further tokens follow."""
 
 
-def _numbers(given: Any) -> set[int]:
+def layer_numbers(given: Any) -> set[int]:
     """Returns the numbers of layers that `moe_layers_enum` lists: in a list, or in a string between commas."""
     parts = [part for part in given.split(",") if part.strip()] if isinstance(given, str) else given
     try:
@@ -227,13 +227,19 @@ def _queries(N: str) -> tuple[Map, ...]:
     )
 
 
-STACKED_EXPERT_ROWS = (
-    Map("moe.gate.weight", "moe.router.kernel", "E D -> D E"),
-    Map("moe.router_bias", "moe.router.correction", "E", buffer=True),
+ROUTER_ROW = Map("moe.gate.weight", "moe.router.kernel", "E D -> D E")
+
+STACKED_MLPS = (
     Map("moe.gate_proj.weight", "moe.gate.kernel", "E M D -> E D M"),
     Map("moe.up_proj.weight", "moe.up.kernel", "E M D -> E D M"),
     Map("moe.down_proj.weight", "moe.down.kernel", "E D M -> E M D"),
     *under("share_expert", "moe.shared", *SHARED),
+)
+
+STACKED_EXPERT_ROWS = (
+    ROUTER_ROW,
+    Map("moe.router_bias", "moe.router.correction", "E", buffer=True),
+    *STACKED_MLPS,
 )
 
 TABLE = decoder_table(
