@@ -421,6 +421,8 @@ def test_names_lead_to_those_of_the_table() -> None:
         {"model.a.w": "a.w", "model.b.w": "b.w", "lm_head.w": "lm_head.w"},
         {"a.w": "model.a.w", "b.w": "model.c.w", "head.w": "lm_head.w"},
         {"m.experts.e": "m.experts.e", "m.experts.bias": "m.gate.bias", "m.gate.w": "m.gate.w"},
+        # a module with one below it, of which one alone has another name (the router of Step-3.7)
+        {"l.moe": "l.mlp.gate", "l.moe.gate": "l.moe.gate", "norm": "norm"},
     ],
 )
 def test_rules_give_the_names_back(spelled: dict[str, str]) -> None:

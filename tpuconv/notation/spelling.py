@@ -138,7 +138,8 @@ def rules_of(spelled: Mapping[str, str]) -> dict[str, str]:
             rules.setdefault(head, other)
     for ours, theirs in sorted(spelled.items(), key=lambda pair: pair[0].count(".")):
         if respelled(ours, rules) != theirs:
-            head, other = next(pair for pair in _beginnings(ours, theirs) if _holds(*pair, spelled))
+            # Where none holds, names below this one get rules of their own.
+            head, other = next((pair for pair in _beginnings(ours, theirs) if _holds(*pair, spelled)), (ours, theirs))
             rules[head] = other
     return rules
 
