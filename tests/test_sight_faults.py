@@ -31,7 +31,7 @@ HIDDEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("deepseek_ocr2", "deepseek_ocr2_of_large_images"), ("columns of positions first: vision",)),
     **dict.fromkeys(("deepseek_ocr", "deepseek_ocr_without_tiles"), ("columns of positions first: vision",)),
     # only squares are interpolated, to squares
-    **dict.fromkeys(("deepseek_vl_hybrid", "step3p7"), ("columns of positions first: vision",)),
+    **dict.fromkeys(("deepseek_vl_hybrid", "step3p7", "step_robotics"), ("columns of positions first: vision",)),
 }
 """By case the faults that change nothing in its encoder, whichever images it gets."""
 

@@ -256,8 +256,83 @@ OVIS25: Mapping[str, Any] = {
         "window_size": 112,
     },
 }
+STEP3: Mapping[str, Any] = {
+    "architectures": ["Step3VLForConditionalGeneration"],
+    "model_type": "step3_vl",
+    "image_token_id": 128001,
+    "projector_bias": False,
+    "text_config": {
+        "architectures": ["Step3TextForCausalLM"],
+        "head_dim": 256,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "max_seq_len": 65536,
+        "moe_intermediate_size": 5120,
+        "moe_layers_enum": ",".join(map(str, range(4, 60))),
+        "moe_num_experts": 48,
+        "moe_top_k": 3,
+        "norm_expert_weight": False,
+        "num_attention_groups": 1,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 61,
+        "rope_theta": 500000,
+        "share_expert_dim": 5120,
+        "share_q_dim": 2048,
+        "vocab_size": 128815,
+    },
+    "understand_projector_stride": 2,
+    "vision_config": {
+        "hidden_size": 1792,
+        "image_size": 728,
+        "intermediate_size": 15360,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 63,
+        "output_hidden_size": 4096,
+        "patch_size": 14,
+    },
+}
+STEP3_10B: Mapping[str, Any] = {
+    "architectures": ["StepVLForConditionalGeneration"],
+    "model_type": "step_robotics",
+    "image_token_id": 151679,
+    "projector_bias": False,
+    "text_config": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 65536,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+        "vocab_size": 151936,
+    },
+    "understand_projector_stride": 2,
+    "vision_config": {
+        "heads": 16,
+        "hidden_act": "quick_gelu",
+        "image_size": 728,
+        "layers": 47,
+        "ls_init_value": 0.1,
+        "mlp_ratio": 8960 / 1536,
+        "model_type": "perception_encoder",
+        "num_channels": 3,
+        "patch_size": 14,
+        "use_abs_posemb": True,
+        "use_cls_token": False,
+        "use_ln_post": False,
+        "use_ln_pre": True,
+        "use_rope2d": True,
+        "width": 1536,
+    },
+}
 RELEASES: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "opencua": (OPENCUA, "8.3"),
+    "step3_vl": (STEP3, "321.0"),
+    "step_robotics": (STEP3_10B, "10.2"),
     "ovis2_5": (OVIS25, "9.2"),
     "phi3_v": (PHI3_V, "4.1"),
     "dots_ocr": (DOTS, "3.0"),
@@ -300,6 +375,9 @@ def test_a_release_has_its_size(name: str) -> None:
         ("phi3_v", {"img_processor": {"type_feature": "cls_patch"}}, "type_feature='cls_patch' is not implemented"),
         ("phi3_v", {"img_processor": {"image_dim_out": 512}}, "image_dim_out=512 does not fit an encoder of 24 x 24"),
         ("phi3_v", {"img_processor": {"layer_idx": 25}}, r"has no hidden states \[25\]"),
+        ("step3_vl", {"understand_projector_stride": 0}, "understand_projector_stride=0 of 52 x 52 patches"),
+        ("step_robotics", {"vision_config": {"use_cls_token": True}}, "use_cls_token=True of an encoder"),
+        ("step_robotics", {"vision_config": {"use_rope2d": False}}, "use_rope2d=False of an encoder"),
         ("ovis2_5", {"vit_config": {"use_rope": False}}, "use_rope=False of an encoder is not implemented"),
         ("ovis2_5", {"vit_config": {"fullatt_block_indexes": "0|1"}}, "fullatt_block_indexes='0|1' of an encoder"),
         ("ovis2_5", {"vit_config": [1]}, r"vit_config=\[1\] is not an object"),
@@ -325,6 +403,8 @@ def test_other_values_are_refused(name: str, change: dict[str, Any], fault: str)
         ("phi3_v", "phi3", ""),
         ("opencua", "qwen2", "language_model."),
         ("ovis2_5", "qwen3", "llm."),
+        ("step3_vl", "step3_text", ""),
+        ("step_robotics", "qwen3", ""),
         ("minicpmv", "qwen2", "llm."),
         ("minicpmv_4", "llama", "llm."),
         ("minicpmv_4_5", "qwen3", "llm."),
@@ -381,7 +461,7 @@ def test_the_embedding_of_phi_3_may_stand_twice(both: bool, whole: Any, tmp_path
     assert_same(read_tensors(tmp_path / "back"), read_tensors(src))
 
 
-@pytest.mark.parametrize("name", ["minicpmv", "ovis2_5", "phi3_v"])
+@pytest.mark.parametrize("name", ["minicpmv", "ovis2_5", "phi3_v", "step3_vl", "step_robotics"])
 def test_prompts_without_a_processor_are_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RELEASES[name][0]))
     with pytest.raises(UsageError, match=f"the placeholders that {name} has for images are not known"):

@@ -131,6 +131,8 @@ MINICPM_V = ("minicpmv_2_6", "minicpmv_4_0", "minicpmv_4_5")
 OF_OTHER_TYPES = (
     "internvl_chat",
     "internvl_chat_6b",
+    "step3_vl",
+    "step_robotics",
     "kimi_vl",
     "dots_ocr",
     "phi3_v",

@@ -61,6 +61,7 @@ from tpuconv.models.towers.sam.family import GOT_VISION
 from tpuconv.models.towers.sanm.family import FUN_AUDIO
 from tpuconv.models.towers.siglip.family import PALIGEMMA_VISION
 from tpuconv.models.towers.siglip2.family import LFM2_VISION, VIDEO_LLAMA3_VISION
+from tpuconv.models.towers.step_vit.family import ROBOTICS_VISION, STEP3_VISION
 from tpuconv.models.towers.whisper.family import (
     FLAMINGO_AUDIO,
     GLM_AUDIO,
@@ -278,6 +279,8 @@ WRAPPER_ROWS = (
         end="ForCausalLM",
         in_keys=in_keys_of_dots,
     ),
+    Wrapper("step3_vl", "Step3VL", "Step-3", ("step3_text",), prefix="model.", modalities=(STEP3_VISION,)),
+    Wrapper("step_robotics", "StepVL", "Step3-VL-10B", ("qwen3",), prefix="model.", modalities=(ROBOTICS_VISION,)),
     Wrapper(
         "opencua",
         "OpenCUA",

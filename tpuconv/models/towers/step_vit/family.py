@@ -1,10 +1,12 @@
-"""The vision encoder of Step-3.7: config and table. M and Z are the channels behind its two convolutions."""
+"""The vision encoders of Step-3, Step3-VL and Step-3.7: configs and tables. M and Z are the channels behind their two
+convolutions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower
+from tpuconv.errors import UnsupportedConfig
+from tpuconv.models.common.beside import TEXT_ALONE, VISION, Modality, Projector, ProjectorConfig, Tower
 from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
 from tpuconv.models.towers.rows import DOWN, OUT_OF_HEADS, PATCH_MATRIX, UP, layer_norm, with_bias, without_bias
 from tpuconv.models.towers.siglip.family import ImageConfig
@@ -17,6 +19,10 @@ STEP_MODULES = "tpuconv.models.towers.step_vit.modules"
 class StepVitConfig(ImageConfig):
     """The keys of `vision_config`, by the names of the release or of transformers."""
 
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **dict.fromkeys(("use_abs_posemb", "use_ln_pre", "use_rope2d"), (True,)),
+        **dict.fromkeys(("use_cls_token", "use_ln_post"), (False,)),
+    }
     aliases: ClassVar[Mapping[str, str]] = {
         "width": "hidden_size",
         "layers": "num_hidden_layers",
@@ -100,3 +106,99 @@ STEP_VISION = Modality(
     placeholder_id=151679,
 )
 """Step-3.7."""
+
+ROBOTICS_VISION = replace(
+    STEP_VISION,
+    tower=replace(
+        STEP_VIT, name="released_step_vit", summary="Step3-VL-10B", encoder=f"{STEP_MODULES}:ReleasedStepVit"
+    ),
+)
+"""Step3-VL-10B."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step3VitConfig(ImageConfig):
+    """The keys of `vision_config`. The defaults come from vLLM."""
+
+    hidden_size: int = 1792
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 63
+    num_attention_heads: int = 16
+    image_size: int = 728
+    patch_size: int = 14
+    hidden_act: str = "quick_gelu"
+    layer_norm_eps: float = 1e-5
+    output_hidden_size: int = 4096
+
+    @property
+    def has_class_token(self) -> bool:
+        return True
+
+
+STEP3_VIT = Tower(
+    "step3_vit",
+    "Step-3",
+    Step3VitConfig,
+    (
+        Map("embeddings.class_embedding", "class_token", "1 D -> D"),
+        *with_bias("embeddings.patch_embedding", "patch", PATCH_MATRIX, "D"),
+        Map("embeddings.position_embedding.weight", "positions", "P D"),
+        *under(
+            "transformer.layers.{L}",
+            "layers.{L}",
+            *layer_norm("layer_norm1", "attn_norm"),
+            *layer_norm("layer_norm2", "mlp_norm"),
+            replace(JOINED_QKV, hf="self_attn.qkv_proj.weight"),
+            replace(JOINED_QKV_BIAS, hf="self_attn.qkv_proj.bias"),
+            *with_bias("self_attn.out_proj", "attn.o", OUT_OF_HEADS, "D"),
+            *with_bias("mlp.fc1", "mlp.up", UP, "F"),
+            *with_bias("mlp.fc2", "mlp.down", DOWN, "D"),
+        ),
+    ),
+    f"{STEP_MODULES}:Step3Vit",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DownsampledConfig(ProjectorConfig):
+    """The keys of the projector of Step-3: two convolutions, and a matrix."""
+
+    understand_projector_stride: int = 1
+    projector_bias: bool = True
+
+    def check(self, tower: Any) -> None:
+        super().check(tower)
+        if self.understand_projector_stride < 1 or tower.side < 2:
+            raise UnsupportedConfig(
+                f"understand_projector_stride={self.understand_projector_stride} of {tower.side} x {tower.side} "
+                "patches is not implemented",
+                hint=TEXT_ALONE,
+            )
+
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        width = tower.output_hidden_size
+        return {"O": self.out, "M": width, "Z": 2 * width, "r": 2, "s": 2, "t": 3, "u": 3}
+
+
+DOWNSAMPLED = Projector(
+    DownsampledConfig,
+    (
+        *with_bias("vit_downsampler", "first", "M D r s -> r s D M", "M"),
+        *with_bias("vit_downsampler2", "last", "Z M t u -> t u M Z", "Z"),
+        Map("vit_large_projector.weight", "matrix.kernel", "O Z -> Z O"),
+        Map("vit_large_projector.bias", "matrix.bias", "O", when="projector_bias"),
+    ),
+    f"{STEP_MODULES}:Downsampled",
+)
+"""Two convolutions and a matrix."""
+
+STEP3_VISION = Modality(
+    VISION,
+    STEP3_VIT,
+    DOWNSAMPLED,
+    prefix="vision_model.",
+    projector_prefix="",
+    replaces=("vision_model", "vit_downsampler", "vit_downsampler2", "vit_large_projector"),
+    placeholder_id=128001,
+)
+"""Step-3."""
