@@ -329,8 +329,46 @@ STEP3_10B: Mapping[str, Any] = {
         "width": 1536,
     },
 }
+NVLM: Mapping[str, Any] = {
+    "architectures": ["NVLM_D"],
+    "model_type": "NVLM_D",
+    "downsample_ratio": 0.5,
+    "dynamic_image_size": True,
+    "force_image_size": 448,
+    "llm_config": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "model_type": "qwen2",
+        "num_attention_heads": 64,
+        "num_hidden_layers": 80,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 152064,
+    },
+    "max_dynamic_patch": 6,
+    "min_dynamic_patch": 1,
+    "ps_version": "v2",
+    "select_layer": -1,
+    "use_thumbnail": True,
+    "vision_config": {
+        "hidden_size": 3200,
+        "image_size": 448,
+        "intermediate_size": 12800,
+        "model_type": "intern_vit_6b",
+        "norm_type": "rms_norm",
+        "num_attention_heads": 25,
+        "num_hidden_layers": 45,
+        "patch_size": 14,
+        "qk_normalization": True,
+        "qkv_bias": False,
+    },
+}
 RELEASES: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "opencua": (OPENCUA, "8.3"),
+    "NVLM_D": (NVLM, "79.4"),
     "step3_vl": (STEP3, "321.0"),
     "step_robotics": (STEP3_10B, "10.2"),
     "ovis2_5": (OVIS25, "9.2"),
@@ -403,6 +441,7 @@ def test_other_values_are_refused(name: str, change: dict[str, Any], fault: str)
         ("phi3_v", "phi3", ""),
         ("opencua", "qwen2", "language_model."),
         ("ovis2_5", "qwen3", "llm."),
+        ("NVLM_D", "qwen2", "language_model."),
         ("step3_vl", "step3_text", ""),
         ("step_robotics", "qwen3", ""),
         ("minicpmv", "qwen2", "llm."),
@@ -461,7 +500,7 @@ def test_the_embedding_of_phi_3_may_stand_twice(both: bool, whole: Any, tmp_path
     assert_same(read_tensors(tmp_path / "back"), read_tensors(src))
 
 
-@pytest.mark.parametrize("name", ["minicpmv", "ovis2_5", "phi3_v", "step3_vl", "step_robotics"])
+@pytest.mark.parametrize("name", ["minicpmv", "ovis2_5", "phi3_v", "NVLM_D", "step3_vl", "step_robotics"])
 def test_prompts_without_a_processor_are_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RELEASES[name][0]))
     with pytest.raises(UsageError, match=f"the placeholders that {name} has for images are not known"):

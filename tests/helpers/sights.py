@@ -131,6 +131,9 @@ MINICPM_V = ("minicpmv_2_6", "minicpmv_4_0", "minicpmv_4_5")
 OF_OTHER_TYPES = (
     "internvl_chat",
     "internvl_chat_6b",
+    "skywork_chat",
+    "h2ovl_chat",
+    "nvlm_d",
     "step3_vl",
     "step_robotics",
     "kimi_vl",

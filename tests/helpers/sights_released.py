@@ -1,7 +1,9 @@
 """Models whose code is in their releases: those of transformers that compute the same, in the files of the releases."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,12 @@ INTERN_NAMES = QIANFAN_NAMES | {r"\.attention\.([qk])_norm\.": r".attn.\1_norm."
 """Qianfan-OCR has no norms of queries and keys."""
 
 
-def of_internvl(folder: Path) -> None:
+def of_internvl(
+    folder: Path,
+    model_type: str = "internvl_chat",
+    architecture: str = "InternVLChatModel",
+    token: str = CONTEXT,
+) -> None:
     """Writes the config.json of InternVL with code of its own, whose names Qianfan-OCR has."""
     path = folder / "config.json"
     raw = json.loads(path.read_text())
@@ -45,14 +52,14 @@ def of_internvl(folder: Path) -> None:
         **{"qkv_bias": vision["attention_bias"], "qk_normalization": vision["use_qk_norm"], "use_flash_attn": True},
     }
     released = {
-        **{"architectures": ["InternVLChatModel"], "model_type": "internvl_chat", "llm_config": raw["text_config"]},
+        **{"architectures": [architecture], "model_type": model_type, "llm_config": raw["text_config"]},
         **{"vision_config": own | {"model_type": "intern_vit_6b"}, "force_image_size": own["image_size"]},
         **{"downsample_ratio": raw["downsample_ratio"], "ps_version": "v2", "select_layer": -1, "use_thumbnail": True},
         **{"template": "internvl2_5", "tie_word_embeddings": raw["tie_word_embeddings"]},
     }
     path.write_text(json.dumps(released))
-    tokenizer = word_tokenizer({IMAGE: CONTEXT})
-    tokenizer.add_special_tokens({"additional_special_tokens": [CONTEXT]})
+    tokenizer = word_tokenizer({IMAGE: token})
+    tokenizer.add_special_tokens({"additional_special_tokens": [token]})
     tokenizer.save_pretrained(folder)
 
 
@@ -66,16 +73,52 @@ def internvl_chat() -> Sight:
     return squares(QianfanOCRForConditionalGeneration, config, released=INTERN_NAMES, as_released=of_internvl)
 
 
-@sight
-def internvl_chat_6b() -> Sight:
+def intern_6b(text: dict[str, Any], as_released: Callable[[Path], None] = of_internvl) -> Sight:
+    """With InternViT 6B."""
     from transformers import QianfanOCRConfig, QianfanOCRForConditionalGeneration
 
     config = QianfanOCRConfig(
-        text_config={**TEXT, "model_type": "llama"},
+        text_config=text,
         vision_config={**INTERN_VISION, "norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False},
         image_token_id=IMAGE,
     )
-    return squares(QianfanOCRForConditionalGeneration, config, released=INTERN_NAMES, as_released=of_internvl)
+    return squares(QianfanOCRForConditionalGeneration, config, released=INTERN_NAMES, as_released=as_released)
+
+
+@sight
+def internvl_chat_6b() -> Sight:
+    return intern_6b({**TEXT, "model_type": "llama"})
+
+
+@sight
+def skywork_chat() -> Sight:
+    as_released = partial(of_internvl, model_type="skywork_chat", architecture="SkyworkR1VChatModel")
+    return intern_6b({**without_head_dim(TEXT), "model_type": "qwen2"}, as_released)
+
+
+@sight
+def h2ovl_chat() -> Sight:
+    from transformers import QianfanOCRConfig, QianfanOCRForConditionalGeneration
+
+    as_released = partial(of_internvl, model_type="h2ovl_chat", architecture="H2OVLChatModel")
+    text = {**TEXT, "model_type": "mistral", "sliding_window": 6}
+    config = QianfanOCRConfig(text_config=text, vision_config=INTERN_VISION, image_token_id=IMAGE)
+    return squares(QianfanOCRForConditionalGeneration, config, released=INTERN_NAMES, as_released=as_released)
+
+
+@sight
+def nvlm_d() -> Sight:
+    from transformers import QianfanOCRConfig
+
+    from helpers.released_code.nvlm import NVLM
+
+    config = QianfanOCRConfig(
+        text_config={**without_head_dim(TEXT), "model_type": "qwen2"},
+        vision_config={**INTERN_VISION, "norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False},
+        image_token_id=IMAGE,
+    )
+    as_released = partial(of_internvl, model_type="NVLM_D", architecture="NVLM_D", token="<|vision_pad|>")
+    return squares(NVLM, config, released=INTERN_NAMES, as_released=as_released)
 
 
 KIMI_NAMES = {

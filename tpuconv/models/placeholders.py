@@ -133,6 +133,9 @@ INTERNVL_TOKENS = {
 QIANFAN_IMAGE = Placeholder(
     internvl, {"image_placeholder_token": "<image>"} | INTERNVL_TOKENS, call={"crop_to_patches": True}
 )
+INTERNVL_CHAT_IMAGE = replace(
+    QIANFAN_IMAGE, call={**QIANFAN_IMAGE.call, "max_patches": 12}, processor="GotOcr2ImageProcessorPil"
+)
 IDEFICS_IMAGE = Placeholder(
     idefics3,
     LLAVA_TOKEN | {"fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>"},
@@ -254,9 +257,8 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ("lighton_ocr", IMAGE): Placeholder(lighton, PIXTRAL_TOKENS, call={"do_pad": True}),
     ("internvl", IMAGE): Placeholder(internvl, INTERNVL_TOKENS, call={"crop_to_patches": True}),
     ("qianfan_ocr", IMAGE): QIANFAN_IMAGE,
-    ("internvl_chat", IMAGE): replace(
-        QIANFAN_IMAGE, call={**QIANFAN_IMAGE.call, "max_patches": 12}, processor="GotOcr2ImageProcessorPil"
-    ),
+    ("internvl_chat", IMAGE): INTERNVL_CHAT_IMAGE,
+    ("skywork_chat", IMAGE): INTERNVL_CHAT_IMAGE,
     ("aya_vision", IMAGE): Placeholder(
         aya,
         LLAVA_TOKEN

@@ -16,10 +16,12 @@ from tpuconv.notation.segments import KEY_MAPPING, undressed
 from tpuconv.sources.config import read_json
 from tpuconv.sources.files import CONFIG_FILE
 
+LIKE_INTERNVL_CHAT = ("internvl_chat", "skywork_chat", "h2ovl_chat")
 READ_AS = {
     **{"kimi_k2": "deepseek_v3", "mimo": "qwen2"},
     **{"phi4mm": "phi4_multimodal", "deepseek_vl_v2": "deepseek_ocr2"},
-    **{"deepseek_ocr": "unlimited_ocr", "internvl_chat": "qianfan_ocr"},
+    "deepseek_ocr": "unlimited_ocr",
+    **dict.fromkeys(LIKE_INTERNVL_CHAT, "qianfan_ocr"),
     "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni",
 }
 """Model types for which transformers has no class of its own (it would need remote code), and the model type with the
@@ -30,7 +32,7 @@ READ_WITHOUT_WINDOW = frozenset({"deepseek_ocr"})
 
 NAMED_OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "phi4mm": RELEASED_PARTS,
-    "internvl_chat": {f".attention.{x}_norm.": f".attn.{x}_norm." for x in "qk"},
+    **{kind: {f".attention.{x}_norm.": f".attn.{x}_norm." for x in "qk"} for kind in LIKE_INTERNVL_CHAT},
 }
 """For some of these types parts of the names of the other one, and what the tensors of releases have in their place."""
 

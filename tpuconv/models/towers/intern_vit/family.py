@@ -8,7 +8,16 @@ from typing import Any, ClassVar, Self
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import TEXT_ALONE, VISION, Modality, Projector, ProjectorConfig, Tower
-from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, PATCH_MATRIX, UP, layer_norm, with_bias
+from tpuconv.models.towers.rows import (
+    DOWN,
+    IN_HEADS,
+    OUT_OF_HEADS,
+    PATCH_MATRIX,
+    UP,
+    layer_norm,
+    with_bias,
+    without_bias,
+)
 from tpuconv.models.towers.siglip.family import GEMMA3_VISION, ImageConfig
 from tpuconv.notation.table import Map, under
 
@@ -59,6 +68,8 @@ class InternVitConfig(ImageConfig):
 @dataclass(frozen=True, kw_only=True)
 class ShuffledConfig(ProjectorConfig):
     """The keys of the projector of InternVL, which joins patches. M is the width of joined patches."""
+
+    projector_bias: ClassVar[bool] = True
 
     downsample_ratio: float = 0.5
     projector_hidden_act: str = "gelu"
@@ -314,3 +325,54 @@ INTERNVL_CHAT_VISION = replace(
     tower_types=("intern_vit_6b",),
 )
 """InternVL with the names of the authors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedInternVitConfig(InternVitConfig):
+    """The keys of NVLM-D, whose tower has more heads than config.json says: the code of servers (vLLM) has their
+    number."""
+
+    further_heads: ClassVar[int] = 7
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes, "N": self.num_attention_heads + self.further_heads}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideShuffledConfig(ReleasedShuffledConfig):
+    """The keys of the projector of NVLM-D, which is as wide between its matrices as the MLPs of the text model."""
+
+    projector_bias: ClassVar[bool] = False
+
+    text_width: int
+
+    @classmethod
+    def of_text(cls, text: Any) -> dict[str, Any]:
+        return {**super().of_text(text), "text_width": text.intermediate_size}
+
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        return {**super().sizes(tower), "A": self.text_width}
+
+
+NVLM_VISION = replace(
+    INTERNVL_CHAT_VISION,
+    tower=replace(
+        RELEASED_INTERN_VIT,
+        name="padded_intern_vit",
+        summary="NVLM-D",
+        config=PaddedInternVitConfig,
+        encoder="tpuconv.models.towers.intern_vit.modules:PaddedInternVit",
+    ),
+    projector=replace(
+        INTERNVL_SHUFFLED,
+        config=WideShuffledConfig,
+        rows=(
+            *layer_norm("0", "norm", "M"),
+            *without_bias("1", "up", "A M -> M A"),
+            *without_bias("3", "down", "O A -> A O"),
+        ),
+    ),
+    placeholder_token="<|vision_pad|>",
+)
+"""NVLM-D."""

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
@@ -39,10 +40,10 @@ class Shuffled(Joining):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config)
-        sizes = config.sizes
+        sizes, bias = config.sizes, config.projector_bias
         self.norm = LayerNorm("M", sizes, 1e-5, dtype=dtype)
-        self.up = Einsum("BPM,MA->BPA", sizes, bias=True, dtype=dtype, keys=keys)
-        self.down = Einsum("BPA,AO->BPO", sizes, bias=True, dtype=dtype, keys=keys)
+        self.up = Einsum("BPM,MA->BPA", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.down = Einsum("BPA,AO->BPO", sizes, bias=bias, dtype=dtype, keys=keys)
         self.act = ACTS_BY_NAME[config.projector_hidden_act]
 
     def __call__(self, x_BPD: jax.Array) -> jax.Array:
@@ -72,7 +73,7 @@ class InternVit(ImageEncoder):
         layer_norm = partial(LayerNorm, "D", sizes, config.layer_norm_eps, dtype=dtype)
         rms_norm = partial(RMSNorm, "D", sizes, config.layer_norm_eps, dtype=dtype)
         norm: Callable[[], Any] = layer_norm if config.norm_type == "layer_norm" else rms_norm
-        qk_norm = partial(RMSNorm, "NH", sizes, 1e-6, dtype=dtype) if config.use_qk_norm else None
+        qk_norm = partial(self.new_qk_norm, config, dtype) if config.use_qk_norm else None
         self.class_token = nnx.Param(normal(keys(), (sizes["D"],), dtype))
         self.mask_token = nnx.Param(normal(keys(), (sizes["D"],), dtype)) if config.use_mask_token else None
         self.patch = Einsum("BPC,CD->BPD", sizes, bias=True, dtype=dtype, keys=keys)
@@ -93,7 +94,32 @@ class InternVit(ImageEncoder):
         )
         self.norm = layer_norm() if config.has_last_norm else None
 
+    def new_qk_norm(self, config: Any, dtype: DTypeLike) -> RMSNorm:
+        """Returns a norm of the queries or the keys of all heads together."""
+        return RMSNorm("NH", config.sizes, 1e-6, dtype=dtype)
+
     def embedded(self, pixels_BCYX: jax.Array) -> jax.Array:
         x_BPD = self.patch(patches_of(pixels_BCYX.astype(self.patch.kernel.dtype), self.config.patch_size))
         x_BPD = with_class_token(self.class_token[...], x_BPD)
         return x_BPD if self.positions is None else x_BPD + self.positions[...]
+
+
+class FirstHeadsNorm(RMSNorm):
+    """RMS norm of heads [B, P, N, H] by the mean square of the first `count` heads."""
+
+    def __init__(self, count: int, sizes: Mapping[str, int], eps: float, *, dtype: DTypeLike):
+        super().__init__("NH", sizes, eps, dtype=dtype)
+        self.count = count
+
+    def __call__(self, x_BPNH: jax.Array) -> jax.Array:
+        exact_BPNH = x_BPNH.astype(jnp.float32)
+        square_BP = jnp.square(exact_BPNH[:, :, : self.count]).mean(axis=(-2, -1))
+        normed_BPNH = exact_BPNH * jax.lax.rsqrt(square_BP + self.eps)[..., None, None]
+        return normed_BPNH.astype(x_BPNH.dtype) * self.scale[...]
+
+
+class PaddedInternVit(InternVit):
+    """InternViT with further heads, which norms of queries and keys do not count."""
+
+    def new_qk_norm(self, config: Any, dtype: DTypeLike) -> RMSNorm:
+        return FirstHeadsNorm(config.num_attention_heads, config.sizes, config.layer_norm_eps, dtype=dtype)
