@@ -198,6 +198,7 @@ FAMILIES: Mapping[str, str] = {
     "iquestloopcoder": "lineages.loop_coder",
     "orion": "lineages.like_llama",
     "solar": "lineages.like_llama",
+    "k2_horizon": "lineages.k2_horizon",
     "chatglm": "lineages.glm",
     "deepseek": "lineages.deepseek",
     "bailing_moe_v1": "lineages.moe",
