@@ -74,6 +74,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "domynedge",
         "internlm2",
         "iquestloopcoder",
+        "k2_horizon",
         "kimi_k3",
         "kimi_vl",
         "mimo_v2",

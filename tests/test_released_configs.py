@@ -1305,3 +1305,43 @@ def test_factors_of_tele_flm() -> None:
     assert (config.embedding_factor, config.logit_factor) == (2.0, 0.5)
     with pytest.raises(ConfigError, match=r"mup_scale_factor=0\.0 is not positive"):
         find_family(raw).check_config(raw | {"mup_scale_factor": 0.0})
+
+
+K2_HORIZON = {
+    **{"architectures": ["K2HorizonForCausalLM"], "model_type": "k2_horizon", "vocab_size": 250624},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rope_head_dim": 128, "num_experts": 0},
+    **{"query_key_norm": False, "max_position_embeddings": 524288, "mova_num_experts": 0, "use_sliding_window": False},
+    **{"rope_parameters": {"rope_type": "default", "rope_theta": 10000000}, "tie_word_embeddings": False},
+}
+K2_SIZES = {
+    **{"hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 10240, "layernorm_num_groups": 2},
+}
+K2_MOVA = {
+    **{"hidden_size": 2560, "num_hidden_layers": 48, "intermediate_size": 6144, "layernorm_num_groups": 2},
+    **{"num_experts": 100, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_shared_experts": 1},
+    **{"mova_num_experts": 64, "mova_num_experts_per_tok": 4, "mlp_only_layers": [0, 1, 2], "moe_gate_bias": True},
+    **{"router_score_func": "sigmoid", "router_scaling_factor": 2.5, "norm_topk_prob": True},
+    **{"attention_gate_func": "softplus"},
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parameters"),
+    [
+        (K2_SIZES, 5_058_255_360),
+        ({**K2_SIZES, "hidden_size": 4096, "intermediate_size": 12288, "layernorm_num_groups": 4}, 8_999_178_240),
+        (K2_MOVA, 37_440_000_000),
+    ],
+)
+def test_parameters_of_k2_horizon_are_those_of_its_cards(sizes: dict[str, Any], parameters: int) -> None:
+    """Of the largest to 0.01 billion."""
+    raw = K2_HORIZON | sizes
+    family = find_family(raw)
+    config = family.check_config(raw).config
+    count = sum(prod(shape) for row in family.table.bind(config) for shape in row.src_shapes().values())
+    assert count == parameters if "num_experts" not in sizes else abs(count - parameters) < 1e7
+    for wrong in ({"rope_head_dim": 64}, {"layernorm_num_groups": 7}, {"num_experts": 8, "num_experts_per_tok": 9}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            family.check_config(raw | wrong)
+    with pytest.raises(UnsupportedConfig, match="use_sliding_window"):
+        family.check_config(raw | {"use_sliding_window": True})

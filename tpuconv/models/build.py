@@ -15,6 +15,7 @@ from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import (
     CenteredLayerNorm,
     CenteredRMSNorm,
+    GroupedRMSNorm,
     HeadLayerNorm,
     LayerNorm,
     PlainLayerNorm,
@@ -35,6 +36,7 @@ from tpuconv.notation.sizes import holds
 NORMS: Mapping[str, Callable[..., Any]] = {
     "RMS": RMSNorm,
     "scaled RMS": ScaledRMSNorm,
+    "grouped RMS": GroupedRMSNorm,
     "centered RMS": CenteredRMSNorm,
     "layer": LayerNorm,
     "layer without bias": partial(LayerNorm, bias=False),

@@ -202,6 +202,7 @@ FAMILIES: Mapping[str, str] = {
     "step3_text": "lineages.step",
     "telechat3": "lineages.like_llama",
     "TeleFLM": "lineages.like_llama",
+    "k2_horizon": "lineages.k2_horizon",
     "chatglm": "lineages.glm",
     "deepseek": "lineages.deepseek",
     "bailing_moe_v1": "lineages.moe",

@@ -119,6 +119,19 @@ class ScaledRMSNorm(RMSNorm):
         return (normalize(x, scale.ndim, self.eps) * scale).astype(x.dtype)
 
 
+class GroupedRMSNorm(ScaledRMSNorm):
+    """RMS norm of each of the `norm_groups` groups of a hidden state's dimensions, or of each head where `letters` has
+    heads: x [B, T, D] or [B, T, N, H]. Scales in float32, then rounds to the dtype of x."""
+
+    def __init__(self, letters: str, sizes: Mapping[str, int], eps: float, *, dtype: DTypeLike):
+        super().__init__(letters, sizes, eps, dtype=dtype)
+        self.groups = sizes["norm_groups"] if letters == "D" else 1
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        groups = x.reshape(*x.shape[:-1], self.groups, -1)
+        return (normalize(groups, 1, self.eps).reshape(x.shape) * self.scale[...]).astype(x.dtype)
+
+
 class CenteredRMSNorm(RMSNorm):
     """RMS norm whose scale is stored less 1 (Gemma). Scales by 1 + w in float32, then rounds to the dtype of x."""
 

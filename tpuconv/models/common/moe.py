@@ -190,8 +190,10 @@ def routed(
     sizes = dict(mesh.shape)
     graphs, states = zip(*map(nnx.split, experts), strict=True)
     kernel_EDM = _shape("EDM", experts)
-    # Tiles of M have fewer scales than M is long: what does not divide them would cut through a tile.
-    width = min(n for pair in zip(experts, states, strict=True) for n in _widths(*pair))
+    # Tiles of M have fewer scales than M is long: what does not divide them would cut through a tile. Outputs of the
+    # width M are not sums over it, so that each chip needs all of it.
+    sums = any(expert.letters == "EMD" for expert in experts)
+    width = min(n for pair in zip(experts, states, strict=True) for n in _widths(*pair)) if sums else 1
     parts = partition("E D M", (*kernel_EDM[:2], width), sizes, EXPERT_RULES)
     by_expert, by_width = (_names(parts[at]) for at in (0, 2))
     specs = tuple(_spec(expert, state, sizes, parts[2]) for expert, state in zip(experts, states, strict=True))

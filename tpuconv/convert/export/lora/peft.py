@@ -16,7 +16,7 @@ from tpuconv.sources.adapter_experts import NESTED, nesting_order
 OF_LINEAR = ".weight"
 """The end of the name of a linear layer's matrix."""
 EXPERTS_PART = ".experts."
-NAMES_OF_EXPERTS = ("gate", "router", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+NAMES_OF_EXPERTS = ("gate", "router", "v_router", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Modules that PEFT takes for parts of experts, in a model that has experts, wherever they are; and routers, which are
 no linear layers. So routers, dense MLPs and shared experts of such a model are named by their parameters."""
 EXPERT_LAYOUT = "0.19.1"
