@@ -200,6 +200,7 @@ FAMILIES: Mapping[str, str] = {
     "solar": "lineages.like_llama",
     "chatglm": "lineages.glm",
     "deepseek": "lineages.deepseek",
+    "pangu_ultra_moe": "lineages.deepseek",
     "bailing_moe_v1": "lineages.moe",
     "param2moe": "lineages.moe",
     "cohere_compass_text": "lineages.cohere",

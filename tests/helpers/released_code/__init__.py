@@ -19,6 +19,7 @@ MODELS: Mapping[str, str] = {
     "domynedge": "domyn:DomynEdgeForCausalLM",
     "iquestloopcoder": "loop_coder:IQuestLoopCoderForCausalLM",
     "solar": "like_llama:SolarForCausalLM",
+    "pangu_ultra_moe": "pangu:PanguUltraMoEForCausalLM",
     "nemotron-nas": "nemotron_nas:DeciLMForCausalLM",
 }
 """The model types, which are the names of families too, and the module and class of each model with logits."""
