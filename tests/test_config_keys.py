@@ -83,6 +83,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "minimax_text_01",
         "nemotron-nas",
         "orion",
+        "pangu_ultra_moe",
         "param2moe",
         "plamo3",
         "rnj1",

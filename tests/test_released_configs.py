@@ -1345,3 +1345,20 @@ def test_parameters_of_k2_horizon_are_those_of_its_cards(sizes: dict[str, Any], 
             family.check_config(raw | wrong)
     with pytest.raises(UnsupportedConfig, match="use_sliding_window"):
         family.check_config(raw | {"use_sliding_window": True})
+
+
+def test_openpangu_ultra_has_other_names_of_keys() -> None:
+    """Of the first release; the second one has DeepSeek's."""
+    named = {"architectures": ["PanguUltraMoEForCausalLM"], "model_type": "pangu_ultra_moe", "sandwich_norm": True}
+    keys = {
+        **{"num_routed_experts": 256, "num_shared_experts": 1, "num_dense_layers": 3, "num_mtp_layers": 1},
+        **{"attention_kv_lora_dim": 512, "attention_q_lora_dim": 1536, "attention_qk_dim": 128},
+        **{"attention_qk_rope_dim": 64, "attention_v_dim": 128},
+    }
+    family = find_family(named)
+    config = family.check_config(named | keys).config
+    renamed = {family.config.aliases[key]: value for key, value in keys.items()}
+    assert config == family.check_config(named | renamed).config
+    assert config.layer_sets["I"] == (0, 1, 2)
+    with pytest.raises(UnsupportedConfig, match="sandwich_norm=False"):
+        family.check_config(named | {"sandwich_norm": False})

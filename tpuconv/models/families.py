@@ -205,6 +205,7 @@ FAMILIES: Mapping[str, str] = {
     "k2_horizon": "lineages.k2_horizon",
     "chatglm": "lineages.glm",
     "deepseek": "lineages.deepseek",
+    "pangu_ultra_moe": "lineages.deepseek",
     "bailing_moe_v1": "lineages.moe",
     "param2moe": "lineages.moe",
     "cohere_compass_text": "lineages.cohere",

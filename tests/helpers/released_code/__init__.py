@@ -23,6 +23,7 @@ MODELS: Mapping[str, str] = {
     "step3_text": "step:Step3TextForCausalLM",
     "solar": "like_llama:SolarForCausalLM",
     "k2_horizon": "k2_horizon:K2HorizonForCausalLM",
+    "pangu_ultra_moe": "pangu:PanguUltraMoEForCausalLM",
     "nemotron-nas": "nemotron_nas:DeciLMForCausalLM",
 }
 """The model types, which are the names of families too, and the module and class of each model with logits."""

@@ -356,3 +356,62 @@ DEEPSEEK_OCR2 = decoder(
     ),
     modalities=(DEEPSEEK_OCR2_VISION, DEEPSEEK_OCR_VISION),
 )
+
+
+@family_config
+class PanguUltraConfig(deepseek_v3.Config):
+    """DeepSeek V3 between norms. Routers have corrections in some releases."""
+
+    router_enable_expert_bias: bool = False
+    sandwich_norm: bool = True
+
+    @property
+    def is_corrected(self) -> bool:
+        """True if routers have corrections."""
+        return self.router_enable_expert_bias
+
+
+PANGU_ULTRA_MOE = decoder(
+    "pangu_ultra_moe",
+    "openPangu Ultra MoE 718B",
+    "PanguUltraMoEForCausalLM",
+    Norms("sandwich"),
+    LATENT_PART,
+    Experts("some", module="deepseek_v3.modules:MoE", router="modules.deepseek:MaybeCorrectedRouter"),
+    base=LATENT_DECODER,
+    config=PanguUltraConfig,
+    only={"sandwich_norm": (True,), "attention_bias": (False,), "rope_interleave": (True,), "mlp_bias": (False,)},
+    aliases={
+        **{"num_routed_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+        **{"num_dense_layers": "first_k_dense_replace", "num_mtp_layers": "num_nextn_predict_layers"},
+        **{"attention_kv_lora_dim": "kv_lora_rank", "attention_q_lora_dim": "q_lora_rank"},
+        **{"attention_qk_dim": "qk_nope_head_dim", "attention_qk_rope_dim": "qk_rope_head_dim"},
+        "attention_v_dim": "v_head_dim",
+    },
+    # The sizes of openPangu-Ultra-MoE-718B.
+    defaults={
+        **{"vocab_size": 153600, "hidden_size": 7680, "intermediate_size": 18432, "moe_intermediate_size": 2048},
+        **{"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "head_dim": None},
+        **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1},
+        **{"n_group": 1, "topk_group": 1},
+    },
+    default_rope={"rope_theta": 25600000.0},
+    table=decoder_table(
+        *deepseek_v3.ATTENTION_ROWS[:-1],
+        Map("post_attention_layernorm.weight", "post_attn_norm.scale", "D"),
+        Map("pre_mlp_layernorm.weight", "mlp_norm.scale", "D"),
+        Map("post_mlp_layernorm.weight", "post_mlp_norm.scale", "D"),
+        others=(
+            *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
+            *under(
+                "model.layers.{J}.mlp",
+                "layers.{J}.moe",
+                Map("gate.weight", "router.kernel", "E D -> D E"),
+                Map("e_score_correction_bias", "router.correction", "E", when="is_corrected", buffer=True),
+                *EXPERT_MLPS,
+                *when("has_shared_experts", *SHARED_EXPERT_ROWS),
+            ),
+        ),
+        ignore=MTP_IGNORE,
+    ),
+)
