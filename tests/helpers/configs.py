@@ -78,4 +78,14 @@ ENCODINGS = {
     },
     "awq": {"bits": 4, "group_size": 32, "version": "gemm", "zero_point": True, "modules_to_not_convert": None},
     "gptq": {"bits": 4, "group_size": 32, "desc_act": True, "sym": False, "checkpoint_format": "gptq", "dynamic": {}},
+    "quark": {
+        "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [32, 32]}},
+        "layer_quant_config": {
+            "*self_attn*": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0}},
+            "*up_proj": {"weight": [{"dtype": "uint4", "qscheme": "per_group", "group_size": 8, "symmetric": False}]},
+        },
+        "exclude": ["lm_head", "re:.*router"],
+        "algo_config": [{"name": "awq"}],
+        "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
+    },
 }

@@ -107,7 +107,7 @@ class Tensor:
         Raises:
             SourceError: a scale, unless `any_scales`, or a constant is wrong; or the source cannot be read.
         """
-        if start == 0 and self.scheme is not None and self.scheme.constants:
+        if start == 0 and self.scheme is not None and (self.scheme.constants or self.scheme.zeros):
             self._check_constants(reader, self.scheme)
         if start == 0 and self.is_filled_up:
             self._check_stated_shape(reader)
@@ -166,7 +166,9 @@ class Tensor:
     def _check_constants(self, reader: Reader, scheme: Scheme) -> None:
         base = self.values.name.removesuffix(scheme.values)
         for info in self.extra:
-            if (expected := scheme.constants.get(info.name.removeprefix(base))) is None:
+            suffix = info.name.removeprefix(base)
+            zeros = np.zeros(info.shape, DTYPES[info.dtype]) if suffix == scheme.zeros else None
+            if (expected := scheme.constants.get(suffix, zeros)) is None:
                 continue
             stored = np.empty(info.nbytes, np.uint8)
             reader.read(info, 0, stored.data)

@@ -12,6 +12,7 @@ from tpuconv.jsonfile import Optional
 NAMES = Optional(([str], None))
 """The schema of a list of names; see `tpuconv.jsonfile.check`."""
 FLAG = Optional((bool, None))
+TEXT = Optional((str, None))
 UNQUANTIZED = "convert an unquantized release"
 """The hint for weights whose encoding is not implemented."""
 

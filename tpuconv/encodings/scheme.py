@@ -164,6 +164,7 @@ class Scheme:
         any_sign: whether scales may be zero or negative: auto-round and our `mse` choose the sign of scales of
             integers, float16 rounds small ones to zero, and bitsandbytes gives zeros a scale of zero.
         constants: what some of the `extra` tensors hold.
+        zeros: which of the `extra` tensors holds zero points that are all 0, one for each scale.
         unused: suffixes of tensors that say nothing of the weights.
         affine: packing and zero points, if it has them.
         flat: what belongs to values in blocks that know no rows.
@@ -192,6 +193,7 @@ class Scheme:
     factor: np.float32 = NO_FACTOR
     any_sign: bool = False
     constants: Mapping[str, np.ndarray] = field(default_factory=dict)
+    zeros: str = ""
     unused: tuple[str, ...] = ()
     affine: Affine | None = None
     flat: Flat | None = None
@@ -336,6 +338,9 @@ class Scheme:
         """Returns the dtype and shape, by suffix, of the other tensors that belong to values and scales of these
         shapes."""
         kinds = {suffix: (DTYPE_NAMES[value.dtype], value.shape) for suffix, value in self.constants.items()}
+        if self.zeros:
+            words = self.affine.zero_words if self.affine else None
+            kinds[self.zeros] = ("I32", words.stored_shape(scales)) if words else (self.dtype, scales)
         if self.flat is None:
             return {suffix: kinds.get(suffix, ("I32", (len(shape),))) for suffix in self.extra}
         kinds[self.flat.state] = "U8", (STATE_BYTES,)
@@ -358,6 +363,8 @@ class Scheme:
         """Returns the contents of the other tensor `suffix` that belongs to values and scales of these shapes."""
         if suffix in self.constants:
             return self.constants[suffix]
+        if suffix == self.zeros:
+            return np.zeros(self.extra_kinds(shape, scales)[suffix][1], DTYPES[dtype])
         if self.affine and suffix == self.affine.zero_points:
             return self.affine.stored_zeros(np.full(scales, self.affine.middle, np.uint8))
         if self.affine and suffix == self.affine.group_index:

@@ -1,6 +1,6 @@
 """The schemes that a checkpoint's `quantization_config` describes, by its `quant_method`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from tpuconv.encodings.bitsandbytes import BITSANDBYTES, METHOD, bitsandbytes_gr
 from tpuconv.encodings.compressed_tensors import COMPRESSED, compressed_groups
 from tpuconv.encodings.groups import NAMES, UNQUANTIZED, SchemeGroup, unless_named
 from tpuconv.encodings.modelopt import MODELOPT, MODELOPT_NVFP4, modelopt_groups
+from tpuconv.encodings.quark import QUARK, QUARK_METHOD, described_layers, quark_groups
 from tpuconv.encodings.scheme import (
     BY_SCALES,
     FP4_BY_32,
@@ -43,8 +44,20 @@ METHOD_SCHEMAS: Mapping[Any, Any] = {
     "gptq": GPTQ,
     **dict.fromkeys(AUTO_ROUND_METHODS, AUTO_ROUND),
     METHOD: BITSANDBYTES,
+    QUARK_METHOD: QUARK,
 }
 """For each method, the keys of a description that are read, and their types."""
+METHOD_GROUPS: Mapping[Any, Callable[[Mapping[str, Any]], tuple[SchemeGroup, ...]]] = {
+    "modelopt": modelopt_groups,
+    "modelopt_fp4": modelopt_groups,
+    "compressed-tensors": compressed_groups,
+    "awq": awq_groups,
+    "gptq": gptq_groups,
+    **dict.fromkeys(AUTO_ROUND_METHODS, auto_round_groups),
+    METHOD: bitsandbytes_groups,
+    QUARK_METHOD: quark_groups,
+}
+"""By method, how groups are made of a description; the others are FP8 and MXFP4 by themselves."""
 
 
 NGRAM_TABLES = SchemeGroup((FP8_BY_32,), lambda module: module.endswith(".engram.embed"))
@@ -86,22 +99,12 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         return (SchemeGroup((experts,), lambda module: ".experts." in module), *tables, other)
     if method == "fbgemm_fp8":
         return (_unless_named(quantization, (fp8_scheme("fbgemm FP8", ".weight_scale", BY_SCALES, by_row=True),)),)
-    if method in ("modelopt", "modelopt_fp4"):
-        return modelopt_groups(quantization)
     if method == "mxfp4":
         return (_unless_named(quantization, (MXFP4,)),)
     if method == "mxfp8":
         return (_unless_named(quantization, _mxfp8(quantization)),)
-    if method == "compressed-tensors":
-        return compressed_groups(quantization)
-    if method == "awq":
-        return awq_groups(quantization)
-    if method == "gptq":
-        return gptq_groups(quantization)
-    if method in AUTO_ROUND_METHODS:
-        return auto_round_groups(quantization)
-    if method == METHOD:
-        return bitsandbytes_groups(quantization)
+    if method in METHOD_GROUPS:
+        return METHOD_GROUPS[method](quantization)
     if method is None and "bits" in quantization:
         raise UnsupportedConfig(
             "the weights are encoded by MLX, which is not implemented",
@@ -110,8 +113,8 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         )
     raise UnsupportedConfig(
         f"the encoding quant_method={method!r} is not implemented",
-        hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, mxfp8, compressed-tensors, awq, gptq, auto-round and "
-        "bitsandbytes; or convert an unquantized release",
+        hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, mxfp8, compressed-tensors, awq, gptq, auto-round, "
+        "bitsandbytes and quark; or convert an unquantized release",
     )
 
 
@@ -122,6 +125,8 @@ def quantizes_inputs(quantization: Mapping[str, Any] | None) -> bool:
     config_groups = quantization.get("config_groups")
     described = config_groups.values() if isinstance(config_groups, Mapping) else ()
     rounded = any(isinstance(group, Mapping) and group.get("input_activations") for group in described)
+    if quantization.get("quant_method") == QUARK_METHOD:
+        rounded = any(layer.get("input_tensors") for layer in described_layers(quantization))
     return rounded or bool(quantization.get("load_in_8bit"))
 
 

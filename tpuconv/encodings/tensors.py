@@ -11,7 +11,7 @@ from typing import Any
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.flat import MAX_STATE_BYTES
 from tpuconv.encodings.groups import SchemeGroup, within
-from tpuconv.encodings.scheme import DTYPE_NAMES, FLOAT_SCALES, Scheme
+from tpuconv.encodings.scheme import FLOAT_SCALES, Scheme
 from tpuconv.encodings.schemes import groups, schemes
 from tpuconv.errors import ConfigError
 from tpuconv.names import collapse
@@ -124,9 +124,11 @@ class _Parts:
         if found := _flat_fault(scheme, self.extra, self.values, scales):
             return found
         for info in self.extra:
-            expected = scheme.constants.get(info.name.removeprefix(self.base))
-            if expected is not None and (info.dtype, info.shape) != (DTYPE_NAMES[expected.dtype], expected.shape):
-                return info.name, f"should be {DTYPE_NAMES[expected.dtype]} {list(expected.shape)}"
+            suffix = info.name.removeprefix(self.base)
+            if suffix == scheme.zeros or suffix in scheme.constants:
+                dtype, shape = scheme.extra_kinds(self.shape, scales.shape)[suffix]
+                if (info.dtype, info.shape) != (dtype, shape):
+                    return info.name, f"should be {dtype} {list(shape)}"
         columns = self.column_scales
         if columns is not None and (columns.shape != self.shape[-1:] or columns.dtype not in FLOAT_SCALES):
             return columns.name, f"should be one of {', '.join(FLOAT_SCALES)}, [{self.shape[-1]}]"
@@ -336,7 +338,9 @@ def _affine_fault(
 OF_ACTIVATIONS = "of quantized activations, which the model computes without"
 """The reason why such scales are skipped."""
 
-_OF_ACTIVATIONS = re.compile(r".*\.((activation|(input|output|[qkv])(_global)?)_(scale|zero_point)|weight_scale_2)")
+_OF_ACTIVATIONS = re.compile(
+    r".*\.((activation|(input|output|[qkv])(_global)?)_(scale|zero_point)(_2)?|weight_scale_2)"
+)
 
 
 def is_encoded(tensors: Mapping[str, Tensor], faults: Sequence[str]) -> bool:
