@@ -611,12 +611,6 @@ def test_encodings_of_releases() -> None:
         groups(DEEPSEEK_V4_NVFP4 | {"moe_quant_algo": "INT4"})
 
 
-@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
-def test_what_mlx_encoded_is_refused_by_name(key: str) -> None:
-    with pytest.raises(UnsupportedConfig, match=r"encoded by MLX[^`]*`mlx_lm.convert --dequantize`"):
-        groups(encoding_of({key: {"group_size": 64, "bits": 4, "mode": "affine"}}))
-
-
 HUNYUAN_OCR = {
     "architectures": ["HunYuanVLForConditionalGeneration"],
     "model_type": "hunyuan_vl",

@@ -88,4 +88,9 @@ ENCODINGS = {
         "algo_config": [{"name": "awq"}],
         "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
     },
+    "mlx": {
+        **{"bits": 4, "group_size": 64, "mode": "affine", "model_type": "llama"},
+        "model.layers.0.mlp.up_proj": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+        "model.embed_tokens": False,
+    },
 }

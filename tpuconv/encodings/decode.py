@@ -38,7 +38,7 @@ class Tensor:
 
     Attributes:
         extra: other stored tensors that belong to it.
-        zero_points, group_index: the tensors of an affine scheme.
+        zero_points, group_index, offsets: the tensors of an affine scheme.
         column_scales: of what the inputs are multiplied by, if there is such a tensor.
         any_scales: whether scales that no quantizer writes, not positive or not finite, are decoded without an error.
         passthrough: whether it stays encoded, and so is never cast.
@@ -53,6 +53,7 @@ class Tensor:
     tensor_scale: TensorInfo | None = None
     zero_points: TensorInfo | None = field(default=None, kw_only=True)
     group_index: TensorInfo | None = field(default=None, kw_only=True)
+    offsets: TensorInfo | None = field(default=None, kw_only=True)
     column_scales: TensorInfo | None = field(default=None, kw_only=True)
     any_scales: bool = field(default=False, kw_only=True)
 
@@ -66,7 +67,10 @@ class Tensor:
     @property
     def stored(self) -> tuple[TensorInfo, ...]:
         """The tensors of the source that it is made of."""
-        parts = (self.scales, self.tensor_scale, self.zero_points, self.group_index, self.column_scales)
+        parts = (
+            *(self.scales, self.tensor_scale, self.zero_points),
+            *(self.group_index, self.offsets, self.column_scales),
+        )
         return (self.values, *(info for info in parts if info), *self.extra)
 
     @property
@@ -290,13 +294,13 @@ class Tensor:
             np.copyto(part, values, casting="unsafe")
 
     def _decode_affine(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
-        """Each value is (q - z) * scale, times the scale of its column if there is one, in float32, rounded once to the
-        dtype of `out`."""
+        """Each value is (q - z) * scale, times the scale of its column if there is one, or q * scale + offset, in
+        float32, rounded once to the dtype of `out`."""
         assert self.scheme is not None
         assert self.scheme.affine is not None
         height, width = self.scheme.block(self.shape, self.scales.shape if self.scales else ())
         done = 0
-        for rows, columns in spans_of(start, out.size, self.shape[1]):
+        for rows, columns in spans_of(start, out.size, self.shape[-1]):
             groups_R = self._groups(reader, rows, height)
             groups = (int(groups_R.min()), int(groups_R.max()) + 1)
             blocks = (columns[0] // width, -(-columns[1] // width))
@@ -309,7 +313,10 @@ class Tensor:
                     parts[own] if width == 1 else parts[own].take(blocks_C, 1) for parts in (scales_GB, zeros_GB)
                 )
                 part = out[done : done + qvalues.size].reshape(qvalues.shape)
-                values = (self.scheme.affine.numbers(qvalues) - zeros) * scales
+                if self.offsets is None:
+                    values = (self.scheme.affine.numbers(qvalues) - zeros) * scales
+                else:
+                    values = self.scheme.affine.numbers(qvalues) * scales + zeros
                 if column_scales_C is not None:
                     values *= column_scales_C
                 np.copyto(part, values, casting="unsafe")
@@ -341,13 +348,18 @@ class Tensor:
         return stored
 
     def _affine_parts(self, reader: Reader, groups: Span, blocks: Span) -> tuple[np.ndarray, np.ndarray]:
-        """Scales and zero points of a part of the blocks, in float32."""
+        """Scales, and zero points or offsets, of a part of the blocks, in float32."""
         assert self.scheme is not None
         assert self.scheme.affine is not None
         assert self.scales is not None
         scales = read_part(reader, self.scales, groups, blocks).astype(np.float32)
         if not self.any_scales:
             check_some_scales(self.scales, scales, (groups[0], blocks[0]), self.scheme.any_sign)
+        if self.offsets is not None:
+            offsets = read_part(reader, self.offsets, groups, blocks).astype(np.float32)
+            if not self.any_scales:
+                check_some_scales(self.offsets, offsets, (groups[0], blocks[0]), any_sign=True)
+            return scales, offsets
         if self.zero_points is None:
             return scales, np.zeros_like(scales)
         found = self.scheme.affine.zero_words.read(reader, self.zero_points, groups, blocks)

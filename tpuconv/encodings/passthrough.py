@@ -15,10 +15,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tpuconv.encodings.affine import Affine
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.flat import FlatParts
 from tpuconv.encodings.scales import check_scales, place_of
-from tpuconv.encodings.scheme import NO_FACTOR, POWERS_OF_TWO, Affine, Scheme
+from tpuconv.encodings.scheme import NO_FACTOR, POWERS_OF_TWO, Scheme
 from tpuconv.encodings.words import spans_of
 from tpuconv.errors import SourceError
 from tpuconv.notation.layout import Shape

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from tpuconv.encodings.affine import Affine
 from tpuconv.encodings.awq_gptq import AWQ_ORDER
 from tpuconv.encodings.groups import NAME, NAMES, TEXT, UNQUANTIZED, SchemeGroup, compiled_pattern, pattern_to_check
 from tpuconv.encodings.modelopt import MODELOPT_NVFP4, NVFP4_GROUP
@@ -22,7 +23,6 @@ from tpuconv.encodings.scheme import (
     INT4,
     INT8,
     MX_GROUP,
-    Affine,
     Blocks,
     Scheme,
     fp8_scheme,

@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tpuconv.encodings.affine import Affine
 from tpuconv.encodings.words import Words
 from tpuconv.notation.layout import Shape
 from tpuconv.sources.headers import DTYPES, TensorInfo
@@ -36,70 +37,6 @@ Mistral Large 4's and ChatGLM's."""
 def is_head(module: str) -> bool:
     """Returns whether a module is the head, which is encoded only if the description says so."""
     return module.rpartition(".")[2] in HEADS
-
-
-@dataclass(frozen=True)
-class Affine:
-    """Quantized values q in words, with zero points z: each stands for (q - z) * scale, in float32, rounded once.
-
-    Attributes:
-        words: how the values are packed.
-        zero_points: suffix of the tensor of zero points, one for each scale. Empty: none, and values are in two's
-            complement, unless `centered`.
-        zero_words: how these are packed, as a matrix of the shape of the scales.
-        zero_shift: what is added to a stored zero point, modulo the number of values.
-        symmetric: whether the description says that all zero points are in the middle.
-        group_index: suffix of a tensor that tells the group of each row. Without it groups are in order.
-        writes_index: whether the writer stores it for groups in order too.
-        any_order: whether they may be in any order, by the description.
-        centered: whether values without zero points are stored from the middle: q + 2^(bits - 1).
-    """
-
-    words: Words
-    zero_points: str
-    zero_words: Words
-    zero_shift: int = 0
-    symmetric: bool = False
-    group_index: str = ""
-    writes_index: bool = True
-    any_order: bool = False
-    centered: bool = False
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        """The name suffixes of zero points and of the groups of rows."""
-        return tuple(filter(None, (self.zero_points, self.group_index)))
-
-    def numbers(self, qvalues: np.ndarray) -> np.ndarray:
-        """Returns the quantized values of bytes, in float32."""
-        if self.zero_points:
-            return qvalues.astype(np.float32)
-        if self.centered:
-            return qvalues.astype(np.float32) - np.float32(self.middle)
-        half = np.int8(1 << (self.words.bits - 1))  # two's complement
-        return ((qvalues.view(np.int8) ^ half) - half).astype(np.float32)
-
-    @property
-    def middle(self) -> int:
-        """The zero point of symmetric values, as it is stored: in two's complement it is 0."""
-        return 1 << (self.words.bits - 1) if self.zero_points or self.centered else 0
-
-    @property
-    def misread_middle(self) -> int | None:
-        """The zero point of symmetric values if they are read by the other of GPTQ's two formats, of which one stores
-        zero points less 1. None if there is one format."""
-        if not (self.symmetric and self.group_index):
-            return None
-        return self.middle + (1 if self.zero_shift else -1)
-
-    def zeros_of(self, stored: np.ndarray) -> np.ndarray:
-        """Zero points as the formula has them, from stored ones: bytes."""
-        zeros: np.ndarray = (stored + np.uint8(self.zero_shift)) & np.uint8(self.words.mask)
-        return zeros
-
-    def stored_zeros(self, zeros: np.ndarray) -> np.ndarray:
-        """Returns the inverse of `zeros_of`, in words."""
-        return self.zero_words.pack((zeros - np.uint8(self.zero_shift)) & np.uint8(self.zero_words.mask))
 
 
 FLAT_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -172,6 +109,7 @@ class Scheme:
         column_scales: suffix of one more scale for each column, which the inputs are multiplied by. It may be absent.
         input_first: whether matrices are stored with their axes swapped: [in, out].
         rounds_inputs: whether servers round the inputs of these matrices to the type of the weights too.
+        scales_in_bytes: whether the dtype of the scales is written as U8.
         scale_dtype, by_row: dtype of the scales, and whether there is one for each row, by the description. What is
             really stored is read in any case.
     """
@@ -201,6 +139,7 @@ class Scheme:
     column_scales: str = ""
     input_first: bool = False
     rounds_inputs: bool = False
+    scales_in_bytes: bool = False
     scale_dtype: str = "F32"
     by_row: bool = False
 
@@ -241,6 +180,8 @@ class Scheme:
         if info.dtype != self.dtype or not info.name.endswith(self.values):
             return False
         has_blocks = len(info.shape) == 2 if self.affine else len(info.shape) > self.groups_apart
+        if self.affine and self.affine.offsets:
+            has_blocks = len(info.shape) > 1
         if self.flat:
             has_blocks = len(info.shape) == 2 and info.shape[1] == 1
         return has_blocks and info.nbytes > 0
@@ -324,11 +265,11 @@ class Scheme:
         scales = self.scale_shape(shape, (shape[0], 1) if self.by_row else () if self.flat else (1,))
         return {
             base + self.values: (self.dtype, self.stored_shape(shape)),
-            base + self.scales: (self.scale_dtype, scales),
+            base + self.scales: ("U8" if self.scales_in_bytes else self.scale_dtype, scales),
             **({base + self.tensor_scale: ("F32", (1,))} if self.tensor_scale else {}),
             **{base + suffix: kind for suffix, kind in self.extra_kinds(shape, scales).items()},
             **{
-                base + suffix: ("I32", own)
+                base + suffix: (self.affine.dtypes(self.scale_dtype)[suffix], own)
                 for suffix, own in self.affine_shapes(shape, scales).items()
                 if self.affine is not None and (self.affine.writes_index or suffix != self.affine.group_index)
             },
@@ -350,12 +291,13 @@ class Scheme:
         return kinds
 
     def affine_shapes(self, shape: Shape, scales: Shape) -> dict[str, Shape]:
-        """Returns the stored shapes, by suffix, of zero points and of the groups of rows; both are I32."""
+        """Returns the stored shapes, by suffix, of zero points, of the groups of rows, and of offsets."""
         if self.affine is None:
             return {}
         shapes = {
             self.affine.zero_points: self.affine.zero_words.stored_shape(scales),
             self.affine.group_index: shape[:1],
+            self.affine.offsets: scales,
         }
         return {suffix: shapes[suffix] for suffix in self.affine.suffixes}
 

@@ -9,6 +9,7 @@ from tpuconv.encodings.awq_gptq import AWQ, GPTQ, awq_groups, gptq_groups
 from tpuconv.encodings.bitsandbytes import BITSANDBYTES, METHOD, bitsandbytes_groups, is_bitsandbytes
 from tpuconv.encodings.compressed_tensors import COMPRESSED, compressed_groups
 from tpuconv.encodings.groups import NAMES, UNQUANTIZED, SchemeGroup, unless_named
+from tpuconv.encodings.mlx import MLX, mlx_groups
 from tpuconv.encodings.modelopt import MODELOPT, MODELOPT_NVFP4, modelopt_groups
 from tpuconv.encodings.quark import QUARK, QUARK_METHOD, described_layers, quark_groups
 from tpuconv.encodings.scheme import (
@@ -26,6 +27,7 @@ from tpuconv.encodings.scheme import (
 )
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import Optional, check
+from tpuconv.sources.config import MLX_METHOD
 
 METHOD_SCHEMAS: Mapping[Any, Any] = {
     "fp8": {
@@ -45,6 +47,7 @@ METHOD_SCHEMAS: Mapping[Any, Any] = {
     **dict.fromkeys(AUTO_ROUND_METHODS, AUTO_ROUND),
     METHOD: BITSANDBYTES,
     QUARK_METHOD: QUARK,
+    MLX_METHOD: MLX,
 }
 """For each method, the keys of a description that are read, and their types."""
 METHOD_GROUPS: Mapping[Any, Callable[[Mapping[str, Any]], tuple[SchemeGroup, ...]]] = {
@@ -56,11 +59,12 @@ METHOD_GROUPS: Mapping[Any, Callable[[Mapping[str, Any]], tuple[SchemeGroup, ...
     **dict.fromkeys(AUTO_ROUND_METHODS, auto_round_groups),
     METHOD: bitsandbytes_groups,
     QUARK_METHOD: quark_groups,
+    MLX_METHOD: mlx_groups,
 }
 """By method, how groups are made of a description; the others are FP8 and MXFP4 by themselves."""
 
 
-NGRAM_TABLES = SchemeGroup((FP8_BY_32,), lambda module: module.endswith(".engram.embed"))
+NGRAM_TABLES = SchemeGroup((FP8_BY_32,), lambda module: module.endswith(".engram.embed"), looked_up=True)
 """The tables of n-grams beside FP8 in blocks of 32x32 and experts in FP4."""
 
 E4M3_NAMES = ("e4m3", "float8_e4m3fn")
@@ -105,12 +109,6 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         return (_unless_named(quantization, _mxfp8(quantization)),)
     if method in METHOD_GROUPS:
         return METHOD_GROUPS[method](quantization)
-    if method is None and "bits" in quantization:
-        raise UnsupportedConfig(
-            "the weights are encoded by MLX, which is not implemented",
-            hint="convert the release that this one was made from, or first decode it with MLX: "
-            "`mlx_lm.convert --dequantize`",
-        )
     raise UnsupportedConfig(
         f"the encoding quant_method={method!r} is not implemented",
         hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, mxfp8, compressed-tensors, awq, gptq, auto-round, "

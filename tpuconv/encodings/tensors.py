@@ -31,7 +31,7 @@ class _Parts:
 
     Attributes:
         shape: of the weight: the widest one that the scales fit, or the widest of all if they fit none.
-        affine: zero points and groups of rows, by suffix.
+        affine: zero points, groups of rows and offsets, by suffix.
     """
 
     scheme: Scheme
@@ -48,6 +48,8 @@ class _Parts:
         """Returns the tensors of the weight whose values are `values`."""
         base = values.name.removesuffix(scheme.values)
         scales = tensors.get(base + scheme.scales)
+        if scales is not None and scheme.scales_in_bytes and scales.dtype == "U8":
+            scales = replace(scales, dtype=scheme.scale_dtype)
         return cls(
             scheme,
             values,
@@ -97,6 +99,7 @@ class _Parts:
             self.tensor_scale,
             zero_points=self.affine.get(affine.zero_points) if affine else None,
             group_index=self.affine.get(affine.group_index) if affine else None,
+            offsets=self.affine.get(affine.offsets) if affine else None,
             column_scales=self.column_scales,
             any_scales=any_scales,
         )
@@ -328,10 +331,10 @@ def _affine_fault(
     for suffix, want in scheme.affine_shapes(shape, scales.shape).items():
         part = parts.get(suffix)
         if part is None:
-            if suffix == scheme.affine.zero_points or scheme.affine.any_order:
+            if suffix != scheme.affine.group_index or scheme.affine.any_order:
                 return name, f"has no {suffix.removeprefix('.')}"
-        elif (part.dtype, part.shape) != ("I32", want):
-            return part.name, f"should be I32 {list(want)} by the values and their groups"
+        elif (part.dtype, part.shape) != (dtype := scheme.affine.dtypes(scales.dtype)[suffix], want):
+            return part.name, f"should be {dtype} {list(want)} by the values and their groups"
     return None
 
 
