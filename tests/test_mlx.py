@@ -79,10 +79,10 @@ def test_transformers_gets_the_decoded_weights(kind: str, tmp_path: Path) -> Non
         tpuconv.api.compare(tmp_path / "out", source=str(WRITTEN / kind), mesh={"tensor": 1})
 
 
-def test_offsets_cannot_stay_encoded(tmp_path: Path) -> None:
-    with pytest.raises(MappingError) as error:
-        plan_for(WRITTEN / "experts", Options(encoding="keep")).check()
-    assert any("cannot stay encoded: its groups have offsets" in line for line in error.value.details)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_stays_encoded(kind: str) -> None:
+    with pytest.raises(UsageError, match="embeddings are among them"):
+        plan_for(WRITTEN / kind, Options(encoding="keep"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
