@@ -93,4 +93,5 @@ ENCODINGS = {
         "model.layers.0.mlp.up_proj": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
         "model.embed_tokens": False,
     },
+    "bitnet": {"linear_class": "autobitlinear", "quantization_mode": "offline", "modules_to_not_convert": ["lm_head"]},
 }

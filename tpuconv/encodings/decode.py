@@ -119,6 +119,8 @@ class Tensor:
             self._check_zero_points(reader)
         if self.scheme is not None and self.scheme.flat is not None:
             self.flat_parts.read(reader, start, raw, out)
+        elif self.scheme is not None and self.scheme.quarters is not None:
+            self._decode_quarters(reader, start, raw, out)
         elif self.scheme is not None and self.scheme.affine is not None:
             self._decode_affine(reader, start, raw, out)
         elif self.scheme is not None and self.column_scales is not None:
@@ -277,6 +279,29 @@ class Tensor:
             tables = products.astype(out.dtype).view(bits)
             qvalues = raw[self.stored_bytes(done) : self.stored_bytes(done + count)]
             look_up(qvalues, tables, first, columns, width, out[done : done + count].view(bits))
+            done += count
+
+    def _decode_quarters(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
+        """Each value is the product of its number and the scale, or their quotient, in float32, rounded once to the
+        dtype of `out`."""
+        assert self.scheme is not None
+        assert self.scheme.quarters is not None
+        assert self.scales is not None
+        stored = np.empty(self.scales.nbytes, np.uint8)
+        reader.read(self.scales, 0, stored.data)
+        scales = stored.view(DTYPES[self.scales.dtype])
+        if not self.any_scales:
+            self._check_scales(reader, scales)
+        apply = np.divide if self.scheme.quarters.divides else np.multiply
+        with np.errstate(invalid="ignore", divide="ignore"):  # scales that are not checked may be 0
+            values = apply(self.scheme.table, decode_scales(scales).reshape(-1)[0]).astype(out.dtype)
+        done = 0
+        while done < out.size:
+            quarter, first = divmod(start + done, self.values.nbytes)
+            count = min(out.size - done, self.values.nbytes - first)
+            reader.read(self.values, first, raw[:count].data)
+            codes = raw[:count] >> np.uint8(2 * quarter) & np.uint8(3)
+            out[done : done + count] = values[codes]
             done += count
 
     def _decode_by_columns(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:

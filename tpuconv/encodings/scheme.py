@@ -65,6 +65,22 @@ class Flat:
     nested_table: str
 
 
+QUARTERS = 4
+"""The numbers in a byte of BitNet."""
+
+
+@dataclass(frozen=True)
+class Quarters:
+    """Numbers of two bits, of which those in a byte are of the same place in each quarter of the rows, the first
+    quarter in the lowest bits.
+
+    Attributes:
+        divides: whether the scale divides them.
+    """
+
+    divides: bool
+
+
 FLOAT_SCALES = ("F16", "BF16", "F32")
 """Dtypes of scales that are numbers."""
 POWERS_OF_TWO = ("U8", "F8_E8M0")
@@ -105,6 +121,7 @@ class Scheme:
         unused: suffixes of tensors that say nothing of the weights.
         affine: packing and zero points, if it has them.
         flat: what belongs to values in blocks that know no rows.
+        quarters: how values of two bits lie in bytes, if they do.
         high_first: whether of two values in a byte the first is in the high half.
         column_scales: suffix of one more scale for each column, which the inputs are multiplied by. It may be absent.
         input_first: whether matrices are stored with their axes swapped: [in, out].
@@ -135,6 +152,7 @@ class Scheme:
     unused: tuple[str, ...] = ()
     affine: Affine | None = None
     flat: Flat | None = None
+    quarters: Quarters | None = None
     high_first: bool = False
     column_scales: str = ""
     input_first: bool = False
@@ -184,6 +202,8 @@ class Scheme:
             has_blocks = len(info.shape) > 1
         if self.flat:
             has_blocks = len(info.shape) == 2 and info.shape[1] == 1
+        if self.quarters:
+            has_blocks = len(info.shape) == 2
         return has_blocks and info.nbytes > 0
 
     def shape(self, stored: Shape) -> Shape:
@@ -192,6 +212,8 @@ class Scheme:
             return self.affine.words.shape(stored)
         if self.flat:
             return (prod(stored) * self.per_element,)
+        if self.quarters:
+            return (stored[0] * self.per_element, *stored[1:])
         if self.groups_apart:  # [..., groups, bytes of a group]
             return (*stored[:-2], stored[-2] * stored[-1] * self.per_element)
         return (*stored[:-1], stored[-1] * self.per_element)
@@ -202,6 +224,8 @@ class Scheme:
             return self.affine.words.stored_shape(shape)
         if self.flat:
             return (-(-prod(shape) // self.per_element), 1)
+        if self.quarters:
+            return (-(-shape[0] // self.per_element), *shape[1:])
         if self.groups_apart:
             assert self.blocks[1] is not None
             return (*shape[:-1], shape[-1] // self.blocks[1], self.blocks[1] // self.per_element)

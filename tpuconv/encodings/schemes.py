@@ -6,6 +6,7 @@ from typing import Any
 
 from tpuconv.encodings.auto_round import AUTO_ROUND, AUTO_ROUND_METHODS, auto_round_groups
 from tpuconv.encodings.awq_gptq import AWQ, GPTQ, awq_groups, gptq_groups
+from tpuconv.encodings.bitnet import BITNET_KEYS, BITNET_METHOD, bitnet_scheme
 from tpuconv.encodings.bitsandbytes import BITSANDBYTES, METHOD, bitsandbytes_groups, is_bitsandbytes
 from tpuconv.encodings.compressed_tensors import COMPRESSED, compressed_groups
 from tpuconv.encodings.groups import NAMES, UNQUANTIZED, SchemeGroup, unless_named
@@ -48,6 +49,7 @@ METHOD_SCHEMAS: Mapping[Any, Any] = {
     METHOD: BITSANDBYTES,
     QUARK_METHOD: QUARK,
     MLX_METHOD: MLX,
+    BITNET_METHOD: BITNET_KEYS,
 }
 """For each method, the keys of a description that are read, and their types."""
 METHOD_GROUPS: Mapping[Any, Callable[[Mapping[str, Any]], tuple[SchemeGroup, ...]]] = {
@@ -107,12 +109,14 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         return (_unless_named(quantization, (MXFP4,)),)
     if method == "mxfp8":
         return (_unless_named(quantization, _mxfp8(quantization)),)
+    if method == BITNET_METHOD:
+        return (_unless_named(quantization, (bitnet_scheme(quantization),)),)
     if method in METHOD_GROUPS:
         return METHOD_GROUPS[method](quantization)
     raise UnsupportedConfig(
         f"the encoding quant_method={method!r} is not implemented",
         hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, mxfp8, compressed-tensors, awq, gptq, auto-round, "
-        "bitsandbytes and quark; or convert an unquantized release",
+        "bitsandbytes, quark and bitnet; or convert an unquantized release",
     )
 
 
@@ -125,7 +129,7 @@ def quantizes_inputs(quantization: Mapping[str, Any] | None) -> bool:
     rounded = any(isinstance(group, Mapping) and group.get("input_activations") for group in described)
     if quantization.get("quant_method") == QUARK_METHOD:
         rounded = any(layer.get("input_tensors") for layer in described_layers(quantization))
-    return rounded or bool(quantization.get("load_in_8bit"))
+    return rounded or bool(quantization.get("load_in_8bit")) or quantization.get("quant_method") == BITNET_METHOD
 
 
 def _method(quantization: Mapping[str, Any]) -> Any:
