@@ -93,5 +93,26 @@ ENCODINGS = {
         "model.layers.0.mlp.up_proj": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
         "model.embed_tokens": False,
     },
+    "torchao": {
+        "modules_to_not_convert": ["lm_head"],
+        "quant_type": {
+            "default": {
+                "_type": "FqnToConfig",
+                "_data": {
+                    "fqn_to_config": {
+                        "_default": {"_type": "Float8WeightOnlyConfig", "_data": {}},
+                        "re:.*up_proj": {
+                            "_type": "IntxWeightOnlyConfig",
+                            "_data": {
+                                "granularity": {"_type": "PerGroup", "_data": {"group_size": 32}},
+                                "weight_dtype": {"_type": "torch.dtype", "_data": "int4"},
+                            },
+                        },
+                        "model.layers.0.mlp.gate_proj": None,
+                    }
+                },
+            }
+        },
+    },
     "bitnet": {"linear_class": "autobitlinear", "quantization_mode": "offline", "modules_to_not_convert": ["lm_head"]},
 }

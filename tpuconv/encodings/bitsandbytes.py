@@ -122,6 +122,7 @@ def _four_bits(quantization: Mapping[str, Any]) -> Scheme:
         any_sign=True,
         constants={".weight.quant_map": table},
         flat=flat,
+        unwritten="neither its text nor the scales of its scales",
         high_first=True,
         scale_dtype=NESTED_SCALES if nested else "F32",
     )

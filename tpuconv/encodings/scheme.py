@@ -125,6 +125,7 @@ class Scheme:
         high_first: whether of two values in a byte the first is in the high half.
         column_scales: suffix of one more scale for each column, which the inputs are multiplied by. It may be absent.
         input_first: whether matrices are stored with their axes swapped: [in, out].
+        unwritten: why no export writes tensors of this scheme; empty if one does.
         rounds_inputs: whether servers round the inputs of these matrices to the type of the weights too.
         scales_in_bytes: whether the dtype of the scales is written as U8.
         scale_dtype, by_row: dtype of the scales, and whether there is one for each row, by the description. What is
@@ -156,6 +157,7 @@ class Scheme:
     high_first: bool = False
     column_scales: str = ""
     input_first: bool = False
+    unwritten: str = ""
     rounds_inputs: bool = False
     scales_in_bytes: bool = False
     scale_dtype: str = "F32"

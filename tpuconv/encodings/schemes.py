@@ -26,6 +26,7 @@ from tpuconv.encodings.scheme import (
     is_head,
     mxfp8_scheme,
 )
+from tpuconv.encodings.torchao import TORCHAO, TORCHAO_METHOD, torchao_groups, torchao_rounds_inputs
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import Optional, check
 from tpuconv.sources.config import MLX_METHOD
@@ -50,6 +51,7 @@ METHOD_SCHEMAS: Mapping[Any, Any] = {
     QUARK_METHOD: QUARK,
     MLX_METHOD: MLX,
     BITNET_METHOD: BITNET_KEYS,
+    TORCHAO_METHOD: TORCHAO,
 }
 """For each method, the keys of a description that are read, and their types."""
 METHOD_GROUPS: Mapping[Any, Callable[[Mapping[str, Any]], tuple[SchemeGroup, ...]]] = {
@@ -62,6 +64,7 @@ METHOD_GROUPS: Mapping[Any, Callable[[Mapping[str, Any]], tuple[SchemeGroup, ...
     METHOD: bitsandbytes_groups,
     QUARK_METHOD: quark_groups,
     MLX_METHOD: mlx_groups,
+    TORCHAO_METHOD: torchao_groups,
 }
 """By method, how groups are made of a description; the others are FP8 and MXFP4 by themselves."""
 
@@ -116,7 +119,7 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
     raise UnsupportedConfig(
         f"the encoding quant_method={method!r} is not implemented",
         hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, mxfp8, compressed-tensors, awq, gptq, auto-round, "
-        "bitsandbytes, quark and bitnet; or convert an unquantized release",
+        "bitsandbytes, quark, bitnet and torchao; or convert an unquantized release",
     )
 
 
@@ -124,12 +127,15 @@ def quantizes_inputs(quantization: Mapping[str, Any] | None) -> bool:
     """Returns True if transformers also rounds the inputs of matrices (W8A8) with this `quantization_config`."""
     if quantization is None:
         return False
+    method = quantization.get("quant_method")
+    if method == QUARK_METHOD:
+        return any(layer.get("input_tensors") for layer in described_layers(quantization))
+    if method == TORCHAO_METHOD:
+        return torchao_rounds_inputs(quantization)
     config_groups = quantization.get("config_groups")
     described = config_groups.values() if isinstance(config_groups, Mapping) else ()
     rounded = any(isinstance(group, Mapping) and group.get("input_activations") for group in described)
-    if quantization.get("quant_method") == QUARK_METHOD:
-        rounded = any(layer.get("input_tensors") for layer in described_layers(quantization))
-    return rounded or bool(quantization.get("load_in_8bit")) or quantization.get("quant_method") == BITNET_METHOD
+    return rounded or bool(quantization.get("load_in_8bit")) or method == BITNET_METHOD
 
 
 def _method(quantization: Mapping[str, Any]) -> Any:
