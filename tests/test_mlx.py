@@ -7,6 +7,7 @@ each weight in float32; in bfloat16 it rounds twice, and MLX's own products do n
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import assert_same, convert, plan_for, restore
 from helpers.encoded import decoded_values
+from helpers.families import BY_ID, save
 from helpers.schemes import BF16
 from tpuconv.convert.plan.source_from_config import source_from_config
 from tpuconv.convert.plan.types import Options
@@ -27,6 +29,9 @@ from tpuconv.sources.config import encoding_of, without_encoding
 
 WRITTEN = Path(__file__).parent / "data" / "mlx"
 KINDS = {"dense": "qwen3", "experts": "qwen3_moe"}
+
+
+AFFINE = {"group_size": 64, "bits": 4, "mode": "affine"}
 
 
 def written(kind: str) -> dict[str, Any]:
@@ -53,6 +58,34 @@ def test_what_mlx_writes_is_what_it_reads(kind: str, tmp_path: Path) -> None:
     plain = {own: y for name, x in plain.items() for own, y in one_by_one(name, x).items()}
     write_checkpoint(tmp_path / "plain", without_encoding(written(kind)), plain)
     convert(tmp_path / "plain", tmp_path / "reference")
+    assert_same(restore(tmp_path / "out"), restore(tmp_path / "reference"))
+
+
+NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+@pytest.mark.parametrize("case", ["qwen2_moe-plain", "mixtral-plain"])
+def test_experts_are_stacked_under_the_names_of_mlx(case: str, tmp_path: Path) -> None:
+    """As `sanitize` of mlx-lm 0.32.2 stacks them."""
+    folder = save(BY_ID[case], tmp_path / "hf", "bfloat16")
+    tensors: dict[str, Any] = {}
+    for name, x in read_tensors(folder).items():
+        if found := re.fullmatch(r"(.*)\.experts\.(\d+)\.(\w+)\.weight", name):
+            front, _, matrix = found.groups()
+            tensors.setdefault(f"{front}.switch_mlp.{NUMBERED.get(matrix, matrix)}.weight", []).append(name)
+        else:
+            tensors[name] = x
+    plain = read_tensors(folder)
+    stacked = {
+        name: np.stack([plain[x] for x in sorted(own, key=lambda x: int(re.search(r"experts\.(\d+)", x)[1]))])
+        if isinstance(own, list)
+        else own
+        for name, own in tensors.items()
+    }
+    assert len(stacked) < len(plain)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization": AFFINE}
+    convert(write_checkpoint(tmp_path / "mlx", config, stacked), tmp_path / "out")
+    convert(folder, tmp_path / "reference")
     assert_same(restore(tmp_path / "out"), restore(tmp_path / "reference"))
 
 
@@ -132,9 +165,6 @@ def test_numbers_that_are_not_finite_are_named(part: str, tmp_path: Path) -> Non
     folder = write_checkpoint(tmp_path / "hf", written("experts"), tensors)
     with pytest.raises(SourceError, match=rf"{name}\[2, 1, 0\] is inf"):
         convert(folder, tmp_path / "out")
-
-
-AFFINE = {"group_size": 64, "bits": 4, "mode": "affine"}
 
 
 def described(**changes: Any) -> Any:
