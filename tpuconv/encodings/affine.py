@@ -42,10 +42,6 @@ class Affine:
         """The name suffixes of zero points, of the groups of rows, and of offsets."""
         return tuple(filter(None, (self.zero_points, self.group_index, self.offsets)))
 
-    def dtypes(self, scale_dtype: str) -> dict[str, str]:
-        """Returns the dtypes, by suffix, of the tensors of `suffixes` beside scales of this dtype."""
-        return {suffix: scale_dtype if suffix == self.offsets else "I32" for suffix in self.suffixes}
-
     def numbers(self, qvalues: np.ndarray) -> np.ndarray:
         """Returns the quantized values of bytes, in float32."""
         if self.zero_points or self.offsets:

@@ -28,7 +28,8 @@ TABLE_BYTES = 1 << 18
 """Size of the tables that are made together: they stay in the second-level cache until they are used."""
 
 VALUES_AT_ONCE = 1 << 21
-"""Values that are decoded to float32 before the scales of their columns are applied."""
+"""Values that are decoded to float32 before the scales of their columns are applied, or whose bytes are read
+together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +299,9 @@ class Tensor:
         done = 0
         while done < out.size:
             quarter, first = divmod(start + done, self.values.nbytes)
-            count = min(out.size - done, self.values.nbytes - first)
+            count = min(out.size - done, self.values.nbytes - first, VALUES_AT_ONCE)
+            if raw.size < count:  # as many bytes as values, of which each has three others too
+                raw = np.empty(count, np.uint8)
             reader.read(self.values, first, raw[:count].data)
             codes = raw[:count] >> np.uint8(2 * quarter) & np.uint8(3)
             out[done : done + count] = values[codes]

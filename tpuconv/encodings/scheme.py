@@ -295,7 +295,7 @@ class Scheme:
             **({base + self.tensor_scale: ("F32", (1,))} if self.tensor_scale else {}),
             **{base + suffix: kind for suffix, kind in self.extra_kinds(shape, scales).items()},
             **{
-                base + suffix: (self.affine.dtypes(self.scale_dtype)[suffix], own)
+                base + suffix: (self.scale_dtype if suffix == self.affine.offsets else "I32", own)
                 for suffix, own in self.affine_shapes(shape, scales).items()
                 if self.affine is not None and (self.affine.writes_index or suffix != self.affine.group_index)
             },

@@ -333,8 +333,10 @@ def _affine_fault(
         if part is None:
             if suffix != scheme.affine.group_index or scheme.affine.any_order:
                 return name, f"has no {suffix.removeprefix('.')}"
-        elif (part.dtype, part.shape) != (dtype := scheme.affine.dtypes(scales.dtype)[suffix], want):
-            return part.name, f"should be {dtype} {list(want)} by the values and their groups"
+            continue
+        dtypes = FLOAT_SCALES if suffix == scheme.affine.offsets else ("I32",)
+        if part.dtype not in dtypes or part.shape != want:
+            return part.name, f"should be {' or '.join(dtypes)} {list(want)} by the values and their groups"
     return None
 
 

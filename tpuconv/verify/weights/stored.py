@@ -227,7 +227,7 @@ class TensorWeight(Weight):
             affine = scheme.affine
             read = (
                 affine.words.read(self.reader, tensor.values, rows, columns)
-                for rows, columns in spans_of(start, out.size, tensor.shape[1])
+                for rows, columns in spans_of(start, out.size, tensor.shape[-1])
             )
             return merged_statistics(statistics_of(affine.numbers(numbers)) for part in read for _, numbers in part)
         if scheme.quarters is not None:  # numbers are the signs of values
