@@ -611,6 +611,12 @@ def test_encodings_of_releases() -> None:
         groups(DEEPSEEK_V4_NVFP4 | {"moe_quant_algo": "INT4"})
 
 
+@pytest.mark.parametrize(("method", "why"), [("hqq", "parts of the flattened matrix"), ("quanto", "saves no models")])
+def test_what_is_not_read_is_refused_with_the_reason(method: str, why: str) -> None:
+    with pytest.raises(UnsupportedConfig, match=f"quant_method='{method}' is not implemented: .*{why}"):
+        groups({"quant_method": method})
+
+
 HUNYUAN_OCR = {
     "architectures": ["HunYuanVLForConditionalGeneration"],
     "model_type": "hunyuan_vl",

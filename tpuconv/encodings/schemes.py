@@ -69,6 +69,13 @@ METHOD_GROUPS: Mapping[Any, Callable[[Mapping[str, Any]], tuple[SchemeGroup, ...
 """By method, how groups are made of a description; the others are FP8 and MXFP4 by themselves."""
 
 
+NOT_READ: Mapping[Any, str] = {
+    "hqq": "its groups are parts of the flattened matrix, which are packed across its halves with zero points that "
+    "are no integers",
+    "quanto": "transformers saves no models with it",
+}
+"""Why methods that transformers knows are not read."""
+
 NGRAM_TABLES = SchemeGroup((FP8_BY_32,), lambda module: module.endswith(".engram.embed"), looked_up=True)
 """The tables of n-grams beside FP8 in blocks of 32x32 and experts in FP4."""
 
@@ -116,8 +123,9 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         return (_unless_named(quantization, (bitnet_scheme(quantization),)),)
     if method in METHOD_GROUPS:
         return METHOD_GROUPS[method](quantization)
+    why = f": {NOT_READ[method]}" if method in NOT_READ else ""
     raise UnsupportedConfig(
-        f"the encoding quant_method={method!r} is not implemented",
+        f"the encoding quant_method={method!r} is not implemented{why}",
         hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, mxfp8, compressed-tensors, awq, gptq, auto-round, "
         "bitsandbytes, quark, bitnet and torchao; or convert an unquantized release",
     )
