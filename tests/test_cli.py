@@ -468,6 +468,11 @@ def test_a_target_with_our_own_names_has_every_family(target):
     facts = json.loads(tpuconv("families", "--target", target, "--json").stdout)
     assert [family["name"] for family in facts["families"]] == family_names()
     assert facts["quantized"]
+    found = {family["name"]: family for family in facts["families"]}
+    assert found["llama"]["scanned"]
+    assert not found["llama"]["notes"]
+    assert not found["zamba2"]["scanned"]
+    assert "layers cannot be scanned: layers share the weights" in found["zamba2"]["notes"][0]
     assert "names: our names" in tpuconv("families", "--target", target, "llama").stdout
 
 

@@ -42,6 +42,9 @@ IMAGE_PROCESSORS = {
     **{"fast_vlm": IMAGE_PROCESSOR_MAPPING_NAMES["clip"], "mimo_v2": IMAGE_PROCESSOR_MAPPING_NAMES["qwen2_vl"]},
 }
 """Of FastVLM and MiMo those that their releases name."""
+BACKEND = "torchvision" if find_spec("torchvision") else "pil"
+"""As transformers chooses it."""
+WITHOUT_TORCHVISION = pytest.mark.skipif(BACKEND != "pil", reason="torchvision is installed")
 RNG = np.random.default_rng(0)
 IMAGES = [Image.fromarray(RNG.integers(0, 255, size, dtype=np.uint8)) for size in ((90, 60, 3), (54, 78, 3))]
 SOUNDS = [np.sin(np.arange(int(16_000 * seconds), dtype=np.float32) / 9) for seconds in (0.7, 3.1)]
@@ -140,7 +143,7 @@ def processor_class(monkeypatch):
         folders = {"Qwen3VLProcessor": "qwen3_vl", "Qwen2_5_VLProcessor": "qwen2_5_vl", "InklingProcessor": "inkling"}
         folder = folders.get(cls, folder)
         needs_torchvision = "transformers.models.pixtral.image_processing_pixtral"
-        if folder == "pixtral":
+        if folder == "pixtral" and BACKEND == "pil":
             monkeypatch.setitem(sys.modules, needs_torchvision, SimpleNamespace(get_resize_output_image_size=None))
         module = import_module(f"transformers.models.{folder}.processing_{folder}")
         if name == "smolvlm":  # for the names of numbers in the prompts of videos
@@ -172,7 +175,7 @@ def test_prompts_with_images_are_those_of_the_release(case, count, processor_cla
     name, (of_images, settings) = case.split()[0], CASES[case]
     config = {"model_type": name} | (SEEN_BY_PIXTRAL if name == "mistral3" else {})
     tokenizer = tokenizer_of(tokens_of(config))
-    images = getattr(transformers, IMAGE_PROCESSORS[name]["pil"])(**of_images)
+    images = getattr(transformers, IMAGE_PROCESSORS[name][BACKEND])(**of_images)
     cls = processor_class(name)
     parts = dict.fromkeys(cls.get_attributes()) | {"tokenizer": tokenizer, "image_processor": images}
     processor = cls(**parts, **settings)
@@ -359,7 +362,7 @@ def test_tiles_of_lfm2_are_those_of_the_release(processor_class, tmp_path, monke
 def test_images_of_blip_2_stand_before_the_token_that_begins_a_text(tmp_path):
     """As its processor puts them, which takes no markers."""
     tokenizer = tokenizer_of({"bos_token": "</s>"})
-    images = transformers.BlipImageProcessorPil(**SQUARE)
+    images = getattr(transformers, IMAGE_PROCESSORS["blip-2"][BACKEND])(**SQUARE)
     want = transformers.Blip2Processor(images, tokenizer, num_query_tokens=4)(text=["a b"], images=IMAGES[:1])
     folder = saved(tmp_path, {"model_type": "blip-2"}, images, {"num_query_tokens": 4})
     have = Preparer(folder, tokenizer).prepared("a b", IMAGES[:1])
@@ -404,7 +407,7 @@ def test_processors_of_deepseek_ocr_have_the_settings_of_their_code(tmp_path, mo
     assert load_processor(tmp_path, IMAGE, placeholder_of(FIRST_OCR, IMAGE)) == "the first one's"
 
 
-@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
+@WITHOUT_TORCHVISION
 def test_deepseek_ocr_says_that_its_processor_needs_torchvision(tmp_path):
     (tmp_path / "processor_config.json").write_text('{"patch_size": 16}')
     with pytest.raises(UsageError, match="needs torchvision, which is not installed"):
@@ -483,9 +486,9 @@ def test_a_prompt_without_images_stays_as_it_is(gemma):
     assert Preparer(gemma, None).prepared("<start_of_image>") == pictures.PreparedPrompt("<start_of_image>", {})
 
 
-def test_a_model_without_a_row_is_refused(gemma):
-    (gemma / "config.json").write_text('{"model_type": "fuyu"}')
-    with pytest.raises(UsageError, match="the placeholders that fuyu has for images are not known"):
+def test_a_model_without_a_row_or_a_processor_is_refused(gemma):
+    (gemma / "config.json").write_text('{"model_type": "kimi_k3"}')
+    with pytest.raises(UsageError, match="transformers has no processor for kimi_k3"):
         Preparer(gemma, None).prepared("", IMAGES)
 
 
@@ -591,6 +594,7 @@ def test_tokens_without_an_embedding_are_refused_beside_images(gemma):
         encoder.encode_with("a new", IMAGES)
 
 
+@WITHOUT_TORCHVISION
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

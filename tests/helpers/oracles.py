@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,8 +65,9 @@ _VLLM = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+TORCHVISION_SITE = Path(__file__).parent / "torchvision_site"
 VARIABLES = {
-    "vllm": {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(Path(__file__).parent / "vllm_site"), **_VLLM},
+    "vllm": {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(TORCHVISION_SITE), **_VLLM},
     "tpu-inference": _VLLM,
 }
 """Environment variables of a program."""
@@ -108,6 +110,23 @@ def repository(name: str) -> Path:
             pytest.skip(f"{url} cannot be fetched: {done}")
         partial.rename(folder)
     return folder
+
+
+def torchvision_path() -> tuple[str, str]:
+    """The folders of modules that let this Python import the torchvision of its torch; skips the test if it cannot be
+    installed. Version 0.28 is the one of torch 2.13, and so on."""
+    import torch
+
+    version = f"0.{int(torch.__version__.split('.')[1]) + 15}"
+    folder = FOLDER / f"torchvision-{version}-{sys.version_info[0]}.{sys.version_info[1]}"
+    if not folder.exists():
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial]
+        if done := run([*install, f"torchvision=={version}.*"]):
+            pytest.skip(f"torchvision {version} cannot be installed: {done}")
+        partial.rename(folder)
+    return str(folder), str(TORCHVISION_SITE)
 
 
 def find_python(version: str) -> str | None:

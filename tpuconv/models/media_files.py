@@ -54,6 +54,8 @@ def image_of(item: Any, name: str) -> Any:
         _check_depth(item, name)
     elif not hasattr(item, "__array__"):
         raise UsageError(f"{name} is of type {type(item).__name__}", hint="give a file or an image of Pillow")
+    elif not (array := np.asarray(item)).flags.writeable:
+        return array.copy()  # torch warns of others
     return item
 
 

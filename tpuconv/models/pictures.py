@@ -3,9 +3,11 @@ placeholders into the prompt. transformers is imported when it is needed; withou
 but not all."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -21,6 +23,7 @@ from tpuconv.models.media_files import SAMPLING_RATES, SoundArray, image_of, nam
 from tpuconv.models.media_texts import PIECES, MediaItem
 from tpuconv.models.placeholders import IMAGE, PROCESSOR_KEYS, SOUND, Placeholder, placeholder_of
 from tpuconv.models.tokenizer import types_of_others
+from tpuconv.models.whole_processor import WholeProcessor, load_whole_processor
 from tpuconv.sources.config import read_json
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.text import format_count
@@ -43,11 +46,13 @@ class PreparedPrompt:
         text: with placeholders, to be encoded as any other.
         features: what the model takes beside it, by the names that transformers gives it.
         begun: whether the token that begins a text is in it.
+        ids: its token ids; None if they are still to be made of the text.
     """
 
     text: str
     features: Features
     begun: bool = False
+    ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,24 +72,29 @@ class Preparer:
         """The config.json of the folder."""
         return read_json(self.folder / CONFIG_FILE, ConfigError)
 
-    def prepared(self, text: str, images: Sequence[Any] = (), sounds: Sequence[Any] = ()) -> PreparedPrompt:
+    def prepared(
+        self, text: str, images: Sequence[Any] = (), sounds: Sequence[Any] = (), *, begins: bool = True
+    ) -> PreparedPrompt:
         """Returns a prompt with its images and sounds, as the processor of the release prepares it.
 
         Args:
             text: with a marker for each image and sound, such as a chat template writes; without any they stand before
                 it.
             images, sounds: see `image_of` and `sound_of` of `tpuconv.models.media_files`.
+            begins: whether token ids, if they are returned, begin with the token that begins a text.
 
         Raises:
             UsageError: markers and images do not match, an image or sound cannot be read or prepared, a package or file
                 of the processor is missing, or how the model writes placeholders is not known.
             ConfigError: the processor cannot be loaded, or prepares no image or sound at all.
         """
+        media = {kind: items for kind, items in ((IMAGE, images), (SOUND, sounds)) if items}
+        if any(placeholder_of(self.config, kind) is None for kind in media):
+            return self._wholly_prepared(text, media, begins)
         prompt = PreparedPrompt(text, {})
-        for kind, items in ((IMAGE, images), (SOUND, sounds)):
-            if items:
-                found = self._written(prompt.text, kind, items)
-                prompt = PreparedPrompt(found.text, prompt.features | found.features, prompt.begun or found.begun)
+        for kind, items in media.items():
+            found = self._written(prompt.text, kind, items)
+            prompt = PreparedPrompt(found.text, prompt.features | found.features, prompt.begun or found.begun)
         return prompt
 
     def marker_of(self, kind: str) -> tuple[str, str]:
@@ -95,15 +105,17 @@ class Preparer:
             UsageError: how the model writes placeholders is not known.
             ConfigError: the tokenizer lacks the marker.
         """
-        row = self._row(kind)
+        row = placeholder_of(self.config, kind)
+        if row is None:
+            return (self.whole.marker_of(kind),) * 2
         marker = self._token(row, row.marker)
         return marker, marker.join(row.frame)
 
     def with_markers(self, text: str, kind: str) -> str:
         """Returns a prompt with the model's marker in place of numbered ones, such as `<|image_1|>`, if its release has
         these; raises what `marker_of` does."""
-        row, (marker, _) = self._row(kind), self.marker_of(kind)
-        return re.sub(row.numbered, lambda _: marker, text) if row.numbered else text
+        row, (marker, _) = placeholder_of(self.config, kind), self.marker_of(kind)
+        return re.sub(row.numbered, lambda _: marker, text) if row and row.numbered else text
 
     def find_marker(self, kind: str, text: str) -> str:
         """Returns the first marker of an image or a sound that a prompt has; "" if it has none, or none is known."""
@@ -130,15 +142,43 @@ class Preparer:
     def _processors(self) -> dict[str, tuple[Any, dict[str, Any]]]:
         return {}
 
-    def _row(self, kind: str) -> Placeholder:
-        """Returns how the model writes an image or a sound."""
-        row = placeholder_of(self.config, kind)
-        if row is None:
+    @cached_property
+    def whole(self) -> WholeProcessor:
+        """The processor of the release that writes placeholders too.
+
+        Raises:
+            UsageError: transformers has none for the model, or a package is missing.
+            ConfigError: it cannot be loaded.
+        """
+        with _loading(self.folder, "processor"):
+            found = load_whole_processor(self.folder)
+        if found is None:
             raise UsageError(
-                f"the placeholders that {self.config.get('model_type')} has for {kind}s are not known",
+                f"transformers has no processor for {self.config.get('model_type')}",
                 hint="prepare ids and features with the processor of the release, and give both to the model",
             )
+        return found
+
+    def _row(self, kind: str) -> Placeholder:
+        """Returns how the model writes an image or a sound, which is known."""
+        row = placeholder_of(self.config, kind)
+        assert row is not None
         return row
+
+    def _wholly_prepared(self, text: str, media: Mapping[str, Sequence[Any]], begins: bool) -> PreparedPrompt:
+        """Returns a prompt as the whole processor of the release prepares it."""
+        given: dict[str, list[Any]] = {}
+        for kind, items in media.items():
+            names = [name_of(item, kind, i) for i, item in enumerate(items)]
+            if kind == IMAGE:
+                given[kind] = [image_of(*each) for each in zip(items, names, strict=True)]
+            else:
+                rate = _checked_rate(self.whole.sampling_rate, self.folder)
+                given[kind] = [sound_of(*each, rate) for each in zip(items, names, strict=True)]
+            marker, _ = self.marker_of(kind)
+            text = marker.join(_around_markers(text, marker, marker, kind, len(items))) if marker else text
+        ids, returned = self.whole.prepared(text, given, begins=begins)
+        return PreparedPrompt(text, {name: _array(values, name) for name, values in returned.items()}, ids=ids)
 
     def _token(self, row: Placeholder, name: str) -> str:
         """Returns a special token by its name; nothing for an empty name."""
@@ -155,7 +195,7 @@ class Preparer:
 
     def _written(self, text: str, kind: str, items: Sequence[Any]) -> PreparedPrompt:
         """Returns the text with placeholders instead of the markers of one kind, and the features."""
-        folder, config, row = self.folder, self.config, self._row(kind)
+        config, row = self.config, self._row(kind)
         extractor, settings = self._loaded(kind)
         token = partial(self._token, row)
         names = [name_of(item, kind, i) for i, item in enumerate(items)]
@@ -166,34 +206,68 @@ class Preparer:
                 call["patch_size"] = row.patch(MediaItem(0, {}, extractor, settings, config, token))
             returned = _of_images(partial(extractor, **call), row, images, names)
         else:
-            rate = getattr(extractor, "sampling_rate", None)
-            if not isinstance(rate, int) or rate not in SAMPLING_RATES:
-                raise ConfigError(f"the feature extractor in {folder} has the sampling_rate {rate}", hint=COPY)
+            rate = _checked_rate(getattr(extractor, "sampling_rate", None), self.folder)
             given = [sound_of(*each, rate) for each in zip(items, names, strict=True)]
             _check_lengths(extractor, row, given, names)
             returned = _of_sounds(extractor, row, given, names)
         features = {row.renamed.get(name, name): values for name, values in returned.items()}
         marker, framed = self.marker_of(kind)
-        count = format_count(len(items), kind)
-        pieces = (text if marker in text else framed * len(items) + text).split(marker)
-        if len(pieces) - 1 != len(items):
-            raise UsageError(
-                f"the prompt has {format_count(len(pieces) - 1, 'marker')} {marker} for {count}",
-                hint=f"write {marker} once where each {kind} is to stand; without any they stand before the text",
-            )
+        pieces = _around_markers(text, marker, framed, kind, len(items))
         try:
             written = [row.write(MediaItem(i, features, extractor, settings, config, token)) for i in range(len(items))]
         except TpuconvError:
             raise
         except Exception as e:  # of any type: settings that do not fit
             raise ConfigError(
-                f"the placeholders of {count} cannot be written: {type(e).__name__}: {root_cause(e)}", hint=COPY
+                f"the placeholders of {format_count(len(items), kind)} cannot be written: "
+                f"{type(e).__name__}: {root_cause(e)}",
+                hint=COPY,
             ) from e
         if row.begin:
             pieces[-1] = token(row.begin) + pieces[-1] + row.end
         text = pieces[0] + "".join(new + piece for new, piece in zip(written, pieces[1:], strict=True))
         taken = {name: values for name, values in features.items() if name not in (*COUNTS, *row.spare)}
         return PreparedPrompt(text, {name: _array(values, name) for name, values in taken.items()}, bool(row.begin))
+
+
+def _around_markers(text: str, marker: str, framed: str, kind: str, count: int) -> list[str]:
+    """Returns the pieces of a prompt around its markers, which stand before it if it has none.
+
+    Raises:
+        UsageError: it has another number of them.
+    """
+    pieces = (text if marker in text else framed * count + text).split(marker)
+    if len(pieces) - 1 != count:
+        raise UsageError(
+            f"the prompt has {format_count(len(pieces) - 1, 'marker')} {marker} for {format_count(count, kind)}",
+            hint=f"write {marker} once where each {kind} is to stand; without any they stand before the text",
+        )
+    return pieces
+
+
+def _checked_rate(rate: Any, folder: Path) -> int:
+    """Returns the samples of a sound in a second, as the settings in a folder have them. Raises ConfigError if no sound
+    has so many."""
+    if not isinstance(rate, int) or rate not in SAMPLING_RATES:
+        raise ConfigError(f"the feature extractor in {folder} has the sampling_rate {rate}", hint=COPY)
+    return rate
+
+
+@contextmanager
+def _loading(folder: Path, what: str) -> Iterator[None]:
+    """Raises errors of transformers, while it loads a processor in a folder, as what is to be done about them."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            "transformers is not installed, which has the processors", hint=install_command("hf")
+        ) from None
+    if what != "feature extractor":
+        pillow()
+    try:  # a torchvision that does not fit to torch is found when transformers imports the class
+        yield
+    except Exception as e:  # of any type
+        raise _unloadable(folder, what, e) from e
 
 
 def load_processor(folder: Path, kind: str, row: Placeholder) -> Any:
@@ -207,41 +281,35 @@ def load_processor(folder: Path, kind: str, row: Placeholder) -> Any:
     what = "image processor" if kind == IMAGE else "feature extractor"
     if not any((folder / name).exists() for name in FILES):
         raise UsageError(f"{folder} has no {what}", hint=f"copy {FILES[0]} of the release into it")
-    try:
+    with _loading(folder, what):
         import transformers
-    except ImportError:
-        raise UsageError(
-            "transformers is not installed, which has the processors", hint=install_command("hf")
-        ) from None
-    if kind == IMAGE:
-        pillow()
-    try:  # a torchvision that does not fit to torch is found when transformers imports the class
+
         auto = "AutoImageProcessor" if kind == IMAGE else "AutoFeatureExtractor"
         named = getattr(transformers, row.processor or auto)
         if row.has_settings and not (folder / FILES[0]).exists():
             return named()
         with types_of_others():
             return named.from_pretrained(folder, trust_remote_code=False)
-    except Exception as e:  # of any type
-        raise _unloadable(folder, what, e) from e
 
 
 def _unloadable(folder: Path, what: str, error: Exception) -> TpuconvError:
     """Returns the error to raise for a processor that could not be loaded."""
-    if find_spec("torchvision"):
+    for package in ("torchvision", "torchaudio"):
+        if find_spec(package) is None:
+            if package in str(error).lower():
+                return UsageError(
+                    f"the {what} in {folder} needs {package}, which is not installed",
+                    hint=f"pip install {package}, from the index that torch came from",
+                )
+            continue
         try:
-            import torchvision  # noqa: F401
+            import_module(package)
         except Exception as e:  # an operator is missing: RuntimeError
             return UsageError(
-                f"torchvision cannot be imported, so that transformers loads no {what}: {root_cause(e)}",
-                hint="install the torchvision that was built for the installed torch, or uninstall it: most image "
-                "processors run without",
+                f"{package} cannot be imported, so that transformers loads no {what}: {root_cause(e)}",
+                hint=f"install the {package} that was built for the installed torch, or uninstall it: most processors "
+                "run without",
             )
-    elif "torchvision" in str(error).lower():
-        return UsageError(
-            f"the {what} in {folder} needs torchvision, which is not installed",
-            hint="pip install torchvision, from the index that torch came from",
-        )
     return ConfigError(
         f"the {what} in {folder} cannot be loaded: {type(error).__name__}: {root_cause(error)[:300]}",
         hint=COPY,

@@ -192,7 +192,9 @@ class PromptEncoder:
         self._check_media(text, ids, given)
         if self.rows is not None:  # placeholders alone may be outside of the embedding
             check_ids(self.tokenizer, [ids], self.rows)
-        found = self.preparer.prepared(prompt, *media.values())
+        found = self.preparer.prepared(prompt, *media.values(), begins=not chat)
+        if found.ids is not None:
+            return list(found.ids), found.features
         begun = chat or found.begun
         ids = self.tokenizer(found.text, add_special_tokens=not begun, verbose=False)["input_ids"]
         return list(ids), found.features

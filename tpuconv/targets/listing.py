@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from tpuconv.errors import UsageError
+from tpuconv.errors import TpuconvError, UsageError
+from tpuconv.models.named import example_config
 from tpuconv.models.registry import Family, all_families, family_names, get_family, named_family
 from tpuconv.targets.registry import get_target, target_names
 from tpuconv.targets.target import Target
@@ -76,7 +77,7 @@ def _support_by(target: Target, family: Family) -> TargetSupport:
     is_quantized = target.quantized is not None
     if target.trees is None:
         ours = _as_ours(target, family)
-        return TargetSupport(target.name, target.summary, True, ours.scanned, is_quantized, ours.parts)
+        return TargetSupport(target.name, target.summary, True, ours.scanned, is_quantized, ours.parts, ours.notes)
     found = []
     for model_type in dict.fromkeys(family.architectures.values()):
         name, text_type = family.in_targets(model_type)
@@ -118,7 +119,20 @@ def supported(target: Target, family: str | None = None) -> list[Support]:
 def _as_ours(target: Target, family: Family) -> Support:
     """Returns what a target has of a family if it has our own tree, or the tensors of the release."""
     parts = tuple(dict.fromkeys(each.part for each in family.modalities))
-    return Support(family.name, family.summary, target.layer_axis is not None, parts, ())
+    if target.layer_axis is None:
+        return Support(family.name, family.summary, False, parts, ())
+    why = _unscannable(family)
+    notes = (f"with default sizes layers cannot be scanned: {why}",) if why else ()
+    return Support(family.name, family.summary, not why, parts, notes)
+
+
+def _unscannable(family: Family) -> str:
+    """Returns why the layers of a model with default sizes cannot be scanned; empty if they can, or if the family has
+    no default sizes."""
+    try:
+        return str(getattr(family.config.from_hf(example_config(family)), "unscannable", ""))
+    except TpuconvError:
+        return ""
 
 
 def _models(name: str) -> str:

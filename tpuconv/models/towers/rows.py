@@ -23,7 +23,7 @@ def rms_norm(name: str, param: str, axes: str = "D") -> tuple[Map]:
     return (Map(f"{name}.weight", f"{param}.scale", axes),)
 
 
-IN_HEADS, OUT_OF_HEADS = "(N H) D -> D N H", "D (N H) -> N H D"
+IN_HEADS, IN_KV_HEADS, OUT_OF_HEADS = "(N H) D -> D N H", "(K H) D -> D K H", "D (N H) -> N H D"
 """Matrices to and from heads."""
 
 UP, DOWN = "F D -> D F", "D F -> F D"

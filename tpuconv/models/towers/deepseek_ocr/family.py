@@ -18,6 +18,7 @@ from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
 from tpuconv.models.towers.rows import (
     DOWN,
     IN_HEADS,
+    IN_KV_HEADS,
     OUT_OF_HEADS,
     PATCH_MATRIX,
     UP,
@@ -144,11 +145,7 @@ OCR_DECODER = Tower(
             *rms_norm("input_layernorm", "attn_norm"),
             *rms_norm("post_attention_layernorm", "mlp_norm"),
             *with_bias("self_attn.q_proj", "attn.q", IN_HEADS, "(N H) -> N H"),
-            *(
-                row
-                for x in "kv"
-                for row in with_bias(f"self_attn.{x}_proj", f"attn.{x}", "(K H) D -> D K H", "(K H) -> K H")
-            ),
+            *(row for x in "kv" for row in with_bias(f"self_attn.{x}_proj", f"attn.{x}", IN_KV_HEADS, "(K H) -> K H")),
             *without_bias("self_attn.o_proj", "attn.o", OUT_OF_HEADS),
             *without_bias("mlp.gate_proj", "mlp.gate", UP),
             *without_bias("mlp.up_proj", "mlp.up", UP),

@@ -6,7 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tpuconv.models.common.beside import AUDIO, VISION, Modality, Projector, ProjectorConfig, Tower, TowerConfig
-from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, UP, layer_norm, rms_norm, with_bias, without_bias
+from tpuconv.models.towers.rows import (
+    DOWN,
+    IN_HEADS,
+    IN_KV_HEADS,
+    OUT_OF_HEADS,
+    UP,
+    layer_norm,
+    rms_norm,
+    with_bias,
+    without_bias,
+)
 from tpuconv.notation.table import Map, under
 
 GEMMA4_MODULES = "tpuconv.models.towers.gemma4"
@@ -62,8 +72,6 @@ class Gemma4VitConfig(TowerConfig):
         }
 
 
-KV_HEADS = "(K H) D -> D K H"
-
 GEMMA4_VIT = Tower(
     "gemma4_vit",
     "Gemma 4",
@@ -79,8 +87,8 @@ GEMMA4_VIT = Tower(
             *rms_norm("pre_feedforward_layernorm", "mlp_norm"),
             *rms_norm("post_feedforward_layernorm", "post_mlp_norm"),
             *with_limits("self_attn.q_proj", "attn.q", IN_HEADS),
-            *with_limits("self_attn.k_proj", "attn.k", KV_HEADS),
-            *with_limits("self_attn.v_proj", "attn.v", KV_HEADS),
+            *with_limits("self_attn.k_proj", "attn.k", IN_KV_HEADS),
+            *with_limits("self_attn.v_proj", "attn.v", IN_KV_HEADS),
             *with_limits("self_attn.o_proj", "attn.o", OUT_OF_HEADS),
             *rms_norm("self_attn.q_norm", "attn.q_norm", "H"),
             *rms_norm("self_attn.k_norm", "attn.k_norm", "H"),

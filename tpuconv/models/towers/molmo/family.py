@@ -8,7 +8,16 @@ from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import VISION, Modality, PartConfig, Projector, ProjectorConfig, Tower, TowerConfig
 from tpuconv.models.common.key_types import checked_values, object_of
-from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, UP, layer_norm, with_bias, without_bias
+from tpuconv.models.towers.rows import (
+    DOWN,
+    IN_HEADS,
+    IN_KV_HEADS,
+    OUT_OF_HEADS,
+    UP,
+    layer_norm,
+    with_bias,
+    without_bias,
+)
 from tpuconv.notation.table import Map, under
 
 MOLMO_MODULES = "tpuconv.models.towers.molmo.modules"
@@ -70,8 +79,6 @@ class MolmoVitConfig(TowerConfig):
             "P": self.positions,
         }
 
-
-IN_KV_HEADS = "(K H) D -> D K H"
 
 MOLMO_VIT = Tower(
     "molmo_vit",

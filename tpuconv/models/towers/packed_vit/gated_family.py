@@ -7,7 +7,16 @@ from typing import Any, ClassVar
 from tpuconv.models.common.beside import VISION, Modality, Projector, Tower
 from tpuconv.models.towers.packed_vit.family import CLIP_KEYS, WideMergerConfig
 from tpuconv.models.towers.qwen_vit.family import QwenVitConfig
-from tpuconv.models.towers.rows import DOWN, OUT_OF_HEADS, UP, layer_norm, rms_norm, with_bias, without_bias
+from tpuconv.models.towers.rows import (
+    DOWN,
+    IN_KV_HEADS,
+    OUT_OF_HEADS,
+    UP,
+    layer_norm,
+    rms_norm,
+    with_bias,
+    without_bias,
+)
 from tpuconv.notation.table import Map, under
 
 GATED_MODULES = "tpuconv.models.towers.packed_vit.gated"
@@ -88,7 +97,7 @@ GATED_VIT = Tower(
             "layers.{I}",
             "layers.{I}",
             *without_bias("self_attn.q_proj", "attn.q", "(N H) D -> D N H"),
-            *(row for x in "kv" for row in without_bias(f"self_attn.{x}_proj", f"attn.{x}", "(K H) D -> D K H")),
+            *(row for x in "kv" for row in without_bias(f"self_attn.{x}_proj", f"attn.{x}", IN_KV_HEADS)),
             *(row for x in "qk" for row in rms_norm(f"self_attn.{x}_layernorm", f"attn.{x}_norm", "H")),
             *without_bias("self_attn.out_proj", "attn.o", OUT_OF_HEADS),
         ),

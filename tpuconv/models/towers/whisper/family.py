@@ -5,11 +5,19 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.models.common.beside import AUDIO, Modality, Projector, ProjectorConfig, Tower, TowerConfig, rope_keys
-from tpuconv.models.towers.rows import DOWN, IN_HEADS, OUT_OF_HEADS, UP, layer_norm, with_bias, without_bias
+from tpuconv.models.towers.rows import (
+    DOWN,
+    IN_HEADS,
+    IN_KV_HEADS,
+    OUT_OF_HEADS,
+    UP,
+    layer_norm,
+    with_bias,
+    without_bias,
+)
 from tpuconv.notation.table import Map, under
 
 WHISPER_MODULES = "tpuconv.models.towers.whisper.modules"
-KV_IN_HEADS = "(K H) D -> D K H"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +181,8 @@ GLM_WHISPER = Tower(
             *layer_norm("input_layernorm", "attn_norm"),
             *layer_norm("post_attention_layernorm", "mlp_norm"),
             *with_bias("self_attn.q_proj", "attn.q", IN_HEADS, "(N H) -> N H"),
-            *without_bias("self_attn.k_proj", "attn.k", KV_IN_HEADS),
-            *with_bias("self_attn.v_proj", "attn.v", KV_IN_HEADS, "(K H) -> K H"),
+            *without_bias("self_attn.k_proj", "attn.k", IN_KV_HEADS),
+            *with_bias("self_attn.v_proj", "attn.v", IN_KV_HEADS, "(K H) -> K H"),
             *with_bias("self_attn.o_proj", "attn.o", OUT_OF_HEADS, "D"),
             *with_bias("mlp.fc1", "mlp.up", UP, "F"),
             *with_bias("mlp.fc2", "mlp.down", DOWN, "D"),
