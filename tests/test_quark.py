@@ -131,6 +131,7 @@ def test_kinds_of_releases(weight: Any, title: str) -> None:
         (quark(FP8, algo_config=[{"name": "rotation", "r1": False, "r4": True}]), "rotation"),
         (quark(FP8, algo_config=[{"name": "rotation", "r1": True, "online_r1_rotation": True}]), "rotation"),
         (quark(FP8, algo_config=[{"name": "svdquant"}]), "svdquant"),
+        (quark(FP8, algo_config={"name": "rotation", "r4": True}), "rotation"),
         (quark(None), "no weight is quantized"),
     ],
 )
@@ -143,6 +144,7 @@ def test_other_kinds_are_refused_by_name(description: dict[str, Any], fault: str
 def test_rotations_that_are_folded_into_weights_are_no_matter() -> None:
     folded = [{"name": "rotation", "r1": True, "r2": True, "r3": True, "r4": False}, {"name": "awq"}]
     assert schemes(quark(FP8, algo_config=folded))
+    assert schemes(quark(FP8, algo_config={"name": "smooth"}, exclude=None, layer_quant_config=None))
 
 
 def test_modules_are_chosen_as_quark_does_it() -> None:

@@ -45,7 +45,7 @@ QUARK: Mapping[str, Any] = {
     "layer_quant_config": Optional((Each(QUARK_LAYER), None)),
     "layer_type_quant_config": Optional((Each(QUARK_LAYER), None)),
     "exclude": NAMES,
-    "algo_config": Optional(([dict], None)),
+    "algo_config": Optional(([dict], dict, None)),
     "export": Optional(({"pack_method": TEXT, "weight_format": TEXT}, None)),
 }
 """Which keys of a description are read, and their types."""
@@ -121,7 +121,8 @@ def _check_form(quantization: Mapping[str, Any]) -> None:
             f"Quark with weight_format={stored_as!r} is not implemented: its weights are rounded, and stored plain",
             hint="export the model again with weight_format='real_quantized'; or convert an unquantized release",
         )
-    for algorithm in quantization.get("algo_config") or ():
+    algorithms = quantization.get("algo_config") or ()
+    for algorithm in [algorithms] if isinstance(algorithms, Mapping) else algorithms:  # older versions have one
         name = algorithm.get("name")
         is_online = algorithm.get("online_r1_rotation") or algorithm.get("r4")
         if name == "svdquant" or (name == "rotation" and is_online):
