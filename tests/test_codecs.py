@@ -63,6 +63,7 @@ from helpers.schemes import (
     nvfp4_compressed,
     nvfp4_modelopt,
 )
+from helpers.schemes_packed import PACKED
 from tpuconv.convert.plan.types import Options
 from tpuconv.encodings.bitsandbytes import bitsandbytes_groups
 from tpuconv.encodings.reshaped import shaped
@@ -97,7 +98,7 @@ SCHEMES = [
     *(fp8_modelopt_channel, fp8_modelopt_blocks, nvfp4_modelopt, nvfp4_compressed),
     *(awq, gptq, gptq_v2, gptq_any_order, gptq_3_bits, gptq_2_bits_by_channel),
     *(int4_asymmetric, int8_asymmetric_channel, mxfp8_modelopt, mxfp8),
-    *(modelopt_awq, nvfp4_awq, bitsandbytes, nf4_nested, llm_int8),
+    *(modelopt_awq, nvfp4_awq, bitsandbytes, nf4_nested, llm_int8, *PACKED),
     *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in (modelopt_w4a8, fp4_bitsandbytes)),
 ]
 

@@ -637,10 +637,10 @@ def test_encodings_of_releases() -> None:
         groups(DEEPSEEK_V4_NVFP4 | {"moe_quant_algo": "INT4"})
 
 
-@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
-def test_what_mlx_encoded_is_refused_by_name(key: str) -> None:
-    with pytest.raises(UnsupportedConfig, match=r"encoded by MLX[^`]*`mlx_lm.convert --dequantize`"):
-        groups(encoding_of({key: {"group_size": 64, "bits": 4, "mode": "affine"}}))
+@pytest.mark.parametrize(("method", "why"), [("hqq", "parts of the flattened matrix"), ("quanto", "saves no models")])
+def test_what_is_not_read_is_refused_with_the_reason(method: str, why: str) -> None:
+    with pytest.raises(UnsupportedConfig, match=f"quant_method='{method}' is not implemented: .*{why}"):
+        groups({"quant_method": method})
 
 
 HUNYUAN_OCR = {

@@ -19,6 +19,7 @@ from helpers import schemes
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint, write_safetensors
 from helpers.commands import tpuconv as command
 from helpers.hub_server import HubServer
+from helpers.schemes_packed import PACKED
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.reader import read_array
@@ -212,6 +213,7 @@ ENCODINGS = [schemes.fp8_blocks, schemes.fp8_bf16_scales, schemes.fp8_channel, s
 ENCODINGS += [schemes.awq, schemes.gptq, schemes.gptq_any_order, schemes.gptq_3_bits, schemes.int4_asymmetric]
 ENCODINGS += [schemes.int8_packed, schemes.int8_tensor, schemes.mxfp8, schemes.nvfp4_modelopt, schemes.nvfp4_awq]
 ENCODINGS += [schemes.modelopt_awq, schemes.bitsandbytes, schemes.int4_short_rows, schemes.nf4_nested, schemes.llm_int8]
+ENCODINGS += PACKED
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda encoding: encoding.__name__)

@@ -78,4 +78,41 @@ ENCODINGS = {
     },
     "awq": {"bits": 4, "group_size": 32, "version": "gemm", "zero_point": True, "modules_to_not_convert": None},
     "gptq": {"bits": 4, "group_size": 32, "desc_act": True, "sym": False, "checkpoint_format": "gptq", "dynamic": {}},
+    "quark": {
+        "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [32, 32]}},
+        "layer_quant_config": {
+            "*self_attn*": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0}},
+            "*up_proj": {"weight": [{"dtype": "uint4", "qscheme": "per_group", "group_size": 8, "symmetric": False}]},
+        },
+        "exclude": ["lm_head", "re:.*router"],
+        "algo_config": [{"name": "awq"}],
+        "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
+    },
+    "mlx": {
+        **{"bits": 4, "group_size": 64, "mode": "affine", "model_type": "llama"},
+        "model.layers.0.mlp.up_proj": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+        "model.embed_tokens": False,
+    },
+    "torchao": {
+        "modules_to_not_convert": ["lm_head"],
+        "quant_type": {
+            "default": {
+                "_type": "FqnToConfig",
+                "_data": {
+                    "fqn_to_config": {
+                        "_default": {"_type": "Float8WeightOnlyConfig", "_data": {}},
+                        "re:.*up_proj": {
+                            "_type": "IntxWeightOnlyConfig",
+                            "_data": {
+                                "granularity": {"_type": "PerGroup", "_data": {"group_size": 32}},
+                                "weight_dtype": {"_type": "torch.dtype", "_data": "int4"},
+                            },
+                        },
+                        "model.layers.0.mlp.gate_proj": None,
+                    }
+                },
+            }
+        },
+    },
+    "bitnet": {"linear_class": "autobitlinear", "quantization_mode": "offline", "modules_to_not_convert": ["lm_head"]},
 }

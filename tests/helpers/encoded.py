@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from helpers.schemes import nvfp4 as random_nvfp4
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.export.array_source import released_config
 from tpuconv.convert.plan.types import Options
+from tpuconv.encodings.tensors import decode_names
 from tpuconv.models.registry import get_family
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT
 from tpuconv.quantize.config import parse_config
 from tpuconv.sources.headers import DTYPES
+from tpuconv.sources.source import open_source
 
 
 def expanded(scales: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -308,6 +311,22 @@ def dequantized(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if name.endswith(QVALUE):
             base = name.removesuffix(QVALUE)
             out[base] = decoded(qvalues, arrays[base + SCALE], arrays.get(base + ZERO_POINT))
+    return out
+
+
+def decoded_values(folder: Path, dtype: Any) -> dict[str, np.ndarray]:
+    """Every encoded weight of a checkpoint, each decoded in one read."""
+    source = open_source(folder)
+    tensors, faults = decode_names(source.tensors, source.encoding)
+    assert not faults
+    out = {}
+    with closing(source.open()) as reader:
+        for name, tensor in tensors.items():
+            if tensor.scheme is not None:
+                values = np.empty(tensor.size, dtype)
+                tensor.read(reader, 0, np.empty(4 * tensor.size + 64, np.uint8), values)
+                values = values.reshape(tensor.shape)
+                out[name] = np.ascontiguousarray(values.T) if tensor.scheme.input_first else values
     return out
 
 

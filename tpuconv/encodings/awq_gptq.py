@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from tpuconv.encodings.affine import Affine
 from tpuconv.encodings.groups import FLAG, NAMES, SchemeGroup, compiled_pattern, pattern_to_check
-from tpuconv.encodings.scheme import Affine, Scheme, is_head
+from tpuconv.encodings.scheme import Scheme, is_head
 from tpuconv.encodings.words import WORD_BITS, Words
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import Each, Optional

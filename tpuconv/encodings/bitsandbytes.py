@@ -5,13 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.encodings.groups import FLAG, NAMES, UNQUANTIZED, SchemeGroup, unless_named
+from tpuconv.encodings.groups import FLAG, NAMES, TEXT, UNQUANTIZED, SchemeGroup, unless_named
 from tpuconv.encodings.scheme import BY_SCALES, INT8, NESTED_SCALES, Flat, Scheme, is_head
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import Exactly, Optional
 from tpuconv.sources.headers import DTYPES
 
-TEXT = Optional((str, None))
 BITSANDBYTES = Exactly(
     {
         "quant_method": TEXT,
@@ -123,6 +122,7 @@ def _four_bits(quantization: Mapping[str, Any]) -> Scheme:
         any_sign=True,
         constants={".weight.quant_map": table},
         flat=flat,
+        unwritten="neither its text nor the scales of its scales",
         high_first=True,
         scale_dtype=NESTED_SCALES if nested else "F32",
     )

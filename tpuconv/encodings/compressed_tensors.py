@@ -5,6 +5,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from tpuconv.encodings.affine import Affine
 from tpuconv.encodings.groups import NAMES, UNQUANTIZED, SchemeGroup, compiled_pattern, pattern_to_check
 from tpuconv.encodings.scheme import (
     BY_SCALES,
@@ -14,7 +15,6 @@ from tpuconv.encodings.scheme import (
     INT8,
     OFFSET_INT8,
     STATED_SHAPE,
-    Affine,
     Blocks,
     Scheme,
     is_block,

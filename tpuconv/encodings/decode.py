@@ -28,7 +28,8 @@ TABLE_BYTES = 1 << 18
 """Size of the tables that are made together: they stay in the second-level cache until they are used."""
 
 VALUES_AT_ONCE = 1 << 21
-"""Values that are decoded to float32 before the scales of their columns are applied."""
+"""Values that are decoded to float32 before the scales of their columns are applied, or whose bytes are read
+together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Tensor:
 
     Attributes:
         extra: other stored tensors that belong to it.
-        zero_points, group_index: the tensors of an affine scheme.
+        zero_points, group_index, offsets: the tensors of an affine scheme.
         column_scales: of what the inputs are multiplied by, if there is such a tensor.
         any_scales: whether scales that no quantizer writes, not positive or not finite, are decoded without an error.
         passthrough: whether it stays encoded, and so is never cast.
@@ -53,6 +54,7 @@ class Tensor:
     tensor_scale: TensorInfo | None = None
     zero_points: TensorInfo | None = field(default=None, kw_only=True)
     group_index: TensorInfo | None = field(default=None, kw_only=True)
+    offsets: TensorInfo | None = field(default=None, kw_only=True)
     column_scales: TensorInfo | None = field(default=None, kw_only=True)
     any_scales: bool = field(default=False, kw_only=True)
 
@@ -66,7 +68,10 @@ class Tensor:
     @property
     def stored(self) -> tuple[TensorInfo, ...]:
         """The tensors of the source that it is made of."""
-        parts = (self.scales, self.tensor_scale, self.zero_points, self.group_index, self.column_scales)
+        parts = (
+            *(self.scales, self.tensor_scale, self.zero_points),
+            *(self.group_index, self.offsets, self.column_scales),
+        )
         return (self.values, *(info for info in parts if info), *self.extra)
 
     @property
@@ -107,7 +112,7 @@ class Tensor:
         Raises:
             SourceError: a scale, unless `any_scales`, or a constant is wrong; or the source cannot be read.
         """
-        if start == 0 and self.scheme is not None and self.scheme.constants:
+        if start == 0 and self.scheme is not None and (self.scheme.constants or self.scheme.zeros):
             self._check_constants(reader, self.scheme)
         if start == 0 and self.is_filled_up:
             self._check_stated_shape(reader)
@@ -115,6 +120,8 @@ class Tensor:
             self._check_zero_points(reader)
         if self.scheme is not None and self.scheme.flat is not None:
             self.flat_parts.read(reader, start, raw, out)
+        elif self.scheme is not None and self.scheme.quarters is not None:
+            self._decode_quarters(reader, start, raw, out)
         elif self.scheme is not None and self.scheme.affine is not None:
             self._decode_affine(reader, start, raw, out)
         elif self.scheme is not None and self.column_scales is not None:
@@ -166,7 +173,9 @@ class Tensor:
     def _check_constants(self, reader: Reader, scheme: Scheme) -> None:
         base = self.values.name.removesuffix(scheme.values)
         for info in self.extra:
-            if (expected := scheme.constants.get(info.name.removeprefix(base))) is None:
+            suffix = info.name.removeprefix(base)
+            zeros = np.zeros(info.shape, DTYPES[info.dtype]) if suffix == scheme.zeros else None
+            if (expected := scheme.constants.get(suffix, zeros)) is None:
                 continue
             stored = np.empty(info.nbytes, np.uint8)
             reader.read(info, 0, stored.data)
@@ -273,6 +282,31 @@ class Tensor:
             look_up(qvalues, tables, first, columns, width, out[done : done + count].view(bits))
             done += count
 
+    def _decode_quarters(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
+        """Each value is the product of its number and the scale, or their quotient, in float32, rounded once to the
+        dtype of `out`."""
+        assert self.scheme is not None
+        assert self.scheme.quarters is not None
+        assert self.scales is not None
+        stored = np.empty(self.scales.nbytes, np.uint8)
+        reader.read(self.scales, 0, stored.data)
+        scales = stored.view(DTYPES[self.scales.dtype])
+        if not self.any_scales:
+            self._check_scales(reader, scales)
+        apply = np.divide if self.scheme.quarters.divides else np.multiply
+        with np.errstate(invalid="ignore", divide="ignore"):  # scales that are not checked may be 0
+            values = apply(self.scheme.table, decode_scales(scales).reshape(-1)[0]).astype(out.dtype)
+        done = 0
+        while done < out.size:
+            quarter, first = divmod(start + done, self.values.nbytes)
+            count = min(out.size - done, self.values.nbytes - first, VALUES_AT_ONCE)
+            if raw.size < count:  # as many bytes as values, of which each has three others too
+                raw = np.empty(count, np.uint8)
+            reader.read(self.values, first, raw[:count].data)
+            codes = raw[:count] >> np.uint8(2 * quarter) & np.uint8(3)
+            out[done : done + count] = values[codes]
+            done += count
+
     def _decode_by_columns(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
         """As `_decode`, times the scale of the column of each value, in float32, and rounded once."""
         for first in range(0, out.size, VALUES_AT_ONCE):
@@ -288,13 +322,13 @@ class Tensor:
             np.copyto(part, values, casting="unsafe")
 
     def _decode_affine(self, reader: Reader, start: int, raw: np.ndarray, out: np.ndarray) -> None:
-        """Each value is (q - z) * scale, times the scale of its column if there is one, in float32, rounded once to the
-        dtype of `out`."""
+        """Each value is (q - z) * scale, times the scale of its column if there is one, or q * scale + offset, in
+        float32, rounded once to the dtype of `out`."""
         assert self.scheme is not None
         assert self.scheme.affine is not None
         height, width = self.scheme.block(self.shape, self.scales.shape if self.scales else ())
         done = 0
-        for rows, columns in spans_of(start, out.size, self.shape[1]):
+        for rows, columns in spans_of(start, out.size, self.shape[-1]):
             groups_R = self._groups(reader, rows, height)
             groups = (int(groups_R.min()), int(groups_R.max()) + 1)
             blocks = (columns[0] // width, -(-columns[1] // width))
@@ -307,7 +341,10 @@ class Tensor:
                     parts[own] if width == 1 else parts[own].take(blocks_C, 1) for parts in (scales_GB, zeros_GB)
                 )
                 part = out[done : done + qvalues.size].reshape(qvalues.shape)
-                values = (self.scheme.affine.numbers(qvalues) - zeros) * scales
+                if self.offsets is None:
+                    values = (self.scheme.affine.numbers(qvalues) - zeros) * scales
+                else:
+                    values = self.scheme.affine.numbers(qvalues) * scales + zeros
                 if column_scales_C is not None:
                     values *= column_scales_C
                 np.copyto(part, values, casting="unsafe")
@@ -339,13 +376,18 @@ class Tensor:
         return stored
 
     def _affine_parts(self, reader: Reader, groups: Span, blocks: Span) -> tuple[np.ndarray, np.ndarray]:
-        """Scales and zero points of a part of the blocks, in float32."""
+        """Scales, and zero points or offsets, of a part of the blocks, in float32."""
         assert self.scheme is not None
         assert self.scheme.affine is not None
         assert self.scales is not None
         scales = read_part(reader, self.scales, groups, blocks).astype(np.float32)
         if not self.any_scales:
             check_some_scales(self.scales, scales, (groups[0], blocks[0]), self.scheme.any_sign)
+        if self.offsets is not None:
+            offsets = read_part(reader, self.offsets, groups, blocks).astype(np.float32)
+            if not self.any_scales:
+                check_some_scales(self.offsets, offsets, (groups[0], blocks[0]), any_sign=True)
+            return scales, offsets
         if self.zero_points is None:
             return scales, np.zeros_like(scales)
         found = self.scheme.affine.zero_words.read(reader, self.zero_points, groups, blocks)

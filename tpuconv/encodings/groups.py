@@ -12,6 +12,7 @@ from tpuconv.jsonfile import Optional
 NAMES = Optional(([str], None))
 """The schema of a list of names; see `tpuconv.jsonfile.check`."""
 FLAG = Optional((bool, None))
+TEXT = Optional((str, None))
 UNQUANTIZED = "convert an unquantized release"
 """The hint for weights whose encoding is not implemented."""
 
@@ -28,11 +29,14 @@ class SchemeGroup:
         patterns: those that `takes` matches with a module and its parents, as `tpuconv.patterns` wants them. They must
             be
             checked before `takes` is called.
+        looked_up: whether embeddings and routers belong to the group too. Of all its matrices only those belong whose
+            rows are whole blocks.
     """
 
     schemes: tuple[Scheme, ...]
     takes: Callable[[str], bool]
     patterns: tuple[tuple[str, str], ...] = ()
+    looked_up: bool = False
 
 
 NAME = re.compile(r"[\w./-]*")

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from tpuconv.encodings.affine import Affine
 from tpuconv.encodings.groups import FLAG, NAMES, UNQUANTIZED, SchemeGroup, is_within, pattern_to_check, within
 from tpuconv.encodings.scheme import (
     BY_SCALES,
@@ -19,7 +20,6 @@ from tpuconv.encodings.scheme import (
     FP8_SCALES,
     INT4,
     MX_GROUP,
-    Affine,
     Scheme,
     fp8_scheme,
     mxfp8_scheme,

@@ -15,10 +15,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tpuconv.encodings.affine import Affine
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.flat import FlatParts
 from tpuconv.encodings.scales import check_scales, place_of
-from tpuconv.encodings.scheme import NO_FACTOR, POWERS_OF_TWO, Affine, Scheme
+from tpuconv.encodings.scheme import NO_FACTOR, POWERS_OF_TWO, Scheme
 from tpuconv.encodings.words import spans_of
 from tpuconv.errors import SourceError
 from tpuconv.notation.layout import Shape
@@ -93,10 +94,13 @@ class QValues(Tensor):
         self._check_stated_shape(reader)
         base = self.values.name.removesuffix(self.scheme.values)
         for info in self.extra:
+            suffix = info.name.removeprefix(base)
+            if suffix == self.scheme.zeros:
+                continue
             stored = np.empty(info.nbytes, np.uint8)
             reader.read(info, 0, stored.data)
             found = stored.view(DTYPES[info.dtype]).reshape(info.shape)
-            expected = self.scheme.expected(info.name.removeprefix(base), self.shape, self.grid, info.dtype)
+            expected = self.scheme.expected(suffix, self.shape, self.grid, info.dtype)
             if np.array_equal(found, expected):
                 continue
             assert self.scheme.affine is not None

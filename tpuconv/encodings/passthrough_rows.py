@@ -133,6 +133,8 @@ def split(binding: Binding, scheme: Scheme, scale_shapes: Sequence[Shape], part:
     """
     if scheme.affine is not None and scheme.affine.any_order:
         raise UnsupportedConfig("its groups are in any order (desc_act), which no QArray has")
+    if scheme.affine is not None and scheme.affine.offsets:
+        raise UnsupportedConfig("its groups have offsets that are no zero points, which no QArray has")
     if not scheme.qtype:
         raise UnsupportedConfig(f"the values of {scheme.title} are a table that no type of Qwix has")
     if binding.arithmetic:

@@ -10,7 +10,8 @@ from tpuconv.sources.headers import TensorInfo
 
 
 def check_some_scales(info: TensorInfo, scales: np.ndarray, start: tuple[int, int], any_sign: bool) -> None:
-    """Checks scales [rows, columns] of a tensor, from the row and column `start` on.
+    """Checks scales [rows, columns] of a tensor, from the row and column `start` on. The rows of stacked matrices
+    follow each other.
 
     Raises:
         SourceError: one is infinite or NaN, or not positive unless they may have `any_sign`. The message has the index
@@ -18,7 +19,8 @@ def check_some_scales(info: TensorInfo, scales: np.ndarray, start: tuple[int, in
     """
     bad = np.argwhere(~np.isfinite(scales) | (False if any_sign else scales <= 0))
     if len(bad):
-        place = [int(i) + first for i, first in zip(bad[0], start, strict=True)]
+        row, column = (int(i) + first for i, first in zip(bad[0], start, strict=True))
+        place = [*place_of(row, info.shape[:-1]), column]
         raise _bad_scale(info.name, place, scales[tuple(bad[0])], len(bad), scales.size)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tpuconv.encodings.affine import Affine
 from tpuconv.encodings.words import Words
 from tpuconv.notation.layout import Shape
 from tpuconv.sources.headers import DTYPES, TensorInfo
@@ -38,70 +39,6 @@ def is_head(module: str) -> bool:
     return module.rpartition(".")[2] in HEADS
 
 
-@dataclass(frozen=True)
-class Affine:
-    """Quantized values q in words, with zero points z: each stands for (q - z) * scale, in float32, rounded once.
-
-    Attributes:
-        words: how the values are packed.
-        zero_points: suffix of the tensor of zero points, one for each scale. Empty: none, and values are in two's
-            complement, unless `centered`.
-        zero_words: how these are packed, as a matrix of the shape of the scales.
-        zero_shift: what is added to a stored zero point, modulo the number of values.
-        symmetric: whether the description says that all zero points are in the middle.
-        group_index: suffix of a tensor that tells the group of each row. Without it groups are in order.
-        writes_index: whether the writer stores it for groups in order too.
-        any_order: whether they may be in any order, by the description.
-        centered: whether values without zero points are stored from the middle: q + 2^(bits - 1).
-    """
-
-    words: Words
-    zero_points: str
-    zero_words: Words
-    zero_shift: int = 0
-    symmetric: bool = False
-    group_index: str = ""
-    writes_index: bool = True
-    any_order: bool = False
-    centered: bool = False
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        """The name suffixes of zero points and of the groups of rows."""
-        return tuple(filter(None, (self.zero_points, self.group_index)))
-
-    def numbers(self, qvalues: np.ndarray) -> np.ndarray:
-        """Returns the quantized values of bytes, in float32."""
-        if self.zero_points:
-            return qvalues.astype(np.float32)
-        if self.centered:
-            return qvalues.astype(np.float32) - np.float32(self.middle)
-        half = np.int8(1 << (self.words.bits - 1))  # two's complement
-        return ((qvalues.view(np.int8) ^ half) - half).astype(np.float32)
-
-    @property
-    def middle(self) -> int:
-        """The zero point of symmetric values, as it is stored: in two's complement it is 0."""
-        return 1 << (self.words.bits - 1) if self.zero_points or self.centered else 0
-
-    @property
-    def misread_middle(self) -> int | None:
-        """The zero point of symmetric values if they are read by the other of GPTQ's two formats, of which one stores
-        zero points less 1. None if there is one format."""
-        if not (self.symmetric and self.group_index):
-            return None
-        return self.middle + (1 if self.zero_shift else -1)
-
-    def zeros_of(self, stored: np.ndarray) -> np.ndarray:
-        """Zero points as the formula has them, from stored ones: bytes."""
-        zeros: np.ndarray = (stored + np.uint8(self.zero_shift)) & np.uint8(self.words.mask)
-        return zeros
-
-    def stored_zeros(self, zeros: np.ndarray) -> np.ndarray:
-        """Returns the inverse of `zeros_of`, in words."""
-        return self.zero_words.pack((zeros - np.uint8(self.zero_shift)) & np.uint8(self.zero_words.mask))
-
-
 FLAT_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """The numbers of values that bitsandbytes gives a scale."""
 NO_FACTOR = np.float32(1)
@@ -126,6 +63,22 @@ class Flat:
     state: str
     nested_scales: str
     nested_table: str
+
+
+QUARTERS = 4
+"""The numbers in a byte of BitNet."""
+
+
+@dataclass(frozen=True)
+class Quarters:
+    """Numbers of two bits, of which those in a byte are of the same place in each quarter of the rows, the first
+    quarter in the lowest bits.
+
+    Attributes:
+        divides: whether the scale divides them.
+    """
+
+    divides: bool
 
 
 FLOAT_SCALES = ("F16", "BF16", "F32")
@@ -164,13 +117,17 @@ class Scheme:
         any_sign: whether scales may be zero or negative: auto-round and our `mse` choose the sign of scales of
             integers, float16 rounds small ones to zero, and bitsandbytes gives zeros a scale of zero.
         constants: what some of the `extra` tensors hold.
+        zeros: which of the `extra` tensors holds zero points that are all 0, one for each scale.
         unused: suffixes of tensors that say nothing of the weights.
         affine: packing and zero points, if it has them.
         flat: what belongs to values in blocks that know no rows.
+        quarters: how values of two bits lie in bytes, if they do.
         high_first: whether of two values in a byte the first is in the high half.
         column_scales: suffix of one more scale for each column, which the inputs are multiplied by. It may be absent.
         input_first: whether matrices are stored with their axes swapped: [in, out].
+        unwritten: why no export writes tensors of this scheme; empty if one does.
         rounds_inputs: whether servers round the inputs of these matrices to the type of the weights too.
+        scales_in_bytes: whether the dtype of the scales is written as U8.
         scale_dtype, by_row: dtype of the scales, and whether there is one for each row, by the description. What is
             really stored is read in any case.
     """
@@ -192,13 +149,17 @@ class Scheme:
     factor: np.float32 = NO_FACTOR
     any_sign: bool = False
     constants: Mapping[str, np.ndarray] = field(default_factory=dict)
+    zeros: str = ""
     unused: tuple[str, ...] = ()
     affine: Affine | None = None
     flat: Flat | None = None
+    quarters: Quarters | None = None
     high_first: bool = False
     column_scales: str = ""
     input_first: bool = False
+    unwritten: str = ""
     rounds_inputs: bool = False
+    scales_in_bytes: bool = False
     scale_dtype: str = "F32"
     by_row: bool = False
 
@@ -239,8 +200,12 @@ class Scheme:
         if info.dtype != self.dtype or not info.name.endswith(self.values):
             return False
         has_blocks = len(info.shape) == 2 if self.affine else len(info.shape) > self.groups_apart
+        if self.affine and self.affine.offsets:
+            has_blocks = len(info.shape) > 1
         if self.flat:
             has_blocks = len(info.shape) == 2 and info.shape[1] == 1
+        if self.quarters:
+            has_blocks = len(info.shape) == 2
         return has_blocks and info.nbytes > 0
 
     def shape(self, stored: Shape) -> Shape:
@@ -249,6 +214,8 @@ class Scheme:
             return self.affine.words.shape(stored)
         if self.flat:
             return (prod(stored) * self.per_element,)
+        if self.quarters:
+            return (stored[0] * self.per_element, *stored[1:])
         if self.groups_apart:  # [..., groups, bytes of a group]
             return (*stored[:-2], stored[-2] * stored[-1] * self.per_element)
         return (*stored[:-1], stored[-1] * self.per_element)
@@ -259,6 +226,8 @@ class Scheme:
             return self.affine.words.stored_shape(shape)
         if self.flat:
             return (-(-prod(shape) // self.per_element), 1)
+        if self.quarters:
+            return (-(-shape[0] // self.per_element), *shape[1:])
         if self.groups_apart:
             assert self.blocks[1] is not None
             return (*shape[:-1], shape[-1] // self.blocks[1], self.blocks[1] // self.per_element)
@@ -322,11 +291,11 @@ class Scheme:
         scales = self.scale_shape(shape, (shape[0], 1) if self.by_row else () if self.flat else (1,))
         return {
             base + self.values: (self.dtype, self.stored_shape(shape)),
-            base + self.scales: (self.scale_dtype, scales),
+            base + self.scales: ("U8" if self.scales_in_bytes else self.scale_dtype, scales),
             **({base + self.tensor_scale: ("F32", (1,))} if self.tensor_scale else {}),
             **{base + suffix: kind for suffix, kind in self.extra_kinds(shape, scales).items()},
             **{
-                base + suffix: ("I32", own)
+                base + suffix: (self.scale_dtype if suffix == self.affine.offsets else "I32", own)
                 for suffix, own in self.affine_shapes(shape, scales).items()
                 if self.affine is not None and (self.affine.writes_index or suffix != self.affine.group_index)
             },
@@ -336,6 +305,9 @@ class Scheme:
         """Returns the dtype and shape, by suffix, of the other tensors that belong to values and scales of these
         shapes."""
         kinds = {suffix: (DTYPE_NAMES[value.dtype], value.shape) for suffix, value in self.constants.items()}
+        if self.zeros:
+            words = self.affine.zero_words if self.affine else None
+            kinds[self.zeros] = ("I32", words.stored_shape(scales)) if words else (self.dtype, scales)
         if self.flat is None:
             return {suffix: kinds.get(suffix, ("I32", (len(shape),))) for suffix in self.extra}
         kinds[self.flat.state] = "U8", (STATE_BYTES,)
@@ -345,12 +317,13 @@ class Scheme:
         return kinds
 
     def affine_shapes(self, shape: Shape, scales: Shape) -> dict[str, Shape]:
-        """Returns the stored shapes, by suffix, of zero points and of the groups of rows; both are I32."""
+        """Returns the stored shapes, by suffix, of zero points, of the groups of rows, and of offsets."""
         if self.affine is None:
             return {}
         shapes = {
             self.affine.zero_points: self.affine.zero_words.stored_shape(scales),
             self.affine.group_index: shape[:1],
+            self.affine.offsets: scales,
         }
         return {suffix: shapes[suffix] for suffix in self.affine.suffixes}
 
@@ -358,6 +331,8 @@ class Scheme:
         """Returns the contents of the other tensor `suffix` that belongs to values and scales of these shapes."""
         if suffix in self.constants:
             return self.constants[suffix]
+        if suffix == self.zeros:
+            return np.zeros(self.extra_kinds(shape, scales)[suffix][1], DTYPES[dtype])
         if self.affine and suffix == self.affine.zero_points:
             return self.affine.stored_zeros(np.full(scales, self.affine.middle, np.uint8))
         if self.affine and suffix == self.affine.group_index:

@@ -1,15 +1,18 @@
 """The schemes that a checkpoint's `quantization_config` describes, by its `quant_method`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from tpuconv.encodings.auto_round import AUTO_ROUND, AUTO_ROUND_METHODS, auto_round_groups
 from tpuconv.encodings.awq_gptq import AWQ, GPTQ, awq_groups, gptq_groups
+from tpuconv.encodings.bitnet import BITNET_KEYS, BITNET_METHOD, bitnet_scheme
 from tpuconv.encodings.bitsandbytes import BITSANDBYTES, METHOD, bitsandbytes_groups, is_bitsandbytes
 from tpuconv.encodings.compressed_tensors import COMPRESSED, compressed_groups
 from tpuconv.encodings.groups import NAMES, UNQUANTIZED, SchemeGroup, unless_named
+from tpuconv.encodings.mlx import MLX, mlx_groups
 from tpuconv.encodings.modelopt import MODELOPT, MODELOPT_NVFP4, modelopt_groups
+from tpuconv.encodings.quark import QUARK, QUARK_METHOD, described_layers, quark_groups
 from tpuconv.encodings.scheme import (
     BY_SCALES,
     FP4_BY_32,
@@ -23,8 +26,10 @@ from tpuconv.encodings.scheme import (
     is_head,
     mxfp8_scheme,
 )
+from tpuconv.encodings.torchao import TORCHAO, TORCHAO_METHOD, torchao_groups, torchao_rounds_inputs
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import Optional, check
+from tpuconv.sources.config import MLX_METHOD
 
 METHOD_SCHEMAS: Mapping[Any, Any] = {
     "fp8": {
@@ -43,11 +48,35 @@ METHOD_SCHEMAS: Mapping[Any, Any] = {
     "gptq": GPTQ,
     **dict.fromkeys(AUTO_ROUND_METHODS, AUTO_ROUND),
     METHOD: BITSANDBYTES,
+    QUARK_METHOD: QUARK,
+    MLX_METHOD: MLX,
+    BITNET_METHOD: BITNET_KEYS,
+    TORCHAO_METHOD: TORCHAO,
 }
 """For each method, the keys of a description that are read, and their types."""
+METHOD_GROUPS: Mapping[Any, Callable[[Mapping[str, Any]], tuple[SchemeGroup, ...]]] = {
+    "modelopt": modelopt_groups,
+    "modelopt_fp4": modelopt_groups,
+    "compressed-tensors": compressed_groups,
+    "awq": awq_groups,
+    "gptq": gptq_groups,
+    **dict.fromkeys(AUTO_ROUND_METHODS, auto_round_groups),
+    METHOD: bitsandbytes_groups,
+    QUARK_METHOD: quark_groups,
+    MLX_METHOD: mlx_groups,
+    TORCHAO_METHOD: torchao_groups,
+}
+"""By method, how groups are made of a description; the others are FP8 and MXFP4 by themselves."""
 
 
-NGRAM_TABLES = SchemeGroup((FP8_BY_32,), lambda module: module.endswith(".engram.embed"))
+NOT_READ: Mapping[Any, str] = {
+    "hqq": "its groups are parts of the flattened matrix, which are packed across its halves with zero points that "
+    "are no integers",
+    "quanto": "transformers saves no models with it",
+}
+"""Why methods that transformers knows are not read."""
+
+NGRAM_TABLES = SchemeGroup((FP8_BY_32,), lambda module: module.endswith(".engram.embed"), looked_up=True)
 """The tables of n-grams beside FP8 in blocks of 32x32 and experts in FP4."""
 
 E4M3_NAMES = ("e4m3", "float8_e4m3fn")
@@ -86,32 +115,19 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         return (SchemeGroup((experts,), lambda module: ".experts." in module), *tables, other)
     if method == "fbgemm_fp8":
         return (_unless_named(quantization, (fp8_scheme("fbgemm FP8", ".weight_scale", BY_SCALES, by_row=True),)),)
-    if method in ("modelopt", "modelopt_fp4"):
-        return modelopt_groups(quantization)
     if method == "mxfp4":
         return (_unless_named(quantization, (MXFP4,)),)
     if method == "mxfp8":
         return (_unless_named(quantization, _mxfp8(quantization)),)
-    if method == "compressed-tensors":
-        return compressed_groups(quantization)
-    if method == "awq":
-        return awq_groups(quantization)
-    if method == "gptq":
-        return gptq_groups(quantization)
-    if method in AUTO_ROUND_METHODS:
-        return auto_round_groups(quantization)
-    if method == METHOD:
-        return bitsandbytes_groups(quantization)
-    if method is None and "bits" in quantization:
-        raise UnsupportedConfig(
-            "the weights are encoded by MLX, which is not implemented",
-            hint="convert the release that this one was made from, or first decode it with MLX: "
-            "`mlx_lm.convert --dequantize`",
-        )
+    if method == BITNET_METHOD:
+        return (_unless_named(quantization, (bitnet_scheme(quantization),)),)
+    if method in METHOD_GROUPS:
+        return METHOD_GROUPS[method](quantization)
+    why = f": {NOT_READ[method]}" if method in NOT_READ else ""
     raise UnsupportedConfig(
-        f"the encoding quant_method={method!r} is not implemented",
-        hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, mxfp8, compressed-tensors, awq, gptq, auto-round and "
-        "bitsandbytes; or convert an unquantized release",
+        f"the encoding quant_method={method!r} is not implemented{why}",
+        hint="known are fp8, fbgemm_fp8, modelopt, mxfp4, mxfp8, compressed-tensors, awq, gptq, auto-round, "
+        "bitsandbytes, quark, bitnet and torchao; or convert an unquantized release",
     )
 
 
@@ -119,10 +135,15 @@ def quantizes_inputs(quantization: Mapping[str, Any] | None) -> bool:
     """Returns True if transformers also rounds the inputs of matrices (W8A8) with this `quantization_config`."""
     if quantization is None:
         return False
+    method = quantization.get("quant_method")
+    if method == QUARK_METHOD:
+        return any(layer.get("input_tensors") for layer in described_layers(quantization))
+    if method == TORCHAO_METHOD:
+        return torchao_rounds_inputs(quantization)
     config_groups = quantization.get("config_groups")
     described = config_groups.values() if isinstance(config_groups, Mapping) else ()
     rounded = any(isinstance(group, Mapping) and group.get("input_activations") for group in described)
-    return rounded or bool(quantization.get("load_in_8bit"))
+    return rounded or bool(quantization.get("load_in_8bit")) or method == BITNET_METHOD
 
 
 def _method(quantization: Mapping[str, Any]) -> Any:

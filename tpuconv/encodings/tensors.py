@@ -11,7 +11,7 @@ from typing import Any
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.flat import MAX_STATE_BYTES
 from tpuconv.encodings.groups import SchemeGroup, within
-from tpuconv.encodings.scheme import DTYPE_NAMES, FLOAT_SCALES, Scheme
+from tpuconv.encodings.scheme import FLOAT_SCALES, Scheme
 from tpuconv.encodings.schemes import groups, schemes
 from tpuconv.errors import ConfigError
 from tpuconv.names import collapse
@@ -31,7 +31,7 @@ class _Parts:
 
     Attributes:
         shape: of the weight: the widest one that the scales fit, or the widest of all if they fit none.
-        affine: zero points and groups of rows, by suffix.
+        affine: zero points, groups of rows and offsets, by suffix.
     """
 
     scheme: Scheme
@@ -48,6 +48,8 @@ class _Parts:
         """Returns the tensors of the weight whose values are `values`."""
         base = values.name.removesuffix(scheme.values)
         scales = tensors.get(base + scheme.scales)
+        if scales is not None and scheme.scales_in_bytes and scales.dtype == "U8":
+            scales = replace(scales, dtype=scheme.scale_dtype)
         return cls(
             scheme,
             values,
@@ -97,6 +99,7 @@ class _Parts:
             self.tensor_scale,
             zero_points=self.affine.get(affine.zero_points) if affine else None,
             group_index=self.affine.get(affine.group_index) if affine else None,
+            offsets=self.affine.get(affine.offsets) if affine else None,
             column_scales=self.column_scales,
             any_scales=any_scales,
         )
@@ -124,9 +127,11 @@ class _Parts:
         if found := _flat_fault(scheme, self.extra, self.values, scales):
             return found
         for info in self.extra:
-            expected = scheme.constants.get(info.name.removeprefix(self.base))
-            if expected is not None and (info.dtype, info.shape) != (DTYPE_NAMES[expected.dtype], expected.shape):
-                return info.name, f"should be {DTYPE_NAMES[expected.dtype]} {list(expected.shape)}"
+            suffix = info.name.removeprefix(self.base)
+            if suffix == scheme.zeros or suffix in scheme.constants:
+                dtype, shape = scheme.extra_kinds(self.shape, scales.shape)[suffix]
+                if (info.dtype, info.shape) != (dtype, shape):
+                    return info.name, f"should be {dtype} {list(shape)}"
         columns = self.column_scales
         if columns is not None and (columns.shape != self.shape[-1:] or columns.dtype not in FLOAT_SCALES):
             return columns.name, f"should be one of {', '.join(FLOAT_SCALES)}, [{self.shape[-1]}]"
@@ -326,17 +331,21 @@ def _affine_fault(
     for suffix, want in scheme.affine_shapes(shape, scales.shape).items():
         part = parts.get(suffix)
         if part is None:
-            if suffix == scheme.affine.zero_points or scheme.affine.any_order:
+            if suffix != scheme.affine.group_index or scheme.affine.any_order:
                 return name, f"has no {suffix.removeprefix('.')}"
-        elif (part.dtype, part.shape) != ("I32", want):
-            return part.name, f"should be I32 {list(want)} by the values and their groups"
+            continue
+        dtypes = FLOAT_SCALES if suffix == scheme.affine.offsets else ("I32",)
+        if part.dtype not in dtypes or part.shape != want:
+            return part.name, f"should be {' or '.join(dtypes)} {list(want)} by the values and their groups"
     return None
 
 
 OF_ACTIVATIONS = "of quantized activations, which the model computes without"
 """The reason why such scales are skipped."""
 
-_OF_ACTIVATIONS = re.compile(r".*\.((activation|(input|output|[qkv])(_global)?)_(scale|zero_point)|weight_scale_2)")
+_OF_ACTIVATIONS = re.compile(
+    r".*\.((activation|(input|output|[qkv])(_global)?)_(scale|zero_point)(_2)?|weight_scale_2)"
+)
 
 
 def is_encoded(tensors: Mapping[str, Tensor], faults: Sequence[str]) -> bool:

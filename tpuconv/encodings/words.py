@@ -2,8 +2,8 @@
 in bytes, as ModelOpt does it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import lcm
+from dataclasses import dataclass, replace
+from math import lcm, prod
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ class Words:
 
     Attributes:
         bits: of one value.
-        axis: along which neighbours share a word: 0 for rows, 1 for columns.
+        axis: along which neighbours share a word: 0 for rows, 1 for columns, which are the last axes.
         order: the place, among the values of a word, of each value from the lowest bit on. Empty: in order.
         dtype: of a stored word.
     """
@@ -65,14 +65,14 @@ class Words:
 
     def shape(self, stored: Shape) -> Shape:
         """Returns the shape of the values that words of the shape `stored` hold."""
-        return self._resized(stored, stored[self.axis] // self.words_per_group * self.per_group)
+        return self._resized(stored, stored[self.axis - 2] // self.words_per_group * self.per_group)
 
     def stored_shape(self, shape: Shape) -> Shape:
         """Returns the shape of the words that hold values of this shape. The last ones may be filled up."""
-        return self._resized(shape, -(-shape[self.axis] // self.per_group) * self.words_per_group)
+        return self._resized(shape, -(-shape[self.axis - 2] // self.per_group) * self.words_per_group)
 
     def _resized(self, shape: Shape, size: int) -> Shape:
-        return tuple(size if axis == self.axis else n for axis, n in enumerate(shape))
+        return tuple(size if axis == self.axis - 2 else n for axis, n in zip(range(-len(shape), 0), shape, strict=True))
 
     def unpack(self, words: np.ndarray) -> np.ndarray:
         """Returns the values [rows, columns], as bytes, of whole groups of words."""
@@ -111,7 +111,7 @@ class Words:
 
         Args:
             reader: of the source.
-            info: the stored matrix.
+            info: the stored matrix, or stacked ones, whose rows follow each other.
             rows, columns: the part.
             raw: memory [bytes] for the words; if it is too small, other memory is allocated.
 
@@ -127,7 +127,7 @@ class Words:
         nbytes = shape[0] * shape[1] * self.dtype.itemsize
         memory = raw[:nbytes] if raw is not None and raw.size >= nbytes else np.empty(nbytes, np.uint8)
         words = memory.view(self.dtype).reshape(shape)
-        reader.read_box(info, [slice(*span) for span in spans], words)
+        reader.read_box(as_matrix(info), [slice(*span) for span in spans], words)
         per_row = self.per_group if self.axis == 0 else 1
         step = max(1, PART_VALUES // max(1, columns[1] - columns[0]) // per_row)  # rows of words
         step *= self.words_per_group if self.axis == 0 else 1
@@ -144,6 +144,12 @@ class Words:
             yield (row + inside[0], row + inside[1]), values[slice(*inside)]
 
 
+def as_matrix(info: TensorInfo) -> TensorInfo:
+    """Returns stacked matrices as one, whose rows follow each other."""
+    *stack, columns = info.shape
+    return info if len(stack) < 2 else replace(info, shape=(prod(stack), columns))
+
+
 def spans_of(start: int, count: int, columns: int) -> Iterator[tuple[Span, Span]]:
     """Yields the rows and columns of `count` values of a matrix from number `start` on: complete rows, or a part of
     one."""
@@ -157,7 +163,7 @@ def spans_of(start: int, count: int, columns: int) -> Iterator[tuple[Span, Span]
 
 
 def read_part(reader: Reader, info: TensorInfo, rows: Span, columns: Span) -> np.ndarray:
-    """Returns a part [rows, columns] of a stored matrix, in its dtype."""
+    """Returns a part [rows, columns] of a stored matrix, or of stacked ones, in its dtype."""
     out: np.ndarray[Any, Any] = np.empty((rows[1] - rows[0], columns[1] - columns[0]), DTYPES[info.dtype])
-    reader.read_box(info, (slice(*rows), slice(*columns)), out)
+    reader.read_box(as_matrix(info), (slice(*rows), slice(*columns)), out)
     return out

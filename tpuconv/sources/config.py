@@ -14,6 +14,8 @@ ENCODING_KEYS = ("quantization_config", "compression_config")
 MLX_KEY = "quantization"
 """The key of MLX's description of encoded weights, of which only newer files have a copy under the first of
 `ENCODING_KEYS`."""
+MLX_METHOD = "mlx"
+"""The method that `encoding_of` adds to a description by MLX, which names none."""
 EXPERT_KEY = "expert_dtype"
 """The key of the encoding of experts, if other weights have another encoding."""
 
@@ -50,16 +52,30 @@ def encoding_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Returns the description, in a parsed config.json, of how the weights are encoded; None if there is none. Some
     multimodal models have it in `text_config`. DeepSeek V4 has `EXPERT_KEY` beside it."""
     places = parts_of(config)
+    keys = (MLX_KEY, *ENCODING_KEYS)
+    of_mlx = next((place[key] for place in places for key in keys if _is_of_mlx(place.get(key))), None)
+    if of_mlx is not None:  # whose changes depend on the model
+        return {"quant_method": MLX_METHOD, "model_type": config.get("model_type"), **of_mlx}
     found = next((place[key] for place in places for key in ENCODING_KEYS if place.get(key) is not None), None)
-    if found is None and isinstance(config.get(MLX_KEY), Mapping):
-        found = config[MLX_KEY]
     beside = config.get(EXPERT_KEY)
     return found if beside is None or not isinstance(found, Mapping) else {EXPERT_KEY: beside, **found}
 
 
 def without_encoding(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a parsed config.json without the description of how the weights are encoded."""
-    return changed(config, lambda part: {key: value for key, value in part.items() if key not in ENCODING_KEYS})
+
+    def plain(part: Mapping[str, Any]) -> dict[str, Any]:
+        is_encoding = {key: key in ENCODING_KEYS or (key == MLX_KEY and _is_of_mlx(part[key])) for key in part}
+        return {key: value for key, value in part.items() if not is_encoding[key]}
+
+    return changed(config, plain)
+
+
+def _is_of_mlx(description: Any) -> bool:
+    """Returns True if MLX wrote a description: it has these keys, and names no method."""
+    if not isinstance(description, Mapping) or not {"bits", "group_size"} <= description.keys():
+        return False
+    return description.get("quant_method") in (None, MLX_METHOD)
 
 
 def stated_dtype(config: Mapping[str, Any]) -> str:

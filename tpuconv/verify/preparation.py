@@ -13,7 +13,7 @@ from tpuconv.memory import available_memory
 from tpuconv.models.common.config import context_of
 from tpuconv.models.logits import Window, whole_texts
 from tpuconv.models.stored import model_config
-from tpuconv.sources.config import encoding_of, read_config
+from tpuconv.sources.config import MLX_METHOD, encoding_of, read_config
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.origins import find_folder
 from tpuconv.text import format_size
@@ -41,13 +41,15 @@ def find_source_folder(manifest: Manifest) -> Path:
 
 
 def needs_decoded(manifest: Manifest, source: Path, mesh: Mapping[str, int] | None) -> bool:
-    """Returns True if transformers needs decoded weights, which are compared layer by layer. On the encoded source it
-    would round the inputs of matrices, and the converted model does not.
+    """Returns True if transformers needs decoded weights, which are compared layer by layer. It does not read what MLX
+    encoded; of others it may round the inputs of matrices, and the converted model does not.
 
     Raises:
         UsageError: transformers needs them, and this checkpoint cannot be compared layer by layer.
     """
-    if not quantizes_inputs(encoding_of(read_config(source / CONFIG_FILE))):
+    encoding = encoding_of(read_config(source / CONFIG_FILE))
+    is_of_mlx = encoding is not None and encoding.get("quant_method") == MLX_METHOD
+    if not is_of_mlx and not quantizes_inputs(encoding):
         return False
     cannot = [
         *(["it is quantized"] if manifest.quantization is not None else []),
@@ -57,7 +59,9 @@ def needs_decoded(manifest: Manifest, source: Path, mesh: Mapping[str, int] | No
     ]
     if cannot:
         raise UsageError(
-            f"not compared: transformers rounds the inputs of the matrices in {source}, and the model in "
+            f"not compared: transformers does not read weights that MLX encoded, as in {source}"
+            if is_of_mlx
+            else f"not compared: transformers rounds the inputs of the matrices in {source}, and the model in "
             f"{manifest.folder} does not",
             details=[f"decoded weights are compared layer by layer, and here {reason}" for reason in cannot],
             hint="compare a checkpoint in which the weights are decoded, without `mesh=`; `tpuconv compare` compares "

@@ -49,6 +49,15 @@ from tpuconv.verify.reference_types import reference_class, reference_config, re
 from tpuconv.verify.sights import SightWindow
 
 
+def _one_by_one(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the tensors by the names that transformers' loader knows: MLX stacks experts."""
+    front, stacked, end = name.partition(".switch_mlp.")
+    if not stacked:
+        yield name, value
+    else:
+        yield from ((f"{front}.experts.{number}.{end}", each) for number, each in enumerate(value))
+
+
 class LayeredReference:
     """Transformers' model, of which only the running layer has weights.
 
@@ -260,7 +269,11 @@ class LayeredReference:
                 f"{self.folder} has no {', '.join(sorted(absent)[:5])}",
                 hint="if it is not the source of this checkpoint, name the right one with `source=`",
             )
-        state = {undressed(name): self._read(self.tensors[name]) for name in sorted(names)}
+        state = {
+            own: value
+            for name in sorted(names)
+            for own, value in _one_by_one(undressed(name), self._read(self.tensors[name]))
+        }
         convert_and_load_state_dict_in_model(
             self.model, state, LoadStateDictConfig(dtype=self.dtype, weight_mapping=self.conversions)
         )

@@ -198,10 +198,10 @@ def _plain_rows(
                 "was stored",
                 hint="convert the checkpoint again",
             )
-        if scheme.flat:
+        if scheme.unwritten:
             raise UsageError(
                 f"{manifest.folder} has {binding.src[0].names[0]} as {scheme.title}, which no export writes: a "
-                "checkpoint has neither its text nor the scales of its scales",
+                f"checkpoint has {scheme.unwritten}",
                 hint='convert the release with `encoding="dequantize"`, and export that',
             )
         stored = [Stored.from_json(each) for each in facts["stored"]]

@@ -32,7 +32,7 @@ from tpuconv.notation.sizes import MTP, HasSizes, WithSizes, sets_of_layers
 from tpuconv.notation.spelling import by_template, template
 from tpuconv.notation.stand_ins import stand_ins
 from tpuconv.notation.table import LAYERS, PERIODS, Binding, MappingTable, row_indices
-from tpuconv.sources.config import ENCODING_KEYS
+from tpuconv.sources.config import ENCODING_KEYS, MLX_METHOD
 from tpuconv.sources.source import Source
 from tpuconv.targets.registry import get_target
 from tpuconv.text import format_count
@@ -118,6 +118,12 @@ def _check_kept(source: Source, options: Options, *, encoded: bool) -> None:
         raise UsageError(
             f"{source.name} is not encoded: there are no quantized values and scales to keep",
             hint="leave `encoding=` out",
+        )
+    if source.encoding is not None and source.encoding.get("quant_method") == MLX_METHOD:
+        raise UsageError(
+            "weights that MLX encoded cannot stay encoded: embeddings are among them, and groups have offsets that are "
+            "no zero points",
+            hint="leave `encoding=` out; or quantize them again with `quantize=`",
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tpuconv.encodings.groups import SchemeGroup, within
 from tpuconv.encodings.scheme import Scheme
-from tpuconv.encodings.schemes import NGRAM_TABLES, groups
+from tpuconv.encodings.schemes import groups
 from tpuconv.errors import ConfigError
 from tpuconv.notation.layout import Shape
 from tpuconv.notation.sizes import HasSizes
@@ -69,7 +69,7 @@ def _stored(raw: Mapping[str, Any], table: MappingTable, config: HasSizes) -> It
         ConfigError,
         method="match",
     )
-    looked_up = [group for group in known if group is NGRAM_TABLES]
+    looked_up = [group for group in known if group.looked_up]
     for binding in bindings:
         own, stacked = known if _is_multiplied(binding) else looked_up, _has_stacked_experts(binding)
         for name, shape in binding.src_shapes().items():
@@ -97,6 +97,8 @@ def _scheme(known: Sequence[SchemeGroup], name: str, shape: Shape, stacked: bool
         scheme = group.schemes[0]
         is_stack = scheme.groups_apart or (stacked and not scheme.affine and None not in scheme.blocks)
         is_one = len(shape) == (3 if is_stack else 2) and name.endswith(scheme.name)
+        if group.looked_up and shape[-1:] != () and shape[-1] % (scheme.blocks[1] or 1):
+            continue
         if is_one and group.takes(name.removesuffix(".weight")):
             return scheme
     return None

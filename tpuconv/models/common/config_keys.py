@@ -19,7 +19,7 @@ NO_EFFECT = frozenset(
         *("transformers_version", "transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version"),
         "auto_map",
         # storage of weights, read by tpuconv.encodings.decode
-        *("quantization_config", "compression_config"),
+        *("quantization_config", "compression_config", "quantization"),
         # training
         *(
             "attention_dropout",

@@ -346,6 +346,11 @@ EXPERT_FORMS: Forms = {
         Map("experts.up_proj", "up.kernel", "E M D -> E D M"),
         Map("experts.down_proj", "down.kernel", "E D M -> E M D"),
     ),
+    "stacked, of MLX": (
+        Map("switch_mlp.gate_proj.weight", "gate.kernel", "E M D -> E D M"),
+        Map("switch_mlp.up_proj.weight", "up.kernel", "E M D -> E D M"),
+        Map("switch_mlp.down_proj.weight", "down.kernel", "E D M -> E M D"),
+    ),
 }
 """The experts of a layer, each by itself or all in one tensor."""
 

@@ -227,9 +227,11 @@ class TensorWeight(Weight):
             affine = scheme.affine
             read = (
                 affine.words.read(self.reader, tensor.values, rows, columns)
-                for rows, columns in spans_of(start, out.size, tensor.shape[1])
+                for rows, columns in spans_of(start, out.size, tensor.shape[-1])
             )
             return merged_statistics(statistics_of(affine.numbers(numbers)) for part in read for _, numbers in part)
+        if scheme.quarters is not None:  # numbers are the signs of values
+            return statistics_of(np.sign(out))
         if scheme.flat is not None or tensor.column_scales is not None:  # `raw` then has other bytes
             self.reader.read(tensor.values, tensor.stored_bytes(start), raw.data)
         if len(scheme.table) > 16:  # a value in a byte, else two
