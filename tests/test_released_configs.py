@@ -1362,3 +1362,21 @@ def test_openpangu_ultra_has_other_names_of_keys() -> None:
     assert config.layer_sets["I"] == (0, 1, 2)
     with pytest.raises(UnsupportedConfig, match="sandwich_norm=False"):
         family.check_config(named | {"sandwich_norm": False})
+
+
+def test_the_released_config_of_nanbeige() -> None:
+    raw = {
+        **{"architectures": ["NanbeigeForCausalLM"], "model_type": "nanbeige", "vocab_size": 166144},
+        **{"hidden_size": 3072, "intermediate_size": 10752, "num_hidden_layers": 22, "num_attention_heads": 48},
+        **{"num_key_value_heads": 8, "head_dim": 128, "kv_channels": 128, "hidden_act": "silu"},
+        **{"max_position_embeddings": 262144, "rope_theta": 70000000, "rope_scaling": None, "attention_bias": False},
+        **{"attention_dropout": 0.0, "rms_norm_eps": 1e-05, "num_loops": 2, "loop_loss_weights": []},
+        **{"skip_loop_final_norm": False, "pretraining_tp": 1, "tie_word_embeddings": False, "pad_token_id": 0},
+        **{"bos_token_id": 166100, "eos_token_id": 166101, "torch_dtype": "bfloat16"},
+    }
+    family = find_family(raw)
+    config = family.check_config(raw).config
+    assert config == family.check_config({"model_type": "nanbeige"}).config
+    assert config.executed_layers == (*range(22), *range(22))
+    with pytest.raises(UnsupportedConfig, match="skip_loop_final_norm"):
+        family.check_config(raw | {"skip_loop_final_norm": True})

@@ -196,6 +196,7 @@ FAMILIES: Mapping[str, str] = {
     "rnj1": "lineages.gemma",
     "domynedge": "lineages.domyn",
     "iquestloopcoder": "lineages.loop_coder",
+    "nanbeige": "lineages.loop_coder",
     "orion": "lineages.like_llama",
     "solar": "lineages.like_llama",
     "step1": "lineages.step",

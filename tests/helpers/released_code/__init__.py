@@ -22,6 +22,7 @@ MODELS: Mapping[str, str] = {
     "TeleFLM": "like_llama:TeleFLMForCausalLM",
     "step3_text": "step:Step3TextForCausalLM",
     "solar": "like_llama:SolarForCausalLM",
+    "nanbeige": "loop_coder:NanbeigeForCausalLM",
     "k2_horizon": "k2_horizon:K2HorizonForCausalLM",
     "pangu_ultra_moe": "pangu:PanguUltraMoEForCausalLM",
     "nemotron-nas": "nemotron_nas:DeciLMForCausalLM",

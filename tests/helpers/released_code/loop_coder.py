@@ -1,6 +1,6 @@
 """IQuest Coder Loop after `modeling_iquestloopcoder.py` of IQuestLab/IQuest-Coder-V1-40B-Loop-Instruct: Llama whose
 layers run several times. After the first time, attention is a mixture of two. It computes whole texts, without a
-cache."""
+cache. Nanbeige 4.2 after the code of a trainer (vllm-rlt): Llama whose layers and last norm run several times."""
 
 from functools import partial
 from typing import Any, ClassVar
@@ -76,4 +76,35 @@ class IQuestLoopCoderForCausalLM(LlamaForCausalLM):
         self.model.gate_projections = nn.ModuleList(gates)
         self.model.layers = Layers(Layer(config, number) for number in layers)
         self.model.layers.runs, self.model.layers.__dict__["gates"] = config.loop_num, gates
+        self.post_init()
+
+
+class NanbeigeConfig(LlamaConfig):
+    model_type = "nanbeige"
+
+    num_loops: int = 2
+
+
+class NormedLayers(nn.ModuleList):
+    """The layers; a slice of them are all executions, with the last norm between two rounds."""
+
+    def __getitem__(self, part: Any) -> Any:
+        if not isinstance(part, slice):
+            return super().__getitem__(part)
+        layers = [partial(_without_cache, layer) for layer in self]
+        return [*layers, *[each for _ in range(self.runs - 1) for each in (self.between, *layers)]]
+
+
+def _without_cache(layer: nn.Module, x: Tensor, **inputs: Any) -> Any:
+    return layer(x, **{name: value for name, value in inputs.items() if name not in ("past_key_values", "cache")})
+
+
+class NanbeigeForCausalLM(LlamaForCausalLM):
+    config_class: ClassVar = NanbeigeConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers = NormedLayers(self.model.layers)
+        self.model.layers.runs = config.num_loops
+        self.model.layers.__dict__["between"] = lambda x, **inputs: self.model.norm(x)
         self.post_init()

@@ -1,4 +1,4 @@
-"""IQuest Coder Loop."""
+"""Models whose layers run several times: IQuest Coder Loop, Nanbeige 4.2."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -49,6 +49,45 @@ IQUESTLOOPCODER = decoder(
     defaults={
         **{"vocab_size": 76800, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 80},
         **{"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192},
+        **{"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+    },
+)
+
+
+@family_config
+class NanbeigeConfig(LoopedConfig, DecoderConfig):
+    """All layers run `num_loops` times, and the last norm of the model each time behind them. What else the code of the
+    release can do, no release does."""
+
+    only: ClassVar[Mapping[str, Any]] = NO_BIAS | {
+        "skip_loop_final_norm": (False,),
+        "loop_loss_weights": ([], None),
+        **dict.fromkeys(("qk_layernorm", "enable_hyper_connection", "enable_mhc", "enable_depth_attention"), (False,)),
+        "enable_double_loop_split": (False,),
+    }
+    left_out: ClassVar[frozenset[str]] = frozenset({"kv_channels"})
+    default_rope: ClassVar[Mapping[str, Any]] = {"rope_theta": 70000000.0}
+
+    num_loops: int = 2
+
+    @property
+    def executed_layers(self) -> tuple[int, ...]:
+        return tuple(range(self.num_hidden_layers)) * self.num_loops
+
+
+NANBEIGE = decoder(
+    "nanbeige",
+    "Nanbeige 4.2 3B",
+    "NanbeigeForCausalLM",
+    Norms(),
+    Attn(),
+    Mlp(),
+    base="modules.loop_coder:NormedLoops",
+    config=NanbeigeConfig,
+    # As Nanbeige/Nanbeige4.2-3B has them.
+    defaults={
+        **{"vocab_size": 166144, "hidden_size": 3072, "intermediate_size": 10752, "num_hidden_layers": 22},
+        **{"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144},
         **{"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
     },
 )

@@ -1,4 +1,4 @@
-"""Attention of IQuest Coder Loop, whose layers run several times."""
+"""Modules of IQuest Coder Loop and Nanbeige 4.2, whose layers run several times."""
 
 from typing import Any
 
@@ -61,3 +61,11 @@ class LoopCoder(LoopedDecoder):
     def given_to(self, execution: int, step: Step, kept: dict[str, Any]) -> Step:
         run, layer = divmod(execution, self.config.num_hidden_layers)
         return step._replace(input=kept[f"layer {layer}"]) if run else step
+
+
+class NormedLoops(LoopedDecoder):
+    """A decoder whose layers read, from their second run on, what the last norm made of the run before."""
+
+    def entering(self, execution: int, x_BTD: jax.Array, kept: dict[str, Any]) -> jax.Array:
+        begins_again = execution > 0 and execution % self.config.num_hidden_layers == 0
+        return self.norm(x_BTD) if begins_again else x_BTD
