@@ -161,6 +161,18 @@ class Wrapper:
         return {"model_type": self.model_type, "architecture": self.architecture, "families": self.families}
 
 
+INTERNVL_CHAT_KEYS = (*INTERNVL_KEYS, "downsample_ratio")
+
+
+def like_internvl(model_type: str, named: str, models: str, texts: tuple[str, ...], **changes: Any) -> Wrapper:
+    """Returns a wrapper whose releases have the code of InternVL, or its like, with them."""
+    facts = {
+        **{"prefix": IN_CAUSAL_MODEL, "keys": INTERNVL_CHAT_KEYS, "modalities": (INTERNVL_CHAT_VISION,)},
+        **{"end": "Model", "in_keys": in_keys_of_internvl},
+    }
+    return Wrapper(model_type, named, f"{models}, with code of its own", texts, **{**facts, **changes})
+
+
 WRAPPER_ROWS = (
     # what sees
     Wrapper(
@@ -227,50 +239,17 @@ WRAPPER_ROWS = (
         tied=True,
         modalities=(INTERNVL_VISION,),
     ),
-    Wrapper(
+    like_internvl(
         "internvl_chat",
         "InternVLChat",
-        "InternVL 2 to 3.5, with code of its own",
+        "InternVL 2 to 3.5",
         ("internlm2", "qwen2", "llama", "qwen3", "qwen3_moe", "gpt_oss"),
-        prefix=IN_CAUSAL_MODEL,
-        keys=(*INTERNVL_KEYS, "downsample_ratio"),
-        modalities=(INTERNVL_CHAT_VISION,),
-        end="Model",
-        in_keys=in_keys_of_internvl,
     ),
-    Wrapper(
-        "skywork_chat",
-        "SkyworkR1VChat",
-        "Skywork-R1V, with code of its own",
-        ("qwen2",),
-        prefix=IN_CAUSAL_MODEL,
-        keys=(*INTERNVL_KEYS, "downsample_ratio"),
-        modalities=(INTERNVL_CHAT_VISION,),
-        end="Model",
-        in_keys=in_keys_of_internvl,
+    like_internvl("skywork_chat", "SkyworkR1VChat", "Skywork-R1V", ("qwen2",)),
+    like_internvl(
+        "h2ovl_chat", "H2OVLChat", "H2OVL-Mississippi", ("mistral", "llama"), keys=(*INTERNVL_CHAT_KEYS, "use_msac")
     ),
-    Wrapper(
-        "h2ovl_chat",
-        "H2OVLChat",
-        "H2OVL-Mississippi, with code of its own",
-        ("mistral", "llama"),
-        prefix=IN_CAUSAL_MODEL,
-        keys=(*INTERNVL_KEYS, "downsample_ratio", "use_msac"),
-        modalities=(INTERNVL_CHAT_VISION,),
-        end="Model",
-        in_keys=in_keys_of_internvl,
-    ),
-    Wrapper(
-        "NVLM_D",
-        "NVLM_D",
-        "NVLM-D 72B, with code of its own",
-        ("qwen2",),
-        prefix=IN_CAUSAL_MODEL,
-        keys=(*INTERNVL_KEYS, "downsample_ratio"),
-        modalities=(NVLM_VISION,),
-        end="",
-        in_keys=in_keys_of_internvl,
-    ),
+    like_internvl("NVLM_D", "NVLM_D", "NVLM-D 72B", ("qwen2",), modalities=(NVLM_VISION,), end=""),
     Wrapper(
         "aya_vision",
         "AyaVision",
