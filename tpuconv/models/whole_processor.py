@@ -17,7 +17,6 @@ NAMES_OF_KINDS = {IMAGE: ("images", "image_token"), SOUND: ("audio", "audio_toke
 SOUND_PARTS = ("feature_extractor", "audio_processor")
 """The attributes of a processor that may have the part for sounds."""
 
-
 TEXT_INPUTS = ("attention_mask", "token_type_ids", "mm_token_type_ids", "padding_mask")
 """Arrays that processors return for the text, and no encoder takes."""
 

@@ -1,15 +1,17 @@
 """K2-Horizon."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rows import (
+    ATTENTION,
     EXPERT_MLPS,
     NORMS_OF_ALL_HEADS,
     O_BIAS,
     PRE_NORMS,
+    QKV_BIAS,
     SHARED_EXPERT_ROWS,
     decoder_table,
     mlp_rows,
@@ -22,8 +24,6 @@ from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
 
 declare(
-    plain_value_layers=Word("layers whose values have one matrix, in a model where others choose among several"),
-    chosen_value_layers=Word("layers whose values are sums of the products with chosen matrices"),
     value_experts=Word("matrices of values, of which tokens choose some", as_="E"),
     value_width=Word("values of all heads (K H), as the matrices of values have them", as_="M"),
     norm_groups=Word("groups of the dimensions of a hidden state that a norm treats each for itself"),
@@ -75,12 +75,10 @@ class K2HorizonConfig(MixedMLPs, DecoderConfig):
             yield f"hidden_size={self.hidden_size} is not a multiple of layernorm_num_groups={groups}"
         if self.rope_head_dim not in (None, self.head_dim):
             yield f"rope_head_dim={self.rope_head_dim} is not head_dim={self.head_dim}, which alone is implemented"
-        for chosen, experts in (
-            ("num_experts_per_tok", "num_experts"),
-            ("mova_num_experts_per_tok", "mova_num_experts"),
-        ):
-            if (most := getattr(self, experts)) and not 1 <= getattr(self, chosen) <= most:
-                yield f"{chosen}={getattr(self, chosen)} is not between 1 and {experts}={most}"
+        for experts in ("num_experts", "mova_num_experts"):
+            most, chosen = getattr(self, experts), getattr(self, f"{experts}_per_tok")
+            if most and not 1 <= chosen <= most:
+                yield f"{experts}_per_tok={chosen} is not between 1 and {experts}={most}"
         if self.mova_num_experts and not self.num_experts:
             yield f"mova_num_experts={self.mova_num_experts} needs layers with experts, and num_experts=0"
 
@@ -104,27 +102,9 @@ class K2HorizonConfig(MixedMLPs, DecoderConfig):
         }
 
     @property
-    def layer_sets(self) -> dict[str, Sequence[int]]:
-        sets = super().layer_sets
-        layers: Sequence[int] = range(self.num_hidden_layers)
-        chosen = sets["J"] if self.mova_num_experts else ()
-        plain = tuple(layer for layer in layers if layer not in chosen) if self.some_values_chosen else ()
-        return {**sets, "plain_value_layers": plain, "chosen_value_layers": chosen if plain else ()}
-
-    @property
-    def values_chosen(self) -> bool:
-        """True if all layers choose among several matrices of values."""
-        return bool(self.mova_num_experts) and self.all_experts
-
-    @property
-    def some_values_chosen(self) -> bool:
-        """True if some layers do, and others do not."""
-        return bool(self.mova_num_experts) and self.some_dense
-
-    @property
-    def values_plain(self) -> bool:
-        """True if no layer does."""
-        return not self.mova_num_experts
+    def chooses_values(self) -> bool:
+        """True if layers with experts choose among several matrices of values too."""
+        return bool(self.mova_num_experts)
 
     @property
     def has_gate(self) -> bool:
@@ -137,44 +117,36 @@ class K2HorizonConfig(MixedMLPs, DecoderConfig):
         return bool(self.num_shared_experts)
 
 
-def chosen_values(layers: str) -> tuple[Map, ...]:
-    """Returns the rows of the values in these layers, which choose among several matrices."""
-    return under(
-        f"model.layers.{{{layers}}}.self_attn",
-        f"layers.{{{layers}}}.attn",
-        Map("v_router.weight", "router.kernel", "value_experts D -> D value_experts"),
-        Map("v_router.bias", "router.correction", "value_experts", when="moe_gate_bias"),
-        Map("v_experts.{value_experts}.weight", "values_of.kernel", "value_width D -> value_experts D value_width"),
-    )
+PLAIN_VALUES = (
+    ATTENTION[2],
+    *when("attention_bias", QKV_BIAS[2]),
+)
+"""The rows of values that have one matrix."""
 
-
-def plain_values(layers: str) -> tuple[Map, ...]:
-    """Returns the rows of the values in these layers, which have one matrix."""
-    return under(
-        f"model.layers.{{{layers}}}.self_attn",
-        f"layers.{{{layers}}}.attn",
-        Map("v_proj.weight", "v.kernel", "(K H) D -> D K H"),
-        Map("v_proj.bias", "v.bias", "(K H) -> K H", when="attention_bias"),
-    )
-
+CHOSEN_VALUES = under(
+    "self_attn",
+    "attn",
+    Map("v_router.weight", "router.kernel", "value_experts D -> D value_experts"),
+    Map("v_router.bias", "router.correction", "value_experts", when="moe_gate_bias"),
+    Map("v_experts.{value_experts}.weight", "values_of.kernel", "value_width D -> value_experts D value_width"),
+)
+"""The rows of values that are sums of the products with chosen matrices."""
 
 TABLE = decoder_table(
     *PRE_NORMS,
-    Map("self_attn.q_proj.weight", "attn.q.kernel", "(N H) D -> D N H"),
-    Map("self_attn.k_proj.weight", "attn.k.kernel", "(K H) D -> D K H"),
-    Map("self_attn.o_proj.weight", "attn.o.kernel", "D (N H) -> N H D"),
-    *when(
-        "attention_bias",
-        Map("self_attn.q_proj.bias", "attn.q.bias", "(N H) -> N H"),
-        Map("self_attn.k_proj.bias", "attn.k.bias", "(K H) -> K H"),
-        O_BIAS,
-    ),
+    *ATTENTION[:2],
+    ATTENTION[3],
+    *when("attention_bias", *QKV_BIAS[:2], O_BIAS),
     Map("self_attn.gate_proj.weight", "attn.gate.kernel", "(N H) D -> D N H", when="has_gate"),
     *when("query_key_norm", *NORMS_OF_ALL_HEADS),
     others=(
-        *when("values_plain", *plain_values("L")),
-        *when("values_chosen", *chosen_values("L")),
-        *when("some_values_chosen", *plain_values("plain_value_layers"), *chosen_values("chosen_value_layers")),
+        *when("not chooses_values", *under("model.layers.{L}", "layers.{L}", *PLAIN_VALUES)),
+        *when("chooses_values and all_experts", *under("model.layers.{L}", "layers.{L}", *CHOSEN_VALUES)),
+        *when(
+            "chooses_values and some_dense",
+            *under("model.layers.{I}", "layers.{I}", *PLAIN_VALUES),
+            *under("model.layers.{J}", "layers.{J}", *CHOSEN_VALUES),
+        ),
         *mlp_rows(
             Map("gate.weight", "router.kernel", "E D -> D E"),
             Map("gate.bias", "router.correction", "E", when="moe_gate_bias"),

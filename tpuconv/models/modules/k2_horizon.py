@@ -99,5 +99,5 @@ class Block(blocks.PreNormBlock):
     """One layer: attention, then an MLP or experts, each after a norm, with residual connections."""
 
     def new_attention(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys) -> Any:
-        chooses_values = config.mova_num_experts > 0 and layer in config.layer_sets["J"]
+        chooses_values = config.chooses_values and layer in config.layer_sets["J"]
         return self.attention_type(config, chooses_values=chooses_values, dtype=dtype, keys=keys)
