@@ -83,6 +83,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "minimax_text_01",
         "nanbeige",
         "nemotron-nas",
+        "nemotron_h_puzzle",
         "orion",
         "pangu_ultra_moe",
         "param2moe",
@@ -92,6 +93,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "step1",
         "step3_text",
         "telechat3",
+        "xing4_0",
     }  # whose code is in the releases
 
 

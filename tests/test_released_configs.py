@@ -1347,6 +1347,69 @@ def test_parameters_of_k2_horizon_are_those_of_its_cards(sizes: dict[str, Any], 
         family.check_config(raw | {"use_sliding_window": True})
 
 
+PUZZLE_SAME = {"n_routed_experts": 512, "moe_latent_size": 1024, "moe_shared_expert_intermediate_size": 5376}
+PUZZLE_MOE = {"block_type": "moe", **PUZZLE_SAME, "moe_intermediate_size": 1280, "num_experts_per_tok": 4}
+PUZZLE = {
+    **{"architectures": ["NemotronHPuzzleForCausalLM"], "model_type": "nemotron_h_puzzle", "hidden_size": 4096},
+    "block_configs": [
+        {"block_type": "mamba"},
+        PUZZLE_MOE,
+        {"block_type": "attention"},
+        {**PUZZLE_MOE, "moe_intermediate_size": 2048, "num_experts_per_tok": 12},
+    ],
+    "mtp_block_configs": [
+        {"block_type": "attention"},
+        {**PUZZLE_MOE, "moe_intermediate_size": 2688, "num_experts_per_tok": 22},
+    ],
+    **{"num_nextn_predict_layers": 1, "n_group": 1, "topk_group": 1},
+}
+
+
+def test_layers_of_nemotron_puzzle_have_experts_of_their_own() -> None:
+    """Of its config.json, whose other keys are those of Nemotron-H."""
+    family = find_family(PUZZLE)
+    config = family.check_config(PUZZLE).config
+    assert config.kinds == ("linear_attention", "moe", "full_attention", "moe")
+    assert [config.of_layer(i).num_experts_per_tok for i in (1, 3, 5)] == [4, 12, 22]
+    shapes = {n: s for row in family.table.bind(config, include_mtp=True) for n, s in row.src_shapes().items()}
+    experts = ("model.layers.1.mixer", "model.layers.3.mixer", "mtp.layers.1.mixer")
+    assert [shapes[f"{name}.experts.511.up_proj.weight"] for name in experts] == [(w, 1024) for w in (1280, 2048, 2688)]
+    layers = PUZZLE["block_configs"]
+    for wrong, error, text in (
+        ([*layers[:3], {"block_type": "moe"}], ConfigError, "moe_intermediate_size of each layer with experts"),
+        ([*layers[:3], {**PUZZLE_MOE, "moe_latent_size": 512}], UnsupportedConfig, "moe_latent_size=512 of entry 3"),
+        ([*layers[:3], {**PUZZLE_MOE, "num_experts_per_tok": 0}], ConfigError, "num_experts_per_tok=0 of entry 3"),
+        ([*layers[:3], {**PUZZLE_MOE, "num_experts_per_tok": 513}], ConfigError, "513 is more than n_routed_experts"),
+        (["moe"], ConfigError, "is not a list with an object for each layer"),
+    ):
+        with pytest.raises(error, match=text):
+            family.check_config(PUZZLE | {"block_configs": wrong})
+
+
+XING4 = {
+    **{"architectures": ["Xing4_0ForCausalLM"], "model_type": "xing4_0", "vocab_size": 131072, "hidden_size": 3584},
+    **{"num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 9216},
+    **{"q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    **{"n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4, "moe_intermediate_size": 1024},
+    **{"first_k_dense_replace": 2, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1, "hc_mult": 4},
+    **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 2.0, "norm_topk_prob": True},
+    **{"mhc_h_res_clamp_min": -30, "mhc_h_res_clamp_max": 30, "hc_sinkhorn_iters": 20, "hc_eps": 1e-06},
+}
+
+
+def test_parameters_of_xing_are_those_of_the_release() -> None:
+    """Those of MTP too, which has copies of the embedding and of the head."""
+    family = find_family(XING4)
+    config = family.check_config(XING4).config
+    bound = family.table.bind(config, include_mtp=True)
+    copies = 2 * config.vocab_size * config.hidden_size
+    assert sum(prod(shape) for row in bound for shape in row.src_shapes().values()) + copies == 31_215_031_088
+    with pytest.raises(ConfigError, match=r"mhc_h_res_clamp_min=31\.0 is more than"):
+        family.check_config(XING4 | {"mhc_h_res_clamp_min": 31.0})
+    with pytest.raises(UnsupportedConfig, match="n_group=8"):
+        family.check_config(XING4 | {"n_group": 8})
+
+
 def test_openpangu_ultra_has_other_names_of_keys() -> None:
     """Of the first release; the second one has DeepSeek's."""
     named = {"architectures": ["PanguUltraMoEForCausalLM"], "model_type": "pangu_ultra_moe", "sandwich_norm": True}

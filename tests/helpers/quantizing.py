@@ -57,7 +57,10 @@ EVEN = {
     "bamba": {**MAMBA, "head_dim": 32},
     "falcon_h1": {**MAMBA, "head_dim": 32, "mamba_d_ssm": 128},
     "zamba2": {"n_mamba_heads": 4, "mamba_d_state": 32, "adapter_rank": 32},
-    **{name: {**MLA, "num_key_value_heads": 4} for name in ("deepseek_v2", "glm4_moe_lite", "axk1", "pangu_ultra_moe")},
+    **{
+        name: {**MLA, "num_key_value_heads": 4}
+        for name in ("deepseek_v2", "glm4_moe_lite", "axk1", "pangu_ultra_moe", "xing4_0")
+    },
     **{name: {**MLA, "num_key_value_heads": 4} for name in ("mistral4", "mistral4_text")},
     **{name: {"head_dim": 32, **SHARED} for name in ("laguna", "kolibri1", "flint")},
     **{

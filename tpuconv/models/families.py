@@ -207,6 +207,8 @@ FAMILIES: Mapping[str, str] = {
     "chatglm": "lineages.glm",
     "deepseek": "lineages.deepseek",
     "pangu_ultra_moe": "lineages.deepseek",
+    "xing4_0": "xing4_0.family",
+    "nemotron_h_puzzle": "nemotron_h.puzzle",
     "bailing_moe_v1": "lineages.moe",
     "param2moe": "lineages.moe",
     "cohere_compass_text": "lineages.cohere",

@@ -25,6 +25,8 @@ MODELS: Mapping[str, str] = {
     "nanbeige": "loop_coder:NanbeigeForCausalLM",
     "k2_horizon": "k2_horizon:K2HorizonForCausalLM",
     "pangu_ultra_moe": "pangu:PanguUltraMoEForCausalLM",
+    "nemotron_h_puzzle": "nemotron_puzzle:NemotronHPuzzleForCausalLM",
+    "xing4_0": "xing:Xing4_0ForCausalLM",
     "nemotron-nas": "nemotron_nas:DeciLMForCausalLM",
 }
 """The model types, which are the names of families too, and the module and class of each model with logits."""

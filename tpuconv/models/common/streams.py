@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import PreNormBlock
-from tpuconv.models.common.layers import Keys, ScaledRMSNorm, exact_product, normal, normalize
+from tpuconv.models.common.layers import Keys, RMSNorm, ScaledRMSNorm, exact_product, normal, normalize
 from tpuconv.models.common.steps import Step
 
 
@@ -25,6 +25,18 @@ def to_streams(x_BTD: jax.Array, count: int) -> jax.Array:
 def by_stream(x_BTD: jax.Array, count: int) -> jax.Array:
     """Returns the streams [B, T, r, D] of [B, T, (r D)]."""
     return x_BTD.reshape(*x_BTD.shape[:2], count, -1)
+
+
+def balanced(mix_BTrw: jax.Array, times: int, eps: float) -> jax.Array:
+    """Returns the matrices, whose rows and then columns were divided by their sums so many times (Sinkhorn-Knopp)."""
+
+    def once(_: int, mix_BTrw: jax.Array) -> jax.Array:
+        mix_BTrw = mix_BTrw / (mix_BTrw.sum(axis=-1, keepdims=True) + eps)
+        balanced_BTrw: jax.Array = mix_BTrw / (mix_BTrw.sum(axis=-2, keepdims=True) + eps)
+        return balanced_BTrw
+
+    balanced_BTrw: jax.Array = jax.lax.fori_loop(0, times, once, mix_BTrw)
+    return balanced_BTrw
 
 
 class Streams(nnx.Module):
@@ -49,27 +61,39 @@ class Streams(nnx.Module):
         """Returns the weights [B, T, r] of the streams in the input of a part, the weights [B, T, r] of its output in
         each stream, and the mixing matrices [B, T, r, w], whose rows and columns sum to 1 (Sinkhorn-Knopp;
         arXiv:2512.24880, section 4.2)."""
-        config, r, eps = self.config, self.config.hc_mult, self.config.hc_eps
-        base = self.base[...].astype(jnp.float32)
-        weights_BTk = exact_product("BTrD,rDk->BTk", normalize(x_BTrD, 2, config.rms_norm_eps), self.kernel[...])
-        pre_BTr = nnx.sigmoid(weights_BTk[..., :r] * self.pre_scale[...] + base[:r]) + eps
-        post_BTr = 2 * nnx.sigmoid(weights_BTk[..., r : 2 * r] * self.post_scale[...] + base[r : 2 * r])
-        mix_BTrw = (weights_BTk[..., 2 * r :] * self.mix_scale[...] + base[2 * r :]).reshape(*pre_BTr.shape, r)
+        eps = self.config.hc_eps
+        pre_BTr, post_BTr, mix_BTrw = self.logits(x_BTrD)
         mix_BTrw = nnx.softmax(mix_BTrw) + eps
         mix_BTrw /= mix_BTrw.sum(axis=-2, keepdims=True) + eps
+        mix_BTrw = balanced(mix_BTrw, self.config.hc_sinkhorn_iters - 1, eps)
+        return nnx.sigmoid(pre_BTr) + eps, 2 * nnx.sigmoid(post_BTr), mix_BTrw
 
-        def balanced(_: int, mix_BTrw: jax.Array) -> jax.Array:
-            mix_BTrw = mix_BTrw / (mix_BTrw.sum(axis=-1, keepdims=True) + eps)
-            balanced_BTrw: jax.Array = mix_BTrw / (mix_BTrw.sum(axis=-2, keepdims=True) + eps)
-            return balanced_BTrw
-
-        mix_BTrw = jax.lax.fori_loop(0, config.hc_sinkhorn_iters - 1, balanced, mix_BTrw)
-        return pre_BTr, post_BTr, mix_BTrw
+    def logits(self, x_BTrD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns what the three results of `weights` are computed from, in their shapes."""
+        config, r, base = self.config, self.config.hc_mult, self.base[...].astype(jnp.float32)
+        weights_BTk = exact_product("BTrD,rDk->BTk", normalize(x_BTrD, 2, config.rms_norm_eps), self.kernel[...])
+        pre_BTr = weights_BTk[..., :r] * self.pre_scale[...] + base[:r]
+        post_BTr = weights_BTk[..., r : 2 * r] * self.post_scale[...] + base[r : 2 * r]
+        mix_BTk = weights_BTk[..., 2 * r :] * self.mix_scale[...] + base[2 * r :]
+        return pre_BTr, post_BTr, mix_BTk.reshape(*pre_BTr.shape, r)
 
     def written(self, x_BTrD: jax.Array, y_BTD: jax.Array, post_BTr: jax.Array, mix_BTrw: jax.Array) -> jax.Array:
         """Returns the streams [B, T, r, D], mixed, with the output of the part."""
         mixed_BTrD = jnp.einsum("BTrw,BTrD->BTwD", mix_BTrw.astype(x_BTrD.dtype), x_BTrD)
         return post_BTr.astype(x_BTrD.dtype)[..., None] * y_BTD[:, :, None] + mixed_BTrD
+
+
+class ClampedStreams(Streams):
+    """The streams' weights of Xing 4.0. The logits of the mixing matrices have limits. The rows of these matrices are
+    the streams that are written. The config has `mhc_h_res_clamp_min` and `mhc_h_res_clamp_max` too."""
+
+    def weights(self, x_BTrD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        config = self.config
+        pre_BTr, post_BTr, mix_BTwr = self.logits(x_BTrD)
+        mix_BTwr = jnp.clip(mix_BTwr, config.mhc_h_res_clamp_min, config.mhc_h_res_clamp_max)
+        mix_BTwr = jnp.exp(mix_BTwr - mix_BTwr.max(axis=-1, keepdims=True))
+        mix_BTwr = balanced(mix_BTwr, config.hc_sinkhorn_iters, config.hc_eps)
+        return nnx.sigmoid(pre_BTr), 2 * nnx.sigmoid(post_BTr), jnp.swapaxes(mix_BTwr, -1, -2)
 
 
 class GatedStreams(nnx.Module):
@@ -127,6 +151,13 @@ class StreamsBlock(PreNormBlock):
         y_BTD, *weights = self.mlp_streams(x_BTrD)
         x_BTrD = self.mlp_streams.written(x_BTrD, self.fed(self.mlp_norm(y_BTD)), *weights)
         return x_BTrD.reshape(x_BTD.shape), kv
+
+
+class StreamMeanNorm(RMSNorm):
+    """The last norm: of the mean of the streams, x [B, T, (r D)] to [B, T, D]."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(by_stream(x, x.shape[-1] // self.scale.shape[0]).mean(axis=2))
 
 
 class JoinedNorm(ScaledRMSNorm):

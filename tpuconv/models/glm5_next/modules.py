@@ -15,7 +15,7 @@ from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm
 from tpuconv.models.common.recurrence import HybridDecoder, exact_einsum
 from tpuconv.models.common.selection import in_blocks, tokens_of_best_blocks
 from tpuconv.models.common.steps import Step
-from tpuconv.models.common.streams import StreamsBlock, by_stream, to_streams
+from tpuconv.models.common.streams import StreamMeanNorm, StreamsBlock, to_streams
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v3.modules import PlainLatent
 from tpuconv.models.deepseek_v32.modules import INDEXER_EPS
@@ -164,13 +164,6 @@ class Block(StreamsBlock):
         latent = PoolSelectingAttention if layer in config.layer_sets["indexer_layers"] else PoolSharingAttention
         kind: Any = BoundedDelta if layer in config.layer_sets["state_layers"] else latent
         return kind(config, dtype=dtype, keys=keys)
-
-
-class StreamMeanNorm(RMSNorm):
-    """The last norm: of the mean of the streams, x [B, T, (r D)] to [B, T, D]."""
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return super().__call__(by_stream(x, x.shape[-1] // self.scale.shape[0]).mean(axis=2))
 
 
 class Model(glm_moe_dsa.Model, HybridDecoder):

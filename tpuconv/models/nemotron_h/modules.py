@@ -59,7 +59,7 @@ class Block(nnx.Module):
             case "mlp":
                 self.mlp = PlainMLP(config, bias=config.mlp_bias, dtype=dtype, keys=keys)
             case _:
-                self.moe = MoE(config, dtype=dtype, keys=keys)
+                self.moe = MoE(config.of_layer(layer), dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
         y_BTD = self.norm(x_BTD)
