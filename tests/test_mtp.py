@@ -144,7 +144,9 @@ def test_other_numbers_and_names_of_such_layers_are_faults(with_mtp, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "alice_ai"]
+)
 def test_layers_of_qwen_come_back(name, tmp_path):
     family, case = get_family(name), FIRST[name]
     raw, rng = json.loads(case.hf_config().to_json_string()), np.random.default_rng(0)
