@@ -152,7 +152,7 @@ def test_layers_of_qwen_come_back(name, tmp_path):
     raw, rng = json.loads(case.hf_config().to_json_string()), np.random.default_rng(0)
     config = family.read_config(raw)
     reader = family.release_reader()
-    one, stacked = {}, {place.name: "stacked" for place in reader.places}
+    one, stacked = ({place.name: form for place in reader.places} for form in ("one", "stacked"))
     fronts = {"model": "language_model.model"}
     mixed = {name: form for name, form in stacked.items() if not name.startswith("mtp.")}  # as Qwen3.5 is released
     for number, release in enumerate(
