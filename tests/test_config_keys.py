@@ -63,6 +63,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
     assert unknown == {
         "PanguEmbedded",
         "TeleFLM",
+        "alice_ai",
         "bailing_moe",
         "bailing_moe_linear",
         "bailing_moe_v1",

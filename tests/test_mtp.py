@@ -144,13 +144,15 @@ def test_other_numbers_and_names_of_such_layers_are_faults(with_mtp, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "alice_ai"]
+)
 def test_layers_of_qwen_come_back(name, tmp_path):
     family, case = get_family(name), FIRST[name]
     raw, rng = json.loads(case.hf_config().to_json_string()), np.random.default_rng(0)
     config = family.read_config(raw)
     reader = family.release_reader()
-    one, stacked = {}, {place.name: "stacked" for place in reader.places}
+    one, stacked = ({place.name: form for place in reader.places} for form in ("one", "stacked"))
     fronts = {"model": "language_model.model"}
     mixed = {name: form for name, form in stacked.items() if not name.startswith("mtp.")}  # as Qwen3.5 is released
     for number, release in enumerate(

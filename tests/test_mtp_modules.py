@@ -16,6 +16,7 @@ from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import convert
 from helpers.drafts import save_with_drafts
 from helpers.families import BY_ID, PROMPTS
+from helpers.released_code import alice
 from tpuconv.convert.plan.types import Options
 
 pytestmark = pytest.mark.slow
@@ -145,12 +146,35 @@ def test_the_module_is_a_small_model_of_transformers_on_joined_inputs(name: str,
         else:
             inputs = torch.cat([h, e] if module.hidden_first else [e, h], dim=-1) @ joining.T
             expected = small(inputs_embeds=inputs, use_cache=False).logits.numpy()
-    convert(source, tmp_path / "out", Options(include_mtp=True))
-    model: Any = tpuconv.load(tmp_path / "out", mtp=True)
+    np.testing.assert_allclose(drafted_logits(source, tmp_path / "out"), expected, atol=2e-5 * np.abs(expected).max())
+
+
+def test_the_module_of_alice_ai_has_plain_residual_connections(tmp_path: Path) -> None:
+    """Which a small model of the family has not. It reads what attention over residuals returns, before the norm."""
+    import torch
+
+    source = save_with_drafts(BY_ID["alice_ai-plain"], tmp_path / "hf")
+    main, ids, seen = loaded(source), torch.tensor(PROMPTS[0]), []
+    module = alice.Further(main.config)
+    module.load_state_dict(
+        {name[4:]: torch.tensor(np.array(x)) for name, x in read_tensors(source).items() if name.startswith("mtp.")}
+    )
+    main.model.attnres_final.register_forward_hook(lambda _, inputs, output: seen.append(output))
+    with torch.no_grad():
+        main(ids[None, :-1])
+        embedded = main.get_input_embeddings()(ids[1:]).double()
+        y = alice.widened(module, embedded, seen[0], alice.angles_of(main.config, len(embedded)))
+        expected = alice.widened(main.lm_head, y)[None].numpy()
+    np.testing.assert_allclose(drafted_logits(source, tmp_path / "out"), expected, atol=2e-5 * np.abs(expected).max())
+
+
+def drafted_logits(source: Path, out: Path) -> Any:
+    """The logits that the module gives the first prompt."""
+    convert(source, out, Options(include_mtp=True))
+    model: Any = tpuconv.load(out, mtp=True)
     ids_BT = jnp.asarray([PROMPTS[0]])
     x_BTD, cache = model.run_layers(ids_BT[:, :-1], jnp.ones((1, 8), bool), model.init_cache(1, 8))
-    y_BTD, _ = model.draft(x_BTD, ids_BT[:, 1:], cache, 0)
-    np.testing.assert_allclose(model.head(y_BTD), expected, atol=2e-5 * np.abs(expected).max())
+    return model.head(model.draft(x_BTD, ids_BT[:, 1:], cache, 0)[0])
 
 
 def prefix(name: str, source: Path) -> str:

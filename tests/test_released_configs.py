@@ -1410,6 +1410,57 @@ def test_parameters_of_xing_are_those_of_the_release() -> None:
         family.check_config(XING4 | {"n_group": 8})
 
 
+ALICE_AI = {
+    **{"architectures": ["AliceAIForCausalLM"], "model_type": "alice_ai", "attention_bias": False, "head_dim": 256},
+    **{"block_attn_res_block_size": 4, "decoder_sparse_step": 1, "hidden_act": "silu", "hidden_size": 2048},
+    **{"kda_allow_negative_eigenvalues": False, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128},
+    **{"linear_num_key_heads": 32, "linear_num_value_heads": 32, "linear_value_head_dim": 128, "mlp_only_layers": []},
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 12,
+    **{"max_position_embeddings": 262144, "moe_intermediate_size": 512, "mtp_num_hidden_layers": 1},
+    **{"norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10},
+    **{"num_hidden_layers": 48, "num_key_value_heads": 2, "number_of_conv_states": 3, "partial_rotary_factor": 0.25},
+    **{"rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "router_bias_correction": True, "vocab_size": 129024},
+    **{"router_score_function": "sigmoid", "shared_expert_intermediate_size": 512, "tie_word_embeddings": False},
+}
+
+
+def test_alice_ai_has_the_parameters_of_its_release() -> None:
+    """With its module for multi-token prediction."""
+    family = find_family(ALICE_AI)
+    report = family.check_config(ALICE_AI)
+    assert not report.ignored
+    rows = family.table.bind(report.config, include_mtp=True)
+    assert sum(prod(shape) for row in rows for shape in row.src_shapes().values()) == 81_286_433_408
+    plain = {key: x for key, x in ALICE_AI.items() if key not in ("mtp_num_hidden_layers", "layer_types")}
+    defaults = {key: plain[key] for key in ("architectures", "model_type", "rope_theta")}
+    for same in (plain | {"num_nextn_predict_layers": 1}, defaults):
+        assert family.check_config(same).config.layer_sets == report.config.layer_sets
+    assert family.read_config(defaults | {"layer_types": ALICE_AI["layer_types"]}) == family.read_config(
+        {key: x for key, x in ALICE_AI.items() if key != "mlp_only_layers"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"router_score_function": "softmax"}, UnsupportedConfig),
+        ({"router_bias_correction": False}, UnsupportedConfig),
+        ({"kda_allow_negative_eigenvalues": True}, UnsupportedConfig),
+        ({"mlp_only_layers": [0]}, UnsupportedConfig),
+        ({"decoder_sparse_step": 2}, UnsupportedConfig),
+        ({"block_attn_res_block_size": 0}, ConfigError),
+        ({"linear_num_key_heads": 16}, ConfigError),
+        ({"linear_key_head_dim": 64}, ConfigError),
+        ({"num_nextn_predict_layers": 2}, ConfigError),
+        ({"num_experts_per_tok": 513}, ConfigError),
+    ],
+)
+def test_what_alice_ai_does_not_have_is_refused(wrong: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error) as found:
+        find_family(ALICE_AI).check_config(ALICE_AI | wrong)
+    assert next(iter(wrong)) in str(found.value)
+
+
 def test_openpangu_ultra_has_other_names_of_keys() -> None:
     """Of the first release; the second one has DeepSeek's."""
     named = {"architectures": ["PanguUltraMoEForCausalLM"], "model_type": "pangu_ultra_moe", "sandwich_norm": True}

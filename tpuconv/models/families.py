@@ -204,6 +204,7 @@ FAMILIES: Mapping[str, str] = {
     "telechat3": "lineages.like_llama",
     "TeleFLM": "lineages.like_llama",
     "k2_horizon": "lineages.k2_horizon",
+    "alice_ai": "alice_ai.family",
     "chatglm": "lineages.glm",
     "deepseek": "lineages.deepseek",
     "pangu_ultra_moe": "lineages.deepseek",

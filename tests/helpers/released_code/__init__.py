@@ -23,6 +23,7 @@ MODELS: Mapping[str, str] = {
     "step3_text": "step:Step3TextForCausalLM",
     "solar": "like_llama:SolarForCausalLM",
     "nanbeige": "loop_coder:NanbeigeForCausalLM",
+    "alice_ai": "alice:AliceAIForCausalLM",
     "k2_horizon": "k2_horizon:K2HorizonForCausalLM",
     "pangu_ultra_moe": "pangu:PanguUltraMoEForCausalLM",
     "nemotron_h_puzzle": "nemotron_puzzle:NemotronHPuzzleForCausalLM",

@@ -132,12 +132,13 @@ SHARED = (
 PROBABLE_EXPERTS = (Map("gate.weight", "router.kernel", "E D -> D E"), *EXPERT_MLPS)
 """Experts and the matrix that scores them."""
 
-SHARED_AND_PROBABLE_EXPERTS = (
-    *PROBABLE_EXPERTS,
+SHARED_BY_GATE = (
     *under("shared_expert", "shared", *SHARED),
     Map("shared_expert_gate.weight", "router_shared.kernel", "1 D -> D"),
 )
-"""The same beside an MLP that all tokens pass, and the vector of its weight."""
+"""An MLP that all tokens pass, and the vector of its weight."""
+
+SHARED_AND_PROBABLE_EXPERTS = (*PROBABLE_EXPERTS, *SHARED_BY_GATE)
 
 MAMBA_INPUTS = ("z", "x", "b", "c", "dt")
 

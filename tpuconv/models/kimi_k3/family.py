@@ -20,8 +20,31 @@ GATE_KEYS = ("gate_lower_bound", "use_full_rank_gate")
 """Further keys of `linear_attn_config`."""
 
 
+class ResidualBlocks:
+    """A decoder whose layers attend to the hidden states before blocks of `attn_res_block_size` layers. A family's
+    Config derives from this class and from another, in this order."""
+
+    num_hidden_layers: int
+    attn_res_block_size: int
+
+    @property
+    def block_count(self) -> int:
+        """The number of blocks of layers."""
+        return -(-self.num_hidden_layers // self.attn_res_block_size)
+
+    @property
+    def inseparable(self) -> str:
+        """See `DecoderConfig.inseparable`."""
+        return "its layers pass on the hidden states before blocks of layers"
+
+    @property
+    def unscannable(self) -> str:
+        """See `DecoderConfig.unscannable`."""
+        return "layers read the hidden states before all blocks of layers until them"
+
+
 @family_config
-class Config(WrapperConfig, kimi_linear.Config):
+class Config(ResidualBlocks, WrapperConfig, kimi_linear.Config):
     """The keys of `text_config`, which may stand at the root. What Kimi Linear does not have defaults to the values
     of the release. Without `gate_lower_bound` decays have no bound."""
 
@@ -57,25 +80,12 @@ class Config(WrapperConfig, kimi_linear.Config):
             yield "activation_situ_beta and activation_situ_linear_beta are not positive"
 
     @property
-    def block_count(self) -> int:
-        """The number of blocks of layers."""
-        return -(-self.num_hidden_layers // self.attn_res_block_size)
-
-    @property
     def sizes(self) -> dict[str, int]:
         return {
             **super().sizes,
             "expert_dim": self.routed_expert_hidden_size,
             "padded_groups": -(-self.linear_num_heads // 128) * 128,
         }
-
-    @property
-    def inseparable(self) -> str:
-        return "its layers pass on the hidden states before blocks of layers"
-
-    @property
-    def unscannable(self) -> str:
-        return "layers read the hidden states before all blocks of layers until them"
 
 
 K3_DELTA_ROWS = (

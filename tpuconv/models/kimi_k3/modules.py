@@ -5,6 +5,7 @@ Between layers the hidden states and the hidden states before blocks of layers a
 order.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -16,7 +17,7 @@ from tpuconv.models.common.blocks import GatedMLP
 from tpuconv.models.common.kda import LEGEND, KimiDelta
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, normalize
 from tpuconv.models.common.moe import Expert, Rows, routed
-from tpuconv.models.common.recurrence import exact_einsum
+from tpuconv.models.common.recurrence import HybridBlock, HybridDecoder, exact_einsum
 from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.inkling2_text.modules import with_stream
@@ -108,10 +109,10 @@ class ResidualAttention(nnx.Module):
     """Attention of each token to its hidden states before blocks of layers and to its current ones (arXiv:2607.24653,
     section 2.2), [B, T, r, D] to [B, T, D]. In float32, rounded to the dtype of the input."""
 
-    def __init__(self, config: Any, *, dtype: DTypeLike):
-        self.eps, D = config.rms_norm_eps, config.sizes["D"]
-        self.scale = nnx.Param(jnp.ones(D, dtype))
-        self.query = nnx.Param(jnp.zeros(D, dtype))
+    def __init__(self, sizes: Mapping[str, int], eps: float, *, dtype: DTypeLike):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones(sizes["D"], dtype))
+        self.query = nnx.Param(jnp.zeros(sizes["D"], dtype))
 
     def __call__(self, x_BTrD: jax.Array) -> jax.Array:
         query_D = self.scale[...].astype(jnp.float32) * self.query[...].astype(jnp.float32)
@@ -119,23 +120,29 @@ class ResidualAttention(nnx.Module):
         return exact_einsum("BTr,BTrD->BTD", weights_BTr, x_BTrD.astype(jnp.float32)).astype(x_BTrD.dtype)
 
 
-class Block(kimi_linear.Block):
-    """One layer: linear or latent attention, then experts or an MLP, each after a norm of what attention over residuals
-    returns. The first layer of a block begins new hidden states."""
+class ResidualBlock(HybridBlock):
+    """One layer: linear attention or attention, then experts or an MLP, each after a norm of what attention over
+    residuals returns. The first layer of a block begins new hidden states.
 
-    attention_type, mixer_type, moe_type, mlp_type = Attention, PaddedDelta, MoE, MLP
+    Attributes:
+        always_attends: whether the first layer has weights for the embedding alone, which change nothing.
+    """
 
-    def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
+    always_attends: ClassVar[bool] = True
+
+    def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, layer, dtype=dtype, keys=keys)
-        self.width, self.is_first = config.sizes["D"], layer % config.attn_res_block_size == 0
-        self.blocks = -(-layer // config.attn_res_block_size)
-        self.attn_input = ResidualAttention(config, dtype=dtype)
-        self.mlp_input = ResidualAttention(config, dtype=dtype)
+        sizes, size = config.sizes, config.attn_res_block_size
+        self.width, self.is_first, self.blocks = sizes["D"], layer % size == 0, -(-layer // size)
+        if layer or self.always_attends:
+            self.attn_input = ResidualAttention(sizes, config.rms_norm_eps, dtype=dtype)
+        self.mlp_input = ResidualAttention(sizes, config.rms_norm_eps, dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: Any | None) -> tuple[jax.Array, Any]:
         x_BTrD = x_BTD.reshape(*x_BTD.shape[:2], -1, self.width)
         x_BTD, blocks_BTrD = x_BTrD[:, :, 0], x_BTrD[:, :, 1 : 1 + self.blocks]
-        y_BTD, kv = self.attn(self.attn_norm(self.attn_input(with_stream(blocks_BTrD, x_BTD))), step, window, kv)
+        read_BTD = self.attn_input(with_stream(blocks_BTrD, x_BTD)) if hasattr(self, "attn_input") else x_BTD
+        y_BTD, kv = self.attn(self.attn_norm(read_BTD), step, window, kv)
         if self.is_first:
             x_BTD, blocks_BTrD = y_BTD, with_stream(blocks_BTrD, x_BTD)
         else:
@@ -145,27 +152,40 @@ class Block(kimi_linear.Block):
         return x_BTrD.reshape(*x_BTD.shape[:2], -1), kv
 
 
+class Block(ResidualBlock):
+    """One layer: linear or latent attention, then experts or an MLP, each after a norm of what attention over residuals
+    returns."""
+
+    attention_type, mixer_type, moe_type, mlp_type = Attention, PaddedDelta, MoE, MLP
+
+
 class ResidualNorm(RMSNorm):
     """The last norm: of attention over residuals, [B, T, (r D)] to [B, T, D]."""
 
-    def __init__(self, config: Any, *, dtype: DTypeLike):
-        super().__init__("D", config.sizes, config.rms_norm_eps, dtype=dtype)
-        self.input = ResidualAttention(config, dtype=dtype)
+    def __init__(self, letters: str, sizes: Mapping[str, int], eps: float, *, dtype: DTypeLike):
+        super().__init__(letters, sizes, eps, dtype=dtype)
+        self.input = ResidualAttention(sizes, eps, dtype=dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(self.attended(x))
+
+    def attended(self, x: jax.Array) -> jax.Array:
+        """Returns what is normalized, [B, T, D]."""
         x_BTrD = x.reshape(*x.shape[:2], -1, self.scale.shape[0])
-        return super().__call__(self.input(with_stream(x_BTrD[:, :, 1:], x_BTrD[:, :, 0])))
+        return self.input(with_stream(x_BTrD[:, :, 1:], x_BTrD[:, :, 0]))
 
 
-class Model(kimi_linear.Model):
-    """Token ids [B, T] to logits [B, T, V]."""
+class ResidualDecoder(HybridDecoder):
+    """A decoder whose layers attend to residuals."""
 
-    block: ClassVar[Any] = Block
-    config: Config
-
-    def __init__(self, config: Config, *, dtype: DTypeLike = jnp.bfloat16, **options: Any):
-        super().__init__(config, dtype=dtype, **options)
-        self.norm = ResidualNorm(config, dtype=dtype)
+    norm_type: ClassVar[Any] = ResidualNorm
+    config: Any
 
     def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
         return jnp.pad(x_BTD, ((0, 0), (0, 0), (0, self.config.block_count * x_BTD.shape[-1])))
+
+
+class Model(ResidualDecoder, kimi_linear.Model):
+    """Token ids [B, T] to logits [B, T, V]."""
+
+    block: ClassVar[Any] = Block

@@ -1,0 +1,1 @@
+"""Alice AI Foundation."""
