@@ -1357,7 +1357,7 @@ def test_the_tables_of_longcat_flash_lite() -> None:
 
 
 def test_telechat_2_states_the_length_of_its_training() -> None:
-    """Its angles depend on it, and on the length of longer texts."""
+    """Its angles depend on it, and on the length of longer texts. The first TeleChat does not state the base."""
 
     def read(**changes: Any) -> Any:
         return find_family(TELECHAT_2_7B).check_config(TELECHAT_2_7B | changes).config
@@ -1373,6 +1373,9 @@ def test_telechat_2_states_the_length_of_its_training() -> None:
     ):
         with pytest.raises(UnsupportedConfig, match=f"{key}=.* is not implemented for telechat"):
             read(**{key: value})
+    first = {key: value for key, value in TELECHAT_2_7B.items() if key != "base_seqlen"}
+    with pytest.raises(ConfigError, match="does not have base_seqlen, by which the angles"):
+        find_family(first).check_config(first)
     with pytest.raises(ConfigError, match="heads are 4092 wide together, which is not hidden_size=4096"):
         read(n_head=31)
 

@@ -1,9 +1,10 @@
-"""TeleChat and TeleChat 2."""
+"""TeleChat 2."""
 
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tpuconv.errors import ConfigError
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import Rope
@@ -17,7 +18,8 @@ from tpuconv.notation.table import Map, under
 class TeleChatConfig(DecoderConfig):
     """The keys of config.json. The base of rotary positions is 10,000, and grows with the length of the training
     (NTK-aware scaling), as `RotaryEmbedding` of the releases has it; `rope_theta` has no effect there. A longer text
-    would change the angles of all its tokens once more, at each length in another way: it is refused."""
+    would change the angles of all its tokens once more, at each length in another way: it is refused. `base_seqlen`
+    has to be there: the first TeleChat, whose other keys are the same, has 4096 in its code instead."""
 
     base_seqlen: int = 8192
 
@@ -28,12 +30,21 @@ class TeleChatConfig(DecoderConfig):
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        width, heads, base = (
-            raw.get(cls._key(field)) or getattr(cls, field)
-            for field in ("hidden_size", "num_attention_heads", "base_seqlen")
+        """See `DecoderConfig.read_ropes`.
+
+        Raises:
+            ConfigError: there is no `base_seqlen`.
+        """
+        if "base_seqlen" not in raw:
+            raise ConfigError(
+                "config.json does not have base_seqlen, by which the angles of rotary positions are computed",
+                hint="add it, as the code of the release has it: 4096 in the first TeleChat, 8192 in TeleChat 2",
+            )
+        width, heads = (
+            raw.get(cls._key(field)) or getattr(cls, field) for field in ("hidden_size", "num_attention_heads")
         )
         head = width // heads
-        growth = max(1, 2 ** math.ceil(math.log2(context / base) + 1) - 1)
+        growth = max(1, 2 ** math.ceil(math.log2(context / raw["base_seqlen"]) + 1) - 1)
         return {"rope": Rope(theta=Rope.theta * growth ** (head / (head - 2)) if growth > 1 else Rope.theta)}
 
     @property
@@ -43,7 +54,7 @@ class TeleChatConfig(DecoderConfig):
 
 TELECHAT = decoder(
     "telechat",
-    "TeleChat 7B, 12B, TeleChat 2 3B, 7B, 35B, 115B",
+    "TeleChat 2 3B, 7B, 35B, 115B",
     "TeleChat2ForCausalLM",
     "TelechatForCausalLM",
     Norms(),
@@ -88,6 +99,6 @@ TELECHAT = decoder(
     defaults={
         **{"vocab_size": 160256, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 30},
         **{"num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 8192},
-        **{"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+        **{"rms_norm_eps": 1e-5, "tie_word_embeddings": True},
     },
 )
