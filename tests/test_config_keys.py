@@ -78,6 +78,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "k2_horizon",
         "kimi_k3",
         "kimi_vl",
+        "longcat_flash_ngram",
         "mimo_v2",
         "minicpm",
         "minimax_m1",
@@ -93,6 +94,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "solar",
         "step1",
         "step3_text",
+        "telechat",
         "telechat3",
         "xing4_0",
     }  # whose code is in the releases

@@ -73,7 +73,7 @@ NOT_BY_PEFT = {
     ),
     **dict.fromkeys(("step3p5", "step3p7"), "peft fails while it renames the tensors of an adapter of this model"),
     **dict.fromkeys(("nemotron_h", *STATES_ALONE), "peft changes no out_proj of a model with Mamba layers"),
-    "longcat_flash": "peft counts the experts that compute nothing",
+    **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), "peft counts the experts that compute nothing"),
 }
 KNOWN_TO_PEFT = {
     "zaya": r".*(attn/(q|k|v|v_delayed|o)|moe)(/.*)?",  # the convolutions of heads are no linear layers

@@ -1,5 +1,7 @@
 """Embeddings of n-grams: numbers as transformers computes them with integers of 64 bits."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,8 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as theirs
 
 from helpers.families import BY_ID
 from tpuconv.errors import ConfigError
+from tpuconv.models.longcat_flash_ngram.family import Config as LongcatConfig
+from tpuconv.models.longcat_flash_ngram.modules import last_tokens, numbers_of_ngrams
 from tpuconv.models.qwen4_exp_text.family import Config
 from tpuconv.models.qwen4_exp_text.ngrams import ngram_numbers, remainders, wide_product
 from tpuconv.models.registry import find_family
@@ -28,6 +32,7 @@ def test_products_and_remainders_of_64_bits() -> None:
     products = [int(value) * factor % (1 << 64) for value in x]
     words = jax.jit(wide_product, static_argnums=1)(jnp.asarray(x.astype(np.uint32)), factor)
     assert [(int(high) << 32) + int(low) for high, low in zip(*words, strict=True)] == products
+    words = tuple(word[:, None] for word in words)
     assert jax.jit(remainders, static_argnums=1)(words, divisors).tolist() == [
         [value % by for by in divisors] for value in products
     ]
@@ -90,3 +95,41 @@ def test_what_is_no_model_is_refused(given: dict[str, object], message: str) -> 
     with pytest.raises(ConfigError) as error:
         Config.from_hf(raw | given)
     assert any(message in line for line in error.value.details), error.value.details
+
+
+LITE = LongcatConfig.from_hf(
+    {
+        **{"model_type": "longcat_flash_ngram", "vocab_size": 131072, "hidden_size": 3072, "eos_token_id": 2},
+        **{"ngram_vocab_size_ratio": 78, "emb_neighbor_num": 4, "emb_split_num": 4},
+    }
+)
+
+
+def longcat_rows(text: list[int], config: Any) -> list[int]:
+    """The row of each table, by Python's integers: the n-gram that ends with the last token of a text."""
+    seen = [0] * 64 + text
+    ended = False
+    tokens = [seen[-1]]
+    for token in reversed(seen[:-1]):
+        ended = ended or token == config.eos_token_id
+        tokens.append(0 if ended else token)
+    each = zip(config.ngram_rows, config.ngram_lengths, strict=True)
+    return [sum(t * config.vocab_size**d for d, t in enumerate(tokens[:length])) % rows for rows, length in each]
+
+
+def test_rows_of_longcat_flash_lite() -> None:
+    """Of a text whose first, last and two middle tokens are ends. Its 4-grams are numbers of 68 bits."""
+    text = [2, 130000, 131071, 131071, 131071, 131071, 11, 2, 2, 44, 0, 7, 131000, 2]
+    ids_BT = jnp.asarray([text])
+    ids_BTn = last_tokens(jnp.arange(len(text))[None], ids_BT, jnp.arange(len(text))[None], 4, 2)
+    rows = np.asarray(jax.jit(numbers_of_ngrams, static_argnums=1)(ids_BTn, LITE))[0]
+    assert rows.tolist() == [longcat_rows(text[: end + 1], LITE) for end in range(len(text))]
+
+
+def test_tokens_before_others_are_found_by_their_positions() -> None:
+    """Where slots of a cache have padding or drafts that were not accepted between them."""
+    slots = [9, 9, 5, 9, 6, 7, 9, 8]
+    positions = [-1, -1, 0, -1, 1, 2, -1, 3]
+    found = last_tokens(jnp.asarray([[3, -1, 1]]), jnp.asarray([slots]), jnp.asarray([positions]), 3, 6)
+    assert found[0, 0].tolist() == [8, 7, 0]  # 6 is an end
+    assert found[0, 2].tolist() == [6, 5, 0]  # which sees what is before it

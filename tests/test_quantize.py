@@ -68,6 +68,7 @@ WITH_EXPERTS = {
     "deepseek_v4",
     "deepseek_v41",
     "longcat_flash",
+    "longcat_flash_ngram",
     "phimoe",
     "qwen3_moe",
     "mixtral",

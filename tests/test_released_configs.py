@@ -19,6 +19,7 @@ from tpuconv.encodings.schemes import groups, schemes
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.common.beside import TEXT_ALONE
 from tpuconv.models.common.config_keys import aliases_of_reference
+from tpuconv.models.longcat_flash_ngram.family import NGRAM_KEYS
 from tpuconv.models.registry import Family, all_families, find_family, get_family
 from tpuconv.sources.config import encoding_of
 from tpuconv.verify.reference_types import reference_config
@@ -460,6 +461,32 @@ TELECHAT_3 = {
     },
     "rope_theta": 1000000.0,
 }
+TELECHAT_2_7B = {
+    **{"architectures": ["TelechatForCausalLM"], "model_type": "telechat", "n_layer": 30, "n_head": 32},
+    **{"hidden_size": 4096, "ffn_hidden_size": 12288, "vocab_size": 131072, "layer_norm_epsilon": 1e-5},
+    **{"base_seqlen": 8192, "training_seqlen": 8192, "seq_length": 8192, "flash_attn": True, "logn": True},
+    **{"embed_layernorm": False, "apply_residual_connection_post_layernorm": False, "hidden_dropout": 0.0},
+    **{"attention_dropout": 0.0, "tie_word_embeddings": False, "torch_dtype": "float16", "use_cache": True},
+}
+TELECHAT_2_115B = TELECHAT_2_7B | {
+    **{"architectures": ["TeleChat2ForCausalLM"], "n_layer": 96, "n_head": 64, "num_key_value_heads": 8},
+    **{"hidden_size": 8192, "ffn_hidden_size": 40960},
+}
+LONGCAT_FLASH_LITE = {
+    **{"architectures": ["LongcatFlashNgramForCausalLM"], "model_type": "longcat_flash_ngram", "vocab_size": 131072},
+    **{"hidden_size": 3072, "num_layers": 14, "ffn_hidden_size": 6144, "expert_ffn_hidden_size": 1024},
+    **{"n_routed_experts": 256, "zero_expert_num": 128, "zero_expert_type": "identity", "moe_topk": 12},
+    **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    **{"num_attention_heads": 32, "routed_scaling_factor": 6.0, "rms_norm_eps": 1e-5, "rope_theta": 5000000.0},
+    "rope_scaling": {
+        **{"original_max_position_embeddings": 32768, "rope_type": "yarn", "factor": 10},
+        **{"beta_fast": 32, "beta_slow": 1, "mscale": 1, "mscale_all_dim": 1},
+    },
+    **{"max_position_embeddings": 327680, "mla_scale_q_lora": True, "mla_scale_kv_lora": True, "router_bias": False},
+    **{"norm_topk_prob": False, "attention_bias": False, "attention_dropout": 0.0, "attention_method": "MLA"},
+    **{"ngram_vocab_size_ratio": 78, "emb_neighbor_num": 4, "emb_split_num": 4, "tie_word_embeddings": False},
+    **{"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16", "use_cache": True},
+}
 RELEASES = [
     pytest.param(GLM_5_2, 744, id="GLM-5.2"),
     pytest.param(GLM_5_2 | {"num_experts": 256, "mlp_bias": False}, 744, id="GLM-5.2-NVFP4"),
@@ -480,6 +507,9 @@ RELEASES = [
     pytest.param(DEEPSEEK_MOE_16B, 16.4, id="deepseek-moe-16b"),
     pytest.param(STEP_3, 316, id="step3"),
     pytest.param(TELECHAT_3, 36.0, id="TeleChat3-36B"),
+    pytest.param(LONGCAT_FLASH_LITE, 68.56, id="LongCat-Flash-Lite"),  # 31.4 of them in the tables of n-grams
+    pytest.param(TELECHAT_2_7B, 7.62, id="TeleChat2-7B"),
+    pytest.param(TELECHAT_2_115B, 113.3, id="TeleChat2-115B"),
 ]
 
 
@@ -1297,6 +1327,57 @@ def test_telechat3_has_a_factor_of_angles_of_its_own() -> None:
     for wrong in ({"factor": 0.5}, {"factor": "4"}, {"type": "yarn"}):
         with pytest.raises((ConfigError, UnsupportedConfig), match="rope_scaling"):
             factor(**wrong)
+
+
+def test_the_tables_of_longcat_flash_lite() -> None:
+    family = find_family(LONGCAT_FLASH_LITE)
+    config = family.check_config(LONGCAT_FLASH_LITE).config
+    shapes = {name: shape for row in family.table.bind(config) for name, shape in row.src_shapes().items()}
+    tables = [shapes[f"model.ngram_embeddings.embedders.{i}.weight"] for i in range(12)]
+    assert tables == [(78 * 131072 + 2 * i + 1, 256) for i in range(12)]
+    assert {shapes[f"model.ngram_embeddings.post_projs.{i}.weight"] for i in range(12)} == {(3072, 256)}
+    assert config.ngram_lengths == (2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4)
+    assert find_family(LONGCAT_FLASH_LITE | {"model_type": "longcat_flash"}) is family
+    plain = {key: x for key, x in LONGCAT_FLASH_LITE.items() if key not in NGRAM_KEYS}
+    assert family.check_config(plain).config.sizes["ngram_tables"] == 0
+    for changes, message in (
+        ({"emb_split_num": None}, "ngram_vocab_size_ratio, emb_neighbor_num needs emb_split_num beside it"),
+        ({"ngram_vocab_size_ratio": 0}, "ngram_vocab_size_ratio=0 is not positive"),
+        ({"emb_neighbor_num": 1}, "emb_neighbor_num"),
+        ({"emb_split_num": 1024, "emb_neighbor_num": 5}, "hidden_size=3072 is less than 4096, the number of tables"),
+        ({"ngram_vocab_size_ratio": 1 << 14}, "gives a table of more than 2147483647 n-grams"),
+        ({"eos_token_id": 131072}, "an eos_token_id in the vocabulary, not 131072"),
+        ({"eos_token_id": [1, 2]}, "eos_token_id"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            family.check_config(LONGCAT_FLASH_LITE | changes)
+    for changes in ({"attention_method": "GQA"}, {"nextn_use_scmoe": True}, {"use_longcat_dsa": True}):
+        with pytest.raises(UnsupportedConfig, match=next(iter(changes))):
+            family.check_config(LONGCAT_FLASH_LITE | changes)
+
+
+def test_telechat_2_states_the_length_of_its_training() -> None:
+    """Its angles depend on it, and on the length of longer texts. The first TeleChat does not state the base."""
+
+    def read(**changes: Any) -> Any:
+        return find_family(TELECHAT_2_7B).check_config(TELECHAT_2_7B | changes).config
+
+    assert (read().rope.theta, read().position_limit, read().sizes["K"]) == (10000, 8192, 32)
+    assert read(training_seqlen=32768).rope.theta == pytest.approx(10000 * 7 ** (128 / 126))
+    assert read(training_seqlen=32768).position_limit == 32768
+    assert read(training_seqlen=9000).rope.theta == pytest.approx(10000 * 3 ** (128 / 126))
+    assert read(training_seqlen=4096).rope.theta == 10000
+    for key, value in (
+        *(("embed_layernorm", True), ("apply_residual_connection_post_layernorm", True), ("rope_theta", 1e6)),
+        *(("rope_scaling", {"type": "dynamic", "factor": 2.0}), ("hidden_act", "gelu")),
+    ):
+        with pytest.raises(UnsupportedConfig, match=f"{key}=.* is not implemented for telechat"):
+            read(**{key: value})
+    first = {key: value for key, value in TELECHAT_2_7B.items() if key != "base_seqlen"}
+    with pytest.raises(ConfigError, match="does not have base_seqlen, by which the angles"):
+        find_family(first).check_config(first)
+    with pytest.raises(ConfigError, match="heads are 4092 wide together, which is not hidden_size=4096"):
+        read(n_head=31)
 
 
 def test_factors_of_tele_flm() -> None:

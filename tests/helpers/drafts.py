@@ -50,7 +50,7 @@ WITH_MODULE = (
     *("glm4_moe_lite-plain", "qwen3_next-plain", "qwen3_5_text-plain", "qwen3_5-plain", "qwen3_5_moe_text-plain"),
     *("qwen3_5_moe-plain", "ernie4_5_moe-plain", "mimo_v2_flash-plain", "deepseek_v4-plain", "exaone_moe-plain"),
     *("hy_v3-plain", "bailing_hybrid-plain", "bailing_moe-plain", "longcat_flash-plain", "nemotron_h-latent"),
-    *("bailing_moe_v2_5-plain", "mimo-plain", "xing4_0-plain", "alice_ai-plain"),
+    *("bailing_moe_v2_5-plain", "mimo-plain", "xing4_0-plain", "alice_ai-plain", "longcat_flash_ngram-plain"),
 )
 """A case of each family with such a module."""
 

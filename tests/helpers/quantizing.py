@@ -118,9 +118,16 @@ EVEN = {
         **{"head_dim": 32, "q_lora_rank": 64, "o_lora_rank": 32, "index_head_dim": 32, "intermediate_size": 64},
         "engram_head_dim": 32,
     },
-    "longcat_flash": {
-        **{key: x for key, x in MLA.items() if key != "moe_intermediate_size"},
-        **{"num_key_value_heads": 4, "head_dim": 32, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 64},
+    **{
+        name: {
+            **{key: x for key, x in MLA.items() if key != "moe_intermediate_size"},
+            **{"num_key_value_heads": 4, "head_dim": 32, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 64},
+            **ngrams,
+        }
+        for name, ngrams in {
+            "longcat_flash": {},
+            "longcat_flash_ngram": {"emb_neighbor_num": 3, "emb_split_num": 1},
+        }.items()
     },
     "cohere2_moe": {"head_dim": 32, "intermediate_size": 64, "prefix_dense_intermediate_size": 64},
     **{name: {"head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 64} for name in ("mimo_v2", "mimo_v2_flash")},
@@ -192,7 +199,8 @@ EVEN = {
     "llama4": {"head_dim": 32, "intermediate_size_mlp": 96},
     "llama4_text": {"head_dim": 32, "intermediate_size_mlp": 96},
     **{name: {"num_attention_heads": 2} for name in ("qwen2", "exaone", "internlm2")},
-    **{name: {"num_attention_heads": 2} for name in ("orion", "minicpm", "PanguEmbedded", "TeleFLM", "step1")},
+    **{name: {"num_attention_heads": 2} for name in ("orion", "minicpm", "PanguEmbedded", "TeleFLM")},
+    **{name: {"num_attention_heads": 2} for name in ("step1", "telechat")},
     "deepseek": {"num_attention_heads": 2, "moe_intermediate_size": 64},
     "bailing_moe_v1": {"head_dim": 32, "moe_intermediate_size": 64},
     "nemotron-nas": {

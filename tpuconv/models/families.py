@@ -103,6 +103,7 @@ FAMILIES: Mapping[str, str] = {
     "internlm2": "lineages.llama",
     "mimo": "lineages.qwen",
     "longcat_flash": "longcat_flash.family",
+    "longcat_flash_ngram": "longcat_flash_ngram.family",
     "gpt_neox": "lineages.gpt",
     "phi": "lineages.phi",
     "phimoe": "lineages.phi",
@@ -203,6 +204,7 @@ FAMILIES: Mapping[str, str] = {
     "step3_text": "lineages.step",
     "telechat3": "lineages.like_llama",
     "TeleFLM": "lineages.like_llama",
+    "telechat": "lineages.telechat",
     "k2_horizon": "lineages.k2_horizon",
     "alice_ai": "alice_ai.family",
     "chatglm": "lineages.glm",
@@ -228,6 +230,7 @@ FAMILIES: Mapping[str, str] = {
 }
 
 SHARED_TYPES: Mapping[str, Mapping[str, str]] = {
+    "longcat_flash": {"LongcatFlashNgram": "longcat_flash_ngram"},
     "bailing_hybrid": {"BailingMoeV2_5": "bailing_moe_v2_5"},
     "bailing_moe": dict.fromkeys(("BailingMoeFor", "BailingMoeModel"), "bailing_moe_v1"),
     "gemma3_text": {"Rnj1": "rnj1"},

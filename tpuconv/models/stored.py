@@ -48,7 +48,7 @@ def check_positions(manifest: Manifest, tokens: int, sequence: str, hint: str) -
         sequence, hint: what the error calls it, and what it says to do.
 
     Raises:
-        UsageError: it has not: its positions are learned, and they are fewer.
+        UsageError: it has not: it has learned fewer, or was trained for fewer and computes others in another way.
     """
     limit = model_config(manifest).position_limit
     if limit is not None and tokens > limit:

@@ -1,6 +1,7 @@
 """Sizes and sets of layers: what a table needs of a family's config."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
@@ -9,12 +10,14 @@ from tpuconv.notation.letters import sharded_as
 
 MTP = "U"
 """The letter of layers that predict further tokens (MTP)."""
+LAYER_NAME = re.compile(r"(?:\w+\.)?layers\.(\d+)\.")
+"""How the names of a layer's parameters begin, where layers are not stacked."""
 
 
 class HasSizes(Protocol):
-    """The interface of a family's config for a table, besides the properties that rows name in `when`, `layer_sizes` if
-    layers differ in the size of a letter (`DecoderConfig.layer_sizes`), and `parts` if the model has parts beside its
-    text model (`DecoderConfig.parts`)."""
+    """The interface of a family's config for a table, besides the properties that rows name in `when`; `layer_sizes`
+    and `module_sizes` if layers, or modules outside of layers, differ in the size of a letter (`DecoderConfig`); and
+    `parts` if the model has parts beside its text model (`DecoderConfig.parts`)."""
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -47,6 +50,24 @@ class WithSizes:
 def configs_by_part(config: HasSizes) -> dict[str, HasSizes]:
     """Returns the config of the text model, under an empty name, and of each part beside it."""
     return {"": config, **getattr(config, "parts", {})}
+
+
+def special_sizes_of(config: HasSizes) -> Callable[[str], Mapping[str, int]]:
+    """Returns a function of a parameter's name, which returns the sizes that differ from `sizes` in its layer or its
+    module. Trees of targets may have another name in front, and further ones behind."""
+    of_layers: Mapping[int, Mapping[str, int]] = getattr(config, "layer_sizes", {})
+    of_modules: Mapping[str, Mapping[str, int]] = getattr(config, "module_sizes", {})
+
+    def special(name: str) -> Mapping[str, int]:
+        if of_layers and (layer := LAYER_NAME.match(name)):
+            return of_layers.get(int(layer[1]), {})
+        if not of_modules:
+            return {}
+        parts = name.split(".")
+        modules = (".".join(parts[first:end]) for first in (0, 1) for end in range(first + 1, len(parts)))
+        return next((of_modules[module] for module in modules if module in of_modules), {})
+
+    return special
 
 
 def holds(condition: str | bool | None, config: Any) -> bool:

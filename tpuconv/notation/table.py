@@ -21,7 +21,7 @@ from tpuconv.notation.layout import Layout, Shape, format_axes
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.release import AS_TABLED, Release
 from tpuconv.notation.segments import reason_by
-from tpuconv.notation.sizes import MTP, HasSizes, configs_by_part, holds, sets_of_layers
+from tpuconv.notation.sizes import MTP, HasSizes, configs_by_part, holds, sets_of_layers, special_sizes_of
 
 INDEX = re.compile(r"\{(#?\w+(?:\+\w+)*)\}")
 LAYERS, EXPERTS = "L", "E"
@@ -33,8 +33,6 @@ declare(**{REST_LAYERS: Word("layers after the last complete period")})
 
 LAYERS_APART = "rest"
 """Where the layers after the last complete period are in our own tree, if the others are stacked."""
-LAYER_NAME = re.compile(r"(?:\w+\.)?layers\.(\d+)\.")
-"""How the names of a layer's parameters begin, where layers are not stacked."""
 APART = "apart_"
 """How the words begin for the layers that a release names or groups in another way than the rest."""
 MTP_PARAMETERS = "mtp."
@@ -262,7 +260,7 @@ class MappingTable:
             )
         by_part = self._values_by_part(config, include_mtp)
         sizes_by_part = {part: {x: len(value) for x, value in values.items()} for part, values in by_part.items()}
-        of_layers = {part: getattr(own, "layer_sizes", {}) for part, own in configs_by_part(config).items()}
+        special_sizes = {part: special_sizes_of(own) for part, own in configs_by_part(config).items()}
         bindings = []
         for row in self._rows_of(config, include_mtp):
             values, sizes = by_part[row.part], sizes_by_part[row.part]
@@ -277,8 +275,7 @@ class MappingTable:
                 )
                 places = {f"#{x}": values[x].index(number) for x, number in known.items()}
                 dst = tuple(Stack((_with_indices(name, known | places),), 0) for name in row.jax_names)
-                layer = LAYER_NAME.match(dst[0].names[0]) if of_layers[row.part] else None
-                own = of_layers[row.part].get(int(layer[1])) if layer else None
+                own = special_sizes[row.part](dst[0].names[0])
                 bindings.append(Binding(row, layout, {**sizes, **own} if own else sizes, src, dst))
         return bindings
 

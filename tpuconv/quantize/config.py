@@ -66,7 +66,7 @@ alone."""
 
 EMBEDDING = "embed"
 """The module whose matrix is looked up, and in some models multiplied too. Qwix would quantize it for the product, and
-the look-up could not read it."""
+the look-up could not read it. Its parts, such as projections of n-grams, stay as they are too."""
 
 AUTO = "auto:"
 """The beginning of a config that names a number of bits."""

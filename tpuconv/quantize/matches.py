@@ -46,7 +46,7 @@ def check_used(config: QuantConfig, modules: Sequence[str], unmatched: Collectio
         ConfigError: a rule does nothing.
     """
     faults, shadowed, of_mtp = [], False, False
-    named = [path for path in modules if path != EMBEDDING]
+    named = [path for path in modules if path.partition("/")[0] != EMBEDDING]
     for i, rule in enumerate(config.rules):
         first = next((config.rule_of(path) for path in named if rule.matches(path)), None)
         if i in unmatched and first == i:

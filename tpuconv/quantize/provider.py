@@ -31,7 +31,7 @@ class Provider(qwix.PtqProvider):  # type: ignore[misc]
 
     def __init__(self, config: QuantConfig, part: str = ""):
         rules = [qwix.QuantizationRule(**rule.to_qwix()) for rule in config.rules]
-        super().__init__([qwix.QuantizationRule(module_path=EMBEDDING), *rules], _einsum_fn=_einsum)
+        super().__init__([qwix.QuantizationRule(module_path=rf"{EMBEDDING}(/.*)?"), *rules], _einsum_fn=_einsum)
         self.config, self.part = config, part
         self.seen_modules: dict[str, None] = {}
         self.rule_numbers: dict[str, int] = {}

@@ -20,6 +20,8 @@ MODELS: Mapping[str, str] = {
     "iquestloopcoder": "loop_coder:IQuestLoopCoderForCausalLM",
     "step1": "step:Step1ForCausalLM",
     "TeleFLM": "like_llama:TeleFLMForCausalLM",
+    "longcat_flash_ngram": "longcat:LongcatFlashNgramForCausalLM",
+    "telechat": "telechat:TeleChat2ForCausalLM",
     "step3_text": "step:Step3TextForCausalLM",
     "solar": "like_llama:SolarForCausalLM",
     "nanbeige": "loop_coder:NanbeigeForCausalLM",

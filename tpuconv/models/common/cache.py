@@ -126,6 +126,7 @@ class Cache:
         mtp: the cache of the module for multi-token prediction, in the same slots; None without one.
         delta_B: what the images of earlier tokens add to the rotary positions of later ones; None without images. Of
             another shape than the ids [B, 1] of a step, for which XLA would take its memory.
+        ids_BS: the token in each slot; None where no embedding reads tokens before others.
     """
 
     layers: Any
@@ -133,14 +134,15 @@ class Cache:
     used: jax.Array
     mtp: Any = None
     delta_B: jax.Array | None = None
+    ids_BS: jax.Array | None = None
 
     @classmethod
     def empty(cls, layers: Any, batch: int, length: int, mtp: Any = None) -> Self:
         """Returns a cache of `length` slots, none of them in use."""
         return cls(layers, jnp.full((batch, length), -1, jnp.int32), jnp.zeros((), jnp.int32), mtp)
 
-    def take(self, pos_BT: jax.Array) -> "Cache":
-        """Returns the cache with slots reserved for tokens at these positions. Their keys and values are not yet
+    def take(self, pos_BT: jax.Array, ids_BT: jax.Array) -> "Cache":
+        """Returns the cache with slots reserved for these tokens at these positions. Their keys and values are not yet
         written.
 
         Raises:
@@ -150,8 +152,12 @@ class Cache:
         known_used = 0 if isinstance(self.used, jax.core.Tracer) else int(self.used)
         if known_used + tokens > slots:
             raise UsageError(f"the cache has {slots} slots, {known_used} of them in use: {tokens} tokens do not fit")
-        positions_BS = jax.lax.dynamic_update_slice_in_dim(self.positions_BS, pos_BT, self.used, 1)
-        return replace(self, positions_BS=positions_BS, used=self.used + tokens)
+
+        def written(old_BS: jax.Array, new_BT: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(old_BS, new_BT.astype(old_BS.dtype), self.used, 1)
+
+        ids_BS = None if self.ids_BS is None else written(self.ids_BS, ids_BT)
+        return replace(self, positions_BS=written(self.positions_BS, pos_BT), ids_BS=ids_BS, used=self.used + tokens)
 
     def shifted(self, delta_B1: jax.Array | None) -> "Cache":
         """Returns the cache after images that add this to the rotary positions of later tokens."""
@@ -250,5 +256,5 @@ def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
         return jax.tree.unflatten(treedef, shardings)
 
     replicated: Any = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
-    delta = None if cache.delta_B is None else replicated
-    return Cache(entry(cache.layers), replicated, replicated, entry(cache.mtp), delta)
+    delta, ids = (None if x is None else replicated for x in (cache.delta_B, cache.ids_BS))
+    return Cache(entry(cache.layers), replicated, replicated, entry(cache.mtp), delta, ids)

@@ -309,6 +309,12 @@ class DecoderConfig:
         """For layers in which letters have other sizes than in `sizes`, these sizes."""
         return {}
 
+    @property
+    def module_sizes(self) -> Mapping[str, Mapping[str, int]]:
+        """For modules outside of layers in which letters have other sizes than in `sizes`, by their names, these
+        sizes."""
+        return {}
+
     def of_layer(self, layer: int) -> Any:
         """Returns this config with the sizes of a layer."""
         return WithSizes(self, {**self.sizes, **self.layer_sizes.get(layer, {})}, self.layer_sets)

@@ -274,14 +274,14 @@ class Decoder(Summarized):
         seen_B1 = 0 if cache is None else cache.positions_BS.max(axis=1, keepdims=True) + 1
         pos_BT = jnp.where(mask_BT, seen_B1 + jnp.cumsum(mask_BT, axis=1, dtype=jnp.int32) - 1, -1)
         ids_BT = self.readable(ids_BT, seen)
-        x_BTD = self.first_input(self.embed(ids_BT), pos_BT, seen)
+        taken = None if cache is None else cache.take(pos_BT, ids_BT)
+        x_BTD = self.first_input(self.embed.in_text(ids_BT, pos_BT, taken), pos_BT, seen)
         inputs = self.layer_inputs(ids_BT, x_BTD)
-        if cache is None:
+        if cache is None or taken is None:
             steps = Steps.of(self.config, pos_BT, pos_BT, 0, inputs, seen, entered=entered)
             x_BTD, _ = self._run(x_BTD, steps, None)
             steps.enter(self.config.num_hidden_layers, x_BTD)
             return x_BTD, None
-        taken = cache.take(pos_BT)
         steps = Steps.of(self.config, pos_BT, taken.positions_BS, cache.used, inputs, seen, cache.delta_B, entered)
         x_BTD, layers = self._run(x_BTD, steps, cache.layers)
         steps.enter(self.config.num_hidden_layers, x_BTD)

@@ -81,6 +81,11 @@ class Embed(nnx.Module):
         """Returns the vectors [B, T, D] of token ids. An id outside the vocabulary gives NaN."""
         return jnp.take(self.embedding[...], ids_BT, axis=0, mode="fill")
 
+    def in_text(self, ids_BT: jax.Array, pos_BT: jax.Array, cache: Any | None) -> jax.Array:
+        """Returns the vectors [B, T, D] of the tokens of a call, whose positions are -1 for padding. An embedding that
+        reads the tokens before a token overrides this: the `Cache` of a call has them, with these (`ids_BS`)."""
+        return self(ids_BT)
+
     def attend(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the logits [B, T, V]."""
         return jnp.einsum("BTD,VD->BTV", x_BTD, self.embedding[...])

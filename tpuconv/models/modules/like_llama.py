@@ -27,6 +27,7 @@ from tpuconv.models.common.layers import (
 )
 from tpuconv.models.common.loops import LoopedDecoder
 from tpuconv.models.common.steps import Step
+from tpuconv.notation.letters import with_letters
 
 
 class XIELU(nnx.Module):
@@ -54,6 +55,14 @@ class XIELUMLP(blocks.PlainMLP):
 
     def act(self, x_BTF: jax.Array) -> jax.Array:
         return self.xielu(x_BTF)
+
+
+class DownBiasedMLP(blocks.GatedMLP):
+    """Gated MLP whose last product alone has a bias, x [B, T, D] to [B, T, D]."""
+
+    def __init__(self, config: Any, F: str, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config, F, dtype=dtype, keys=keys)
+        self.down = Einsum("BTF,FD->BTD", with_letters(config.sizes, {"F": F}), bias=True, dtype=dtype, keys=keys)
 
 
 class SubNormedAttention(blocks.Attention):

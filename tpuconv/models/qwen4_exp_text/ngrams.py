@@ -32,15 +32,14 @@ def wide_product(x: jax.Array, factor: int) -> TwoWords:
 
 
 def remainders(x: TwoWords, divisors: tuple[int, ...]) -> jax.Array:
-    """Returns the remainders [..., n] of x [...] by n divisors of less than 32 bits, in uint32. The bits of x follow
-    one another, as many at once as the largest divisor leaves room for."""
+    """Returns the remainders [..., n] of x [..., n], or of x [..., 1], by n divisors of less than 32 bits, in uint32.
+    The bits of x follow one another, as many at once as the largest divisor leaves room for."""
     room, by = 32 - max(divisors).bit_length(), jnp.array(divisors, jnp.uint32)
     rest = jnp.zeros(len(divisors), jnp.uint32)
     for word in x:
         for left in range(32, 0, -room):
             bits = min(room, left)
-            part = (word[..., None] >> (left - bits)) & ((1 << bits) - 1)
-            rest = ((rest << bits) | part) % by
+            rest = ((rest << bits) | ((word >> (left - bits)) & ((1 << bits) - 1))) % by
     return rest
 
 
@@ -67,7 +66,8 @@ def ngram_numbers(ids_BS: jax.Array, numbering: NGramHash, end: int, fill: int |
             continue
         mixed, within = (mixed[0] ^ high, mixed[1] ^ low), ids_BT != end
         own = slice((back - 1) * hashes, back * hashes)
-        numbers.append(remainders(mixed, numbering.sizes[own]) + jnp.array(numbering.starts[own], jnp.uint32))
+        each = mixed[0][..., None], mixed[1][..., None]
+        numbers.append(remainders(each, numbering.sizes[own]) + jnp.array(numbering.starts[own], jnp.uint32))
     return jnp.concatenate(numbers, axis=-1).astype(jnp.int32)
 
 

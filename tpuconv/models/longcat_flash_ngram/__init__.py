@@ -1,0 +1,1 @@
+"""LongCat-Flash with embeddings of n-grams."""
