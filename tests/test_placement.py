@@ -31,8 +31,10 @@ for line in sys.stdin:
     family = find_family(raw)
     model = family.model_class(family.config.from_hf(raw), dtype=jnp.float32, rngs=nnx.Rngs(0))
     # Logits near zero would show no mistake. From four times on, one rounding of each weight moves some by about 2e-5.
+    # The equal elements of a query that reads residuals add up: scores of 60 would enlarge each rounding as much.
     for path, value in nnx.to_flat_state(nnx.state(model)):
-        value.set_value(value.get_value() * 3 if value.ndim > 1 else value.get_value() + len(str(path)) / 50)
+        offset = len(str(path)) / (250 if path[-1] == "query" else 50)
+        value.set_value(value.get_value() * 3 if value.ndim > 1 else value.get_value() + offset)
     ids = jnp.arange(4 * 6).reshape(4, 6) * 7 % 101
     alone = list(map(np.asarray, logits(model, ids)))
     worst = 0.0
