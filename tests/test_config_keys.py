@@ -94,6 +94,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "solar",
         "step1",
         "step3_text",
+        "step4",
         "telechat",
         "telechat3",
         "xing4_0",

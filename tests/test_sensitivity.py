@@ -111,10 +111,10 @@ def test_a_group_costs_what_a_checkpoint_costs_that_is_quantized_so(family, dtyp
                 assert option.kl == pytest.approx(divergence(plain, out), rel=1e-3)
                 costs[option.qtype].append(option.kl)
                 tried += 1
-        # Fewer bits cost more. What selects tokens may select the same ones, rounded to either: both cost the same.
+        # Fewer bits cost more. What selects tokens may select the same ones, rounded to either, or to fewer bits alone.
         selects = "/indexer/" in group.path
         for of_int8, of_int4 in product(costs["int8"] or [0], costs["int4"]):
-            assert of_int8 < of_int4 or (selects and of_int8 == of_int4), (group.path, costs)
+            assert of_int8 < of_int4 or (selects and of_int4 in (of_int8, 0)), (group.path, costs)
         assert all(costs["int8"]) or selects, (group.path, costs)
     every = sum(len(group.options) - 1 for group in last.values())
     assert tried == (every if wanted is None else sum(map(len, wanted.values())))

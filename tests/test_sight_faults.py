@@ -32,6 +32,7 @@ HIDDEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("deepseek_ocr", "deepseek_ocr_without_tiles"), ("columns of positions first: vision",)),
     # only squares are interpolated, to squares
     **dict.fromkeys(("deepseek_vl_hybrid", "step3p7", "step_robotics"), ("columns of positions first: vision",)),
+    "step3p5v": ("columns of positions first: vision",),
 }
 """By case the faults that change nothing in its encoder, whichever images it gets."""
 

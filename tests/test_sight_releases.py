@@ -15,6 +15,7 @@ import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.conversions import assert_same, restore
 from helpers.families import FIRST, save
+from helpers.released import STEP5_TEXT
 from helpers.whole_sights import made
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -329,6 +330,12 @@ STEP3_10B: Mapping[str, Any] = {
         "width": 1536,
     },
 }
+STEP5: Mapping[str, Any] = {
+    **{"architectures": ["MMGPTStepRoboticsForCausalLM"], "model_type": "step3p5v"},
+    **{key: STEP3_10B[key] for key in ("image_token_id", "projector_bias", "understand_projector_stride")},
+    "vision_config": STEP3_10B["vision_config"],
+    "text_config": STEP5_TEXT,
+}
 NVLM: Mapping[str, Any] = {
     "architectures": ["NVLM_D"],
     "model_type": "NVLM_D",
@@ -371,6 +378,7 @@ RELEASES: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "NVLM_D": (NVLM, "79.4"),
     "step3_vl": (STEP3, "321.0"),
     "step_robotics": (STEP3_10B, "10.2"),
+    "step3p5v": (STEP5, "600.5"),
     "ovis2_5": (OVIS25, "9.2"),
     "phi3_v": (PHI3_V, "4.1"),
     "dots_ocr": (DOTS, "3.0"),
@@ -444,6 +452,7 @@ def test_other_values_are_refused(name: str, change: dict[str, Any], fault: str)
         ("NVLM_D", "qwen2", "language_model."),
         ("step3_vl", "step3_text", ""),
         ("step_robotics", "qwen3", ""),
+        ("step3p5v", "step4", ""),
         ("minicpmv", "qwen2", "llm."),
         ("minicpmv_4", "llama", "llm."),
         ("minicpmv_4_5", "qwen3", "llm."),
@@ -500,7 +509,7 @@ def test_the_embedding_of_phi_3_may_stand_twice(both: bool, whole: Any, tmp_path
     assert_same(read_tensors(tmp_path / "back"), read_tensors(src))
 
 
-@pytest.mark.parametrize("name", ["minicpmv", "ovis2_5", "phi3_v", "NVLM_D", "step3_vl", "step_robotics"])
+@pytest.mark.parametrize("name", ["minicpmv", "ovis2_5", "phi3_v", "NVLM_D", "step3_vl", "step_robotics", "step3p5v"])
 def test_prompts_without_a_processor_are_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RELEASES[name][0]))
     with pytest.raises(UsageError, match=f"transformers has no processor for {name}"):

@@ -1,5 +1,5 @@
-"""Step-3.5 and 3.7 as they are released: keys of config.json that transformers replaces by others, and layers for
-further tokens."""
+"""Step-3.5, 3.7 and 5 Preview as they are released: keys of config.json that transformers replaces by others, and
+layers for further tokens."""
 
 import json
 from copy import deepcopy
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from helpers.released import STEP5_TEXT
 from tpuconv.errors import ConfigError, TpuconvError, UnsupportedConfig
 from tpuconv.models.registry import find_family
 from tpuconv.models.step3p5.family import Config
@@ -177,3 +178,50 @@ def test_the_release_of_step1_is_read() -> None:
     assert (config.sizes["K"], config.sizes["G"], config.sizes["H"]) == (4, 12, 64)
     assert config.max_position_embeddings == 32768
     assert config.ropes == (None,) * 32
+
+
+def test_what_layers_of_the_preview_have() -> None:
+    config = find_family(STEP5_TEXT).check_config(STEP5_TEXT).config
+    assert config.layer_sets["indexer_layers"] == tuple(range(3, 92, 4))
+    assert config.layer_sets["I"] == (0, 1, 2, 91)
+    assert config.rope_dims[2:5] == (192, 64, 192)
+    assert [rope.theta for rope in config.ropes[2:4]] == [10_000, 10_000_000]
+    assert config.horizons == {512, 512 * 8}
+    why = find_family(STEP5_TEXT).table.ignored(config)
+    assert all(why(f"model.layers.{layer}.eh_proj.weight") for layer in (92, 94))
+    assert not why("model.layers.91.self_attn.ssmax_s")
+
+
+@pytest.mark.parametrize(
+    ("error", "changes", "message"),
+    [
+        (UnsupportedConfig, {"enabled": False}, "enabled=False is not implemented for step4, only True"),
+        (UnsupportedConfig, {"softmax": "plain"}, "softmax="),
+        (ConfigError, {"num_provider_groups": 3}, "num_attention_heads=64 is not a multiple of num_provider_groups=3"),
+        (ConfigError, {"sparse_indexer_num_heads": 6}, "sparse_indexer_num_heads=6 is not a multiple of num_provider"),
+        (ConfigError, {"sparse_indexer_rope_dim": 258}, "sparse_indexer_rope_dim=258 is not an even part of proxy_dim"),
+        (ConfigError, {"sparse_indexer_rope_dim": 3}, "sparse_indexer_rope_dim=3 is not an even part of proxy_dim"),
+        (ConfigError, {"topk": 0}, "topk=0 is less than 1"),
+    ],
+    ids=str,
+)
+def test_another_selection_is_refused(error: type[TpuconvError], changes: dict[str, Any], message: str) -> None:
+    raw = {**STEP5_TEXT, "sparse_config": {**STEP5_TEXT["sparse_config"], **changes}}
+    with pytest.raises(error, match=message):
+        find_family(raw).check_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim_sliding_attention": 128}, "head_dim_sliding_attention=128 is not 192, as in all layers"),
+        ({"num_attention_groups_full_attention": 8}, "num_attention_groups_full_attention=8 is not 4"),
+        ({"sparse_config": 3}, "sparse_config=3 is not an object"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotary positions of the type 'dynamic' depend"),
+    ],
+    ids=str,
+)
+def test_another_preview_is_refused(changes: dict[str, Any], message: str) -> None:
+    raw = {**STEP5_TEXT, **changes}
+    with pytest.raises(ConfigError, match=message):
+        find_family(raw).check_config(raw)

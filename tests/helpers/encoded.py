@@ -201,6 +201,7 @@ OF_OTHERS = (".fc_in", ".fc_out", ".input_linear", ".output_linear", ".linear_ga
 OF_MOLMO = (".attn_out", ".ff_out")
 OF_COSMOS = (".to_q", ".to_k", ".to_v", ".to_out")
 OF_TELECHAT = (".query", ".key_value")
+OF_STEP = (".sparse_indexer_q", ".sparse_indexer_k")
 OF_CTRL = (".Wq", ".Wk", ".Wv", ".ffn.0", ".ffn.2")
 OF_MODERNBERT = (".Wi", ".Wo")
 OF_ZAYA = ("_proj_current", "_proj_delayed")
@@ -217,6 +218,7 @@ PARTS = (
         *OF_GRIFFIN,
         *OF_INKLING,
         *OF_COSMOS,
+        *OF_STEP,
         *OF_CTRL,
         *OF_TELECHAT,
         *OF_MODERNBERT,

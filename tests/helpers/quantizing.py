@@ -13,7 +13,7 @@ from flax import nnx
 
 import tpuconv
 from helpers.conversions import LIMITS, assert_same
-from helpers.families import CASES, Case
+from helpers.families import BY_ID, CASES, Case
 from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert.plan.arrays import with_quantization
 from tpuconv.convert.plan.coverage import make_plan
@@ -161,6 +161,10 @@ EVEN = {
         **{"head_dim": 32, "share_q_dim": 32, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
     },
     **{name: {"head_dim": 32, "moe_intermediate_size": 64, "share_expert_dim": 64} for name in ("step3p5", "step3p7")},
+    "step4": {
+        **{"head_dim": 32, "moe_intermediate_size": 64, "share_expert_dim": 64},
+        "sparse_config": {**BY_ID["step4-plain"].config["sparse_config"], "proxy_dim": 32},
+    },
     **{
         name: {
             **{"head_dim": 32, "partial_rotary_factor": 0.5, "rotary_dim": 16, "intermediate_size": 64},

@@ -1,7 +1,9 @@
 """Configs with the constants of releases, which programs have in their code, and models that programs agree on."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -155,3 +157,72 @@ DEEPSEEK_V41_ENCODING = {
     "weight_block_size": [32, 32],
 }
 """The description of encoded weights, which stands beside `text_config`."""
+
+STEP5_TEXT: Mapping[str, Any] = {
+    "architectures": ["Step4ForCausalLM"],
+    "model_type": "step4",
+    "att_impl_type": "GQA",
+    "fp32_residual_connection": True,
+    "head_dim": 192,
+    "head_dim_full_attention": 192,
+    "head_dim_sliding_attention": 192,
+    "hidden_size": 4096,
+    "intermediate_size": 13824,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 23 + ["sliding_attention"] * 3,
+    "max_seq_len": 1048576,
+    "moe_intermediate_size": 1536,
+    "moe_layers_enum": ",".join(map(str, range(3, 91))),
+    "moe_num_experts": 352,
+    "moe_router_activation": "sigmoid",
+    "moe_router_scaling_factor": 3.0,
+    "moe_top_k": 8,
+    "need_fp32_gate": True,
+    "norm_dtype": "float32",
+    "norm_expert_weight": True,
+    "num_attention_groups": 4,
+    "num_attention_groups_full_attention": 4,
+    "num_attention_groups_sliding_attention": 4,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 92,
+    "num_nextn_predict_layers": 3,
+    "num_sliding_attention_heads": 64,
+    "partial_rotary_factors": [1.0, 1.0, 1.0, 1 / 3] * 256,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 1.0,
+        "original_max_position_embeddings": 1048576,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 32.0,
+    },
+    "rope_theta": [10000, 10000, 10000, 10000000] * 256,
+    "share_expert_dim": 1536,
+    "sliding_window": 512,
+    "sparse_config": {
+        "enabled": True,
+        "proxy_dim": 256,
+        "sparse_indexer_rope_dim": 32,
+        "sparse_indexer_use_rope": True,
+        "sparse_indexer_num_heads": 16,
+        "sparse_indexer_num_k_heads": 1,
+        "sparse_indexer_q_norm_type": "rmsnorm",
+        "sparse_indexer_k_norm_type": "layernorm",
+        "sparse_indexer_csa_z_norm_type": "none",
+        "sparse_indexer_softmax_variant": "ssmax",
+        "sparse_indexer_ssmax_s_granularity": "q_head",
+        "num_provider_groups": 4,
+        "topk": 512,
+        "region_block_size": 8,
+        "compression_method": "csa_block_compress",
+        "attention_impl": "sparse_gqa",
+        "apply_to_layer_types": ["full_attention"],
+    },
+    "swiglu_limits": [7.0] * 92,
+    "swiglu_limits_shared": [7.0] * 92,
+    "use_head_wise_attn_gate": True,
+    "use_moe": True,
+    "use_moe_router_bias": True,
+    "vocab_size": 128896,
+    "yarn_only_types": ["full_attention"],
+}

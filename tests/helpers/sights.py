@@ -136,6 +136,7 @@ OF_OTHER_TYPES = (
     "nvlm_d",
     "step3_vl",
     "step_robotics",
+    "step3p5v",
     "kimi_vl",
     "dots_ocr",
     "phi3_v",

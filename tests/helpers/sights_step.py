@@ -1,4 +1,4 @@
-"""Step-3.7, Step-3 and Step3-VL."""
+"""Step-3.7, Step-3, Step3-VL and Step-5 Preview."""
 
 from typing import Any
 
@@ -54,10 +54,9 @@ def step3_vl() -> Sight:
     return Sight(tiny(Step3VLForConditionalGeneration, config), rows, {"pixel_values": noise(3, 3, 44, 44), **TILES})
 
 
-@sight
-def step_robotics() -> Sight:
+def released(kind: str, text: dict[str, Any]) -> Sight:
     """Images of 11 x 11 patches, of which the first has three tiles of 7 x 7, and the last one."""
-    from helpers.released_code.step_vision import RobotConfig, StepVLForConditionalGeneration
+    from helpers.released_code import step_vision
 
     vision = {
         **{"width": 24, "layers": 3, "heads": 3, "image_size": 44, "patch_size": 4, "mlp_ratio": 1.7},
@@ -65,7 +64,19 @@ def step_robotics() -> Sight:
         **{"use_abs_posemb": True, "use_cls_token": False, "use_ln_post": False, "use_ln_pre": True},
         **{"use_rope2d": True, "model_type": "perception_encoder"},
     }
-    text = {**TEXT, "model_type": "qwen3", "tie_word_embeddings": False}
-    config = RobotConfig(text_config=text, vision_config=vision, image_token_id=IMAGE)
+    model = getattr(step_vision, kind)
+    config = model.config_class(text_config=text, vision_config=vision, image_token_id=IMAGE)
     rows = [[5, *with_images(3 * 4 + 9, 9), 7], [8, 4, *with_images(4 + 9), 6]]
-    return Sight(tiny(StepVLForConditionalGeneration, config), rows, {"pixel_values": noise(3, 3, 44, 44), **TILES})
+    return Sight(tiny(model, config), rows, {"pixel_values": noise(3, 3, 44, 44), **TILES})
+
+
+@sight
+def step_robotics() -> Sight:
+    text = {**TEXT, "model_type": "qwen3", "tie_word_embeddings": False}
+    return released("StepVLForConditionalGeneration", text)
+
+
+@sight
+def step3p5v() -> Sight:
+    text = {**text_of("step4"), "vocab_size": 97, "model_type": "step4", "tie_word_embeddings": False}
+    return released("MMGPTStepRoboticsForCausalLM", text)

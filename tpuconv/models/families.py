@@ -116,6 +116,7 @@ FAMILIES: Mapping[str, str] = {
     "olmo_hybrid": "olmo_hybrid.family",
     "step3p5": "step3p5.family",
     "step3p7": "lineages.multimodal",
+    "step4": "step4.family",
     "muse_glimmer": "muse_glimmer.family",
     "glm46v": "lineages.glm",
     "sarvam_moe": "lineages.moe",

@@ -295,6 +295,15 @@ WRAPPER_ROWS = (
     Wrapper("step3_vl", "Step3VL", "Step-3", ("step3_text",), prefix="model.", modalities=(STEP3_VISION,)),
     Wrapper("step_robotics", "StepVL", "Step3-VL-10B", ("qwen3",), prefix="model.", modalities=(ROBOTICS_VISION,)),
     Wrapper(
+        "step3p5v",
+        "MMGPTStepRobotics",
+        "Step-5-Preview",
+        ("step4",),
+        prefix="model.",
+        modalities=(ROBOTICS_VISION,),
+        end="ForCausalLM",
+    ),
+    Wrapper(
         "opencua",
         "OpenCUA",
         "OpenCUA, with code of its own",

@@ -29,6 +29,7 @@ MODELS: Mapping[str, str] = {
     "k2_horizon": "k2_horizon:K2HorizonForCausalLM",
     "pangu_ultra_moe": "pangu:PanguUltraMoEForCausalLM",
     "nemotron_h_puzzle": "nemotron_puzzle:NemotronHPuzzleForCausalLM",
+    "step4": "step_preview:Step4ForCausalLM",
     "xing4_0": "xing:Xing4_0ForCausalLM",
     "nemotron-nas": "nemotron_nas:DeciLMForCausalLM",
 }

@@ -1,5 +1,5 @@
-"""Step-3 and Step3-VL-10B after vLLM's `step3_vl` and `step_vl`: text models with encoders of images and
-tiles."""
+"""Step-3, Step3-VL-10B and Step-5 Preview after vLLM's `step3_vl` and `step_vl`: text models with encoders of images
+and tiles."""
 
 from math import isqrt
 from typing import Any
@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3Fo
 from transformers.activations import ACT2FN
 
 from helpers.released_code.step import Step3TextConfig, Step3TextForCausalLM
+from helpers.released_code.step_preview import Step4Config, Step4ForCausalLM
 
 
 class Config(PreTrainedConfig):
@@ -27,6 +28,10 @@ class RobotConfig(Config):
 
     projector_bias: bool = False
     image_token_id: int = 151679
+
+
+class PreviewConfig(RobotConfig):
+    model_type = "step3p5v"
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -203,3 +208,10 @@ class Step3VLForConditionalGeneration(StepVLForConditionalGeneration):
         for convolution in (self.vit_downsampler, self.vit_downsampler2):
             x = convolution(x)
         return x.flatten(2).transpose(1, 2)
+
+
+class MMGPTStepRoboticsForCausalLM(StepVLForConditionalGeneration):
+    config_class = PreviewConfig
+
+    def text_model(self, keys: Any) -> Any:
+        return Step4ForCausalLM._from_config(Step4Config(**keys), attn_implementation="eager")

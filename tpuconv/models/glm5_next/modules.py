@@ -1,8 +1,7 @@
 """GLM-5.3-Flash: Kimi delta attention (arXiv:2510.26692) and, without rotary positions, latent attention to pools of
 tokens that an indexer selects, experts as DeepSeek V3's, and several residual streams (arXiv:2512.24880)."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from tpuconv.models.common.blocks import ClampedMLP
 from tpuconv.models.common.kda import KDAState, KimiDelta
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm
 from tpuconv.models.common.recurrence import HybridDecoder, exact_einsum
-from tpuconv.models.common.selection import in_blocks, tokens_of_best_blocks
+from tpuconv.models.common.selection import PoolKeys, complete_blocks, pooled, tokens_of_best_blocks
 from tpuconv.models.common.steps import Step
 from tpuconv.models.common.streams import StreamMeanNorm, StreamsBlock, to_streams
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
@@ -26,23 +25,6 @@ from tpuconv.notation.letters import with_letters
 
 LEGEND = {"q": "index_heads", "x": "index_dim", "p": "pool_tokens"}
 """The words of this module, by the letters of its einsums and arrays."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PoolKeys:
-    """The state of an indexer for each token: its key, and the logits of its weight in the key of its pool. In the
-    model's dtype, as `IndexKeys`. `axes` are the letters of each array."""
-
-    axes: ClassVar[tuple[str, ...]] = ("B S index_dim", "B S index_dim")
-
-    i_BSx: jax.Array
-    gate_BSx: jax.Array
-
-    @classmethod
-    def empty(cls, config: Config, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
-        """Returns zeros; `shape` is [B, S]."""
-        return cls(*(jnp.zeros((*shape, config.sizes["index_dim"]), dtype) for _ in cls.axes))
 
 
 class PoolIndexer(nnx.Module):
@@ -83,16 +65,11 @@ class PoolIndexer(nnx.Module):
         pools = visible_BTS.shape[-1] // self.size
         if pools <= self.count:
             return visible_BTS
-        k_BPx = self.pool_keys(index, step, pools).astype(jnp.float32)
+        k_BPx = pooled(index.i_BSx, index.gate_BSx, step, pools, self.size, self.bias[...]).astype(jnp.float32)
         products_BTqP = nnx.relu(exact_einsum("BTqx,BPx->BTqP", q_BTqx, k_BPx))
         scores_BTP = exact_einsum("BTq,BTqP->BTP", weights_BTq, products_BTqP)
-        return tokens_of_best_blocks(scores_BTP, self.count, self.size, step, visible_BTS)
-
-    def pool_keys(self, index: PoolKeys, step: Step, pools: int) -> jax.Array:
-        """Returns the keys [B, P, x] of the pools."""
-        k_BPpx, gate_BPpx = (in_blocks(x, step, pools, self.size) for x in (index.i_BSx, index.gate_BSx))
-        logits_BPpx = gate_BPpx.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
-        return (nnx.softmax(logits_BPpx, axis=2).astype(k_BPpx.dtype) * k_BPpx).sum(axis=2)
+        before_BT1 = complete_blocks(step, self.size)
+        return tokens_of_best_blocks(scores_BTP, self.count, self.size, before_BT1, step, visible_BTS)
 
 
 class Attention(deepseek_v3.Attention):

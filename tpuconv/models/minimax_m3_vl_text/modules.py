@@ -8,11 +8,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
-from tpuconv.models.common.cache import KV, IndexKeys, append_kv, write_slots
-from tpuconv.models.common.decoder import Decoder
-from tpuconv.models.common.layers import MASKED_SCORE, CenteredRMSNorm, Einsum, Keys, apply_rope, times
+from tpuconv.models.common.cache import IndexKeys
+from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys, apply_rope, times
 from tpuconv.models.common.moe import Expert, GatedExperts, Rows, routed
-from tpuconv.models.common.placement import placed, rules_for
+from tpuconv.models.common.selection import GroupSelecting, GroupSelectingDecoder
 from tpuconv.models.common.steps import Step
 from tpuconv.models.minimax_m3_vl_text.family import Config
 from tpuconv.models.modules.minimax import Router
@@ -38,30 +37,30 @@ class MaxBlockIndexer(nnx.Module):
         self.q_norm = CenteredRMSNorm("x", sizes, eps, dtype=dtype)
         self.k_norm = CenteredRMSNorm("x", sizes, eps, dtype=dtype)
 
-    def key(self, x_BTD: jax.Array, step: Step) -> jax.Array:
-        """Returns the keys [B, T, x] of these tokens."""
+    def kept(self, x_BTD: jax.Array, step: Step) -> IndexKeys:
+        """Returns what the cache holds of these tokens."""
         k_BTx = self.k_norm(self.k(x_BTD))
-        return apply_rope(k_BTx[:, :, None], step.cos_sin_in(k_BTx.dtype))[:, :, 0]
+        return IndexKeys(apply_rope(k_BTx[:, :, None], step.cos_sin_in(k_BTx.dtype))[:, :, 0])
 
-    def __call__(self, x_BTD: jax.Array, i_BSx: jax.Array, step: Step, visible_BTS: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, index: IndexKeys, step: Step, visible_BTS: jax.Array) -> jax.Array:
         """Returns the mask [B, n, T, S] of the tokens in selected blocks; [B, 1, T, S] if all are selected.
 
         Args:
             x_BTD: hidden states.
-            i_BSx: the indexer's keys of all tokens so far.
+            index: the indexer's keys of all tokens so far.
             step: positions.
             visible_BTS: the mask of the tokens that each token sees.
         """
         # Computed where they are not needed too, since a quantization finds kernels by their products.
         q_BTnx = self.q_norm(self.q(x_BTD))
         q_BTnx = apply_rope(q_BTnx, step.cos_sin_in(q_BTnx.dtype)).astype(jnp.float32)
-        S = i_BSx.shape[1]
+        S = index.i_BSx.shape[1]
         number = -(-S // self.size)
         if number <= self.count:
             return visible_BTS[:, None]
         # The slot of each position; those without a token come last.
         slots_BS = jnp.argsort(jnp.where(step.pos_BS < 0, S, step.pos_BS), axis=1)
-        i_BSx = jnp.take_along_axis(i_BSx, slots_BS[..., None], axis=1).astype(jnp.float32)
+        i_BSx = jnp.take_along_axis(index.i_BSx, slots_BS[..., None], axis=1).astype(jnp.float32)
         scores_BTnS = jnp.einsum("BTnx,BSx->BTnS", q_BTnx, i_BSx, precision=jax.lax.Precision.HIGHEST)
         is_later_BT1S = jnp.arange(S) > step.pos_BT[..., None, None]
         scores_BTnS = jnp.where(is_later_BT1S, -jnp.inf, scores_BTnS)
@@ -77,19 +76,6 @@ class MaxBlockIndexer(nnx.Module):
         return visible_BTS[:, None] & (selected_BnTS > 0)
 
 
-def attention_by_group(q_BTNH: jax.Array, kv: KV, visible_BnTS: jax.Array) -> jax.Array:
-    """Returns softmax attention [B, T, N, H], in which each of n groups of adjacent query heads has a mask of its own;
-    else as `tpuconv.models.common.layers.attention`."""
-    B, T, N, H = q_BTNH.shape
-    K = kv.k_BSKH.shape[2]
-    q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", rules_for(kv))
-    visible_BNTS = jnp.repeat(visible_BnTS, N // visible_BnTS.shape[1], axis=1)
-    visible_BKGTS = visible_BNTS.reshape(B, K, N // K, T, -1)
-    scores_BKGTS = jnp.where(visible_BKGTS, kv.scores(q_BTKGH) * H**-0.5, MASKED_SCORE)
-    y_BTKGH = kv.weighted_values(jax.nn.softmax(scores_BKGTS, axis=-1), q_BTNH.dtype)
-    return placed(y_BTKGH.reshape(B, T, N, H), "B T N H").astype(q_BTNH.dtype)
-
-
 class Attention(blocks.NormedAttention):
     """Grouped-query attention, x [B, T, D] to [B, T, D]. Also returns the keys and values of all tokens so far. Queries
     and keys are normalized, each head separately."""
@@ -97,23 +83,10 @@ class Attention(blocks.NormedAttention):
     norm_type = CenteredRMSNorm
 
 
-class SparseAttention(Attention):
-    """Attention to the blocks of keys that an indexer selects. Also returns the indexer's keys."""
+class SparseAttention(GroupSelecting, Attention):
+    """Attention to the blocks of keys that an indexer selects."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config, dtype=dtype, keys=keys)
-        self.indexer = MaxBlockIndexer(config, dtype=dtype, keys=keys)
-
-    def __call__(  # type: ignore[override]
-        self, x_BTD: jax.Array, step: Step, window: jax.Array | int, cache: tuple[KV, IndexKeys] | None
-    ) -> tuple[jax.Array, tuple[KV, IndexKeys]]:
-        kv, index = cache or (None, None)
-        q_BTNH, k_BTKH = self.positioned(self.q(x_BTD), self.k(x_BTD), step)
-        kv = append_kv(kv, k_BTKH, self.values(x_BTD), step.slot)
-        new = IndexKeys(self.indexer.key(x_BTD, step))
-        index = new if index is None else write_slots(index, new, step.slot)
-        visible_BnTS = self.indexer(x_BTD, index.i_BSx, step, step.visible(window))
-        return self.o(attention_by_group(q_BTNH, kv, visible_BnTS)), (kv, index)
+    indexer_type = MaxBlockIndexer
 
 
 def swiglu_oai(gate: jax.Array, up: jax.Array, config: Config) -> jax.Array:
@@ -165,15 +138,8 @@ class Block(blocks.PreNormBlock):
         return kind(config, dtype=dtype, keys=keys)
 
 
-class Model(Decoder):
+class Model(GroupSelectingDecoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
     norm_type = CenteredRMSNorm
-
-    def cached(self, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """Returns the empty cache of a layer; `shape` is [B, S], or [L, B, S] for all layers."""
-        kv = KV.empty(config, layer, shape, dtype)
-        if layer not in config.layer_sets["indexer_layers"]:
-            return kv
-        return kv, IndexKeys.empty(config, shape, self.embed.embedding.dtype)

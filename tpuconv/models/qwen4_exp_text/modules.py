@@ -22,7 +22,7 @@ from tpuconv.models.common.layers import (
     rope_cos_sin,
 )
 from tpuconv.models.common.recurrence import HybridDecoder, LayerState, exact_einsum
-from tpuconv.models.common.selection import in_blocks, tokens_of_best_blocks
+from tpuconv.models.common.selection import complete_blocks, in_blocks, tokens_of_best_blocks
 from tpuconv.models.common.steps import Step
 from tpuconv.models.common.streams import by_stream, to_streams
 from tpuconv.models.modules.experts import SharedAndProbableExperts
@@ -127,7 +127,7 @@ class MeanBlockIndexer(nnx.Module):
             return visible_BTS
         k_BPx = self.block_keys(index, step, blocks, rate).astype(jnp.float32)
         scores_BTP = nnx.relu(exact_einsum("BTqx,BPx->BTqP", q_BTqx, k_BPx)).sum(axis=2)
-        return tokens_of_best_blocks(scores_BTP, chosen, rate, step, visible_BTS)
+        return tokens_of_best_blocks(scores_BTP, chosen, rate, complete_blocks(step, rate), step, visible_BTS)
 
     def block_keys(self, index: PlacedKeys, step: Step, blocks: int, rate: int) -> jax.Array:
         """Returns the keys [B, P, x] of the blocks, made of the keys of all tokens in the order of their positions."""

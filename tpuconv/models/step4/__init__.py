@@ -1,0 +1,1 @@
+"""Step-5 Preview, whose model type is step4."""
