@@ -26,6 +26,7 @@ OF_TYPES = {
     "domynedge": {"num_hidden_layers": 36},
     **{name: {"num_kv_shared_layers": 0} for name in ("gemma3n_text", "gemma3n")},
     "ernie4_5_vl_moe": {"head_dim": 128},
+    "telechat": {"base_seqlen": 8192},
     "dory": {"n_input_layers": 1, "n_output_layers": 0},
     **{name: {"postnorm": True} for name in ("minimax_text_01", "minimax_m1")},
     **{

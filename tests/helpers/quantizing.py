@@ -122,6 +122,7 @@ EVEN = {
         name: {
             **{key: x for key, x in MLA.items() if key != "moe_intermediate_size"},
             **{"num_key_value_heads": 4, "head_dim": 32, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 64},
+            "num_hidden_layers": 6,  # three layers of two attentions
             **ngrams,
         }
         for name, ngrams in {
