@@ -110,10 +110,13 @@ STEP_VISION = Modality(
 ROBOTICS_VISION = replace(
     STEP_VISION,
     tower=replace(
-        STEP_VIT, name="released_step_vit", summary="Step3-VL-10B", encoder=f"{STEP_MODULES}:ReleasedStepVit"
+        STEP_VIT,
+        name="released_step_vit",
+        summary="Step3-VL-10B, Step-5-Preview",
+        encoder=f"{STEP_MODULES}:ReleasedStepVit",
     ),
 )
-"""Step3-VL-10B."""
+"""Step3-VL-10B and Step-5 Preview."""
 
 
 @dataclass(frozen=True, kw_only=True)

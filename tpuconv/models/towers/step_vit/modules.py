@@ -111,7 +111,7 @@ class TiledEncoder(FeatureEncoder):
 
 
 class ReleasedStepVit(TiledEncoder):
-    """The encoder of Step3-VL-10B."""
+    """The encoder of Step3-VL-10B and Step-5 Preview."""
 
     def build(self, config: Any, dtype: DTypeLike, keys: Keys) -> None:
         sizes = config.sizes
