@@ -1460,7 +1460,7 @@ def test_layers_of_nemotron_puzzle_have_experts_of_their_own() -> None:
         ([*layers[:3], {"block_type": "moe"}], ConfigError, "moe_intermediate_size of each layer with experts"),
         ([*layers[:3], {**PUZZLE_MOE, "moe_latent_size": 512}], UnsupportedConfig, "moe_latent_size=512 of entry 3"),
         ([*layers[:3], {**PUZZLE_MOE, "num_experts_per_tok": 0}], ConfigError, "num_experts_per_tok=0 of entry 3"),
-        ([*layers[:3], {**PUZZLE_MOE, "num_experts_per_tok": 513}], ConfigError, "513 is more than n_routed_experts"),
+        ([*layers[:3], {**PUZZLE_MOE, "num_experts_per_tok": 513}], ConfigError, "513 is more than 1 of 1 groups"),
         (["moe"], ConfigError, "is not a list with an object for each layer"),
     ):
         with pytest.raises(error, match=text):

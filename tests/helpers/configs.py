@@ -21,7 +21,7 @@ SMALL = {
     "unpadded_vocab_size": 64,
 }
 OF_TYPES = {
-    **{name: {"num_hidden_layers": 4} for name in ("nemotron_h", "nemo_speechlm")},
+    **{name: {"num_hidden_layers": 4} for name in ("nemotron_h", "nemo_speechlm", "nemotron_h_puzzle")},
     "zamba2": {"num_hidden_layers": 54},
     "domynedge": {"num_hidden_layers": 36},
     **{name: {"num_kv_shared_layers": 0} for name in ("gemma3n_text", "gemma3n")},

@@ -48,6 +48,18 @@ EVEN = {
         }
         for name in ("nemotron_h", "nemo_speechlm")
     },
+    "nemotron_h_puzzle": {
+        **{"head_dim": 32, "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 32},
+        "moe_shared_expert_intermediate_size": 64,
+        "block_configs": [
+            *({"block_type": "mamba"}, {"block_type": "moe", "moe_intermediate_size": 64, "num_experts_per_tok": 3}),
+            *(
+                {"block_type": "attention"},
+                {"block_type": "moe", "moe_intermediate_size": 96, "num_experts_per_tok": 1},
+            ),
+            {"block_type": "mamba"},
+        ],
+    },
     "lfm2_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "granitemoehybrid": {**MAMBA, "head_dim": 32, "shared_intermediate_size": 64},
     "recurrent_gemma": {"num_attention_heads": 2, "intermediate_size": 128},

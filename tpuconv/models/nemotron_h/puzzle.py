@@ -63,8 +63,9 @@ class Config(nemotron_h.Config):
                 yield f"block_configs does not give {name} of each layer with experts, and of no other"
                 return
         yield from super().contradictions()
-        if max(self.block_chosen) > self.n_routed_experts:
-            yield f"block_configs: num_experts_per_tok={max(self.block_chosen)} is more than n_routed_experts"
+        groups, chosen = self.groups
+        if (most := max(self.block_chosen)) > chosen * (self.n_routed_experts // groups):
+            yield f"block_configs: num_experts_per_tok={most} is more than {chosen} of {groups} groups of experts have"
 
     @property
     def layer_sizes(self) -> Mapping[int, Mapping[str, int]]:
