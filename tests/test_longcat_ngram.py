@@ -47,6 +47,7 @@ def test_the_word_embedding_has_the_name_of_either_module(
     assert all(x.tobytes() == tensors[name].tobytes() for name, x in back.items() if name in tensors)
 
 
+@pytest.mark.slow
 def test_steps_see_the_tokens_of_earlier_steps(model: Any) -> None:
     """Rows have other numbers of padding columns, on other sides, in each step."""
     whole = np.asarray(model(IDS_BT))

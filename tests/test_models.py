@@ -995,8 +995,10 @@ def test_tensors_that_are_not_converted() -> None:
         assert bool(ignored) == (config.position_limit is None) or not is_rotary
         own = {"biogpt.": "output_projection."} | PREFIXES
         head = own.get(front, re.sub(r"\bmodel\..*", "", front) + "lm_head.")
-        copies = family.table.copies_of(config).items()
-        assert {copy: of for copy, of in copies if "layers." not in copy} == {f"{head}weight": embedding}
+        copies = {copy: of for copy, of in family.table.copies_of(config).items() if "layers." not in copy}
+        if family.name == "longcat_flash_ngram":
+            assert copies.pop("model.ngram_embeddings.word_embeddings.weight") == embedding
+        assert copies == {f"{head}weight": embedding}
 
 
 @pytest.mark.parametrize(
@@ -1094,6 +1096,7 @@ def test_planning_imports_no_jax() -> None:
         "import sys; from tpuconv.models import registry; "
         "assert not [m for m in sys.modules if m.startswith('tpuconv.models.') and m.endswith('.family')]; "
         "needed = dict.fromkeys(('minimax_text_01', 'minimax_m1'), {'postnorm': True}); "
+        "needed['telechat'] = {'base_seqlen': 8192}; "
         "types = [(f, t) for f in registry.all_families() for t in f.architectures.values()]; "
         "[f.config.from_hf({'model_type': t, **needed.get(t, {})}) for f, t in types]; "
         "assert not {'jax', 'flax', 'torch', 'transformers'} & set(sys.modules)"
