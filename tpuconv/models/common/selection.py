@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common import blocks
+from tpuconv.models.common.blocks import Attention
 from tpuconv.models.common.cache import KV, IndexKeys, append_kv, write_slots
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.decoder import Decoder
@@ -111,7 +111,7 @@ def attention_by_group(q_BTNH: jax.Array, kv: KV, visible_BnTS: jax.Array, *, sc
     return placed(y_BTKGH.reshape(B, T, N, H), "B T N H").astype(q_BTNH.dtype)
 
 
-class GroupSelecting(blocks.Attention):
+class GroupSelecting(Attention):
     """Attention to the keys that an indexer selects for each group of query heads. Also returns the indexer's state of
     all tokens so far. A family's class derives from this class and from its attention, in this order."""
 
