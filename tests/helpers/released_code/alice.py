@@ -10,6 +10,9 @@ from transformers import GenerationMixin, PreTrainedModel, Qwen3NextConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
+from helpers.released_code.kimi import Convolution, delta
+from helpers.released_code.ling import MLP
+
 Angles = tuple[Tensor, Tensor]
 
 
@@ -41,14 +44,6 @@ def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=bias)
 
 
-class Convolution(nn.Conv1d):
-    def __init__(self, width: int, taps: int) -> None:
-        super().__init__(width, width, taps, groups=width, padding=taps - 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.silu(super().forward(x.T)[:, : len(x)].T)
-
-
 class DeltaAttention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -69,17 +64,11 @@ class DeltaAttention(nn.Module):
         q, k, v = (
             self.by_head(getattr(self, f"{name}_conv1d")(getattr(self, f"{name}_proj")(x))) for name in ("q", "k", "v")
         )
-        q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
         step = nn.functional.softplus(self.by_head(self.f_b_proj(self.f_a_proj(x)) + self.dt_bias))
         kept = torch.exp(-self.a_log_bias.exp()[:, None] * step)
-        beta, state, out = torch.sigmoid(self.b_proj(x)), x.new_zeros(self.heads, self.size, self.size), []
-        for t in range(len(x)):
-            state = state * kept[t][..., None]
-            change = beta[t, :, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
-            state = state + k[t][..., None] * change[:, None]
-            out.append(torch.einsum("hk,hkv->hv", q[t] * self.size**-0.5, state))
+        out = delta(q, k, v, kept, torch.sigmoid(self.b_proj(x)))
         gate = torch.sigmoid(self.by_head(self.g_b_proj(self.g_a_proj(x))))
-        return self.o_proj((self.o_norm(torch.stack(out)) * gate).flatten(-2))
+        return self.o_proj((self.o_norm(out) * gate).flatten(-2))
 
 
 def turned(x: Tensor, angles: Angles) -> Tensor:
@@ -108,19 +97,6 @@ class FullAttention(nn.Module):
         later = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
         y = torch.einsum("hts,shd->thd", scores.masked_fill(later, -torch.inf).softmax(-1), v)
         return self.o_proj((y * torch.sigmoid(gate)).flatten(-2))
-
-
-class MLP(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = (
-            linear(width, hidden),
-            linear(width, hidden),
-            linear(hidden, width),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Gate(nn.Linear):

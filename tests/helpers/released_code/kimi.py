@@ -79,6 +79,19 @@ class Convolution(nn.Conv1d):
         return nn.functional.silu(super().forward(x.T)[:, : len(x)].T)
 
 
+def delta(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, beta: Tensor) -> Tensor:
+    """The gated delta rule, token by token, [T, h, v]: `kept` [T, h, k] is what stays of the state, `beta` [T, h] how
+    much of a change enters it. Queries and keys are normalized first."""
+    q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+    state, out = v.new_zeros(*k.shape[1:], v.shape[-1]), []
+    for t in range(len(q)):
+        state = state * kept[t][..., None]
+        change = beta[t, :, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
+        state = state + k[t][..., None] * change[:, None]
+        out.append(torch.einsum("hk,hkv->hv", q[t] * q.shape[-1] ** -0.5, state))
+    return torch.stack(out)
+
+
 class DeltaAttention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -96,17 +109,11 @@ class DeltaAttention(nn.Module):
         names = ("q", "k", "v")
         q, k, v = (getattr(self, f"{n}_conv1d")(getattr(self, f"{n}_proj")(x)) for n in names)
         q, k, v = (y.unflatten(-1, (self.heads, self.size)) for y in (q, k, v))
-        q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
         f = (self.f_b_proj(self.f_a_proj(x)) + self.dt_bias).unflatten(-1, (self.heads, self.size))
         rate = self.A_log[: self.heads, None].exp()
         g = -rate * nn.functional.softplus(f) if self.bound is None else self.bound * torch.sigmoid(rate * f)
-        beta, state, out = torch.sigmoid(self.b_proj(x)), x.new_zeros(self.heads, self.size, self.size), []
-        for t in range(len(x)):
-            state = state * g[t].exp()[..., None]
-            change = beta[t, :, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
-            state = state + k[t][..., None] * change[:, None]
-            out.append(torch.einsum("hk,hkv->hv", q[t] * self.size**-0.5, state))
-        y = self.o_norm(torch.stack(out)) * torch.sigmoid(self.g_proj(x)).unflatten(-1, (self.heads, self.size))
+        out = delta(q, k, v, g.exp(), torch.sigmoid(self.b_proj(x)))
+        y = self.o_norm(out) * torch.sigmoid(self.g_proj(x)).unflatten(-1, (self.heads, self.size))
         return self.o_proj(y.flatten(-2))
 
 

@@ -95,9 +95,9 @@ class Attention(LlamaAttention):
 class Stack(nn.Module):
     """One matrix of each expert."""
 
-    def __init__(self, config: Any, outputs: int, inputs: int) -> None:
+    def __init__(self, config: Any, count: int, outputs: int, inputs: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(config.num_experts, outputs, inputs) * config.initializer_range)
+        self.weight = nn.Parameter(torch.randn(count, outputs, inputs) * config.initializer_range)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.einsum("...ei,eoi->...eo", x, self.weight)
@@ -109,8 +109,8 @@ class Experts(nn.Module):
         self.count, self.chosen, self.normalized = config.num_experts, config.num_experts_per_tok, config.norm_topk_prob
         wide, narrow = config.hidden_size, config.moe_intermediate_size
         self.gate = nn.Linear(wide, config.num_experts, bias=False)
-        self.gate_proj, self.up_proj = Stack(config, narrow, wide), Stack(config, narrow, wide)
-        self.down_proj = Stack(config, wide, narrow)
+        self.gate_proj, self.up_proj = (Stack(config, self.count, narrow, wide) for _ in range(2))
+        self.down_proj = Stack(config, self.count, wide, narrow)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.gate(x).float().softmax(-1).topk(self.chosen)

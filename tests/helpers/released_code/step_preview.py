@@ -19,6 +19,8 @@ from transformers.models.step3p7.modeling_step3p7 import (
     Step3p7TextModel,
 )
 
+from helpers.released_code.step import Stack
+
 
 class Step4Config(Step3p7TextConfig):
     model_type = "step4"
@@ -91,17 +93,6 @@ class Indexed(Step3p7Attention):
         return super().forward(hidden_states, position_embeddings, mask.to(hidden_states), cache=cache, **inputs)
 
 
-class Stack(nn.Module):
-    """One matrix of each expert."""
-
-    def __init__(self, config: Any, outputs: int, inputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(config.n_routed_experts, outputs, inputs) * config.initializer_range)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("...ei,eoi->...eo", x, self.weight)
-
-
 class Experts(nn.Module):
     """Under the names of the release."""
 
@@ -111,10 +102,11 @@ class Experts(nn.Module):
         super().__init__()
         self.config, self.limit = config, limit or torch.inf
         wide, narrow = config.hidden_size, config.moe_intermediate_size
-        self.gate = nn.Linear(wide, config.n_routed_experts, bias=False)
-        self.gate_proj, self.up_proj = Stack(config, narrow, wide), Stack(config, narrow, wide)
-        self.down_proj = Stack(config, wide, narrow)
-        self.register_buffer("router_bias", torch.zeros(config.n_routed_experts))
+        count = config.n_routed_experts
+        self.gate = nn.Linear(wide, count, bias=False)
+        self.gate_proj, self.up_proj = (Stack(config, count, narrow, wide) for _ in range(2))
+        self.down_proj = Stack(config, count, wide, narrow)
+        self.register_buffer("router_bias", torch.zeros(count))
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.gate(x).float().sigmoid()

@@ -1,7 +1,6 @@
 """Step-5 Preview, the text model: config and mapping table."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from tpuconv.jsonfile import short
@@ -116,12 +115,11 @@ REGION_INDEXER = (
 """An indexer, and how scores would grow with the logarithm of the length (arXiv:2501.19399), which servers load and
 nothing reads."""
 
-TABLE = replace(
-    step3p5.TABLE,
-    rows=(
-        *step3p5.TABLE.rows,
+TABLE = step3p5.TABLE.with_rows(
+    (
+        *step3p5.TABLE,
         *under("model.layers.{indexer_layers}.self_attn", "layers.{indexer_layers}.attn", *REGION_INDEXER),
-    ),
+    )
 )
 
 FAMILY = family(Config, TABLE, "Step-5-Preview, the text model", "Step4ForCausalLM")
