@@ -13,6 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import PreNormBlock
+from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Keys, RMSNorm, ScaledRMSNorm, exact_product, normal, normalize
 from tpuconv.models.common.steps import Step
 
@@ -151,6 +152,17 @@ class StreamsBlock(PreNormBlock):
         y_BTD, *weights = self.mlp_streams(x_BTrD)
         x_BTrD = self.mlp_streams.written(x_BTrD, self.fed(self.mlp_norm(y_BTD)), *weights)
         return x_BTrD.reshape(x_BTD.shape), kv
+
+
+class StreamsDecoder(Decoder):
+    """A decoder with `hc_mult` residual streams. A family's class derives from this class and from another, in this
+    order."""
+
+    config: Any
+
+    def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
+        """Returns the streams [B, T, (r D)] of the first layer, which are copies of its input."""
+        return to_streams(x_BTD, self.config.hc_mult)
 
 
 class StreamMeanNorm(RMSNorm):

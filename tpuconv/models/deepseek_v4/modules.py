@@ -20,7 +20,7 @@ from tpuconv.models.common.recurrence import PackedTokens
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.selection import among_best, indexer_scores
 from tpuconv.models.common.steps import Step
-from tpuconv.models.common.streams import JoinedNorm, Streams, by_stream, to_streams
+from tpuconv.models.common.streams import JoinedNorm, Streams, StreamsDecoder, by_stream
 from tpuconv.models.deepseek_v4.family import HASHED, HEAVY, SLIDING, SPARSE_SERIES, Config, StreamsConfig
 from tpuconv.notation.letters import with_letters
 
@@ -384,7 +384,7 @@ class WindowDecoder(Decoder):
         return replace(super().without(ids_BT, kept_BT, before, after), layers=layers)
 
 
-class Model(WindowDecoder):
+class Model(StreamsDecoder, WindowDecoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block: ClassVar[Any] = Block
@@ -396,10 +396,6 @@ class Model(WindowDecoder):
     ):
         super().__init__(config, dtype=dtype, rngs=rngs, **options)
         self.norm = JoinedNorm(config, dtype=dtype, keys=Keys((rngs or nnx.Rngs(1)).params()))
-
-    def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
-        """Returns the streams [B, T, (r D)] of the first layer, which are copies of its input."""
-        return to_streams(x_BTD, self.config.hc_mult)
 
     def layer_inputs(self, ids_BT: jax.Array, x_BTD: jax.Array) -> Sequence[Any] | None:
         """Returns the token ids, for each layer."""

@@ -14,7 +14,7 @@ from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm
 from tpuconv.models.common.recurrence import HybridDecoder, exact_einsum
 from tpuconv.models.common.selection import PoolKeys, complete_blocks, pooled, tokens_of_best_blocks
 from tpuconv.models.common.steps import Step
-from tpuconv.models.common.streams import StreamMeanNorm, StreamsBlock, to_streams
+from tpuconv.models.common.streams import StreamMeanNorm, StreamsBlock, StreamsDecoder
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v3.modules import PlainLatent
 from tpuconv.models.deepseek_v32.modules import INDEXER_EPS
@@ -143,7 +143,7 @@ class Block(StreamsBlock):
         return kind(config, dtype=dtype, keys=keys)
 
 
-class Model(glm_moe_dsa.Model, HybridDecoder):
+class Model(StreamsDecoder, glm_moe_dsa.Model, HybridDecoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block: ClassVar[Any] = Block
@@ -151,10 +151,6 @@ class Model(glm_moe_dsa.Model, HybridDecoder):
     norm_type = StreamMeanNorm
     state_type = KDAState
     config: Config
-
-    def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
-        """Returns the streams [B, T, (r D)] of the first layer, which are copies of its input."""
-        return to_streams(x_BTD, self.config.hc_mult)
 
     def cached(self, config: Any, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Returns the empty cache of a layer; `shape` is [B, S]."""

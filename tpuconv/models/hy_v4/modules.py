@@ -12,7 +12,7 @@ from tpuconv.models.common.blocks import clamped
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, apply_rope, deinterleave
 from tpuconv.models.common.moe import Expert, Rows, routed
 from tpuconv.models.common.steps import Step
-from tpuconv.models.common.streams import GatedStreams, JoinedNorm, StreamsBlock, to_streams
+from tpuconv.models.common.streams import GatedStreams, JoinedNorm, StreamsBlock, StreamsDecoder
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v32 import modules as deepseek_v32
 from tpuconv.models.deepseek_v32.modules import LEGEND
@@ -103,7 +103,7 @@ class LastNorm(JoinedNorm):
         return RMSNorm.__call__(self, self.joined(x))
 
 
-class Model(glm_moe_dsa.Model):
+class Model(StreamsDecoder, glm_moe_dsa.Model):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block: ClassVar[Any] = Block
@@ -115,7 +115,3 @@ class Model(glm_moe_dsa.Model):
     ):
         super().__init__(config, dtype=dtype, rngs=rngs, **options)
         self.norm = LastNorm(config, dtype=dtype, keys=Keys((rngs or nnx.Rngs(1)).params()))
-
-    def positioned(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
-        """Returns the streams [B, T, (r D)] of the first layer, which are copies of its input."""
-        return to_streams(x_BTD, self.config.hc_mult)
