@@ -1,15 +1,18 @@
 """The least work of a step, which a benchmark divides the times by."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
-from helpers.families import CASES
+from helpers.families import CASES, CORE, Case, one_fast_of_each
 from helpers.quantizing import ONE_OF_EACH, quantize
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.names import QVALUE, ZERO_POINT
@@ -74,3 +77,12 @@ def test_a_step_reads_no_encoder_a_row_of_each_table_and_the_chosen_experts(
 
     expected = sum(size(name, array) for name, array in manifest.arrays.items())
     assert Roofline(abstract_model(manifest)).step_bytes(1, 0) == pytest.approx(expected, abs=1)
+
+
+@pytest.mark.parametrize("case", one_fast_of_each(CORE))
+def test_every_family_has_a_least_work(case: Case, orbax: Any) -> None:
+    """A token is multiplied by weights of each layer, and by none more often than its layer runs."""
+    model = abstract_model(read_manifest(orbax(case)))
+    found, runs = Roofline(model), max(Counter(model.config.executed_layers).values())
+    assert 0 < found.prefill_flops(1, 1) <= 2 * runs * sum(x.size for x in jax.tree.leaves(nnx.state(model)))
+    assert found.step_bytes(1, 0) > 0

@@ -871,7 +871,7 @@ INVALID = {
         "=4 is not less than altup_num_inputs=4",
     ),
     "one stream": ("gemma3n_text", {"altup_num_inputs": 1}, "altup_num_inputs=1 is less than 2"),
-    "experts without sizes": ("gemma4_text", {"enable_moe_block": True}, "needs num_experts, top_k_experts and"),
+    "experts without sizes": ("gemma4_text", {"enable_moe_block": True}, "need num_experts, top_k_experts and"),
     "global heads": (
         "gemma4_text",
         {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
@@ -998,6 +998,9 @@ def test_tensors_that_are_not_converted() -> None:
         copies = {copy: of for copy, of in family.table.copies_of(config).items() if "layers." not in copy}
         if family.name == "longcat_flash_ngram":
             assert copies.pop("model.ngram_embeddings.word_embeddings.weight") == embedding
+        if family.name == "diffusion_gemma":  # whose encoder and decoder share them
+            for name in ("embed_tokens", "norm"):
+                assert copies.pop(f"model.encoder.language_model.{name}.weight") == f"model.decoder.{name}.weight"
         assert copies == {f"{head}weight": embedding}
 
 

@@ -68,8 +68,8 @@ def test_the_reason_of_a_refused_model_is_told() -> None:
     assert "Mamba-1 in heads" in left_out("ZambaForCausalLM")
     with pytest.raises(UnsupportedConfig, match="recurrent networks without attention"):
         families_named("rwkv")
-    with pytest.raises(UnsupportedConfig, match="denoising blocks of tokens") as caught:
-        find_family({"model_type": "diffusion_gemma", "architectures": ["DiffusionGemmaForBlockDiffusion"]})
+    with pytest.raises(UnsupportedConfig, match="bytes that are joined to patches") as caught:
+        find_family({"model_type": "blt", "architectures": ["BltForCausalLM"]})
     assert "did you mean" not in caught.value.hint
 
 

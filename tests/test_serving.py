@@ -315,8 +315,8 @@ def test_a_scheme_without_the_type_is_to_be_left_out(scheme: Any, tmp_path: Path
 # and gates by head, and matrices [in, out]. JAX computes with them.
 STACKS = "aria aria_text granitemoe granitemoehybrid jetmoe step3_text step3p5 step3p7 step4 zaya"
 NO_LINEAR_LAYERS = (
-    "alice_ai dbrx gpt_oss granitemoe_swa hy_v4 hy_v4_vl inkling2 inkling2_loop inkling2_loop_text inkling2_text "
-    "inkling_mm_model inkling_text lara_mini minimax_m3_vl_text mistral4 mistral4_text muse_spark "
+    "alice_ai dbrx diffusion_gemma gpt_oss granitemoe_swa hy_v4 hy_v4_vl inkling2 inkling2_loop inkling2_loop_text "
+    "inkling2_text inkling_mm_model inkling_text lara_mini minimax_m3_vl_text mistral4 mistral4_text muse_spark "
     "nemo_speechlm qwen3_vl_moe recurrent_gemma"
 )
 REFUSED = {

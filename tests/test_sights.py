@@ -39,7 +39,7 @@ from tpuconv.models.towers.qwen_vit.family import QWEN3_VIT
 from tpuconv.models.towers.sanm.family import SANM
 from tpuconv.models.towers.whisper.family import VOXTRAL_WHISPER
 
-WITHOUT_EXAMPLES = {"video_llava": ("video",)}
+WITHOUT_EXAMPLES = {"video_llava": ("video",), "diffusion_gemma": ("canvas",)}
 """The parts that `compare` names and does not compare."""
 
 

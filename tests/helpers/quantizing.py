@@ -194,6 +194,7 @@ EVEN = {
     "qwen3_vl_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "gemma4": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32},
     **{name: {"head_dim": 32, "global_head_dim": 64} for name in ("gemma4_unified", "gemma4_unified_text")},
+    "diffusion_gemma": {"head_dim": 32, "global_head_dim": 64, "moe_intermediate_size": 64},
     **{name: {"num_attention_heads": 2} for name in ("bitnet", "bloom", "gpt2", "gpt_bigcode", "gpt_neo", "mpt")},
     **{name: {"num_attention_heads": 2} for name in ("biogpt", "cohere_compass_text", "emu3", "fuyu", "persimmon")},
     "codegen": {"hidden_size": 128, "n_inner": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "rotary_dim": 8},

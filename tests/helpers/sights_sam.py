@@ -18,11 +18,11 @@ SAM: dict[str, Any] = {
 """An image has 7 x 7 patches, so that windows at the border are not full."""
 
 
-def got(**changes: Any) -> Sight:
-    from transformers import GotOcr2Config, GotOcr2ForConditionalGeneration
+def got(model_type: str = "got_ocr2", **changes: Any) -> Sight:
+    from transformers import AutoConfig, GotOcr2ForConditionalGeneration
 
-    text = {**TEXT, "model_type": "qwen2"}
-    config = GotOcr2Config(text_config=text, vision_config={**SAM, **changes}, image_token_index=IMAGE)
+    facts = {"text_config": {**TEXT, "model_type": "qwen2"}, "image_token_index": IMAGE}
+    config = AutoConfig.for_model(model_type, vision_config={**SAM, **changes}, **facts)
     rows = [[5, *with_images(4, 4), 7], [8, 4, *with_images(4), 6]]
     return Sight(tiny(GotOcr2ForConditionalGeneration, config), rows, {"pixel_values": noise(3, 3, 28, 28)})
 
@@ -35,6 +35,11 @@ def got_ocr2() -> Sight:
 @sight
 def got_ocr2_without_distances() -> Sight:
     return got(use_rel_pos=False, use_abs_pos=False, qkv_bias=False, hidden_act="relu")
+
+
+@sight
+def pp_chart2table() -> Sight:
+    return got("pp_chart2table")
 
 
 @sight

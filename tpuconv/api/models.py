@@ -192,6 +192,7 @@ def _generator(asked: GeneratorRequest, opened: OpenedModel, opened_by: OpenedMo
     check_logits(manifest)
     check_draft(opened, opened_by, asked.speculate)
     # These take seconds, in which a mistake would not be said yet.
+    from tpuconv.models.denoise import denoising_by, writes_canvases
     from tpuconv.models.generate import Sampling
     from tpuconv.models.speculate import check_greedy
     from tpuconv.models.stored import check_cache_dtype, model_config
@@ -202,18 +203,20 @@ def _generator(asked: GeneratorRequest, opened: OpenedModel, opened_by: OpenedMo
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
     if asked.speculate:
         check_greedy(sampling)
+    config = model_config(manifest)
     with tokenizer_folder(manifest) as folder:
         tokenizer = load_tokenizer(folder)
         ends = end_tokens(folder, tokenizer)
+        chosen = denoising_by(sampling, folder) if writes_canvases(config) else sampling
     kept = ExitStack()  # the files of processors, while the generator lives
     processors = cache(lambda: kept.enter_context(tokenizer_folder(manifest))) if manifest.parts else None
     if asked.before_reading is not None:
-        asked.before_reading(prompt_encoder(tokenizer, model_config(manifest), processors, manifest.parts))
+        asked.before_reading(prompt_encoder(tokenizer, config, processors, manifest.parts))
     model = opened.load_on_all_devices(mtp=asked.speculate is True)
     draft = None if opened_by is None else opened_by.load_on_all_devices(manifest.dtype, beside=opened)
     manifest.check_current()  # the tokenizer was read from the same checkpoint
     return TextGenerator(
-        *(model, tokenizer, ends, sampling, asked.cache_dtype),
+        *(model, tokenizer, ends, chosen, asked.cache_dtype),
         speculate=bool(asked.speculate),
         draft=draft,
         folder=processors,

@@ -101,12 +101,14 @@ def generate(
     """Continue prompts with the model of a release or of a checkpoint, the newest one in the current folder by default.
 
     A release, safetensors in a folder or on the Hub, is loaded without a conversion. Of generation_config.json only the
-    end tokens are read: the options alone decide how tokens are chosen.
+    end tokens are read, and the steps of a model that writes canvases: of others the options alone decide how tokens
+    are chosen.
     """
     if distributed and "-" in prompts:
         raise UsageError("--prompt - reads the input of each process", hint="give --prompt TEXT or --prompt-file")
     options.require_mode("--chat", chat, "system")
-    options.require_mode("--temperature", options.is_given("temperature"), "top_p", "top_k", "seed")
+    samples = options.is_given("temperature")
+    options.require_mode("--temperature", samples, "top_p", "top_k")
     texts = _all_prompts(prompts, prompt_file)
     if (images or sounds) and texts[1:]:
         raise UsageError("--image and --sound go with one prompt", hint="run the command once for each prompt")
@@ -121,6 +123,7 @@ def generate(
 
         def encode(encoder: "PromptEncoder") -> None:
             nonlocal ids, features
+            options.require_mode("--temperature", samples or encoder.has_canvases, "seed")
             if images or sounds:
                 prompt_ids, features = encoder.encode_with(texts[0], images, sounds, chat=chat, system=system)
                 ids = [prompt_ids]

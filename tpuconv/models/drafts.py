@@ -15,6 +15,7 @@ from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.drafting import Draft, Kept
 from tpuconv.models.common.heads import ANOTHER_DRAFT
 from tpuconv.models.common.steps import Entered
+from tpuconv.models.denoise import Denoiser, Denoising, writes_canvases
 from tpuconv.models.generate import Generator, Sampling
 from tpuconv.models.speculate import Speculator, check_greedy, check_ropes
 
@@ -112,14 +113,19 @@ class DraftSpeculator(Speculator):
 
 def generator_of(
     model: Decoder,
-    sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
+    sampling: Sampling | Denoising = Sampling(),  # noqa: B008  (frozen)
     cache_dtype: DTypeLike | None = None,
     *,
     speculate: bool = False,
     draft: Any = None,
 ) -> Generator:
     """Returns a generator with a model, which drafts tokens by a draft, if there is one, or with `speculate` by the
-    model's module for multi-token prediction. Arguments and errors are as of `DraftSpeculator` and `Speculator`."""
+    model's module for multi-token prediction, or denoises canvases, if the model writes these. Arguments and errors are
+    as of `DraftSpeculator`, `Speculator` and `Denoiser`."""
+    if writes_canvases(model.config):
+        return Denoiser(model, sampling, cache_dtype)
+    if isinstance(sampling, Denoising):
+        raise UsageError("this model writes no canvases", hint="give a `Sampling`")
     if draft is not None:
         return DraftSpeculator(model, draft, sampling, cache_dtype)
     return (Speculator if speculate else Generator)(model, sampling, cache_dtype)

@@ -25,6 +25,7 @@ FAMILIES: Mapping[str, str] = {
     "embedding_gemma2": "lineages.gemma",
     "embedding_gemma2_text": "embedding_gemma2_text.family",
     "gemma4_unified": "lineages.gemma",
+    "diffusion_gemma": "diffusion_gemma.family",
     "ministral3": "lineages.mistral",
     "mistral3": "lineages.mistral",
     "qwen2_5_vl": "lineages.qwen",

@@ -178,6 +178,9 @@ class Generator:
     ids_of_step: int = 1
     """The number of ids of each sequence that `decode` takes."""
 
+    most_steps: int = 1
+    """The most calls of `decode` that these tokens take."""
+
     ids_ahead: ClassVar[int] = 0
     """The ids of each sequence after its tokens that `prefill` takes."""
 
@@ -209,8 +212,12 @@ class Generator:
         formats = self._cache_shardings(cache)
         if not self.by_jit:
             formats = jax.tree.map(lambda sharding: Format(Layout.AUTO, sharding), formats)
-        ids = jax.ShapeDtypeStruct((batch, self.ids_of_step), jnp.int32)  # type: ignore[no-untyped-call]
-        return self._compile(self._decode_step, self._weight_formats(), formats, ids, cache=cache)
+        given = self._step_input(batch)
+        return self._compile(self._decode_step, self._weight_formats(), formats, given, cache=cache)
+
+    def _step_input(self, batch: int) -> Any:
+        """Returns the shape of what `decode` takes besides weights, cache and key."""
+        return jax.ShapeDtypeStruct((batch, self.ids_of_step), jnp.int32)  # type: ignore[no-untyped-call]
 
     def _prefill(self, batch: int, tokens: int, length: int) -> Compiled | JittedProgram:
         weights, _, formats, _ = self.decode(batch, length).input_formats[0]

@@ -11,7 +11,6 @@ _BEHIND_ENCODER = "decoders of models with an encoder"
 MODELS_LEFT_OUT: Mapping[str, str] = {
     "zamba": "Mamba-1 in heads, each with projections of its own: not written yet",
     "cpmant": "tokens of a text see those behind them, so that its logits depend on how a text is cut into calls",
-    "diffusion_gemma": "text that is made by denoising blocks of tokens, not token by token",
     "blt": "bytes that are joined to patches by another model",
     "doge": "masks that are made of values",
     **dict.fromkeys(("instructblip", "instructblipvideo"), _QUERIES),
@@ -23,9 +22,7 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(
         ("chameleon", "kyutai_speech_to_text"), "tokens of a codec of images or sounds, which is not written"
     ),
-    **dict.fromkeys(
-        ("kosmos-2", "kosmos-2.5", "pp_chart2table"), "an image behind a projector of its own: not written yet"
-    ),
+    **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "an image behind a projector of its own: not written yet"),
     "pi0": "actions of a robot, not tokens",
     "shieldgemma2": "probabilities of policies, not tokens",
     **dict.fromkeys(("rwkv", "xlstm"), _RECURRENT),

@@ -15,6 +15,7 @@ from tpuconv.models.chats import chat_about, chat_text, has_template
 from tpuconv.models.common.beside import VIDEO
 from tpuconv.models.common.config import DecoderConfig, context_of
 from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.denoise import Denoiser, Denoising, SeeingDenoiser, writes_canvases
 from tpuconv.models.drafts import generator_of
 from tpuconv.models.generate import ENDED, Sampling, check_work
 from tpuconv.models.media_files import listed
@@ -65,6 +66,7 @@ class PromptEncoder:
         parts: what the model has beside its text model: "vision", "audio".
         rows: of the embedding; None if they are not known.
         placeholders: by part the id of the token in whose place features of images or sounds stand.
+        has_canvases: whether the model writes canvases, of random tokens.
     """
 
     tokenizer: Any
@@ -73,6 +75,7 @@ class PromptEncoder:
     parts: Collection[str] = ()
     rows: int | None = None
     placeholders: Mapping[str, int] = field(default_factory=dict)
+    has_canvases: bool = False
 
     @cached_property
     def preparer(self) -> "Preparer | None":
@@ -221,7 +224,7 @@ def prompt_encoder(
     """Returns the encoder of prompts for the model of a config; other arguments are as of `PromptEncoder`."""
     rows = config.sizes["V"] + config.sizes.get("added_vocab", 0)
     placeholders = {part: each.placeholder for part, each in config.parts.items()}
-    return PromptEncoder(tokenizer, context_of(config), folder, parts, rows, placeholders)
+    return PromptEncoder(tokenizer, context_of(config), folder, parts, rows, placeholders, writes_canvases(config))
 
 
 class TextGenerator:
@@ -236,7 +239,7 @@ class TextGenerator:
         model: a model from `tpuconv.load`.
         tokenizer: a tokenizer from `tpuconv.models.tokenizer.load_tokenizer`.
         ends: ids of the tokens that end a text, from `tpuconv.models.tokenizer.end_tokens`.
-        sampling: how the next token is chosen; by default the most likely one.
+        sampling: how the next token is chosen, by default the most likely one; or how a canvas is denoised.
         cache_dtype: of keys and values; None for the model's dtype.
         speculate: draft tokens with the model's module for multi-token prediction; see `Speculator`.
         draft: a draft of the model from `tpuconv.load`, which drafts tokens instead; see `DraftSpeculator`.
@@ -252,7 +255,7 @@ class TextGenerator:
         model: Decoder,
         tokenizer: Any,
         ends: Collection[int] = (),
-        sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
+        sampling: Sampling | Denoising = Sampling(),  # noqa: B008  (frozen)
         cache_dtype: DTypeLike | None = None,
         *,
         speculate: bool = False,
@@ -268,7 +271,9 @@ class TextGenerator:
     @cached_property
     def seeing(self) -> SeeingGenerator:
         """The generator of prompts with images and sounds. Drafts are for text alone."""
-        return SeeingGenerator(*self._options)
+        kind: Any = SeeingDenoiser if isinstance(self.generator, Denoiser) else SeeingGenerator
+        seeing: SeeingGenerator = kind(*self._options)
+        return seeing
 
     @property
     def accepted_share(self) -> float | None:

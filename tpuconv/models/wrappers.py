@@ -282,6 +282,15 @@ WRAPPER_ROWS = (
         "got_ocr2", "GotOcr2", "GOT-OCR 2.0", ("qwen2",), prefix=IN_CAUSAL_MODEL, tied=True, modalities=(GOT_VISION,)
     ),
     Wrapper(
+        "pp_chart2table",
+        "GotOcr2",
+        "PP-Chart2Table",
+        ("qwen2",),
+        prefix=IN_CAUSAL_MODEL,
+        tied=True,
+        modalities=(GOT_VISION,),
+    ),
+    Wrapper(
         "dots_ocr",
         "DotsOCR",
         "dots.ocr",

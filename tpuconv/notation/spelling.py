@@ -24,8 +24,9 @@ def template(name: str) -> str:
 
 
 def copies_in_layers(copies: Mapping[str, str]) -> dict[str, str]:
-    """Returns the copies of matrices that layers share, by their names, of all copies that a table knows."""
-    return {copy: original for copy, original in copies.items() if template(copy) == template(original)}
+    """Returns the copies of what layers have, such as matrices that they share, by their names, of all copies that a
+    table knows."""
+    return {copy: original for copy, original in copies.items() if "#" in template(original)}
 
 
 def numbers(name: str) -> list[str]:

@@ -136,19 +136,22 @@ def _einsum(equation: str, lhs: Any, rhs: Any) -> jax.Array:
     return jax.lax.platform_dependent(*operands, tpu=on_tpu, default=by_qwix)  # type: ignore[no-any-return]
 
 
-ENTRIES = ("run_layers", "head", "draft")
-"""The methods of a decoder that are called from outside too, by drafts. Qwix quantizes `__call__` alone."""
+ENTRIES = ("run_layers", "head", "draft", "denoise", "mean_embeddings")
+"""The methods of a decoder that are called from outside too, by drafts and for canvases. Qwix quantizes `__call__`
+alone."""
 
 
 def quantized(model: nnx.Module, provider: Provider) -> Any:
     """Returns the model as Qwix quantizes it. Within `nnx.eval_shape` it needs no weights."""
     ids_BT = jnp.zeros((1, TOKENS), jnp.int32)
     model = qwix.quantize_model(model, provider, ids_BT, **_images_of(model, ids_BT))
-    for name in ENTRIES if isinstance(model, Decoder) else ():
+    for name in (each for each in ENTRIES if isinstance(model, Decoder) and hasattr(model, each)):
         method = apply_interceptors(getattr(type(model), name), provider, lambda output: output)
         setattr(type(model), name, method)
     if hasattr(model, MTP_MODULE) and provider.config.names_part(MTP_MODULE):
         _quantize_mtp(model)
+    if isinstance(model, Decoder) and model.config.canvas_length:
+        _quantize_canvas(model)
     for part in model.config.parts if isinstance(model, Decoder) else ():
         if provider.config.names_part(part):
             _quantize_part(getattr(model, part), provider.for_part(part))
@@ -168,6 +171,12 @@ def _quantize_mtp(model: Any) -> None:
     ids_BT = jnp.zeros((1, TOKENS), jnp.int32)
     x_BTD, cache = model.run_layers(ids_BT, ids_BT >= 0, model.init_cache(1, TOKENS))
     model.draft(x_BTD, ids_BT, cache, 0)
+
+
+def _quantize_canvas(model: Any) -> None:
+    """Quantizes what only the steps of a canvas compute with, of a model whose `denoise` is intercepted."""
+    mean_BCD = jnp.zeros((1, TOKENS, model.config.hidden_size), model.embed.embedding.dtype)
+    model.denoise(jnp.zeros((1, TOKENS), jnp.int32), model.init_cache(1, TOKENS), mean_BCD)
 
 
 def _quantize_part(encoder: Any, provider: Provider) -> None:

@@ -84,7 +84,8 @@ class Timing:
         peak_memory_bytes: peak memory of the first device of this process so far; None if that does not report it.
         new_ids: token ids that the warm-up generated.
         limits: limits of the hardware.
-        tokens_per_step: tokens that a sequence takes in a decode step: with drafts 1 and those that are accepted.
+        tokens_per_step: tokens that a sequence takes in a decode step: with drafts 1 and those that are accepted, of a
+            canvas its tokens by the number of its steps.
         accepted_share: the share of drafts that is accepted; None without drafts.
     """
 
@@ -208,11 +209,13 @@ class Roofline:
         from tpuconv.models.common.layers import Embed
         from tpuconv.models.common.moe import Expert
 
-        def total(part: Any) -> np.ndarray:
-            """Returns the bits of a module's arrays, and the elements of its weights, as an array of two. Scales and
-            zero points are read, and multiply no token by themselves."""
+        def total(part: Any, *parameters: str) -> np.ndarray:
+            """Returns the bits of a module's arrays, or of some parameters alone, and the elements of its weights, as
+            an array of two. Scales and zero points are read, and multiply no token by themselves."""
             found = np.zeros(2, int)
             for path, value in nnx.to_flat_state(nnx.state(part)):
+                if parameters and path[0] not in parameters:
+                    continue
                 x, name = value.get_value(), "." + ".".join(map(str, path))
                 is_weight = not name.endswith((SCALE, ZERO_POINT, INPUT_SCALE, *CACHE_SCALES))
                 found += (x.size * jax.dtypes.itemsize_bits(x.dtype), x.size * is_weight)
@@ -224,9 +227,9 @@ class Roofline:
         self.rows = 0  # bits of one row of each embedding, but of a tied one, of which the head reads all rows
         for _, part in nnx.iter_modules(model):
             if isinstance(part, Embed) and (part is not model.embed or model.lm_head is not None):
-                self.dense -= total(part)
-                table = max(jax.tree.leaves(nnx.state(part)), key=lambda x: x.size)
-                self.rows += total(part)[0] // table.shape[0]
+                tables = total(part, *part.tables)  # a projection beside them multiplies each token
+                self.dense -= tables
+                self.rows += tables[0] // jax.tree.leaves(nnx.state(part)[part.tables[0]])[0].shape[0]
         repeated = [model.layers[layer] for layer in _repeated(model.config.executed_layers)]
         self.dense += sum(map(total, repeated), np.zeros(2, int))
         routed = [
@@ -263,6 +266,7 @@ def measure(
     warmup_ids: Sequence[int] = (),
     cache_dtype: str | None = None,
     *,
+    sampling: Any = None,
     speculate: bool = False,
     draft: Any = None,
 ) -> Iterator[Timing]:
@@ -276,6 +280,7 @@ def measure(
         limits: limits of the hardware.
         warmup_ids: prompt of the warm-up run; random ids if empty.
         cache_dtype: dtype of the cache; None for the model's.
+        sampling: how tokens are chosen; by default the most likely ones.
         speculate: draft with the model's module for multi-token prediction.
         draft: a draft of the model, which drafts instead.
 
@@ -286,8 +291,9 @@ def measure(
     import jax
 
     from tpuconv.models.drafts import generator_of
+    from tpuconv.models.generate import Sampling
 
-    generator = generator_of(model, cache_dtype=cache_dtype, speculate=speculate, draft=draft)
+    generator = generator_of(model, sampling or Sampling(), cache_dtype, speculate=speculate, draft=draft)
     roofline = Roofline(model, draft)
     for workload in wanted:
         try:
@@ -311,8 +317,7 @@ def _measure_workload(
 ) -> Timing:
     import jax
 
-    from tpuconv.models.generate import prefill_chunk
-    from tpuconv.models.speculate import Speculator
+    from tpuconv.models.generate import Generator, prefill_chunk
 
     B, T, new = workload.batch, workload.prompt_length, workload.new_tokens
     length = generator.slots(B, T, new)
@@ -323,7 +328,7 @@ def _measure_workload(
     compile_seconds = time.perf_counter() - began
 
     prompt = list(warmup_ids)[-T:] or list(map(int, ids_BT[0]))
-    measure = _speculating if isinstance(generator, Speculator) else _decoding
+    measure = _decoding if type(generator) is Generator else _writing
     times = measure(generator, decode, ids_BT, prompt, new, repeats)
     used_share = (T + new / 2) / length  # of the cache's slots, on average over the steps
     cache = generator.cache_shapes(B, length)
@@ -363,10 +368,10 @@ class _Times(NamedTuple):
     accepted_share: float | None = None
 
 
-def _speculating(
-    generator: Any, decode: Any, ids_BT: np.ndarray, prompt: Sequence[int], new: int, repeats: int
-) -> _Times:
-    """Measures how a draft writes `new` tokens on a prompt in each row."""
+def _writing(generator: Any, decode: Any, ids_BT: np.ndarray, prompt: Sequence[int], new: int, repeats: int) -> _Times:
+    """Measures how `new` tokens are written on a prompt in each row, with drafts or in canvases."""
+    from tpuconv.models.speculate import Speculator
+
     prompts_BT, mask_BT = _batched(prompt, ids_BT.shape)
     new_ids = [int(ids_B[0]) for ids_B in generator([prompt], new)]
     firsts, steps = [], []
@@ -374,11 +379,12 @@ def _speculating(
         began, times, taken = time.perf_counter(), [], []
         for _, taken_B in generator.steps(prompts_BT, mask_BT, new):
             times.append(time.perf_counter())
-            taken.append(taken_B.mean())
+            taken.append(np.mean(taken_B))
         firsts.append(times[0] - began)
         steps.append((times[-1] - times[0]) / (len(times) - 1))
     tokens_per_step = statistics.mean(taken[1:])
-    return _Times(firsts, steps, new_ids, tokens_per_step, (tokens_per_step - 1) / generator.ahead)
+    share = (tokens_per_step - 1) / generator.ahead if isinstance(generator, Speculator) else None
+    return _Times(firsts, steps, new_ids, tokens_per_step, share)
 
 
 def _decoding(generator: Any, decode: Any, ids_BT: np.ndarray, prompt: Sequence[int], new: int, repeats: int) -> _Times:

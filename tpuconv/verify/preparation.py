@@ -101,6 +101,9 @@ def free_beside_reference(manifest: Manifest, dtype: str, *, layerwise: bool) ->
     return available - need if jax.process_count() == 1 else None
 
 
+NOT_DENOISED = "the logits of the encoder are compared, whose weights the steps of a canvas use too"
+
+
 class ComparedPrompts(NamedTuple):
     """The prompts that two models run on.
 
@@ -145,6 +148,8 @@ def prompts_to_compare(
     sights, unseen = ([], {}) if manifest.returns else sight_windows(manifest, config, ids)
     if sights and (why := unreadable(config)):
         sights, unseen = [], dict.fromkeys(config.parts, why)
+    if config.canvas_length:
+        unseen = {**unseen, "canvas": NOT_DENOISED}
     return ComparedPrompts(windows, sights, unseen, horizons)
 
 

@@ -29,7 +29,7 @@ from tpuconv.text import format_count
 from tpuconv.verify.logits import compare_logits
 from tpuconv.verify.merged import WeightedAdapter, with_adapters
 from tpuconv.verify.parts_of_reference import head_of
-from tpuconv.verify.reference_calls import ADDS_FEATURES, attention_of, inputs_of, mended
+from tpuconv.verify.reference_calls import ADDS_FEATURES, attention_of, encoder_in, inputs_of, mended
 from tpuconv.verify.reference_types import READ_WITHIN, reference_class, reference_config, released_names
 from tpuconv.verify.sights import SightWindow
 
@@ -209,7 +209,7 @@ def features_of(model: Any, windows: Sequence[SightWindow], embedded: Sequence[n
 
 def text_model(model: Any) -> Any:
     """Returns the module within transformers' multimodal model that has the layers of the text."""
-    found = getattr(model.base_model, "language_model", None) or model.get_decoder()
+    found = getattr(encoder_in(model.base_model), "language_model", None) or model.get_decoder()
     found = getattr(found, "model", found)
     return getattr(found, "decoder", found)  # of OPT
 

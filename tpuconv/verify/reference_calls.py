@@ -1,7 +1,7 @@
 """How transformers' models are called as a reference, and where the version that the tests run with differs from what
 was released."""
 
-from functools import partial
+from functools import partial, wraps
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +23,8 @@ until 4.51, and servers have it."""
 def mended(model: Any) -> Any:
     """Returns transformers' model, which then computes as it was released: Llama 4's in transformers 5.24 asks its text
     model for images, Hunyuan-VL's numbers images on from text to text of a batch, Unlimited-OCR's takes the numbers of
-    tiles as a list alone, BLIP-2's takes no text without images, and some have not all factors. To be called once for a
-    model."""
+    tiles as a list alone, BLIP-2's takes no text without images, and some have not all factors. A call of
+    DiffusionGemma's is one of its encoder. To be called once for a model."""
     if type(model).__name__ == "Llama4ForConditionalGeneration":
         model.language_model.register_forward_hook(_without_images)
     if model.config.model_type == "blip-2":
@@ -34,11 +34,46 @@ def mended(model: Any) -> Any:
         model.base_model.register_forward_pre_hook(_counts_as_list, with_kwargs=True)
     if model.config.model_type == "hunyuan_vl":
         model.base_model.get_rope_index = partial(_of_each_text, model.base_model.get_rope_index)
+    if model.config.model_type == "diffusion_gemma":
+        encoder = model.base_model.encoder
+        model.create_masks_for_generate = encoder.create_masks_for_generate
+        model.denoise, model.forward = model.forward, wraps(encoder.forward)(partial(_of_encoder, model))
     if model.config.model_type in LEAVES_OUT_FACTORS:
         text = model.config.get_text_config()
         factor = getattr(text, "logit_scale", 1.0) / getattr(text, "logits_scaling", 1.0)
         model.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits * factor)
     return model
+
+
+def _of_encoder(model: Any, *inputs: Any, **named: Any) -> Any:
+    """Returns the logits of the tokens that DiffusionGemma's encoder reads, which it is trained with too; without a
+    head what the encoder returns."""
+    import torch
+
+    out = model.base_model.encoder(*inputs, **{name: value for name, value in named.items() if name != "use_cache"})
+    if model.base_model is model:
+        return out
+    cap = model.final_logit_softcapping
+    logits = cap * torch.tanh(model.lm_head(out.last_hidden_state).float() / cap)
+    return SimpleNamespace(logits=logits, past_key_values=out.cache)
+
+
+def encoder_in(base: Any) -> Any:
+    """Returns the part of transformers' base model that reads texts: of DiffusionGemma's the encoder."""
+    return base.encoder if base.config.model_type == "diffusion_gemma" else base
+
+
+OF_DECODER = r"^model\.decoder\.(?!self_conditioning\.|layers\.\d+\.layer_scalar)"
+
+
+def encoder_alone(model: Any) -> dict[str, str]:
+    """Removes the decoder from transformers' DiffusionGemma, none of whose weights are loaded. Returns the patterns in
+    names of what files have of both under the name of the decoder, and what stands in their place; of another model
+    none."""
+    if model.config.model_type != "diffusion_gemma":
+        return {}
+    del model.base_model.decoder
+    return {OF_DECODER: "model.encoder.language_model."}
 
 
 def _of_each_text(
@@ -91,7 +126,7 @@ TELLS_PROMPTS = ("paligemma",)
 ADDS_FEATURES = ("molmo2",)
 """Models that add features to the embeddings of placeholders."""
 
-MASKS_OF_GENERATE = ("gemma4_unified",)
+MASKS_OF_GENERATE = ("gemma4_unified", "diffusion_gemma")
 """Models whose tokens of an image see each other in `generate` alone: a call without masks is causal."""
 
 

@@ -44,7 +44,7 @@ from tpuconv.verify.reference import (
     recorded_embeddings,
     text_model,
 )
-from tpuconv.verify.reference_calls import attention_of, inputs_of, mended
+from tpuconv.verify.reference_calls import attention_of, encoder_alone, encoder_in, inputs_of, mended
 from tpuconv.verify.reference_types import reference_class, reference_config, released_names
 from tpuconv.verify.sights import SightWindow
 
@@ -96,9 +96,9 @@ class LayeredReference:
             found = reference_class(config, sees=sees)
             create = getattr(found, "from_config", None) or found._from_config  # of a model without an automatic class
             self.model = mended(create(config, dtype=self.dtype, attn_implementation=attention_of(config)).eval())
-        names = released_names(source, opened.tensors, sees=sees)
-        self.conversions = get_model_conversion_mapping(self.model, names)
-        base = getattr(self.model, "model", self.model.base_model)
+        names = (released_names(source, opened.tensors, sees=sees) or {}) | encoder_alone(self.model)
+        self.conversions = get_model_conversion_mapping(self.model, names or None)
+        base = encoder_in(getattr(self.model, "model", self.model.base_model))
         self.decoder = next((getattr(base, name) for name in DECODER_NAMES if hasattr(base, name)), base)
         if sees or hasattr(self.decoder, "lm_head"):  # a causal model inside another
             self.decoder = text_model(self.model)

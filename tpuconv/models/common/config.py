@@ -84,6 +84,11 @@ class DecoderConfig:
     mrope: Mrope | None = None
     towers: tuple[PartConfig, ...] = ()
 
+    @property
+    def canvas_length(self) -> int:
+        """The number of tokens of a canvas, which a model writes at once; 0 of models that write token by token."""
+        return 0
+
     @classmethod
     def of_type(cls, model_type: str | None) -> "type[DecoderConfig]":
         """Returns the class for a model type of the family, of which some have other defaults."""
@@ -270,9 +275,9 @@ class DecoderConfig:
     @property
     def sees_images(self) -> str:
         """The layers in which tokens of an image see each other, within the window of the layer: "all", or those with a
-        "sliding" one; "prompt" where all tokens of a prompt with images do, in all layers and beyond windows; or none.
-        """
-        return "prompt" if any(each.sees_prompt for each in self.towers) else ""
+        "sliding" one; "beyond" where they do in all layers and beyond windows, as all tokens of a prompt with images in
+        some models; or none."""
+        return "beyond" if any(each.sees_prompt for each in self.towers) else ""
 
     @property
     def routes_images(self) -> bool:

@@ -4,7 +4,7 @@
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,12 @@ def exact_product(equation: str, x: jax.Array, kernel: Any) -> jax.Array:
 
 
 class Embed(nnx.Module):
-    """The embedding matrix. `attend` is the output head of a model with tied embeddings."""
+    """The embedding matrix. `attend` is the output head of a model with tied embeddings.
+
+    Class attribute: `tables` names the parameters of which each token reads a row.
+    """
+
+    tables: ClassVar[tuple[str, ...]] = ("embedding",)
 
     def __init__(self, sizes: Mapping[str, int], *, dtype: DTypeLike, keys: Keys):
         self.embedding = nnx.Param(normal(keys(), (sizes["V"], sizes["D"]), dtype))

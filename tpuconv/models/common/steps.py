@@ -26,6 +26,10 @@ Entered = dict[int, jax.Array | None]
 output of the last one. None until a layer runs."""
 
 
+CANVAS = "canvas"
+"""In place of the layers in which tokens of an image see each other: the tokens of the call are a canvas, and do so."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ImageBlocks:
@@ -33,7 +37,7 @@ class ImageBlocks:
 
     Attributes:
         block_BT, block_BS: number of the image that a token is of, -1 for none.
-        layers: as `DecoderConfig.sees_images`.
+        layers: as `DecoderConfig.sees_images`; or `CANVAS`.
     """
 
     block_BT: jax.Array
@@ -43,7 +47,7 @@ class ImageBlocks:
     def seen(self, window: jax.Array | int, distance_BTS: jax.Array) -> jax.Array:
         """Returns which keys [B, T, S] a token sees because they are of its own image, in a layer with this window."""
         is_same_BTS = (self.block_BT[:, :, None] == self.block_BS[:, None, :]) & (self.block_BT[:, :, None] >= 0)
-        if self.layers == "prompt":
+        if self.layers in ("beyond", CANVAS):
             return is_same_BTS
         is_near_BTS = distance_BTS < window
         return is_same_BTS & (is_near_BTS if self.layers == "all" else is_near_BTS & (window < NO_WINDOW))
@@ -80,6 +84,11 @@ class Step(NamedTuple):
         """Returns `cos_sin`, rounded to `dtype`."""
         cos, sin = self.cos_sin
         return cos.astype(dtype), sin.astype(dtype)
+
+    @property
+    def of_canvas(self) -> bool:
+        """True if the call's tokens are a canvas."""
+        return self.images is not None and self.images.layers == CANVAS
 
     def visible(self, window: jax.Array | int) -> jax.Array:
         """Returns the mask [B, T, S] of a layer with this window."""

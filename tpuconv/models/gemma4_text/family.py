@@ -80,7 +80,7 @@ class Config(SharedKeysConfig):
             yield f"global_head_dim={self.global_head_dim} is odd: rotary positions need pairs"
         sizes = (self.num_experts, self.top_k_experts, self.moe_intermediate_size)
         if self.enable_moe_block and None in sizes:
-            yield "enable_moe_block needs num_experts, top_k_experts and moe_intermediate_size"
+            yield "layers with experts need num_experts, top_k_experts and moe_intermediate_size"
         elif self.enable_moe_block and (self.top_k_experts or 0) > (self.num_experts or 0):
             yield f"top_k_experts={self.top_k_experts} is more than num_experts={self.num_experts}"
 
@@ -111,6 +111,11 @@ class Config(SharedKeysConfig):
             "narrow_layers": tuple(i for i in range(self.num_hidden_layers) if i not in wide),
             "wide_layers": wide,
         }
+
+    @property
+    def num_experts_per_tok(self) -> int:
+        """`top_k_experts`, as other families name it; 0 without experts."""
+        return self.top_k_experts or 0
 
     @property
     def sees_images(self) -> str:

@@ -133,7 +133,11 @@ class Block(nnx.Module):
         if step.input is not None:
             y_BTD = self.per_layer_projection(gelu_tanh(self.per_layer_gate(x_BTD)) * step.input)
             x_BTD = x_BTD + self.post_per_layer_norm(y_BTD)
-        return x_BTD * self.layer_scalar[...].astype(x_BTD.dtype), kv
+        return x_BTD * self.factor(step)[...].astype(x_BTD.dtype), kv
+
+    def factor(self, step: Step) -> nnx.Param[jax.Array]:
+        """Returns the factor [1] of the output."""
+        return self.layer_scalar
 
 
 class LayerEmbed(Embed):

@@ -2,6 +2,7 @@
 (arXiv:2501.00656)."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from tpuconv.models.molmo2.family import Config
 
 class WiderEmbed(layers.Embed):
     """The embedding matrix, and the matrix of the tokens after the vocabulary, for which the head has no rows."""
+
+    tables: ClassVar[tuple[str, ...]] = ("embedding", "added")
 
     def __init__(self, sizes: Mapping[str, int], *, dtype: DTypeLike, keys: Keys):
         super().__init__(sizes, dtype=dtype, keys=keys)

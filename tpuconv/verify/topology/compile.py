@@ -66,6 +66,7 @@ class _Compilation:
         from flax import nnx
 
         from tpuconv.models.common.cache import cache_shardings
+        from tpuconv.models.denoise import Denoiser, writes_canvases
         from tpuconv.models.generate import Generator
 
         self.request, self.topology, self.sizes = request, topology, mesh
@@ -79,7 +80,8 @@ class _Compilation:
             [(path, value.replace(self._param(path, value))) for path, value in nnx.to_flat_state(state)]
         )
         # The programs that `generate` runs, with the layouts that `load` uses after `--write-layouts`.
-        self.generator = Generator(nnx.merge(graph, self.params), cache_dtype=request.cache_dtype, free_layouts=True)
+        kind: type[Generator] = Denoiser if writes_canvases(config) else Generator
+        self.generator = kind(nnx.merge(graph, self.params), cache_dtype=request.cache_dtype, free_layouts=True)
         cache = self.generator.cache_shapes(request.batch, request.context)
         self.cache = jax.tree.map(_with_sharding, cache, cache_shardings(cache, self.mesh))
         self.images = self._images() if request.images else ()
@@ -134,7 +136,7 @@ class _Compilation:
         why = ""
         if weights + cache > available:
             why = f"weights and cache alone need {format_size(weights + cache)} of {format_size(available)}"
-        tokens = {"decode": 1, "prefill": prefill_chunk(request.batch, request.context)}
+        tokens = {"decode": self.generator.ids_of_step, "prefill": prefill_chunk(request.batch, request.context)}
         tokens |= {"see": self.features} if request.images else {}
         for name in (*request.programs, *(["see"] if request.images else [])):
             if not why:
@@ -204,6 +206,7 @@ class _Compilation:
             copies=schedule.copies(),
             custom_calls=schedule.custom_calls(),
             communication=estimate.communication,
+            steps=self.generator.most_steps if name == "decode" else 1,
         )
 
     def _see(self) -> Any:

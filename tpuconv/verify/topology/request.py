@@ -137,6 +137,7 @@ class Program:
         estimate: seconds, by a simulation of the schedule (see `ESTIMATE_ERROR`).
         collectives, products, copies, custom_calls: see the functions of `tpuconv.verify.topology.hlo.Schedule`.
         communication: the seconds of `estimate` in which the core waits for collectives.
+        steps: how many steps the tokens take at most: more than one of a canvas alone.
     """
 
     name: str
@@ -155,6 +156,7 @@ class Program:
     copies: Sequence[Mapping[str, Any]]
     custom_calls: Sequence[Mapping[str, Any]]
     communication: float = 0.0
+    steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -197,9 +199,10 @@ class FitReport:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The estimated decoding speed of one sequence; None if decoding was not compiled."""
+        """The estimated decoding speed of one sequence, of canvases with the most steps; None if decoding was not
+        compiled."""
         decode = self.program("decode")
-        return 1 / decode.estimate if decode and decode.estimate > 0 else None
+        return decode.tokens / (decode.steps * decode.estimate) if decode and decode.estimate > 0 else None
 
     @property
     def limit(self) -> str | None:
@@ -234,9 +237,12 @@ class FitReport:
             text += f" (the smaller {self.smaller.name} may do)"
         if (speed := self.tokens_per_second) is None:
             return text + "."
+        decode = self.program("decode")
         text += (
             f". Decoding makes about {format_rate(speed, 3)} tokens/s for each sequence, "
-            f"{format_rate(speed * self.batch, 3)} in all, limited by {self.limit}."
+            f"{format_rate(speed * self.batch, 3)} in all, "
+            + (f"with {decode.steps} steps for each canvas, " if decode and decode.steps > 1 else "")
+            + f"limited by {self.limit}."
         )
         if see := self.program("see"):
             text += f" The images take about {1e3 * see.estimate:,.1f} ms before the prefill."

@@ -73,6 +73,7 @@ def peft_adapter(
     whole: bool,
     input_first: bool,
     has_experts: bool,
+    is_causal: bool,
 ) -> PeftAdapter:
     """Returns the adapter of pairs.
 
@@ -84,6 +85,7 @@ def peft_adapter(
         whole: whether the model has no modules besides, such as towers.
         input_first: whether matrices are [in, out], as in Conv1D.
         has_experts: whether the model has experts.
+        is_causal: whether the model writes token by token, which PEFT calls a task.
     """
     pairs = dict(sorted(pairs.items(), key=lambda each: _numbered(each[0])))
     changed = {}
@@ -100,7 +102,7 @@ def peft_adapter(
     rank = Counter(ranks[name] for name in parameters or changed).most_common(1)[0][0]
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if is_causal else None,
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": _number(alpha),

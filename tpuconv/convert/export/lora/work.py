@@ -76,6 +76,7 @@ def trained_adapter(
         whole=is_whole,
         input_first=input_first,
         has_experts=bool(form.config.sizes.get(EXPERTS)),
+        is_causal=not getattr(form.config, "canvas_length", 0),  # which configs of targets do not have
     )
     facts = {"family": family.name, "target": form.target.name}
     return ExportContents(
