@@ -199,6 +199,14 @@ def test_generate_writes_canvases(release: Path) -> None:
     assert "chooses all tokens of a canvas together" in refused
 
 
+def test_a_comparison_says_what_it_does_not_show(release: Path, tmp_path: Path) -> None:
+    """This model has no embedding of a placeholder."""
+    api.convert(release, tmp_path / "out")
+    found = api.compare(tmp_path / "out", dtype="float32")
+    assert found.passed
+    assert found.unseen.keys() == {"vision", "canvas"}
+
+
 @pytest.mark.slow
 def test_benchmark_times_steps(release: Path) -> None:
     """14 tokens are two canvases of three steps at most."""

@@ -47,11 +47,17 @@ SEES_BY_TIMM = frozenset({"gemma3n", "perception_lm", "fast_vlm"})
 read by itself."""
 
 
+EMBEDS_PLACEHOLDERS = frozenset({"diffusion_gemma"})
+"""Multimodal model types in which transformers embeds placeholders before it puts features in their place."""
+
+
 def unreadable(config: DecoderConfig) -> str:
     """Returns why transformers cannot read the encoders of a model with this config here; empty where it can."""
     from transformers.utils import is_timm_available
 
     kind = getattr(config, "wrapper_type", "") or config.model_type  # of a text model inside another one
+    if kind in EMBEDS_PLACEHOLDERS and any(own.placeholder >= config.vocab_size for own in config.parts.values()):
+        return "transformers embeds the placeholder of images, which is no token of the vocabulary"
     is_known = kind not in SEES_BY_TIMM or is_timm_available()
     return "" if is_known else "transformers needs the packages timm and torchvision to read its encoder of images"
 
