@@ -220,6 +220,7 @@ def test_benchmark_times_steps(release: Path) -> None:
     ("keys", "answer"),
     [
         ({"max_denoising_steps": 0}, "steps=0.*is invalid"),
+        ({"max_denoising_steps": 1 << 31}, "steps=2147483648.*is invalid"),
         ({"t_min": 0.9}, "coldest=0.9.*is invalid"),
         ({"t_max": "hot"}, "t_max"),
         ({"sampler_config": {"entropy_bound": -1.0}}, "entropy_bound=-1.0.*is invalid"),

@@ -192,7 +192,7 @@ def _generator(asked: GeneratorRequest, opened: OpenedModel, opened_by: OpenedMo
     check_logits(manifest)
     check_draft(opened, opened_by, asked.speculate)
     # These take seconds, in which a mistake would not be said yet.
-    from tpuconv.models.denoise import denoising_by, writes_canvases
+    from tpuconv.models.denoise import choice_of
     from tpuconv.models.generate import Sampling
     from tpuconv.models.speculate import check_greedy
     from tpuconv.models.stored import check_cache_dtype, model_config
@@ -207,7 +207,7 @@ def _generator(asked: GeneratorRequest, opened: OpenedModel, opened_by: OpenedMo
     with tokenizer_folder(manifest) as folder:
         tokenizer = load_tokenizer(folder)
         ends = end_tokens(folder, tokenizer)
-        chosen = denoising_by(sampling, folder) if writes_canvases(config) else sampling
+        chosen = choice_of(config, sampling, folder)
     kept = ExitStack()  # the files of processors, while the generator lives
     processors = cache(lambda: kept.enter_context(tokenizer_folder(manifest))) if manifest.parts else None
     if asked.before_reading is not None:

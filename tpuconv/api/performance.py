@@ -127,7 +127,7 @@ def _timed(
 ) -> Benchmark:
     from tpuconv.checkpoint.companions import tokenizer_folder
     from tpuconv.checkpoint.reader import check_logits
-    from tpuconv.models.denoise import denoising_by, writes_canvases
+    from tpuconv.models.denoise import choice_of
     from tpuconv.models.generate import Sampling
     from tpuconv.models.stored import check_cache_dtype, check_positions, model_config
     from tpuconv.models.tokenizer import has_tokenizer, load_tokenizer
@@ -142,8 +142,7 @@ def _timed(
     compute = manifest.dtype if asked.dtype == "auto" else asked.dtype
     with tokenizer_folder(manifest) as path:
         tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
-        greedy = Sampling()
-        chosen = denoising_by(greedy, path) if writes_canvases(model_config(manifest)) else greedy
+        chosen = choice_of(model_config(manifest), Sampling(), path)
     prompt_ids = tokenizer(measuring.PROMPT)["input_ids"] if tokenizer else []
     machine = measuring.machine()
     asked.progress(Progress("loading"))

@@ -100,9 +100,9 @@ def generate(
 ) -> None:
     """Continue prompts with the model of a release or of a checkpoint, the newest one in the current folder by default.
 
-    A release, safetensors in a folder or on the Hub, is loaded without a conversion. Of generation_config.json only the
-    end tokens are read, and the steps of a model that writes canvases: of others the options alone decide how tokens
-    are chosen.
+    A release, safetensors in a folder or on the Hub, is loaded without a conversion. Of
+    generation_config.json only the end tokens are read, and the schedule of a model that writes canvases. The options
+    decide all else.
     """
     if distributed and "-" in prompts:
         raise UsageError("--prompt - reads the input of each process", hint="give --prompt TEXT or --prompt-file")

@@ -6,7 +6,7 @@ places get random tokens again (arXiv:2505.24857). Its logits are an input of th
 are certain and do not change any more, they are the text, and the cache gets them before the next canvas.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -20,10 +20,12 @@ from tpuconv.errors import ConfigError, UsageError
 from tpuconv.jsonfile import Optional, check
 from tpuconv.models.common.cache import Cache
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.generate import ENDED, Generator, Sampling, check_work, left_padded, prefill_chunk
+from tpuconv.models.generate import Generator, Sampling, prefill_chunk
 from tpuconv.models.seeing import SeeingGenerator
 from tpuconv.sources.config import read_json
 
+MOST_STEPS = 1 << 31
+"""A device counts them in int32."""
 GENERATION_CONFIG = "generation_config.json"
 OPTIONAL_NUMBER, OPTIONAL_COUNT = Optional((float, int, None)), Optional((int, None))
 SCHEDULE_KEYS = {
@@ -62,11 +64,12 @@ class Denoising:
     confidence: float = 0.005
 
     def __post_init__(self) -> None:
-        in_range = self.steps >= 1 and 0 <= self.coldest < self.hottest and self.stable_steps >= 0  # false for NaN
-        if not in_range or not self.entropy_bound > 0 or not self.confidence > 0:
+        counts_in_range = 1 <= self.steps < MOST_STEPS and self.stable_steps >= 0
+        in_range = 0 <= self.coldest < self.hottest and self.entropy_bound > 0 and self.confidence > 0  # false for NaN
+        if not (counts_in_range and in_range):
             raise UsageError(
-                f"{self} is invalid: steps >= 1, 0 <= coldest < hottest, stable_steps >= 0, entropy_bound > 0 and "
-                "confidence > 0 are needed"
+                f"{self} is invalid: 1 <= steps < {MOST_STEPS}, 0 <= coldest < hottest, stable_steps >= 0, "
+                "entropy_bound > 0 and confidence > 0 are needed"
             )
 
     @classmethod
@@ -217,7 +220,8 @@ class Denoiser(Generator):
         yield np.asarray(ids_B1)[:, :0], 0
         best_BC = np.zeros((batch, 0), np.int32)
         for done in range(0, new_tokens, width):
-            cache = self._with_canvas(cache, best_BC, length, key)
+            if done:
+                cache = self._with_canvas(cache, best_BC, length, key)
             canvas = self.new_canvas(rng.integers(0, self.model.config.vocab_size, (batch, width), np.int32))
             for left in reversed(range(self.denoising.steps)):
                 canvas, cache = decode(self.weights, canvas, cache, key)
@@ -228,11 +232,11 @@ class Denoiser(Generator):
                     break
 
     def _with_canvas(self, cache: Cache, ids_BC: np.ndarray, length: int, key: jax.Array) -> Cache:
-        """Returns the cache, of `length` slots, with the tokens of a canvas, of which there may be none."""
+        """Returns the cache, of `length` slots, with the tokens of a canvas."""
         batch, width = ids_BC.shape
-        chunk = next((n for n in range(prefill_chunk(batch, width), 0, -1) if width % n == 0), 0)
-        for start in range(0, width, chunk or 1):
-            prefill, mask_BT = self.prefill(batch, chunk, length), np.ones((batch, chunk), bool)
+        chunk = next(n for n in range(prefill_chunk(batch, width), 0, -1) if width % n == 0)
+        prefill, mask_BT = self.prefill(batch, chunk, length), np.ones((batch, chunk), bool)
+        for start in range(0, width, chunk):
             _, cache = prefill(self.weights, ids_BC[:, start : start + chunk], mask_BT, cache, key)
         return cache
 
@@ -240,28 +244,12 @@ class Denoiser(Generator):
         """Returns the `length` of the cache: new tokens are complete canvases."""
         return super().slots(batch, tokens, new_tokens + -new_tokens % self.ids_of_step)
 
-    def __call__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        *,
-        eos: Collection[int] = (),
-        seed: int = 0,
-        width: int = 0,
-    ) -> Iterator[np.ndarray]:
-        """Generates tokens; arguments, results and errors as in `Generator`."""
-        check_work(prompts, max_new_tokens)
-        ended_B = np.zeros(len(prompts), bool)
-        for best_BC, count in self.steps(*left_padded(prompts, width), max_new_tokens, seed):
-            for at in range(count):
-                out_B = np.where(ended_B, ENDED, best_BC[:, at])
-                yield out_B
-                ended_B |= np.isin(out_B, list(eos))
-                if ended_B.all():
-                    return
+    def _chosen(self, ids_BT: np.ndarray, mask_BT: np.ndarray, new_tokens: int, seed: int) -> Iterator[np.ndarray]:
+        for best_BC, count in self.steps(ids_BT, mask_BT, new_tokens, seed):
+            yield from best_BC.T[:count]
 
 
-class SeeingDenoiser(SeeingGenerator, Denoiser):  # type: ignore[misc]  # their calls differ by the features
+class SeeingDenoiser(SeeingGenerator, Denoiser):
     """A `Denoiser` of prompts with images."""
 
 
@@ -280,6 +268,12 @@ def denoising_by(sampling: Sampling | Denoising, folder: Path | None = None) -> 
             hint=f"leave out `temperature=`, `top_k=` and `top_p=`; {GENERATION_CONFIG} has the schedule",
         )
     return Denoising() if folder is None else Denoising.from_folder(folder)
+
+
+def choice_of(config: DecoderConfig, sampling: Sampling, folder: Path) -> Sampling | Denoising:
+    """Returns how the model of a config chooses tokens: as `sampling` says, or of one that writes canvases, as the
+    generation_config.json of a folder does. Errors are as of `denoising_by`."""
+    return denoising_by(sampling, folder) if writes_canvases(config) else sampling
 
 
 def writes_canvases(config: DecoderConfig) -> bool:

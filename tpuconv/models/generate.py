@@ -362,21 +362,25 @@ class Generator:
             ResourceError: the cache needs too much memory.
         """
         check_work(prompts, max_new_tokens)
-        ids_BT, mask_BT = left_padded(prompts, width)
-        key = jax.random.key(seed)
         ended_B = np.zeros(len(prompts), bool)
-        batch, tokens = ids_BT.shape
-        decode = self.decode(batch, self.slots(batch, tokens, max_new_tokens))
-        ids_B1, cache = self.read(ids_BT, mask_BT, max_new_tokens, key)
-        for step in range(max_new_tokens):
-            chosen_B1 = ids_B1
-            if step + 1 < max_new_tokens:  # the device computes the next token while the caller processes this one
-                ids_B1, cache = decode(self.weights, ids_B1, cache, key)
-            out_B = np.where(ended_B, ENDED, np.asarray(chosen_B1)[:, 0])
+        for chosen_B in self._chosen(*left_padded(prompts, width), max_new_tokens, seed):
+            out_B = np.where(ended_B, ENDED, chosen_B)
             yield out_B
             ended_B |= np.isin(out_B, list(eos))
             if ended_B.all():
                 return
+
+    def _chosen(self, ids_BT: np.ndarray, mask_BT: np.ndarray, new_tokens: int, seed: int) -> Iterator[np.ndarray]:
+        """Yields the next token [B] of each prompt, also of those that have ended. Prompts are as for `read`."""
+        key = jax.random.key(seed)
+        batch, tokens = ids_BT.shape
+        decode = self.decode(batch, self.slots(batch, tokens, new_tokens))
+        ids_B1, cache = self.read(ids_BT, mask_BT, new_tokens, key)
+        for step in range(new_tokens):
+            chosen_B1 = ids_B1
+            if step + 1 < new_tokens:  # the device computes the next token while the caller processes this one
+                ids_B1, cache = decode(self.weights, ids_B1, cache, key)
+            yield np.asarray(chosen_B1)[:, 0]
 
 
 def left_padded(prompts: Sequence[Sequence[int]], width: int = 0) -> tuple[np.ndarray, np.ndarray]:
