@@ -1,6 +1,7 @@
-"""Measures the parts of GPTQ on one layer of a large model, and extrapolates to the whole model.
+"""Measures the parts of GPTQ, or of a pass of distillation, on one layer of a large model, and extrapolates to the
+whole model.
 
-    python benchmarks/calibration_time.py [--only NAME ...] [--folder DIR] [--samples N]
+    python benchmarks/calibration_time.py [--only NAME ...] [--folder DIR] [--samples N] [--distill]
 
 Makes a checkpoint of one layer with the widths of a released model, weights of N(0, 0.02) and a small vocabulary; of
 DeepSeek-R1 with an eighth of its experts. Quantizes it to int4 in groups of 32 with N samples of 512 tokens. The whole
@@ -27,12 +28,14 @@ from tpuconv.api import calibration
 from tpuconv.convert.run.calibrated import CalibratedValues
 from tpuconv.memory import peak_memory
 from tpuconv.quantize.calibrate import stage
+from tpuconv.quantize.calibrate.distill import Distillation
 from tpuconv.quantize.calibrate.layers import LayerRunner
 from tpuconv.quantize.calibrate.rounding import Rounding
 
 LENGTH, SAMPLES, MEMORY = 512, 128, 22 * 10**9
 RULES = r"qwix: {rules: [{module_path: 'layers/\d+/.*', weight_qtype: int4, tile_size: 32}]}"
 CONFIG = f"{RULES}\ncalibration: {{method: gptq}}\n"
+DISTILLED = f"{RULES}\ncalibration: {{method: nearest, distill: 1}}\n"
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ R1 = {
 }
 MODELS = {"Llama 3.3 70B": Model(LLAMA, 80), "DeepSeek-R1": Model(R1, 58, experts=8)}
 
-PARTS = {
+Parts = Mapping[str, tuple[Any, str]]
+PARTS: Parts = {
     "reads the layer": (LayerRunner, "weights"),
     "runs it and keeps its inputs": (LayerRunner, "observe"),
     "adds up Hessians": (stage, "_sums"),
@@ -71,6 +75,14 @@ PARTS = {
 """The function of each part."""
 BY_TOKENS = ("runs it and keeps its inputs", "adds up Hessians", "runs the rounded layer")
 """Parts that depend on the tokens, and not on how many experts there are."""
+PARTS_OF_STEPS: Parts = {
+    "reads the layer": (Distillation, "_weights"),
+    "reads its quantized values": (Distillation, "_coded"),
+    "runs it": (LayerRunner, "run"),
+    "goes back": (LayerRunner, "pulled"),
+    "moves its scales": (Distillation, "_move"),
+}
+"""The function of each part of distillation, whose steps have some of the samples each."""
 
 
 def main() -> None:
@@ -78,16 +90,18 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(MODELS))
     parser.add_argument("--folder", type=Path, help="where to work; 10 GB must fit")
     parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--distill", action="store_true", help="measure a pass of distillation instead of GPTQ")
     args = parser.parse_args()
     times: Counter[str] = Counter()
-    for part, (owner, name) in PARTS.items():
+    parts: Parts = PARTS_OF_STEPS if args.distill else PARTS
+    for part, (owner, name) in parts.items():
         setattr(owner, name, timed(getattr(owner, name), part, times))
     rng = np.random.default_rng(0)
     calibration._drawn = lambda _, samples, length: rng.integers(0, 1024, (samples, length), np.int32)
     print(f"products of float32 matrices: {products_per_second() / 1e9:.0f} GFLOP/s\n")
     for name in args.only:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            measure(name, MODELS[name], Path(folder), args.samples, times)
+            measure(name, MODELS[name], Path(folder), args.samples, times, parts)
 
 
 def timed(function: Callable[..., Any], part: str, times: Counter[str]) -> Callable[..., Any]:
@@ -111,15 +125,15 @@ def products_per_second() -> float:
     return 2 * 4096**3 / (time.monotonic() - began)
 
 
-def measure(name: str, model: Model, folder: Path, samples: int, times: Counter[str]) -> None:
+def measure(name: str, model: Model, folder: Path, samples: int, times: Counter[str], parts: Parts) -> None:
     """Prints the table of a model."""
     make_checkpoint(folder / "hf", model.config)
     api.convert(folder / "hf", folder / "ckpt")
     shutil.rmtree(folder / "hf")
-    (folder / "gptq.yaml").write_text(CONFIG)
+    (folder / "mine.yaml").write_text(CONFIG if parts is PARTS else DISTILLED)
     times.clear()
     options = {
-        "config": folder / "gptq.yaml",
+        "config": folder / "mine.yaml",
         "calibration": "self",
         "samples": samples,
         "length": LENGTH,
@@ -130,8 +144,8 @@ def measure(name: str, model: Model, folder: Path, samples: int, times: Counter[
     print(f"{name}: {time.monotonic() - began:.1f} s, peak memory {peak_memory() / 1e9:.1f} GB\n")
     print(f"| part | s of a layer, {samples} samples | h of {model.layers} layers, {SAMPLES} samples |\n|---|---|---|")
     whole = 0.0
-    for part in PARTS:
-        more = SAMPLES / samples if part in BY_TOKENS else model.experts
+    for part in parts:
+        more = SAMPLES / samples if part in BY_TOKENS or parts is PARTS_OF_STEPS else model.experts
         hours = times[part] * more * model.layers / 3600
         whole += hours
         print(f"| {part} | {times[part]:.1f} | {hours:.1f} |")

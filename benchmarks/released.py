@@ -52,6 +52,7 @@ CONFIGS = {
     "mse": MSE_RULE,
     "gptq-mse": f"{MSE_RULE}\ncalibration: {{method: gptq}}",
     "gptq-propagate": f"{MSE_RULE}\ncalibration: {{method: gptq, propagate: 0.5}}",
+    "gptq-distill": f"{MSE_RULE}\ncalibration: {{method: gptq, propagate: 0.5, distill: 1}}",
     "gptq-propagate-all": f"{MSE_RULE}\ncalibration: {{method: gptq, propagate: 1}}",
     "int3-propagate": f"{MSE_RULE.replace('int4', 'int3')}\ncalibration: {{method: gptq, propagate: 0.5}}",
 }
@@ -67,6 +68,7 @@ RUNS = {
     "int4, nearest, `tile_axes: all`, scales by `mse`": "mse",
     "int4, GPTQ, `tile_axes: all`, scales by `mse`": "gptq-mse",
     "the same, `propagate: 0.5`": "gptq-propagate",
+    "the same, `distill: 1`": "gptq-distill",
     "the same, `propagate: 1`": "gptq-propagate-all",
     "int3, `propagate: 0.5`": "int3-propagate",
     "`--target-bits 8`": "bits-8",

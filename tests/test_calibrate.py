@@ -23,6 +23,7 @@ import tpuconv
 from helpers.attacks.processes import halted_after, started
 from helpers.attacks.simulated import contents
 from helpers.buckets import ROOT, in_memory, objects
+from helpers.calibrations import DATA, INNER, INT4, MSE, config, same_arrays
 from helpers.checkpoints import qwen3_config, random_checkpoint
 from helpers.conversions import Options, convert, restore, same_bits
 from helpers.families import CASES, is_inseparable
@@ -45,7 +46,7 @@ from tpuconv.quantize.calibrate.data import EXAMPLE_LINE, from_ids, from_prompts
 from tpuconv.quantize.calibrate.descent import descended
 from tpuconv.quantize.calibrate.layers import LayerRunner
 from tpuconv.quantize.calibrate.memory import calibration_memory
-from tpuconv.quantize.config import QuantConfig, parse_config
+from tpuconv.quantize.config import QuantConfig
 from tpuconv.quantize.encode import BF16, QwixEncoder
 from tpuconv.quantize.recipe.layerwise import LayerwiseProbe
 from tpuconv.quantize.rules import resolve_rules
@@ -53,15 +54,6 @@ from tpuconv.sources.shard import read_digest
 from tpuconv.storage.bucket_journal import BucketJournal
 
 EXAMPLE = Path(__file__).parent.parent / "examples"
-INNER = r"layers/\d+/(attn|mlp|moe)/(?!(.*/)?router).*"
-INT4 = f"{{module_path: '{INNER}', weight_qtype: int4, tile_size: 32}}"
-DATA = from_ids("ids", np.random.default_rng(0).integers(3, 100, (4, 24)))
-
-
-def config(rule: str = INT4, calibration: str | None = "{method: gptq}") -> QuantConfig:
-    text = f"qwix: {{rules: [{rule}]}}\n" + (f"calibration: {calibration}\n" if calibration else "")
-    return parse_config(text.encode(), "mine", "mine.yaml")
-
 
 # -- the method -------------------------------------------------------------------------------------------------------
 
@@ -155,9 +147,6 @@ def test_descent_never_raises_the_error_of_an_output(qtype, fits_scales):
         assert np.allclose(after, gptq.output_errors(hessian, now.weights(grid) - w_IO), rtol=1e-3)
         assert (now.scales.scale != scale).any() == fits_scales
         assert same_bits(now.scales.scale.astype(BF16).astype(np.float32), now.scales.scale)
-
-
-MSE = INT4.replace("tile_size: 32", "tile_size: 32, tile_axes: all, weight_calibration_method: mse")
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -453,11 +442,6 @@ def test_the_sizes_of_inputs_are_known_before(family, orbax):
         experts = [1 if each.counts_E is None else len(each.counts_E) for each in seen]
         hessians = sum(4 * n * each.x.shape[1] ** 2 for n, each in zip(experts, seen, strict=True))
         assert runner.input_bytes(stage) == (sum(each.x.nbytes for each in seen), hessians)
-
-
-def same_arrays(a: Path, b: Path) -> bool:
-    sums = [{n: array.xxh3 for n, array in read_manifest(path).arrays.items()} for path in (a, b)]
-    return sums[0] == sums[1]
 
 
 # -- AWQ and SmoothQuant ----------------------------------------------------------------------------------------------

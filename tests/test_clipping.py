@@ -16,10 +16,11 @@ from tpuconv.models.logits import forward
 from tpuconv.quantize.calibrate.data import from_ids
 from tpuconv.quantize.clipping import SCALE_FACTORS
 from tpuconv.quantize.config import QuantConfig, parse_config
-from tpuconv.quantize.encode import QwixEncoder, decoded_values, values_of_bytes
+from tpuconv.quantize.encode import QwixEncoder, values_of_bytes
 from tpuconv.quantize.recipe.groups import find_choices
 from tpuconv.quantize.recipe.search import to_yaml
 from tpuconv.quantize.rules import ParamQuant
+from tpuconv.quantize.values import decoded_values
 
 INNER = r"layers/\d+/(attn|mlp|moe)/(?!(.*/)?router).*"
 

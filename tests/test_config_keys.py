@@ -83,6 +83,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "minicpm",
         "minimax_m1",
         "minimax_text_01",
+        "naive_n05_flash",
         "nanbeige",
         "nemotron-nas",
         "nemotron_h_puzzle",

@@ -72,6 +72,33 @@ def test_a_row_that_is_no_number_spoils_no_other():
     assert np.isnan(y).any(axis=1).tolist() == [False, False, True, False, False, False]
 
 
+@pytest.mark.parametrize("kind", ["float32", "int8", "int8 in blocks"])
+def test_models_with_experts_can_be_trained_on_few_rows(kind):
+    """Gradients of rows, and of matrices or scales, are as with a product for each group."""
+    rng, (counts, D, M) = np.random.default_rng(0), ((3, 0, 5, 2), 64, 32)
+    x = jnp.asarray(rng.standard_normal((sum(counts), D)), jnp.float32)
+    kernel = jnp.asarray(rng.standard_normal((4, D, M)) * 9, "float32" if kind == "float32" else "int8")
+    deep = {"float32": None, "int8": D, "int8 in blocks": 16}[kind]
+    scale = None if deep is None else jnp.asarray(rng.uniform(0.5, 2, (4, D // deep, M)), jnp.float32)
+    weights = jnp.asarray(rng.standard_normal((sum(counts), M)), jnp.float32)
+    changed = scale if kernel.dtype == jnp.int8 else kernel
+
+    def of_groups(x, changed):
+        matrices = changed if deep is None else kernel * changed.repeat(deep, axis=1)
+        parts = jnp.split(x, np.cumsum(counts)[:-1])
+        return (weights * jnp.concatenate([a @ b for a, b in zip(parts, matrices, strict=True)])).sum()
+
+    def of_grouped(x, changed):
+        operands = (x, changed) if deep is None else (x, kernel)
+        y = grouped_matmul(*operands, jnp.asarray(counts), groups=4, scale=None if deep is None else changed)
+        return (weights * y).sum()
+
+    with jax.default_matmul_precision("highest"):
+        have, want = (jax.jit(jax.grad(each, (0, 1)))(x, changed) for each in (of_grouped, of_groups))
+    for ours, exact in zip(have, want, strict=True):
+        assert np.abs(ours - exact).max() <= LIMIT * np.abs(exact).max()
+
+
 @pytest.mark.parametrize(
     ("rows", "shape", "kind"),
     [(FEW_ROWS + 1, (2, 128, 128), "int8"), (4, (2, 90, 128), "int8"), (512, (2, 1 << 15, 128), "int8"),

@@ -133,13 +133,16 @@ print(json.dumps(facts))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantized", [False, True])
-def test_a_batch_on_the_mesh_as_it_was_given(quantized, tmp_path):
+@pytest.mark.parametrize("kind", ["plain", "quantized", "experts"])
+def test_a_batch_on_the_mesh_as_it_was_given(kind, tmp_path):
     """Of explicit axes, which `jax.make_mesh` makes, and of automatic ones: logits, a cache, training, generation."""
     config = qwen3_config(num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=1)
+    if kind == "experts":
+        config |= {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        config |= {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}
     convert(random_checkpoint(tmp_path / "hf", config, "float32"), tmp_path / "out")
     folder, code = tmp_path / "out", TRAINED_ON_A_MESH
-    if quantized:  # which is not trained
+    if kind == "quantized":  # which is not trained
         folder = tpuconv.api.quantize(tmp_path / "out", tmp_path / "int8", config="int8_weight_only").out
         code = code.replace("trained(model, batch)]", "0]").replace("trained(alone, ids)]", "0]")
     code = "import os; os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'\n" + code

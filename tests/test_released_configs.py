@@ -3,7 +3,7 @@ that were published."""
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import log, prod
 from pathlib import Path
 from typing import Any
@@ -1575,3 +1575,59 @@ def test_the_released_config_of_nanbeige() -> None:
     assert config.executed_layers == (*range(22), *range(22))
     with pytest.raises(UnsupportedConfig, match="skip_loop_final_norm"):
         family.check_config(raw | {"skip_loop_final_norm": True})
+
+
+NAIVE_N05 = {
+    **{"architectures": ["NaiveN05FlashForCausalLM"], "model_type": "naive_n05_flash", "vocab_size": 152576},
+    **{"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 48, "num_attention_heads": 64},
+    **{"num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "swa_num_attention_heads": 64},
+    **{"swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128, "hidden_act": "silu"},
+    **{"max_position_embeddings": 1048576, "layernorm_epsilon": 1e-05, "rope_theta": 10000000.0},
+    **{"swa_rope_theta": 10000.0, "partial_rotary_factor": 0.334, "sliding_window": 128, "attention_bias": False},
+    "hybrid_layer_pattern": [int(i != 0 and i % 6 != 5) for i in range(48)],
+    "moe_layer_freq": [0, *[1] * 47],
+    **{"attention_projection_layout": "split", "attention_value_scale": 0.707, "add_full_attention_sink_bias": False},
+    **{"add_swa_attention_sink_bias": True, "n_routed_experts": 256, "moe_intermediate_size": 2048},
+    **{"num_experts_per_tok": 8, "routed_scaling_factor": 1.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    **{"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "enable_dsa": True, "index_top_k": 2048},
+    **{"index_head_dim": 128, "index_n_heads": 16, "index_n_kv_heads": 1, "indexer_activation_dtype": "fp8_e4m3"},
+    **{"tie_word_embeddings": False, "pad_token_id": 151643, "eos_token_id": 151645},
+}
+
+
+def test_naive_n05_flash_has_the_parameters_of_its_release() -> None:
+    """Its name counts 309 billion. All keys have these values where they are absent."""
+    family = find_family(NAIVE_N05)
+    report = family.check_config(NAIVE_N05)
+    assert not report.ignored
+    config = report.config
+    assert parameters(family, config) == pytest.approx(309e9, rel=2e-3)
+    assert config.layer_sets["indexer_layers"] == (0, 5, 11, 17, 23, 29, 35, 41, 47)
+    assert (config.rope.theta, config.local_rope.theta) == (1e7, 1e4)
+    assert set(config.rope_dims) == {64}
+    kinds = [
+        "sliding_attention" if number else "deepseek_sparse_attention" for number in NAIVE_N05["hybrid_layer_pattern"]
+    ]
+    assert family.read_config(NAIVE_N05 | {"layer_types": kinds}).kinds == config.kinds
+    bare = {key: NAIVE_N05[key] for key in ("architectures", "model_type")}
+    assert family.read_config(bare) == replace(config, layer_types=None, mlp_layer_types=None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"enable_dsa": False}, UnsupportedConfig),
+        ({"attention_projection_layout": "fused_qkv"}, UnsupportedConfig),
+        ({"index_n_kv_heads": 2}, UnsupportedConfig),
+        ({"n_group": 8}, UnsupportedConfig),
+        ({"indexer_activation_dtype": "int8"}, UnsupportedConfig),
+        ({"index_head_dim": 32}, ConfigError),
+        ({"swa_head_dim": 128}, ConfigError),
+        ({"swa_num_key_value_heads": 6}, ConfigError),
+        ({"index_top_k": 0}, ConfigError),
+    ],
+)
+def test_what_naive_n05_flash_does_not_have_is_refused(wrong: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error) as found:
+        find_family(NAIVE_N05).check_config(NAIVE_N05 | wrong)
+    assert next(iter(wrong)) in str(found.value)

@@ -26,7 +26,7 @@ from tpuconv.checkpoint.reader import read_array
 from tpuconv.encodings.tensors import decode_names
 from tpuconv.errors import CorruptOutput, OutputError, UsageError
 from tpuconv.names import layer_module
-from tpuconv.quantize.encode import decoded_values
+from tpuconv.quantize.values import decoded_values
 from tpuconv.sources.source import open_source
 from tpuconv.storage import reports
 from tpuconv.verify.weights import measuring, page, statistics, stored

@@ -144,6 +144,7 @@ EVEN = {
     },
     "cohere2_moe": {"head_dim": 32, "intermediate_size": 64, "prefix_dense_intermediate_size": 64},
     **{name: {"head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 64} for name in ("mimo_v2", "mimo_v2_flash")},
+    "naive_n05_flash": {"head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 64, "index_head_dim": 32},
     **{name: {"num_attention_heads": 2} for name in ("cohere", "cohere2", "olmoe", "flex_olmo", "qwen2_vl")},
     **{name: LINEAR for name in ("qwen3_5_text", "qwen3_5")},
     **{

@@ -199,6 +199,7 @@ FAMILIES: Mapping[str, str] = {
     "rnj1": "lineages.gemma",
     "domynedge": "lineages.domyn",
     "iquestloopcoder": "lineages.loop_coder",
+    "naive_n05_flash": "naive_n05_flash.family",
     "nanbeige": "lineages.loop_coder",
     "orion": "lineages.like_llama",
     "solar": "lineages.like_llama",

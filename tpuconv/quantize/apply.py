@@ -128,8 +128,11 @@ def _calibration(
     from flax import nnx
 
     from tpuconv.quantize.cache_scales import scale_arrays, scale_counts
+    from tpuconv.quantize.calibrate.distill import check_distilled
     from tpuconv.quantize.calibrate.run import LayerwiseCalibration
 
+    if asked.distill:
+        check_distilled(config, encoders)
     stored = plain.source if isinstance(plain.source, Checkpoint) else None
     manifest = stored.manifest if stored else planned_manifest(plain)
     cached: Mapping[str, FoundArray] = {}

@@ -33,13 +33,13 @@ class RuleTypes(Protocol):
 
 
 CALIBRATION_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "gptq": ("damping", "act_order", "refine", "propagate"),
-    "awq": (),
+    "gptq": ("damping", "act_order", "refine", "propagate", "distill"),
+    "awq": ("distill",),
     "smooth_quant": (),
-    "nearest": (),
+    "nearest": ("distill",),
 }
 """The methods of calibration, and the settings of each. `nearest` rounds weights to nearest: it is for the scales of
-activations and of KV caches alone."""
+activations and of KV caches, or for scales that are distilled."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class Calibration:
         act_order: gptq: whether inputs are rounded in the order of their size, the largest first.
         refine: gptq: how often each quantized value, and each scale of `mse`, takes its best with all others fixed.
         propagate: gptq: the part of the errors of the layers before it that a layer makes up for, from 0 to 1.
+        distill: passes over the samples in which the scales of weights are distilled; see
+            `tpuconv.quantize.calibrate.distill`.
         kv_cache: of `KV_CACHES`, for any method: the static scales of KV caches to find; None for none.
     """
 
@@ -60,12 +62,18 @@ class Calibration:
     act_order: bool = True
     refine: int = 1
     propagate: float = 0.0
+    distill: int = 0
     kv_cache: str | None = None
 
     @property
     def propagates(self) -> bool:
-        """True if layers make up for errors of earlier ones: the model that is not quantized runs too."""
+        """True if layers make up for errors of earlier ones."""
         return self.method == "gptq" and self.propagate > 0
+
+    @property
+    def runs_exact(self) -> bool:
+        """True if the model that is not quantized runs beside the quantized one."""
+        return self.propagates or self.distill > 0
 
     def to_json(self) -> dict[str, Any]:
         """Returns the method and its settings."""
@@ -74,7 +82,7 @@ class Calibration:
 
 
 MOST_ROUNDS = 100
-"""The most rounds of `refine`."""
+"""The most rounds of `refine`, and passes of `distill`."""
 
 
 def _rounds(value: YamlValue) -> int:
@@ -117,12 +125,21 @@ def parse_calibration(value: YamlValue, rules: Iterable[RuleTypes]) -> Calibrati
         given["refine"] = _rounds(fields["refine"])
     if "propagate" in fields:
         given["propagate"] = float(fields["propagate"].number(1, least=0))
+    if "distill" in fields:
+        given["distill"] = _rounds(fields["distill"])
     if "kv_cache" in fields:
         given["kv_cache"] = _kv_cache(fields["kv_cache"])
-    if method == "nearest" and "kv_cache" not in fields and not any(rule.act_static_scale for rule in rules):
+    has_static_scales = "kv_cache" in fields or any(rule.act_static_scale for rule in rules)
+    if given.get("distill") and has_static_scales:
+        raise fields["distill"].error(
+            "changes weights after the static scales of activations and of KV caches are found",
+            hint="leave out `distill`, or `act_static_scale` and `kv_cache`",
+        )
+    if method == "nearest" and not given.get("distill") and not has_static_scales:
         raise value.error(
             "nearest finds scales of activations or of KV caches, and no rule has act_static_scale",
-            hint="leave `calibration` out: weights are rounded to nearest without it; or add `kv_cache: fp8`",
+            hint="leave `calibration` out: weights are rounded to nearest without it; or add `kv_cache: fp8`, or "
+            "`distill: 1`, which improves scales",
         )
     for rule in rules:
         if method == "gptq" and rule.tile_axes == "block":

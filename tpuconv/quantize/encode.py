@@ -26,6 +26,7 @@ from tpuconv.private import numerics, qarray
 from tpuconv.quantize import clipping, kernels
 from tpuconv.quantize.config import INTEGER_QTYPES, MSE, QTYPES, REQUIRED_TILE_SIZES
 from tpuconv.quantize.rules import ParamQuant
+from tpuconv.quantize.values import decoded_values, stored, stored_dtype, value_table
 
 CHECK_ELEMENTS = 1 << 18
 """Number of elements that are compared with Qwix at once."""
@@ -199,18 +200,6 @@ class QwixEncoder:
             compared.result()
 
 
-@cache
-def stored_dtype(qtype: str) -> np.dtype[Any]:
-    """Returns the dtype of stored quantized values: Qwix's, or uint8 for NF4, since no checkpoint stores its uint4."""
-    value = jax.ShapeDtypeStruct((), BF16)  # type: ignore[no-untyped-call]
-    return stored(jax.eval_shape(partial(numerics.convert_to, qtype=qtype), value).dtype)
-
-
-def stored(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype in which quantized values of the dtype `dtype` are stored."""
-    return np.dtype(np.uint8) if dtype.name == "uint4" else dtype
-
-
 def _is_symmetric(method: str) -> bool:
     numbers = [float(number) for number in method.split(",")[1:]]
     return len(numbers) == 1 or sum(numbers) == 0
@@ -267,41 +256,11 @@ def as_bytes(qvalues: np.ndarray) -> np.ndarray:
 
 
 @cache
-def _value_table(qtype: str) -> np.ndarray:
-    """[256]: the number that every quantized value stands for, by its byte, without its scale."""
-    qvalues = np.arange(256, dtype=np.uint8)
-    if qtype == "nf4":
-        values: np.ndarray = np.asarray(numerics.get_nf4_buckets())[qvalues & 15]
-    else:
-        values = np.nan_to_num(qvalues.view(stored_dtype(qtype)).astype(np.float32))
-    return values.astype(np.float32)
-
-
-def decoded_values(qtype: str, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the weights in float32 that the parts of a parameter of this type stand for: quantized values as bytes,
-    scales, and zero points as bytes, if there are any. Each axis of the scales divides the same axis of the values."""
-    table = _value_table(qtype)
-    qvalues, scales, *zero_points = parts
-    groups = tuple(n // scale for n, scale in zip(qvalues.shape, scales.shape, strict=True))
-
-    def spread(part: np.ndarray) -> np.ndarray:
-        for axis, group in enumerate(groups):
-            part = np.repeat(part, group, axis) if group > 1 else part
-        return part
-
-    weights: np.ndarray = table[qvalues]
-    for zero_point in zero_points:
-        weights -= spread(table[zero_point])
-    weights *= spread(np.asarray(scales, np.float32))
-    return weights
-
-
-@cache
 def values_of_bytes(qtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns the numbers that quantized values of a type stand for without scales, ascending, in float32; and the byte
     of each."""
     known = np.unique(_qvalue_byte_table(qtype))
-    values, first = np.unique(_value_table(qtype)[known], return_index=True)
+    values, first = np.unique(value_table(qtype)[known], return_index=True)
     return values, known[first]
 
 
@@ -340,7 +299,7 @@ def _by_tables(values: np.ndarray, kind: QuantKind) -> Parts:
     qvalues = np.empty(bits.shape, np.uint8)
     integers = _integers(kind.qtype)
     bound = symmetric_bound(kind.qtype) if "," in kind.method else np.inf
-    tables = NO_TABLES if integers else (_qvalue_byte_table(kind.qtype), _value_table(kind.qtype))
+    tables = NO_TABLES if integers else (_qvalue_byte_table(kind.qtype), value_table(kind.qtype))
     signal, noise, clipped = kernels.encode(bits, group_row, group_shape[-1], scales, integers, *tables, bound, qvalues)
     statistics = {"signal": signal, "noise": noise, "clipped": float(clipped), "count": float(values.size)}
     return [qvalues.reshape(shape), scales.astype(BF16).reshape(counts)], statistics
@@ -408,7 +367,7 @@ def _by_search(values: np.ndarray, kind: QuantKind, scale_dtype: np.dtype[Any]) 
         raise FloatingPointError
     counts = [n // group for n, group in zip(ordered.shape, kind.group_shape, strict=True)]
     rows, integers = _group_rows(ordered.shape, kind.group_shape), _integers(kind.qtype)
-    tables = NO_TABLES if integers else (_qvalue_byte_table(kind.qtype), _value_table(kind.qtype))
+    tables = NO_TABLES if integers else (_qvalue_byte_table(kind.qtype), value_table(kind.qtype))
     shape, bound = (prod(counts[:-1]), counts[-1]), symmetric_bound(kind.qtype)
     qbytes, scales, clipped = clipping.encode_with_least_error(
         wide, rows, kind.group_shape[-1], shape, bound=bound, integers=integers, tables=tables, dtype=scale_dtype

@@ -67,7 +67,7 @@ LAST = (WORK, "names.done", "complete.done")
 """The file that is removed at the end: without it nobody knows which other files are ours."""
 _OF_JOURNAL = re.compile(
     rf"{re.escape(WORK)}|[^/]+\.done(-\d+)?({re.escape(disk.PARTIAL)})?|process-\d+"
-    rf"|{CALIBRATED}/(.+\.(qvalues|scales|values)|(states|exact|input)-\d+)"
+    rf"|{CALIBRATED}/(.+\.(qvalues|scales|zero_points|values|moments-[01])|(states|exact|input|distilled)-\d+)"
     r"|source(-\d+)?/(lock|[0-9a-f]{32}/([^/]+\.safetensors(\.wide)?(\.part(/.*)?)?|\d{5}/\d{6}[^/]*))"
 )
 """The files of a work folder besides the files in out/ and old/: entries, locks, what a calibration left, and the

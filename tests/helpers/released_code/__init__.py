@@ -24,6 +24,7 @@ MODELS: Mapping[str, str] = {
     "telechat": "telechat:TeleChat2ForCausalLM",
     "step3_text": "step:Step3TextForCausalLM",
     "solar": "like_llama:SolarForCausalLM",
+    "naive_n05_flash": "naive:NaiveN05FlashForCausalLM",
     "nanbeige": "loop_coder:NanbeigeForCausalLM",
     "alice_ai": "alice:AliceAIForCausalLM",
     "k2_horizon": "k2_horizon:K2HorizonForCausalLM",

@@ -20,9 +20,9 @@ from tpuconv.storage import disk
 from tpuconv.storage.entries import RunJournal
 from tpuconv.storage.journal import CALIBRATED, Journal
 
-QVALUES, SCALES, VALUES = "qvalues", "scales", "values"
-"""The kinds of files: quantized values, a byte each; scales in the dtype in which they are stored; and values in the
-dtype of the parameter."""
+QVALUES, SCALES, ZERO_POINTS, VALUES = "qvalues", "scales", "zero_points", "values"
+"""The kinds of files: quantized values and zero points, a byte each; scales in the dtype in which they are stored; and
+values in the dtype of the parameter."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,17 @@ class CalibratedValues:
         disk.make_folder(self.folder)
         with disk.Writer(self._path(parameter, layer, kind), read_soon=True) as file:
             file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+
+    def read_layer(
+        self, parameter: str, layer: int | None, kind: str, shape: Shape, dtype: np.dtype[Any]
+    ) -> np.ndarray | None:
+        """Returns a parameter, or one layer of a stacked one, of this shape; None if there is no file of this kind."""
+        is_there = self._path(parameter, layer, kind).exists()
+        return self._map(parameter, layer, kind, shape, dtype) if is_there else None
+
+    def remove(self, parameter: str, layer: int | None, kind: str) -> None:
+        """Removes the file of this kind, if it exists."""
+        disk.remove(self._path(parameter, layer, kind))
 
     def read(
         self,

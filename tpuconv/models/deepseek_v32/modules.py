@@ -65,14 +65,19 @@ class HeadWeights(nnx.Module):
 
 class Indexer(nnx.Module):
     """Selects for each token the `index_topk` tokens with the highest scores (arXiv:2512.02556, section 2.1). The first
-    R dimensions have rotary positions."""
+    R dimensions have rotary positions.
+
+    Class attribute: `eps` is the epsilon of the norm of keys, which config.json does not have.
+    """
+
+    eps: ClassVar[float] = INDEXER_EPS
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes = with_letters(config.sizes, LEGEND)
         self.count, self.scale = config.index_topk, (sizes["n"] * sizes["x"]) ** -0.5
         self.q = Einsum("BTQ,Qnx->BTnx", sizes, dtype=dtype, keys=keys)
         self.k = Einsum("BTD,Dx->BTx", sizes, dtype=dtype, keys=keys)
-        self.k_norm = LayerNorm("x", sizes, INDEXER_EPS, dtype=dtype)
+        self.k_norm = LayerNorm("x", sizes, self.eps, dtype=dtype)
         self.router = HeadWeights(config, dtype=dtype, keys=keys)
 
     def queries(self, x_BTQ: jax.Array, step: Step) -> jax.Array:

@@ -77,8 +77,20 @@ def grouped_matmul(
         on_tpu = partial(by_xla, dtype=x.dtype)  # the matrix unit rounds to it anyway, and it has half the bytes
     else:
         return by_xla(*operands)
+    return _on_platform(on_tpu, *operands)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _on_platform(on_tpu: Kernel, *operands: jax.Array) -> jax.Array:
+    """Returns the result of a kernel for TPUs, or of XLA's on other devices."""
     y: jax.Array = jax.lax.platform_dependent(*operands, tpu=on_tpu, default=by_xla)
     return y
+
+
+@_on_platform.defjvp
+def _by_xla_with_tangents(_: Kernel, operands: Any, tangents: Any) -> Any:
+    """Pallas has no derivative of the kernel for TPUs."""
+    return jax.jvp(by_xla, operands, tangents)
 
 
 Signature = tuple[tuple[int, ...], str]

@@ -19,7 +19,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.sparse import SparseConfig
-from tpuconv.models.common.windows import TwoPartialRopesConfig
+from tpuconv.models.common.windows import ROPES_BY_KIND, TwoPartialRopesConfig
 from tpuconv.models.registry import family
 from tpuconv.notation.forms import Forms
 from tpuconv.notation.letters import Word, declare
@@ -44,8 +44,6 @@ NUMBERED_KINDS = (
     ("moe_layer_freq", "mlp_layer_types", ("dense", "sparse")),
 )
 """Lists with 0 or 1 for each layer, the keys that replace them, and what 0 and 1 stand for."""
-THETAS = {"full_attention": MIMO_ROPE.theta, "sliding_attention": MIMO_LOCAL_ROPE.theta}
-"""The part of a head with rotary positions, and their bases, of a config.json without."""
 
 
 def _says_numbers_alone(rope: Any) -> bool:
@@ -103,7 +101,7 @@ class Config(SparseConfig, TwoPartialRopesConfig):
             )
             thetas = {"full_attention": theta, "sliding_attention": raw.get("swa_rope_theta")}
             out["rope_parameters"] = {
-                kind: {"rope_theta": THETAS[kind] if own is None else own}
+                kind: {"rope_theta": getattr(cls, ROPES_BY_KIND[kind]).theta if own is None else own}
                 | ({} if part is None else {"partial_rotary_factor": part})
                 for kind, own in thetas.items()
             }
@@ -194,16 +192,16 @@ FULL_KEYS_VALUES = (
 )
 """Keys and values of layers that see all tokens."""
 
+KEYS_VALUES_BY_KIND = (
+    *under("model.layers.{window_layers}.self_attn", "layers.{window_layers}.attn", *LOCAL_ROWS),
+    *under("model.layers.{full_layers}.self_attn", "layers.{full_layers}.attn", *FULL_KEYS_VALUES),
+)
+
 TABLE = decoder_table(
     *PRE_NORMS,
     *QUERY_OUTPUT_ROWS,
     others=(
-        *under("model.layers.{window_layers}.self_attn", "layers.{window_layers}.attn", *LOCAL_ROWS),
-        *under(
-            "model.layers.{full_layers}.self_attn",
-            "layers.{full_layers}.attn",
-            *FULL_KEYS_VALUES,
-        ),
+        *KEYS_VALUES_BY_KIND,
         *mlp_rows(*CORRECTED_ROUTER, *EXPERT_MLPS),
         *under(
             "model.mtp.layers.{U}",

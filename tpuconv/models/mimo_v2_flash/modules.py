@@ -33,13 +33,20 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros(sizes["N"], dtype)) if layer not in config.layer_sets["full_layers"] else None
 
     def __call__(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
+        q_BTNH, kv = self.projected(x_BTD, step, kv)
+        return self.attended(q_BTNH, kv, step.visible(window)), kv
+
+    def projected(self, x_BTD: jax.Array, step: Step, kv: KV | None) -> tuple[jax.Array, KV]:
+        """Returns the queries, and the keys and values of all tokens so far."""
         cos_sin = step.cos_sin_in(x_BTD.dtype)
-        q_BTNH = apply_rope(self.q(x_BTD), cos_sin)
         kv = append_kv(kv, apply_rope(self.k(x_BTD), cos_sin), times(self.v(x_BTD), self.factor), step.slot)
-        visible_BTS = step.visible(window)
+        return apply_rope(self.q(x_BTD), cos_sin), kv
+
+    def attended(self, q_BTNH: jax.Array, kv: KV, visible_BTS: jax.Array) -> jax.Array:
+        """Returns the output for the tokens of a mask [B, T, S]."""
         if self.sinks is None:
-            return self.o(attention(q_BTNH, kv, visible_BTS)), kv
-        return self.o(attention_with_sinks(q_BTNH, kv, visible_BTS, self.sinks[...])), kv
+            return self.o(attention(q_BTNH, kv, visible_BTS))
+        return self.o(attention_with_sinks(q_BTNH, kv, visible_BTS, self.sinks[...]))
 
 
 def sizes_of(config: Config, layer: int) -> dict[str, int]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuconv.models.common.seen import Seen
+from tpuconv.models.common.steps import Step
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Columns:
     """
 
     start: int
-    leaves: Sequence[tuple[tuple[int, ...], Any]]
+    leaves: tuple[tuple[tuple[int, ...], Any], ...]
     form: Any
 
     @property
@@ -31,7 +32,7 @@ class Columns:
         """The column after the last one."""
         return self.start + sum(prod(shape[2:]) for shape, _ in self.leaves)
 
-    def read(self, states_TW: np.ndarray) -> Any:
+    def read(self, states_TW: np.ndarray | jax.Array) -> Any:
         """Returns the tree."""
         out, start = [], self.start
         for shape, dtype in self.leaves:
@@ -48,11 +49,51 @@ class Columns:
             states_TW[:, start:stop] = np.asarray(leaf, np.float32).reshape(len(states_TW), -1)
             start = stop
 
+    def replaced(self, states_TW: jax.Array, tree: Any) -> jax.Array:
+        """Returns the states with another tree."""
+        leaves = [leaf.astype(jnp.float32).reshape(len(states_TW), -1) for leaf in jax.tree.leaves(tree)]
+        return jnp.concatenate([states_TW[:, : self.start], *leaves, states_TW[:, self.stop :]], axis=1)
+
     @classmethod
     def of(cls, start: int, shapes: Any) -> Self:
         """Returns columns for a tree of arrays [1, T, ...]."""
         leaves, form = jax.tree.flatten(shapes)
-        return cls(start, [(leaf.shape, leaf.dtype) for leaf in leaves], form)
+        return cls(start, tuple((leaf.shape, leaf.dtype) for leaf in leaves), form)
+
+
+@dataclass(frozen=True)
+class LayerColumns:
+    """The columns that a layer reads and changes.
+
+    Attributes:
+        hidden: the number of the first ones, which are hidden states.
+        input: its inputs besides hidden states; None without any.
+        given: what an earlier layer handed on to it; None without any.
+        handed: what it hands on; None without any.
+        deep: what images add to its output; None without any.
+    """
+
+    hidden: int
+    input: Columns | None = None
+    given: Columns | None = None
+    handed: Columns | None = None
+    deep: Columns | None = None
+
+    def read(self, model: Any, states_TW: np.ndarray | jax.Array, step: Step) -> tuple[jax.Array, Step, Any]:
+        """Returns the hidden states [1, T, D], the step and the cache of the layer."""
+        kv = None
+        if self.input is not None:
+            step = step._replace(input=self.input.read(states_TW))
+        if self.given is not None:
+            step, kv = model.given(step, self.given.read(states_TW))
+        return jnp.asarray(states_TW[:, : self.hidden])[None], step, kv
+
+    def replaced(self, model: Any, states_TW: jax.Array, y_BTD: jax.Array, result: Any) -> jax.Array:
+        """Returns the states after the layer, of its output and its cache."""
+        if self.deep is not None:
+            y_BTD = y_BTD + self.deep.read(states_TW)
+        states_TW = jnp.concatenate([y_BTD[0], states_TW[:, self.hidden :]], axis=1)
+        return states_TW if self.handed is None else self.handed.replaced(states_TW, model.handed_on(result))
 
 
 class _Places(NamedTuple):
@@ -105,10 +146,6 @@ class SeenColumns:
         found: _Places = self.places.read(states_TW)
         at_ABT = None if found.at_BTA is None else jnp.moveaxis(found.at_BTA, -1, 0)
         return Seen(jnp.zeros((1, 1)), jnp.zeros((1, len(states_TW)), jnp.int32), found.block_BT, at_ABT)
-
-    def deepened(self, y_BTD: jax.Array, states_TW: np.ndarray, layer: int) -> jax.Array:
-        """Returns the output of a layer with what images add to it."""
-        return y_BTD + self.deep[layer].read(states_TW) if layer < len(self.deep) else y_BTD
 
 
 def _by_token(seen: Seen) -> tuple[_Places, list[jax.Array]]:

@@ -6,8 +6,8 @@ GLM-5's selected tokens), or what images change. Then it is behind the hidden st
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,20 +20,30 @@ from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import ReadArray, read_array
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.common.loops import LoopedDecoder
-from tpuconv.models.common.observe import observing
 from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.seen import Seen, see
-from tpuconv.models.common.steps import Steps, windows_of
+from tpuconv.models.common.steps import Step, Steps, windows_of
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
-from tpuconv.quantize.calibrate.columns import Columns, SeenColumns
+from tpuconv.quantize.calibrate.columns import Columns, LayerColumns, SeenColumns
 from tpuconv.quantize.calibrate.data import Sample
+from tpuconv.quantize.calibrate.layer_functions import (
+    CodedWeights,
+    LayerKey,
+    Weights,
+    array_dtypes,
+    by_number,
+    holding_arrays,
+    largest_cached,
+    observed_inputs,
+    pulled_back,
+    run_layer,
+    scales_of,
+    split_state,
+)
 
 HEAD_STAGE = "lm_head"
 """The stage after the last layer: the product with the head."""
-
-Weights = dict[str, jax.Array]
-"""The arrays of a stage, by the names that they have in a model of separate layers."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +98,12 @@ class LayerRunner:
         self.steps = Steps.of(config, pos_BT, pos_BT, 0)
         self._graphs: list[Any] = []
         # Not by nnx.jit, whose modules are in cycles of references: they would hold the arrays of each sample.
-        self._run = jax.jit(partial(_by_number, _run, self._graphs), static_argnames=("number", "window"))
-        self._observe = jax.jit(partial(_by_number, _observe, self._graphs), static_argnames=("number", "window"))
-        self._largest = jax.jit(partial(_by_number, _largest, self._graphs), static_argnames=("number", "window"))
+        run = partial(run_layer, self.model, self._graphs)
+        self._run = jax.jit(run, static_argnames="key")
+        self._pull = jax.jit(partial(pulled_back, run), static_argnames="key")
+        self._pull_logits = jax.jit(self._pulled_logits)
+        self._observe = jax.jit(partial(by_number, observed_inputs, self._graphs), static_argnames=("number", "window"))
+        self._largest = jax.jit(partial(by_number, largest_cached, self._graphs), static_argnames=("number", "window"))
         self._sources = [self.model.source_of(i) for i in range(layers)]
         self._plan_columns(length)
         self._seen = self._seen_columns(example)
@@ -146,18 +159,28 @@ class LayerRunner:
         ids_BT = np.asarray(sample.ids)[None]
         return see(self.model.config, encoders, ids_BT, np.ones(ids_BT.shape, bool), sample.features)
 
-    def _arguments(self, layer: int, states_TW: np.ndarray) -> tuple[jax.Array, Any, Any]:
+    def _layer_columns(self, layer: int) -> LayerColumns:
+        """Returns the columns that a layer reads and changes."""
+        source = self._sources[layer]
+        deep = self._seen.deep if self._seen is not None else ()
+        return LayerColumns(
+            self.hidden,
+            input=None if self._input_of is None else self._inputs[self._input_of[layer]],
+            given=None if source is None else self._handed[source],
+            handed=self._handed.get(layer),
+            deep=deep[layer] if layer < len(deep) else None,
+        )
+
+    def _step(self, layer: int, states_TW: np.ndarray) -> Step:
+        """Returns the step of a layer, without what its columns hold."""
+        if self._seen is None:
+            return self.steps[layer]
+        pos_BT = self.steps[layer].pos_BT
+        return Steps.of(self.model.config, pos_BT, pos_BT, 0, seen=self._seen.read(states_TW))[layer]
+
+    def _arguments(self, layer: int, states_TW: np.ndarray) -> tuple[jax.Array, Step, Any]:
         """Returns the hidden states, the step and the cache of a layer."""
-        steps = self.steps
-        if self._seen is not None:
-            pos_BT = steps[layer].pos_BT
-            steps = Steps.of(self.model.config, pos_BT, pos_BT, 0, seen=self._seen.read(states_TW))
-        step, kv = steps[layer], None
-        if self._input_of is not None:
-            step = step._replace(input=self._inputs[self._input_of[layer]].read(states_TW))
-        if (source := self._sources[layer]) is not None:
-            step, kv = self.model.given(step, self._handed[source].read(states_TW))
-        return jnp.asarray(states_TW[:, : self.hidden])[None], step, kv
+        return self._layer_columns(layer).read(self.model, states_TW, self._step(layer, states_TW))
 
     def layer(self, stage: str) -> int | None:
         """Returns the number of a stage's layer; None of the head."""
@@ -176,20 +199,18 @@ class LayerRunner:
         """Yields the states [T, W] of each sample before the first layer."""
         names = ["embed", *self.model.input_modules]
         parts = self.model.config.parts if self._seen is not None else ()
-        whole = {name: _filled(getattr(self.model, name), name, self._read_input(name)) for name in (*names, *parts)}
-        abstract = {name: getattr(self.model, name) for name in names[1:]}
+        whole = {
+            name: holding_arrays(getattr(self.model, name), name, self._read_input(name)) for name in (*names, *parts)
+        }
+        model = self._with_modules({name: whole[name] for name in names[1:]})
         for sample in samples:
             ids_BT = jnp.asarray(sample.ids)[None]
             with jax.default_matmul_precision("highest"):
                 seen = self._see(sample, {part: whole[part] for part in parts}) if sample.features else None
-                for name in abstract:
-                    setattr(self.model, name, whole[name])
-                ids_BT = self.model.readable(ids_BT, seen)
+                ids_BT = model.readable(ids_BT, seen)
                 embedded = whole["embed"](ids_BT).astype(jnp.float32)
-                x_BTD = self.model.first_input(embedded, jnp.arange(ids_BT.shape[1])[None], seen)
-                inputs = self.model.layer_inputs(ids_BT, x_BTD)
-                for name, module in abstract.items():
-                    setattr(self.model, name, module)
+                x_BTD = model.first_input(embedded, jnp.arange(ids_BT.shape[1])[None], seen)
+                inputs = model.layer_inputs(ids_BT, x_BTD)
             states_TW = np.zeros((ids_BT.shape[1], self.width), np.float32)
             states_TW[:, : self.hidden] = x_BTD[0]
             for number, each in zip(self._input_of or (), inputs or (), strict=True):
@@ -201,40 +222,44 @@ class LayerRunner:
     def _read_input(self, name: str) -> Weights:
         """Reads the arrays of a module before the layers: embeddings, which are large, in the dtype that they are
         stored in; all others in the model's dtype, in which functions of them are computed."""
-        dtypes = _names({name: getattr(self.model, name)})
+        dtypes = array_dtypes({name: getattr(self.model, name)})
         arrays = {n: self._read_array(n, None) for n in dtypes}
         return {n: jnp.asarray(x if n.endswith(".embedding") else x.astype(dtypes[n])) for n, x in arrays.items()}
 
     def names(self, stage: str) -> dict[str, Any]:
         """Returns the names of a stage's arrays, with their dtypes in the model; the names of the head include the norm
         before it."""
-        return _names(self._modules(stage))
+        return array_dtypes(self._modules(stage))
 
     def weights(self, stage: str) -> Weights:
         """Reads the arrays of a stage, in float32. What is left of the stage before, in memory until garbage is
         collected since modules are in cycles of references, is freed."""
         gc.collect()
-        return self._read(self._modules(stage))
+        return self.read(stage)
+
+    def read(self, stage: str, without: Container[str] = ()) -> Weights:
+        """Reads the arrays of a stage, in float32, but some by their names."""
+        return self._read(self._modules(stage), without)
 
     def _modules(self, stage: str) -> dict[str, Any]:
         if stage == HEAD_STAGE:
             return {"norm": self.model.norm, HEAD_STAGE: self.model.lm_head}
         return {stage: self.model.layers[self.layer(stage)]}
 
-    def _read(self, modules: Mapping[str, Any]) -> Weights:
-        names = _names(modules).items()
-        return {n: jnp.asarray(self._read_array(*self.stored_name(n)).astype(dtype)) for n, dtype in names}
+    def _read(self, modules: Mapping[str, Any], without: Container[str] = ()) -> Weights:
+        dtypes = {name: dtype for name, dtype in array_dtypes(modules).items() if name not in without}
+        return {n: jnp.asarray(self._read_array(*self.stored_name(n)).astype(dtype)) for n, dtype in dtypes.items()}
 
     def observe(self, stage: str, weights: Weights, x_TD: np.ndarray) -> list[Observed]:
         """Runs a stage on the states [T, W] of one sample. Returns the inputs of its products with kernels. A kernel
         that has two of them is left out, and one whose product is for each of a batch of heads."""
         if stage == HEAD_STAGE:
-            norm = _filled(self.model.norm, "norm", weights)
+            norm = holding_arrays(self.model.norm, "norm", weights)
             with jax.default_matmul_precision("highest"):
                 x_BTD = norm(jnp.asarray(x_TD[:, : self.hidden])[None])
                 return [Observed({"kernel": (0,)}, np.asarray(x_BTD[0]), None)]
         i = int(stage.rpartition(".")[2])
-        number, state = self._numbered(*_split(self.model.layers[i], stage, weights))
+        number, state = self._numbered(*split_state(self.model.layers[i], stage, weights))
         with jax.default_matmul_precision("highest"):
             seen = self._observe(number, state, *self._arguments(i, x_TD), window=self.windows[i])
         out = []
@@ -267,33 +292,47 @@ class LayerRunner:
         graph, state = nnx.split(self.model.layers[i])
         nothing_TW = np.zeros((self.steps[i].pos_BT.shape[1], self.width), np.float32)
         shapes: Mapping[str, tuple[Any, Any]] = jax.eval_shape(
-            lambda state, x_BTD, step, kv: _observe(graph, state, x_BTD, step, kv, self.windows[i]),
+            lambda state, x_BTD, step, kv: observed_inputs(graph, state, x_BTD, step, kv, self.windows[i]),
             state,
             *self._arguments(i, nothing_TW),
         )
         return shapes
 
-    def run(self, stage: str, weights: Weights, x_TD: np.ndarray) -> np.ndarray:
-        """Returns the states [T, W] after a layer."""
+    def run(self, stage: str, weights: Weights, x_TD: np.ndarray, coded: CodedWeights | None = None) -> np.ndarray:
+        """Returns the states [T, W] after a layer. Of `coded` parameters no weights are needed."""
+        return np.asarray(self._called(self._run, stage, weights, x_TD, coded or {}))
+
+    def pulled(
+        self, stage: str, weights: Weights, x_TD: np.ndarray, coded: CodedWeights, gradient_TW: np.ndarray
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Returns the gradients of a layer's scales, and of the states [T, W] before it, from the gradient of the
+        states after it."""
+        scales, before_TW = self._called(self._pull, stage, weights, x_TD, coded, gradient_TW)
+        return {f"{stage}.{name}": np.asarray(each) for name, each in scales.items()}, np.asarray(before_TW)
+
+    def _called(
+        self,
+        function: Callable[..., Any],
+        stage: str,
+        weights: Weights,
+        x_TD: np.ndarray,
+        coded: CodedWeights,
+        *others: np.ndarray,
+    ) -> Any:
+        """Calls `_run_columns` or `_pulled`, compiled."""
         i = int(stage.rpartition(".")[2])
-        number, state = self._numbered(*_split(self.model.layers[i], stage, weights))
+        nothing = dict.fromkeys(coded, jnp.zeros(()))
+        number, state = self._numbered(*split_state(self.model.layers[i], stage, weights | nothing))
+        within = {name.removeprefix(f"{stage}."): each for name, each in coded.items()}
+        key = LayerKey(number, self._layer_columns(i), self.windows[i])
         with jax.default_matmul_precision("highest"):
-            y_BTD, result = self._run(number, state, *self._arguments(i, x_TD), window=self.windows[i])
-            if self._seen is not None:
-                y_BTD = self._seen.deepened(y_BTD, x_TD, i)
-        if self.width == self.hidden:
-            return np.asarray(y_BTD[0])
-        states_TW = x_TD.copy()
-        states_TW[:, : self.hidden] = y_BTD[0]
-        if i in self._handed:
-            self._handed[i].write(states_TW, self.model.handed_on(result))
-        return states_TW
+            return function(state, within, x_TD, self._step(i, x_TD), *others, key=key)
 
     def largest_cached(self, stage: str, weights: Weights, x_TD: np.ndarray) -> list[np.ndarray]:
         """Returns the largest magnitudes [K] of the keys, and of the values, that a layer caches of one sample: of each
         head, after norms and rotary positions."""
         i = int(stage.rpartition(".")[2])
-        number, state = self._numbered(*_split(self.model.layers[i], stage, weights))
+        number, state = self._numbered(*split_state(self.model.layers[i], stage, weights))
         with jax.default_matmul_precision("highest"):
             largest = self._largest(number, state, *self._arguments(i, x_TD), window=self.windows[i])
         return list(map(np.asarray, largest))
@@ -315,81 +354,50 @@ class LayerRunner:
 
     def logits(self, weights: Weights, x_TD: np.ndarray) -> np.ndarray:
         """Returns the logits [T, V] of the states [T, W] after the last layer, by the arrays of `logits_weights`."""
-        for name in self.model.output_modules:
-            setattr(self.model, name, _filled(getattr(self.model, name), name, weights))
         with jax.default_matmul_precision("highest"):
-            x_BTD = _filled(self.model.norm, "norm", weights)(jnp.asarray(x_TD[:, : self.hidden])[None])
-            if self.model.lm_head is None:
-                logits_BTV = _filled(self.model.embed, "embed", weights).attend(x_BTD)
-            else:
-                logits_BTV = _filled(self.model.lm_head, HEAD_STAGE, weights)(x_BTD)
-            return np.asarray(self.model.adjusted(logits_BTV).astype(jnp.float32)[0])
+            return np.asarray(self._logits(weights, x_TD))
 
+    def _logits(self, weights: Weights, x_TD: np.ndarray | jax.Array) -> jax.Array:
+        outer = {name: holding_arrays(getattr(self.model, name), name, weights) for name in self.model.output_modules}
+        x_BTD = holding_arrays(self.model.norm, "norm", weights)(jnp.asarray(x_TD[:, : self.hidden])[None])
+        if self.model.lm_head is None:
+            logits_BTV = holding_arrays(self.model.embed, "embed", weights).attend(x_BTD)
+        else:
+            logits_BTV = holding_arrays(self.model.lm_head, HEAD_STAGE, weights)(x_BTD)
+        adjusted_BTV: jax.Array = self._with_modules(outer).adjusted(logits_BTV)
+        return adjusted_BTV.astype(jnp.float32)[0]
 
-def _split(part: Any, prefix: str, weights: Weights) -> tuple[Any, Any]:
-    """Returns the graph of a module, and its state with these arrays."""
-    graph, state = nnx.split(part)
-    flat = [(p, v.replace(weights[".".join(map(str, (prefix, *p)))])) for p, v in nnx.to_flat_state(state)]
-    return graph, nnx.from_flat_state(flat)
+    def divergence(
+        self, weights: Weights, coded: CodedWeights, x_TD: np.ndarray, exact_TD: np.ndarray
+    ) -> tuple[float, dict[str, np.ndarray], np.ndarray]:
+        """Returns the mean KL divergence of the tokens of a sample in nats, the gradients of the scales of the head,
+        and the gradient of the states.
 
+        Args:
+            weights: from `logits_weights`.
+            coded: the head, if it is quantized.
+            x_TD: the states [T, W] after the last layer.
+            exact_TD: the same in the model that is not quantized.
+        """
+        with jax.default_matmul_precision("highest"):
+            kl, (scales, before_TW) = self._pull_logits(weights, coded, x_TD, exact_TD)
+        return float(kl), {name: np.asarray(each) for name, each in scales.items()}, np.asarray(before_TW)
 
-def _filled(part: Any, prefix: str, weights: Weights) -> Any:
-    """Returns a module with its arrays."""
-    return nnx.merge(*_split(part, prefix, weights))
+    def _pulled_logits(
+        self, weights: Weights, coded: CodedWeights, x_TD: jax.Array, exact_TD: jax.Array
+    ) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
+        want_TV = jax.nn.log_softmax(self._logits(weights, exact_TD))
 
+        def kl(scales: Mapping[str, jax.Array], x_TD: jax.Array) -> jax.Array:
+            decoded = {name: replace(coded[name], scale=scale).decoded for name, scale in scales.items()}
+            have_TV = jax.nn.log_softmax(self._logits(weights | decoded, x_TD))
+            return (jnp.exp(want_TV) * (want_TV - have_TV)).sum(-1).mean()
 
-def _names(modules: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        ".".join(map(str, (prefix, *path))): value.dtype
-        for prefix, module in modules.items()
-        for path, value in nnx.to_flat_state(nnx.state(module))
-    }
+        return jax.value_and_grad(kl, (0, 1))(scales_of(coded), x_TD)
 
-
-def _by_number(function: Callable[..., Any], graphs: Sequence[Any], number: int, *arguments: Any, window: int) -> Any:
-    return function(graphs[number], *arguments, window)
-
-
-def _run(graph: Any, state: Any, x_BTD: jax.Array, step: Any, kv: Any, window: int) -> tuple[jax.Array, Any]:
-    result: tuple[jax.Array, Any] = nnx.merge(graph, state)(x_BTD, step, window, kv)
-    return result
-
-
-def _largest(graph: Any, state: Any, x_BTD: jax.Array, step: Any, kv: Any, window: int) -> tuple[jax.Array, jax.Array]:
-    _, cached = _run(graph, state, x_BTD, step, kv, window)
-    return jnp.abs(cached.k_BSKH).max((0, 1, 3)), jnp.abs(cached.v_BSKH).max((0, 1, 3))
-
-
-def _observe(
-    graph: Any, state: Any, x_BTD: jax.Array, step: Any, kv: Any, window: int
-) -> dict[str, tuple[jax.Array, jax.Array | None]]:
-    """By a key for each input, "0 attn.q.kernel:0 attn.k.kernel:0": the kernels and the axes that are summed over."""
-    block = nnx.merge(graph, state)
-    names = {id(module): ".".join(map(str, (*path, "kernel"))) for path, module in nnx.iter_modules(block)}
-    inputs: dict[tuple[int, tuple[int, ...]], tuple[jax.Array, jax.Array, jax.Array | None, list[str]]] = {}
-    products: list[str] = []
-
-    def record(module: nnx.Module, equation: str, x: jax.Array, counts_E: jax.Array | None) -> None:
-        operands, out = equation.split("->")
-        left, right = operands.split(",")
-        summed = [letter for letter in right if letter in left and letter not in out]
-        name = names[id(module)]
-        products.append(name)
-        if any(letter in left and letter in out for letter in right):
-            products.append(name)  # a product for each of a batch counts as two
-            return
-        axes = tuple(left.index(letter) for letter in summed)
-        others = [axis for axis in range(x.ndim) if axis not in axes]
-        if (id(x), axes) not in inputs:
-            rows = jnp.transpose(x, (*others, *axes)).reshape(-1, *(x.shape[axis] for axis in axes))
-            inputs[id(x), axes] = x, rows.reshape(len(rows), -1).astype(jnp.float32), counts_E, []  # x keeps its id
-        places = ",".join(str(right.index(letter)) for letter in summed)
-        inputs[id(x), axes][-1].append(f"{name}:{places}")
-
-    with observing(record):
-        block(x_BTD, step, window, kv)
-    out = {}
-    for i, (_, rows, counts_E, of_input) in enumerate(inputs.values()):
-        if once := [key for key in of_input if products.count(key.rpartition(":")[0]) == 1]:
-            out[" ".join([f"{i:04d}", *once])] = rows, counts_E
-    return out
+    def _with_modules(self, modules: Mapping[str, Any]) -> Any:
+        """Returns the model with modules that have arrays."""
+        model = nnx.merge(*nnx.split(self.model))  # a module cannot be changed where a function is traced
+        for name, module in modules.items():
+            setattr(model, name, module)
+        return model

@@ -11,6 +11,8 @@ from tpuconv.quantize.encode import QwixEncoder
 
 HESSIAN_BYTES = 2 << 30
 """Bytes of Hessians that are held at once, if one does not need more. For more of them the inputs are kept in files."""
+KEPT_ACTIVATIONS, KEPT_LOGITS = 4, 8
+"""Activations of a layer, and arrays of logits, that are in memory at once for gradients."""
 BASE_BYTES = 900 << 20
 """Private memory of the interpreter with jax and the compiled layer, without arrays."""
 
@@ -49,7 +51,12 @@ def _shape_of_layer(manifest: Manifest, name: str) -> tuple[int, ...]:
 
 
 def calibration_memory(
-    manifest: Manifest, encoders: Mapping[str, QwixEncoder], heads: int, length: int, propagates: bool = False
+    manifest: Manifest,
+    encoders: Mapping[str, QwixEncoder],
+    heads: int,
+    length: int,
+    propagates: bool = False,
+    distills: bool = False,
 ) -> int:
     """Returns the private memory in bytes that a calibration needs at most. Of the stage with most: its weights in
     float32, their quantized values and scales; the Hessians, and two copies of the largest while it is factorized; a
@@ -62,6 +69,8 @@ def calibration_memory(
         length: tokens of a sample.
         propagates: whether the errors of earlier layers are made up for, which takes a matrix besides each Hessian, and
             a factor of its own.
+        distills: whether scales are distilled, which takes the gradients of a layer's weights and of its activations,
+            and of logits.
     """
     weights: dict[str, int] = {}
     hessians: dict[str, int] = {}
@@ -93,4 +102,13 @@ def calibration_memory(
     first = 2 * sum(prod(array.shape) * element_bytes(array.dtype) for array in embeddings)
     factors = (3 if propagates else 2) * hessian_bytes(widest)
     layer = max(weights.values()) + held + factors + rounding + activations
-    return BASE_BYTES + max(first, layer)
+    distilled = _distilled_bytes(manifest, weights, activations, length) if distills else 0
+    return BASE_BYTES + max(first, layer, distilled)
+
+
+def _distilled_bytes(manifest: Manifest, weights: Mapping[str, int], activations: int, length: int) -> int:
+    """Returns the bytes of a layer or of the head while scales are distilled: weights and their gradients, what a layer
+    keeps on the way forward, and logits."""
+    vocabulary, width = manifest.arrays["embed.embedding"].shape[-2:]
+    head = 12 * vocabulary * width + KEPT_LOGITS * 4 * length * vocabulary
+    return max(2 * max(weights.values()) + KEPT_ACTIVATIONS * activations, head)

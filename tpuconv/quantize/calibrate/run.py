@@ -4,7 +4,8 @@ For each layer: its weights are read; the layer runs on the hidden states of all
 distinct input of its products is added up (for GPTQ; for AWQ and SmoothQuant the size of each element); its parameters
 are rounded; it runs again with these weights, which gives the inputs of the next layer. So each layer is rounded for
 the inputs that it will have. With `propagate` the model that is not quantized runs beside it, and each layer makes up
-for a part of the errors of those before it. What is found, and the hidden states after a layer, are files in the work
+for a part of the errors of those before it. With `distill` the scales of all layers are moved after that
+(`tpuconv.quantize.calibrate.distill`). What is found, and the hidden states after a layer, are files in the work
 folder, and the layer an entry in the journal: a killed run goes on after the last complete layer, to the same bits.
 """
 
@@ -12,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,19 +22,22 @@ from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.schema import CALIBRATED_SCHEMA
 from tpuconv.convert.plan.quantization import FoundArray
 from tpuconv.convert.plan.types import Plan
-from tpuconv.convert.run.calibrated import QVALUES, SCALES, VALUES, CalibratedValues
+from tpuconv.convert.run.calibrated import QVALUES, SCALES, VALUES, ZERO_POINTS, CalibratedValues
 from tpuconv.convert.run.made_arrays import made_bytes, reading
-from tpuconv.errors import GateError, UnsupportedConfig
+from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import Each, Optional, Size
 from tpuconv.models.stored import model_config
 from tpuconv.names import CACHE_SCALES, INPUT_SCALE, collapse
 from tpuconv.quantize.cache_scales import found_scales
 from tpuconv.quantize.calibrate.data import CalibrationData
-from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, Weights
+from tpuconv.quantize.calibrate.distill import Distillation, distillation_entries, steps_of
+from tpuconv.quantize.calibrate.layer_functions import Weights
+from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner
 from tpuconv.quantize.calibrate.memory import calibration_memory, scale_bytes, widest_input
 from tpuconv.quantize.calibrate.rounding import Rounding
 from tpuconv.quantize.calibrate.scaled import rounded_by_scales, stage_inputs
 from tpuconv.quantize.calibrate.stage import kept_bytes, rounded_by_gptq, rounding_of
+from tpuconv.quantize.calibrate.states import HiddenStates
 from tpuconv.quantize.calibration_settings import Calibration
 from tpuconv.quantize.encode import QwixEncoder
 from tpuconv.quantize.input_scale import InputScale, MeanScale
@@ -53,37 +56,6 @@ their arrays, with the place of the layer in these."""
 def layer_entry(number: int) -> str:
     """Returns the journal's entry for a layer, by the number of its stage."""
     return f"{CALIBRATED}-{number:05d}"
-
-
-@dataclass(frozen=True)
-class HiddenStates:
-    """The hidden states of all samples before a layer: a file of float32 [samples, length, W]."""
-
-    path: Path
-    length: int
-
-    def write(self, states: Iterator[np.ndarray], of_what: str) -> None:
-        """Writes and flushes the states [T, D] of each sample.
-
-        Raises:
-            GateError: one is not finite.
-        """
-        disk.make_folder(self.path.parent)
-        with disk.Writer(self.path, read_soon=True) as file:
-            for number, x_TD in enumerate(states):
-                if not np.isfinite(x_TD).all():
-                    raise GateError(
-                        f"the output of {of_what} is not finite on sample {number} of the text",
-                        hint="`tpuconv verify --compare-hf` says whether the checkpoint is right; an id outside of the "
-                        "vocabulary gives NaN too",
-                    )
-                file.write(np.ascontiguousarray(x_TD, np.float32))
-
-    def read(self, sample: int, width: int) -> np.ndarray:
-        """Returns the states [T, W] of a sample."""
-        count = self.length * width
-        values = np.fromfile(self.path, np.float32, count, offset=4 * sample * count)
-        return values.reshape(self.length, width)
 
 
 @dataclass(frozen=True)
@@ -111,15 +83,18 @@ class LayerwiseCalibration:
     @property
     def memory(self) -> int:
         """The private memory in bytes that it needs at most."""
+        settings = self.settings
         of_layer = calibration_memory(
-            self.manifest, self.encoders, self.heads, self.data.length, self.settings.propagates
+            self.manifest, self.encoders, self.heads, self.data.length, settings.propagates, settings.distill > 0
         )
         return of_layer + (made_bytes(self.plan) if self.plan else 0)
 
     @property
     def entries(self) -> list[str]:
         """The entries of its journal: a stage for each layer, and the head."""
-        return [layer_entry(number) for number in range(model_config(self.manifest).num_hidden_layers + 1)]
+        layers = model_config(self.manifest).num_hidden_layers + 1
+        steps = steps_of(self.data.samples, self.settings.distill)
+        return [*(layer_entry(number) for number in range(layers)), *distillation_entries(steps)]
 
     @property
     def widest(self) -> int:
@@ -141,13 +116,15 @@ class LayerwiseCalibration:
         """See `run`."""
         stages = self._stages(runner)
         self._check_inputs(runner, stages)
+        distillation = self._distillation(runner, journal)
         if journal.done(layer_entry(0), LAYER_ENTRY) is None:
             shapes = {name: self.manifest.arrays[name].shape for name in self.encoders}
             rounded = sum(prod(shapes[name]) + scale_bytes(each, shapes[name]) for name, each in self.encoders.items())
             of_layer = 4 * self.data.samples * self.data.length * runner.width
             propagates = self.settings.propagates
             kept = kept_bytes(runner, stages, self.data.samples, propagates) if self.settings.method == "gptq" else 0
-            room = rounded + (4 if propagates else 2) * of_layer + kept
+            room = rounded + (4 if self.settings.runs_exact else 2) * of_layer + kept
+            room += distillation.room if distillation else 0
             disk.check_room(journal.folder, room, "the calibration", "an OUT or a `workspace=`")
         for number, stage in enumerate(stages):
             if journal.done(layer_entry(number), LAYER_ENTRY) is not None:
@@ -159,7 +136,7 @@ class LayerwiseCalibration:
                 for each in filter(None, (states, exact)):
                     each.write(runner.embedded(self.data.each()), "the embedding")
             weights = runner.weights(stage)
-            if is_run and exact is not None:  # before its weights are rounded
+            if exact is not None and stage != HEAD_STAGE and (is_run or distillation):  # before its weights are rounded
                 self._run(runner, stage, weights, exact, self._exact_states(journal, number + 1))
             of_method: Mapping[str, Callable[..., dict[str, dict[str, Any]]]] = {
                 "gptq": partial(self._calibrate, exact=exact),
@@ -175,7 +152,18 @@ class LayerwiseCalibration:
                 facts["cache_scales"] = self._cache_scales(runner, stage, weights, states)
             journal.record(layer_entry(number), facts)
             for each in filter(None, (states, exact)):
-                disk.remove(each.path)
+                if distillation is None or each not in (distillation.embedded, distillation.exact):
+                    disk.remove(each.path)
+        if distillation:
+            yield from distillation.run()
+
+    def _distillation(self, runner: LayerRunner, journal: Journal) -> Distillation | None:
+        """Returns the distillation that follows the rounding of all layers; None without one."""
+        if not self.settings.distill:
+            return None
+        first, last = self._states(journal, 0), self._exact_states(journal, len(runner.windows))
+        assert last is not None
+        return Distillation(runner, self.encoders, self.data, self.settings.distill, journal, first, last)
 
     def results(self, journal: Journal) -> dict[str, dict[str, Any]]:
         """Returns the manifest's facts of each parameter: sums over the layers of stacked parameters."""
@@ -222,7 +210,7 @@ class LayerwiseCalibration:
             for i, stage in enumerate(runner.stages)
             if any(self._encoder(runner, name) for name in runner.names(stage))
         ]
-        layers = len(runner.windows) if self.cached else 0
+        layers = len(runner.stages) if self.settings.distill else len(runner.windows) if self.cached else 0
         return runner.stages[: max(max(quantized, default=-1) + 1, layers)]
 
     def _encoder(self, runner: LayerRunner, name: str) -> QwixEncoder | None:
@@ -232,8 +220,8 @@ class LayerwiseCalibration:
         return HiddenStates(journal.folder / CALIBRATED / f"states-{number}", self.data.length)
 
     def _exact_states(self, journal: Journal, number: int) -> HiddenStates | None:
-        """Returns the states in the model that is not quantized, where errors are propagated."""
-        if not self.settings.propagates:
+        """Returns the states in the model that is not quantized, where it runs too."""
+        if not self.settings.runs_exact:
             return None
         return HiddenStates(journal.folder / CALIBRATED / f"exact-{number}", self.data.length)
 
@@ -259,7 +247,7 @@ class LayerwiseCalibration:
         """Rounds the quantized parameters of a stage: replaces them in `weights` by what their quantized values stand
         for, and writes these to `found`. Returns the facts of each parameter."""
         samples = partial(self._samples, runner, states)
-        others = None if exact is None else partial(self._samples, runner, exact)
+        others = None if exact is None or not self.settings.propagates else partial(self._samples, runner, exact)
         folder = states.path.parent
         (roundings,) = rounded_by_gptq(runner, stage, weights, samples, [self.encoders], self.settings, folder, others)
         return self._finish(runner, stage, weights, roundings, found)
@@ -353,8 +341,10 @@ class LayerwiseCalibration:
                 roundings[name] = rounding
             rounding = roundings[name]
             found.write(stored, layer, QVALUES, rounding.qbytes)
-            if rounding.fits_scales and self.settings.method == "gptq":
+            if self.settings.distill or (rounding.fits_scales and self.settings.method == "gptq"):
                 found.write(stored, layer, SCALES, rounding.scale)
+            for zero_points in rounding.zero_points if self.settings.distill else ():
+                found.write(stored, layer, ZERO_POINTS, zero_points)
             weights[name] = jnp.asarray(rounding.decoded)
             facts[stored] = {
                 "nearest": rounding.nearest,

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuconv.quantize.calibrate import smoothing
-from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, Weights
+from tpuconv.quantize.calibrate.layer_functions import Weights
+from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner
 from tpuconv.quantize.calibrate.rounding import Rounding
 from tpuconv.quantize.calibrate.stage import Samples, rounding_of
 from tpuconv.quantize.calibration_settings import Calibration

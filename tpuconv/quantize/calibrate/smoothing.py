@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tpuconv.quantize.calibrate.layers import Weights
+from tpuconv.quantize.calibrate.layer_functions import Weights
 from tpuconv.quantize.calibrate.triangular import product
 
 ROWS = 1024

@@ -11,7 +11,8 @@ import numpy as np
 
 from tpuconv.errors import SourceError
 from tpuconv.quantize.calibrate.gptq import Factor, SingularHessian, factorize, propagation
-from tpuconv.quantize.calibrate.layers import LayerRunner, Observed, Weights
+from tpuconv.quantize.calibrate.layer_functions import Weights
+from tpuconv.quantize.calibrate.layers import LayerRunner, Observed
 from tpuconv.quantize.calibrate.memory import HESSIAN_BYTES, sums_bytes
 from tpuconv.quantize.calibrate.rounding import Rounding
 from tpuconv.quantize.calibrate.triangular import add_product, add_square, mirror

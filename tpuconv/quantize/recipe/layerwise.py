@@ -22,11 +22,12 @@ from tpuconv.errors import GateError, ResourceError, UsageError
 from tpuconv.models.logits import divergences, log_softmax
 from tpuconv.models.stored import model_config
 from tpuconv.quantize.calibrate.data import CalibrationData, Sample
-from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner, Weights
+from tpuconv.quantize.calibrate.layer_functions import Weights
+from tpuconv.quantize.calibrate.layers import HEAD_STAGE, LayerRunner
 from tpuconv.quantize.calibrate.rounding import Rounding
-from tpuconv.quantize.calibrate.run import HiddenStates
 from tpuconv.quantize.calibrate.scaled import rounded_by_scales, stage_inputs
 from tpuconv.quantize.calibrate.stage import kept_bytes, rounded_by_gptq, rounding_of
+from tpuconv.quantize.calibrate.states import HiddenStates
 from tpuconv.quantize.calibration_settings import Calibration
 from tpuconv.quantize.encode import QwixEncoder
 from tpuconv.quantize.recipe.groups import Choices

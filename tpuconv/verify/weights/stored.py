@@ -131,7 +131,7 @@ class ArrayWeight(Weight):
         stored = self._part(self.name, box)
         if self.qtype is None:
             return WeightPart(stored, None)
-        from tpuconv.quantize.encode import decoded_values
+        from tpuconv.quantize.values import decoded_values
 
         few = tuple(slice(s.start // group, -(-s.stop // group)) for s, group in zip(box, self.groups, strict=True))
         scales, *zeros = (self._part(name, few) for name in self.beside)
