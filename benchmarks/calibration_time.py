@@ -76,7 +76,7 @@ PARTS: Parts = {
 BY_TOKENS = ("runs it and keeps its inputs", "adds up Hessians", "runs the rounded layer")
 """Parts that depend on the tokens, and not on how many experts there are."""
 PARTS_OF_STEPS: Parts = {
-    "reads the layer": (Distillation, "_weights"),
+    "reads its other arrays": (Distillation, "_weights"),
     "reads its quantized values": (Distillation, "_coded"),
     "runs it": (LayerRunner, "run"),
     "goes back": (LayerRunner, "pulled"),

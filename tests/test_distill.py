@@ -169,6 +169,26 @@ def test_an_interrupted_run_ends_in_the_same_bits(number, when, whole_run, tmp_p
     assert same_arrays(whole, tmp_path / "out")
 
 
+@pytest.mark.parametrize("moves", [1, 3, 6])
+def test_a_run_that_ends_within_a_step_does_the_step_again(moves, whole_run, tmp_path, monkeypatch):
+    """Some layers have new scales then, and others have not."""
+    ckpt, whole = whole_run
+    real, moved = distill.Distillation._move, []
+
+    def ending(self, stage, *others):
+        moved.append(stage)
+        if len(moved) > moves:
+            raise KeyboardInterrupt
+        real(self, stage, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distill.Distillation, "_move", ending)
+        with pytest.raises(KeyboardInterrupt):
+            quantize(ckpt, tmp_path / "out", config(INT4, TWO_STEPS), DATA)
+    quantize(ckpt, tmp_path / "out", config(INT4, TWO_STEPS), DATA)
+    assert same_arrays(whole, tmp_path / "out")
+
+
 TWO_STEPS = "{method: nearest, distill: 1}"
 
 

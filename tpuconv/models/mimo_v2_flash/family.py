@@ -196,6 +196,7 @@ KEYS_VALUES_BY_KIND = (
     *under("model.layers.{window_layers}.self_attn", "layers.{window_layers}.attn", *LOCAL_ROWS),
     *under("model.layers.{full_layers}.self_attn", "layers.{full_layers}.attn", *FULL_KEYS_VALUES),
 )
+"""Keys, values and sinks of all layers."""
 
 TABLE = decoder_table(
     *PRE_NORMS,

@@ -116,7 +116,7 @@ class Distillation:
     def room(self) -> int:
         """Bytes on the disk that it needs: the states of a step, and twice the scales with Adam's moments."""
         states = len(self._layers) * SAMPLES_AT_ONCE * self.data.length * self.runner.width
-        return 4 * states + 2 * 4 * 3 * sum(prod(each.scales) for each in self._parameters)
+        return 4 * states + 2 * 4 * 3 * sum(prod(each.scales) for each in self._all_parameters)
 
     def run(self) -> Iterator[str]:
         """Does what is left to do. Yields the name of each step before it.
@@ -134,12 +134,12 @@ class Distillation:
                 done = {"kl": self._step(number, RATE * (1 + cos(pi * number / steps)) / 2)}
                 self.journal.record(step_entry(number), done)
             last = f", KL {done['kl']:.4f}"
-        for each in self._parameters:
+        for each in self._all_parameters:
             if _is_moved(each.encoder):
                 scale, _, _ = self._moments(each, steps)
                 self._found.write(each.stored, each.layer, SCALES, scale.astype(each.encoder.scale_dtype))
         self.journal.record(DISTILLED, {})
-        for each in self._parameters:
+        for each in self._all_parameters:
             for kind in (_moments_kind(0), _moments_kind(1), ZERO_POINTS):
                 self._found.remove(each.stored, each.layer, kind)
         for states in (self.embedded, self.exact, *map(self._before, range(1, len(self._layers) + 1))):
@@ -154,19 +154,23 @@ class Distillation:
         return [stage for stage in self.runner.stages if stage != HEAD_STAGE]
 
     @cached_property
-    def _parameters(self) -> Sequence[_Parameter]:
-        return [each for stage in self.runner.stages for each in self._parameters_of(stage)]
+    def _parameters(self) -> Mapping[str, Sequence[_Parameter]]:
+        """The quantized parameters of each stage."""
+        return {stage: list(self._of_stage(stage)) for stage in (*self._layers, HEAD_STAGE)}
 
-    def _parameters_of(self, stage: str) -> list[_Parameter]:
-        found = []
-        for name in self.runner.names(stage):
+    def _of_stage(self, stage: str) -> Iterator[_Parameter]:
+        """Yields the quantized parameters of a stage: none of a head that is the embedding."""
+        for name in self.runner.names(stage) if stage in self.runner.stages else ():
             stored, layer = self.runner.stored_name(name)
             if (encoder := self.encoders.get(stored)) is not None:
                 shape, groups = self.runner.manifest.arrays[stored].shape, encoder.quant.group_shape
                 first = 0 if layer is None else 1
                 scales = tuple(n // group for n, group in zip(shape, groups, strict=True))
-                found.append(_Parameter(name, stored, layer, encoder, shape[first:], scales[first:]))
-        return found
+                yield _Parameter(name, stored, layer, encoder, shape[first:], scales[first:])
+
+    @property
+    def _all_parameters(self) -> list[_Parameter]:
+        return [each for of_stage in self._parameters.values() for each in of_stage]
 
     def _before(self, layer: int) -> HiddenStates:
         """Returns the states of a step's samples before a layer other than the first."""
@@ -190,7 +194,7 @@ class Distillation:
     def _coded(self, stage: str, number: int) -> dict[str, Coded]:
         """Returns the quantized parameters of a stage in a step, with scales as they are stored."""
         coded = {}
-        for each in self._parameters_of(stage):
+        for each in self._parameters[stage]:
             of_layer = each.stored, each.layer
             qvalues = self._read(*of_layer, QVALUES, each.shape, np.dtype(np.uint8))
             zeros = self._found.read_layer(*of_layer, ZERO_POINTS, each.scales, np.dtype(np.uint8))
@@ -200,8 +204,9 @@ class Distillation:
             coded[each.name] = Coded(jnp.asarray(qvalues), jnp.asarray(scale), zero_points, each.encoder.quant.qtype)
         return coded
 
-    def _weights(self, stage: str, coded: Mapping[str, Coded]) -> Weights:
-        """Returns the other arrays of a layer, as the calibration left them."""
+    def _weights(self, stage: str, number: int) -> tuple[Weights, dict[str, Coded]]:
+        """Returns the arrays of a layer as the calibration left them, and its quantized parameters in a step."""
+        coded = self._coded(stage, number)
         weights = self.runner.read(stage, without=coded)
         for name in weights:
             stored, layer = self.runner.stored_name(name)
@@ -210,7 +215,7 @@ class Distillation:
             changed = self._found.read_layer(stored, layer, VALUES, shape, np.dtype(array.dtype))
             if changed is not None:
                 weights[name] = jnp.asarray(changed.astype(np.float32))
-        return weights
+        return weights, coded
 
     def _step(self, number: int, rate: float) -> float:
         """Moves the scales by the gradients of a few samples. Returns the mean KL divergence of their tokens before."""
@@ -225,11 +230,10 @@ class Distillation:
             return (self._before(layer).read(place, width) for place in range(len(samples)))
 
         for layer, stage in enumerate(self._layers):
-            coded = self._coded(stage, number)
-            weights = self._weights(stage, coded)
+            weights, coded = self._weights(stage, number)
             after = (self.runner.run(stage, weights, x_TW, coded) for x_TW in states_before(layer))
             self._before(layer + 1).write(after, stage)
-        head, weights = self._coded_head(number), self.runner.logits_weights()
+        head, weights = self._coded(HEAD_STAGE, number), self.runner.logits_weights()
         found = [
             self.runner.divergence(weights, head, x_TW, self.exact.read(sample, width))
             for sample, x_TW in zip(samples, states_before(len(self._layers)), strict=True)
@@ -241,8 +245,7 @@ class Distillation:
         self._move(HEAD_STAGE, number, rate, [scales for _, scales, _ in found])
         gradients = [before_TW for *_, before_TW in found]
         for layer, stage in reversed(list(enumerate(self._layers))):
-            coded = self._coded(stage, number)
-            weights = self._weights(stage, coded)
+            weights, coded = self._weights(stage, number)
             pulled = [
                 self.runner.pulled(stage, weights, x_TW, coded, gradient_TW)
                 for x_TW, gradient_TW in zip(states_before(layer), gradients, strict=True)
@@ -251,15 +254,10 @@ class Distillation:
             self._move(stage, number, rate, [scales for scales, _ in pulled])
         return kl
 
-    def _coded_head(self, number: int) -> dict[str, Coded]:
-        return self._coded(HEAD_STAGE, number) if HEAD_STAGE in self.runner.stages else {}
-
     def _move(self, stage: str, number: int, rate: float, gradients: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Writes the scales of a stage after a step, and Adam's moments, given the gradients of each sample."""
-        if stage not in self.runner.stages:
-            return
         first, second = DECAYS
-        for each in self._parameters_of(stage):
+        for each in self._parameters[stage]:
             if not _is_moved(each.encoder):
                 continue
             scale, mean, square = self._moments(each, number)
