@@ -28,12 +28,14 @@ from tpuconv.quantize.config import parse_config
 
 PLAIN = next(case for case in CASES if case.id == "llama-plain")
 IDS = [[5, 17, 99, 3, 42, 8, 77], [9, 4, 31, 0, 0], [7]]  # 0 is padding's, which is not scored
-# transformers has no `...Model` of the text models of Llama 4, Step-3.5 and Qwen3-Omni alone, and saves those of
-# Kimi K2.5, Ling 3, Mistral Large 4 and Nemotron 3.5 Transcribe under names of no release. That of MiniMax-M3 has
-# another architecture, and that of ChatGLM has a head in releases. That of DiffusionGemma returns states of a canvas.
+# transformers has no `...Model` of the text models of Llama 4, Llama 3.2 Vision, Step-3.5 and Qwen3-Omni alone, and
+# saves those of Kimi K2.5, Ling 3, Mistral Large 4 and Nemotron 3.5 Transcribe under names of no release. That of
+# MiniMax-M3 has another architecture, and that of ChatGLM has a head in releases. That of DiffusionGemma returns states
+# of a canvas.
 WITHOUT = {
     *((HIDDEN, name) for name in ("llama4", "kimi_k25", "kimi_vl", "bailing_hybrid", "step3p5", "qwen3_omni_moe")),
     *((HIDDEN, name) for name in ("mistral_large4", "minimax_m3_vl", "nemo_speechlm", "chatglm", "diffusion_gemma")),
+    (HIDDEN, "mllama_text_model"),
     *((HIDDEN, name) for name in released_code.MODELS),  # which have logits alone
     *((SCORES, name) for name in ("ctrl", "modernbert_decoder")),  # whose classifiers have other names
 }

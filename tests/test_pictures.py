@@ -65,6 +65,7 @@ CASES = {
     "gemma3n": (SQUARE, {"image_seq_length": 4}),
     "paligemma": (SQUARE | {"image_seq_length": 4}, {}),
     "gemma4": ({}, {}),
+    "mllama": (SQUARE, {}),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm46v", "exaone4_5"), (GRID, {})),
     **dict.fromkeys(("paddleocr_vl", "hyperclovax_vision_v2", "cohere_compass", "cosmos3_edge"), (GRID, {})),
     "video_llama_3": ({}, {}),
@@ -94,7 +95,7 @@ CASES = {
 }
 """Settings of the image processor and of the whole processor, by type of model."""
 
-ALONE = ("mistral3", "idefics3", "llava_onevision", "llava_onevision shrunk")
+ALONE = ("mistral3", "mllama", "idefics3", "llava_onevision", "llava_onevision shrunk")
 """Cases that are also run with a single image."""
 
 LONG = [np.tile(SOUNDS[1], 12)]  # 37 s
@@ -164,7 +165,7 @@ def saved(folder: Path, config: dict, part, settings: dict) -> Path:
 def check_equal(have, want, tokenizer) -> None:
     assert tokenizer(have.text)["input_ids"] == np.asarray(want["input_ids"][0]).tolist()
     of_text = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
-    of_text |= {"moe_mm_token_type_ids"}
+    of_text |= {"moe_mm_token_type_ids", "cross_attention_mask"}
     assert set(have.features) == set(want) - of_text
     for name, array in have.features.items():
         np.testing.assert_array_equal(array, np.stack([np.asarray(x) for x in want[name]]), name)

@@ -20,6 +20,7 @@ from helpers.random_sights import changed_sights, windows
 from helpers.sights import OF_OTHER_TYPES, SIGHTS, Sight
 from tpuconv import api
 from tpuconv.errors import TpuconvError, UsageError
+from tpuconv.models.logits import features_in_order
 from tpuconv.models.registry import find_family
 from tpuconv.verify.reference import Reference, _seen
 from tpuconv.verify.sights import SightWindow
@@ -62,7 +63,7 @@ def compare(case: Sight, model: Any, window: SightWindow) -> None:
     ids_BT = np.array([window.ids])
     seen = model.see(ids_BT, **window.features)
     logits_TV = np.asarray(forward(model, ids_BT, seen=seen))[0]
-    features_XD = np.asarray(seen.features_XD)[np.asarray(seen.slot_BT)[ids_BT == window.placeholder]]
+    features_XD = features_in_order(seen)
     if is_near(logits_TV, want.logits[0]) and is_near(features_XD, want.features[0]):
         return
     precise = deepcopy(whole).double()

@@ -25,6 +25,8 @@ HIDDEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("lfm2_vl", "lfm2_vl_without_norm"), (PLACES,)),
     # a sound fills a chunk; that of qwen3_omni_moe_of_short_sounds does not
     "qwen3_omni_moe": ("no silence behind chunks: audio",),
+    # a frame sees those before it alone, and padding is behind the sound
+    "gemma3n": ("no mask of keys or frames: audio",),
     # all chunks have the same length
     "qwen3_asr": ("no silence behind chunks: audio",),
     # distances of one axis are interpolated

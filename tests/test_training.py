@@ -35,7 +35,8 @@ def loss_of(model: nnx.Module, ids_BT: np.ndarray = IDS, **features: np.ndarray)
     """The mean negative logarithm of the probabilities of the next tokens."""
     seen = model.see(ids_BT, **features) if features else None
     log_probabilities_BTV = jax.nn.log_softmax(model(ids_BT, seen=seen)[:, :-1])
-    return -jnp.take_along_axis(log_probabilities_BTV, ids_BT[:, 1:, None], axis=-1).mean()
+    next_BT = np.minimum(ids_BT[:, 1:], log_probabilities_BTV.shape[-1] - 1)  # a placeholder may have no logit
+    return -jnp.take_along_axis(log_probabilities_BTV, next_BT[..., None], axis=-1).mean()
 
 
 def step_down(model: nnx.Module, *given: Any, **features: Any) -> tuple[float, dict[str, float]]:

@@ -108,7 +108,7 @@ EVEN = {
         for name in ("solar_open", "dots1", "hy_v3", "exaone_moe", "afmoe", "mellum", "beam")
     },
     **{name: {"num_attention_heads": 2} for name in ("falcon", "glm4v", "glm46v", "glm_ocr", "gpt_neox")},
-    **{name: {"num_attention_heads": 2} for name in ("glmga", "stablelm")},
+    **{name: {"num_attention_heads": 2} for name in ("glmga", "stablelm", "mllama", "mllama_text_model")},
     "diffllama": {"num_attention_heads": 2, "num_key_value_heads": 2},
     "hy_v4_vl": {
         **{**MLA, "num_key_value_heads": 4, "index_head_dim": 32},

@@ -123,5 +123,6 @@ def windows(case: Sight, model: Any, around: Mapping[str, Any], grids: Grids) ->
         ids = texts[:5]
         for number, count in enumerate(prepared.counts, 1):
             ids = [*ids, *begin, *[own.placeholder] * count, *end, *texts[5 * number : 5 * number + 3]]
+        features = encoder.in_text(features, np.array([ids]))
         out.append(SightWindow(ids, features=features, part=part, items=len(grids), placeholder=own.placeholder))
     return out

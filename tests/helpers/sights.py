@@ -55,6 +55,7 @@ class Sight:
         released: patterns in the names that transformers writes, and what releases have in their place.
         as_released: makes the folder that transformers wrote one of a release with code of its own.
         masks_of_generate: whether the reference's masks are those of its `generate`, where its call has others.
+        by_token: the features with a second axis of tokens, whose last entry is that of later tokens.
         tells_prompt: the argument by which the reference tells the prompt, all 0, from the tokens behind it, 1.
     """
 
@@ -69,6 +70,7 @@ class Sight:
     released: Mapping[str, str] = field(default_factory=dict)
     as_released: Callable[[Path], None] | None = None
     masks_of_generate: bool = False
+    by_token: Sequence[str] = ()
     tells_prompt: str = ""
 
     @property
@@ -108,6 +110,9 @@ class Sight:
         `prompt` tokens are the prompt; by default as many as the texts of this case have."""
         import torch
 
+        for name in self.by_token:
+            more = ids_BT.shape[1] - features[name].shape[1]
+            features = {**features, name: np.concatenate([features[name], *[features[name][:, -1:]] * more], axis=1)}
         kinds, arrays = {}, {name: torch.tensor(value) for name, value in features.items()}
         for name, numbers in self.kinds.items():
             kinds[name] = torch.tensor(sum(number * (ids_BT == token) for token, number in numbers.items()))

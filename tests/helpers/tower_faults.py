@@ -25,6 +25,7 @@ from helpers.whole_sights import difference
 from tpuconv.models.common import seen as sights
 from tpuconv.models.common.layers import apply_rope, apply_rope_to_neighbours, gelu, gelu_tanh
 from tpuconv.models.common.seen import Seen
+from tpuconv.models.logits import features_in_order
 from tpuconv.models.towers import places
 from tpuconv.models.towers.encoder import quick_gelu
 from tpuconv.models.towers.image_encoder import joined_squares
@@ -295,8 +296,24 @@ def of_functions(case: Sight, model: Any, faults: Iterable[str] = FUNCTIONS) -> 
 
 # -- of how features enter the text -----------------------------------------------------------------------------------
 
+
+def across(seen: Seen, **changes: Callable[[jax.Array], jax.Array]) -> dict[str, Any]:
+    """Other arrays of the images that layers attend to, if they do."""
+    images = seen.across
+    if images is None:
+        return {}
+    return {"across": replace(images, **{name: change(getattr(images, name)) for name, change in changes.items()})}
+
+
 TEXTS: Mapping[str, Callable[[Seen], Mapping[str, Any]]] = {
-    "the feature before": lambda seen: {"features_XD": jnp.roll(seen.features_XD, 1, axis=0)},
+    "the feature before": lambda seen: (
+        {"features_XD": jnp.roll(seen.features_XD, 1, axis=0)} if seen.across is None else {}
+    ),
+    "all tiles": lambda seen: across(seen, sees_BTU=jnp.ones_like),
+    "the token before": lambda seen: across(seen, sees_BTU=lambda sees_BTU: jnp.roll(sees_BTU, 1, axis=1)),
+    "the features of another tile": lambda seen: across(
+        seen, features_BSD=lambda x: jnp.roll(x, x.shape[1] // seen.across.sees_BTU.shape[-1], axis=1)
+    ),
     "causal images": lambda seen: {"block_BT": seen.block_BT * 0 - 1} if seen.block_BT is not None else {},
     "columns of rotary positions first": lambda seen: (
         {"at_ABT": seen.at_ABT[jnp.array([0, 2, 1, *range(3, len(seen.at_ABT))])]} if seen.at_ABT is not None else {}
@@ -329,6 +346,8 @@ def features(case: Sight, model: Any, part: str) -> list[np.ndarray]:
     others = [each.config.placeholder for name, each in encoders.items() if name != part and each.takes]
     given = {name: array for name, array in case.features.items() if name in encoders[part].takes}
     seen = model.see(np.where(np.isin(case.ids_BT, others), 4, case.ids_BT), case.mask_BT, **given)
+    if seen.across is not None:
+        return [features_in_order(seen)]
     slots = np.asarray(seen.slot_BT)
     return [np.asarray(each)[slots[slots >= 0]] for each in (seen.features_XD, *seen.deep) if each is not None]
 

@@ -16,6 +16,8 @@ FAMILIES: Mapping[str, str] = {
     "kimi_k2": "lineages.deepseek",
     "llama4": "lineages.multimodal",
     "llama4_text": "llama4_text.family",
+    "mllama": "lineages.multimodal",
+    "mllama_text_model": "mllama_text_model.family",
     "gemma": "lineages.gemma",
     "gemma2": "lineages.gemma",
     "gemma3_text": "lineages.gemma",

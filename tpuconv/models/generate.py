@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.errors import ResourceError, UsageError
 from tpuconv.memory import available_memory
+from tpuconv.models.common.across import with_room
 from tpuconv.models.common.cache import Cache, cache_shardings
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.explicit import on_automatic_mesh
@@ -175,6 +176,9 @@ class Generator:
         free_layouts: let the compiler choose the layouts of the weights.
     """
 
+    image_slots: int = 0
+    """The features of images of each sequence that layers attend to."""
+
     ids_of_step: int = 1
     """The number of ids of each sequence that `decode` takes."""
 
@@ -203,6 +207,10 @@ class Generator:
         self.platform = next(iter(placement.device_set)).platform
         self.options = compiler_options(self.platform)
         self.by_jit = refused_when_compiled(self.weights)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets the compiled steps."""
         self.decode, self.prefill = functools.cache(self._decode), functools.cache(self._prefill)
         self._empty_cache = functools.cache(self._empty)
 
@@ -278,7 +286,8 @@ class Generator:
 
     def _new_cache(self, batch: int, length: int) -> Cache:
         """Returns an empty cache. Generators of other caches override this."""
-        return self.model.init_cache(batch, length, self.cache_dtype)
+        cache = self.model.init_cache(batch, length, self.cache_dtype)
+        return with_room(cache, self.image_slots) if self.image_slots else cache
 
     def _cache_shardings(self, cache: Cache) -> Any:
         return (

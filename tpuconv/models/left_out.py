@@ -18,7 +18,7 @@ MODELS_LEFT_OUT: Mapping[str, str] = {
     "without sound",
     "unlimited_ocr": "a sliding window beside which tokens see the whole prompt, so that the mask depends on where the "
     "prompt ends",
-    **dict.fromkeys(("mllama", "moshi", "git", "musicgen", "musicgen_melody", "blip", "idefics", "evolla"), _CROSS),
+    **dict.fromkeys(("moshi", "git", "musicgen", "musicgen_melody", "blip", "idefics", "evolla"), _CROSS),
     **dict.fromkeys(
         ("chameleon", "kyutai_speech_to_text"), "tokens of a codec of images or sounds, which is not written"
     ),

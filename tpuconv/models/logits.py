@@ -104,7 +104,10 @@ def forward_each(
 
 
 def features_in_order(seen: "Seen") -> np.ndarray:
-    """Returns the features [X, D] in float32, one for each placeholder, in the order of these."""
+    """Returns the features [X, D] in float32, one for each placeholder, in the order of these; those that layers attend
+    to in the order of images."""
+    if seen.across is not None:
+        return on_host(seen.across.features_BSD).astype(np.float32).reshape(-1, seen.features_XD.shape[-1])
     slots = np.asarray(seen.slot_BT)
     features_XD = on_host(seen.features_XD).astype(np.float32)
     return np.asarray(features_XD[slots[slots >= 0]])

@@ -78,6 +78,11 @@ def by_block(item: MediaItem) -> str:
     return item.token("image_token") * prod(map(int, item.of("image_grid_thw")))
 
 
+def single(item: MediaItem) -> str:
+    """One token, behind which layers attend to the image (Llama 3.2 Vision)."""
+    return item.token("image_token")
+
+
 def phi4_image(item: MediaItem) -> str:
     """As many placeholders as the image processor counts (Phi-4-multimodal)."""
     return item.token("image_token") * int(item.of("num_img_tokens"))

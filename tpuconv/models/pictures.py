@@ -223,8 +223,11 @@ class Preparer:
                 f"{type(e).__name__}: {root_cause(e)}",
                 hint=COPY,
             ) from e
-        if row.begin:
-            pieces[-1] = token(row.begin) + pieces[-1] + row.end
+        if row.begin and not (row.leading and token(row.begin) in text):
+            last = len(pieces) - 1
+            place = next((i for i, piece in enumerate(pieces) if piece), last) if row.leading else last
+            pieces[place] = token(row.begin) + pieces[place]
+            pieces[-1] += row.end
         text = pieces[0] + "".join(new + piece for new, piece in zip(written, pieces[1:], strict=True))
         taken = {name: values for name, values in features.items() if name not in (*COUNTS, *row.spare)}
         return PreparedPrompt(text, {name: _array(values, name) for name, values in taken.items()}, bool(row.begin))

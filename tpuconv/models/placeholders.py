@@ -47,6 +47,7 @@ from tpuconv.models.media_texts import (
     pixtral,
     qwen2_sound,
     qwen3_sound,
+    single,
     voxtral,
 )
 from tpuconv.models.registry import type_of_family
@@ -88,6 +89,7 @@ class Placeholder:
         nested: the image processor is given the images of a prompt as one of several lists.
         frame: what chat templates write before and after the marker; a prompt without markers gets it too.
         begin: the name of the token that stands behind the last image, where most models have it before the text.
+        leading: `begin` stands behind the images that a text begins with instead, if it is not in the text.
         end: what stands at the end of a prompt with images.
         patch: returns the pixels of a side of a patch that the image processor is to take instead of its setting.
         numbered: a pattern of further markers in the prompts of releases, such as numbered ones: `<|image_1|>`.
@@ -105,6 +107,7 @@ class Placeholder:
     nested: bool = False
     frame: tuple[str, str] = ("", "")
     begin: str = ""
+    leading: bool = False
     end: str = ""
     patch: Callable[[MediaItem], int] | None = None
     numbered: str = ""
@@ -176,6 +179,14 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ),
     ("blip-2", IMAGE): Placeholder(
         framed("", "", 32, key="num_query_tokens"), LLAVA_TOKEN | {"bos_token": "</s>"}, begin="bos_token"
+    ),
+    ("mllama", IMAGE): Placeholder(
+        single,
+        {"image_token": "<|image|>", "bos_token": "<|begin_of_text|>"},
+        spare=("num_tiles",),
+        nested=True,
+        begin="bos_token",
+        leading=True,
     ),
     ("gemma3n", SOUND): _row(
         in_paragraph(framed("boa_token", "eoa_token", 188, kind="audio", key="audio_seq_length")),

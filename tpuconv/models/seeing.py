@@ -30,6 +30,10 @@ class SeeingGenerator(Generator):
     ) -> Iterator[np.ndarray]:
         """As `Generator`; `features` are as in `Decoder.see`."""
         self.features = features
+        slots = sum(getattr(self.model, part).slots(features) for part in self.model.config.parts)
+        if slots != self.image_slots:
+            self.image_slots = slots
+            self.forget()
         yield from super().__call__(prompts, max_new_tokens, **options)
 
     def _new_cache(self, batch: int, length: int) -> Cache:
@@ -37,8 +41,9 @@ class SeeingGenerator(Generator):
         return cache if self.model.config.mrope is None else replace(cache, delta_B=jnp.zeros(batch, jnp.int32))
 
     def chunk(self, batch: int, tokens: int) -> int:
-        """Returns the tokens of each sequence in one prefill step: all, if the tokens of an image see each other."""
-        return tokens if self.model.config.sees_images else super().chunk(batch, tokens)
+        """Returns the tokens of each sequence in one prefill step: all, if the tokens of an image see each other, or
+        layers read images anew in each step."""
+        return tokens if self.model.config.sees_images or self.image_slots else super().chunk(batch, tokens)
 
     def read(self, ids_BT: np.ndarray, mask_BT: np.ndarray, new_tokens: int, key: jax.Array) -> tuple[Any, Cache]:
         """As `Generator.read`, with the features of the prompts."""

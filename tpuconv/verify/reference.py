@@ -29,7 +29,14 @@ from tpuconv.text import format_count
 from tpuconv.verify.logits import compare_logits
 from tpuconv.verify.merged import WeightedAdapter, with_adapters
 from tpuconv.verify.parts_of_reference import head_of
-from tpuconv.verify.reference_calls import ADDS_FEATURES, attention_of, encoder_in, inputs_of, mended
+from tpuconv.verify.reference_calls import (
+    ADDS_FEATURES,
+    ATTENDS_TO_FEATURES,
+    attention_of,
+    encoder_in,
+    inputs_of,
+    mended,
+)
 from tpuconv.verify.reference_types import READ_WITHIN, reference_class, reference_config, released_names
 from tpuconv.verify.sights import SightWindow
 
@@ -164,14 +171,19 @@ def _seen(model: Any, windows: Sequence[SightWindow], dtype: str) -> Reference:
     return Reference(logits, rounding_kl, features=features)
 
 
+ATTENDED = "cross_attention_states"
+"""The argument of a text model for the features that its layers attend to."""
+
+
 @contextlib.contextmanager
 def recorded_embeddings(model: Any) -> Iterator[list[np.ndarray]]:
-    """Within the context, what the text model gets in place of token ids [T, D] is added to the list, for each call."""
+    """Within the context, what the text model gets in place of token ids [T, D], or what its layers attend to [X, D],
+    is added to the list, for each call."""
     out: list[np.ndarray] = []
 
     def record(module: Any, embedded: Any, deepstack_features: Any = None, vision_mask: Any = None, **_: Any) -> None:
         # Granite multiplies embeddings and features behind this; our features have the factor
-        embedded_TD = embedded[0].float().numpy() * getattr(module, "embedding_multiplier", 1.0)
+        embedded_TD = embedded.flatten(0, -2).float().numpy() * getattr(module, "embedding_multiplier", 1.0)
         if deepstack_features and 0 in deepstack_features:  # of Granite Vision 4, which adds them behind the factor
             embedded_TD[vision_mask[0, :, 0].numpy()] += deepstack_features[0].float().numpy()
         out.append(embedded_TD)
@@ -184,22 +196,26 @@ def recorded_embeddings(model: Any) -> Iterator[list[np.ndarray]]:
 
 
 def _on_embedded(model: Any, call: Callable[[Any, Any], Any]) -> Any:
-    """Returns the handle of a hook: `call` is given the text model, what it gets in place of token ids [B, T, D], and
-    its other arguments by name. What it returns stands in the place of the former, unless that is None."""
+    """Returns the handle of a hook: `call` is given the text model, what it gets in place of token ids [B, T, D] (or
+    the features that its layers attend to), and its other arguments by name. What it returns stands in the place of
+    the former, unless that is None."""
     text, merging = text_model(model), merging_module(model)
     if merging is not None:
         return merging.register_forward_hook(lambda module, inputs, embedded: call(text, embedded))
 
     def before(module: Any, inputs: Any, named: dict[str, Any]) -> Any:
-        found, others = named.get("inputs_embeds"), {key: x for key, x in named.items() if key != "inputs_embeds"}
+        name = ATTENDED if ATTENDED in named else "inputs_embeds"
+        found, others = named.get(name), {key: x for key, x in named.items() if key != name}
         other = None if found is None else call(module, found, **others)
-        return None if other is None else (inputs, {**others, "inputs_embeds": other})
+        return None if other is None else (inputs, {**others, name: other})
 
     return text.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def features_of(model: Any, windows: Sequence[SightWindow], embedded: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns the features [X, D] of prompts, of what `recorded_embeddings` has of each."""
+    if model.config.model_type in ATTENDS_TO_FEATURES:
+        return list(embedded)
     found = [each[np.array(window.ids) == window.placeholder] for each, window in zip(embedded, windows, strict=True)]
     if model.config.model_type in ADDS_FEATURES:
         embedding_VD = model.get_input_embeddings().weight.detach().float().numpy()

@@ -126,6 +126,9 @@ TELLS_PROMPTS = ("paligemma",)
 ADDS_FEATURES = ("molmo2",)
 """Models that add features to the embeddings of placeholders."""
 
+ATTENDS_TO_FEATURES = ("mllama",)
+"""Models whose layers attend to features, which have no places among the tokens."""
+
 MASKS_OF_GENERATE = ("gemma4_unified", "diffusion_gemma")
 """Models whose tokens of an image see each other in `generate` alone: a call without masks is causal."""
 

@@ -9,6 +9,7 @@ import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ class LayeredReference:
         self._compute_buffers()
         self.features: list[np.ndarray] = []
         self.hidden: list[Any] = []
-        self.given: list[list[tuple[Any, Any]]] = []
+        self.given: list[dict[int, tuple[Any, Any]]] = []
 
     def _compute_buffers(self) -> None:
         """Creates the buffers that are computed, also where transformers stores them (MiniMax), outside the meta
@@ -161,18 +162,18 @@ class LayeredReference:
                 self._check_filled(encoder, "encoders")
 
         with ExitStack() as stack:
-            for layer in self.layers:
-                stack.enter_context(_replace_forward(layer, self._record))
+            for number, layer in enumerate(self.layers):
+                stack.enter_context(_replace_forward(layer, partial(self._record, number)))
             stack.enter_context(_replace_forward(head, lambda x: x[..., :1]))
             for window in self.windows:
-                self.given.append([])
+                self.given.append({})
                 with self.torch.no_grad(), recorded_embeddings(self.model) as embedded:
                     if isinstance(window, SightWindow):
                         self.model(**inputs_of(self.model, window), use_cache=False)
                         self.features += features_of(self.model, [window], embedded)
                     else:
                         self.model(self._ids(window), use_cache=False)
-        self.hidden = [given[0][0][0] for given in self.given]
+        self.hidden = [next(iter(given.values()))[0][0] for given in self.given]
         for module in (embedding, *self.encoders):
             self._empty(module)
         self._stay_here()
@@ -193,10 +194,10 @@ class LayeredReference:
     def _ids(self, window: Window) -> Any:
         return self.torch.tensor([list(window.ids)])
 
-    def _record(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Keeps what a layer is called with. Its output is 0: the input of the next layer is then what images add to
-        the output of this one."""
-        self.given[-1].append(((x, *args), kwargs))
+    def _record(self, number: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Keeps what a layer is called with, by its number: some are not called without images. Its output is 0: the
+        input of the next layer is then what images add to the output of this one."""
+        self.given[-1][number] = ((x, *args), kwargs)
         return self._returned(self.torch.zeros_like(x))
 
     def _returned(self, x: Any) -> Any:
@@ -209,10 +210,12 @@ class LayeredReference:
         self._fill(layer, f"layers.{number}.")
         with self.torch.no_grad():
             for i, given in enumerate(self.given):
+                if number not in given:
+                    continue
                 (_, *args), kwargs = given[number]
                 out = layer(self.hidden[i], *args, **kwargs)
                 self.hidden[i] = out[0] if isinstance(out, tuple | list) else out
-                if number + 1 < len(given) and isinstance(self.windows[i], SightWindow):
+                if number + 1 in given and isinstance(self.windows[i], SightWindow):
                     self.hidden[i] = self.hidden[i] + given[number + 1][0][0]
         self._empty(layer)
         return self._states()

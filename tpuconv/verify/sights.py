@@ -156,6 +156,7 @@ def sight_windows(
         for number, count in enumerate(prepared.counts, 1):
             text = texts[number * WORDS_AROUND : (number + 1) * WORDS_AROUND]
             ids = [*ids, *begin, *[own.placeholder] * count, *end, *text]
+        features = encoder.in_text(features, np.array([ids]))
         out.append(
             SightWindow(ids, features=features, part=part, items=len(prepared.counts), placeholder=own.placeholder)
         )

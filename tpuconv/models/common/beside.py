@@ -189,6 +189,11 @@ class ProjectorConfig:
         return False
 
     @property
+    def is_attended(self) -> bool:
+        """True if layers of the text model attend to the features, which have no places among its tokens."""
+        return False
+
+    @property
     def adds_features(self) -> bool:
         """True if features are added to the embeddings of placeholders, which they replace in most models."""
         return False

@@ -285,6 +285,11 @@ class DecoderConfig:
         return False
 
     @property
+    def attends_to_images(self) -> bool:
+        """True if some layers attend to images (`tpuconv.models.common.across`)."""
+        return False
+
+    @property
     def feature_factor(self) -> float:
         """The factor of features that stand in place of embeddings. Some models multiply both."""
         return 1.0

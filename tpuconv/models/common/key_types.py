@@ -25,7 +25,7 @@ def _hints(cls: Any) -> Mapping[str, Any]:
 
 
 def checked_values(read: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of the keys that have a type in `hints`, lists as tuples.
+    """Returns the values of the keys that have a type in `hints`, lists as tuples, those in lists too.
 
     Raises:
         ConfigError: a value has another type, or a list is too long.
@@ -47,7 +47,11 @@ def checked_values(read: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[st
             details=wrong,
             hint="write them in these types; a key that is left out has the default of transformers",
         )
-    return {key: tuple(read[key]) if isinstance(read[key], list) else read[key] for key in given}
+    return {key: _hashable(read[key]) for key in given}
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def has_type(value: Any, hint: Any) -> bool:

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from tpuconv.errors import ConfigError, UsageError, root_cause
+from tpuconv.models.common.across import Across
 from tpuconv.models.common.beside import UNKNOWN_TOKEN, VISION
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.explicit import is_explicit, run_on_explicit_mesh
@@ -38,6 +39,7 @@ class Seen:
             of the call; None in models whose rotary positions count tokens.
         delta_B1: what is added to the position of later tokens; None like `at_ABT`.
         deep: features [X, D] that are added to the output of each of the first layers; None for a layer without.
+        across: images that layers attend to, which have no placeholders that features replace; None in most models.
         added: whether features are added to the embeddings of placeholders, which they replace in most models.
     """
 
@@ -47,6 +49,7 @@ class Seen:
     at_ABT: jax.Array | None = None
     delta_B1: jax.Array | None = None
     deep: Deep = ()
+    across: Across | None = None
     added: bool = field(default=False, metadata={"static": True})
 
     def of_images(self) -> jax.Array | None:
@@ -127,7 +130,7 @@ def see(
     slot_BT, block_BT = np.full(ids_BT.shape, -1, np.int32), np.full(ids_BT.shape, -1, np.int32)
     encoded: list[tuple[jax.Array, Deep]] = []
     prepared: dict[str, Prepared] = {}
-    first = 0
+    first, across = 0, None
     for part, encoder in encoders.items():
         given = {name: _numbers(name, value) for name, value in features.items() if name in encoder.takes}
         is_placeholder = (ids_BT == encoder.config.placeholder) & mask_BT
@@ -135,7 +138,8 @@ def see(
             continue  # a processor returns arrays without rows for a batch without images
         starts = is_placeholder & ~np.pad(is_placeholder, ((0, 0), (1, 0)))[:, :-1]
         prepared[part] = found = _prepared(part, encoder, given, features, is_placeholder, starts)
-        slot_BT[is_placeholder] = found.rows + first
+        if not encoder.config.is_attended:
+            slot_BT[is_placeholder] = found.rows + first
         for token, number in found.others.items():
             slot_BT[(ids_BT == token) & mask_BT] = number + first
         if part == VISION:
@@ -146,6 +150,8 @@ def see(
                 block_BT[np.isin(ids_BT, encoder.config.block_tokens) & mask_BT] = 0
         with _readable(part, given):
             encoded.append(_encode(encoder, found.arrays))
+        if encoder.config.is_attended:
+            across = encoder.across(given, ids_BT, encoded[-1][0])
         first += len(encoded[-1][0])
     if not encoded:
         raise UsageError(
@@ -160,6 +166,7 @@ def see(
         at_ABT,
         delta_B1,
         _deep(encoded),
+        across,
         added=any(encoders[part].config.adds_features for part in prepared),
     )
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from tpuconv.models.common.across import Across
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.layers import is_visible, mrope_cos_sin, rope_cos_sin
 from tpuconv.models.common.seen import Seen
@@ -67,6 +68,7 @@ class Step(NamedTuple):
         of_images_BT: which tokens are of images or of the tokens around them, in a call with images of a model whose
             layers route these apart; else None.
         at: rotary positions of the call's tokens, [B, T], or by time, row and column, or further axes, [A, B, T].
+        across: the images of the call that layers attend to; None without any.
         both_ways: whether tokens see the tokens behind them too.
     """
 
@@ -78,6 +80,7 @@ class Step(NamedTuple):
     images: ImageBlocks | None = None
     of_images_BT: jax.Array | None = None
     at: jax.Array | None = None
+    across: Across | None = None
     both_ways: jax.Array | bool = False
 
     def cos_sin_in(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
@@ -152,7 +155,7 @@ class Steps:
             else:
                 cos_sin = mrope_cos_sin(rope, dim, at, config.mrope)
             step = Step(pos_BT, pos_BS, slot, cos_sin, images=images, of_images_BT=of_images_BT, at=at)
-            steps.append(step._replace(both_ways=config.sees_behind))
+            steps.append(step._replace(across=None if seen is None else seen.across, both_ways=config.sees_behind))
         return cls(steps, [kinds.index(rotation) for rotation in rotations], inputs, seen, entered)
 
     def __getitem__(self, layer: int) -> Step:

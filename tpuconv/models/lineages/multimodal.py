@@ -17,12 +17,14 @@ from tpuconv.models.mimo_v2_flash.family import FAMILY as MIMO_V2_FLASH
 from tpuconv.models.mimo_v2_flash.family import FULL_QKV, MTP_LAYERS, V2_TABLE, WINDOW_QKV, AnyHeads
 from tpuconv.models.minimax_m3_vl_text.family import FAMILY as MINIMAX_M3_VL_TEXT
 from tpuconv.models.minimax_m3_vl_text.family import m3_table
+from tpuconv.models.mllama_text_model.family import FAMILY as MLLAMA_TEXT_MODEL
 from tpuconv.models.qwen3_next.qwen3_5 import OUTSIDE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from tpuconv.models.qwen4_exp_text.family import FAMILY as QWEN4_EXP_TEXT
 from tpuconv.models.step3p5.family import FAMILY as STEP3P5
 from tpuconv.models.towers.inkling.family import INKLING2_VISION, INKLING_AUDIO, INKLING_VISION
 from tpuconv.models.towers.llama4.family import LLAMA4_VISION
 from tpuconv.models.towers.mimo.family import MIMO_AUDIO, MIMO_VISION
+from tpuconv.models.towers.mllama.family import MLLAMA_VISION
 from tpuconv.models.towers.packed_vit.family import HY4_VISION, MINIMAX_VISION
 from tpuconv.models.towers.qwen_vit.modalities import QWEN35_VISION
 from tpuconv.models.towers.step_vit.family import STEP_VISION
@@ -34,6 +36,15 @@ LLAMA4 = wrapper(
     text=LLAMA4_TEXT,
     prefix="language_model.model.",
     modalities=(LLAMA4_VISION,),
+)
+
+MLLAMA = wrapper(
+    "mllama",
+    "Llama 3.2 Vision 11B, 90B",
+    "MllamaForConditionalGeneration",
+    text=MLLAMA_TEXT_MODEL,
+    prefix="language_model.model.",
+    modalities=(MLLAMA_VISION,),
 )
 
 QWEN3_5 = wrapper(

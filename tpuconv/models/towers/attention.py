@@ -24,6 +24,7 @@ def attend(
     place_BP: jax.Array | None = None,
     reach: int | None = None,
     bias_BNS: jax.Array | None = None,
+    apart_BP: jax.Array | None = None,
 ) -> jax.Array:
     """Returns softmax attention [B, P, N, H] of each patch to all patches with the same segment number. Scores and
     their softmax are in float32.
@@ -37,15 +38,17 @@ def attend(
         sees_before: patches attend to those with smaller segment numbers too.
         place_BP: numbers of patches in an order. Those whose numbers differ by more than `reach` do not see each other.
         bias_BNS: is added to the scores of keys, by head.
+        apart_BP: True for patches that do not see each other, though they see all others, which see them.
     """
     B, P, N, H = q_BPNH.shape
     k_BPNH, v_BPNH = (jnp.repeat(each, N // each.shape[2], axis=2) for each in (k_BPKH, v_BPKH))
     factor = H**-0.5 if scale is None else scale
 
     order_BP = segment_BP if place_BP is None else place_BP
+    lone_BP = jnp.zeros(segment_BP.shape, bool) if apart_BP is None else apart_BP
 
-    def of_queries(queries: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        q_BQNH, segment_BQ, order_BQ = queries
+    def of_queries(queries: tuple[jax.Array, ...]) -> jax.Array:
+        q_BQNH, segment_BQ, order_BQ, lone_BQ = queries
         scores_BNQS = jnp.einsum("BQNH,BSNH->BNQS", q_BQNH, k_BPNH, preferred_element_type=jnp.float32) * factor
         if bias_BNS is not None:
             scores_BNQS += bias_BNS[:, :, None]
@@ -55,17 +58,21 @@ def attend(
             seen_BQS &= is_key_BP[:, None, :]
         if reach is not None:
             seen_BQS &= jnp.abs(order_BQ[:, :, None] - order_BP[:, None, :]) <= reach
+        if apart_BP is not None:
+            seen_BQS &= ~(lone_BQ[:, :, None] & lone_BP[:, None, :])
         weights_BNQS = jax.nn.softmax(jnp.where(seen_BQS[:, None], scores_BNQS, MASKED_SCORE), axis=-1)
         return jnp.einsum("BNQS,BSNH->BQNH", weights_BNQS.astype(v_BPNH.dtype), v_BPNH)
 
     blocks = -(-4 * B * N * P * P // SCORE_BYTES)
     if blocks <= 1:
-        return of_queries((q_BPNH, segment_BP, order_BP))
+        return of_queries((q_BPNH, segment_BP, order_BP, lone_BP))
     Q = -(-P // blocks)
     blocks = -(-P // Q)
     fill = [(0, 0), (0, blocks * Q - P)]  # of the last block; cut off again
     q_BPNH = jnp.pad(q_BPNH, [*fill, (0, 0), (0, 0)]).reshape(B, blocks, Q, N, H).swapaxes(0, 1)
-    numbers = (jnp.pad(each_BP, fill).reshape(B, blocks, Q).swapaxes(0, 1) for each_BP in (segment_BP, order_BP))
+    numbers = (
+        jnp.pad(each_BP, fill).reshape(B, blocks, Q).swapaxes(0, 1) for each_BP in (segment_BP, order_BP, lone_BP)
+    )
     # gradients compute the scores of a block again, so that the scores of all blocks are never in memory
     y: jax.Array = jax.lax.map(jax.checkpoint(of_queries), (q_BPNH, *numbers))
     return y.swapaxes(0, 1).reshape(B, blocks * Q, N, -1)[:, :P]

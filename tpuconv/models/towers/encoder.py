@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.errors import UsageError
+from tpuconv.models.common.across import Across
 from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Keys, exact_product, gelu, gelu_tanh
 from tpuconv.models.common.mrope import mrope_positions
@@ -89,6 +90,22 @@ class FeatureEncoder(nnx.Module):
         None like `random_images`."""
         side = max(1, USUAL_SIDE // self.pixels_per_feature)
         return self.random_images(np.random.default_rng(0), [(side, side)] * count)
+
+    def in_text(self, features: Mapping[str, np.ndarray], ids_BT: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the features of images with what depends on the tokens of the texts."""
+        return dict(features)
+
+    def slots(self, features: Mapping[str, np.ndarray]) -> int:
+        """Returns how many features of each text layers attend to; 0 where features have places among the tokens."""
+        return 0
+
+    def across(self, features: Mapping[str, np.ndarray], ids_BT: np.ndarray, features_XO: jax.Array) -> Across:
+        """Returns the images that layers attend to, of features [X, O] that are encoded.
+
+        Raises:
+            UsageError: features have another shape than the texts.
+        """
+        raise NotImplementedError
 
     def placed(self, prepared: Prepared, runs: Sequence[int]) -> Prepared:
         """Returns the features with what depends on the text: `runs` are the numbers of placeholders without another

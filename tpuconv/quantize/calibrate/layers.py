@@ -73,7 +73,8 @@ class LayerRunner:
         example: a sample with images or sounds, if there are some.
 
     Raises:
-        UnsupportedConfig: some layers run several times, share weights, or read what entered earlier ones.
+        UnsupportedConfig: some layers run several times, share weights, or read what entered earlier ones; or they
+            attend to images, and the example has some.
 
     Attributes:
         width: columns W of the states of a token between two layers.
@@ -150,6 +151,12 @@ class LayerRunner:
         """Columns for images and sounds; None where the samples are texts."""
         if example is None:
             return None
+        if self.model.config.attends_to_images:
+            raise UnsupportedConfig(
+                f"some layers of {self.model.config.model_type} attend to images, and a calibration keeps no images "
+                "from layer to layer",
+                hint="calibrate on texts alone: these layers are then rounded to the nearest values",
+            )
         encoders = {part: getattr(self.model, part) for part in self.model.config.parts}
         columns = SeenColumns.of(self.width, nnx.eval_shape(partial(self._see, example), encoders))
         self.width = columns.stop

@@ -82,9 +82,9 @@ class _Compilation:
         # The programs that `generate` runs, with the layouts that `load` uses after `--write-layouts`.
         kind: type[Generator] = Denoiser if writes_canvases(config) else Generator
         self.generator = kind(nnx.merge(graph, self.params), cache_dtype=request.cache_dtype, free_layouts=True)
+        self.images = self._images() if request.images else ()
         cache = self.generator.cache_shapes(request.batch, request.context)
         self.cache = jax.tree.map(_with_sharding, cache, cache_shardings(cache, self.mesh))
-        self.images = self._images() if request.images else ()
         self.seen = 0  # bytes of the features, which are there while the prompt is read
 
     def _param(self, path: tuple[Any, ...], value: Any) -> Any:
@@ -99,7 +99,7 @@ class _Compilation:
 
     def _images(self) -> tuple[Any, ...]:
         """Returns the arguments of the encoder for the images of the request. Sets `self.features`, the number of their
-        features.
+        features, and the slots of the cache for those that layers attend to.
 
         Raises:
             UsageError: the sizes of images depend on more than the config, or the batch has no room for their features.
@@ -111,8 +111,9 @@ class _Compilation:
                 f"images of {encoder.config.modality.tower.summary} have no usual size", hint="leave `images=` out"
             )
         prepared: Prepared = encoder.prepare(features)
-        self.features = len(prepared.rows)
-        if self.features > request.batch * request.context:
+        self.generator.image_slots = encoder.slots(features)
+        self.features = self.generator.image_slots or len(prepared.rows)
+        if len(prepared.rows) > request.batch * request.context:
             raise UsageError(
                 f"{format_count(request.images, 'image')} with {self.features:,} features exceed "
                 f"{format_count(request.batch, 'sequence')} of {request.context:,} tokens",

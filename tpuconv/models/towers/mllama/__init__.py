@@ -1,0 +1,1 @@
+"""The vision encoder of Llama 3.2 Vision."""
