@@ -87,6 +87,11 @@ def keys_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def save_dflash(name: str, folder: Path, **changes: Any) -> Path:
     """Writes a draft with random tensors, and returns the folder."""
     config = {**CASES[name], **changes}
+    return write_checkpoint(folder, config, tensors_of(config))
+
+
+def tensors_of(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns random tensors of a draft with this config.json."""
     keys, rng = keys_of(config), np.random.default_rng(0)
     D, F, N, K, H = (
         keys[key]
@@ -119,7 +124,7 @@ def save_dflash(name: str, folder: Path, **changes: Any) -> Path:
         chosen = np.sort(rng.choice(keys["vocab_size"], keys["draft_vocab_size"], replace=False))
         head = rng.normal(size=(len(chosen), D)).astype("f4")
         tensors |= {"lm_head.weight": head, **maps(chosen, keys["vocab_size"])}
-    return write_checkpoint(folder, config, tensors)
+    return tensors
 
 
 def block_states(

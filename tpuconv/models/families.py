@@ -249,6 +249,7 @@ name of an architecture the type that its family has here."""
 DRAFT_FAMILIES: Mapping[str, str] = {
     "eagle3": "eagle3.family",
     "dflash": "dflash.family",
+    "dspark": "dspark.family",
     "gemma4_assistant": "gemma4_assistant.family",
 }
 """The names of the families of drafts, which run with a target alone, and their modules."""
@@ -257,6 +258,7 @@ DRAFT_ARCHITECTURES: Mapping[str, str] = {
     **dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"), "eagle3"),
     **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), "eagle3"),
     **dict.fromkeys(("DFlashDraftModel", "DFlashSpeculator"), "dflash"),
+    **dict.fromkeys(("DSparkDraftModel", "DSparkSpeculator", "Qwen3DSparkModel"), "dspark"),
     "MuseGlimmerAssistantModel": "dflash",
     **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), "gemma4_assistant"),
 }

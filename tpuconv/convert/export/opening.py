@@ -19,6 +19,7 @@ from tpuconv.errors import UsageError, shorten
 from tpuconv.location import Location
 from tpuconv.models.common.wrapper import is_outside
 from tpuconv.models.dflash import formats as dflash
+from tpuconv.models.dspark import formats as dspark
 from tpuconv.models.eagle3 import formats as eagle3
 from tpuconv.models.registry import get_family
 from tpuconv.options import DRAFT_FORMS
@@ -26,7 +27,7 @@ from tpuconv.progress import Listener
 from tpuconv.sources.source import open_source
 from tpuconv.text import format_count
 
-FORMATS_OF_DRAFTS = {"eagle3": eagle3.in_format, "dflash": dflash.dflash_format}
+FORMATS_OF_DRAFTS = {"eagle3": eagle3.in_format, "dflash": dflash.dflash_format, "dspark": dspark.dspark_format}
 """By family, the function that writes config.json of a draft in another format."""
 
 
@@ -79,7 +80,7 @@ def _converted(
         beside = carried(manifest, source, released_table(manifest, family, model_config), model_config)
     if asked.form in DRAFT_FORMS:
         if manifest.family not in FORMATS_OF_DRAFTS:
-            raise UsageError(f'`form="{asked.form}"` is for EAGLE-3 and DFlash drafts', hint="leave it out")
+            raise UsageError(f'`form="{asked.form}"` is for EAGLE-3, DFlash and DSpark drafts', hint="leave it out")
         arrays.config = FORMATS_OF_DRAFTS[manifest.family](arrays.config, asked.form, asked.draft_for)
     return arrays, describe_exporting(arrays, asked.scheme, beside, asked.form)
 

@@ -124,7 +124,7 @@ vllm serve TARGET --speculative-config '{"method": "METHOD", "model": "OUT", "nu
 ```
 """
 """The part of a README.md that serves quantized safetensors."""
-METHODS_OF_VLLM = {"eagle3": "eagle3", "dflash": "dflash", "gemma4_assistant": "mtp"}
+METHODS_OF_VLLM = {"eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark", "gemma4_assistant": "mtp"}
 """vLLM's names for the methods of families of drafts."""
 
 

@@ -43,6 +43,7 @@ class Config(QWEN3.config):  # type: ignore[name-defined,misc]  # a class that i
     model_type: ClassVar[str] = "dflash"
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "sample_from_anchor": (False,),
+        "markov_rank": (0, None),
         "target_hidden_size": (None,),
     }
     least: ClassVar[Mapping[str, int]] = {**QWEN3.config.least, "vocab_size": 0, "mask_token_id": 0, "block_size": 2}
@@ -108,6 +109,11 @@ class Config(QWEN3.config):  # type: ignore[name-defined,misc]  # a class that i
             "target_states": len(self.state_layers) * self.hidden_size,
             "draft_vocab": self.draft_vocab_size or self.vocab_size,
         }
+
+    @property
+    def drafts(self) -> int:
+        """The number of tokens that a block drafts."""
+        return self.block_size - 1
 
     @property
     def windows(self) -> tuple[int | None, ...]:

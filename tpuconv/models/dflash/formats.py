@@ -20,6 +20,18 @@ OF_BLOCK = (
 """Keys of a draft that its layers do not have."""
 
 
+def keys_of_layers(raw: Mapping[str, Any], *others: str) -> dict[str, Any]:
+    """Returns the keys of the layers of a draft, without `others`."""
+    keys = unnested(raw, LAYER_CONFIG, OWN_CONFIG).items()
+    layers = {key: value for key, value in keys if key not in OF_BLOCK and key not in others}
+    return {**layers, "model_type": "qwen3", "tie_word_embeddings": False}
+
+
+def keys_beside(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of dtypes and encodings."""
+    return {key: raw[key] for key in (*DTYPE_KEYS, *ENCODING_KEYS) if key in raw}
+
+
 def dflash_format(raw: Mapping[str, Any], form: str, target: str | None) -> dict[str, Any]:
     """Returns a parsed config.json in another format; arguments are as of `tpuconv.models.eagle3.formats.in_format`.
 
@@ -27,15 +39,13 @@ def dflash_format(raw: Mapping[str, Any], form: str, target: str | None) -> dict
         UsageError: config.json of the format names the target, and there is no name.
         UnsupportedConfig: the format cannot describe the draft.
     """
-    config, keys = Config.from_hf(raw), unnested(raw, LAYER_CONFIG, OWN_CONFIG)
+    config = Config.from_hf(raw)
     if config.is_muse:
         raise UnsupportedConfig(
             "Muse Glimmer's assistant has a format of its own, which vLLM and transformers read",
             hint="leave out `form=`",
         )
-    beside = {key: raw[key] for key in (*DTYPE_KEYS, *ENCODING_KEYS) if key in raw}
-    layers = {**{key: value for key, value in keys.items() if key not in OF_BLOCK}, "model_type": "qwen3"}
-    layers["tie_word_embeddings"] = False
+    layers, beside = keys_of_layers(raw), keys_beside(raw)
     block = {"block_size": config.block_size, "mask_token_id": config.mask_token_id}
     if form == SPECULATORS:
         if config.input_embedding_scale != 1 or config.is_causal is True:

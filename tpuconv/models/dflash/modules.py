@@ -42,7 +42,7 @@ class Model(SharingDraft):
 
     def build(self, config: Config, *, dtype: DTypeLike, keys: Keys) -> None:
         sizes = with_letters(config.sizes, LEGEND)
-        self.ahead, self.reads = config.block_size - 1, 1
+        self.ahead, self.reads = config.drafts, 1
         self.embed = Embed(sizes, dtype=dtype, keys=keys) if config.has_embedding else None
         self.fc = Einsum("BTs,sD->BTD", sizes, dtype=dtype, keys=keys)
         self.hidden_norm = RMSNorm("D", sizes, config.rms_norm_eps, dtype=dtype)
@@ -109,21 +109,28 @@ class Model(SharingDraft):
         """See `tpuconv.models.common.drafting.Draft`. The block is in slots behind the tokens, which the next step
         writes again."""
         pos_BC, last_B1 = kept.positions(cache), kept.last(kept.next_BT)
-        masks_BI = jnp.full((last_B1.shape[0], self.ahead), self.config.mask_token_id, last_B1.dtype)
+        masks_BI = jnp.full((len(last_B1), self.config.block_size - 1), self.config.mask_token_id, last_B1.dtype)
         ids_BI = jnp.concatenate([last_B1, masks_BI], axis=1)
         y_BID, kvs = self(
             ids_BI,
             kept.states_BTs,
             embedded_BTD=self.embedded_by(target, ids_BI),
             pos_BC=pos_BC,
-            pos_BT=kept.last(pos_BC) + 1 + jnp.arange(self.ahead + 1, dtype=jnp.int32),
+            pos_BT=kept.last(pos_BC) + 1 + jnp.arange(self.config.block_size, dtype=jnp.int32),
             pos_BS=cache.positions_BS,
             slot=kept.slot,
             behind=cache.used,
             kvs=cache.mtp,
         )
-        logits_BIV = target.head(y_BID[:, 1:]) if self.lm_head is None else self.lm_head(y_BID[:, 1:])
-        return jnp.concatenate([last_B1, self.most_likely(logits_BIV)], axis=1), replace(cache, mtp=kvs)
+        return jnp.concatenate([last_B1, self.drafted(target, y_BID, last_B1)], axis=1), replace(cache, mtp=kvs)
+
+    def drafted(self, target: Decoder, y_BID: jax.Array, last_B1: jax.Array) -> jax.Array:
+        """Returns the drafts behind the last token, of the hidden states of a block after the last norm."""
+        return self.most_likely(self.logits_of(target, y_BID[:, -self.ahead :]))
+
+    def logits_of(self, target: Decoder, y_BID: jax.Array) -> jax.Array:
+        """Returns the logits of hidden states after the last norm, over the vocabulary of the draft."""
+        return target.head(y_BID) if self.lm_head is None else self.lm_head(y_BID)
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> tuple[KV, ...]:
         """Returns empty caches of the layers, for `batch` sequences of `length` tokens."""
