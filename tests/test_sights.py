@@ -37,6 +37,8 @@ from tpuconv.models.towers.muse_audio.family import MUSE_AUDIO_ENCODER
 from tpuconv.models.towers.qwen_audio.family import QWEN3_AUDIO
 from tpuconv.models.towers.qwen_vit.family import QWEN3_VIT
 from tpuconv.models.towers.sanm.family import SANM
+from tpuconv.models.towers.vibevoice.family import VIBEVOICE
+from tpuconv.models.towers.wav2vec2.family import WAV2VEC2
 from tpuconv.models.towers.whisper.family import VOXTRAL_WHISPER
 
 WITHOUT_EXAMPLES = {"video_llava": ("video",), "diffusion_gemma": ("canvas",)}
@@ -384,6 +386,9 @@ def test_a_trained_model_is_saved_whole(whole, tmp_path):
     assert (again.vision.patch.bias[...] == model.vision.patch.bias[...]).all()
 
 
+SEMANTIC = "semantic_tokenizer_encoder_config"
+
+
 @pytest.mark.parametrize(
     ("tower", "keys", "fault"),
     [
@@ -405,6 +410,14 @@ def test_a_trained_model_is_saved_whole(whole, tmp_path):
         (CONFORMER, {"cat_hidden_layers": [10]}, "cat_hidden_layers has 10"),
         (MOLMO_VIT, {"image_default_input_size": [378]}, "image_size=[378]"),
         (MOLMO_VIT, {"num_key_value_heads": 5}, "no multiple of num_key_value_heads=5"),
+        (WAV2VEC2, {"conv_stride": [5, 2]}, "'conv_stride': 2"),
+        (WAV2VEC2, {"conv_kernel": [10, 3, 3, 3, 3, 2, 0]}, "no taps"),
+        (WAV2VEC2, {"num_conv_pos_embeddings": 127}, "num_conv_pos_embeddings=127 is odd"),
+        (WAV2VEC2, {"num_attention_heads": 15}, "no multiple of num_attention_heads=15"),
+        (VIBEVOICE, {"acoustic_tokenizer_chunk_size": 5000}, "no multiple of 3200 samples"),
+        (VIBEVOICE, {SEMANTIC: {"downsampling_ratios": [2, 2, 4, 5, 5, 9]}}, "3200 samples in one encoder, of 3600"),
+        (VIBEVOICE, {SEMANTIC: {"depths": [3]}}, "depths=[3] are not of 7 stages"),
+        (VIBEVOICE, {SEMANTIC: {"downsampling_ratios": []}}, "1 to 12 positive numbers"),
     ],
 )
 def test_configs_of_encoders_that_contradict_themselves(tower, keys, fault):

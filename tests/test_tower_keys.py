@@ -64,6 +64,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
         "Phi4MultimodalConfig.sliding_window",
     ),
     "adapters, which are merged": ("has_lora_adapter",),
+    "random numbers": ("vae_std",),
     "texts beside learned queries": (*("Blip2QFormerConfig.vocab_size", "DeepseekOcr2VisionEncoderConfig.vocab_size"),),
     "the encoder has the width of learned queries (Granite Vision 4)": (
         *("Blip2QFormerConfig.hidden_size", "Blip2QFormerConfig.num_attention_heads"),

@@ -119,6 +119,12 @@ WHOLE = {
     "muse_spark": Prompt(MUSE, {}, QWEN),
     "minicpmv4_7": Prompt(SLICES, SLICE_NAMES, MINICPM),
     "minicpm_ocr": Prompt(SLICES, SLICE_NAMES, MINICPM | FINE, text="@ t7", of_video=FINE),
+    "omniasr": Prompt(
+        {SOUND: "<extra_id_1>"},
+        settings={"conv_kernel": [10, 3, 2], "conv_stride": [5, 2, 2]},
+        text="t5 @ t7",
+        heard=True,
+    ),
 }
 """By the name of the case."""
 
@@ -135,6 +141,9 @@ OTHER_SIZES = {
     "gemma4_unified heard": Prompt(GEMMA, GEMMA_NAMES, heard=True),
     "muse_spark heard": Prompt(MUSE, heard=True),
     "inkling heard": Prompt({IMAGE: "<i>", SOUND: "<a>"}, {"image_token": IMAGE, "audio_token": SOUND}, heard=True),
+    "vibevoice_asr heard": Prompt(
+        {SOUND: "<|box_start|>", START: "<|object_ref_start|>", END: "<|object_ref_end|>"}, heard=True
+    ),
     "moss_transcribe_diarize heard": Prompt({SOUND: "<|audio_pad|>", START: "<|audio_start|>"}, heard=True),
 }
 """Processors whose images or sounds have other sizes than a tiny model takes."""
@@ -188,8 +197,9 @@ def test_logits_of_prompts_are_those_of_the_release(name, whole, tmp_path):
     prompt = WHOLE[name]
     model, encoder, text = encoder_of(name, prompt, whole, tmp_path)
     case = made(name)
-    ids, features = encoder.encode_with(text, prompt.items)
-    returned = processor_of(name, prompt)(text=[text], images=list(prompt.items), return_tensors="pt")
+    ids, features = encoder.encode_with(text, **{f"{prompt.kind}s": prompt.items})
+    given = {"audio" if prompt.heard else "images": list(prompt.items)}
+    returned = processor_of(name, prompt)(text=[text], **given, return_tensors="pt")
     assert ids == returned["input_ids"][0].tolist()
     known = signature(case.model.forward).parameters
     with torch.no_grad():

@@ -566,3 +566,73 @@ def granite_speech() -> Sight:
 @sight
 def granite_speech_plus() -> Sight:
     return _granite_speech("granite_speech_plus", 18, (3, 2, 1), cat_hidden_layers=[3, 0, 2])
+
+
+def omniasr_of(samples: list[int], tokens: list[int], *, masked: bool = True, **audio: Any) -> Sight:
+    """Sounds of so many samples, with so many features; the second text has the last one."""
+    from transformers import OmniASRConfig, OmniASRForConditionalGeneration
+
+    hears = {
+        **{"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3},
+        **{"conv_dim": [10, 14, 12], "conv_kernel": [10, 3, 2], "conv_stride": [5, 2, 2]},
+        **{"num_conv_pos_embeddings": 6, "num_conv_pos_embedding_groups": 4, **audio},
+    }
+    text = {**TEXT, "model_type": "llama"}
+    config = OmniASRConfig(audio_config=hears, text_config=text, audio_token_id=SOUND)
+    first, *_, last = ([SOUND] * count for count in tokens)
+    rows = [[5, 9, *first, 3, *([SOUND] * tokens[1] if len(tokens) > 2 else []), 11, 7], [8, 4, *last, 6]]
+    mask = np.arange(max(samples)) < np.array(samples)[:, None]
+    features = {"input_values": noise(len(samples), 1, max(samples)) * mask[:, None]}
+    if masked:
+        features["padding_mask"] = mask.astype(np.int64)
+    return Sight(tiny(OmniASRForConditionalGeneration, config), rows, features, parts=("audio",))
+
+
+@sight
+def omniasr() -> Sight:
+    """Sounds of other lengths; the second has padding behind it."""
+    return omniasr_of([205, 131, 88], [9, 6, 3])
+
+
+@sight
+def omniasr_without_masks() -> Sight:
+    """Sounds of one length, without biases of convolutions, and another activation."""
+    other = {"conv_bias": False, "hidden_act": "gelu_new", "conv_dim": [8, 8], "conv_kernel": [5, 4]}
+    return omniasr_of([90, 90], [14, 14], masked=False, conv_stride=[2, 3], layer_norm_eps=1e-3, **other)
+
+
+def vibevoice_asr_of(samples: list[int], tokens: list[int], *, masked: bool = True, **given: Any) -> Sight:
+    """Sounds of so many samples, 12 a feature, with so many features; the second text has the last one."""
+    from transformers import VibeVoiceAsrConfig, VibeVoiceAsrForConditionalGeneration
+
+    hears = {
+        **{"hidden_size": 10, "kernel_size": 5, "num_filters": 6, "downsampling_ratios": [2, 3, 2], "ffn_expansion": 3},
+        **{"depths": [1, 2, 0, 2], "layer_scale_init_value": 0.7},
+    }
+    also = {"hidden_size": 14, "kernel_size": 4, "num_filters": 5, "downsampling_ratios": [4, 3], "depths": [2, 1, 1]}
+    config = VibeVoiceAsrConfig(
+        acoustic_tokenizer_encoder_config={**hears, "model_type": "vibevoice_acoustic_tokenizer_encoder"},
+        semantic_tokenizer_encoder_config={**hears, **also, "model_type": "vibevoice_acoustic_tokenizer_encoder"},
+        text_config={**TEXT, "model_type": "qwen2"},
+        audio_token_id=SOUND,
+        **given,
+    )
+    first, last = ([SOUND] * tokens[i] for i in (0, -1))
+    rows = [[5, 9, *first, 3, *([SOUND] * tokens[1] if len(tokens) > 2 else []), 11, 7], [8, 4, *last, 6]]
+    mask = np.arange(max(samples)) < np.array(samples)[:, None]
+    features = {"input_values": noise(len(samples), 1, max(samples)) * mask[:, None]}
+    if masked:
+        features["padding_mask"] = mask
+    return Sight(tiny(VibeVoiceAsrForConditionalGeneration, config), rows, features, parts=("audio",))
+
+
+@sight
+def vibevoice_asr() -> Sight:
+    """Sounds of other lengths, which fill no feature, each in one chunk."""
+    return vibevoice_asr_of([84, 50, 31], [7, 5, 3])
+
+
+@sight
+def vibevoice_asr_of_chunks() -> Sight:
+    """Sounds of five chunks, of which the last is not full."""
+    return vibevoice_asr_of([108, 108], [9, 9], masked=False, acoustic_tokenizer_chunk_size=24)

@@ -16,7 +16,7 @@ from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import Modality
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.wrapper import BRINGS, HEARS, LLAVA, SEES, WrapperConfig, inside, outside_of
+from tpuconv.models.common.wrapper import BRINGS, LLAVA, SEES, WrapperConfig, inside, outside_of
 from tpuconv.models.registry import Family, family_of_type
 from tpuconv.models.towers.blip.family import BLIP2_VISION
 from tpuconv.models.towers.conformer.family import GRANITE_AUDIO
@@ -63,6 +63,8 @@ from tpuconv.models.towers.sanm.family import FUN_AUDIO
 from tpuconv.models.towers.siglip.family import PALIGEMMA_VISION
 from tpuconv.models.towers.siglip2.family import LFM2_VISION, VIDEO_LLAMA3_VISION
 from tpuconv.models.towers.step_vit.family import ROBOTICS_VISION, STEP3_VISION
+from tpuconv.models.towers.vibevoice.family import VIBEVOICE_AUDIO, VIBEVOICE_KEYS, with_one_audio_config
+from tpuconv.models.towers.wav2vec2.family import OMNI_AUDIO
 from tpuconv.models.towers.whisper.family import (
     FLAMINGO_AUDIO,
     GLM_AUDIO,
@@ -116,7 +118,7 @@ class Wrapper:
         only: keys of `text_config` with the values that the text model has in this wrapper.
         tied: `tie_word_embeddings` where neither a key nor the tensors say it.
         modalities: how it sees and hears.
-        in_keys: returns a parsed config.json of a release with code of its own in the keys of transformers.
+        in_keys: returns a parsed config.json in the keys that are read, where a release has others.
     """
 
     model_type: str
@@ -148,7 +150,7 @@ class Wrapper:
         return self.skips or outside_of(self.modalities)
 
     def around(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a parsed config.json in the keys of transformers."""
+        """Returns a parsed config.json in the keys that are read."""
         return raw if self.in_keys is None else self.in_keys(raw)
 
     @property
@@ -535,13 +537,10 @@ WRAPPER_ROWS = (
         "VibeVoiceAsr",
         "VibeVoice-ASR",
         ("qwen2",),
-        {"acoustic_tokenizer_encoder": HEARS, "semantic_tokenizer_encoder": HEARS, "multi_modal_projector": BRINGS},
         prefix=IN_CAUSAL_MODEL,
-        keys=(
-            "acoustic_tokenizer_encoder_config",
-            "semantic_tokenizer_encoder_config",
-            "acoustic_tokenizer_chunk_size",
-        ),
+        keys=VIBEVOICE_KEYS,
+        modalities=(VIBEVOICE_AUDIO,),
+        in_keys=with_one_audio_config,
     ),
     Wrapper(
         "granite_speech",
@@ -585,7 +584,7 @@ WRAPPER_ROWS = (
         "OmniASR",
         "Omnilingual ASR, with a language model",
         ("llama",),
-        {"audio_tower": HEARS, "multi_modal_projector": BRINGS},
+        modalities=(OMNI_AUDIO,),
     ),
     Wrapper(
         "qwen3_asr",

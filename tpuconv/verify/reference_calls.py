@@ -23,8 +23,8 @@ until 4.51, and servers have it."""
 def mended(model: Any) -> Any:
     """Returns transformers' model, which then computes as it was released: Llama 4's in transformers 5.24 asks its text
     model for images, Hunyuan-VL's numbers images on from text to text of a batch, Unlimited-OCR's takes the numbers of
-    tiles as a list alone, BLIP-2's takes no text without images, and some have not all factors. A call of
-    DiffusionGemma's is one of its encoder. To be called once for a model."""
+    tiles as a list alone, BLIP-2's takes no text without images, VibeVoice-ASR's adds random numbers to features, and
+    some have not all factors. A call of DiffusionGemma's is one of its encoder. To be called once for a model."""
     if type(model).__name__ == "Llama4ForConditionalGeneration":
         model.language_model.register_forward_hook(_without_images)
     if model.config.model_type == "blip-2":
@@ -32,6 +32,8 @@ def mended(model: Any) -> Any:
         model.register_forward_pre_hook(_ids_first, with_kwargs=True)
     if model.config.model_type == "unlimited_ocr":
         model.base_model.register_forward_pre_hook(_counts_as_list, with_kwargs=True)
+    if model.config.model_type == "vibevoice_asr":
+        model.register_forward_pre_hook(_without_noise, with_kwargs=True)
     if model.config.model_type == "hunyuan_vl":
         model.base_model.get_rope_index = partial(_of_each_text, model.base_model.get_rope_index)
     if model.config.model_type == "diffusion_gemma":
@@ -107,6 +109,10 @@ def _ids_first(module: Any, inputs: Any, named: dict[str, Any]) -> tuple[Any, di
 def _counts_as_list(module: Any, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     counts = named.get("num_local_patches")
     return inputs, named if counts is None else {**named, "num_local_patches": counts.tolist()}
+
+
+def _without_noise(module: Any, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return inputs, {**named, "sample": False}
 
 
 def _without_images(module: Any, inputs: Any, outputs: Any) -> None:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from tpuconv.errors import UsageError
 from tpuconv.models.common.across import Across
 from tpuconv.models.common.beside import PartConfig
-from tpuconv.models.common.layers import Keys, exact_product, gelu, gelu_tanh
+from tpuconv.models.common.layers import Einsum, Keys, exact_product, gelu, gelu_tanh
 from tpuconv.models.common.mrope import mrope_positions
 from tpuconv.models.common.seen import Deep, Prepared
 
@@ -39,6 +39,8 @@ Grids = Sequence[tuple[int, int]]
 EXAMPLE_GRIDS: Grids = ((3, 5), (4, 2))
 USUAL_SIDE = 1024
 """The rows, and columns, of pixels of an image that encoders of any size are judged by."""
+SAMPLE_MASK = "padding_mask"
+"""The feature that tells the samples of sounds from padding."""
 
 
 class FeatureEncoder(nnx.Module):
@@ -131,6 +133,16 @@ class FeatureEncoder(nnx.Module):
         raise NotImplementedError
 
 
+class OneMatrix(nnx.Module):
+    """One matrix with a bias, [B, P, W] to [B, P, O]."""
+
+    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
+        self.matrix = Einsum("BPW,WO->BPO", config.sizes, bias=True, dtype=dtype, keys=keys)
+
+    def __call__(self, x_BPW: jax.Array) -> jax.Array:
+        return self.matrix(x_BPW)
+
+
 def given(features: Mapping[str, np.ndarray], name: str, *dims: int) -> np.ndarray:
     """Returns a feature.
 
@@ -142,6 +154,22 @@ def given(features: Mapping[str, np.ndarray], name: str, *dims: int) -> np.ndarr
     if (array := features[name]).ndim not in dims:
         raise UsageError(f"{name} has shape {array.shape}, not {' or '.join(map(str, dims))} axes")
     return array
+
+
+def samples_of(features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the samples [B, S] of sounds, and how many each has.
+
+    Raises:
+        UsageError: a feature is missing, or has another shape.
+    """
+    values = given(features, "input_values", 2, 3)
+    if values.ndim == 3 and values.shape[1] != 1:
+        raise UsageError(f"input_values has shape {values.shape}, {values.shape[1]} channels, not one")
+    B, S = len(values), values.shape[-1]
+    mask = given(features, SAMPLE_MASK, 2) if SAMPLE_MASK in features else np.ones((B, S))
+    if mask.shape != (B, S):
+        raise UsageError(f"{SAMPLE_MASK} has shape {mask.shape}, input_values {values.shape}")
+    return values.reshape(B, S), mask.astype(bool).sum(axis=1)
 
 
 def check_squares(pixels_BCYX: np.ndarray, side: int, kind: str = "images") -> None:

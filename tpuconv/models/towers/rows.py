@@ -45,6 +45,10 @@ CLIP_LAYERS = under(
 """The layers of CLIP and SigLIP."""
 
 
+BIASED_MATRIX = "tpuconv.models.towers.encoder:OneMatrix"
+"""The module of a projector that is one matrix with a bias."""
+
+
 def joined_heads(name: str, front: str, heads: str = "N H", width: str = "D") -> tuple[Map, ...]:
     """Returns the rows of PyTorch's MultiheadAttention, which has queries, keys and values in one matrix; `front` is
     what stands before their parameters, `heads` are the letters of heads and of one head."""

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower, TowerConfig
 from tpuconv.models.towers.rows import (
+    BIASED_MATRIX,
     DOWN,
     IN_HEADS,
     OUT_OF_HEADS,
@@ -136,7 +137,7 @@ class AttendedConfig(ProjectorConfig):
         return True
 
 
-MLLAMA_MATRIX = Projector(AttendedConfig, with_bias("", "matrix", "O W -> W O", "O"), f"{MLLAMA_MODULES}:MllamaMatrix")
+MLLAMA_MATRIX = Projector(AttendedConfig, with_bias("", "matrix", "O W -> W O", "O"), BIASED_MATRIX)
 """One matrix with a bias."""
 
 MLLAMA_VISION = Modality(

@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 
 from tpuconv.errors import UsageError
 from tpuconv.models.common.across import Across
-from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, normal
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
@@ -71,16 +70,6 @@ class GatedBlock(vit.Block):
         y_BPD = self.attn(self.attn_norm(x_BPD), segment_BP, angles, is_key_BP)
         x_BPD = x_BPD + jnp.tanh(self.attn_gate[...]) * y_BPD
         return x_BPD + jnp.tanh(self.mlp_gate[...]) * self.mlp(self.mlp_norm(x_BPD))
-
-
-class MllamaMatrix(nnx.Module):
-    """One matrix with a bias, [B, P, W] to [B, P, O]."""
-
-    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
-        self.matrix = Einsum("BPW,WO->BPO", config.sizes, bias=True, dtype=dtype, keys=keys)
-
-    def __call__(self, x_BPW: jax.Array) -> jax.Array:
-        return self.matrix(x_BPW)
 
 
 class MllamaVit(FeatureEncoder):

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.models.common.beside import AUDIO, Modality, Projector, ProjectorConfig, Tower, TowerConfig, rope_keys
 from tpuconv.models.towers.rows import (
+    BIASED_MATRIX,
     DOWN,
     IN_HEADS,
     IN_KV_HEADS,
@@ -263,9 +264,7 @@ class MossMlpConfig(FlamingoMlpConfig):
         return self.audio_merge_size
 
 
-SOUND_MATRIX = Projector(
-    ProjectorConfig, with_bias("linear", "matrix", "O W -> W O", "O"), f"{WHISPER_MODULES}:SoundMatrix"
-)
+SOUND_MATRIX = Projector(ProjectorConfig, with_bias("linear", "matrix", "O W -> W O", "O"), BIASED_MATRIX)
 """One matrix (Qwen2-Audio)."""
 
 _SOUND_MATRICES = (

@@ -244,16 +244,6 @@ def turned_by_time(x_BPD: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Arra
     return jnp.concatenate([pairs.astype(x_BPD.dtype), x_BPD[..., pairs.shape[-1] :]], axis=-1)
 
 
-class SoundMatrix(nnx.Module):
-    """One matrix, [B, P, W] to [B, P, O]."""
-
-    def __init__(self, config: PartConfig, *, dtype: DTypeLike, keys: Keys):
-        self.matrix = Einsum("BPW,WO->BPO", config.sizes, bias=True, dtype=dtype, keys=keys)
-
-    def __call__(self, x_BPW: jax.Array) -> jax.Array:
-        return self.matrix(x_BPW)
-
-
 class SoundMlp(nnx.Module):
     """Two matrices, [B, P, W] to [B, P, O], and a norm behind them if `has_norm`."""
 

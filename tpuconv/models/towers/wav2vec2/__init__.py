@@ -1,0 +1,1 @@
+"""The encoder of wav2vec 2.0."""
