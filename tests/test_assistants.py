@@ -315,7 +315,7 @@ def test_targets_of_other_families_are_refused(target: Any, checkpoints: dict[st
     with pytest.raises(UsageError, match="sizes differ") as error:
         DraftSpeculator(loaded(target("gemma4_text-plain"), tmp_path / "target"), draft)
     assert "width of the target: 50 in the draft, 48 in the target" in error.value.details
-    with pytest.raises(UsageError, match="is for EAGLE-3 and DFlash drafts"):
+    with pytest.raises(UsageError, match="is for EAGLE-3, DFlash and DSpark drafts"):
         api.export(str(checkpoints["plain"]), str(tmp_path / "served"), form="sglang")
 
 

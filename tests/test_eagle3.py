@@ -176,7 +176,7 @@ def test_formats_refuse_what_they_cannot_hold(checkpoints: dict[str, Path], conv
         api.export(str(checkpoints["sglang"]), str(tmp_path / "out"), form="speculators")
     with pytest.raises(UsageError, match="is for `form="):
         api.export(str(checkpoints["sglang"]), str(tmp_path / "out"), draft_for="some/target")
-    with pytest.raises(UsageError, match="is for EAGLE-3 and DFlash drafts"):
+    with pytest.raises(UsageError, match="is for EAGLE-3, DFlash and DSpark drafts"):
         api.export(str(converted / "tiny-qwen3-orbax"), str(tmp_path / "out"), form="sglang")
 
 

@@ -17,8 +17,8 @@ from tpuconv.convert.plan.source_from_config import source_from_config
 from tpuconv.encodings.modelopt import MODELOPT_NVFP4
 from tpuconv.encodings.schemes import groups, schemes
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
-from tpuconv.models.common.beside import TEXT_ALONE
 from tpuconv.models.common.config_keys import aliases_of_reference
+from tpuconv.models.common.encoder_keys import TEXT_ALONE
 from tpuconv.models.longcat_flash_ngram.family import NGRAM_KEYS
 from tpuconv.models.registry import Family, all_families, find_family, get_family
 from tpuconv.sources.config import encoding_of

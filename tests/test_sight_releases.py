@@ -128,6 +128,17 @@ MINICPM_V4_5: Mapping[str, Any] = WITHOUT_WINDOW | {
     **{"version": 4.5, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "head_dim": 128},
     **{"num_hidden_layers": 36, "num_key_value_heads": 8, "vocab_size": 151748, "attention_bias": False},
 }
+WHISPER_MEDIUM = {
+    **{"d_model": 1024, "encoder_attention_heads": 16, "encoder_ffn_dim": 4096, "encoder_layers": 24},
+    **{"num_mel_bins": 80, "max_source_positions": 1500, "model_type": "whisper", "decoder_layers": 24},
+}
+OF_SPEECH: Mapping[str, Any] = {
+    **{"architectures": ["MiniCPMO"], "model_type": "minicpmo", "audio_config": WHISPER_MEDIUM},
+    **{"audio_chunk_length": 1.0, "init_audio": True, "init_tts": True, "init_vision": True, "stream_input": True},
+    **{"chunk_input": True, "listen_speak_type": "asr", "tts_config": {"model_type": "conditional_chattts"}},
+}
+MINICPM_O: Mapping[str, Any] = MINICPM_V | OF_SPEECH | {"version": "2.6", "vocab_size": 151700, "audio_pool_step": 2}
+MINICPM_O4_5: Mapping[str, Any] = {key: x for key, x in (MINICPM_V4_5 | OF_SPEECH).items() if key != "version"}
 PHI3_V: Mapping[str, Any] = {
     "_name_or_path": "Phi-3-vision-128k-instruct",
     "architectures": ["Phi3VForCausalLM"],
@@ -385,6 +396,8 @@ RELEASES: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "minicpmv": (MINICPM_V, "8.1"),
     "minicpmv_4": (MINICPM_V4, "4.1"),
     "minicpmv_4_5": (MINICPM_V4_5, "8.7"),
+    "minicpmo": (MINICPM_O, "8.4"),
+    "minicpmo_4_5": (MINICPM_O4_5, "9.0"),
 }
 """By case the config.json of a release, and the billions of its parameters."""
 
@@ -393,7 +406,8 @@ RELEASES: Mapping[str, tuple[Mapping[str, Any], str]] = {
 def test_a_release_has_its_size(name: str) -> None:
     raw, billions = RELEASES[name]
     family = find_family(raw)
-    report = family.check_config(raw, parts=("vision",))
+    parts = dict.fromkeys(each.part for each in family.modalities if each.part == "vision" or each.config_key in raw)
+    report = family.check_config(raw, parts=parts)
     rows = family.table_without_release(parts=report.config.parts).bind(report.config)
     numbers = [prod(shape) for row in rows for shape in row.src_shapes().values()]
     assert f"{sum(numbers) / 1e9:.1f}" == billions
@@ -429,17 +443,20 @@ def test_a_release_has_its_size(name: str) -> None:
         ("ovis2_5", {"vit_config": [1]}, r"vit_config=\[1\] is not an object"),
         ("ovis2_5", {"llm_config": 1}, "llm_config=1 is not an object"),
         ("ovis2_5", {"visual_vocab_size": 4}, "4 visual_indicator_token_ids do not fit .* of 4"),
-        ("minicpmv", {"version": 2.5}, "version=2.5 of MiniCPM-V is not implemented"),
-        ("minicpmv", {"version": None}, "version=None of MiniCPM-V is not implemented"),
+        ("minicpmv", {"version": 2.5}, "version=2.5 of MiniCPM is not implemented"),
+        ("minicpmv", {"version": None}, "version=None of MiniCPM is not implemented"),
         ("minicpmv", {"drop_vision_last_layer": True}, "drop_vision_last_layer=True is not implemented"),
         ("minicpmv", {"hidden_size": 1152, "num_attention_heads": 12}, r"as wide as the text model \(1152\)"),
+        ("minicpmo", {"version": 3.0}, "version='3.0' of MiniCPM is not implemented"),
+        ("minicpmo", {"audio_pool_step": 0}, "audio_pool_step=0"),
+        ("minicpmo", {"audio_config": {"d_model": 1024}}, "encoder_ffn_dim=1536 is not 4 times d_model=1024"),
         ("minicpmv", {"hidden_size": 112}, "hidden_size=112 is no width of a resampler with 0 heads"),
     ],
 )
 def test_other_values_are_refused(name: str, change: dict[str, Any], fault: str) -> None:
     raw = {**RELEASES[name][0], **change}
     with pytest.raises((ConfigError, UnsupportedConfig), match=fault):
-        find_family(raw).read_config(raw, parts=("vision",))
+        find_family(raw).read_config(raw, parts=dict.fromkeys(each.part for each in find_family(raw).modalities))
 
 
 @pytest.mark.parametrize(
@@ -456,6 +473,8 @@ def test_other_values_are_refused(name: str, change: dict[str, Any], fault: str)
         ("minicpmv", "qwen2", "llm."),
         ("minicpmv_4", "llama", "llm."),
         ("minicpmv_4_5", "qwen3", "llm."),
+        ("minicpmo", "qwen2", "llm."),
+        ("minicpmo_4_5", "qwen3", "llm."),
     ],
 )
 def test_the_text_model_is_of_its_family(name: str, text_type: str, front: str, tmp_path: Path) -> None:
@@ -509,7 +528,9 @@ def test_the_embedding_of_phi_3_may_stand_twice(both: bool, whole: Any, tmp_path
     assert_same(read_tensors(tmp_path / "back"), read_tensors(src))
 
 
-@pytest.mark.parametrize("name", ["minicpmv", "ovis2_5", "phi3_v", "NVLM_D", "step3_vl", "step_robotics", "step3p5v"])
+@pytest.mark.parametrize(
+    "name", ["minicpmv", "minicpmo", "ovis2_5", "phi3_v", "NVLM_D", "step3_vl", "step_robotics", "step3p5v"]
+)
 def test_prompts_without_a_processor_are_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RELEASES[name][0]))
     with pytest.raises(UsageError, match=f"transformers has no processor for {name}"):

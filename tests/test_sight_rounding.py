@@ -38,7 +38,7 @@ def test_bfloat16_errs_no_more_than_twice_as_much_as_transformers_does(name, who
 
     def read(dtype: torch.dtype) -> Any:
         # Not by the class's own function: Qwen2.5-Omni's reads voices too.
-        ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        ways = {"attn_implementation": "eager", "experts_implementation": "eager", "config": case.model.config}
         return mended(PreTrainedModel.from_pretrained.__func__(type(case.model), tmp_path, dtype=dtype, **ways).eval())
 
     exact, rounded = read(torch.float32), read(torch.bfloat16)

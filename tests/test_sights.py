@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 import tpuconv
 from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.logits import forward
-from helpers.sights import IMAGE, MINICPM_V, SIGHTS
+from helpers.sights import IMAGE, MINICPM_O, MINICPM_V, SIGHTS
 from helpers.whole_sights import EACH, difference, logits, made
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -60,6 +60,7 @@ OF_NO_TYPE = {
     **{name: name for name in ("step3_vl", "step_robotics", "step3p5v")},
     "nvlm_d": "NVLM_D",
     **dict.fromkeys(MINICPM_V, "minicpmv"),
+    **dict.fromkeys(MINICPM_O, "minicpmo"),
 }
 """Cases that transformers has no model of, and their types."""
 

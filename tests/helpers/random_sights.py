@@ -120,6 +120,7 @@ def windows(case: Sight, model: Any, around: Mapping[str, Any], grids: Grids) ->
         texts = [token for token in words if token not in {*kept, *prepared.others}]
         ends = (around.get(f"{part}_{place}_token_id") for place in ("start", "end"))
         begin, end = ([token] if type(token) is int else [] for token in ends)
+        begin = begin if own.opening is None else [own.opening]
         ids = texts[:5]
         for number, count in enumerate(prepared.counts, 1):
             ids = [*ids, *begin, *[own.placeholder] * count, *end, *texts[5 * number : 5 * number + 3]]

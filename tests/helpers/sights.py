@@ -133,6 +133,7 @@ class Sight:
 
 
 MINICPM_V = ("minicpmv_2_6", "minicpmv_4_0", "minicpmv_4_5")
+MINICPM_O = ("minicpmo_2_6", "minicpmo_4_5")
 OF_OTHER_TYPES = (
     "internvl_chat",
     "internvl_chat_6b",
@@ -149,6 +150,7 @@ OF_OTHER_TYPES = (
     "ovis2_5",
     "opencua",
     *MINICPM_V,
+    *MINICPM_O,
 )
 """Cases of releases with code of their own: transformers' model is of another type, which has cases too, or it has none
 of them."""

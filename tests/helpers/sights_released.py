@@ -210,21 +210,25 @@ def ovis2_5() -> Sight:
     return replace(case, rows=rows, features={**case.features, "pixel_values": patches}, kinds={})
 
 
-def of_minicpm_v(folder: Path) -> None:
-    """Writes the config.json of MiniCPM-V, and its tokenizer, which alone says the token of images."""
+def of_minicpm(folder: Path, model_type: str = "minicpmv", architecture: str = "MiniCPMV") -> None:
+    """Writes the config.json of MiniCPM-V or MiniCPM-o, and the tokenizer, which alone says where features stand."""
     path = folder / "config.json"
     raw = json.loads(path.read_text())
-    del raw["image_token_id"]
-    path.write_text(json.dumps(raw | {"architectures": ["MiniCPMV"], "model_type": "minicpmv"}))
-    tokenizer = word_tokenizer({IMAGE: "<unk>"})
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<unk>"]})
+    for key in ("image_token_id", "audio_start_id"):
+        raw.pop(key, None)
+    path.write_text(json.dumps(raw | {"architectures": [architecture], "model_type": model_type}))
+    words = {IMAGE: "<unk>", HEARD: "<|audio_start|>"}
+    tokenizer = word_tokenizer(words)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(words.values())})
     tokenizer.save_pretrained(folder)
 
 
-def minicpm_v(version: float, text_type: str, act: str = "gelu_pytorch_tanh", **text: Any) -> Sight:
-    from transformers import AutoConfig
+HEARD = 91
+"""The token before the placeholders of a sound of MiniCPM-o, which are the ones of images too."""
 
-    from helpers.released_code.minicpm_v import MiniCPMV
+
+def minicpm_config(version: float | None, text_type: str, act: str = "gelu_pytorch_tanh", **text: Any) -> Any:
+    from transformers import AutoConfig
 
     vision = {
         **{"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 5, "num_attention_heads": 3},
@@ -236,14 +240,56 @@ def minicpm_v(version: float, text_type: str, act: str = "gelu_pytorch_tanh", **
         **{"query_num": 5, "slice_config": {"max_slice_nums": 9, "patch_size": 4}, "slice_mode": True},
         **{"use_image_id": True, "version": version, "vision_batch_size": 16, "vision_config": vision},
     }
-    config = AutoConfig.for_model(
+    return AutoConfig.for_model(
         text_type, **{**TEXT, "hidden_size": 256, **text}, **beside, image_token_id=IMAGE, tie_word_embeddings=False
     )
-    sizes = np.array([(2, 3), (4, 1), (2, 2)])
-    features = {"pixel_values": noise(1, 3, 4, 4 * int(sizes.prod(axis=1).sum())), "tgt_sizes": sizes}
-    image = [START, *[IMAGE] * 5, END]
-    rows = [[5, 9, *image, 3, *image, 11, 7], [7, *image, 3]]
-    return Sight(tiny(MiniCPMV, config), rows, features, as_released=of_minicpm_v)
+
+
+def slices_of(*sizes: tuple[int, int]) -> dict[str, np.ndarray]:
+    """Slices of so many patches."""
+    grids = np.array(sizes)
+    return {"pixel_values": noise(1, 3, 4, 4 * int(grids.prod(axis=1).sum())), "tgt_sizes": grids}
+
+
+SLICE = [START, *[IMAGE] * 5, END]
+
+
+def minicpm_v(*facts: Any, **text: Any) -> Sight:
+    from helpers.released_code.minicpm_v import MiniCPMV
+
+    rows = [[5, 9, *SLICE, 3, *SLICE, 11, 7], [7, *SLICE, 3]]
+    model = tiny(MiniCPMV, minicpm_config(*facts, **text))
+    return Sight(model, rows, slices_of((2, 3), (4, 1), (2, 2)), as_released=of_minicpm)
+
+
+def minicpm_o(version: float | None, text_type: str, frames: int, counts: tuple[int, ...], **keys: Any) -> Sight:
+    """Sounds of so many frames and less, with so many features; the second text has the last one, and an image."""
+    from helpers.released_code.minicpm_o import MiniCPMO
+
+    audio = {
+        **{"d_model": 24, "encoder_ffn_dim": 96, "encoder_layers": 2, "encoder_attention_heads": 3},
+        **{"num_mel_bins": 10, "max_source_positions": 80, "activation_function": "gelu"},
+    }
+    text = {"audio_config": audio, "audio_start_id": HEARD, "init_audio": True, "tts_config": {}, **keys}
+    first, second, last = ([HEARD, *[IMAGE] * count, 90] for count in counts)
+    rows = [[5, 9, *first, 3, *SLICE, *second, 11, 7], [7, *SLICE, 4, *last, 6]]
+    lengths = np.array([frames, frames // 3, frames * 3 // 5])
+    mel = noise(3, 10, frames) * (np.arange(frames) < lengths[:, None])[:, None]
+    features = {**slices_of((2, 3), (4, 1)), "audio_features": mel, "audio_feature_lens": lengths}
+    model = tiny(MiniCPMO, minicpm_config(version, text_type, "quick_gelu", **text))
+    as_released = partial(of_minicpm, model_type="minicpmo", architecture="MiniCPMO")
+    return Sight(model, rows, features, parts=("vision", "audio"), as_released=as_released)
+
+
+@sight
+def minicpmo_2_6() -> Sight:
+    return minicpm_o(2.6, "qwen2", 63, (16, 5, 9), head_dim=64, audio_pool_step=2, audio_chunk_length=0.2)
+
+
+@sight
+def minicpmo_4_5() -> Sight:
+    """Steps see all of a sound, and no key says the version."""
+    return minicpm_o(None, "qwen3", 60, (6, 2, 3), audio_pool_step=5, audio_chunk_length=-1.0)
 
 
 @sight

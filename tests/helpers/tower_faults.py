@@ -24,7 +24,7 @@ from helpers.sights import Sight
 from helpers.whole_sights import difference
 from tpuconv.models.common import seen as sights
 from tpuconv.models.common.layers import apply_rope, apply_rope_to_neighbours, gelu, gelu_tanh
-from tpuconv.models.common.seen import Seen
+from tpuconv.models.common.seen import Seen, placeholders_in
 from tpuconv.models.logits import features_in_order
 from tpuconv.models.towers import places
 from tpuconv.models.towers.encoder import quick_gelu
@@ -343,9 +343,12 @@ def features(case: Sight, model: Any, part: str) -> list[np.ndarray]:
     """The features [X, D] of the placeholders of a part, and those for the first layers of the text. The encoders of
     other parts do not run."""
     encoders = {each: getattr(model, each) for each in case.parts}
-    others = [each.config.placeholder for name, each in encoders.items() if name != part and each.takes]
+    configs, ids_BT = [each.config for each in encoders.values()], case.ids_BT.copy()
+    for name, each in encoders.items():
+        if name != part and each.takes:
+            ids_BT[placeholders_in(case.ids_BT, each.config, configs)] = 4
     given = {name: array for name, array in case.features.items() if name in encoders[part].takes}
-    seen = model.see(np.where(np.isin(case.ids_BT, others), 4, case.ids_BT), case.mask_BT, **given)
+    seen = model.see(ids_BT, case.mask_BT, **given)
     if seen.across is not None:
         return [features_in_order(seen)]
     slots = np.asarray(seen.slot_BT)

@@ -16,6 +16,7 @@ from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import Modality
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.thinker import SPEAKS
 from tpuconv.models.common.wrapper import BRINGS, LLAVA, SEES, WrapperConfig, inside, outside_of
 from tpuconv.models.registry import Family, family_of_type
 from tpuconv.models.towers.blip.family import BLIP2_VISION
@@ -44,7 +45,13 @@ from tpuconv.models.towers.llava.modalities import (
     VIP_LLAVA_VISION,
 )
 from tpuconv.models.towers.minicpm.family import MINICPM47_VISION, MINICPM_VISION
-from tpuconv.models.towers.minicpm.released import KEYS_OF_SLICES, SLICED_VISION, in_keys_of_minicpm_v
+from tpuconv.models.towers.minicpm.released import (
+    KEYS_OF_SLICES,
+    KEYS_OF_SPEECH,
+    SLICED_VISION,
+    in_keys_of_minicpm_o,
+    in_keys_of_minicpm_v,
+)
 from tpuconv.models.towers.navit.family import IDEFICS2_VISION, IDEFICS3_VISION
 from tpuconv.models.towers.ovis.family import OVIS25_VISION, OVIS_VISION, in_keys_of_ovis25
 from tpuconv.models.towers.packed_vit.gated_family import LFM3_VISION
@@ -71,6 +78,7 @@ from tpuconv.models.towers.whisper.family import (
     MOSS_AUDIO,
     MUSIC_AUDIO,
     QWEN2_AUDIO,
+    SPEECH_AUDIO,
     VOXTRAL_AUDIO,
 )
 
@@ -468,6 +476,19 @@ WRAPPER_ROWS = (
         modalities=(SLICED_VISION,),
         end="",
         in_keys=in_keys_of_minicpm_v,
+    ),
+    Wrapper(
+        "minicpmo",
+        "MiniCPMO",
+        "MiniCPM-o 2.6, 4 and 4.5",
+        ("qwen2", "llama", "qwen3"),
+        {**outside_of((SLICED_VISION, SPEECH_AUDIO)), "tts": SPEAKS},
+        prefix="llm.model.",
+        head="llm.lm_head.",
+        keys=(*KEYS_OF_SLICES, *KEYS_OF_SPEECH),
+        modalities=(SLICED_VISION, SPEECH_AUDIO),
+        end="",
+        in_keys=in_keys_of_minicpm_o,
     ),
     Wrapper(
         "minicpmv4_6",

@@ -331,7 +331,7 @@ def _fill_by_config(module: Any) -> None:
     import torch
 
     for model in (each for each in module.modules() if hasattr(each, "_init_weights")):
-        known = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+        known = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
         for at, part in model.named_modules():
             own = dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
             lacking = {

@@ -105,7 +105,9 @@ def media_tokens(around: Mapping[str, Any], config: DecoderConfig) -> set[int]:
     """Returns the ids with a meaning for images or sounds: of the config `around` the text model's, placeholders, and
     ids that a projector embeds."""
     named = {token for key, token in around.items() if MEDIA_TOKEN.fullmatch(key) and type(token) is int}
-    return named.union(*({own.placeholder, *own.words} for own in config.parts.values()))
+    parts = config.parts.values()
+    opening = {own.opening for own in parts if own.opening is not None}
+    return named.union(opening, *({own.placeholder, *own.words} for own in parts))
 
 
 def without_media_tokens(manifest: Manifest, config: DecoderConfig, windows: Sequence[Window]) -> list[Window]:
@@ -151,6 +153,7 @@ def sight_windows(
             continue
         ends = (around.get(f"{part}_{place}_token_id") for place in ("start", "end"))
         begin, end = ([token] if type(token) is int else [] for token in ends)
+        begin = begin if own.opening is None else [own.opening]
         texts = [token for token in words if token not in prepared.others]
         ids = texts[:WORDS_AROUND]
         for number, count in enumerate(prepared.counts, 1):

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
+from tpuconv.models.common.encoder_keys import TEXT_ALONE, check_acts, in_our_keys, rope_keys
 from tpuconv.models.common.key_types import checked_values, hints_of, object_of
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.segments import without_front
@@ -28,64 +29,8 @@ declare(
 
 VISION, VIDEO, AUDIO = "vision", "video", "audio"
 """The parts. Most models see videos with the part for images."""
-TEXT_ALONE = "convert the text model alone: `text_only=True`"
-"""A hint."""
 UNKNOWN_TOKEN = -1
 """The id of a placeholder that config.json does not say: `DecoderConfig.with_files` finds it."""
-ENCODER_ACTS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "silu", "swish", "relu")
-"""The activations of towers and projectors, as config.json names them."""
-
-
-def check_acts(config: Any) -> None:
-    """Raises UnsupportedConfig if the config of a tower or a projector names an activation that no tower has."""
-    for key, value in vars(config).items():
-        if key.endswith(("_act", "_activation")) and value not in ENCODER_ACTS:
-            raise UnsupportedConfig(f"{key}={short(value)} of an encoder is not implemented", hint=TEXT_ALONE)
-
-
-def check_objects(outer: Mapping[str, Any], implemented: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises UnsupportedConfig if a key of an object of config.json is not the one value that is implemented.
-
-    Args:
-        outer: the parsed config.json.
-        implemented: the objects, and the values of their keys.
-    """
-    for name, values in implemented.items():
-        given = object_of(outer, name)
-        for key, value in values.items():
-            if (found := given.get(key, value)) != value:
-                raise UnsupportedConfig(f"config.json: {name}.{key}={short(found)} is not implemented", hint=TEXT_ALONE)
-
-
-def in_our_keys(raw: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Returns an object of config.json with keys in place of their other names.
-
-    Raises:
-        ConfigError: two names of a key have different values.
-    """
-    out: dict[str, Any] = {}
-    for given, value in raw.items():
-        key = aliases.get(given, given)
-        if key in out and out[key] != value:
-            raise ConfigError(f"config.json: {key} of an encoder is {short(out[key])}, and by {given} {short(value)}")
-        out[key] = value
-    return out
-
-
-def rope_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of the rotary positions of an object of config.json.
-
-    Raises:
-        UnsupportedConfig: their kind is not implemented.
-        ConfigError: they are not an object.
-    """
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ConfigError(f"config.json: rope_parameters={short(rope)} is not an object")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("axial", "default"):
-        raise UnsupportedConfig(f"rope_type={short(kind)} of an encoder is not implemented", hint=TEXT_ALONE)
-    return dict(rope)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,6 +212,8 @@ class Modality:
             place features stand.
         placeholder_id: that id, where config.json has none.
         placeholder_token: the token, where its id is in the tokenizer's files alone.
+        opening_token: the token before each run of placeholders, by which they are told from another part's, where
+            both parts have the same placeholder.
         config_key: the key of config.json that has the tower's config.
         other_prefixes: what other releases have in place of `prefix`.
         other_parts: parts of names, and what transformers or other releases write for them.
@@ -285,6 +232,7 @@ class Modality:
     placeholder: tuple[str, ...] = ("image_token_id", "image_token_index")
     placeholder_id: int | None = None
     placeholder_token: str = ""
+    opening_token: str = ""
     config_key: str = "vision_config"
     other_prefixes: tuple[str, ...] = ()
     other_parts: Mapping[str, str] = field(default_factory=dict)
@@ -318,7 +266,8 @@ class Modality:
             raise ConfigError(
                 f"config.json: {' or '.join(self.placeholder)} is {short(placeholder)}, not the id of a token"
             )
-        return PartConfig(self, tower, self.projector.config.from_hf(outer, tower, text), placeholder)
+        opening = UNKNOWN_TOKEN if self.opening_token else None
+        return PartConfig(self, tower, self.projector.config.from_hf(outer, tower, text), placeholder, opening)
 
     @cached_property
     def rows(self) -> tuple[Map, ...]:
@@ -383,12 +332,24 @@ def modality_of(modalities: Sequence[Modality], part: str, outer: Mapping[str, A
 
 @dataclass(frozen=True)
 class PartConfig:
-    """The config of a part of one model. What it does not have itself is a property of the projector or the tower."""
+    """The config of a part of one model. What it does not have itself is a property of the projector or the tower.
+
+    Attributes:
+        placeholder: the id of the token in whose place features stand.
+        opening: the id of the token before each run of them; None where no other part has the same placeholder.
+    """
 
     modality: Modality
     tower: Any
     projector: Any
     placeholder: int
+    opening: int | None = None
+
+    @property
+    def unknown_tokens(self) -> dict[str, str]:
+        """The tokens whose ids are not known, by attribute."""
+        named = {"placeholder": self.modality.placeholder_token, "opening": self.modality.opening_token}
+        return {name: token for name, token in named.items() if getattr(self, name) == UNKNOWN_TOKEN}
 
     @property
     def part(self) -> str:

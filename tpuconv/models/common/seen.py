@@ -1,6 +1,6 @@
 """Images and sounds as a text model takes them: the features of encoders, and where they are in the text."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from tpuconv.errors import ConfigError, UsageError, root_cause
 from tpuconv.models.common.across import Across
-from tpuconv.models.common.beside import UNKNOWN_TOKEN, VISION
+from tpuconv.models.common.beside import UNKNOWN_TOKEN, VISION, PartConfig
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.explicit import is_explicit, run_on_explicit_mesh
 from tpuconv.models.common.layers import times
@@ -133,10 +133,10 @@ def see(
     first, across = 0, None
     for part, encoder in encoders.items():
         given = {name: _numbers(name, value) for name, value in features.items() if name in encoder.takes}
-        is_placeholder = (ids_BT == encoder.config.placeholder) & mask_BT
+        is_placeholder = placeholders_in(ids_BT, encoder.config, config.parts.values()) & mask_BT
         if not is_placeholder.any() and not any(each.size for each in given.values()):
             continue  # a processor returns arrays without rows for a batch without images
-        starts = is_placeholder & ~np.pad(is_placeholder, ((0, 0), (1, 0)))[:, :-1]
+        starts = _starts(is_placeholder)
         prepared[part] = found = _prepared(part, encoder, given, features, is_placeholder, starts)
         if not encoder.config.is_attended:
             slot_BT[is_placeholder] = found.rows + first
@@ -171,6 +171,24 @@ def see(
     )
 
 
+def placeholders_in(ids_BT: np.ndarray, part: PartConfig, parts: Iterable[PartConfig]) -> np.ndarray:
+    """Returns which tokens [B, T] are placeholders of a part, one of the `parts` of a model."""
+    is_placeholder = np.asarray(ids_BT == part.placeholder)
+    openings = [each.opening for each in parts if each.opening is not None and each.placeholder == part.placeholder]
+    if not openings:
+        return is_placeholder
+    starts = _starts(is_placeholder)
+    before_BT = np.pad(ids_BT, ((0, 0), (1, 0)), constant_values=UNKNOWN_TOKEN)[:, :-1]
+    is_opened = before_BT == part.opening if part.opening is not None else ~np.isin(before_BT, openings)
+    runs = np.cumsum(starts).reshape(starts.shape)
+    return np.asarray(is_placeholder & np.isin(runs, runs[starts & is_opened]))
+
+
+def _starts(is_placeholder: np.ndarray) -> np.ndarray:
+    """Returns which of the placeholders [B, T] begin a run."""
+    return np.asarray(is_placeholder & ~np.pad(is_placeholder, ((0, 0), (1, 0)))[:, :-1])
+
+
 def _check_call(
     config: DecoderConfig,
     encoders: Mapping[str, Any],
@@ -178,7 +196,12 @@ def _check_call(
     mask_BT: np.ndarray,
     features: Mapping[str, Any],
 ) -> None:
-    """Raises UsageError if the arguments of `see` have other shapes, or other names, than the model takes."""
+    """Checks the arguments of `see`.
+
+    Raises:
+        ConfigError: the tokenizer of the checkpoint does not have a token that tells where features stand.
+        UsageError: the arguments have other shapes, or other names, than the model takes.
+    """
     if ids_BT.ndim != 2 or mask_BT.shape != ids_BT.shape:
         raise UsageError(
             f"ids_BT has shape {ids_BT.shape} and mask_BT {mask_BT.shape}",
@@ -190,6 +213,14 @@ def _check_call(
             f"{config.model_type} does not read the features {', '.join(sorted(unknown))}",
             hint=f"it reads {known}" if known else "this checkpoint has the text model alone: convert the whole model",
         )
+    for encoder in encoders.values():
+        is_given = any(np.size(features[name]) for name in encoder.takes if name in features)
+        if is_given and (tokens := ", ".join(encoder.config.unknown_tokens.values())):
+            raise ConfigError(
+                f"{SETTINGS_FILE} does not have the token {tokens}, which tells where features stand",
+                hint=f"copy {SETTINGS_FILE} from the release into the folder, and take it into the manifest by "
+                "`tpuconv verify --update`",
+            )
 
 
 def _prepared(
@@ -210,16 +241,8 @@ def _prepared(
         is_placeholder, starts: which tokens [B, T] are placeholders, and begin a run of them.
 
     Raises:
-        ConfigError: the tokenizer of the checkpoint has no placeholder.
         UsageError: features have other shapes than the encoder takes, or another number than the text has placeholders.
     """
-    if encoder.config.placeholder == UNKNOWN_TOKEN:
-        raise ConfigError(
-            f"{SETTINGS_FILE} does not have the token {encoder.config.modality.placeholder_token}, in whose place "
-            "features stand",
-            hint=f"copy {SETTINGS_FILE} from the release into the folder, and take it into the manifest by "
-            "`tpuconv verify --update`",
-        )
     runs = np.diff(np.append(np.flatnonzero(starts[is_placeholder]), is_placeholder.sum())).tolist()
     beside = {name: _numbers(name, features[name]) for name in encoder.beside if name in features}
     with _readable(part, given):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from tpuconv.models.common.beside import AUDIO, UNKNOWN_TOKEN, Modality
+from tpuconv.models.common.beside import AUDIO, Modality
 from tpuconv.models.common.config_keys import NO_EFFECT, VALUES_OF_ALL, ignored_keys
 from tpuconv.models.common.heads import is_of_head
 from tpuconv.models.common.key_types import object_of
@@ -144,12 +144,12 @@ class WrapperConfig:
         """Returns this config with the ids of placeholders that only the tokenizer's files say. Where these do not
         either, `see` refuses features."""
         config: Any = super().with_files(read)  # type: ignore[misc]
-        if all(each.placeholder != UNKNOWN_TOKEN for each in config.towers):
+        if not any(each.unknown_tokens for each in config.towers):
             return config  # type: ignore[no-any-return]
         towers = []
         for each in config.towers:
-            found = added_token(each.modality.placeholder_token, read) if each.placeholder == UNKNOWN_TOKEN else None
-            towers.append(each if found is None else replace(each, placeholder=found))
+            found = {name: added_token(token, read) for name, token in each.unknown_tokens.items()}
+            towers.append(replace(each, **{name: id for name, id in found.items() if id is not None}))
         return replace(config, towers=tuple(towers))  # type: ignore[no-any-return]
 
     @classmethod

@@ -5,7 +5,7 @@ from typing import Any
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import TEXT_ALONE
+from tpuconv.models.common.encoder_keys import TEXT_ALONE
 from tpuconv.models.common.key_types import object_of
 
 

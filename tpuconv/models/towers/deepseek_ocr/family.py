@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower, TowerConfig, check_objects
+from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.encoder_keys import check_objects
 from tpuconv.models.common.key_types import object_of
 from tpuconv.models.towers.clip.family import ClipConfig
 from tpuconv.models.towers.deepseek_ocr.released import CLIP_TYPE, DECODER_TYPE, OF_PROJECTOR

@@ -5,8 +5,8 @@ from typing import Any
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import TEXT_ALONE
 from tpuconv.models.common.config import LARGEST_VALUES
+from tpuconv.models.common.encoder_keys import TEXT_ALONE
 from tpuconv.models.common.key_types import object_of
 from tpuconv.models.common.wrapper import KEYS_AROUND
 

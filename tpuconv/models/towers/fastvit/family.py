@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import TEXT_ALONE, Projector, Tower, TowerConfig
+from tpuconv.models.common.beside import Projector, Tower, TowerConfig
+from tpuconv.models.common.encoder_keys import TEXT_ALONE
 from tpuconv.models.towers.llava.family import LLAVA_MATRICES, LlavaConfig
 from tpuconv.models.towers.perception.family import PERCEPTION_VISION
 from tpuconv.models.towers.rows import layer_norm, with_bias

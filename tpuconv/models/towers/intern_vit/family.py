@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import TEXT_ALONE, VISION, Modality, Projector, ProjectorConfig, Tower
+from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower
+from tpuconv.models.common.encoder_keys import TEXT_ALONE
 from tpuconv.models.towers.rows import (
     DOWN,
     IN_HEADS,

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.errors import UnsupportedConfig
-from tpuconv.models.common.beside import TEXT_ALONE, Projector, ProjectorConfig
+from tpuconv.models.common.beside import Projector, ProjectorConfig
+from tpuconv.models.common.encoder_keys import TEXT_ALONE
 from tpuconv.models.towers.rows import layer_norm, rms_norm, with_bias, without_bias
 from tpuconv.notation.table import Map
 

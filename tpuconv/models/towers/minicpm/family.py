@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
-from tpuconv.models.common.beside import TEXT_ALONE, VISION, Modality, Projector, ProjectorConfig, Tower
+from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower
+from tpuconv.models.common.encoder_keys import TEXT_ALONE
 from tpuconv.models.towers.rows import CLIP_LAYERS, IN_HEADS, OUT_OF_HEADS, PATCH_MATRIX, layer_norm, with_bias
 from tpuconv.models.towers.siglip.family import ImageConfig
 from tpuconv.notation.table import Map, under

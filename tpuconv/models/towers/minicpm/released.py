@@ -1,5 +1,5 @@
-"""The tower of MiniCPM-V 2.6, 4 and 4.5, its resampler, and their config.json, whose code is in the releases: configs
-and tables."""
+"""The tower of MiniCPM-V 2.6, 4 and 4.5 and of MiniCPM-o, its resampler, and their config.json, whose code is in the
+releases: configs and tables."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import TEXT_ALONE, VISION, Modality, Projector, ProjectorConfig, Tower
+from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower
+from tpuconv.models.common.encoder_keys import TEXT_ALONE
 from tpuconv.models.common.wrapper import text_apart
 from tpuconv.models.towers.navit.family import NAVIT
 from tpuconv.models.towers.rows import joined_heads, layer_norm, without_bias
@@ -22,6 +23,13 @@ KEYS_OF_SLICES = (
     *("slice_mode", "use_image_id", "version"),
 )
 """The keys of config.json that are not of the text model."""
+KEYS_OF_SPEECH = (
+    *("audio_chunk_length", "audio_config", "audio_pool_step", "init_audio", "init_tts", "init_vision"),
+    *("chunk_input", "listen_speak_type", "stream_input", "tts_config"),
+)
+"""The same of MiniCPM-o."""
+POOL_STEPS = {"4.5": 5}
+"""The default of `audio_pool_step` by version; of other versions it is 2."""
 HEAD_WIDTH = 128
 """The resampler has a head for each so many values of its width."""
 
@@ -94,13 +102,28 @@ def in_keys_of_minicpm_v(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         UnsupportedConfig: a version of another text model.
     """
+    return _with_text_apart(raw, KEYS_OF_SLICES)
+
+
+def in_keys_of_minicpm_o(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the same of MiniCPM-o, which is 4.5 if no key says the version.
+
+    Raises:
+        UnsupportedConfig: a version of another text model.
+    """
+    version = str(raw.get("version") or "4.5")
+    known = {"audio_pool_step": POOL_STEPS.get(version, 2), **raw, "version": version}
+    return _with_text_apart(known, (*KEYS_OF_SLICES, *KEYS_OF_SPEECH))
+
+
+def _with_text_apart(raw: Mapping[str, Any], beside: tuple[str, ...]) -> Mapping[str, Any]:
     if "text_config" in raw:
         return raw
     version = raw.get("version")
     text_type = TEXTS_BY_VERSION.get(str(version))
     if text_type is None:
         raise UnsupportedConfig(
-            f"config.json: version={short(version)} of MiniCPM-V is not implemented",
+            f"config.json: version={short(version)} of MiniCPM is not implemented",
             hint=f"known are the versions {', '.join(TEXTS_BY_VERSION)}; others are for other text models or encoders",
         )
-    return text_apart(raw, text_type, KEYS_OF_SLICES)
+    return text_apart(raw, text_type, beside)

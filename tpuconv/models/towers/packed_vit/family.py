@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
-from tpuconv.models.common.beside import TEXT_ALONE, VISION, Modality, Projector, ProjectorConfig, Tower
+from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower
+from tpuconv.models.common.encoder_keys import TEXT_ALONE
 from tpuconv.models.towers.qwen_vit.family import PATCH, QwenVitConfig
 from tpuconv.models.towers.qwen_vit.modalities import QWEN3_VISION
 from tpuconv.models.towers.rows import (

@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import TEXT_ALONE, VISION, Modality, Projector, Tower
+from tpuconv.models.common.beside import VISION, Modality, Projector, Tower
+from tpuconv.models.common.encoder_keys import TEXT_ALONE
 from tpuconv.models.towers.llava.family import LLAVA_MATRICES, LlavaConfig
 from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
 from tpuconv.models.towers.rows import DOWN, OUT_OF_HEADS, PATCH_MATRIX, UP, layer_norm, with_bias, without_bias

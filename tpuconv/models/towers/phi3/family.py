@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from tpuconv.errors import ConfigError
-from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower, check_objects
+from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower
+from tpuconv.models.common.encoder_keys import check_objects
 from tpuconv.models.common.key_types import object_of
 from tpuconv.models.common.wrapper import text_apart
 from tpuconv.models.towers.clip.family import CLIP, ClipConfig

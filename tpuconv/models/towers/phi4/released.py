@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tpuconv.models.common.beside import AUDIO, VISION, Modality, in_our_keys
+from tpuconv.models.common.beside import AUDIO, VISION, Modality
+from tpuconv.models.common.encoder_keys import in_our_keys
 from tpuconv.models.common.key_types import object_of
 from tpuconv.models.towers.phi4.family import GATED_ROWS, PHI4_CONFORMER, PHI4_IMAGE_ENDS, PHI4_SOUND_ENDS, PHI4_VIT
 from tpuconv.notation.forms import Forms

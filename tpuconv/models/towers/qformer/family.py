@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.jsonfile import short
-from tpuconv.models.common.beside import TEXT_ALONE, Projector, ProjectorConfig
+from tpuconv.models.common.beside import Projector, ProjectorConfig
+from tpuconv.models.common.encoder_keys import TEXT_ALONE
 from tpuconv.models.common.key_types import has_type, hints_of, object_of
 from tpuconv.models.towers.llava.family import TilesConfig
 from tpuconv.models.towers.llava.modalities import LLAVA_CLIP, LLAVA_SIGLIP

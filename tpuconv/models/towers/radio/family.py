@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
-from tpuconv.models.common.beside import TEXT_ALONE, Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.encoder_keys import TEXT_ALONE
 from tpuconv.models.common.rows import when
 from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
 from tpuconv.models.towers.rows import DOWN, OUT_OF_HEADS, UP, layer_norm, rms_norm, with_bias, without_bias

@@ -4,7 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from tpuconv.models.common.beside import AUDIO, Modality, Projector, ProjectorConfig, Tower, TowerConfig, rope_keys
+from tpuconv.errors import ConfigError
+from tpuconv.models.common.beside import AUDIO, Modality, Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.encoder_keys import rope_keys
 from tpuconv.models.towers.rows import (
     BIASED_MATRIX,
     DOWN,
@@ -18,6 +20,8 @@ from tpuconv.models.towers.rows import (
 )
 from tpuconv.notation.table import Map, under
 
+STEPS_PER_SECOND = 50
+"""The steps of the encoder."""
 WHISPER_MODULES = "tpuconv.models.towers.whisper.modules"
 
 
@@ -153,6 +157,25 @@ MOSS_WHISPER = _whisper("whisper_moss", "MOSS-Transcribe-Diarize", "MossWhisper"
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChunkedWhisperConfig(WhisperConfig):
+    """The keys with the defaults of transformers, which the code of MiniCPM-o has."""
+
+    num_mel_bins: int = 80
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 6
+    intermediate_size: int = 1536
+    hidden_size: int = 384
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.intermediate_size // 4 != self.hidden_size:
+            yield f"encoder_ffn_dim={self.intermediate_size} is not 4 times d_model={self.hidden_size}"
+
+
+CHUNKED_WHISPER = _whisper("whisper_chunked", "MiniCPM-o", "ChunkedWhisper", ChunkedWhisperConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
 class GlmWhisperConfig(JoinedWhisperConfig):
     """The keys of GLM-ASR, whose encoder has rotary positions."""
 
@@ -229,6 +252,33 @@ class FlamingoMlpConfig(SoundMlpConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PooledMlpConfig(SoundMlpConfig):
+    """The same of MiniCPM-o, behind which features are means of `audio_pool_step` steps. Steps see the ones of their
+    chunk of `audio_chunk_length` seconds and of earlier chunks; if that is not positive, all."""
+
+    has_bias: ClassVar[bool] = True
+
+    projector_hidden_act: str = "relu"
+    audio_pool_step: int = 2
+    audio_chunk_length: float = 1.0
+
+    def check(self, tower: Any) -> None:
+        super().check(tower)
+        if self.audio_pool_step < 1:
+            raise ConfigError(f"config.json: audio_pool_step={self.audio_pool_step}")
+
+    @property
+    def joined(self) -> int:
+        """The number of steps of the encoder that one feature is made of."""
+        return self.audio_pool_step
+
+    @property
+    def chunk(self) -> int:
+        """The steps of a chunk; 0 if all steps see each other."""
+        return max(0, int(self.audio_chunk_length * STEPS_PER_SECOND))
+
+
+@dataclass(frozen=True, kw_only=True)
 class MusicMlpConfig(FlamingoMlpConfig):
     """The same of Music Flamingo, before which features turn by the time at which they are."""
 
@@ -282,6 +332,14 @@ def _mlp(config: type[SoundMlpConfig]) -> Projector:
 
 VOXTRAL_MLP, FLAMINGO_MLP, MUSIC_MLP = _mlp(SoundMlpConfig), _mlp(FlamingoMlpConfig), _mlp(MusicMlpConfig)
 GLM_MLP, MOSS_MLP = _mlp(GlmMlpConfig), _mlp(MossMlpConfig)
+POOLED_MLP = Projector(
+    PooledMlpConfig,
+    (
+        *with_bias("linear1", "up", "X W -> W X", "X"),
+        *with_bias("linear2", "down", "O X -> X O", "O"),
+    ),
+    f"{WHISPER_MODULES}:SoundMlp",
+)
 
 
 VOXTRAL_AUDIO = Modality(
@@ -301,5 +359,18 @@ FLAMINGO_AUDIO = replace(VOXTRAL_AUDIO, tower=FLAMINGO_WHISPER, projector=FLAMIN
 MUSIC_AUDIO = replace(FLAMINGO_AUDIO, tower=MUSIC_WHISPER, projector=MUSIC_MLP)
 
 GLM_AUDIO = replace(VOXTRAL_AUDIO, tower=GLM_WHISPER, projector=GLM_MLP, placeholder_id=59260)
+
+SPEECH_AUDIO = Modality(
+    AUDIO,
+    CHUNKED_WHISPER,
+    POOLED_MLP,
+    prefix="apm.",
+    projector_prefix="audio_projection_layer.",
+    placeholder=(),
+    placeholder_token="<unk>",
+    opening_token="<|audio_start|>",
+    config_key="audio_config",
+)
+"""MiniCPM-o."""
 
 MOSS_AUDIO = replace(VOXTRAL_AUDIO, tower=MOSS_WHISPER, projector=MOSS_MLP, placeholder_id=151671)

@@ -28,6 +28,7 @@ from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.convolutions import StridedConvolution
 from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise, padded
+from tpuconv.models.towers.places import bucket
 from tpuconv.models.towers.vit import MLP, Attention, Block
 
 
@@ -67,13 +68,22 @@ class Whisper(FeatureEncoder):
         return Block(
             config,
             lambda: LayerNorm("D", config.sizes, 1e-5, dtype=dtype),
-            Attention(config, bias="qv", rotate=self.rotate, kv=self.kv, dtype=dtype, keys=keys),
+            Attention(
+                config,
+                bias="qv",
+                rotate=self.rotate,
+                kv=self.kv,
+                sees_before=self.sees_before,
+                dtype=dtype,
+                keys=keys,
+            ),
             MLP(config, ACTS_BY_NAME[config.hidden_act], dtype=dtype, keys=keys),
             dtype=dtype,
         )
 
     rotate: ClassVar[Any] = None
     kv: ClassVar[str] = "N"
+    sees_before: ClassVar[bool] = False
 
     def check_length(self, frames: int) -> None:
         """Raises UsageError if spectrograms have another number of frames than the model."""
@@ -150,6 +160,58 @@ class MossWhisper(Whisper):
 
     def counts(self, steps_B: np.ndarray) -> np.ndarray:
         return -(-steps_B // self.per_feature)
+
+
+class ChunkedWhisper(Whisper):
+    """The same of MiniCPM-o, of spectrograms of any length up to the model's: steps see their chunk and earlier ones,
+    and features are means of steps behind the projector. As in the release, silence behind a sound is seen, up to as
+    many steps as the sound has frames."""
+
+    takes = ("audio_features", "audio_feature_lens")
+    sees_before = True
+
+    def example(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        frames = min(150, 2 * self.config.max_source_positions)
+        mel_BMT = noise(rng, 2, self.config.num_mel_bins, frames)
+        return {"audio_features": mel_BMT, "audio_feature_lens": np.array([frames, frames * 2 // 3])}
+
+    def prepare(self, features: Mapping[str, np.ndarray]) -> Prepared:
+        mel_BMT, lengths = given(features, "audio_features", 3), given(features, "audio_feature_lens", 1, 2).reshape(-1)
+        B, _, T = mel_BMT.shape
+        longest = 2 * self.config.max_source_positions
+        if longest < T:
+            raise UsageError(
+                f"audio_features has {T} frames, more than {longest}",
+                hint="cut sounds into pieces, as the processor does",
+            )
+        if len(lengths) != B or lengths.max(initial=0) > T:
+            raise UsageError(f"audio_feature_lens is {lengths.tolist()}, audio_features has {B} sounds of {T} frames")
+        width, steps = min(longest, bucket(T)), (T + 1) // 2
+        counts, at_P = (lengths + 1) // 2 // self.per_feature, np.arange(width // 2)
+        is_key_BP = at_P < np.minimum(lengths, steps)[:, None]
+        chunk_P = at_P // self.config.chunk if self.config.chunk else np.zeros_like(at_P)
+        rows = [row * (width // 2 // self.per_feature) + np.arange(count) for row, count in enumerate(counts)]
+        count = padded_rows(B)
+        arrays = (
+            np.pad(mel_BMT, [(0, count - B), (0, 0), (0, width - T)]),
+            np.arange(width) < T,
+            np.broadcast_to(chunk_P.astype(np.int32), (count, width // 2)),
+            padded(is_key_BP, count, True),
+        )
+        return Prepared(arrays, np.concatenate(rows), counts.tolist())
+
+    def __call__(  # type: ignore[override]
+        self, mel_BMT: jax.Array, is_frame_T: jax.Array, chunk_BP: jax.Array, is_key_BP: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        x_BPD = jnp.swapaxes(mel_BMT, 1, 2).astype(self.convs[0].kernel.dtype)
+        x_BPD = jnp.where(is_frame_T[:, None], gelu(self.convs[0](x_BPD)), 0)
+        x_BPD = gelu(self.convs[1](x_BPD))
+        x_BPD = (x_BPD + self.positions[...][: x_BPD.shape[1]]).astype(x_BPD.dtype)
+        for layer in self.layers:
+            x_BPD = layer(x_BPD, chunk_BP, is_key_BP=is_key_BP)
+        y_BPO, joined = self.projector(self.norm(x_BPD)), self.config.joined
+        B, P, O = y_BPO.shape  # noqa: E741
+        return y_BPO[:, : P // joined * joined].reshape(B, -1, joined, O).mean(axis=2), ()
 
 
 class GlmWhisper(Whisper):
