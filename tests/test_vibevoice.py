@@ -3,8 +3,10 @@
 import re
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import tpuconv
 from helpers.whole_sights import made
@@ -28,6 +30,18 @@ def test_features_of_chunks_are_those_of_whole_sounds(encoder, monkeypatch):
     for chunk in (12, 36, 60):
         monkeypatch.setattr(encoder, "chunk", chunk)
         np.testing.assert_allclose(features(encoder, values)[:21], want, rtol=0, atol=2e-5 * np.abs(want).max())
+
+
+def test_a_long_sound_needs_the_memory_of_a_chunk(encoder, monkeypatch):
+    monkeypatch.setattr(encoder, "chunk", 12 * 256)
+    graph, state = nnx.split(encoder)
+
+    def working_bytes(chunks: int) -> int:
+        samples = jax.ShapeDtypeStruct((1, chunks * 12 * 256), np.float32)
+        compiled = jax.jit(lambda state, x: nnx.merge(graph, state)(x)[0]).lower(state, samples).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert working_bytes(16) < 1.5 * working_bytes(1)
 
 
 def test_lengths_are_few_and_not_much_longer(encoder, monkeypatch):
