@@ -568,8 +568,19 @@ def granite_speech_plus() -> Sight:
     return _granite_speech("granite_speech_plus", 18, (3, 2, 1), cat_hidden_layers=[3, 0, 2])
 
 
-def omniasr_of(samples: list[int], tokens: list[int], *, masked: bool = True, **audio: Any) -> Sight:
-    """Sounds of so many samples, with so many features; the second text has the last one."""
+def with_samples(model: Any, samples: list[int], tokens: list[int], masked: Any) -> Sight:
+    """Sounds of so many samples, with so many features; the second text has the last one. `masked` is the dtype of the
+    mask; None without one."""
+    first, *others, last = ([SOUND] * count for count in tokens)
+    rows = [[5, 9, *first, 3, *(others[0] if others else []), 11, 7], [8, 4, *last, 6]]
+    mask = np.arange(max(samples)) < np.array(samples)[:, None]
+    features = {"input_values": noise(len(samples), 1, max(samples)) * mask[:, None]}
+    if masked is not None:
+        features["padding_mask"] = mask.astype(masked)
+    return Sight(model, rows, features, parts=("audio",))
+
+
+def omniasr_of(samples: list[int], tokens: list[int], masked: Any = np.int64, **audio: Any) -> Sight:
     from transformers import OmniASRConfig, OmniASRForConditionalGeneration
 
     hears = {
@@ -579,13 +590,7 @@ def omniasr_of(samples: list[int], tokens: list[int], *, masked: bool = True, **
     }
     text = {**TEXT, "model_type": "llama"}
     config = OmniASRConfig(audio_config=hears, text_config=text, audio_token_id=SOUND)
-    first, *_, last = ([SOUND] * count for count in tokens)
-    rows = [[5, 9, *first, 3, *([SOUND] * tokens[1] if len(tokens) > 2 else []), 11, 7], [8, 4, *last, 6]]
-    mask = np.arange(max(samples)) < np.array(samples)[:, None]
-    features = {"input_values": noise(len(samples), 1, max(samples)) * mask[:, None]}
-    if masked:
-        features["padding_mask"] = mask.astype(np.int64)
-    return Sight(tiny(OmniASRForConditionalGeneration, config), rows, features, parts=("audio",))
+    return with_samples(tiny(OmniASRForConditionalGeneration, config), samples, tokens, masked)
 
 
 @sight
@@ -598,11 +603,11 @@ def omniasr() -> Sight:
 def omniasr_without_masks() -> Sight:
     """Sounds of one length, without biases of convolutions, and another activation."""
     other = {"conv_bias": False, "hidden_act": "gelu_new", "conv_dim": [8, 8], "conv_kernel": [5, 4]}
-    return omniasr_of([90, 90], [14, 14], masked=False, conv_stride=[2, 3], layer_norm_eps=1e-3, **other)
+    return omniasr_of([90, 90], [14, 14], None, conv_stride=[2, 3], layer_norm_eps=1e-3, **other)
 
 
-def vibevoice_asr_of(samples: list[int], tokens: list[int], *, masked: bool = True, **given: Any) -> Sight:
-    """Sounds of so many samples, 12 a feature, with so many features; the second text has the last one."""
+def vibevoice_asr_of(samples: list[int], tokens: list[int], masked: Any = bool, **given: Any) -> Sight:
+    """12 samples make a feature."""
     from transformers import VibeVoiceAsrConfig, VibeVoiceAsrForConditionalGeneration
 
     hears = {
@@ -617,13 +622,7 @@ def vibevoice_asr_of(samples: list[int], tokens: list[int], *, masked: bool = Tr
         audio_token_id=SOUND,
         **given,
     )
-    first, last = ([SOUND] * tokens[i] for i in (0, -1))
-    rows = [[5, 9, *first, 3, *([SOUND] * tokens[1] if len(tokens) > 2 else []), 11, 7], [8, 4, *last, 6]]
-    mask = np.arange(max(samples)) < np.array(samples)[:, None]
-    features = {"input_values": noise(len(samples), 1, max(samples)) * mask[:, None]}
-    if masked:
-        features["padding_mask"] = mask
-    return Sight(tiny(VibeVoiceAsrForConditionalGeneration, config), rows, features, parts=("audio",))
+    return with_samples(tiny(VibeVoiceAsrForConditionalGeneration, config), samples, tokens, masked)
 
 
 @sight
@@ -635,4 +634,4 @@ def vibevoice_asr() -> Sight:
 @sight
 def vibevoice_asr_of_chunks() -> Sight:
     """Sounds of five chunks, of which the last is not full."""
-    return vibevoice_asr_of([108, 108], [9, 9], masked=False, acoustic_tokenizer_chunk_size=24)
+    return vibevoice_asr_of([108, 108], [9, 9], None, acoustic_tokenizer_chunk_size=24)

@@ -1,6 +1,6 @@
 """The base class of encoders of images and sounds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar
 
@@ -200,6 +200,12 @@ def patches_by_grid(features: Mapping[str, np.ndarray], *dims: int) -> tuple[np.
     if (count := int(grids.prod(axis=1).sum())) != len(patches):
         raise UsageError(f"pixel_values has {len(patches)} patches, image_grid_thw {count}")
     return patches.reshape(len(patches), -1), grids
+
+
+def feature_rows(counts: Iterable[int], width: int) -> np.ndarray:
+    """Returns the numbers of the features that sounds have, where an encoder returns `width` of each. `counts` are how
+    many each sound has."""
+    return np.concatenate([sound * width + np.arange(count) for sound, count in enumerate(counts)])
 
 
 def noise(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm, normal, no
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.convolutions import convolved_channels
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, feature_rows, given, noise
 from tpuconv.models.towers.muse_audio.family import STAGE_BLOCKS, STAGE_MLPS, STAGE_PATCHES, STAGE_WIDTHS
 from tpuconv.models.towers.places import bucket
 
@@ -91,8 +91,7 @@ class MuseAudio(FeatureEncoder):
         counts = np.ceil(mask_BT.sum(axis=1) / each).astype(int)
         width = bucket(T // each, 64)
         fill = [(0, padded_rows(B) - B), (0, width * each - T)]
-        rows = [row * width + np.arange(count) for row, count in enumerate(counts)]
-        return Prepared((np.pad(values_BT, fill),), np.concatenate(rows), counts.tolist())
+        return Prepared((np.pad(values_BT, fill),), feature_rows(counts, width), counts.tolist())
 
     def __call__(self, values_BT: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         x_BTD = values_BT[..., None].astype(self.norm.scale.dtype)

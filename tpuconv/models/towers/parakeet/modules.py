@@ -20,7 +20,7 @@ from tpuconv.models.common.seen import Deep, Prepared
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.conformer.modules import SPEECH_EPS, HalvedMLP, MacaronLayer, SpeechConvolution
 from tpuconv.models.towers.convolutions import SoundEntry
-from tpuconv.models.towers.encoder import FeatureEncoder, given, padded
+from tpuconv.models.towers.encoder import FeatureEncoder, feature_rows, given, padded
 from tpuconv.models.towers.gemma4.audio import random_frames
 from tpuconv.models.towers.places import bucket
 from tpuconv.models.towers.qwen_audio.family import halved
@@ -123,7 +123,7 @@ class Parakeet(FeatureEncoder):
                 np.arange(length) < padded(lengths, rows)[:, None],
                 np.arange(length) < T,
             ),
-            np.concatenate([row * (length // 8) + np.arange(count) for row, count in enumerate(counts)]),
+            feature_rows(counts, length // 8),
             counts.tolist(),
         )
 

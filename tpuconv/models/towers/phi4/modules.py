@@ -22,7 +22,16 @@ from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.conformer.modules import MacaronLayer
 from tpuconv.models.towers.convolutions import SoundEntry, convolved_channels
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, Grids, given, noise, padded, patches_of
+from tpuconv.models.towers.encoder import (
+    ACTS_BY_NAME,
+    FeatureEncoder,
+    Grids,
+    feature_rows,
+    given,
+    noise,
+    padded,
+    patches_of,
+)
 from tpuconv.models.towers.image_encoder import states_of
 from tpuconv.models.towers.places import IntArray, bucket, nearest_taps
 from tpuconv.models.towers.qwen_audio.family import halved
@@ -302,7 +311,7 @@ class Phi4Conformer(FeatureEncoder):
                 padded(extra_BS, rows),
                 np.array([features.get(PIXELS, np.zeros(0)).size > 0]),
             ),
-            np.concatenate([number * slots + np.arange(count) for number, count in enumerate(counts)]),
+            feature_rows(counts, slots),
             counts,
         )
 

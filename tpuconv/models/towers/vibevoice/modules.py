@@ -18,7 +18,7 @@ from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm, normal
 from tpuconv.models.common.seen import Deep, Prepared
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.convolutions import StridedConvolution, convolved_channels
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, SAMPLE_MASK, FeatureEncoder, noise, samples_of
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, SAMPLE_MASK, FeatureEncoder, feature_rows, noise, samples_of
 from tpuconv.models.towers.places import bucket
 from tpuconv.models.towers.vibevoice.family import VOICE_ENCODERS, VoiceEncoderConfig
 
@@ -165,8 +165,7 @@ class VibeVoice(FeatureEncoder):
         counts = -(-lengths // self.samples)
         length = self.padded_length(S // self.samples)
         fill = [(0, padded_rows(B) - B), (0, length - S)]
-        rows = [row * (length // self.samples) + np.arange(count) for row, count in enumerate(counts)]
-        return Prepared((np.pad(values_BS, fill),), np.concatenate(rows), counts.tolist())
+        return Prepared((np.pad(values_BS, fill),), feature_rows(counts, length // self.samples), counts.tolist())
 
     def __call__(self, values_BS: jax.Array) -> tuple[jax.Array, Deep]:
         B, S = values_BS.shape

@@ -16,7 +16,15 @@ from tpuconv.models.common.layers import Einsum, Keys, LayerNorm
 from tpuconv.models.common.seen import Deep, Prepared
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.convolutions import StridedConvolution
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, SAMPLE_MASK, FeatureEncoder, noise, padded, samples_of
+from tpuconv.models.towers.encoder import (
+    ACTS_BY_NAME,
+    SAMPLE_MASK,
+    FeatureEncoder,
+    feature_rows,
+    noise,
+    padded,
+    samples_of,
+)
 from tpuconv.models.towers.places import bucket
 from tpuconv.models.towers.vit import MLP, Attention, Block
 
@@ -90,7 +98,7 @@ class Wav2Vec2(FeatureEncoder):
                 np.pad(samples_BS, [(0, rows - B), (0, length - S)]),
                 np.arange(width) < padded(counts, rows)[:, None],
             ),
-            np.concatenate([row * width + np.arange(count) for row, count in enumerate(counts)]),
+            feature_rows(counts, width),
             counts.tolist(),
         )
 

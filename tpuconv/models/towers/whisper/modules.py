@@ -27,7 +27,7 @@ from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.seen import Prepared
 from tpuconv.models.logits import padded_rows
 from tpuconv.models.towers.convolutions import StridedConvolution
-from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, given, noise, padded
+from tpuconv.models.towers.encoder import ACTS_BY_NAME, FeatureEncoder, feature_rows, given, noise, padded
 from tpuconv.models.towers.places import bucket
 from tpuconv.models.towers.vit import MLP, Attention, Block
 
@@ -114,8 +114,7 @@ class Whisper(FeatureEncoder):
         count = padded_rows(B)
         is_sound_BP = (np.arange(steps) < in_steps[:, None]) | self.sees_silence
         segment_BP = padded(np.where(is_sound_BP, 0, -1).astype(np.int32), count, -1)
-        rows = [row * width + np.arange(number) for row, number in enumerate(counts)]
-        return Prepared((padded(mel_BMT, count), segment_BP), np.concatenate(rows), counts.tolist())
+        return Prepared((padded(mel_BMT, count), segment_BP), feature_rows(counts, width), counts.tolist())
 
     @property
     def per_feature(self) -> int:
@@ -128,21 +127,28 @@ class Whisper(FeatureEncoder):
 
     def embedded(self, x_BPD: jax.Array) -> jax.Array:
         """Returns the first layer's input [B, P, D] of the output of the convolutions."""
-        return (x_BPD + self.positions[...]).astype(x_BPD.dtype)
+        return (x_BPD + self.positions[...][: x_BPD.shape[1]]).astype(x_BPD.dtype)
 
     def angles(self, x_BPD: jax.Array) -> Any:
         """Returns the rotary angles of queries and keys; None without."""
         return None
 
-    def hidden(self, mel_BMT: jax.Array, segment_BP: jax.Array) -> jax.Array:
-        """Returns the output [B, P, D] of the last layer."""
-        x_BPD = jnp.swapaxes(mel_BMT, 1, 2).astype(self.convs[0].kernel.dtype)
-        for conv in self.convs:
-            x_BPD = gelu(conv(x_BPD))
-        x_BPD = self.embedded(x_BPD)
+    def hidden(
+        self,
+        mel_BMT: jax.Array,
+        segment_BP: jax.Array,
+        is_frame_T: jax.Array | None = None,
+        is_key_BP: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns the output [B, P, D] of the last layer. `is_frame_T` is False for frames that pad all spectrograms,
+        `is_key_BP` for steps that none attends to; None for none."""
+        x_BTD = gelu(self.convs[0](jnp.swapaxes(mel_BMT, 1, 2).astype(self.convs[0].kernel.dtype)))
+        if is_frame_T is not None:
+            x_BTD = jnp.where(is_frame_T[:, None], x_BTD, 0)
+        x_BPD = self.embedded(gelu(self.convs[1](x_BTD)))
         angles = self.angles(x_BPD)
         for layer in self.layers:
-            x_BPD = layer(x_BPD, segment_BP, angles)
+            x_BPD = layer(x_BPD, segment_BP, angles, is_key_BP)
         return x_BPD
 
     def __call__(self, mel_BMT: jax.Array, segment_BP: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -190,7 +196,6 @@ class ChunkedWhisper(Whisper):
         counts, at_P = (lengths + 1) // 2 // self.per_feature, np.arange(width // 2)
         is_key_BP = at_P < np.minimum(lengths, steps)[:, None]
         chunk_P = at_P // self.config.chunk if self.config.chunk else np.zeros_like(at_P)
-        rows = [row * (width // 2 // self.per_feature) + np.arange(count) for row, count in enumerate(counts)]
         count = padded_rows(B)
         arrays = (
             np.pad(mel_BMT, [(0, count - B), (0, 0), (0, width - T)]),
@@ -198,20 +203,13 @@ class ChunkedWhisper(Whisper):
             np.broadcast_to(chunk_P.astype(np.int32), (count, width // 2)),
             padded(is_key_BP, count, True),
         )
-        return Prepared(arrays, np.concatenate(rows), counts.tolist())
+        return Prepared(arrays, feature_rows(counts, width // 2 // self.per_feature), counts.tolist())
 
     def __call__(  # type: ignore[override]
         self, mel_BMT: jax.Array, is_frame_T: jax.Array, chunk_BP: jax.Array, is_key_BP: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        x_BPD = jnp.swapaxes(mel_BMT, 1, 2).astype(self.convs[0].kernel.dtype)
-        x_BPD = jnp.where(is_frame_T[:, None], gelu(self.convs[0](x_BPD)), 0)
-        x_BPD = gelu(self.convs[1](x_BPD))
-        x_BPD = (x_BPD + self.positions[...][: x_BPD.shape[1]]).astype(x_BPD.dtype)
-        for layer in self.layers:
-            x_BPD = layer(x_BPD, chunk_BP, is_key_BP=is_key_BP)
-        y_BPO, joined = self.projector(self.norm(x_BPD)), self.config.joined
-        B, P, O = y_BPO.shape  # noqa: E741
-        return y_BPO[:, : P // joined * joined].reshape(B, -1, joined, O).mean(axis=2), ()
+        x_BPD = self.norm(self.hidden(mel_BMT, chunk_BP, is_frame_T, is_key_BP))
+        return means_of_steps(self.projector(x_BPD), self.per_feature), ()
 
 
 class GlmWhisper(Whisper):
@@ -254,9 +252,7 @@ class HalvedWhisper(Whisper):
 
     def halved(self, mel_BMT: jax.Array, segment_BP: jax.Array) -> jax.Array:
         """Returns what the projector reads [B, P / 2, D]."""
-        x_BPD = self.hidden(mel_BMT, segment_BP)
-        B, P, D = x_BPD.shape
-        return self.norm(x_BPD[:, : P // 2 * 2].reshape(B, P // 2, 2, D).mean(axis=2))
+        return self.norm(means_of_steps(self.hidden(mel_BMT, segment_BP), self.per_feature))
 
     def __call__(self, *arrays: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         return self.projector(self.halved(*arrays)), ()
@@ -296,6 +292,12 @@ class MusicWhisper(FlamingoWhisper):
     def __call__(self, *arrays: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         mel_BMT, segment_BP, *turns = arrays
         return self.projector(turned_by_time(self.halved(mel_BMT, segment_BP), *turns)), ()
+
+
+def means_of_steps(x_BPD: jax.Array, count: int) -> jax.Array:
+    """Returns the means of so many steps each [B, P / count, D], without the last steps if these are fewer."""
+    B, P, D = x_BPD.shape
+    return x_BPD[:, : P // count * count].reshape(B, P // count, count, D).mean(axis=2)
 
 
 def turned_by_time(x_BPD: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
