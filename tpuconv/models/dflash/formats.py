@@ -32,6 +32,45 @@ def keys_beside(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {key: raw[key] for key in (*DTYPE_KEYS, *ENCODING_KEYS) if key in raw}
 
 
+def speculators_format(
+    raw: Mapping[str, Any], config: Config, target: str | None, names: tuple[str, str], layers: Any, **others: Any
+) -> dict[str, Any]:
+    """Returns a parsed config.json of a draft in the format of speculators.
+
+    Args:
+        raw: the parsed config.json of the draft.
+        config: the config of the draft.
+        target: the name of the model that it drafts for.
+        names: the architecture and the type of the draft in the format.
+        layers: the keys of its layers.
+        others: further keys.
+
+    Raises:
+        UsageError: config.json of the format names the target, and there is no name.
+        UnsupportedConfig: the format cannot describe the draft.
+    """
+    if config.input_embedding_scale != 1 or config.is_causal is True:
+        raise UnsupportedConfig(
+            "the format of speculators has no drafts with input_embedding_scale or with is_causal=True"
+        )
+    architecture, kind = names
+    return {
+        "architectures": [architecture],
+        SPECULATORS_TYPE: kind,
+        "speculators_version": VERSION,
+        "speculators_config": with_verifier(raw.get("speculators_config"), target, kind, config.drafts),
+        LAYER_CONFIG: layers,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        OF_SPECULATORS: list(config.state_layers),
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": config.is_causal is False,
+        **others,
+        **keys_beside(raw),
+    }
+
+
 def dflash_format(raw: Mapping[str, Any], form: str, target: str | None) -> dict[str, Any]:
     """Returns a parsed config.json in another format; arguments are as of `tpuconv.models.eagle3.formats.in_format`.
 
@@ -45,31 +84,15 @@ def dflash_format(raw: Mapping[str, Any], form: str, target: str | None) -> dict
             "Muse Glimmer's assistant has a format of its own, which vLLM and transformers read",
             hint="leave out `form=`",
         )
-    layers, beside = keys_of_layers(raw), keys_beside(raw)
-    block = {"block_size": config.block_size, "mask_token_id": config.mask_token_id}
+    layers = keys_of_layers(raw)
     if form == SPECULATORS:
-        if config.input_embedding_scale != 1 or config.is_causal is True:
-            raise UnsupportedConfig(
-                "the format of speculators has no drafts with input_embedding_scale or with is_causal=True"
-            )
-        return {
-            "architectures": ["DFlashDraftModel"],
-            SPECULATORS_TYPE: "dflash",
-            "speculators_version": VERSION,
-            "speculators_config": with_verifier(raw.get("speculators_config"), target, "dflash", config.block_size - 1),
-            LAYER_CONFIG: layers,
-            "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-            OF_SPECULATORS: list(config.state_layers),
-            **block,
-            "sample_from_anchor": False,
-            "sliding_window_non_causal": config.is_causal is False,
-            **beside,
-        }
+        return speculators_format(raw, config, target, ("DFlashDraftModel", "dflash"), layers)
     if config.draft_vocab_size not in (None, config.vocab_size) or 0 in config.state_layers:
         raise UnsupportedConfig(
             "z-lab's format has no drafts with a part of the vocabulary, or that read embeddings",
             hint=f'give `form="{SPECULATORS}"`',
         )
+    block = {"block_size": config.block_size, "mask_token_id": config.mask_token_id}
     causal = {} if config.is_causal is None else {"is_causal": config.is_causal}
     scale = {} if config.input_embedding_scale == 1 else {"input_embedding_scale": config.input_embedding_scale}
     states = {OF_MODEL: [layer - 1 for layer in config.state_layers]}
@@ -78,5 +101,5 @@ def dflash_format(raw: Mapping[str, Any], form: str, target: str | None) -> dict
         **layers,
         **causal,
         OWN_CONFIG: {**block, **states, **scale},
-        **beside,
+        **keys_beside(raw),
     }

@@ -26,7 +26,6 @@ declare(
 ONE_GATE, WITH_STATE = "gated", "rnn"
 KINDS_OF_HEADS = ("vanilla", ONE_GATE, WITH_STATE)
 SPARK_CONFIG = "dspark_config"
-TO_DRAFT_VOCAB = "draft_vocab markov_rank -> markov_rank draft_vocab"
 
 
 @family_config

@@ -5,12 +5,10 @@ from typing import Any
 
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.common.config_keys import unnested
-from tpuconv.models.dflash.family import OF_MODEL, OF_SPECULATORS
-from tpuconv.models.dflash.formats import keys_beside, keys_of_layers
+from tpuconv.models.dflash.family import OF_MODEL
+from tpuconv.models.dflash.formats import keys_beside, keys_of_layers, speculators_format
 from tpuconv.models.dspark.family import KINDS_OF_HEADS, SPARK_CONFIG, Config
-from tpuconv.models.eagle3.family import LAYER_CONFIG
-from tpuconv.models.eagle3.formats import SPECULATORS, VERSION, with_verifier
-from tpuconv.models.registry import SPECULATORS_TYPE
+from tpuconv.models.eagle3.formats import SPECULATORS
 
 OF_HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "num_anchors")
 """Keys of the two heads, and of training."""
@@ -24,8 +22,7 @@ def dspark_format(raw: Mapping[str, Any], form: str, target: str | None) -> dict
         UnsupportedConfig: the format cannot describe the draft.
     """
     config, raw = Config.from_hf(raw), unnested(raw, SPARK_CONFIG)
-    layers, beside = keys_of_layers(raw, *OF_HEADS), keys_beside(raw)
-    block = {"block_size": config.block_size, "mask_token_id": config.mask_token_id}
+    layers = keys_of_layers(raw, *OF_HEADS)
     heads = {
         "markov_rank": config.markov_rank,
         "markov_head_type": config.markov_head_type or KINDS_OF_HEADS[0],
@@ -33,29 +30,14 @@ def dspark_format(raw: Mapping[str, Any], form: str, target: str | None) -> dict
         "confidence_head_with_markov": config.confidence_head_with_markov,
     }
     if form == SPECULATORS:
-        if config.input_embedding_scale != 1 or config.is_causal is True:
-            raise UnsupportedConfig(
-                "the format of speculators has no drafts with input_embedding_scale or with is_causal=True"
-            )
-        return {
-            "architectures": ["DSparkDraftModel"],
-            SPECULATORS_TYPE: "dspark",
-            "speculators_version": VERSION,
-            "speculators_config": with_verifier(raw.get("speculators_config"), target, "dspark", config.drafts),
-            LAYER_CONFIG: layers,
-            "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-            OF_SPECULATORS: list(config.state_layers),
-            **block,
-            "sample_from_anchor": config.sample_from_anchor,
-            "sliding_window_non_causal": config.is_causal is False,
-            **heads,
-            **beside,
-        }
+        heads["sample_from_anchor"] = config.sample_from_anchor
+        return speculators_format(raw, config, target, ("DSparkDraftModel", "dspark"), layers, **heads)
     if config.draft_vocab_size not in (None, config.vocab_size) or not config.sample_from_anchor:
         raise UnsupportedConfig(
             "DeepSpec's format has no drafts with a part of the vocabulary, or whose last token drafts none",
             hint=f'give `form="{SPECULATORS}"`',
         )
+    block = {"block_size": config.block_size, "mask_token_id": config.mask_token_id}
     causal = {} if config.is_causal is None else {"is_causal": config.is_causal}
     states = {OF_MODEL: [layer - 1 for layer in config.state_layers]}
-    return {"architectures": ["Qwen3DSparkModel"], **layers, **causal, **block, **states, **heads, **beside}
+    return {"architectures": ["Qwen3DSparkModel"], **layers, **causal, **block, **states, **heads, **keys_beside(raw)}
