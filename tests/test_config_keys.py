@@ -61,6 +61,8 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
             else:
                 unknown.add(model_type)
     assert unknown == {
+        "Keye",
+        "KeyeVL1_5",
         "PanguEmbedded",
         "TeleFLM",
         "alice_ai",

@@ -384,6 +384,47 @@ NVLM: Mapping[str, Any] = {
         "qkv_bias": False,
     },
 }
+KEYE: Mapping[str, Any] = {
+    "architectures": ["KeyeForConditionalGeneration"],
+    "model_type": "Keye",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "modeling_keye.KeyeForConditionalGeneration"},
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "image_token_id": 151655,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "video_token_id": 151656,
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 384,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "tokens_per_second": 2,
+    },
+    "vision_end_token_id": 151653,
+    "vision_start_token_id": 151652,
+    "vocab_size": 151936,
+}
 RELEASES: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "opencua": (OPENCUA, "8.3"),
     "NVLM_D": (NVLM, "79.4"),
@@ -391,6 +432,8 @@ RELEASES: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "step_robotics": (STEP3_10B, "10.2"),
     "step3p5v": (STEP5, "600.5"),
     "ovis2_5": (OVIS25, "9.2"),
+    "Keye": (KEYE, "8.6"),
+    "KeyeVL1_5": (KEYE | {"architectures": ["KeyeVL1_5ForConditionalGeneration"], "model_type": "KeyeVL1_5"}, "8.6"),
     "phi3_v": (PHI3_V, "4.1"),
     "dots_ocr": (DOTS, "3.0"),
     "minicpmv": (MINICPM_V, "8.1"),
@@ -438,6 +481,7 @@ def test_a_release_has_its_size(name: str) -> None:
         ("step3_vl", {"understand_projector_stride": 0}, "understand_projector_stride=0 of 52 x 52 patches"),
         ("step_robotics", {"vision_config": {"use_cls_token": True}}, "use_cls_token=True of an encoder"),
         ("step_robotics", {"vision_config": {"use_rope2d": False}}, "use_rope2d=False of an encoder"),
+        ("Keye", {"use_sliding_window": True}, "use_sliding_window=True is not implemented"),
         ("ovis2_5", {"vit_config": {"use_rope": False}}, "use_rope=False of an encoder is not implemented"),
         ("ovis2_5", {"vit_config": {"fullatt_block_indexes": "0|1"}}, "fullatt_block_indexes='0|1' of an encoder"),
         ("ovis2_5", {"vit_config": [1]}, r"vit_config=\[1\] is not an object"),
@@ -537,6 +581,32 @@ def test_prompts_without_a_processor_are_refused(name: str, tmp_path: Path) -> N
         Preparer(tmp_path, None).prepared("Read it.", [Image.new("RGB", (84, 140))])
 
 
+def random_image(height: int, width: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("name", ["Keye", "KeyeVL1_5"])
+def test_prompts_of_keye(name: str, tmp_path: Path) -> None:
+    """Its processor has the name of SigLIP's, and returns patches of images of any size row by row."""
+    settings = {
+        **{"image_processor_type": "SiglipImageProcessor", "processor_class": "KeyeProcessor", "resample": 3},
+        **{"auto_map": {"AutoImageProcessor": "image_processing_keye.SiglipImageProcessor"}, "do_convert_rgb": True},
+        **{"min_pixels": 3136, "max_pixels": 1003520, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
+        **{"patch_size": 14, "temporal_patch_size": 1, "merge_size": 2, "do_normalize": True, "do_rescale": True},
+    }
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps(RELEASES[name][0]))
+    image = random_image(84, 140)
+    found = Preparer(tmp_path, None).prepared("Read it.", [image])
+    assert found.text == "<|vision_start|>" + "<|image_pad|>" * 15 + "<|vision_end|>Read it."
+    assert found.features["image_grid_thw"].tolist() == [[1, 6, 10]]
+    pixels = np.asarray(image) / 127.5 - 1
+    second_row = found.features["pixel_values"][10]
+    np.testing.assert_allclose(second_row, pixels[14:28, :14].transpose(2, 0, 1), atol=1e-5)
+    larger = Preparer(tmp_path, None).prepared("", [random_image(1400, 2000)]).features["image_grid_thw"]
+    assert larger.tolist() == [[1, 58, 84]]  # at most 1003520 pixels: not those of PaddleOCR-VL's own settings
+
+
 def test_prompts_of_dots_ocr(tmp_path: Path) -> None:
     """Its processor is Qwen2-VL's with other tokens, and patches are of one frame."""
     size = {"min_pixels": 3136, "max_pixels": 11289600}
@@ -546,7 +616,7 @@ def test_prompts_of_dots_ocr(tmp_path: Path) -> None:
     }
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     (tmp_path / "config.json").write_text(json.dumps(DOTS))
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (84, 140, 3), dtype=np.uint8))
+    image = random_image(84, 140)
     found = Preparer(tmp_path, None).prepared("Read it.", [image])
     assert found.text == "<|img|>" + "<|imgpad|>" * 15 + "<|endofimg|>Read it."
     assert found.features["image_grid_thw"].tolist() == [[1, 6, 10]]

@@ -155,9 +155,7 @@ class Case:
             config = AutoConfig.for_model("gemma3n", text_config=sizes, tie_word_embeddings=tied, **beside)
             vars(config)["vision_config"] = AutoConfig.for_model("siglip_vision_model", **vision)
             return config
-        return AutoConfig.for_model(
-            self.model_type, text_config=sizes, vision_config=vision, tie_word_embeddings=tied, **beside
-        )
+        return config_of(self.model_type, text_config=sizes, vision_config=vision, tie_word_embeddings=tied, **beside)
 
     def __str__(self) -> str:
         return self.id

@@ -149,6 +149,8 @@ OF_OTHER_TYPES = (
     "mimo_v2",
     "ovis2_5",
     "opencua",
+    "keye_vl",
+    "keye_vl_1_5",
     *MINICPM_V,
     *MINICPM_O,
 )

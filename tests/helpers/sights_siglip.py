@@ -1,6 +1,8 @@
 """SigLIP and SigLIP 2 with other projectors."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,17 +68,47 @@ def lfm2_vl_without_norm() -> Sight:
 GRIDS = np.array([(1, 4, 10), (1, 6, 2), (1, 8, 6)])
 
 
-@sight
-def paddleocr_vl() -> Sight:
-    from transformers import AutoConfig, AutoModelForMultimodalLM
-
+def paddle(of_model: Any, of_config: Any) -> Sight:
     vision = {key: value for key, value in SIGLIP_VISION.items() if key not in ("model_type", "vision_use_head")}
     vision |= {"hidden_size": 24, "num_attention_heads": 2, "image_size": 20}
     tokens = {"image_token_id": IMAGE, "video_token_id": 92, "vision_start_token_id": 93, "vision_end_token_id": 94}
-    config = AutoConfig.for_model("paddleocr_vl", text_config=wide(2, 3, 3), vision_config=vision, **tokens)
+    config = of_config(text_config=wide(2, 3, 3), vision_config=vision, **tokens)
     rows = [[5, *with_images(10, 3), 7], [8, 4, *with_images(12), 6]]
     features = {"pixel_values": noise(100, 3, 4, 4), "image_grid_thw": GRIDS}
-    return Sight(tiny(AutoModelForMultimodalLM, config), rows, features, {"mm_token_type_ids": {IMAGE: 1}})
+    return Sight(tiny(of_model, config), rows, features, {"mm_token_type_ids": {IMAGE: 1}})
+
+
+@sight
+def paddleocr_vl() -> Sight:
+    from transformers import PaddleOCRVLConfig, PaddleOCRVLForConditionalGeneration
+
+    return paddle(PaddleOCRVLForConditionalGeneration, PaddleOCRVLConfig)
+
+
+def of_keye(folder: Path) -> None:
+    """Writes the config.json of Keye-VL, whose keys of the text model are at the root."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    text = raw.pop("text_config")
+    rope = text.pop("rope_parameters")
+    turned = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {**rope, "type": "default"}}
+    path.write_text(json.dumps({**text, **turned, **raw}))
+
+
+@sight
+def keye_vl() -> Sight:
+    from helpers.released_code.keye import KeyeConfig, KeyeForConditionalGeneration
+
+    case = paddle(KeyeForConditionalGeneration, KeyeConfig)
+    return replace(case, as_released=of_keye)
+
+
+@sight
+def keye_vl_1_5() -> Sight:
+    from helpers.released_code.keye import KeyeVL1_5Config, KeyeVL1_5ForConditionalGeneration
+
+    case = paddle(KeyeVL1_5ForConditionalGeneration, KeyeVL1_5Config)
+    return replace(case, as_released=of_keye)
 
 
 @sight

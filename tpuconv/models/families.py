@@ -171,6 +171,8 @@ FAMILIES: Mapping[str, str] = {
     "qwen4_exp": "lineages.multimodal",
     "glm_ocr": "lineages.glm",
     "paddleocr_vl": "lineages.ernie",
+    "Keye": "lineages.qwen",
+    "KeyeVL1_5": "lineages.qwen",
     "hunyuan_vl": "lineages.hunyuan",
     "granite_docling": "lineages.granite",
     "granite4_vision": "lineages.granite",

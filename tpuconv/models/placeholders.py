@@ -203,6 +203,7 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
             *("qwen3_omni_moe", "exaone4_5", "hyperclovax_vision_v2", "video_llama_3", "cosmos3_edge", "mimo_v2"),
         )
     },
+    **{(name, IMAGE): replace(QWEN_IMAGE, processor="PaddleOCRVLImageProcessorPil") for name in ("Keye", "KeyeVL1_5")},
     ("qwen2_5_omni", IMAGE): Placeholder(
         by_grid, {"image_token": "<|IMAGE|>"}, frame=("<|vision_bos|>", "<|vision_eos|>")
     ),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from tpuconv.models.common.config import DecoderConfig
@@ -35,6 +36,7 @@ from tpuconv.models.towers.qwen_vit.modalities import (
     QWEN25_OMNI_VISION,
     QWEN25_VISION,
 )
+from tpuconv.models.towers.siglip2.family import KEYE15_VISION, KEYE_VISION
 from tpuconv.notation.spelling import aliases
 from tpuconv.notation.table import Map, MappingTable, under
 
@@ -251,6 +253,23 @@ QWEN3_VL = wrapper(
     interleaved=True,
     default_sections=(24, 20, 20),
     modalities=(QWEN3_VISION,),
+)
+
+LIKE_KEYE = partial(
+    wrapper,
+    text=QWEN3,
+    mixins=(MropeConfig,),
+    prefix="model.",
+    flat=True,
+    only=WITHOUT_WINDOW,
+    default_sections=(16, 24, 24),
+)
+KEYE = LIKE_KEYE("Keye", "Keye-VL, with code of its own", "KeyeForConditionalGeneration", modalities=(KEYE_VISION,))
+KEYEVL1_5 = LIKE_KEYE(
+    "KeyeVL1_5",
+    "Keye-VL 1.5, with code of its own",
+    "KeyeVL1_5ForConditionalGeneration",
+    modalities=(KEYE15_VISION,),
 )
 
 QWEN3_OMNI_MOE = wrapper(

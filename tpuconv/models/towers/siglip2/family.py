@@ -1,6 +1,6 @@
 """SigLIP 2 and other kin of SigLIP for images of any size, and their projectors: configs and tables."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tpuconv.models.common.beside import VISION, Modality, Projector, ProjectorConfig, Tower
@@ -73,7 +73,7 @@ BLOCK_MATRICES = Projector(
 
 @dataclass(frozen=True, kw_only=True)
 class PaddleVitConfig(ImageConfig):
-    """The keys of PaddleOCR-VL."""
+    """The keys of PaddleOCR-VL and Keye-VL."""
 
     vision_use_head: ClassVar[bool] = False
 
@@ -93,7 +93,7 @@ class PaddleVitConfig(ImageConfig):
 
 PADDLE_VIT = Tower(
     "paddle_vit",
-    "PaddleOCR-VL",
+    "PaddleOCR-VL, Keye-VL",
     PaddleVitConfig,
     (
         *with_bias("embeddings.patch_embedding", "patch", PATCH_MATRIX, "D"),
@@ -113,16 +113,30 @@ class PaddleBlocksConfig(ProjectorConfig):
         return {"O": self.out, "W": tower.sizes["M"]}
 
 
+_MATRICES = (*with_bias("linear_1", "up", "W M -> M W", "W"), *with_bias("linear_2", "down", "O W -> W O", "O"))
+
 PADDLE_MATRICES = Projector(
-    PaddleBlocksConfig,
-    (
-        *layer_norm("pre_norm", "norm"),
-        *with_bias("linear_1", "up", "W M -> M W", "W"),
-        *with_bias("linear_2", "down", "O W -> W O", "O"),
-    ),
-    f"{SIGLIP2_MODULES}:PaddleMatrices",
+    PaddleBlocksConfig, (*layer_norm("pre_norm", "norm"), *_MATRICES), f"{SIGLIP2_MODULES}:PaddleMatrices"
 )
 """A norm of each patch, then patches are joined, and two matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyeBlocksConfig(PaddleBlocksConfig):
+    """The projector of Keye-VL 1.5, with the facts that LFM2-VL's has as keys."""
+
+    projector_hidden_act: ClassVar[str] = "gelu"
+    projector_bias: ClassVar[bool] = True
+    projector_use_layernorm: ClassVar[bool] = True
+
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        return {**super().sizes(tower), "M": tower.sizes["M"]}
+
+
+KEYE_MATRICES = Projector(
+    KeyeBlocksConfig, (*layer_norm("pre_norm", "norm", "M"), *_MATRICES), f"{SIGLIP2_MODULES}:BlockMatrices"
+)
+"""Patches are joined, and a norm and two matrices follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +189,11 @@ PADDLE_VISION = Modality(
     unused=("head.*", "embeddings.packing_position_embedding.*"),
 )
 """PaddleOCR-VL."""
+
+KEYE_VISION = replace(PADDLE_VISION, placeholder_id=151655)
+"""Keye-VL."""
+KEYE15_VISION = replace(KEYE_VISION, projector=KEYE_MATRICES)
+"""Keye-VL 1.5."""
 
 VIDEO_LLAMA3_VISION = Modality(
     VISION,
