@@ -75,6 +75,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "deepseek_v41",
         "deepseek_v41_text",
         "domynedge",
+        "grok",
         "internlm2",
         "iquestloopcoder",
         "k2_horizon",

@@ -35,6 +35,7 @@ from helpers.drafts import WITH_MODULE, save_with_drafts
 from helpers.encoded import ENCODINGS, GPT_OSS, fp8, fp8_channel, gptq, int4_asymmetric, mxfp4, write_encoded
 from helpers.families import BY_ID, CASES, FIRST, VISION
 from helpers.joined import joined
+from helpers.ranks import write_ranked
 from helpers.sights import SIGHTS
 from tpuconv import api, direct, needed
 from tpuconv.api.quantizers import quantizer_by
@@ -157,6 +158,7 @@ def test_on_a_mesh_each_device_has_its_shards(meshes, hf, tmp_path):
         (plain, {"scan_layers": True}),
         (plain, {"quantize": "int8_weight_only"}),
         (hf(BY_ID["qwen3_moe-few-experts"], "bfloat16"), {}),
+        (write_ranked(hf(BY_ID["grok-plain"]), tmp_path / "ranked"), {}),
     ]
     cases = []
     for number, (source, options) in enumerate(forms):

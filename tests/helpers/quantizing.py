@@ -170,7 +170,7 @@ EVEN = {
         for name in ("inkling2_loop_text", "inkling2_loop")
     },
     "qwen2_moe": {"num_attention_heads": 2, **SHARED},
-    **{name: {"head_dim": 32, "moe_intermediate_size": 64} for name in ("qwen3_moe", "qwen3_omni_moe")},
+    **{name: {"head_dim": 32, "moe_intermediate_size": 64} for name in ("qwen3_moe", "qwen3_omni_moe", "grok")},
     "step3_text": {
         **{"head_dim": 32, "share_q_dim": 32, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
     },

@@ -139,8 +139,8 @@ class Family:
         return self.release_reader(returns, config.parts).read(names, config)
 
     def table_of(self, release: Release, config: DecoderConfig, returns: str = LOGITS) -> MappingTable:
-        """Returns the table of a release that a manifest describes."""
-        return self.release_reader(returns, config.parts).release_table(release, config)
+        """Returns the table of a release that a manifest describes, with its tensors as a whole."""
+        return self.release_reader(returns, config.parts).release_table(release.whole(), config)
 
     def in_targets(self, model_type: str) -> tuple[str, str]:
         """Returns the family and the model type by which tables of targets have the models of a model type."""

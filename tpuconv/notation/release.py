@@ -6,6 +6,11 @@ from typing import Any
 
 from tpuconv.notation.segments import undressed
 
+RANK_MARK = ".rank."
+"""Stands between the name of a tensor and the number of the rank that has a piece of it."""
+IN_PIECES = "pieces"
+"""The form of tensors that a release has in pieces."""
+
 
 @dataclass(frozen=True)
 class Release:
@@ -32,6 +37,17 @@ class Release:
             ours: {undressed(name): layers for name, layers in theirs.items()} for ours, theirs in self.apart.items()
         }
         return replace(self, spelling=spelling, apart=apart)
+
+    def whole(self) -> "Release":
+        """Returns the same with tensors as a whole that the release has in pieces: nothing else reads these."""
+        forms = {
+            place: form
+            if isinstance(form, str)
+            else {name: layers for name, layers in form.items() if name != IN_PIECES}
+            for place, form in self.forms.items()
+            if form != IN_PIECES
+        }
+        return replace(self, forms=forms)
 
 
 AS_TABLED = Release()

@@ -13,6 +13,7 @@ from tpuconv.location import Location
 from tpuconv.names import MANIFEST, collapse
 from tpuconv.sources.config import read_json
 from tpuconv.sources.files import ADAPTER_CONFIG, INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
+from tpuconv.sources.ranks import ranked_files
 from tpuconv.storage.places import is_there, names_in
 from tpuconv.text import format_count, plain
 
@@ -26,12 +27,15 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None, Mapp
 
     Raises:
         UsageError: the folder holds no safetensors.
-        SourceError: the folder cannot be listed, the index is missing or broken, or shards that it names are missing.
+        SourceError: the folder cannot be listed, the index is missing or broken, or shards that it names are missing;
+            or files of ranks are (`tpuconv.sources.ranks`).
     """
     try:
         names = set(names_in(folder))  # once: an index may name very many files
     except OSError as e:
         raise SourceError(f"{folder} cannot be read: {e.strerror}") from None
+    if ranked := ranked_files(names):
+        return ranked, None, {}
     weight_map, metadata = _read_index_file(folder / INDEX_FILE) if INDEX_FILE in names else (None, {})
     if SINGLE_FILE in names and is_alone(weight_map):
         return [SINGLE_FILE], None, {}
@@ -173,7 +177,10 @@ def _read_index_file(index: Location) -> tuple[dict[str, str], Mapping[str, Any]
 
 
 def shard_names(folder: Location) -> set[str]:
-    """Returns the names of the shards in a folder, by its index if there is one and no single file."""
+    """Returns the names of the shards in a folder, by its index if there is one and no single file, nor files of
+    ranks."""
+    if ranked := ranked_files(names_in(folder)):
+        return set(ranked)
     weight_map = read_weight_map(folder / INDEX_FILE) if is_there(folder / INDEX_FILE) else None
     if weight_map is None or (is_there(folder / SINGLE_FILE) and is_alone(weight_map)):
         return {SINGLE_FILE}

@@ -23,6 +23,7 @@ from tpuconv.sources.download import DownloadProgress, Meter, fetch_file, first_
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES, INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
 from tpuconv.sources.hub_errors import is_unreachable, raise_unreachable
 from tpuconv.sources.index import describe_missing, is_alone, other_kind, read_weight_map, shard_names
+from tpuconv.sources.ranks import ranked_files
 from tpuconv.sources.remote import HubShard
 from tpuconv.text import format_size
 
@@ -220,7 +221,7 @@ class Repository:
             part.replace(ref)
 
     def _check_weights(self, files: dict[str, HubFile]) -> None:
-        if INDEX_FILE in files or SINGLE_FILE in files:
+        if INDEX_FILE in files or SINGLE_FILE in files or ranked_files(files):
             return
         weights = sorted(name for name in files if name.endswith(".safetensors"))
         if weights:
@@ -249,6 +250,8 @@ class Repository:
         )
 
     def _shards(self, commit: str, files: dict[str, HubFile]) -> list[HubFile]:
+        if ranked := ranked_files(files):
+            return [files[name] for name in ranked]
         weight_map = read_weight_map(self.snapshot(commit) / INDEX_FILE) if INDEX_FILE in files else {}
         if SINGLE_FILE in files and is_alone(weight_map):
             return [files[SINGLE_FILE]]
@@ -374,6 +377,8 @@ class Repository:
         return Resolved(snapshot, self.repo, commit, promised, tuple(unproved))
 
     def _needed(self, snapshot: Path) -> list[str]:
+        if ranked := ranked_files([path.name for path in snapshot.glob("*.safetensors")]):
+            return ["config.json", *ranked]
         if (snapshot / INDEX_FILE).exists() and shard_names(snapshot) != {SINGLE_FILE}:
             return ["config.json", INDEX_FILE, *sorted(set(read_weight_map(snapshot / INDEX_FILE).values()))]
         if any(snapshot.glob("*-of-*.safetensors")):

@@ -32,6 +32,7 @@ MODELS: Mapping[str, str] = {
     "nemotron_h_puzzle": "nemotron_puzzle:NemotronHPuzzleForCausalLM",
     "step4": "step_preview:Step4ForCausalLM",
     "xing4_0": "xing:Xing4_0ForCausalLM",
+    "grok": "grok:GrokForCausalLM",
     "Keye": "keye:KeyeForConditionalGeneration",
     "KeyeVL1_5": "keye:KeyeVL1_5ForConditionalGeneration",
     "nemotron-nas": "nemotron_nas:DeciLMForCausalLM",

@@ -226,7 +226,7 @@ def relu2(x: jax.Array) -> jax.Array:
     return jnp.square(nnx.relu(x))
 
 
-def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
+def soft_capped(x: jax.Array, cap: jax.Array | float | None) -> jax.Array:
     """Returns x, limited to between -cap and cap by a tanh; unchanged without a cap."""
     return x if cap is None else jnp.tanh(x / cap) * cap
 
@@ -332,14 +332,14 @@ def attention(
     kv: KV,
     visible_BTS: jax.Array,
     *,
-    scale: float | None = None,
-    cap: float | None = None,
+    scale: jax.Array | float | None = None,
+    cap: jax.Array | float | None = None,
     bias_BNTS: jax.Array | None = None,
 ) -> jax.Array:
     """Returns softmax attention [B, T, N, H]. G = N/K query heads share a key-value head (arXiv:2305.13245), which is
     not repeated in memory. `visible_BTS` is the mask. The products of queries and keys are multiplied by `scale`, by
-    default H^-0.5, and limited by a soft `cap`; then `bias_BNTS` is added, which may have one
-    row for all tokens T."""
+    default H^-0.5, and limited by a soft `cap`, both perhaps of each query [B, 1, 1, T, 1]; then `bias_BNTS` is added,
+    which may have one row for all tokens T."""
     B, T, N, H = q_BTNH.shape
     K = kv.k_BSKH.shape[2]
     q_BTKGH = placed(q_BTNH.reshape(B, T, K, N // K, H), "B T K G H", rules_for(kv))
