@@ -92,6 +92,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "nemotron_h_puzzle",
         "orion",
         "pangu_ultra_moe",
+        "qwen",
         "param2moe",
         "plamo3",
         "rnj1",

@@ -1631,3 +1631,51 @@ def test_what_naive_n05_flash_does_not_have_is_refused(wrong: dict[str, Any], er
     with pytest.raises(error) as found:
         find_family(NAIVE_N05).check_config(NAIVE_N05 | wrong)
     assert next(iter(wrong)) in str(found.value)
+
+
+QWEN_7B = {
+    "architectures": ["QWenLMHeadModel"],
+    "model_type": "qwen",
+    "attn_dropout_prob": 0.0,
+    "auto_map": {"AutoConfig": "configuration_qwen.QWenConfig"},
+    "bf16": False,
+    "emb_dropout_prob": 0.0,
+    "fp16": False,
+    "fp32": False,
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 22016,
+    "kv_channels": 128,
+    "layer_norm_epsilon": 1e-06,
+    "max_position_embeddings": 32768,
+    "no_bias": True,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "onnx_safe": None,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 1.0,
+    "scale_attn_weights": True,
+    "seq_length": 8192,
+    "softmax_in_fp32": False,
+    "tie_word_embeddings": False,
+    "tokenizer_class": "QWenTokenizer",
+    "use_cache": True,
+    "use_cache_kernel": False,
+    "use_cache_quantization": False,
+    "use_dynamic_ntk": True,
+    "use_flash_attn": "auto",
+    "use_logn_attn": True,
+    "vocab_size": 151936,
+}
+
+
+def test_the_first_qwen_is_read_as_released() -> None:
+    family = find_family(QWEN_7B)
+    report = family.check_config(QWEN_7B)
+    assert parameters(family, report.config) == pytest.approx(7.72e9, rel=1e-3)
+    assert (report.config.position_limit, report.config.sizes["F"]) == (8192, 11008)
+    assert not report.ignored
+    with pytest.raises(ConfigError, match="intermediate_size=22015"):
+        family.check_config(QWEN_7B | {"intermediate_size": 22015})
+    with pytest.raises(UnsupportedConfig, match=r"rotary_pct=0\.5 is not implemented"):
+        family.check_config(QWEN_7B | {"rotary_pct": 0.5})

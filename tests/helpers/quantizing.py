@@ -169,6 +169,7 @@ EVEN = {
         name: {"head_dim": 32, "swa_head_dim": 32, "d_rel": 32, "moe_intermediate_size": 64, "loop_gate_rank": 32}
         for name in ("inkling2_loop_text", "inkling2_loop")
     },
+    "qwen": {"kv_channels": 32, "intermediate_size": 192},
     "qwen2_moe": {"num_attention_heads": 2, **SHARED},
     **{name: {"head_dim": 32, "moe_intermediate_size": 64} for name in ("qwen3_moe", "qwen3_omni_moe", "grok")},
     "step3_text": {

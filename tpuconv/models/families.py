@@ -106,6 +106,7 @@ FAMILIES: Mapping[str, str] = {
     "internlm2": "lineages.llama",
     "mimo": "lineages.qwen",
     "grok": "lineages.grok",
+    "qwen": "lineages.qwen1",
     "longcat_flash": "longcat_flash.family",
     "longcat_flash_ngram": "longcat_flash_ngram.family",
     "gpt_neox": "lineages.gpt",

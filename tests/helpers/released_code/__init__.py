@@ -33,6 +33,7 @@ MODELS: Mapping[str, str] = {
     "step4": "step_preview:Step4ForCausalLM",
     "xing4_0": "xing:Xing4_0ForCausalLM",
     "grok": "grok:GrokForCausalLM",
+    "qwen": "qwen1:QWenLMHeadModel",
     "Keye": "keye:KeyeForConditionalGeneration",
     "KeyeVL1_5": "keye:KeyeVL1_5ForConditionalGeneration",
     "nemotron-nas": "nemotron_nas:DeciLMForCausalLM",

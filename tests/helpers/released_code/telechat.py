@@ -109,11 +109,13 @@ class Model(LlamaModel):
     """Llama's modules under other names."""
 
     named: ClassVar = {"embed_tokens": "word_embeddings", "layers": "h", "norm": "ln_f"}
+    layer: ClassVar = Layer
+    rotation: ClassVar = Rotation
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.layers = nn.ModuleList(Layer(config, number) for number in range(config.num_hidden_layers))
-        self.rotary_emb = Rotation(config)
+        self.layers = nn.ModuleList(self.layer(config, number) for number in range(config.num_hidden_layers))
+        self.rotary_emb = self.rotation(config)
         for old, new in self.named.items():
             self._modules[new] = self._modules.pop(old)
 
@@ -125,10 +127,11 @@ class TeleChat2ForCausalLM(LlamaForCausalLM):
     config_class: ClassVar = TelechatConfig
     base_model_prefix = "transformer"
     _tied_weights_keys: ClassVar = {"lm_head.weight": "transformer.word_embeddings.weight"}
+    model_type: ClassVar = Model
 
     def __init__(self, config: Any) -> None:
         super(LlamaForCausalLM, self).__init__(config)
-        self.transformer, self.vocab_size = Model(config), config.vocab_size
+        self.transformer, self.vocab_size = self.model_type(config), config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
