@@ -56,9 +56,23 @@ OF_NO_IMAGE = (("inkling", "vision"), ("inkling_of_many_layers", "vision"))
 """Parts whose features do not say of which image they are."""
 
 OF_NO_TYPE = {
-    **{name: name for name in ("kimi_k3", "kimi_vl", "dots_ocr", "phi3_v", "mimo_v2", "ovis2_5", "opencua")},
+    **{
+        name: name
+        for name in (
+            "kimi_k3",
+            "kimi_vl",
+            "dots_ocr",
+            "phi3_v",
+            "mimo_v2",
+            "ovis2_5",
+            "ovis2_6",
+            "ovis2_6_moe",
+            "opencua",
+        )
+    },
     **{name: name for name in ("step3_vl", "step_robotics", "step3p5v")},
     **{"nvlm_d": "NVLM_D", "keye_vl": "Keye", "keye_vl_1_5": "KeyeVL1_5"},
+    "nemotron_nano_vl": "NemotronH_Nano_VL_V2",
     **dict.fromkeys(MINICPM_V, "minicpmv"),
     **dict.fromkeys(MINICPM_O, "minicpmo"),
 }

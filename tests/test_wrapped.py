@@ -34,7 +34,7 @@ OF_OTHER_SIZES = {"aya_vision"}
 """Transformers refuses its own default sizes of what sees."""
 WITH_TIMM = {"perception_lm", "fast_vlm"}
 """What sees needs the package timm in transformers: the names are those of the rows, and the text model is alone."""
-UNKNOWN_TO_TRANSFORMERS = ("opencua", "step3_vl", "step_robotics", "step3p5v")
+UNKNOWN_TO_TRANSFORMERS = ("interns1", "opencua", "step3_vl", "step_robotics", "step3p5v")
 """Types of releases with code of their own, whose keys are as transformers would have them."""
 ROWS = [each for each in WRAPPERS.values() if each.in_keys is None and each.model_type not in UNKNOWN_TO_TRANSFORMERS]
 """Without the ones whose code is in their releases alone."""

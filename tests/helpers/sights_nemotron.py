@@ -1,10 +1,15 @@
 """Tiny models of Nemotron Omni."""
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
+from helpers.checkpoints import read_tensors
 from helpers.sights import IMAGE, SOUND, TEXT, Sight, noise, sight, tiny
 
 NO_KEYS: Mapping[str, Any] = {}
@@ -118,3 +123,25 @@ def nemotron_h_omni_of_other_layers() -> Sight:
 def nemotron_h_omni_of_images() -> Sight:
     """Without an encoder of sounds."""
     return nemotron([[5, *[IMAGE] * 4, 7, 9], [8, *[IMAGE] * 6, 3]], images(48, (2, 8), (6, 4)), audio=None)
+
+
+def of_nano_vl(folder: Path) -> None:
+    """Writes the config.json of Nemotron Nano VL, whose keys differ from transformers', and leaves out the matrix of
+    several frames."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    frames = "video_temporal_patch_size"
+    del raw["audio_config"], raw["audio_token_id"], raw[frames], raw["vision_config"][frames]
+    renamed = {"text_config": "llm_config", "image_token_id": "img_context_token_id"}
+    raw = {renamed.get(key, key): value for key, value in raw.items()}
+    raw["vit_hidden_size"] = raw.pop("vision_hidden_size")
+    tensors = {name: x for name, x in read_tensors(folder).items() if "video_embedder" not in name}
+    save_file(tensors, folder / "model.safetensors")
+    kind = "NemotronH_Nano_VL_V2"
+    path.write_text(json.dumps({**raw, "architectures": [kind], "model_type": kind, "template": "nemotron5h"}))
+
+
+@sight
+def nemotron_nano_vl() -> Sight:
+    rows, features = [[5, *[IMAGE] * 4, 7, 9], [8, *[IMAGE] * 6, 3]], images(48, (2, 8), (6, 4))
+    return replace(nemotron(rows, features, audio=None), as_released=of_nano_vl)

@@ -1,7 +1,9 @@
 """Towers for images of any size as one sequence: Pixtral. Towers with a class token whose patches are joined:
 InternViT."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -126,6 +128,36 @@ def internvl_with_norms() -> Sight:
         tie_word_embeddings=False,
     )
     return squares(InternVLForConditionalGeneration, config)
+
+
+def of_interns1(folder: Path) -> None:
+    """Writes the model_type and the architecture of Intern-S1, whose tensors and other keys are InternVL's."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    vision = {**raw["vision_config"], "model_type": "interns1_vision", "architectures": ["InternS1VisionModel"]}
+    released = {"architectures": ["InternS1ForConditionalGeneration"], "model_type": "interns1"}
+    path.write_text(json.dumps({**raw, **released, "vision_config": vision}))
+
+
+INTERNS1_NAMES = {
+    r"^(vision_tower|multi_modal_projector)\.": r"model.\1.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^language_model\.model\.": "model.language_model.",
+}
+
+
+@sight
+def interns1() -> Sight:
+    from transformers import InternVLConfig, InternVLForConditionalGeneration
+
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+    config = InternVLConfig(
+        text_config={**TEXT, "model_type": "qwen3_moe", **experts},
+        vision_config={**INTERN_VISION, "attention_bias": True, "norm_type": "layer_norm"},
+        image_token_id=IMAGE,
+        tie_word_embeddings=False,
+    )
+    return squares(InternVLForConditionalGeneration, config, released=INTERNS1_NAMES, as_released=of_interns1)
 
 
 QIANFAN_NAMES = {r"^language_model\.model\.encoder\.": "language_model.model."}

@@ -182,8 +182,7 @@ def opencua() -> Sight:
     return replace(qwen(OpenCUAForConditionalGeneration, config), kinds={})
 
 
-@sight
-def ovis2_5() -> Sight:
+def ovis(text: dict[str, Any], as_released: Callable[[Path], None] | None = None) -> Sight:
     from helpers.released_code.ovis2_5 import Config, Ovis2_5
 
     before, behind, *of_videos = ids = (90, 91, 92, 89)
@@ -196,7 +195,7 @@ def ovis2_5() -> Sight:
         **{"attention_dropout": 0.0, "model_type": "siglip2_navit"},
     }
     config = Config(
-        llm_config={**TEXT, "model_type": "qwen3", "tie_word_embeddings": False},
+        llm_config={**TEXT, **text, "tie_word_embeddings": False},
         vit_config=vit,
         visual_vocab_size=29,
         visual_atom_token_id=IMAGE,
@@ -207,7 +206,33 @@ def ovis2_5() -> Sight:
     frame = {START: before, END: behind}
     rows = [[frame.get(token, token) for token in row] for row in case.rows]
     rows[1].append(of_videos[0])
-    return replace(case, rows=rows, features={**case.features, "pixel_values": patches}, kinds={})
+    features = {**case.features, "pixel_values": patches}
+    return replace(case, rows=rows, features=features, kinds={}, as_released=as_released)
+
+
+@sight
+def ovis2_5() -> Sight:
+    return ovis({"model_type": "qwen3"})
+
+
+def of_type(folder: Path, model_type: str, architecture: str) -> None:
+    """Writes another model_type and architecture, whose other keys and tensors are the same."""
+    path = folder / "config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "architectures": [architecture], "model_type": model_type})
+    )
+
+
+@sight
+def ovis2_6() -> Sight:
+    return ovis({"model_type": "qwen3"}, partial(of_type, model_type="ovis2_6", architecture="Ovis2_6ForCausalLM"))
+
+
+@sight
+def ovis2_6_moe() -> Sight:
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+    as_released = partial(of_type, model_type="ovis2_6_moe", architecture="Ovis2_6_MoeForCausalLM")
+    return ovis({"model_type": "qwen3_moe", **experts}, as_released)
 
 
 def of_minicpm(folder: Path, model_type: str = "minicpmv", architecture: str = "MiniCPMV") -> None:

@@ -51,6 +51,7 @@ from tpuconv.models.media_texts import (
     voxtral,
 )
 from tpuconv.models.registry import type_of_family
+from tpuconv.models.towers.parakeet.released import NEMOTRON_OMNI_TYPES
 
 IMAGE, SOUND = "image", "sound"
 PART_OF_KIND = {IMAGE: VISION, SOUND: AUDIO}
@@ -267,7 +268,10 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ),
     ("pixtral", IMAGE): Placeholder(pixtral, PIXTRAL_TOKENS, patch=merged_patch),
     ("lighton_ocr", IMAGE): Placeholder(lighton, PIXTRAL_TOKENS, call={"do_pad": True}),
-    ("internvl", IMAGE): Placeholder(internvl, INTERNVL_TOKENS, call={"crop_to_patches": True}),
+    **{
+        (name, IMAGE): Placeholder(internvl, INTERNVL_TOKENS, call={"crop_to_patches": True})
+        for name in ("internvl", "interns1")
+    },
     ("qianfan_ocr", IMAGE): QIANFAN_IMAGE,
     ("internvl_chat", IMAGE): INTERNVL_CHAT_IMAGE,
     ("skywork_chat", IMAGE): INTERNVL_CHAT_IMAGE,
@@ -333,7 +337,7 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
     ),
     **{
         (name, kind): row
-        for name in ("nemotron_h_omni", "NemotronH_Nano_Omni_Reasoning_V3")
+        for name in ("nemotron_h_omni", *NEMOTRON_OMNI_TYPES)
         for kind, row in ((IMAGE, NEMOTRON_IMAGE), (SOUND, NEMOTRON_SOUND))
     },
     ("voxtral", SOUND): Placeholder(

@@ -26,6 +26,7 @@ from tpuconv.models.towers.fastvit.family import FAST_VISION
 from tpuconv.models.towers.intern_vit.family import (
     AYA_VISION,
     COMMAND_A_VISION,
+    INTERNS1_VISION,
     INTERNVL_CHAT_VISION,
     INTERNVL_VISION,
     NVLM_VISION,
@@ -58,8 +59,10 @@ from tpuconv.models.towers.packed_vit.gated_family import LFM3_VISION
 from tpuconv.models.towers.parakeet.released import (
     KEYS_OF_MEDIA,
     NEMOTRON_AUDIO,
+    NEMOTRON_OMNI_TYPES,
     NEMOTRON_VISION,
     in_keys_of_nemotron_omni,
+    in_keys_of_nemotron_vl,
 )
 from tpuconv.models.towers.perception.family import PERCEPTION_VISION
 from tpuconv.models.towers.phi3.family import KEYS_OF_IMAGES, PHI3_VISION, in_keys_of_phi3_v
@@ -121,7 +124,8 @@ class Wrapper:
         copies: names of tensors that releases may have twice, and of their originals.
         prefix: that of the text model in releases.
         head: the prefix of the head in releases; by default that of `tpuconv.models.common.wrapper.PREFIXES`.
-        released_as: `model_type` and architecture of config.json in releases with code of their own, if these differ.
+        released_as: the `model_type` of config.json in releases with code of their own, and the architecture, if these
+            differ.
         keys: keys beside `text_config` that are for what is outside alone.
         only: keys of `text_config` with the values that the text model has in this wrapper.
         tied: `tie_word_embeddings` where neither a key nor the tensors say it.
@@ -139,7 +143,7 @@ class Wrapper:
     copies: Mapping[str, str] = field(default_factory=dict)
     prefix: str = IN_MODEL
     head: str | None = None
-    released_as: tuple[str, str] | None = None
+    released_as: Mapping[str, str] = field(default_factory=dict)
     keys: tuple[str, ...] = ()
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     tied: bool = False
@@ -181,6 +185,38 @@ def like_internvl(model_type: str, named: str, models: str, texts: tuple[str, ..
         **{"end": "Model", "in_keys": in_keys_of_internvl},
     }
     return Wrapper(model_type, named, f"{models}, with code of its own", texts, **{**facts, **changes})
+
+
+def like_ovis25(model_type: str, named: str, models: str, text: str, **changes: Any) -> Wrapper:
+    """Returns a wrapper whose releases have the code of Ovis 2.5 with them."""
+    return Wrapper(
+        model_type,
+        named,
+        f"{models}, with code of its own",
+        (text,),
+        prefix="llm.model.",
+        head="llm.lm_head.",
+        keys=("visual_indicator_token_ids",),
+        modalities=(OVIS25_VISION,),
+        in_keys=in_keys_of_ovis25,
+        **changes,
+    )
+
+
+def like_nemotron(model_type: str, named: str, models: str, *modalities: Modality, **changes: Any) -> Wrapper:
+    """Returns a wrapper around Nemotron-H with RADIO."""
+    return Wrapper(
+        model_type,
+        named,
+        models,
+        ("nemotron_h",),
+        prefix="language_model.",
+        head="language_model.lm_head.",  # the other names of Nemotron-H begin with `backbone.`
+        keys=KEYS_OF_MEDIA,
+        modalities=modalities,
+        end="",
+        **{"in_keys": in_keys_of_nemotron_omni, **changes},
+    )
 
 
 WRAPPER_ROWS = (
@@ -248,6 +284,14 @@ WRAPPER_ROWS = (
         keys=("downsample_ratio",),
         tied=True,
         modalities=(INTERNVL_VISION,),
+    ),
+    Wrapper(
+        "interns1",
+        "InternS1",
+        "Intern-S1, with code of its own",
+        ("qwen3_moe", "qwen3"),
+        keys=("downsample_ratio",),
+        modalities=(INTERNS1_VISION,),
     ),
     like_internvl(
         "internvl_chat",
@@ -376,18 +420,10 @@ WRAPPER_ROWS = (
         tied=True,
         modalities=(OVIS_VISION,),
     ),
-    Wrapper(
-        "ovis2_5",
-        "Ovis2_5",
-        "Ovis 2.5, with code of its own",
-        ("qwen3",),
-        prefix="llm.model.",
-        head="llm.lm_head.",
-        keys=("visual_indicator_token_ids",),
-        modalities=(OVIS25_VISION,),
-        end="",
-        in_keys=in_keys_of_ovis25,
-    ),
+    like_ovis25("ovis2_5", "Ovis2_5", "Ovis 2.5", "qwen3", end=""),
+    like_ovis25("ovis2_6", "Ovis2_6", "Ovis 2.6", "qwen3", end="ForCausalLM"),
+    like_ovis25("ovis2_6_moe", "Ovis2_6_Moe", "Ovis 2.6 with experts", "qwen3_moe", end="ForCausalLM"),
+    like_ovis25("ovis2_6_next", "Ovis2_6_Next", "Ovis 2.6 Next", "qwen3_next", end="ForCausalLM"),
     Wrapper(
         "idefics2",
         "Idefics2",
@@ -512,25 +548,27 @@ WRAPPER_ROWS = (
         "HyperCLOVA X SEED Think 32B",
         ("hyperclovax",),
         head="model.language_model.lm_head.",
-        released_as=("vlm", "HCXVisionV2ForCausalLM"),
+        released_as={"vlm": "HCXVisionV2ForCausalLM"},
         tied=True,
         modalities=(HYPERCLOVA_VISION,),
     ),
     Wrapper(
         "cohere_compass", "CohereCompass", "North Micro Vision", ("cohere_compass_text",), modalities=(COMPASS_VISION,)
     ),
-    Wrapper(
+    like_nemotron(
         "nemotron_h_omni",
         "NemotronH_Omni_Reasoning_V3",
-        "Nemotron 3 Nano Omni",
-        ("nemotron_h",),
-        prefix="language_model.",
-        head="language_model.lm_head.",  # the other names of Nemotron-H begin with `backbone.`
-        released_as=("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_Omni_Reasoning_V3"),
-        keys=KEYS_OF_MEDIA,
-        modalities=(NEMOTRON_VISION, NEMOTRON_AUDIO),
-        end="",
-        in_keys=in_keys_of_nemotron_omni,
+        "Nemotron 3 Nano and Super Omni",
+        NEMOTRON_VISION,
+        NEMOTRON_AUDIO,
+        released_as={each: each for each in NEMOTRON_OMNI_TYPES},
+    ),
+    like_nemotron(
+        "NemotronH_Nano_VL_V2",
+        "NemotronH_Nano_VL_V2",
+        "Nemotron Nano 12B v2 VL, with code of its own",
+        NEMOTRON_VISION,
+        in_keys=in_keys_of_nemotron_vl,
     ),
     # what hears
     Wrapper("qwen2_audio", "Qwen2Audio", "Qwen2-Audio", ("qwen2",), prefix=IN_CAUSAL_MODEL, modalities=(QWEN2_AUDIO,)),
@@ -619,7 +657,7 @@ WRAPPER_ROWS = (
 )
 WRAPPERS: Mapping[str, Wrapper] = {row.model_type: row for row in WRAPPER_ROWS}
 """By model type."""
-RELEASED_AS: Mapping[str, Wrapper] = {row.released_as[0]: row for row in WRAPPER_ROWS if row.released_as}
+RELEASED_AS: Mapping[str, Wrapper] = {kind: row for row in WRAPPER_ROWS for kind in row.released_as}
 """By the model type of releases with code of their own."""
 
 
@@ -649,7 +687,7 @@ def wrapped(model_type: str, text_type: str) -> Family:
     """Returns the family of the text models of one type in a wrapper."""
     wrapper, text = WRAPPERS[model_type], family_of_type(text_type)
     assert text is not None
-    released = {} if wrapper.released_as is None else {wrapper.released_as[1]: wrapper.released_as[0]}
+    released = {architecture: kind for kind, architecture in wrapper.released_as.items()}
     table = inside(text.table, wrapper.prefix, wrapper.outside, tensors=wrapper.tensors, head=wrapper.head)
     return Family(
         name=f"{model_type}.{text_type}",

@@ -11,6 +11,7 @@ from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES, class_of
 from tpuconv.models.registry import find_family, type_of_family
 from tpuconv.models.tokenizer import added_token, tokenizer_file
+from tpuconv.models.towers.parakeet.released import NEMOTRON_OMNI_TYPES
 from tpuconv.models.towers.phi4.released import RELEASED_PARTS
 from tpuconv.notation.segments import KEY_MAPPING, undressed
 from tpuconv.sources.config import read_json
@@ -22,7 +23,8 @@ READ_AS = {
     **{"phi4mm": "phi4_multimodal", "deepseek_vl_v2": "deepseek_ocr2"},
     "deepseek_ocr": "unlimited_ocr",
     **dict.fromkeys(LIKE_INTERNVL_CHAT, "qianfan_ocr"),
-    "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni",
+    **dict.fromkeys(NEMOTRON_OMNI_TYPES, "nemotron_h_omni"),
+    "interns1": "internvl",
 }
 """Model types for which transformers has no class of its own (it would need remote code), and the model type with the
 same mathematics that is used instead."""

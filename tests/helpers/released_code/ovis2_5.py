@@ -1,11 +1,11 @@
-"""Ovis 2.5 after vLLM's `ovis2_5` and `siglip2navit`: Qwen3 with an encoder of images whose features are shares of
-visual words. The encoder is in float64."""
+"""Ovis 2.5 and 2.6 after vLLM's `ovis2_5` and `siglip2navit`: Qwen3 with an encoder of images whose features are shares
+of visual words. The encoder is in float64."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from helpers.released_code.dots import turned
@@ -91,8 +91,8 @@ class Ovis2_5(PreTrainedModel):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        text = Qwen3Config(**config.llm_config)
-        self.llm = Qwen3ForCausalLM._from_config(text, attn_implementation="eager")
+        text = AutoConfig.for_model(**config.llm_config)
+        self.llm = AutoModelForCausalLM.from_config(text, attn_implementation="eager", experts_implementation="eager")
         self.visual_tokenizer = VisualTokenizer(config.vit_config, config.visual_vocab_size)
         self.vte = nn.Embedding(config.visual_vocab_size, text.hidden_size)
         self.post_init()

@@ -306,6 +306,14 @@ INTERNVL_VISION = Modality(
 )
 """InternVL in the form of transformers."""
 
+INTERNS1_VISION = replace(
+    INTERNVL_VISION,
+    prefix="model.vision_tower.",
+    projector_prefix="model.multi_modal_projector.",
+    tower_types=("interns1_vision",),
+)
+"""Intern-S1."""
+
 QIANFAN_VISION = replace(
     INTERNVL_VISION,
     tower=RELEASED_INTERN_VIT,

@@ -31,6 +31,9 @@ NEMOTRON_AUDIO = Modality(
     defaults={"attention_bias": False, "scale_input": False},
 )
 
+NEMOTRON_OMNI_TYPES = ("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3")
+"""The model types of releases, which are their architectures too."""
+
 NEMOTRON_KEYS = {
     "llm_config": "text_config",
     "sound_config": "audio_config",
@@ -61,3 +64,14 @@ def in_keys_of_nemotron_omni(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         renamed["audio_config"] = {key: value for key, value in sounds.items() if key != "model_type"}
     kept = {key: value for key, value in raw.items() if key not in NEMOTRON_KEYS}
     return kept | {key: value for key, value in renamed.items() if kept.get(key) is None}
+
+
+def in_keys_of_nemotron_vl(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a parsed config.json of Nemotron Nano VL, which sees each frame of a video as an image, in the keys of
+    transformers.
+
+    Raises:
+        ConfigError: a value that has to be an object is none.
+    """
+    found, frames = in_keys_of_nemotron_omni(raw), {"video_temporal_patch_size": None}
+    return {**frames, **found, "vision_config": {**frames, **object_of(found, "vision_config")}}

@@ -58,6 +58,11 @@ class RadioConfig(TowerConfig):
             yield f"max_img_size={self.max_img_size} is less than patch_size={self.patch_size}"
 
     @property
+    def joins_frames(self) -> bool:
+        """True if a matrix of its own reads several frames of a video at once."""
+        return self.video_temporal_patch_size is not None
+
+    @property
     def side(self) -> int:
         """The number of learned positions along one side of their table."""
         return self.max_img_size // self.patch_size
@@ -106,7 +111,7 @@ RADIO = Tower(
             "model.patch_generator",
             "",
             *without_bias("embedder", "patch", "D C -> C D"),
-            *without_bias("video_embedder", "video_patch", "D V -> V D"),
+            *when("joins_frames", *without_bias("video_embedder", "video_patch", "D V -> V D")),
             Map("pos_embed", "positions", "1 P D -> P D"),
             Map("cls_token.token", "first", "R D"),
         ),
@@ -150,7 +155,7 @@ class SquaresConfig(ProjectorConfig):
     downsample_ratio: int | float = 0.5
     projector_hidden_size: int = 4096
     vision_hidden_size: int = 1280
-    video_temporal_patch_size: int = 2
+    video_temporal_patch_size: int | None = 2
     has_final_norm: bool
 
     @classmethod

@@ -41,7 +41,7 @@ class Radio(FeatureEncoder):
         self.input_conditioner = Conditioner(sizes["X"]) if config.has_conditioner else None
         self.summary_idxs = nnx.Variable(jnp.zeros(sizes["S"], jnp.int32)) if config.has_summary else None
         self.patch = Einsum("BPC,CD->BPD", sizes, dtype=dtype, keys=keys)
-        self.video_patch = Einsum("BPV,VD->BPD", sizes, dtype=dtype, keys=keys)
+        self.video_patch = Einsum("BPV,VD->BPD", sizes, dtype=dtype, keys=keys) if config.joins_frames else None
         self.positions, self.first = (nnx.Param(normal(keys(), (sizes[x], sizes["D"]), dtype)) for x in "PR")
         self.layers = nnx.List(
             [
