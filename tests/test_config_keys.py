@@ -91,6 +91,7 @@ def test_every_key_that_a_family_knows_and_transformers_has_is_in_the_table() ->
         "nemotron-nas",
         "nemotron_h_puzzle",
         "orion",
+        "ouro",
         "pangu_ultra_moe",
         "qwen",
         "param2moe",

@@ -1679,3 +1679,26 @@ def test_the_first_qwen_is_read_as_released() -> None:
         family.check_config(QWEN_7B | {"intermediate_size": 22015})
     with pytest.raises(UnsupportedConfig, match=r"rotary_pct=0\.5 is not implemented"):
         family.check_config(QWEN_7B | {"rotary_pct": 0.5})
+
+
+def test_the_released_config_of_ouro() -> None:
+    raw = {
+        **{"architectures": ["OuroForCausalLM"], "model_type": "ouro", "vocab_size": 49152, "hidden_size": 2048},
+        **{"intermediate_size": 5632, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 16},
+        **{"head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 65536, "max_window_layers": 48},
+        **{
+            "layer_types": ["full_attention"] * 48,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 1000000.0,
+        },
+        **{"sliding_window": None, "use_sliding_window": False, "tie_word_embeddings": False, "total_ut_steps": 4},
+        **{"early_exit_threshold": 1.0, "torch_dtype": "bfloat16", "use_cache": True, "attention_dropout": 0.0},
+    }
+    family = find_family(raw)
+    report = family.check_config(raw)
+    assert parameters(family, report.config) == 2667974657
+    assert len(report.config.executed_layers) == 4 * 48
+    assert not report.ignored
+    with pytest.raises(UnsupportedConfig, match=r"early_exit_threshold=0\.9 is not implemented"):
+        family.check_config(raw | {"early_exit_threshold": 0.9})

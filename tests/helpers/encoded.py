@@ -208,7 +208,18 @@ OF_ZAYA = ("_proj_current", "_proj_delayed")
 OF_INKLING = (".wq_du", ".wk_dv", ".wv_dv", ".wo_ud", ".wr_du", ".gate_attn")
 OF_GRIFFIN = tuple(f".temporal_block.linear_{part}" for part in ("x", "y", "out"))
 PARTS = (
-    *(*OF_OTHERS, ".c_fc", ".c_fc_0", ".c_fc_1", ".c_attn", "_proj", "_mqa", "_input_gate", "_projection"),
+    *(
+        *OF_OTHERS,
+        ".c_fc",
+        ".c_fc_0",
+        ".c_fc_1",
+        ".c_attn",
+        "_proj",
+        "_mqa",
+        "_input_gate",
+        "_exit_gate",
+        "_projection",
+    ),
     *(
         *OF_DEEPSEEK,
         *OF_MISTRAL,

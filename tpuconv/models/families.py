@@ -106,6 +106,7 @@ FAMILIES: Mapping[str, str] = {
     "internlm2": "lineages.llama",
     "mimo": "lineages.qwen",
     "grok": "lineages.grok",
+    "ouro": "lineages.loop_coder",
     "qwen": "lineages.qwen1",
     "longcat_flash": "longcat_flash.family",
     "longcat_flash_ngram": "longcat_flash_ngram.family",

@@ -26,6 +26,7 @@ MODELS: Mapping[str, str] = {
     "solar": "like_llama:SolarForCausalLM",
     "naive_n05_flash": "naive:NaiveN05FlashForCausalLM",
     "nanbeige": "loop_coder:NanbeigeForCausalLM",
+    "ouro": "loop_coder:OuroForCausalLM",
     "alice_ai": "alice:AliceAIForCausalLM",
     "k2_horizon": "k2_horizon:K2HorizonForCausalLM",
     "pangu_ultra_moe": "pangu:PanguUltraMoEForCausalLM",

@@ -1,6 +1,7 @@
 """IQuest Coder Loop after `modeling_iquestloopcoder.py` of IQuestLab/IQuest-Coder-V1-40B-Loop-Instruct: Llama whose
 layers run several times. After the first time, attention is a mixture of two. It computes whole texts, without a
-cache. Nanbeige 4.2 after the code of a trainer (vllm-rlt): Llama whose layers and last norm run several times."""
+cache. Nanbeige 4.2 after the code of a trainer (vllm-rlt), and Ouro after the code of a server (vLLM): Llama whose
+layers and last norm run several times."""
 
 from functools import partial
 from typing import Any, ClassVar
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
+    LlamaRMSNorm,
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
@@ -107,4 +109,34 @@ class NanbeigeForCausalLM(LlamaForCausalLM):
         self.model.layers = NormedLayers(self.model.layers)
         self.model.layers.runs = config.num_loops
         self.model.layers.__dict__["between"] = lambda x, **inputs: self.model.norm(x)
+        self.post_init()
+
+
+class OuroConfig(LlamaConfig):
+    model_type = "ouro"
+
+    total_ut_steps: int = 4
+    early_exit_threshold: float = 1.0
+
+
+class SandwichLayer(LlamaDecoderLayer):
+    def __init__(self, config: Any, number: int) -> None:
+        super().__init__(config, number)
+        self.input_layernorm_2 = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm_2 = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, **inputs: Any) -> Tensor:
+        x = x + self.input_layernorm_2(self.self_attn(self.input_layernorm(x), **inputs)[0])
+        return x + self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(x)))
+
+
+class OuroForCausalLM(LlamaForCausalLM):
+    config_class: ClassVar = OuroConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers = NormedLayers(SandwichLayer(config, number) for number in range(config.num_hidden_layers))
+        self.model.layers.runs = config.total_ut_steps
+        self.model.layers.__dict__["between"] = lambda x, **inputs: self.model.norm(x)
+        self.model.early_exit_gate = nn.Linear(config.hidden_size, 1)
         self.post_init()

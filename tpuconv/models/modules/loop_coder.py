@@ -1,4 +1,4 @@
-"""Modules of IQuest Coder Loop and Nanbeige 4.2, whose layers run several times."""
+"""Modules of IQuest Coder Loop, Nanbeige 4.2 and Ouro, whose layers run several times."""
 
 from typing import Any
 
@@ -9,9 +9,10 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common import blocks
 from tpuconv.models.common.cache import KV
-from tpuconv.models.common.layers import Keys, attention
+from tpuconv.models.common.layers import Einsum, Keys, attention
 from tpuconv.models.common.loops import LoopedDecoder
 from tpuconv.models.common.steps import NO_WINDOW, Step
+from tpuconv.notation.letters import with_letters
 
 
 class GateOfHeads(nnx.Module):
@@ -69,3 +70,13 @@ class NormedLoops(LoopedDecoder):
     def entering(self, execution: int, x_BTD: jax.Array, kept: dict[str, Any]) -> jax.Array:
         begins_again = execution > 0 and execution % self.config.num_hidden_layers == 0
         return self.norm(x_BTD) if begins_again else x_BTD
+
+
+class GatedLoops(NormedLoops):
+    """The same with a gate, by which a token may leave before the last run; here none does."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None, **options: Any):
+        rngs = rngs or nnx.Rngs(0)
+        super().__init__(config, dtype=dtype, rngs=rngs, **options)
+        sizes, keys = with_letters(config.sizes, {"e": "exits"}), Keys(rngs.params())
+        self.exit_gate = Einsum("BTD,De->BTe", sizes, bias=True, dtype=dtype, keys=keys)
