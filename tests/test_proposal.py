@@ -63,7 +63,7 @@ EXPERTS_LIKE = ("minimax", "minimax_m2", "qwen3_moe", "phimoe")
         ("granite", (), "llama", [], []),
         (
             "mixtral",
-            ("minimax", "minimax_m2", "qwen3_moe", "phimoe", "granitemoe_swa", "granitemoe"),
+            ("minimax", "minimax_m2", "qwen3_moe", "phimoe", "granitemoe_swa", "granitemoe", "grok"),
             "llama",
             ["experts.{}.w1.weight"],
             ["mlp.gate_proj.weight"],

@@ -628,6 +628,20 @@ def test_the_embedding_of_phi_3_may_stand_twice(both: bool, whole: Any, tmp_path
     assert_same(read_tensors(tmp_path / "back"), read_tensors(src))
 
 
+def test_time_series_of_intern_s2_are_skipped_and_named(whole: Any, tmp_path: Path) -> None:
+    src, out = whole("intern_s2_preview")
+    own = {
+        f"{front}.weight": np.ones((2, 3), np.float32) for front in ("model.time_series.x", "time_series_forecaster.y")
+    }
+    tensors = {**read_tensors(src), **own}
+    write_checkpoint(tmp_path / "src", json.loads((src / "config.json").read_text()), tensors)
+    plan = api.convert(tmp_path / "src", tmp_path / "out")
+    assert sum(skip.count for skip in plan.skipped if "time series" in skip.reason) == len(own)
+    assert_same(restore(tmp_path / "out"), restore(out))
+    api.export(tmp_path / "out", tmp_path / "back", with_skipped=tmp_path / "src")
+    assert_same(read_tensors(tmp_path / "back"), tensors)
+
+
 @pytest.mark.parametrize(
     "name", ["minicpmv", "minicpmo", "ovis2_5", "phi3_v", "NVLM_D", "step3_vl", "step_robotics", "step3p5v"]
 )

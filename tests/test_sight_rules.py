@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from flax import nnx
 import tpuconv
 from helpers.conversions import LIMITS, assert_same
 from helpers.quantizing import leaves
-from helpers.sights import SIGHTS
+from helpers.sights import SIGHTS, Sight
 from helpers.whole_sights import difference, logits, made
 from tpuconv import api
 from tpuconv.api.quantizers import quantizer_by
@@ -35,14 +36,26 @@ def tower_rules(folder: Path, parts: Sequence[str], **more: Any) -> Path:
     return folder / "towers.yaml"
 
 
+OF_EMBEDDINGS = {("inkling", "audio"), ("inkling_of_many_layers", "audio")}
+"""Encoders without a product: a rule that names them has no effect."""
+
+
+def encoded(case: Sight, model: Any) -> np.ndarray:
+    """What the encoders make of a case, in one row. The logits of a random model of experts tell less: a small change
+    chooses other experts."""
+    arrays = jax.tree.leaves(model.see(case.ids_BT, case.mask_BT, **case.features))
+    return np.concatenate([np.ravel(x) for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIGHTS)
 def test_rules_that_name_towers_quantize_their_weights(name, whole, tmp_path):
     case, out = made(name), whole(name)[1]
-    config = tower_rules(tmp_path, case.parts)
+    parts = [part for part in case.parts if (name, part) not in OF_EMBEDDINGS]
+    config = tower_rules(tmp_path, parts)
     api.quantize(out, tmp_path / "int8", config=config)
     names = read_manifest(tmp_path / "int8").quantization["parameters"].keys()
-    assert {each.partition(".")[0] for each in names} == set(case.parts)
+    assert {each.partition(".")[0] for each in names} == set(parts)
     assert any(".layers." in each or ".projector." in each for each in names)
     ours, plain, rounded = (tpuconv.load(folder) for folder in (tmp_path / "int8", out, out))
     arrays = leaves(ours)
@@ -52,10 +65,9 @@ def test_rules_that_name_towers_quantize_their_weights(name, whole, tmp_path):
         if (each := ".".join(map(str, path))) + QVALUE in arrays:
             kernel[...] = jnp.asarray(arrays[each + QVALUE] * arrays[each + SCALE])
     nnx.update(rounded, state)
-    have, want, unquantized = (logits(case, model) for model in (ours, rounded, plain))
-    assert difference(have, want) < 10 * case.tolerance
-    # loose: in random models of experts another one is chosen
-    assert 0 < np.linalg.norm(have - unquantized) < 0.3 * np.linalg.norm(unquantized)
+    assert difference(logits(case, ours), logits(case, rounded)) < 10 * case.tolerance
+    have, want = encoded(case, ours), encoded(case, plain)
+    assert 0 < np.linalg.norm(have - want) < 0.1 * np.linalg.norm(want)
 
 
 def test_a_quantized_tower_is_what_qwix_makes_of_it(whole, tmp_path):

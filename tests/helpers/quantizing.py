@@ -151,7 +151,10 @@ EVEN = {
         name: LINEAR | SHARED | {"indexer_head_dim": 32, "hc_lowrank": 32, "ple_embed_dim": 64}
         for name in ("qwen4_exp_text", "qwen4_exp")
     },
-    **{name: LINEAR | SHARED for name in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", "alice_ai")},
+    **{
+        name: LINEAR | SHARED
+        for name in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", "intern_s2_preview", "alice_ai")
+    },
     **{
         name: {"head_dim": 32, "moe_intermediate_size": 64}
         for name in ("glm4_moe", "bailing_moe", "bailing_moe_linear", "param2moe", "sarvam_moe")

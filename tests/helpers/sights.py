@@ -153,6 +153,7 @@ OF_OTHER_TYPES = (
     "nemotron_nano_vl",
     "opencua",
     "interns1",
+    "intern_s2_preview",
     "keye_vl",
     "keye_vl_1_5",
     *MINICPM_V,
@@ -383,8 +384,8 @@ def qwen3_5() -> Sight:
     return qwen(AutoModelForMultimodalLM, config, tolerance=2e-5)
 
 
-@sight
-def qwen3_5_moe() -> Sight:
+def of_qwen3_5_moe(**changes: Any) -> Sight:
+    """A case of Qwen3.5 with experts."""
     from transformers import AutoConfig, AutoModelForMultimodalLM
 
     experts = {
@@ -397,7 +398,28 @@ def qwen3_5_moe() -> Sight:
     text = wide(**LINEAR, **experts, **partial(2, 1, 1))
     config = AutoConfig.for_model("qwen3_5_moe", text_config=text, vision_config=vision, **QWEN_TOKENS)
     # with other seeds one of 1,024 random tokens is 1e-4 from float64, computed by us or by the reference
-    return qwen(AutoModelForMultimodalLM, config, seed=2, tolerance=2e-5)
+    return qwen(AutoModelForMultimodalLM, config, seed=2, tolerance=2e-5, **changes)
+
+
+@sight
+def qwen3_5_moe() -> Sight:
+    return of_qwen3_5_moe()
+
+
+def of_intern_s2(folder: Path) -> None:
+    """Writes the types of Intern-S2-Preview, whose tensors and other keys are Qwen3.5's."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    raw |= {"architectures": ["InternS2PreviewForConditionalGeneration"], "model_type": "intern_s2_preview"}
+    raw["text_config"]["model_type"] = "interns2_preview_text"
+    raw["vision_config"]["model_type"] = "intern_s2_preview"
+    raw |= {"ts_config": {"model_type": "interns2_preview_time_series", "d_model": 16}, "ts_token_id": 90}
+    path.write_text(json.dumps(raw))
+
+
+@sight
+def intern_s2_preview() -> Sight:
+    return of_qwen3_5_moe(as_released=of_intern_s2)
 
 
 for _path in sorted(Path(__file__).parent.glob("sights_*.py")):

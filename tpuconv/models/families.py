@@ -66,6 +66,7 @@ FAMILIES: Mapping[str, str] = {
     "qwen3_5": "lineages.multimodal",
     "qwen3_5_moe_text": "qwen3_next.qwen3_5",
     "qwen3_5_moe": "lineages.multimodal",
+    "intern_s2_preview": "lineages.multimodal",
     "lfm2": "lineages.lfm",
     "lfm2_moe": "lineages.lfm",
     "granitemoehybrid": "lineages.granite",

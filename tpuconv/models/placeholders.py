@@ -202,6 +202,7 @@ PLACEHOLDERS: Mapping[tuple[str, str], Placeholder] = {
         for name in (
             *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
             *("qwen3_omni_moe", "exaone4_5", "hyperclovax_vision_v2", "video_llama_3", "cosmos3_edge", "mimo_v2"),
+            "intern_s2_preview",
         )
     },
     **{(name, IMAGE): replace(QWEN_IMAGE, processor="PaddleOCRVLImageProcessorPil") for name in ("Keye", "KeyeVL1_5")},

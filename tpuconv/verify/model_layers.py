@@ -18,7 +18,7 @@ def _padded(x_TD: np.ndarray, like: Any) -> Any:
     """Our hidden states [1, T, D], as many as `like` has, with these first."""
     import jax.numpy as jnp
 
-    return jnp.zeros_like(like).at[0, : len(x_TD)].set(x_TD)
+    return jnp.zeros_like(like).at[0, : len(x_TD)].set(x_TD.astype(like.dtype))
 
 
 class LayeredModel:

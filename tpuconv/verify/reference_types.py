@@ -24,7 +24,7 @@ READ_AS = {
     "deepseek_ocr": "unlimited_ocr",
     **dict.fromkeys(LIKE_INTERNVL_CHAT, "qianfan_ocr"),
     **dict.fromkeys(NEMOTRON_OMNI_TYPES, "nemotron_h_omni"),
-    "interns1": "internvl",
+    **{"interns1": "internvl", "intern_s2_preview": "qwen3_5_moe", "interns2_preview_text": "qwen3_5_moe_text"},
 }
 """Model types for which transformers has no class of its own (it would need remote code), and the model type with the
 same mathematics that is used instead."""
@@ -79,6 +79,14 @@ def whole_config(raw: Mapping[str, Any]) -> Any:
     return AutoConfig.for_model(whole, text_config=text, vision_config=dict(vision), tie_word_embeddings=tied)
 
 
+def _read_as(part: Any) -> Any:
+    """Returns the config of a part under the `model_type` by which transformers finds its class and the names of its
+    tensors."""
+    if not isinstance(part, Mapping) or part.get("model_type") not in READ_AS:
+        return part
+    return {**part, "model_type": READ_AS[part["model_type"]]}
+
+
 def reference_config(source: Path, *, sees: bool = False) -> Any:
     """Returns transformers' config object of the source, from which a model that `sees` can be made.
 
@@ -108,7 +116,7 @@ def reference_config(source: Path, *, sees: bool = False) -> Any:
     around = {k: v for k, v in family.config.around_text(raw).items() if k not in ("model_type", "auto_map")}
     for token in (each.placeholder_token for each in family.modalities if each.placeholder_token):
         around["image_token_id"] = added_token(token, partial(tokenizer_file, source))
-    config = AutoConfig.for_model(other, **around)
+    config = AutoConfig.for_model(other, **{key: _read_as(part) for key, part in around.items()})
     if kind in READ_WITHOUT_WINDOW:
         config.text_config.layer_types = ["full_attention"] * config.text_config.num_hidden_layers
     return config

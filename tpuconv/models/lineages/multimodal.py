@@ -65,6 +65,18 @@ QWEN3_5_MOE = wrapper(
     modalities=(QWEN35_VISION,),
 )
 
+FORECASTS = "encoder of time series and their forecast: the text model alone is converted"
+
+INTERN_S2_PREVIEW = wrapper(
+    "intern_s2_preview",
+    "Intern-S2-Preview",
+    "InternS2PreviewForConditionalGeneration",
+    text=QWEN3_5_MOE_TEXT,
+    outside={**OUTSIDE, "time_series": FORECASTS, "time_series_forecaster": FORECASTS},
+    outside_keys=frozenset({"ts_config", "ts_start_id", "ts_end_id"}),
+    modalities=(QWEN35_VISION,),
+)
+
 QWEN4_EXP = wrapper(
     "qwen4_exp",
     "Qwen4-Exp, such as Qwen3.8-Flash-Next",
