@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tpuconv.models.families import FAMILIES
+
 pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
 ROOT = Path(__file__).parent.parent
 
@@ -42,6 +44,12 @@ def test_links_to_nothing_are_errors(tmp_path):
     assert done.returncode != 0
     said = done.stdout + done.stderr
     assert all(target in said for target in ("nothing.md", "exit-codes.md#none", "../tpuconv/no.py"))
+
+
+def test_the_number_of_families_in_the_readme_is_right():
+    said = re.search(r"^(\d+) families are supported", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert said is not None
+    assert int(said[1]) == len(FAMILIES)
 
 
 def test_the_picture_is_made_of_what_commands_print_and_no_figure_of_the_run():
