@@ -1679,6 +1679,8 @@ def test_the_first_qwen_is_read_as_released() -> None:
         family.check_config(QWEN_7B | {"intermediate_size": 22015})
     with pytest.raises(UnsupportedConfig, match=r"rotary_pct=0\.5 is not implemented"):
         family.check_config(QWEN_7B | {"rotary_pct": 0.5})
+    with pytest.raises(ConfigError, match="rope_theta=0 of the rotary positions is not a positive number"):
+        family.check_config(QWEN_7B | {"rotary_emb_base": 0})
 
 
 def test_the_released_config_of_ouro() -> None:
@@ -1702,3 +1704,5 @@ def test_the_released_config_of_ouro() -> None:
     assert not report.ignored
     with pytest.raises(UnsupportedConfig, match=r"early_exit_threshold=0\.9 is not implemented"):
         family.check_config(raw | {"early_exit_threshold": 0.9})
+    with pytest.raises(ConfigError, match="total_ut_steps=1000000000"):
+        family.check_config(raw | {"total_ut_steps": 10**9})

@@ -22,6 +22,7 @@ from tpuconv.notation.sizes import WithSizes, sets_of_layers
 
 LARGEST_VALUES: Mapping[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "first_k_dense_replace"), 4096),
+    **dict.fromkeys(("loop_num", "loop_num_passes", "num_loops", "total_ut_steps"), 4096),
     **dict.fromkeys(("n_routed_experts", "n_shared_experts", "n_group"), 1 << 16),
     **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "qk_head_dim"), 1 << 16),
 }

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import qkv_rows
-from tpuconv.models.common.rope import Rope
 from tpuconv.models.declare import decoder
 from tpuconv.models.parts import Attn, Mlp, Norms
 from tpuconv.notation.table import Map, under
@@ -27,6 +26,7 @@ class Qwen1Config(DecoderConfig):
         "rms_norm_eps": "layer_norm_epsilon",
         "max_position_embeddings": "seq_length",
     }
+    aliases: ClassVar[Mapping[str, str]] = {"rotary_emb_base": "rope_theta"}
     left_out: ClassVar[frozenset[str]] = frozenset(
         {
             *("use_dynamic_ntk", "use_logn_attn", "max_position_embeddings"),
@@ -34,12 +34,6 @@ class Qwen1Config(DecoderConfig):
             *("use_cache_kernel", "use_cache_quantization", "use_flash_attn"),
         }
     )
-
-    rotary_emb_base: float = 10000.0
-
-    @classmethod
-    def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        return {"rope": Rope(theta=raw.get("rotary_emb_base", cls.rotary_emb_base))}
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 
 from tpuconv.errors import ConfigError
 from tpuconv.models.common.beside import AUDIO, Modality, Projector, ProjectorConfig, Tower, TowerConfig
+from tpuconv.models.common.config import MOST_OF_A_SIZE
 from tpuconv.models.common.encoder_keys import rope_keys
 from tpuconv.models.towers.rows import (
     BIASED_MATRIX,
@@ -275,7 +276,7 @@ class PooledMlpConfig(SoundMlpConfig):
     @property
     def chunk(self) -> int:
         """The steps of a chunk; 0 if all steps see each other."""
-        return max(0, int(self.audio_chunk_length * STEPS_PER_SECOND))
+        return max(0, int(min(self.audio_chunk_length * STEPS_PER_SECOND, MOST_OF_A_SIZE)))
 
 
 @dataclass(frozen=True, kw_only=True)
