@@ -20,7 +20,7 @@ from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import HubError, SourceError
 from tpuconv.models.registry import find_family
 from tpuconv.sources.hub import resolve
-from tpuconv.sources.ranks import name_of_piece, ranked_files
+from tpuconv.sources.ranks import mark_of_rank, ranked_files
 from tpuconv.sources.shard import changed_shards
 
 GROK2: dict[str, Any] = {
@@ -110,8 +110,8 @@ def test_files_that_are_of_no_rank() -> None:
     assert ranked_files(["a-TP-000.safetensors", "c-TP-common.safetensors", "x"]) == [
         *("a-TP-000.safetensors", "c-TP-common.safetensors")
     ]
-    assert name_of_piece("w", "a-TP-011.safetensors") == "w.rank.11"
-    assert name_of_piece("w", "a-TP-common.safetensors") == name_of_piece("w", "model.safetensors") == "w"
+    assert "w" + mark_of_rank("a-TP-011.safetensors") == "w.rank.11"
+    assert "w" + mark_of_rank("a-TP-common.safetensors") == "w" + mark_of_rank("model.safetensors") == "w"
 
 
 def test_a_changed_file_of_a_rank_is_noticed(ranked: Path, tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ _RANK_FILE = re.compile(r"([^/\\\0]+)-TP-(\d{3}|common)\.safetensors")
 COMMON = "common"
 
 
-def name_of_piece(tensor: str, shard: str) -> str:
-    """Returns the name here of a tensor in a file, which may be one of a rank."""
+def mark_of_rank(shard: str) -> str:
+    """Returns what stands here behind the names of a file's tensors; nothing unless the file is one of a rank."""
     found = _RANK_FILE.fullmatch(shard)
-    return tensor if found is None or found[2] == COMMON else f"{tensor}{RANK_MARK}{int(found[2])}"
+    return "" if found is None or found[2] == COMMON else f"{RANK_MARK}{int(found[2])}"
 
 
 def ranked_files(names: Collection[str]) -> list[str]:

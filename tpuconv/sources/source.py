@@ -18,7 +18,7 @@ from tpuconv.sources.damaged import check_download
 from tpuconv.sources.files import CONFIG_FILE, INDEX_FILE
 from tpuconv.sources.headers import TensorInfo, is_safe_name, read_header
 from tpuconv.sources.index import read_index
-from tpuconv.sources.ranks import name_of_piece
+from tpuconv.sources.ranks import mark_of_rank
 from tpuconv.sources.reader import Reader, SafetensorsReader
 from tpuconv.sources.remote import ObjectShard, RemoteFile
 from tpuconv.sources.repository import Resolved
@@ -217,8 +217,8 @@ def open_source(
             continue
         said |= metadata
         shards.append(SourceShard(name, size, digest, stamp, (sha256 or {}).get(name)))
-        for each in infos:
-            info = replace(each, name=name_of_piece(each.name, name))
+        mark = mark_of_rank(name)
+        for info in (replace(each, name=each.name + mark) for each in infos) if mark else infos:
             if info.name in tensors:
                 faults.append(f"{info.name} is in {tensors[info.name].shard} and in {name}")
             elif weight_map is not None and weight_map.get(info.name) != name:

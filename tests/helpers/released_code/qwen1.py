@@ -5,7 +5,6 @@ values in one matrix with biases, and an MLP whose two matrices share `intermedi
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from helpers.released_code import telechat
@@ -13,7 +12,7 @@ from helpers.released_code import telechat
 OF_LLAMA = {"rope_parameters", "num_key_value_heads"}
 
 
-class QwenConfig(PreTrainedConfig):
+class QwenConfig(telechat.LikeLlamaConfig):
     model_type = "qwen"
     attribute_map: ClassVar = {
         "head_dim": "kv_channels",
@@ -35,12 +34,6 @@ class QwenConfig(PreTrainedConfig):
     use_logn_attn: bool = True
     no_bias: bool = True
     tie_word_embeddings: bool = False
-
-    # Of Llama's modules, whose projections of attention and MLP are replaced.
-    hidden_act: ClassVar = "silu"
-    attention_bias: ClassVar = False
-    mlp_bias: ClassVar = False
-    attention_dropout: ClassVar = 0.0
 
     num_key_value_heads: int | None = None
 

@@ -10,7 +10,16 @@ from transformers import LlamaForCausalLM, LlamaModel, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 
-class TelechatConfig(PreTrainedConfig):
+class LikeLlamaConfig(PreTrainedConfig):
+    """What Llama's modules read, of models whose projections of attention and MLP are replaced or have no biases."""
+
+    hidden_act: ClassVar = "silu"
+    attention_bias: ClassVar = False
+    mlp_bias: ClassVar = False
+    attention_dropout: ClassVar = 0.0
+
+
+class TelechatConfig(LikeLlamaConfig):
     model_type = "telechat"
     attribute_map: ClassVar = {
         "num_hidden_layers": "n_layer",
@@ -34,11 +43,6 @@ class TelechatConfig(PreTrainedConfig):
     embed_layernorm: bool = False
     apply_residual_connection_post_layernorm: bool = False
 
-    # Of Llama's modules, whose projections of attention and MLP are replaced or have none.
-    hidden_act: ClassVar = "silu"
-    attention_bias: ClassVar = False
-    mlp_bias: ClassVar = False
-    attention_dropout: ClassVar = 0.0
     rope_parameters: ClassVar = {"rope_type": "default", "rope_theta": 10000.0}
 
     def __post_init__(self, **others: Any) -> None:

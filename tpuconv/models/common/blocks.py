@@ -11,7 +11,15 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, apply_rope, apply_rope_to_neighbours, attention
+from tpuconv.models.common.layers import (
+    Einsum,
+    Keys,
+    RMSNorm,
+    apply_rope,
+    apply_rope_to_neighbours,
+    attention,
+    gelu_tanh,
+)
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.steps import Step
 from tpuconv.notation.letters import with_letters
@@ -167,6 +175,13 @@ class GatedMLP(nnx.Module):
     def act(self, x_BTF: jax.Array) -> jax.Array:
         """Returns the gate [B, T, F] after its activation."""
         return nnx.silu(x_BTF)
+
+
+class TanhMLP(GatedMLP):
+    """Gated MLP whose activation is GELU, approximated by a tanh, x [B, T, D] to [B, T, D]."""
+
+    def act(self, x_BTF: jax.Array) -> jax.Array:
+        return gelu_tanh(x_BTF)
 
 
 def clamped(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from tpuconv.models.common.blocks import TanhMLP
 from tpuconv.models.common.cache import Cache
 from tpuconv.models.common.layers import Keys, ScaledRMSNorm, normalize
 from tpuconv.models.common.steps import CANVAS, ImageBlocks, Step, Steps
@@ -33,7 +34,7 @@ class SelfConditioning(nnx.Module):
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         self.eps = config.rms_norm_eps
         self.norm = ScaledRMSNorm("D", config.sizes, self.eps, dtype=dtype)
-        self.mlp = gemma4.MLP(config, "F", dtype=dtype, keys=keys)
+        self.mlp = TanhMLP(config, "F", dtype=dtype, keys=keys)
 
     def __call__(self, x_BCD: jax.Array, mean_BCD: jax.Array) -> jax.Array:
         y_BCD = x_BCD + self.mlp(self.norm(mean_BCD))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from tpuconv.models.common.blocks import TanhMLP
 from tpuconv.models.common.cache import KV
 from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm, gelu_tanh
 from tpuconv.models.common.steps import Step
@@ -29,7 +30,7 @@ LEGEND = {
 """The words of this module, by the letters of its einsums and arrays."""
 
 
-class MLP(gemma4_text.MLP):
+class MLP(TanhMLP):
     """Gated MLP (arXiv:2002.05202) with GELU, x [B, T, D] to [B, T, D]. In sparse layers about as many gates as the
     config says are 0: statistical top-k (arXiv:2506.06644, section 3), which takes them for normally distributed."""
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tpuconv.models.common.blocks import GatedMLP
+from tpuconv.models.common.blocks import TanhMLP
 from tpuconv.models.common.cache import KV, Cache, append_kv, empty_vectors
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import (
@@ -69,13 +69,6 @@ class Attention(nnx.Module):
         return self.o(attention(q_BTNH, kv, step.visible(window), scale=1.0)), kv
 
 
-class MLP(GatedMLP):
-    """Gated MLP (arXiv:2002.05202) with GELU, x [B, T, D] to [B, T, D]."""
-
-    def act(self, x_BTF: jax.Array) -> jax.Array:
-        return gelu_tanh(x_BTF)
-
-
 class MoE(GatedExperts):
     """The X most probable experts of each token, x [B, T, D] to [B, T, D]. The router reads other hidden states than
     the experts. The weights are probabilities, normalized, times a factor of each expert."""
@@ -109,7 +102,9 @@ class Block(nnx.Module):
         self.attn_norm, self.post_attn_norm = norm(), norm()
         self.attn = Attention(config, layer, dtype=dtype, keys=keys)
         self.mlp_norm, self.post_mlp_norm = norm(), norm()
-        self.mlp = MLP(config, "wide_mlp" if layer in config.layer_sets["wide_layers"] else "F", dtype=dtype, keys=keys)
+        self.mlp = TanhMLP(
+            config, "wide_mlp" if layer in config.layer_sets["wide_layers"] else "F", dtype=dtype, keys=keys
+        )
         if config.enable_moe_block:
             self.post_mlp_norm_1, self.moe_norm, self.post_moe_norm = norm(), norm(), norm()
             self.moe = MoE(config, dtype=dtype, keys=keys)

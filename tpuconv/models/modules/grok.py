@@ -42,17 +42,10 @@ class CappedExperts(GatedExperts):
         super().__init__(config.sizes, gelu_tanh, dtype=dtype, keys=keys)
         self.count, self.cap = config.num_experts_per_tok, config.router_cap
         self.router = Einsum("BTD,DE->BTE", config.sizes, dtype=dtype, keys=keys)
-        self.dense = TanhMLP(config, dtype=dtype, keys=keys) if config.residual_moe else None
+        self.dense = blocks.TanhMLP(config, dtype=dtype, keys=keys) if config.residual_moe else None
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
         scores_BTE = placed(self.router(x_BTD), "B T E").astype(jnp.float32)
         weights_BTX, ids_BTX = jax.lax.top_k(nnx.softmax(soft_capped(scores_BTE, self.cap)), self.count)
         y_BTD = super().__call__(x_BTD, ids_BTX, weights_BTX.astype(x_BTD.dtype))
         return y_BTD if self.dense is None else (y_BTD + self.dense(x_BTD)) * 2**-0.5
-
-
-class TanhMLP(blocks.GatedMLP):
-    """Gated MLP whose activation is GELU, approximated by a tanh, x [B, T, D] to [B, T, D]."""
-
-    def act(self, x_BTF: jax.Array) -> jax.Array:
-        return gelu_tanh(x_BTF)
