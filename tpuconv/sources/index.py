@@ -21,7 +21,7 @@ MAX_NAMES_TO_COLLAPSE = 10_000
 _SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 
-def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None, Mapping[str, Any]]:
+def read_index(folder: Location) -> tuple[list[str], Mapping[str, str] | None, Mapping[str, Any]]:
     """Returns the names of the shards and, if there is an index, the shard of every tensor; and the metadata of the
     index.
 
@@ -34,12 +34,11 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None, Mapp
         names = set(names_in(folder))  # once: an index may name very many files
     except OSError as e:
         raise SourceError(f"{folder} cannot be read: {e.strerror}") from None
-    if ranked := ranked_files(names):
-        return ranked, None, {}
     weight_map, metadata = _read_index_file(folder / INDEX_FILE) if INDEX_FILE in names else (None, {})
-    if SINGLE_FILE in names and is_alone(weight_map):
-        return [SINGLE_FILE], None, {}
-    if weight_map is None:
+    shards, by_index = choose_shards(names, weight_map)
+    if shards and by_index is None:
+        return shards, None, {}
+    if by_index is None:
         shards = sorted(name for name in names if name.endswith(".safetensors") and not name.startswith("adapter_"))
         if not shards and MANIFEST in names and ADAPTER_CONFIG not in names:
             raise UsageError(
@@ -62,15 +61,14 @@ def read_index(folder: Location) -> tuple[list[str], dict[str, str] | None, Mapp
                 "without the index, missing files cannot be detected: download the checkpoint again",
             ),
         )
-    shards = sorted(set(weight_map.values()))
     missing = [s for s in shards if s not in names]
     if missing:
         raise SourceError(
             f"{len(missing)} of {len(shards)} shards are missing in {folder}",
-            details=describe_missing(weight_map, missing),
+            details=describe_missing(by_index, missing),
             hint="download them; if this is a Hub checkpoint, give its id instead of the folder",
         )
-    return shards, weight_map, metadata
+    return shards, by_index, metadata
 
 
 NOT_BY_THEMSELVES = (
@@ -176,18 +174,30 @@ def _read_index_file(index: Location) -> tuple[dict[str, str], Mapping[str, Any]
     return weight_map, metadata if isinstance(metadata, Mapping) else {}
 
 
-def shard_names(folder: Location) -> set[str]:
-    """Returns the names of the shards in a folder, by its index if there is one and no single file, nor files of
-    ranks."""
-    if ranked := ranked_files(names_in(folder)):
-        return set(ranked)
-    weight_map = read_weight_map(folder / INDEX_FILE) if is_there(folder / INDEX_FILE) else None
-    if weight_map is None or (is_there(folder / SINGLE_FILE) and is_alone(weight_map)):
-        return {SINGLE_FILE}
-    return set(weight_map.values())
+def choose_shards(
+    names: Collection[str], weight_map: Mapping[str, str] | None
+) -> tuple[list[str], Mapping[str, str] | None]:
+    """Returns the shards of a model, and the index if it names them.
+
+    Files of ranks take precedence over a single file that the index does not name, and that over the index, as in
+    transformers. No shards are returned where there is none of the three.
+
+    Args:
+        names: names of the files beside each other.
+        weight_map: the shard of every tensor, if there is an index.
+
+    Raises:
+        SourceError: a file of a rank is missing.
+    """
+    if ranked := ranked_files(names):
+        return ranked, None
+    named = set((weight_map or {}).values())
+    if SINGLE_FILE in names and SINGLE_FILE not in named:
+        return [SINGLE_FILE], None
+    return sorted(named), weight_map
 
 
-def is_alone(weight_map: Mapping[str, str] | None) -> bool:
-    """Returns True if a single file is a complete model that the index beside it does not name. The file takes
-    precedence over the index, as in transformers."""
-    return weight_map is None or SINGLE_FILE not in weight_map.values()
+def shard_names(folder: Location) -> list[str]:
+    """Returns the names of the shards in a folder."""
+    index = folder / INDEX_FILE
+    return choose_shards(names_in(folder), read_weight_map(index) if is_there(index) else None)[0]

@@ -22,8 +22,7 @@ from tpuconv.sources.damaged import GIT_SHA1, DamagedDownload, Promise, check_do
 from tpuconv.sources.download import DownloadProgress, Meter, fetch_file, first_bytes, in_threads
 from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES, INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
 from tpuconv.sources.hub_errors import is_unreachable, raise_unreachable
-from tpuconv.sources.index import describe_missing, is_alone, other_kind, read_weight_map, shard_names
-from tpuconv.sources.ranks import ranked_files
+from tpuconv.sources.index import choose_shards, describe_missing, other_kind, read_weight_map
 from tpuconv.sources.remote import HubShard
 from tpuconv.text import format_size
 
@@ -221,7 +220,7 @@ class Repository:
             part.replace(ref)
 
     def _check_weights(self, files: dict[str, HubFile]) -> None:
-        if INDEX_FILE in files or SINGLE_FILE in files or ranked_files(files):
+        if INDEX_FILE in files or choose_shards(files, None)[0]:
             return
         weights = sorted(name for name in files if name.endswith(".safetensors"))
         if weights:
@@ -250,16 +249,12 @@ class Repository:
         )
 
     def _shards(self, commit: str, files: dict[str, HubFile]) -> list[HubFile]:
-        if ranked := ranked_files(files):
-            return [files[name] for name in ranked]
-        weight_map = read_weight_map(self.snapshot(commit) / INDEX_FILE) if INDEX_FILE in files else {}
-        if SINGLE_FILE in files and is_alone(weight_map):
-            return [files[SINGLE_FILE]]
-        names = sorted(set(weight_map.values()))
-        if lost := [name for name in names if name not in files]:
+        weight_map = read_weight_map(self.snapshot(commit) / INDEX_FILE) if INDEX_FILE in files else None
+        names, by_index = choose_shards(files, weight_map)
+        if by_index and (lost := [name for name in names if name not in files]):
             raise SourceError(
                 f"{INDEX_FILE} of {self.repo} names {len(lost)} files that the repository does not have",
-                details=describe_missing(weight_map, lost),
+                details=describe_missing(by_index, lost),
                 hint="the repository is incomplete: tell its owner, or take another revision",
             )
         return [files[name] for name in names]
@@ -377,13 +372,14 @@ class Repository:
         return Resolved(snapshot, self.repo, commit, promised, tuple(unproved))
 
     def _needed(self, snapshot: Path) -> list[str]:
-        if ranked := ranked_files([path.name for path in snapshot.glob("*.safetensors")]):
-            return ["config.json", *ranked]
-        if (snapshot / INDEX_FILE).exists() and shard_names(snapshot) != {SINGLE_FILE}:
-            return ["config.json", INDEX_FILE, *sorted(set(read_weight_map(snapshot / INDEX_FILE).values()))]
-        if any(snapshot.glob("*-of-*.safetensors")):
+        index = snapshot / INDEX_FILE
+        names = [path.name for path in snapshot.iterdir()]
+        shards, by_index = choose_shards(names, read_weight_map(index) if index.exists() else None)
+        if by_index:
+            return ["config.json", INDEX_FILE, *shards]
+        if not index.exists() and any(snapshot.glob("*-of-*.safetensors")):
             return ["config.json", INDEX_FILE]
-        return ["config.json", SINGLE_FILE]
+        return ["config.json", *(shards or [SINGLE_FILE])]
 
 
 def _is_wanted(name: str, modules: Collection[str]) -> bool:
