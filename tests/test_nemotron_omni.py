@@ -20,6 +20,7 @@ from tpuconv.models.registry import find_family, get_family
 from tpuconv.models.towers.parakeet.family import ParakeetConfig
 from tpuconv.models.towers.parakeet.modules import distance_waves
 from tpuconv.models.towers.radio.family import RadioConfig
+from tpuconv.models.towers.radio.released import in_keys_of_radio
 
 KIND = "NemotronH_Nano_Omni_Reasoning_V3"
 LETTERS = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
@@ -83,6 +84,7 @@ def test_keys_of_transformers_win_over_those_of_releases() -> None:
     ("keys", "fault"),
     [
         ({"downsample_ratio": 0.25}, "downsample_ratio=0.25 is not implemented"),
+        ({"ps_version": "v1"}, "ps_version='v1' is not implemented"),
         ({"vision_hidden_size": 1024}, "vision_hidden_size=1024, and the encoder has hidden_size=1280"),
         ({"video_temporal_patch_size": 4}, "video_temporal_patch_size=4, and the encoder has .*=2"),
         ({"vision_config": {"video_temporal_patch_size": 1}}, "video_temporal_patch_size=1 is less than two frames"),
@@ -100,6 +102,49 @@ def test_what_makes_no_sense_is_refused(keys: dict[str, Any], fault: str) -> Non
     with pytest.raises((ConfigError, UnsupportedConfig)) as caught:
         (vision.read(raw, TEXT), audio.read(raw, TEXT))
     assert re.search(fault, "\n".join([caught.value.message, *caught.value.details]))
+
+
+ARGS: Mapping[str, Any] = {
+    **{"model": "vit_large_patch16_224", "cpe_max_size": 1024, "cls_token_per_teacher": True, "register_multiple": 8},
+    **{"cpe_num_registers": None, "teachers": [{"name": "a"}, {"name": "b", "use_summary": False}, {"name": "a"}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        ({}, {"num_cls_tokens": 2, "num_registers": 6, "max_img_size": 1024, "summary_idxs": (0, 2)}),
+        ({"register_multiple": 2}, {"num_registers": 2}),
+        ({"register_multiple": None}, {"num_registers": 0}),
+        ({"cpe_num_registers": 5}, {"num_registers": 5}),
+        ({"cls_token_per_teacher": False}, {"num_cls_tokens": 1, "num_registers": 7, "summary_idxs": None}),
+        ({"model": "vit_base_patch16_224"}, {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}),
+    ],
+)
+def test_sizes_of_radio_follow_from_the_arguments_of_its_training(args: dict[str, Any], wanted: dict[str, Any]) -> None:
+    vision = in_keys_of_radio({"args": {**ARGS, **args}, "patch_size": 16})
+    found = RadioConfig.from_hf(vision)
+    assert {key: getattr(found, key) for key in wanted} == wanted
+    assert in_keys_of_radio({"args": ARGS, "hidden_size": 9})["hidden_size"] == 9
+
+
+@pytest.mark.parametrize(
+    ("vision", "fault"),
+    [
+        ({"args": {"model": "vit_giant"}}, "args.model='vit_giant' is not implemented"),
+        ({"args": {"model": ["vit_giant"]}}, "args.model=.* is not implemented"),
+        ({"args": {"model_norm": True}}, "args.model_norm=true is not implemented"),
+        ({"args": {"teachers": 3}}, "args.teachers=3 are no objects with names"),
+        ({"args": {"teachers": [3]}}, "args.teachers=.* are no objects with names"),
+        ({"args": {**ARGS, "register_multiple": -2}}, "register_multiple=-2"),
+        ({"args": {**ARGS, "cpe_num_registers": "many"}}, "cpe_num_registers='many'"),
+        ({"args": 3}, "args=3 is not an object"),
+        ({"vitdet_window_size": 16}, "vitdet_window_size=16"),
+    ],
+)
+def test_another_radio_is_refused(vision: dict[str, Any], fault: str) -> None:
+    with pytest.raises((ConfigError, UnsupportedConfig), match=fault):
+        RadioConfig.from_hf(in_keys_of_radio(vision))
 
 
 @pytest.fixture(scope="module")

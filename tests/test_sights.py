@@ -73,6 +73,7 @@ OF_NO_TYPE = {
     **{name: name for name in ("step3_vl", "step_robotics", "step3p5v")},
     **{"nvlm_d": "NVLM_D", "keye_vl": "Keye", "keye_vl_1_5": "KeyeVL1_5"},
     "nemotron_nano_vl": "NemotronH_Nano_VL_V2",
+    "llama_nemotron_nano_vl": "Llama_Nemotron_Nano_VL",
     **dict.fromkeys(MINICPM_V, "minicpmv"),
     **dict.fromkeys(MINICPM_O, "minicpmo"),
 }

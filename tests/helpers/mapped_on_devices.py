@@ -33,7 +33,7 @@ LLAMA3 = {
 EXPERTS = {
     **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **SIZES},
     **{"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1},
-    "mlp_only_layers": [],
+    **{"mlp_only_layers": [], "norm_topk_prob": True},
 }
 CONFIGS = {"dense": DENSE, "llama3": LLAMA3, "experts": EXPERTS}
 COLLECTIVES = ("all-gather", "all-to-all", "all-reduce", "collective-permute")

@@ -151,6 +151,7 @@ OF_OTHER_TYPES = (
     "ovis2_6",
     "ovis2_6_moe",
     "nemotron_nano_vl",
+    "llama_nemotron_nano_vl",
     "opencua",
     "interns1",
     "intern_s2_preview",

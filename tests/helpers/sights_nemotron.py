@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from helpers.checkpoints import read_tensors
+from helpers.processors import word_tokenizer
 from helpers.sights import IMAGE, SOUND, TEXT, Sight, noise, sight, tiny
 
 NO_KEYS: Mapping[str, Any] = {}
@@ -28,17 +29,11 @@ NEMOTRON_TEXT: Mapping[str, Any] = {
 }
 
 
-def nemotron(
-    rows: list[list[int]],
-    features: dict[str, np.ndarray],
-    *,
-    text: Mapping[str, Any] = NO_KEYS,
-    vision: Mapping[str, Any] = NO_KEYS,
-    audio: Mapping[str, Any] | None = NO_KEYS,
-    **outer: Any,
-) -> Sight:
-    """A case; without `audio` the model does not hear."""
-    from transformers import NemotronH_Omni_Reasoning_V3, NemotronH_Omni_Reasoning_V3_Config
+def nemotron_config(
+    text: Mapping[str, Any], vision: Mapping[str, Any], audio: Mapping[str, Any] | None, **outer: Any
+) -> Any:
+    """The config of a tiny model; without `audio` it does not hear."""
+    from transformers import NemotronH_Omni_Reasoning_V3_Config
 
     sounds = {
         "hidden_size": 20,
@@ -53,8 +48,8 @@ def nemotron(
         "projection_bias": False,
         **(audio or {}),
     }
-    config = NemotronH_Omni_Reasoning_V3_Config(
-        text_config={**NEMOTRON_TEXT, **text},
+    return NemotronH_Omni_Reasoning_V3_Config(
+        text_config=dict(text),
         vision_config={
             "hidden_size": 24,
             "num_hidden_layers": 2,
@@ -72,6 +67,21 @@ def nemotron(
         audio_token_id=SOUND,
         **outer,
     )
+
+
+def nemotron(
+    rows: list[list[int]],
+    features: dict[str, np.ndarray],
+    *,
+    text: Mapping[str, Any] = NO_KEYS,
+    vision: Mapping[str, Any] = NO_KEYS,
+    audio: Mapping[str, Any] | None = NO_KEYS,
+    **outer: Any,
+) -> Sight:
+    """A case; without `audio` the model does not hear."""
+    from transformers import NemotronH_Omni_Reasoning_V3
+
+    config = nemotron_config({**NEMOTRON_TEXT, **text}, vision, audio, **outer)
     model = tiny(NemotronH_Omni_Reasoning_V3, config)
     for name, buffer in model.named_buffers():
         if "running" in name:
@@ -125,8 +135,8 @@ def nemotron_h_omni_of_images() -> Sight:
     return nemotron([[5, *[IMAGE] * 4, 7, 9], [8, *[IMAGE] * 6, 3]], images(48, (2, 8), (6, 4)), audio=None)
 
 
-def of_nano_vl(folder: Path) -> None:
-    """Writes the config.json of Nemotron Nano VL, whose keys differ from transformers', and leaves out the matrix of
+def of_nano_vl(folder: Path, kind: str = "NemotronH_Nano_VL_V2", template: str = "nemotron5h") -> None:
+    """Writes the config.json of a Nemotron Nano VL, whose keys differ from transformers', and leaves out the matrix of
     several frames."""
     path = folder / "config.json"
     raw = json.loads(path.read_text())
@@ -137,11 +147,38 @@ def of_nano_vl(folder: Path) -> None:
     raw["vit_hidden_size"] = raw.pop("vision_hidden_size")
     tensors = {name: x for name, x in read_tensors(folder).items() if "video_embedder" not in name}
     save_file(tensors, folder / "model.safetensors")
-    kind = "NemotronH_Nano_VL_V2"
-    path.write_text(json.dumps({**raw, "architectures": [kind], "model_type": kind, "template": "nemotron5h"}))
+    path.write_text(json.dumps({**raw, "architectures": [kind], "model_type": kind, "template": template}))
 
 
 @sight
 def nemotron_nano_vl() -> Sight:
     rows, features = [[5, *[IMAGE] * 4, 7, 9], [8, *[IMAGE] * 6, 3]], images(48, (2, 8), (6, 4))
     return replace(nemotron(rows, features, audio=None), as_released=of_nano_vl)
+
+
+def of_llama_nano_vl(folder: Path) -> None:
+    """The same around Llama: the id of the placeholder stands in the tokenizer's files alone."""
+    of_nano_vl(folder, "Llama_Nemotron_Nano_VL", "llama_3_1_nemotron_nano_vl")
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    del raw["img_context_token_id"], raw["llm_config"]["num_nextn_predict_layers"]
+    path.write_text(json.dumps({**raw, "ps_version": "v2", "image_tag_type": "internvl"}))
+    tokenizer = word_tokenizer({IMAGE: "<image>"})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(folder)
+
+
+@sight
+def llama_nemotron_nano_vl() -> Sight:
+    from helpers.released_code.nemotron_vl import LlamaNemotronVL
+
+    rows, features = [[5, *[IMAGE] * 4, 7, 9], [8, *[IMAGE] * 6, 3]], images(48, (2, 8), (6, 4))
+    text = {**TEXT, "model_type": "llama", "num_nextn_predict_layers": 0}
+    config = nemotron_config(text, {"num_cls_tokens": 4, "num_registers": 0}, None)
+    return Sight(
+        tiny(LlamaNemotronVL, config),
+        rows,
+        features,
+        released={r"^multi_modal_projector\.": "mlp1."},
+        as_released=of_llama_nano_vl,
+    )

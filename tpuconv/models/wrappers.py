@@ -58,6 +58,7 @@ from tpuconv.models.towers.ovis.family import OVIS25_VISION, OVIS_VISION, in_key
 from tpuconv.models.towers.packed_vit.gated_family import LFM3_VISION
 from tpuconv.models.towers.parakeet.released import (
     KEYS_OF_MEDIA,
+    LLAMA_NEMOTRON_VISION,
     NEMOTRON_AUDIO,
     NEMOTRON_OMNI_TYPES,
     NEMOTRON_VISION,
@@ -568,6 +569,17 @@ WRAPPER_ROWS = (
         "NemotronH_Nano_VL_V2",
         "Nemotron Nano 12B v2 VL, with code of its own",
         NEMOTRON_VISION,
+        in_keys=in_keys_of_nemotron_vl,
+    ),
+    Wrapper(
+        "Llama_Nemotron_Nano_VL",
+        "Llama_Nemotron_Nano_VL",
+        "Llama 3.1 Nemotron Nano VL 8B, with code of its own",
+        ("llama",),
+        prefix=IN_CAUSAL_MODEL,
+        keys=KEYS_OF_MEDIA,
+        modalities=(LLAMA_NEMOTRON_VISION,),
+        end="",
         in_keys=in_keys_of_nemotron_vl,
     ),
     # what hears

@@ -1,12 +1,14 @@
 """How Nemotron Omni sees and hears, and its config.json with the keys of releases."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tpuconv.models.common.beside import AUDIO, VISION, Modality
 from tpuconv.models.common.key_types import object_of
 from tpuconv.models.towers.parakeet.family import PARAKEET, SOUND_SQUARED
-from tpuconv.models.towers.radio.family import RADIO, SQUARES
+from tpuconv.models.towers.radio.family import LLAMA_SQUARES, RADIO, SQUARES
+from tpuconv.models.towers.radio.released import in_keys_of_radio
 
 NEMOTRON_VISION = Modality(
     VISION,
@@ -18,6 +20,11 @@ NEMOTRON_VISION = Modality(
     placeholder=("image_token_id",),
     placeholder_id=18,
 )
+
+LLAMA_NEMOTRON_VISION = replace(
+    NEMOTRON_VISION, projector=LLAMA_SQUARES, placeholder_id=None, placeholder_token="<image>"
+)
+"""Llama Nemotron Nano VL."""
 
 NEMOTRON_AUDIO = Modality(
     AUDIO,
@@ -63,6 +70,7 @@ def in_keys_of_nemotron_omni(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         sounds = object_of(renamed, "audio_config")
         renamed["audio_config"] = {key: value for key, value in sounds.items() if key != "model_type"}
     kept = {key: value for key, value in raw.items() if key not in NEMOTRON_KEYS}
+    kept["vision_config"] = in_keys_of_radio(object_of(raw, "vision_config"))
     return kept | {key: value for key, value in renamed.items() if kept.get(key) is None}
 
 

@@ -5,11 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.jsonfile import short
 from tpuconv.models.common.beside import Projector, ProjectorConfig, Tower, TowerConfig
 from tpuconv.models.common.encoder_keys import TEXT_ALONE
 from tpuconv.models.common.rows import when
 from tpuconv.models.towers.qwen_vit.family import JOINED_QKV, JOINED_QKV_BIAS
 from tpuconv.models.towers.rows import DOWN, OUT_OF_HEADS, UP, layer_norm, rms_norm, with_bias, without_bias
+from tpuconv.models.towers.siglip2.family import SIGLIP2_MODULES
 from tpuconv.notation.table import Map, under
 
 RADIO_MODULES = "tpuconv.models.towers.radio.modules"
@@ -26,6 +28,11 @@ class RadioConfig(TowerConfig):
         has_conditioner: whether the release has the mean and deviation of colours, by which its processor normalizes.
     """
 
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **dict.fromkeys(
+            ("feature_normalizer_config", "inter_feature_normalizer_config", "vitdet_window_size"), (None,)
+        ),
+    }
     told: ClassVar[Mapping[str, str]] = {
         "has_scales": r"\.layer_scale1\.|\.attn_scale$",
         "has_summary": r"\.summary_idxs$",
@@ -144,28 +151,19 @@ RADIO = Tower(
 
 @dataclass(frozen=True, kw_only=True)
 class SquaresConfig(ProjectorConfig):
-    """The keys of the projector of images. M is the width of joined patches, A that between the matrices.
-
-    Attributes:
-        has_final_norm: whether patches are normalized before they are joined, as beside layers for further tokens.
-    """
-
-    projection_bias: ClassVar[bool] = False
+    """The keys of a projector that joins squares of four patches. M is the width of joined patches."""
 
     downsample_ratio: int | float = 0.5
     projector_hidden_size: int = 4096
+    ps_version: str = "v2"
     vision_hidden_size: int = 1280
     video_temporal_patch_size: int | None = 2
-    has_final_norm: bool
-
-    @classmethod
-    def of_text(cls, text: Any) -> dict[str, Any]:
-        return {**super().of_text(text), "has_final_norm": text.num_nextn_predict_layers > 0}
 
     def check(self, tower: Any) -> None:
         super().check(tower)
-        if self.downsample_ratio != 0.5:
-            raise UnsupportedConfig(f"downsample_ratio={self.downsample_ratio} is not implemented", hint=TEXT_ALONE)
+        for name, implemented in (("downsample_ratio", 0.5), ("ps_version", "v2")):
+            if (value := getattr(self, name)) != implemented:
+                raise UnsupportedConfig(f"config.json: {name}={short(value)} is not implemented", hint=TEXT_ALONE)
         for own, key in (("vision_hidden_size", "hidden_size"), ("video_temporal_patch_size",) * 2):
             if (have := getattr(self, own)) != (want := getattr(tower, key)):
                 raise ConfigError(f"config.json: {own}={have}, and the encoder has {key}={want}")
@@ -174,8 +172,42 @@ class SquaresConfig(ProjectorConfig):
     def merge(self) -> int:
         return 2
 
+    def joined(self, tower: Any) -> int:
+        """Returns the width of joined patches."""
+        return int(tower.sizes["D"] * self.merge**2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquaredConfig(SquaresConfig):
+    """The keys of the projector of images of Nemotron Omni. A is the width between its matrices.
+
+    Attributes:
+        has_final_norm: whether patches are normalized before they are joined, as beside layers for further tokens.
+    """
+
+    projection_bias: ClassVar[bool] = False
+
+    has_final_norm: bool
+
+    @classmethod
+    def of_text(cls, text: Any) -> dict[str, Any]:
+        return {**super().of_text(text), "has_final_norm": text.num_nextn_predict_layers > 0}
+
     def sizes(self, tower: Any) -> dict[str, Any]:
-        return {"O": self.out, "A": self.projector_hidden_size, "M": tower.sizes["D"] * self.merge**2}
+        return {"O": self.out, "A": self.projector_hidden_size, "M": self.joined(tower)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaSquaresConfig(SquaresConfig):
+    """The keys of the projector of Llama Nemotron Nano VL, with the facts that LFM2-VL's has as keys. W is the width
+    between its matrices."""
+
+    projector_hidden_act: ClassVar[str] = "gelu"
+    projector_bias: ClassVar[bool] = True
+    projector_use_layernorm: ClassVar[bool] = True
+
+    def sizes(self, tower: Any) -> dict[str, Any]:
+        return {"O": self.out, "W": self.projector_hidden_size, "M": self.joined(tower)}
 
 
 def squared_rows(norm: str, up: str, down: str, width: str) -> tuple[Map, ...]:
@@ -188,7 +220,7 @@ def squared_rows(norm: str, up: str, down: str, width: str) -> tuple[Map, ...]:
 
 
 SQUARES = Projector(
-    SquaresConfig,
+    SquaredConfig,
     (
         *when("has_final_norm", *layer_norm("vision_projector.vision_final_layernorm", "final_norm")),
         *squared_rows("mlp1.0", "mlp1.1", "mlp1.3", "M"),
@@ -196,3 +228,14 @@ SQUARES = Projector(
     f"{RADIO_MODULES}:Squares",
 )
 """Squares of patches are joined; a norm and two matrices with a squared ReLU between follow."""
+
+LLAMA_SQUARES = Projector(
+    LlamaSquaresConfig,
+    (
+        *layer_norm("mlp1.0", "norm", "M"),
+        *with_bias("mlp1.1", "up", "W M -> M W", "W"),
+        *with_bias("mlp1.3", "down", "O W -> W O", "O"),
+    ),
+    f"{SIGLIP2_MODULES}:BlockMatrices",
+)
+"""Squares of patches are joined; a norm with a bias and two matrices with a GELU between follow."""
