@@ -1,6 +1,8 @@
 """Device layouts: written by the TPU compiler, used when a model is loaded."""
 
 import json
+import shutil
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -14,14 +16,19 @@ from helpers.commands import tpuconv as command
 from helpers.conversions import convert
 from helpers.encoded import encoded, fp8
 from helpers.tpu_compiler import compiler
-from tpuconv.checkpoint.device_layouts import DeviceLayout, read_layouts, write_layouts
+from tpuconv.checkpoint.device_layouts import DeviceLayout, layouts_of, write_layouts
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.models.generate import Generator
 from tpuconv.names import LAYOUTS, MANIFEST, QVALUE, collapse, expand
+from tpuconv.storage import sealed
 from tpuconv.storage.sealed import seal
 
 TURNED = DeviceLayout("bfloat16", (1, 0), ())
+
+
+def read_layouts(folder, device, mesh):
+    return layouts_of(folder / LAYOUTS, (folder / LAYOUTS).read_bytes(), device, mesh)
 
 
 @given(
@@ -140,6 +147,31 @@ def test_a_model_is_loaded_as_its_layouts_say(checkpoint):
     write_layouts(checkpoint, "cpu", {}, {"norm.scale": TURNED})
     with pytest.raises(CorruptOutput, match=r"has the axes \(1, 0\) for norm.scale, which is \(32,\)"):
         tpuconv.load(checkpoint)
+
+
+def test_a_kill_while_layouts_are_written_leaves_a_checkpoint_that_loads(checkpoint, tmp_path, monkeypatch):
+    """The manifest of a new file and of a replaced one, until both are there, and a file that its user deletes."""
+    folder = tmp_path / "out"
+    shutil.copytree(checkpoint, folder)
+    (folder / LAYOUTS).unlink(missing_ok=True)
+    tpuconv.load(folder)
+    write, kernel = sealed.write_whole, "layers.0.mlp.gate.kernel"
+    for writes in (1, 2, 3, 1, 2, 3):
+        left = iter(range(writes))
+
+        def killed(path, data, left=left):
+            write(path, data)
+            next(left)
+
+        monkeypatch.setattr(sealed, "write_whole", killed)
+        with suppress(StopIteration):
+            write_layouts(folder, "cpu", {}, {kernel: DeviceLayout("bfloat16", (writes % 2, 1 - writes % 2), ())})
+        monkeypatch.setattr(sealed, "write_whole", write)
+        tpuconv.load(folder)
+    layout = tpuconv.load(folder).layers[0].mlp.gate.kernel[...].format.layout
+    assert layout.major_to_minor == (1, 0)
+    (folder / LAYOUTS).unlink()
+    tpuconv.load(folder)
 
 
 def codes(folder):

@@ -24,7 +24,7 @@ from tpuconv.errors import CorruptOutput, SourceError, UsageError
 from tpuconv.notation.sharding import partition
 from tpuconv.quantize.config import parse_config
 from tpuconv.storage.disk import HUGE_PAGE, aligned_array
-from tpuconv.storage.sealed import take_in
+from tpuconv.storage.sealed import write_listed
 
 # On several devices, in a process of its own: their number is fixed when jax starts.
 ON_A_MESH = """
@@ -272,10 +272,11 @@ def test_what_is_no_model_is_refused(tmp_path):
         with pytest.raises(UsageError, match="cannot have the dtype"):
             tpuconv.load(tmp_path / "out", dtype)
     config = tmp_path / "out" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 97}))
+    changed = json.dumps(json.loads(config.read_text()) | {"vocab_size": 97})
+    config.write_text(changed)
     with pytest.raises(CorruptOutput, match=r"config\.json was changed"):
         tpuconv.load(str(tmp_path / "out"))
-    take_in(tmp_path / "out", "config.json")
+    write_listed(tmp_path / "out", "config.json", changed.encode())
     with pytest.raises(CorruptOutput, match=r"do not match a qwen3 model"):
         tpuconv.load(str(tmp_path / "out"))
 

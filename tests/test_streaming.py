@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 from subprocess import DEVNULL
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -467,14 +468,12 @@ def test_a_source_in_a_bucket_is_hashed_wherever_the_run_ends(
 def test_a_small_workspace_is_refused_before_weights_are_fetched(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from types import SimpleNamespace
-
-    usage = SimpleNamespace(free=10_000, total=10_000, used=0)
-    monkeypatch.setattr("tpuconv.sources.workspace.shutil.disk_usage", lambda _: usage)
-    with pytest.raises(TpuconvError, match=r"free") as info:
-        api.convert(REPO, tmp_path / "out")
+    monkeypatch.setattr(workspace, "shutil", SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=10_000)))
+    with pytest.raises(TpuconvError, match="the workspace") as info:
+        api.convert(REPO, tmp_path / "out", workspace=tmp_path / "ws")
     assert info.value.exit_code == 8
     assert not fetches(hub)
+    assert not list((tmp_path / "ws").iterdir())
 
 
 def test_keep_source_fills_the_cache_and_what_is_there_is_used(hub: HubServer, hub_cache: Path, tmp_path: Path) -> None:

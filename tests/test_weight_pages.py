@@ -456,14 +456,26 @@ def test_an_existing_file_stays_unless_it_may_be_replaced(example, tmp_path):
 
 
 def test_an_interruption_leaves_no_part_of_a_page(example, tmp_path, monkeypatch):
-    def interrupted(path, data):
-        path.with_name(path.name + ".partial").write_bytes(data[:100])
+    def interrupted(path, data, partial):
+        partial.write_bytes(data[:100])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(reports, "replace_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         api.inspect(example, html=tmp_path / "x.html")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_page_touches_no_file_beside_it(example, tmp_path):
+    """A file of its user has the name that an unfinished file of ours has in our own folders; or a link has it."""
+    page, beside, other = tmp_path / "x.html", tmp_path / "x.html.partial", tmp_path / "other"
+    other.write_text("precious")
+    for make in (lambda: beside.write_text("mine"), lambda: beside.symlink_to(other)):
+        beside.unlink(missing_ok=True)
+        make()
+        api.inspect(example, html=page, overwrite=page.exists())
+        assert (beside.read_text(), other.read_text()) in (("mine", "precious"), ("precious", "precious"))
+    assert {path.name for path in tmp_path.iterdir()} == {"x.html", "x.html.partial", "other"}
 
 
 def test_an_interruption_ends_the_threads(tmp_path):

@@ -19,7 +19,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from tpuconv.checkpoint.device_layouts import read_layouts
+from tpuconv.checkpoint.device_layouts import layouts_of
 from tpuconv.checkpoint.manifest import Manifest, read_manifest
 from tpuconv.checkpoint.reader import check_contents, check_mtp, read_box
 from tpuconv.checkpoint.stored import StoredArray
@@ -312,11 +312,11 @@ def _default_device() -> Any:
 def _formats(manifest: Manifest, dtypes: Mapping[str, str], mesh: Mesh | None) -> dict[str, Format]:
     """The sharding of each array, and its device layout if `layouts.json` has one for this kind of device and mesh."""
     device = _default_device() if mesh is None else mesh.devices.flat[0]
-    if is_readable(manifest.folder / LAYOUTS):
-        manifest.read_file(LAYOUTS)  # checks its hash
     if mesh is not None:
         check_words(manifest)
-    layouts = read_layouts(manifest.folder, device.device_kind, {} if mesh is None else dict(mesh.shape))
+    path, sizes = manifest.folder / LAYOUTS, {} if mesh is None else dict(mesh.shape)
+    data = manifest.find_file(LAYOUTS) if is_readable(path) else None  # a user may delete the file
+    layouts = {} if data is None else layouts_of(path, data, device.device_kind, sizes)
     out = {}
     for name, dtype in dtypes.items():
         array, known = manifest.arrays[name], layouts.get(name)

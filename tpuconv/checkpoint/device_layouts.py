@@ -1,7 +1,8 @@
 """The memory layouts that the TPU's compiler prefers for the arrays of a checkpoint: `layouts.json`, beside the
 manifest.
 
-They are a hint: without them arrays are laid out anew when a step starts. The manifest holds the file's hash.
+They are a hint: without them arrays are laid out anew when a step starts. The manifest holds the file's hash; a file
+that it does not list, as after a kill while it was written, counts as none.
 """
 
 import json
@@ -13,7 +14,7 @@ from tpuconv.jsonfile import MAX_BYTES, Each, Size, check, parse, read_bytes
 from tpuconv.location import Location
 from tpuconv.names import LAYOUTS, collapse, expand
 from tpuconv.storage.places import is_readable
-from tpuconv.storage.sealed import take_in, write_whole
+from tpuconv.storage.sealed import write_listed
 
 LAYOUTS_FORMAT = 1
 
@@ -42,18 +43,20 @@ LAYOUT_SCHEMA = {
 }
 
 
-def read_layouts(folder: Location, device: str, mesh: Mapping[str, int]) -> dict[str, DeviceLayout]:
-    """Reads the layouts for a kind of device ("TPU v5 lite") and a mesh, given by the sizes of its axes.
+def layouts_of(path: Location, data: bytes, device: str, mesh: Mapping[str, int]) -> dict[str, DeviceLayout]:
+    """Returns the layouts for a kind of device ("TPU v5 lite") and a mesh, given by the sizes of its axes, by the name
+    of the array; none if none were written.
 
-    Returns:
-        The layout of each array, by name; empty if none were written.
+    Args:
+        path: of the file, for messages.
+        data: its bytes.
 
     Raises:
         CorruptOutput: the file cannot be understood.
         UsageError: a newer tpuconv wrote it.
     """
     out: dict[str, DeviceLayout] = {}
-    for entry in _read_entries(folder):
+    for entry in _entries_of(path, data):
         if _is_for(entry, device, mesh):
             for pattern, facts in entry["arrays"].items():
                 out |= dict.fromkeys(expand(pattern), DeviceLayout.of(*(facts[key] for key in DeviceLayout._fields)))
@@ -72,7 +75,10 @@ def write_layouts(
         CorruptOutput: the existing file, or the manifest, cannot be understood.
         ResourceError: the file cannot be written.
     """
-    kept_entries = [entry for entry in _read_entries(folder) if not _is_for(entry, device, mesh)]
+    path = folder / LAYOUTS
+    data = read_bytes(path, MAX_BYTES, CorruptOutput) if is_readable(path) else None
+    old_entries = [] if data is None else _entries_of(path, data)
+    kept_entries = [entry for entry in old_entries if not _is_for(entry, device, mesh)]
     alike: dict[DeviceLayout, list[str]] = {}
     for name, layout in layouts.items():
         alike.setdefault(layout, []).append(name)
@@ -82,9 +88,7 @@ def write_layouts(
             is_complete = set(expand(pattern)) == set(members)
             arrays |= dict.fromkeys([pattern] if is_complete else members, layout._asdict())
     entries = [*kept_entries, {"device": device, "mesh": dict(mesh), "arrays": arrays}]
-    path = folder / LAYOUTS
-    write_whole(path, _to_text(entries).encode())
-    take_in(folder, LAYOUTS)
+    write_listed(folder, LAYOUTS, _to_text(entries).encode())
     return path
 
 
@@ -98,12 +102,9 @@ def _to_text(entries: list[dict[str, Any]]) -> str:
     return f'{{"format": {LAYOUTS_FORMAT}, "layouts": [\n' + ",\n".join(parts) + "\n]}\n"
 
 
-def _read_entries(folder: Location) -> list[dict[str, Any]]:
-    path = folder / LAYOUTS
-    if not is_readable(path):
-        return []
+def _entries_of(path: Location, data: bytes) -> list[dict[str, Any]]:
     try:
-        raw = parse(read_bytes(path, MAX_BYTES, CorruptOutput), LAYOUTS, CorruptOutput)
+        raw = parse(data, LAYOUTS, CorruptOutput)
         if check(raw, {"format": int}, LAYOUTS, CorruptOutput)["format"] > LAYOUTS_FORMAT:
             raise UsageError(f"{path} was written by a newer tpuconv", hint="update tpuconv, or delete the file")
         entries: list[dict[str, Any]] = check(raw, {"layouts": [LAYOUT_SCHEMA]}, LAYOUTS, CorruptOutput)["layouts"]

@@ -81,13 +81,13 @@ class StreamReader(Reader):
         """See `Reader`."""
         beside = "; ".join(f"{name} {list(ranges)}" for name, ranges in sorted(wide.items()))
         self._workspace = Workspace(self.place, work, f"{self.identity} {beside}")
+        self._opened = SafetensorsReader(self._workspace.folder, (), self._check_cancelled)
+        self._hashes: dict[str, str] = {}
+        self._steps: dict[str, list[str]] = {}
         sizes = {name: self._shards[name].size for name in self.files}
         self._schedule, self._wide = FetchSchedule(sizes, steps, wide), wide
         self._workspace.keep_only(self._schedule.order)
         self._workspace.check_room(self._schedule.peak_bytes + self._also_here(work, reserved))
-        self._opened = SafetensorsReader(self._workspace.folder, (), self._check_cancelled)
-        self._hashes: dict[str, str] = {}
-        self._steps: dict[str, list[str]] = {}
         for name in self._schedule.order:
             self._meter.expect(name, sizes[name])
             for step in self._schedule.users[name] | self._schedule.wide_users[name]:

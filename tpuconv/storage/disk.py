@@ -142,9 +142,15 @@ def write_file(path: Path, data: bytes | np.ndarray, *, flush: bool = True) -> N
 
 
 @_translated
-def replace_file(path: Path, data: bytes) -> None:
-    """Replaces a file atomically: after a crash it is the old one or the new one, complete."""
-    partial = path.with_name(path.name + PARTIAL)
+def replace_file(path: Path, data: bytes, partial: Path | None = None) -> None:
+    """Replaces a file atomically: after a crash it is the old one or the new one, complete.
+
+    Args:
+        path: the file.
+        data: its new bytes.
+        partial: its path until it is complete; by default with the suffix PARTIAL, which is known in our folders.
+    """
+    partial = partial or path.with_name(path.name + PARTIAL)
     write_file(partial, data)
     rename(partial, path)
     sync(path.parent)

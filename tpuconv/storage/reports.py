@@ -1,6 +1,7 @@
 """Writes a file that a user asks for by name, such as a recipe or a page. It appears complete or not at all."""
 
 from pathlib import Path
+from secrets import token_hex
 from tempfile import TemporaryFile
 
 from tpuconv.errors import OutputError, ResourceError, UsageError
@@ -65,8 +66,9 @@ def write_report(text: str, out: Path, option: str, *, overwrite: bool) -> None:
         OutputError, ResourceError, UsageError: see `check_free`, which is called again.
     """
     check_free(out, option, overwrite=overwrite)
+    partial = out.with_name(f".tpuconv-{token_hex(8)}{PARTIAL}")  # a name that no file of a user has
     try:
-        replace_file(out, text.encode())
+        replace_file(out, text.encode(), partial)
     except BaseException:
-        out.with_name(out.name + PARTIAL).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise

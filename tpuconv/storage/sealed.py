@@ -22,7 +22,7 @@ from tpuconv.jsonfile import Each, Optional, Range, Size, check, parse, read_byt
 from tpuconv.location import BucketPath, Location, near_folders
 from tpuconv.names import MANIFEST
 from tpuconv.storage.disk import replace_file
-from tpuconv.storage.hashes import blocks, hash_file
+from tpuconv.storage.hashes import blocks, hash_bytes
 from tpuconv.storage.places import is_there, stamp_of
 from tpuconv.storage.sinks import Sink
 
@@ -190,16 +190,21 @@ def copy_file(path: Location, sink: Sink, name: str, expected: Mapping[str, Any]
         )
 
 
-def take_in(folder: Location, name: str) -> None:
-    """Updates the manifest of a published output after the file `name` was written into it.
+def write_listed(folder: Location, name: str, data: bytes) -> None:
+    """Writes a file into a published output, and its hash into the manifest. Until then, and after a crash, the
+    manifest does not list it.
 
     Raises:
         CorruptOutput: the manifest cannot be read.
-        ResourceError: the manifest cannot be written.
+        ResourceError: the file or the manifest cannot be written.
     """
     sealed = read_sealed(folder)
+    others = {other: facts for other, facts in sealed.files.items() if other != name}
+    if sealed.is_sealed and others != sealed.files:
+        reseal(folder, sealed, others)
+    write_whole(folder / name, data)
     if sealed.is_sealed:
-        reseal(folder, sealed, {**sealed.files, name: hash_file(folder / name)})
+        reseal(folder, sealed, {**others, name: hash_bytes(data)})
 
 
 def reseal(folder: Location, sealed: Sealed, files: Mapping[str, Any]) -> None:

@@ -437,9 +437,9 @@ def loaded_manifests(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
 
 def array_files(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
     """zarr.json, in a checkpoint of the first format, which holds no hash of it, and layouts.json."""
-    from tpuconv.checkpoint.device_layouts import read_layouts
+    from tpuconv.checkpoint.device_layouts import layouts_of
     from tpuconv.checkpoint.manifest import read_manifest
-    from tpuconv.storage.sealed import take_in
+    from tpuconv.storage.sealed import write_listed
     from tpuconv.verify.checksums import check_checkpoint
 
     folder, old = scratch(base, "layouts", "checkpoint"), scratch(base, "zarr", "checkpoint")
@@ -454,13 +454,13 @@ def array_files(base: Path) -> Callable[[random.Random], tuple[Any, Try]]:
         data = mutated(rng, originals[path])
 
         def go() -> None:
-            path.write_bytes(data)
             if path == zarr:
+                path.write_bytes(data)
                 faults = {checked.name for checked in check_checkpoint(read_manifest(old)) if checked.fault}
                 assert faults or strict(data) == originals[zarr]
             else:
-                take_in(folder, "layouts.json")
-                read_layouts(folder, "TPU v5 lite", {"tensor": 8})
+                write_listed(folder, "layouts.json", data)
+                layouts_of(path, data, "TPU v5 lite", {"tensor": 8})
 
         return (path.name, data), go
 
