@@ -211,12 +211,14 @@ def test_dora_without_its_magnitudes_is_an_error(tmp_path: Path) -> None:
         api.plan(tmp_path / "hf", adapter=[str(tmp_path / "lora")])
 
 
+PLAIN_LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+
+
 def lora(folder: Path, tensors: dict[str, np.ndarray], **config) -> str:
     """An adapter with these matrices, as peft writes them."""
     folder.mkdir()
     write_safetensors(folder / "adapter_model.safetensors", {f"base_model.model.{n}": x for n, x in tensors.items()})
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8} | config
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_config.json").write_text(json.dumps(PLAIN_LORA | config))
     return str(folder)
 
 
@@ -586,6 +588,20 @@ def test_what_is_no_adapter(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="run is no LoRA adapter") as error:
         api.plan(tmp_path / "hf", adapter=[f"{tmp_path / 'run'}"])
     assert "mlx_lm.fuse" in str(error.value.hint)
+
+
+def test_what_a_download_left_of_an_adapter_is_refused(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    adapter = lora(tmp_path / "lora", matrices("model.layers.1.self_attn.q_proj", 3, 5))
+    (tmp_path / "lora" / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(SourceError, match=r"adapter_model\.safetensors is truncated"):
+        api.plan(tmp_path / "hf", adapter=[adapter])
+
+
+@pytest.mark.parametrize("tokens", [[1.5], [1.0], [-1], {"embed_tokens": [0.5]}])
+def test_tokens_that_no_vocabulary_has_are_refused(tokens: object, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="trainable_token_indices"):
+        check_adapter_config({**PLAIN_LORA, "trainable_token_indices": tokens}, tmp_path / "adapter_config.json")
 
 
 @pytest.mark.parametrize(

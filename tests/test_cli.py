@@ -88,6 +88,19 @@ def test_a_checkpoint_for_another_program_is_not_taken_for_ours(converted, tmp_p
     assert said.startswith("Generating with tiny-qwen3-orbax, the newest checkpoint in this folder.")
 
 
+def test_an_older_checkpoint_that_is_damaged_is_in_nobodys_way(converted, tmp_path):
+    """Where CKPT is left out, the newest one is taken. If that one is damaged, it is named."""
+    for name in ("old", "new"):
+        shutil.copytree(converted / "tiny-qwen3-orbax", tmp_path / name)
+        os.utime(tmp_path / name / "tpuconv.json", (0, 0 if name == "old" else 1e9))
+    (tmp_path / "old" / "tpuconv.json").write_text("{")
+    os.utime(tmp_path / "old" / "tpuconv.json", (0, 0))
+    assert "Generating with new," in tpuconv("generate", "--prompt", "In", "--max-new-tokens", "2", cwd=tmp_path).stdout
+    os.utime(tmp_path / "old" / "tpuconv.json", (2e9, 2e9))
+    said = tpuconv("generate", "--prompt", "In", "--max-new-tokens", "2", cwd=tmp_path, code=10).stderr
+    assert "old/tpuconv.json" in said
+
+
 @pytest.mark.parametrize(
     ("args", "name"),
     [

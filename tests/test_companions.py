@@ -1,10 +1,12 @@
 """The files of a source beside its weights: each is copied, or left out with a reason."""
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,3 +151,20 @@ def test_modules_in_folders_outside_are_refused(path: str, source: Path) -> None
     (source / "modules.json").write_text(json.dumps([{"path": path}]))
     with pytest.raises(SourceError, match="no folder inside"):
         open_source(source)
+
+
+def test_a_folder_of_a_module_that_cannot_be_read_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root reads every folder: the system call is refused for it here."""
+    listed = os.scandir
+
+    def refused(path: Any) -> Any:
+        if Path(path).name == "0_Dense":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(SourceError, match="0_Dense cannot be read: Permission denied"):
+        api.convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -108,6 +108,7 @@ class TestOnACluster:
             done = api.on_ray(command, ckpt, tmp_path / name, **options)
             assert done.published
             assert not done.already_there
+            assert not done.resumed_bytes
             command(ckpt, tmp_path / f"{name}-alone", **options)
             assert contents(tmp_path / name) == contents(tmp_path / f"{name}-alone")
 

@@ -1,4 +1,4 @@
-"""Run `convert`, `quantize` or `export` on a Ray cluster (extra `ray`).
+"""Run `convert`, `quantize`, `export` or `reshard` on a Ray cluster (extra `ray`).
 
 Each Ray task is one of several processes, as `tpuconv.hosts` describes them: they meet in the journal of the output.
 Ray chooses the nodes, and runs a task again if its node or its process dies.
@@ -45,7 +45,7 @@ def on_ray(
     of one process, bit for bit. Interrupted, the same call continues.
 
     Args:
-        command: `convert`, `quantize` or `export`.
+        command: `convert`, `quantize`, `export` or `reshard`.
         src: its first argument, which every node must be able to read.
         out: the folder to write, in a bucket or on a disk that all nodes share.
         address: of the cluster: "auto" for the one that this host belongs to, else `HOST:PORT` or `ray://HOST:PORT`. If
@@ -90,9 +90,9 @@ def on_ray(
                 ray.cancel(each, force=True)
     # An output of the same plan is left as it is: that is what `overwrite` means to one of several processes.
     result = command(_absolute(src), to, part=ProcessPart(0, 1), progress=progress, **options)
-    if isinstance(result, Conversion):  # to this process all was done before; the tasks know by which run
-        result = replace(result, resumed_bytes=min(resumed, result.source_bytes))
-    return replace(result, part=None, seconds=time.monotonic() - began)
+    # To this process all was done before; the tasks know by which run.
+    most = result.source_bytes if isinstance(result, Conversion) else result.bytes
+    return replace(result, resumed_bytes=min(resumed, most), part=None, seconds=time.monotonic() - began)
 
 
 def _do_part(
@@ -104,8 +104,8 @@ def _do_part(
     folder: str,
     token: bytes,
 ) -> int:
-    """Returns the task: one part, in the working directory of the driver, if this node has it. Returns how many bytes
-    of the source an earlier run had converted."""
+    """Does one part, in the working directory of the driver, if this node has it. Returns how many bytes of the source,
+    or of the output of an export, an earlier run had done."""
     from tpuconv.storage.shared_journal import PartRunning
 
     libtpu.hide_without_tpu()
@@ -121,7 +121,9 @@ def _do_part(
             if time.monotonic() > deadline:
                 raise
             time.sleep(1)
-    return done.resumed_bytes * done.part_bytes // max(1, done.source_bytes) if isinstance(done, Conversion) else 0
+    if isinstance(done, Conversion):
+        return done.resumed_bytes * done.part_bytes // max(1, done.source_bytes)
+    return int(done.resumed_bytes)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from tpuconv.location import SCHEMES, BucketPath, Location, near_folders
 from tpuconv.notation.layout import Shape
 from tpuconv.sources.shard import object_samples, samples
 from tpuconv.storage.hashes import hash_bytes, stamp
-from tpuconv.storage.places import is_file, names_in
+from tpuconv.storage.places import files_below, is_file, names_in
 
 METADATA = "_METADATA"
 """Orbax's file with the tree of an item."""
@@ -257,13 +257,11 @@ class TrainedTree:
             found = buckets.listing_facts(self.folder)
             return {name: [each.size, sorted(each.version.items())] for name, each in found.items()}
         out = {}
-        for parent, _, names in os.walk(self.folder):
-            for name in names:
-                path = os.path.join(parent, name)
-                try:
-                    out[os.path.relpath(path, self.folder)] = list(stamp(os.stat(path)))
-                except OSError as e:
-                    raise SourceError(f"{path} cannot be read: {e.strerror}") from None
+        for path in files_below(self.folder):
+            try:
+                out[os.path.relpath(path, self.folder)] = list(stamp(os.stat(path)))
+            except OSError as e:
+                raise SourceError(f"{path} cannot be read: {e.strerror}") from None
         return out
 
 

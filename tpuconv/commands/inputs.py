@@ -39,17 +39,19 @@ def _newest_checkpoint(own: bool, quantized: bool | None) -> Path:
     from tpuconv.storage.sealed import CHECKPOINT, kind_of
 
     here = [Path(MANIFEST)] if Path(MANIFEST).is_file() else Path().glob(f"*/{MANIFEST}")
-    found = [path for path in here if kind_of(path.parent) in (CHECKPOINT, None)]
-    found.sort(key=lambda path: path.stat().st_mtime_ns)
-    if own:
-        found = [path for path in found if read_manifest(path.parent).target == OWN_TARGET]
-    if quantized is not None:
-        found = [path for path in found if (read_manifest(path.parent).quantization is not None) == quantized]
-    if not found:
-        raise UsageError(
-            "there is no checkpoint in the current folder", hint="make one with `tpuconv convert SRC`, or name it"
-        )
-    return found[-1].parent
+    for path in sorted(here, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        if kind_of(path.parent) not in (CHECKPOINT, None):
+            continue
+        if not own and quantized is None:
+            return path.parent
+        manifest = read_manifest(path.parent)
+        if own and manifest.target != OWN_TARGET:
+            continue
+        if quantized is None or quantized == (manifest.quantization is not None):
+            return path.parent
+    raise UsageError(
+        "there is no checkpoint in the current folder", hint="make one with `tpuconv convert SRC`, or name it"
+    )
 
 
 def read_prompts(file: Path | None) -> list[str]:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,11 @@ class AdapterFile:
     def __init__(self, path: Path):
         self.path = path
         self._stamp = stamp(path.stat())
-        self.bytes = np.memmap(path, np.uint8, "r")
+
+    @cached_property
+    def bytes(self) -> np.ndarray:
+        """The mapped bytes; there are some, once the header was read."""
+        return np.memmap(self.path, np.uint8, "r")
 
     def matrix(self, info: TensorInfo) -> np.ndarray:
         """Returns a tensor of the file, of which `values` reads parts."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
-from tpuconv.jsonfile import AtLeast, Each, Optional, check, short
+from tpuconv.jsonfile import Each, Optional, Size, check, short
 
 SCHEMA = {
     "peft_type": str,
@@ -18,7 +18,7 @@ SCHEMA = {
     "use_rslora": Optional((bool, None)),
     "use_dora": Optional((bool, None)),
     "target_parameters": Optional(([str], None)),
-    "trainable_token_indices": Optional(([AtLeast(0)], Each([AtLeast(0)]), None)),
+    "trainable_token_indices": Optional(([Size], Each([Size]), None)),
     "peft_version": Optional((str, None)),
 }
 """The keys that are read."""

@@ -15,7 +15,7 @@ from tpuconv.jsonfile import check, opened, parse, placeholder, read_bytes
 from tpuconv.location import BucketPath, Location
 from tpuconv.names import LAYOUTS, MANIFEST
 from tpuconv.storage.hashes import blocks, hash_file
-from tpuconv.storage.places import is_there, names_in
+from tpuconv.storage.places import files_below, is_there, names_in
 from tpuconv.text import has_surrogates, plain
 
 CARD, SOURCE_CARD = "README.md", "README.source.md"
@@ -174,8 +174,7 @@ def _files_in(folder: Location, inside: Collection[str]) -> list[str]:
     names = []
     for name in names_in(folder):
         if name in tops and (folder / name).is_dir() and not (folder / name).is_symlink():  # which may lead anywhere
-            found = (Path(at, file) for at, _, files in os.walk(folder / name) for file in files)
-            names += [path.relative_to(folder).as_posix() for path in found]
+            names += [path.relative_to(folder).as_posix() for path in files_below(folder / name)]
         elif (folder / name).is_dir() and not (is_companion(name) and name.endswith(COMPANION_SUFFIXES)):
             names.append(f"{name}/")
         else:

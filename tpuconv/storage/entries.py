@@ -108,6 +108,19 @@ class RunJournal(ABC):
         except OutputError as e:
             raise self._unreadable(e) from None
 
+    def required(self, part: str, schema: Any = dict) -> dict[str, Any]:
+        """Returns the recorded results of a part that is done.
+
+        Raises:
+            OutputError: its entry is gone, cannot be read, or was changed.
+        """
+        if (entry := self.done(part, schema)) is None:
+            raise OutputError(
+                f"entries in {self.work} are gone: another process took this output over",
+                hint="run the same command again, once that has ended",
+            )
+        return entry
+
     def _entry_path(self, part: str) -> Location:
         return self.work / f"{part}.done"
 

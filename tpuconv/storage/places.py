@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tpuconv import buckets
-from tpuconv.errors import AccessRefused
+from tpuconv.errors import AccessRefused, SourceError
 from tpuconv.location import BucketPath, Location
 from tpuconv.storage.hashes import stamp
 
@@ -60,6 +60,20 @@ def names_in(folder: Location) -> list[str]:
     if isinstance(folder, BucketPath):
         return buckets.names(folder)
     return sorted(os.listdir(folder))
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yields each file in a folder and the folders in it, links to folders left out.
+
+    Raises:
+        SourceError: one of them cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise SourceError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+    for parent, _, names in os.walk(folder, onerror=refuse):
+        yield from (Path(parent, name) for name in names)
 
 
 def stamp_of(location: Location) -> tuple[object, ...] | None:

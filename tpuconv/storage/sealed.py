@@ -23,7 +23,7 @@ from tpuconv.location import BucketPath, Location, near_folders
 from tpuconv.names import MANIFEST
 from tpuconv.storage.disk import replace_file
 from tpuconv.storage.hashes import blocks, hash_bytes
-from tpuconv.storage.places import is_there, stamp_of
+from tpuconv.storage.places import is_there, size_faults, stamp_of
 from tpuconv.storage.sinks import Sink
 
 MANIFEST_FORMAT = 3
@@ -218,6 +218,17 @@ def write_whole(location: Location, data: bytes) -> None:
         buckets.put_object(location, data)
     else:
         replace_file(location, data)
+
+
+def check_file_sizes(folder: Location) -> Sealed:
+    """Returns the manifest of an existing output, whose files have the sizes that it lists.
+
+    Raises:
+        CorruptOutput: they have not, or the manifest cannot be read.
+    """
+    sealed = read_sealed(folder)
+    raise_damage(folder, size_faults(folder, {name: facts["bytes"] for name, facts in sealed.files.items()}))
+    return sealed
 
 
 def raise_damage(folder: Location, faults: Iterable[tuple[str, str]]) -> None:

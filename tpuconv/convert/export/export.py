@@ -40,7 +40,6 @@ from tpuconv.convert.run.results import HASH_ENTRY
 from tpuconv.convert.run.sizing import Limits, TensorRoom, planned_memory_for_tensors, room_for_tensors
 from tpuconv.convert.run.stamps import Stale
 from tpuconv.convert.run.steps import COMPARE_STEP, proof_step
-from tpuconv.errors import OutputError
 from tpuconv.hosts import ProcessPart, divided
 from tpuconv.jsonfile import Each, Size
 from tpuconv.location import Location
@@ -49,8 +48,7 @@ from tpuconv.notation.layout import Ranges
 from tpuconv.progress import TICK_SECONDS
 from tpuconv.storage.entries import RunJournal
 from tpuconv.storage.hashes import hash_bytes
-from tpuconv.storage.places import size_faults
-from tpuconv.storage.sealed import MANIFEST_FORMAT, SAFETENSORS, raise_damage, read_sealed, seal
+from tpuconv.storage.sealed import MANIFEST_FORMAT, SAFETENSORS, check_file_sizes, seal
 
 _Made = tuple[ExportTensor, np.ndarray, dict[str, Any], bool]
 """Values of a tensor, what was found about the parameters of its piece, and whether they are its last."""
@@ -126,10 +124,7 @@ class ExportWork(Work):
 
     def check_made(self, out: Location) -> Iterator[RunProgress]:
         """See `Work`."""
-        sealed = read_sealed(out)
-        sizes = {name: facts["bytes"] for name, facts in sealed.files.items()}
-        raise_damage(out, size_faults(out, sizes))
-        yield from self.arrays.check_made(out, sealed)
+        yield from self.arrays.check_made(out, check_file_sizes(out))
 
     def opened(self, journal: RunJournal) -> AbstractContextManager[None]:
         """See `Work`: nothing."""
@@ -158,13 +153,7 @@ class ExportWork(Work):
     def write_rest(self, journal: RunJournal) -> None:
         """See `Work`: the index, config.json, the companions and the manifest."""
         arrays, sink, names = self.arrays, journal.sink, file_names(len(self.layout.files))
-        done = (journal.done(file_entry(i), FILE_ENTRY) for i in range(len(names)))
-        entries = [entry for entry in done if entry is not None]
-        if len(entries) < len(names):
-            raise OutputError(
-                f"entries in {journal.work} are gone: another process took this export over",
-                hint="run the same command again, once that has ended",
-            )
+        entries = [journal.required(file_entry(i), FILE_ENTRY) for i in range(len(names))]
         files = {name: entry["facts"] for name, entry in zip(names, entries, strict=True)}
         write_index_and_companions(arrays, self.layout.files, sink, files, self.layout.encoding)
         figures: dict[str, Any] = {}

@@ -23,7 +23,6 @@ from tpuconv.convert.run.results import UNIT_ENTRY, UnitResult
 from tpuconv.convert.run.sizing import BASE_MEMORY, Limits, fitting_jobs
 from tpuconv.convert.run.stamps import Stale
 from tpuconv.convert.run.store import OrbaxTree, Store, step_files
-from tpuconv.errors import OutputError
 from tpuconv.hosts import ProcessPart, divided
 from tpuconv.jsonfile import MIB
 from tpuconv.location import Location
@@ -152,12 +151,7 @@ class ReshardWork(Work):
         plan, sink, target = self.plan, journal.sink, self.plan.target
         result = UnitResult()
         for unit in self.units:
-            if (entry := journal.done(unit.uid, UNIT_ENTRY)) is None:
-                raise OutputError(
-                    f"entries in {journal.work} are gone: another process took this output over",
-                    hint="run the same command again, once that has ended",
-                )
-            result.add(UnitResult.from_json(entry))
+            result.add(UnitResult.from_json(journal.required(unit.uid, UNIT_ENTRY)))
         files = self._store(journal).finish(result.shard_bytes)
         for name, facts in plan.source.companions.items():
             copied = SOURCE_CARD if name == CARD else name

@@ -26,8 +26,7 @@ from tpuconv.notation.table import EXPERTS
 from tpuconv.sources.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tpuconv.storage.entries import RunJournal
 from tpuconv.storage.hashes import hash_bytes
-from tpuconv.storage.places import size_faults
-from tpuconv.storage.sealed import MANIFEST_FORMAT, SAFETENSORS, raise_damage, read_sealed, seal
+from tpuconv.storage.sealed import MANIFEST_FORMAT, SAFETENSORS, check_file_sizes, seal
 
 WEIGHTS_ENTRY = "adapter"
 """The journal's entry of the file of weights."""
@@ -137,8 +136,7 @@ class AdapterWork(Work):
 
     def check_made(self, out: Location) -> Iterator[RunProgress]:
         """See `Work`."""
-        made = read_sealed(out)
-        raise_damage(out, size_faults(out, {name: facts["bytes"] for name, facts in made.files.items()}))
+        made = check_file_sizes(out)
         if self.stamps:
             yield from check_made_from(self.tree.folder, self.stamps, out, made)
 
@@ -166,8 +164,6 @@ class AdapterWork(Work):
     def write_rest(self, journal: RunJournal) -> None:
         """See `Work`: adapter_config.json and the manifest."""
         self.tree.check_unchanged()
-        entry = journal.done(WEIGHTS_ENTRY)
-        assert entry is not None
-        text = json.dumps(self.adapter.config, indent=2)
-        files = {ADAPTER_WEIGHTS: entry["facts"], **journal.sink.write_all({ADAPTER_CONFIG: text.encode()})}
+        weights, text = journal.required(WEIGHTS_ENTRY)["facts"], json.dumps(self.adapter.config, indent=2)
+        files = {ADAPTER_WEIGHTS: weights, **journal.sink.write_all({ADAPTER_CONFIG: text.encode()})}
         journal.sink.write(MANIFEST, seal({**self.facts, "fingerprint": self.fingerprint, "files": files}))
