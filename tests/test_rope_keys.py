@@ -1,7 +1,9 @@
 """Exports say the rotary positions in the keys of transformers 5 and in older ones."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,8 +11,10 @@ from helpers import released_code
 from helpers.checkpoints import qwen3_config, random_checkpoint
 from helpers.families import CASES, LINEAR, LLAMA3, YARN
 from tpuconv import api
+from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.models.common.rope_keys import with_older_rope_keys, without_older_rope_keys
-from tpuconv.models.registry import find_family
+from tpuconv.models.named import example_config
+from tpuconv.models.registry import family_names, find_family, get_family
 
 PART = {"partial_rotary_factor": 0.5}
 DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
@@ -24,6 +28,48 @@ def by_type(full: dict, sliding: dict) -> dict:
 
 def scaling(parameters: dict) -> dict:
     return {key: value for key, value in parameters.items() if key != "rope_theta"}
+
+
+def example(name: str) -> tuple[dict, dict]:
+    """A config.json of a family, and the object in it that has the keys of the text model."""
+    raw = example_config(get_family(name))
+    inside = [
+        config_of(raw | {"text_config": {**raw.get("text_config", {}), key: value}})
+        for key, value in (("num_hidden_layers", 3), ("rms_norm_eps", 0.25))
+    ]
+    is_inside = any(found and (found.num_hidden_layers == 3 or found.rms_norm_eps == 0.25) for found in inside)
+    return raw, raw.setdefault("text_config", {}) if is_inside else raw
+
+
+def config_of(raw: dict) -> Any:
+    """The config that is read; None if it is refused."""
+    with suppress(ConfigError, UnsupportedConfig):
+        return find_family(raw).read_config(raw)
+    return None
+
+
+@pytest.mark.parametrize("name", family_names())
+def test_a_scaling_in_the_older_key_is_read_or_refused(name: str) -> None:
+    """A model that a user extended is never one without the extension."""
+    raw, place = example(name)
+    plain = config_of(raw)
+    if plain is None or all(rope is None for rope in plain.ropes):
+        return  # no rotary positions, or it needs keys without defaults
+    place["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    found = config_of(raw)
+    assert found is None or found.ropes != plain.ropes
+
+
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [("qwen3_5_text", [1, 2]), ("qwen3_vl", [1, 2]), ("qwen2_vl", [1, 1, 1]), ("glm_ocr", [8, 8, 12])],
+)
+def test_sections_that_no_head_has_are_refused(name: str, sections: list[int]) -> None:
+    raw, place = example(name)
+    place |= {"rope_scaling": {"rope_type": "default", "mrope_section": sections}, "rope_theta": 10000.0}
+    with pytest.raises(ConfigError) as error:
+        find_family(raw).read_config(raw)
+    assert "are not time, rows and columns of" in str(error.value.details)
 
 
 @pytest.mark.parametrize("parameters", [LLAMA3, YARN, LINEAR], ids=lambda parameters: parameters["rope_type"])

@@ -45,6 +45,9 @@ class Answers(BaseHTTPRequestHandler):
         ids = asked.get("prompt") or asked["input_ids"]
         with torch.no_grad():
             logits = self.server.spoil(self.server.model(torch.tensor([ids])).logits[0].double())
+        if self.server.other:
+            self.answer(self.server.other)
+            return
         rows = torch.log_softmax(logits, -1).numpy()
         count = asked.get("prompt_logprobs") or asked.get("top_logprobs_num")
         tops = [np.argsort(-row)[:count] for row in rows]
@@ -71,6 +74,7 @@ def model() -> Any:
 def server(request: Any, model: Any) -> Iterator[Any]:
     found = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     found.model, found.models, found.spoil = model, ["qwen"], lambda logits: logits
+    found.other = None
     found.program = getattr(request, "param", "vLLM")
     found.url = f"http://127.0.0.1:{found.server_port}"
     threading.Thread(target=found.serve_forever, daemon=True).start()
@@ -122,6 +126,37 @@ def test_divergence_of_some_tokens_is_a_lower_bound(server: Any, ckpt: Path) -> 
     found = api.compare_server(ckpt, server.url).statistics
     assert 1e-4 < found.mean_kl < 1
     assert found.failures
+
+
+@pytest.mark.parametrize(
+    ("server", "answer"),
+    [
+        ("vLLM", {"choices": []}),
+        ("vLLM", {"choices": [{"prompt_logprobs": ["row"] * 40}]}),
+        ("vLLM", {"choices": [{"prompt_logprobs": [{"x": {"logprob": -1}}] * 40}]}),
+        ("vLLM", {"choices": [{"prompt_logprobs": [{"1": {"logprob": None}}] * 40}]}),
+        ("vLLM", {"choices": [{"prompt_logprobs": [{"1": {"rank": 1}}] * 40}]}),
+        ("SGLang", {"meta_info": {"input_token_logprobs": [[-1]] * 40, "input_top_logprobs": [[]] * 40}}),
+        ("SGLang", {"meta_info": {"input_token_logprobs": [3] * 40, "input_top_logprobs": [[]] * 40}}),
+    ],
+    indirect=["server"],
+)
+def test_an_answer_of_another_form(server: Any, answer: Any, ckpt: Path) -> None:
+    server.other = answer
+    with pytest.raises(ServerError, match="gave log-probabilities of 0 of the last"):
+        api.compare_server(ckpt, server.url)
+
+
+def test_a_server_with_a_padded_vocabulary_that_leaves_out_a_token(server: Any, ckpt: Path) -> None:
+    def padded(logits: torch.Tensor) -> torch.Tensor:
+        return torch.cat([logits, torch.full((len(logits), 32), -9.0, dtype=logits.dtype)], -1)
+
+    server.spoil = padded
+    assert api.compare_server(ckpt, server.url).statistics.max_difference < 0.1
+    rows = [None, *({"1": {"logprob": -1.0}} for _ in range(200))]
+    server.other = {"choices": [{"prompt_logprobs": rows}]}
+    with pytest.raises(ServerError, match="gave log-probabilities of"):
+        api.compare_server(ckpt, server.url)
 
 
 def test_the_command(server: Any, ckpt: Path) -> None:

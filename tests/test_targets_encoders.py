@@ -63,6 +63,7 @@ def test_names_and_shapes_of_whole_models_are_those_of_maxtext(model):
 
 def test_targets_list_their_encoders():
     found = {name: supported(get_target(name)) for name in WITH_TREES}
+    assert not [each for several in found.values() for each in several if len(set(each.notes)) < len(each.notes)]
     listed = {name: {each.name: each.parts for each in families if each.parts} for name, families in found.items()}
     images = ("gemma3", "gemma4", "llama4", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_moe")
     maxtext = {**dict.fromkeys(images, ("vision",)), "qwen3_omni_moe": ("vision", "audio")}

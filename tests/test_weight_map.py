@@ -371,7 +371,8 @@ def test_wrong_sides_shardings_and_pairs_are_named():
     del shardings["model.norm.weight"]
     with pytest.raises(UsageError, match=r"out_shardings has no sharding of model\.norm\.weight"):
         there.stream(given, shardings, free=False)
-    for pair in (None, (np.zeros((32, 2)),), (1.0, 2.0)):
+    empty = (np.zeros((0, 32)), np.zeros((64, 0)))
+    for pair in (None, (np.zeros((32, 2)),), (1.0, 2.0), (np.float32(1), np.float32(2)), empty):
         with pytest.raises(MappingError) as error:
             there.lora({"layers.0.mlp.up.kernel": pair}, 1.0)
         assert error.value.details == ("layers.0.mlp.up.kernel: two matrices are a pair",)

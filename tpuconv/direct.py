@@ -82,7 +82,7 @@ class ReleaseArrays:
         tasks: SimpleQueue[ReadTask] = SimpleQueue()
         for task in self._tasks(placing, exchange, reader, hashes, arrays, check_cancelled):
             tasks.put(task)
-        need, count = self.plan.buffers, min(self._jobs(), tasks.qsize())
+        need, count = self.plan.buffers, max(1, min(self._jobs(), tasks.qsize()))  # a process may have no shards
 
         def work() -> None:
             slab_arrays = SlabArrays(self.plan, need, reader)

@@ -1,5 +1,6 @@
 """Which families a target has."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,7 @@ from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.models.named import example_config
 from tpuconv.models.registry import Family, all_families, family_names, get_family, named_family
 from tpuconv.targets.registry import get_target, target_names
-from tpuconv.targets.target import Target
+from tpuconv.targets.target import Target, Tree
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,15 @@ def _support_by(target: Target, family: Family) -> TargetSupport:
         name, text_type = family.in_targets(model_type)
         trees = target.trees.get(text_type, target.trees.get(name, ()))
         found += [tree for tree in (trees if isinstance(trees, tuple) else (trees,)) if tree not in found]
-    scanned = target.layer_axis is not None and any(layers.stacked for tree in found for layers in tree.layers)
-    parts = tuple(dict.fromkeys(part for tree in found for part in tree.parts))
-    notes = tuple(dict.fromkeys(tree.note for tree in found if tree.note))
+    scanned, parts, notes = _facts_of(target, found)
     return TargetSupport(target.name, target.summary, bool(found), scanned, is_quantized and bool(found), parts, notes)
+
+
+def _facts_of(target: Target, trees: Sequence[Tree]) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
+    """Returns if layers are scanned in one of some trees, and their parts and notes, each once."""
+    scanned = target.layer_axis is not None and any(layers.stacked for tree in trees for layers in tree.layers)
+    parts = tuple(dict.fromkeys(part for tree in trees for part in tree.parts))
+    return scanned, parts, tuple(dict.fromkeys(tree.note for tree in trees if tree.note))
 
 
 def supported(target: Target, family: str | None = None) -> list[Support]:
@@ -103,12 +109,7 @@ def supported(target: Target, family: str | None = None) -> list[Support]:
     for name, trees in target.trees.items():
         if family is None or name == family or name in types:
             several = trees if isinstance(trees, tuple) else (trees,)
-            scanned = target.layer_axis is not None and any(
-                layers.stacked for tree in several for layers in tree.layers
-            )
-            parts = tuple(dict.fromkeys(part for tree in several for part in tree.parts))
-            notes = tuple(tree.note for tree in several if tree.note)
-            found.append(Support(name, _models(name), scanned, parts, notes))
+            found.append(Support(name, _models(name), *_facts_of(target, several)))
     if not found:
         raise UsageError(
             f"the target {target.name} has no table for {family}", hint=f"it has {', '.join(target.trees)}"

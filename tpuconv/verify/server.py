@@ -55,12 +55,8 @@ class Server:
                 "logprob_start_len": 0,
                 "top_logprobs_num": count,
             }
-            found = check(_asked(f"{self.url}/generate", request), GENERATE_SCHEMA, self.url, ServerError)["meta_info"]
-            listed = zip(found["input_token_logprobs"], found["input_top_logprobs"], strict=False)
-            rows = [[own, *(top or ())] for own, top in listed]
-            positions: list[TokenLogProbs] = [
-                {int(each[1]): float(each[0]) for each in row if each[0] is not None} for row in rows
-            ]
+            schema: Any = GENERATE_SCHEMA
+            path, read = "/generate", _rows_of_sglang
         else:
             request = {
                 "model": self.model,
@@ -69,15 +65,30 @@ class Server:
                 "temperature": 0,
                 "prompt_logprobs": count,
             }
-            found = check(_asked(f"{self.url}/v1/completions", request), COMPLETIONS_SCHEMA, self.url, ServerError)
-            named = found["choices"][0].get("prompt_logprobs") or []
-            positions = [{int(token): float(each["logprob"]) for token, each in (row or {}).items()} for row in named]
-        if len(positions) != len(ids) or not all(positions[1:]):
+            schema, path, read = COMPLETIONS_SCHEMA, "/v1/completions", _rows_of_vllm
+        found = check(_asked(f"{self.url}{path}", request), schema, self.url, ServerError)
+        try:
+            positions = read(found)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            positions = []
+        given = sum(token in named for token, named in zip(ids[1:], positions[1:], strict=False))
+        if len(positions) != len(ids) or given != len(ids) - 1:
             raise ServerError(
-                f"{self.url} gave log-probabilities of {len(positions)} tokens of a prompt of {len(ids)}",
+                f"{self.url} gave log-probabilities of {given} of the last {len(ids) - 1} tokens of a prompt",
                 hint="it must say how likely the prompt is: `prompt_logprobs` of vLLM, `return_logprob` of SGLang",
             )
         return positions[1:]
+
+
+def _rows_of_vllm(answer: Mapping[str, Any]) -> list[TokenLogProbs]:
+    named = answer["choices"][0].get("prompt_logprobs") or []
+    return [{int(token): float(each["logprob"]) for token, each in (row or {}).items()} for row in named]
+
+
+def _rows_of_sglang(answer: Mapping[str, Any]) -> list[TokenLogProbs]:
+    own, top = (answer["meta_info"][key] for key in ("input_token_logprobs", "input_top_logprobs"))
+    rows = [[token, *(others or ())] for token, others in zip(own, top, strict=False)]
+    return [{int(each[1]): float(each[0]) for each in row if each[0] is not None} for row in rows]
 
 
 def find_server(url: str, model: str | None) -> Server:
@@ -211,8 +222,8 @@ def compare_log_probs(
         p_TV, r_TV = log_softmax(logits_TV), log_softmax(rounded_TV)
         ties = are_tied(logits_TV, dtype)
         for t, (token, named) in enumerate(zip(ids[1:], found, strict=True)):
-            tokens = np.array(list(named))
-            q = np.array([named[i] for i in named])
+            tokens = np.array([i for i in named if 0 <= i < logits_TV.shape[1]])  # a server may pad its vocabulary
+            q = np.array([named[i] for i in tokens.tolist()])
             kl.append(_partial_kl(p_TV[t, tokens], q))
             rounded_kl.append(_partial_kl(p_TV[t, tokens], r_TV[t, tokens]))
             first, server_first = int(p_TV[t].argmax()), max(named, key=lambda i: named[i])

@@ -61,4 +61,6 @@ def mapped_pairs(source: MappedTree, target: MappedTree, pairs: TreePairs, alpha
 
 
 def _is_pair(pair: Any) -> bool:
-    return isinstance(pair, tuple | list) and len(pair) == 2 and all(hasattr(x, "shape") for x in pair)
+    """Returns True for two arrays that are not empty and have rows and columns, of one matrix or of each of several."""
+    are_arrays = isinstance(pair, tuple | list) and len(pair) == 2 and all(hasattr(x, "shape") for x in pair)
+    return are_arrays and all(len(x.shape) > 1 and 0 not in x.shape for x in pair)

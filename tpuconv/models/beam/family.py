@@ -20,7 +20,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.sparse import SparseConfig
-from tpuconv.models.common.windows import ROPES_OF_WINDOWS, PatternConfig
+from tpuconv.models.common.windows import ROPES_OF_WINDOWS, PatternConfig, refuse_flat_ropes
 from tpuconv.models.registry import family
 from tpuconv.notation.table import Map
 
@@ -46,6 +46,7 @@ class Config(SparseConfig, PatternConfig):
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """As `DecoderConfig.read_ropes`: the positions of layers with the window. Other layers have none."""
         check_rope_keys(raw)
+        refuse_flat_ropes(cls, raw)
         given = raw.get("rope_parameters")
         if given and (given.get("full_attention") is not None or given.get("sliding_attention") is None):
             raise UnsupportedConfig(

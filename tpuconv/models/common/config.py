@@ -14,7 +14,7 @@ from tpuconv.models.common.beside import PartConfig
 from tpuconv.models.common.config_keys import SUPPORTED_VALUES, aliases_of_reference, ignored_keys
 from tpuconv.models.common.heads import LANGUAGE_MODEL, Head
 from tpuconv.models.common.key_types import checked_values, hints_of
-from tpuconv.models.common.mrope import Mrope
+from tpuconv.models.common.mrope import SECTIONS, Mrope
 from tpuconv.models.common.periods import find_period
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, check_rope_keys, with_default_rope
 from tpuconv.models.common.rope_keys import without_older_rope_keys
@@ -69,6 +69,8 @@ class DecoderConfig:
     """True where tokens see the tokens behind them too: an embedding model, which has no cache."""
     default_rope: ClassVar[Mapping[str, Any]] = {}
     """The default of `rope_parameters`. Its `rope_theta` is also the default of that key alone."""
+    default_sections: ClassVar[tuple[int, ...]] = ()
+    """Sections of rotary positions where config.json has none. They need not fit a head of default size."""
 
     vocab_size: int
     hidden_size: int
@@ -229,6 +231,9 @@ class DecoderConfig:
         for name in ("short_factor", "long_factor"):
             if (count := len(getattr(self.rope, name))) not in (0, self.rope_dim // 2):
                 yield f"{name} of the rotary positions has {count} numbers for {self.rope_dim // 2} pairs of dimensions"
+        is_said = self.mrope is not None and self.mrope.sections != self.default_sections
+        if is_said and self.mrope and (fault := self.mrope.fault(self.rope_dim // 2)):
+            yield f"{SECTIONS}={short(list(self.mrope.sections))} {fault}"
         if self.rms_norm_eps < 0:
             yield f"{self._key('rms_norm_eps')}={self.rms_norm_eps} is negative"
 

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from tpuconv.errors import ConfigError, UsageError
 from tpuconv.jsonfile import short
 from tpuconv.models.common.rope import PARAMETER_KEYS, check_rope_keys
+from tpuconv.text import format_count
 
 SECTIONS = "mrope_section"
 TIME, ROW, COLUMN = range(3)
@@ -29,6 +30,11 @@ class Mrope:
     sections: tuple[int, ...]
     interleaved: bool
 
+    def fault(self, pairs: int) -> str:
+        """Returns why the sections do not fit a head with so many rotated pairs; nothing if they do."""
+        fits = len(self.sections) == 3 and (self.interleaved or sum(self.sections) == pairs)
+        return "" if fits else f"are not time, rows and columns of {format_count(pairs, 'pair')} of dimensions"
+
     def axis_of_angles(self, pairs: int) -> list[int]:
         """Returns for each pair `TIME`, `ROW` or `COLUMN`."""
         if self.interleaved:
@@ -44,6 +50,9 @@ class MropeOfDimensions(Mrope):
 
     interleaved: bool = False
 
+    def fault(self, pairs: int) -> str:
+        return "" if sum(self.sections) == pairs else f"are not the {format_count(pairs, 'pair')} of a head"
+
     def axis_of_angles(self, pairs: int) -> list[int]:
         """Returns for each dimension its axis."""
         first = len(self.sections) - 4
@@ -57,6 +66,10 @@ class MropeOfTimeLast(Mrope):
 
     interleaved: bool = False
 
+    def fault(self, pairs: int) -> str:
+        fits = len(self.sections) == 3 and self.sections[0] == self.sections[1] and sum(self.sections) == pairs
+        return "" if fits else f"are not rows, as many columns, and time of {format_count(pairs, 'pair')}"
+
     def axis_of_angles(self, pairs: int) -> list[int]:
         rows, _, time = self.sections
         return [ROW, COLUMN] * rows + [TIME] * time
@@ -68,11 +81,11 @@ class MropeConfig:
 
     Attributes:
         interleaved: as of `Mrope`; the reference has it by model type, whatever `mrope_interleaved` says.
-        default_sections: where config.json has none.
+        default_sections: see `DecoderConfig`.
     """
 
     interleaved: ClassVar[bool] = False
-    default_sections: ClassVar[tuple[int, ...]] = ()
+    default_sections: ClassVar[tuple[int, ...]]
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:

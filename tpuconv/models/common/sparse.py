@@ -149,7 +149,7 @@ class SparseConfig(GroupedExperts, MixedMLPs, DecoderConfig):
             **super().sizes,
             "E": self.n_routed_experts,
             "M": self.moe_intermediate_size,
-            "W": self.moe_intermediate_size * self.n_shared_experts,
+            "W": self.moe_intermediate_size * (self.n_shared_experts or 0),
         }
 
     @property

@@ -120,11 +120,11 @@ class TwoRopesConfig(PatternConfig):
         return read_two_ropes(cls, raw, context)
 
 
-def read_two_ropes(config: type[DecoderConfig], raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-    """Returns the fields of `ROPES_BY_KIND`: see `DecoderConfig.read_ropes`.
+def refuse_flat_ropes(config: type[DecoderConfig], raw: Mapping[str, Any]) -> None:
+    """Checks that `rope_parameters` alone say rotary positions, for each type of layer.
 
     Raises:
-        UnsupportedConfig: there are rotary positions outside of `rope_parameters`.
+        UnsupportedConfig: there are others beside it.
     """
     for key in ROPE_KEYS[:2]:
         if raw.get(key) is not None:
@@ -132,6 +132,15 @@ def read_two_ropes(config: type[DecoderConfig], raw: Mapping[str, Any], context:
                 f"{key}={short(raw[key], 300)} is not implemented for {config.model_type}",
                 hint="rope_parameters has an object for each of the layer_types",
             )
+
+
+def read_two_ropes(config: type[DecoderConfig], raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+    """Returns the fields of `ROPES_BY_KIND`: see `DecoderConfig.read_ropes`.
+
+    Raises:
+        UnsupportedConfig: there are rotary positions outside of `rope_parameters`.
+    """
+    refuse_flat_ropes(config, raw)
     return {
         field: Rope.from_hf(rope_of_layers(raw, kind, getattr(config, field).theta), config.model_type, context)
         for kind, field in ROPES_BY_KIND.items()

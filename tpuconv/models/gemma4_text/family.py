@@ -10,7 +10,7 @@ from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, rope_of_layers
 from tpuconv.models.common.rows import MLP, SANDWICH_NORMS, STACKED_EXPERTS, decoder_table, when
 from tpuconv.models.common.shared_keys import SharedKeysConfig
-from tpuconv.models.common.windows import ROPES_BY_KIND
+from tpuconv.models.common.windows import ROPES_BY_KIND, refuse_flat_ropes
 from tpuconv.models.registry import family
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
@@ -63,6 +63,7 @@ class Config(SharedKeysConfig):
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        refuse_flat_ropes(cls, raw)
         proportional = {"rope_type": "proportional", "partial_rotary_factor": cls.rope.partial_rotary_factor}
         full = rope_of_layers(raw, "full_attention", cls.rope.theta, proportional)
         sliding = rope_of_layers(raw, "sliding_attention", cls.local_rope.theta)

@@ -9,7 +9,13 @@ from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.mrope import Mrope, mrope_sections, without_mrope
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, check_rope_keys, rope_of_layers
 from tpuconv.models.common.rows import BIASED_ATTENTION, when
-from tpuconv.models.common.windows import ROPES_BY_KIND, ROPES_OF_WINDOWS, WINDOW_KINDS, PatternConfig
+from tpuconv.models.common.windows import (
+    ROPES_BY_KIND,
+    ROPES_OF_WINDOWS,
+    WINDOW_KINDS,
+    PatternConfig,
+    refuse_flat_ropes,
+)
 from tpuconv.models.declare import decoder
 from tpuconv.models.parts import Attn, Factors, Mlp, Norms
 from tpuconv.notation.table import Map
@@ -106,6 +112,7 @@ class CompassConfig(PatternConfig):
             ConfigError: `rope_parameters` does not say it of a type of layer.
         """
         check_rope_keys(raw)
+        refuse_flat_ropes(cls, raw)
         given = raw.get("rope_parameters") or {kind: {} for kind in WINDOW_KINDS}
         by_kind = {kind: given[kind] for kind in WINDOW_KINDS if kind in given}
         if unsaid := sorted({*(raw.get("layer_types") or WINDOW_KINDS[:1])} - by_kind.keys()):

@@ -7,7 +7,7 @@ from tpuconv.errors import UnsupportedConfig
 from tpuconv.jsonfile import short
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.mrope import SECTIONS, MropeConfig, MropeOfTimeLast
+from tpuconv.models.common.mrope import MropeConfig, MropeOfTimeLast
 from tpuconv.models.common.rows import EXPERT_MLPS, FURTHER_TOKENS, MLP, SHARED_EXPERT_ROWS, when
 from tpuconv.models.common.sparse import MixedMLPs
 from tpuconv.models.declare import decoder, wrapper
@@ -190,10 +190,6 @@ class ErnieVlConfig(MropeConfig, MixedMLPs, ErnieExpertsConfig):
             yield f"moe_intermediate_size={short(self.expert_widths)} are not the widths of experts for text and images"
             return  # `sizes` has them
         yield from super().contradictions()
-        if self.mrope is not None:
-            sections, pairs = self.mrope.sections, self.sizes["H"] // 2
-            if len(sections) != 3 or sections[0] != sections[1] or sum(sections) != pairs:
-                yield f"{SECTIONS}={short(sections)} are not rows, as many columns, and time of {pairs} pairs"
 
     @property
     def expert_widths(self) -> tuple[int, ...]:

@@ -151,13 +151,6 @@ class XdropeConfig(HunyuanConfig):
         sections = mrope_sections(out)
         return {**read, "mrope": MropeOfDimensions(sections) if sections else None}
 
-    def contradictions(self) -> Iterator[str]:
-        """Adds sections that are not the pairs of a head."""
-        yield from super().contradictions()
-        pairs = self.sizes["H"] // 2
-        if self.mrope is not None and sum(self.mrope.sections) != pairs:
-            yield f"{SECTIONS}={short(self.mrope.sections)} are not the {pairs} pairs of a head"
-
 
 HUNYUAN_VL = wrapper(
     "hunyuan_vl",

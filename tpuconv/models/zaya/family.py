@@ -7,7 +7,7 @@ from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope
 from tpuconv.models.common.rows import PRE_NORMS, STACKED_EXPERTS, decoder_table, when
 from tpuconv.models.common.sparse import ChosenExperts
-from tpuconv.models.common.windows import TwoPartialRopesConfig
+from tpuconv.models.common.windows import TwoPartialRopesConfig, refuse_flat_ropes
 from tpuconv.models.registry import family
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, under
@@ -62,6 +62,7 @@ class Config(ChosenExperts, TwoPartialRopesConfig):
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """As `TwoPartialRopesConfig.read_ropes`; without `rope_parameters` half of each head has rotary positions."""
+        refuse_flat_ropes(cls, raw)
         return super().read_ropes(raw, context) if raw.get("rope_parameters") else {}
 
     @property
