@@ -88,6 +88,23 @@ def test_a_checkpoint_for_another_program_is_not_taken_for_ours(converted, tmp_p
     assert said.startswith("Generating with tiny-qwen3-orbax, the newest checkpoint in this folder.")
 
 
+def test_a_checkpoint_is_compared_with_the_folder_that_it_was_made_of(tmp_path, few_prompts):
+    """Another folder has the same weights and another config.json. Of the own one a changed config.json is named."""
+    for name, theta in (("base", "1000000.0"), ("variant", "10000.0")):
+        shutil.copytree(EXAMPLE, tmp_path / name)
+        config = tmp_path / name / "config.json"
+        config.write_text(config.read_text().replace("1000000.0", theta))
+        tpuconv("convert", name, cwd=tmp_path)
+    args = ("verify", "base-orbax", "--compare-hf", "--prompts", few_prompts)
+    said = tpuconv(*args, cwd=tmp_path).stdout.replace("\n", "")
+    assert f"source: {tmp_path / 'base'}, unchanged since the conversion" in said
+    config = tmp_path / "base" / "config.json"
+    config.write_text(config.read_text().replace("1000000.0", "20000.0"))
+    done = tpuconv(*args, cwd=tmp_path, code=3)
+    assert f"source: {tmp_path / 'base'}, changed since the conversion: config.json" in done.stdout.replace("\n", "")
+    assert "the source changed since the conversion: convert it again" in done.stderr
+
+
 def test_an_older_checkpoint_that_is_damaged_is_in_nobodys_way(converted, tmp_path):
     """Where CKPT is left out, the newest one is taken. If that one is damaged, it is named."""
     for name in ("old", "new"):

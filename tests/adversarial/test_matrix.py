@@ -1328,7 +1328,7 @@ def test_the_comparison_says_so(hf, tmp_path):
     assert json.loads(tpuconv(*args, "--json").stdout)["source_changed"] is False
     change_tensors(hf, lambda tensors: tensors[UP].fill(1))
     done = tpuconv(*args, code=3)
-    assert re.search("source: changed since the conversion: .*safetensors", done.stdout)
+    assert re.search("source: .*, changed since the conversion: .*safetensors", done.stdout)
     assert "the source changed since the conversion: convert it again" in done.stderr
 
 

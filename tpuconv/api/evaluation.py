@@ -44,7 +44,8 @@ class Comparison(OneLine):
         checkpoint: the folder of the checkpoint.
         source: what it was compared with: a Hub id or a folder.
         given: whether the user gave it, in place of the one that was converted.
-        source_changed: shards that are others than at the conversion; None if that cannot be told.
+        source_changed: shards that are others than at the conversion, and, of a source that was not given, files beside
+            them; None if that cannot be told.
         statistics: differences, divergences and gates.
         rounded: whether the checkpoint is quantized to fewer bits than its source has.
         mesh: the mesh that the model ran on, None for one device.
@@ -140,9 +141,9 @@ class CompareRequest:
     prompts: Sequence[str] = field(default=(), metadata=PROMPTS_OPTION)
     dtype: str = field(default="auto", metadata=COMPUTE_DTYPE_OPTION)
     mesh: Mapping[str, int] | None = field(default=None, metadata=MESH_OPTION)
-    on_source: Callable[[Sequence[str] | None], None] = field(
-        default=lambda changed: None,
-        metadata=argument("Called with `Comparison.source_changed` once that is known."),
+    on_source: Callable[[str, Sequence[str] | None], None] = field(
+        default=lambda name, changed: None,
+        metadata=argument("Called with `Comparison.source` and `Comparison.source_changed` once they are known."),
     )
     on_layer: Callable[["LayerError"], None] = field(
         default=lambda layer: None,
@@ -313,7 +314,8 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     with resolved, plain_path(own) as source:
         check_sizes(manifest, own)
         layerwise = _is_layerwise(asked, manifest, own, adapters)
-        changed = _changed(asked, opened, own)
+        name = str(asked.source or (stored is not None and manifest.raw["source"]["repo"]) or own)
+        changed = _changed(asked, opened, own, name)
         compute = "float32" if asked.dtype == "auto" else asked.dtype
         prompts = prompts_to_compare(manifest, own, asked.prompts, compute, layerwise=layerwise)
         run = _BothModels(asked, opened, source, prompts, compute, devices, adapters)
@@ -322,7 +324,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     statistics, sights = run.statistics(outputs, is_beside_plain=is_beside_plain)
     return Comparison(
         checkpoint=manifest.folder,
-        source=str(asked.source or (stored is not None and manifest.raw["source"]["repo"]) or own),
+        source=name,
         given=asked.source is not None,
         source_changed=changed,
         statistics=statistics,
@@ -364,9 +366,9 @@ def _is_layerwise(
     return layerwise
 
 
-def _changed(asked: CompareRequest, opened: OpenedModel, own: Path) -> Sequence[str] | None:
-    """Returns the shards of the source that are others than at the conversion; None if that cannot be told."""
-    from tpuconv.sources.origins import known_stamps
+def _changed(asked: CompareRequest, opened: OpenedModel, own: Path, name: str) -> Sequence[str] | None:
+    """Returns `Comparison.source_changed`."""
+    from tpuconv.sources.origins import changed_companions, known_stamps
     from tpuconv.sources.shard import changed_shards
 
     if opened.stored is None:
@@ -374,5 +376,7 @@ def _changed(asked: CompareRequest, opened: OpenedModel, own: Path) -> Sequence[
     asked.progress(Progress("comparing the source with the source of the conversion"))
     stamps = known_stamps(opened.stored.sealed, own)
     changed = changed_shards(own, opened.manifest.raw["source"]["shards"], stamps)
-    asked.on_source(changed)
+    beside = [] if asked.source else changed_companions(opened.stored.sealed, own)
+    changed = changed if not beside else [*beside, *(changed or ())]
+    asked.on_source(name, changed)
     return changed

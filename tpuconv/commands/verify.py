@@ -146,7 +146,7 @@ def _compare(
             dtype=dtype,
             mesh=mesh,
             layerwise=layerwise,
-            on_source=(lambda changed: None) if as_json or source else _show_source,
+            on_source=(lambda name, changed: None) if as_json or source else _show_source,
             on_layer=(lambda layer: None) if as_json else _show_layer,
             progress=progress,
         )
@@ -233,14 +233,15 @@ def _show_verdict(found: "api.Comparison") -> None:
         show(where, *([("not compared", "yellow"), f"; {horizon.why_not}"] if horizon.why_not else ["compared"]))
 
 
-def _show_source(changed: Sequence[str] | None) -> None:
-    """Shows whether the source has changed since the conversion."""
+def _show_source(name: str, changed: Sequence[str] | None) -> None:
+    """Shows the source, and whether it has changed since the conversion."""
     if changed is None:
-        show("source: other files than the conversion read, and their hashes are unknown: it may have changed")
+        state = "other files than the conversion read, and their hashes are unknown: it may have changed"
     elif not changed:
-        show("source: unchanged since the conversion")
+        state = "unchanged since the conversion"
     else:
-        show(f"source: changed since the conversion: {', '.join(shorten(changed, 5))}")
+        state = f"changed since the conversion: {', '.join(shorten(changed, 5))}"
+    show(f"source: {name}, {state}")
 
 
 def _show_layer(layer: "LayerError") -> None:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -18,7 +19,8 @@ from tpuconv.errors import SourceError, TpuconvError
 from tpuconv.jsonfile import Each, check, parse, read_bytes
 from tpuconv.location import Location
 from tpuconv.names import MANIFEST
-from tpuconv.storage.hashes import known_hash
+from tpuconv.sources.companions import is_companion
+from tpuconv.storage.hashes import hash_file, known_hash
 from tpuconv.storage.sealed import Sealed
 
 ORIGIN_SCHEMA = {"folders": Each(Each(str))}
@@ -35,10 +37,24 @@ def known_stamps(made: Sealed, folder: Location) -> Mapping[str, str]:
 
 def find_folder(made: Sealed, output: Location) -> Path | None:
     """Returns the folder on this machine that the output with this manifest was made of, or one beside it or in the
-    current folder with files of the same names and sizes; None if there is none."""
-    remembered = (Path(folder) for folder, _ in _folders(made) if os.path.isdir(folder))
+    current folder with files of the same names and sizes; None if there is none. Of folders with the same weights it is
+    the one with the same files beside them."""
+    remembered = [Path(folder) for folder, _ in _folders(made) if os.path.isdir(folder)]
     near = [*([output.absolute().parent] if isinstance(output, Path) else []), Path()]
-    return next(remembered, None) or next((x for place in near for x in _inside(place) if _is_like(x, made)), None)
+    found = remembered or [x for place in near for x in _inside(place) if _is_like(x, made)]
+    return min(found, key=lambda folder: len(changed_companions(made, folder)), default=None)
+
+
+def changed_companions(made: Sealed, folder: Path) -> list[str]:
+    """Returns the names of the files beside the weights, such as config.json, that an output took over from its source,
+    and that are missing or others in a folder."""
+    return [name for name, facts in made.files.items() if is_companion(name) and _facts(folder / name) != facts]
+
+
+def _facts(path: Path) -> Mapping[str, Any]:
+    with suppress(OSError):
+        return hash_file(path)
+    return {}
 
 
 def _inside(place: Path) -> list[Path]:
@@ -81,11 +97,12 @@ def _folders(made: Sealed) -> Iterator[tuple[str, Mapping[str, str]]]:
 
 
 def _entry(made: Sealed) -> Path | None:
-    """Returns the file of the cache for the source of an output. Two outputs of the same bytes share one: it is named
-    by the hashes of the source's files, or, where not all of them were hashed, by the identity of the output."""
+    """Returns the file of the cache for the source of an output. Two outputs of the same files share one: it is named
+    by their hashes, or, where not all of them were hashed, by the identity of the output."""
     shards = made.raw.get("source", {}).get("shards", {})
-    hashes = [[name, known_hash(facts)] for name, facts in sorted(shards.items())]
-    is_known = hashes and all(found is not None for _, found in hashes)
+    beside = {name: facts for name, facts in made.files.items() if is_companion(name)}
+    hashes = [[name, known_hash(facts)] for name, facts in sorted({**beside, **shards}.items())]
+    is_known = shards and all(found is not None for _, found in hashes)
     key = xxhash.xxh3_128_hexdigest(json.dumps(hashes).encode()) if is_known else made.identity
     with suppress(RuntimeError):  # a user without a home
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
