@@ -88,8 +88,9 @@ def test_a_checkpoint_for_another_program_is_not_taken_for_ours(converted, tmp_p
     assert said.startswith("Generating with tiny-qwen3-orbax, the newest checkpoint in this folder.")
 
 
-def test_a_checkpoint_is_compared_with_the_folder_that_it_was_made_of(tmp_path, few_prompts):
+def test_a_checkpoint_is_compared_with_the_folder_that_it_was_made_of(tmp_path, few_prompts, monkeypatch):
     """Another folder has the same weights and another config.json. Of the own one a changed config.json is named."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # of no copies of other tests
     for name, theta in (("base", "1000000.0"), ("variant", "10000.0")):
         shutil.copytree(EXAMPLE, tmp_path / name)
         config = tmp_path / name / "config.json"
@@ -245,7 +246,8 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     data[100] ^= 1
     shard.write_bytes(data)
     done = tpuconv("verify", "out", cwd=tmp_path, code=10)
-    assert "1 fault in out" in done.stderr
+    assert "the output out has 1 fault" in done.stderr
+    assert "give the command that made the output again, with --overwrite" in " ".join(done.stderr.split())
     assert "layers.1.mlp.up.kernel" in done.stderr
     facts = json.loads(tpuconv("verify", "out", "--json", cwd=tmp_path, code=10).stdout)
     assert facts["passed"] is False
@@ -261,7 +263,7 @@ def test_a_damaged_export_is_to_be_written_again(converted, tmp_path):
     tpuconv("export", converted / "tiny-qwen3-orbax", "back", cwd=tmp_path)
     (tmp_path / "back" / "config.json").write_text("{}")
     said = tpuconv("verify", "back", cwd=tmp_path, code=10).stderr
-    assert "write the safetensors again" in said
+    assert "give the command that made them again" in said
     assert "--update" not in said
 
 

@@ -67,6 +67,11 @@ def test_what_is_reworded_keeps_its_id_and_what_goes_frees_none():
     assert second["next"] == 4
 
 
+@pytest.mark.parametrize("shown", ["UsageError[TC0226]", "[TC0226]", "UsageError[TC0226]:", "tc226", "226"])
+def test_an_id_is_taken_as_messages_begin_with_it(shown):
+    assert api.explain(shown).id == "TC0226"
+
+
 def test_commands_show_the_id_and_explain_it(tmp_path):
     shown = tpuconv("inspect", tmp_path / "nowhere", code=2).stderr
     id = shown.partition("[")[2].partition("]")[0]

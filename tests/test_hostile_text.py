@@ -370,7 +370,7 @@ def test_unread_output_does_not_stop_the_work(converted, tmp_path):
     done = subprocess.run([*COMMAND, "verify"], stdout=write, stderr=subprocess.PIPE, cwd=tmp_path, text=True)
     os.close(write)
     assert done.returncode == 10
-    assert "1 fault in orbax" in done.stderr
+    assert "the output orbax has 1 fault" in done.stderr
 
 
 # -- signals and limits ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import socket
 import struct
 from contextlib import closing, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from safetensors.numpy import save_file
 
 from helpers.times import ProcessorTime
 from tpuconv.errors import ConfigError, SourceError, TpuconvError, UsageError
+from tpuconv.sources import source as source_module
+from tpuconv.sources.config import read_config
 from tpuconv.sources.files import ENCODING_FILES, MAX_HEADER_BYTES
 from tpuconv.sources.headers import read_header
 from tpuconv.sources.source import open_source
@@ -445,3 +448,30 @@ def test_a_folder_without_a_model_in_safetensors_is_told_what_it_holds(file, ans
     with pytest.raises(UsageError, match=answer) as error:
         open_source(tmp_path)
     assert error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({"dtype": "float61x!"}, True),
+        ({"torch_dtype": "bloat16"}, True),
+        ({"text_config": {"dtype": "bf16"}}, True),
+        ({"torch_dtype": "torch.bfloat16"}, False),
+        ({"dtype": "float8_e4m3fn"}, False),
+        ({"dtype": None, "torch_dtype": "auto"}, False),
+    ],
+)
+def test_a_dtype_that_pytorch_does_not_have_is_refused(keys: dict[str, Any], refused: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **keys}))
+    with pytest.raises(ConfigError, match="is no dtype of PyTorch") if refused else nullcontext():
+        read_config(tmp_path / "config.json")
+
+
+def test_a_file_that_may_not_be_read_is_not_to_be_downloaded_again(folder: Path, monkeypatch: Any) -> None:
+    def refused(path: Any) -> Any:
+        raise SourceError(f"{path} cannot be read: {os.strerror(errno.EACCES)}")
+
+    monkeypatch.setattr(source_module, "read_header", refused)
+    with pytest.raises(SourceError, match="cannot be read safely") as info:
+        open_source(folder)
+    assert info.value.hint == "give this user the right to read the files"

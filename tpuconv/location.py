@@ -176,7 +176,7 @@ def named_path(folder: Location) -> Location:
 def near_folders(path: Path) -> str | None:
     """Returns a hint that names folders with a similar name beside `path`; None if there are none."""
     try:
-        folders = [p.name for p in path.parent.iterdir() if p.is_dir()]
+        folders = [p.name for p in path.parent.iterdir() if p.is_dir() and not p.name.startswith(".")]
     except OSError:
         return None
     near = difflib.get_close_matches(path.name, folders, n=3)

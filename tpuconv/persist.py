@@ -27,6 +27,7 @@ from tpuconv.models.stored import stored_table
 from tpuconv.names import OWN_TARGET
 from tpuconv.sources.config import without_encoding
 from tpuconv.sources.headers import TensorInfo
+from tpuconv.sources.origins import find_folder
 from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import CHANGED
 from tpuconv.storage.hashes import hash_bytes
@@ -138,7 +139,8 @@ def _adapter(pairs: Mapping[str, jax.Array], like: Checkpoint, alpha: float | No
     family = get_family(manifest.family)
     config = family.read_config(raw, manifest.allow_config, like.tensors, manifest.returns, manifest.parts)
     known = [(stored_table(like), config)]
-    base = str(manifest.raw["source"].get("repo") or manifest.folder)
+    release = manifest.raw["source"].get("repo") or find_folder(manifest.sealed, manifest.folder)
+    base = str(release or manifest.folder)
     return trained_adapter(_Pairs(manifest.folder, pairs), family, raw, known, OWN_TARGET, base, alpha)
 
 

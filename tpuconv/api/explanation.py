@@ -6,7 +6,8 @@ from tpuconv.arguments import given_as
 from tpuconv.errors import UsageError
 from tpuconv.explanations import Explanation, explanations, nearest
 
-ID = re.compile(r"(?i)(?:TC)?(\d{1,4})")
+ID = re.compile(r"(?i)(?:\w*\[)?(?:TC)?(\d{1,4})\]?:?")
+"""An id, also as a message begins with it: `UsageError[TC0123]:`."""
 SHOWN_ERROR = re.compile(r"([A-Z]\w+)(?:\[(TC\d{4})\])?: (.*)", re.DOTALL)
 """An error as a command shows it: its class, its id and its message."""
 

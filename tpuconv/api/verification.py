@@ -11,7 +11,7 @@ from tpuconv.location import Location, local_path, to_location
 from tpuconv.names import MANIFEST
 from tpuconv.options import PROGRESS_ARGUMENT, argument, option, takes
 from tpuconv.progress import Listener, Progress, ignore
-from tpuconv.text import OneLine
+from tpuconv.text import OneLine, format_count
 
 if TYPE_CHECKING:
     from tpuconv.verify.checksums import Checked
@@ -46,14 +46,12 @@ class Verification(OneLine):
     def check(self) -> None:
         """Raises CorruptOutput if there are faults."""
         if self.faults:
-            count = len(self.faults)
+            from tpuconv.verify.checksums import what_to_do
+
             raise CorruptOutput(
-                f"{count} {'faults' if count > 1 else 'fault'} in {self.checkpoint}",
+                f"the output {self.checkpoint} has {format_count(len(self.faults), 'fault')}",
                 details=shorten([f"{each.name} {each.fault}" for each in self.faults]),
-                hint="delete these files, and convert again with `overwrite=True`; if a file was changed on purpose, "
-                "`tpuconv verify --update` takes the change into the manifest"
-                if self.arrays
-                else "write the safetensors again, with `overwrite=True`",
+                hint="; ".join(what_to_do(self.faults, is_updatable=self.arrays > 0)),
             )
 
     def to_json(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """config.json, and what it says about how the weights are encoded."""
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ EXPERT_KEY = "expert_dtype"
 
 DTYPE_KEYS = ("dtype", "torch_dtype")
 """The keys of the dtype in config.json; files of transformers before 5 have the second."""
+DTYPE_NAME = re.compile(r"(?i)(torch\.)?(u?int\d+|b?float\d+\w*|half|float|double|bool|auto|none)")
+"""A dtype of PyTorch, which transformers looks up by its name."""
 
 
 INSIDE_KEYS = ("thinker_config", "text_config", "llm_config", "language_config")
@@ -115,11 +118,16 @@ def read_config(path: Location) -> dict[str, Any]:
     """Returns a parsed config.json. If it does not say how the weights are encoded, the description beside it is added.
 
     Raises:
-        ConfigError: config.json is missing, or one of the files holds no JSON object.
+        ConfigError: config.json is missing or says a dtype that does not exist, or a file holds no JSON object.
         SourceError: one of them cannot be read, or is not a regular file.
     """
     raw = read_json(path, ConfigError)
-    return with_encoding(raw, path.parent) if path.name == CONFIG_FILE else raw
+    if path.name != CONFIG_FILE:
+        return raw
+    for key, value in ((key, part.get(key)) for part in parts_of(raw) for key in DTYPE_KEYS):
+        if isinstance(value, str) and not DTYPE_NAME.fullmatch(value):
+            raise ConfigError(f"{path}: {key}={value[:40]!r} is no dtype of PyTorch", hint="bfloat16 is the usual one")
+    return with_encoding(raw, path.parent)
 
 
 def with_encoding(raw: dict[str, Any], folder: Location, names: Collection[str] = ENCODING_FILES) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from tpuconv.sources.download import DownloadProgress
 from tpuconv.sources.files import CONFIG_FILE
 from tpuconv.sources.hub_errors import client_errors
 from tpuconv.sources.repository import Repository, Resolved
+from tpuconv.storage.places import check_finished
 from tpuconv.text import plain
 
 
@@ -105,6 +106,8 @@ def source_location(src: str) -> Location:
         path = location.expanduser()
         with suppress(FileNotFoundError, NotADirectoryError):
             path.stat()
+        if path.name:
+            check_finished(path)
     except (OSError, ValueError, RuntimeError) as e:
         shown = repr(src) if len(src) < 200 else f"{src[:60]!r}..., of {len(src)} characters,"
         reason = e.strerror if isinstance(e, OSError) else str(e)

@@ -4,6 +4,8 @@ What the safetensors library lets pass and a converter must not (a tensor twice,
 that climb out of the folder) is refused here.
 """
 
+import errno
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -33,6 +35,7 @@ VERIFIED = "by the hashes that the Hub promises"
 """This and the next three: what a manifest says about whether the source's bytes are the published ones."""
 UNVERIFIED = "unverified: no hash was published"
 UNREAD = "unverified: only a part of it was read"
+NOT_PERMITTED = os.strerror(errno.EACCES)
 CHANGED = "unverified: saved from a model, whose weights may differ from the source's"
 
 
@@ -234,7 +237,9 @@ def open_source(
             if len(faults) > 1
             else f"the checkpoint in {folder} cannot be read safely",
             details=shorten(faults),
-            hint="download it again, or ask where it comes from; save a model of your own again, with its index",
+            hint="give this user the right to read the files"
+            if all(NOT_PERMITTED in fault for fault in faults)
+            else "download it again, or ask where it comes from; save a model of your own again, with its index",
         )
     tensors |= _shared(tensors, said)
     weights = {*shard_names, *([INDEX_FILE] if weight_map is not None else [])}

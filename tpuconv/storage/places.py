@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tpuconv import buckets
-from tpuconv.errors import AccessRefused, SourceError
+from tpuconv.errors import AccessRefused, SourceError, UsageError
 from tpuconv.location import BucketPath, Location
 from tpuconv.storage.hashes import stamp
 
@@ -49,6 +49,20 @@ def is_work_name(out: Location) -> bool:
 
 
 WORK_SUFFIX = ".tpuconv"
+
+
+def check_finished(out: Path) -> None:
+    """Checks that a folder that is read is not an output that is not finished.
+
+    Raises:
+        UsageError: there is its work folder alone.
+    """
+    work = work_folder(out)
+    if isinstance(work, Path) and work.is_dir() and not os.path.lexists(out):
+        raise UsageError(
+            f"{out} is not finished: an interrupted command left its work in {work}",
+            hint="run the command that makes it again: it continues",
+        )
 
 
 def names_in(folder: Location) -> list[str]:

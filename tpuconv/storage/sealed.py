@@ -23,7 +23,7 @@ from tpuconv.location import BucketPath, Location, near_folders
 from tpuconv.names import MANIFEST
 from tpuconv.storage.disk import replace_file
 from tpuconv.storage.hashes import blocks, hash_bytes
-from tpuconv.storage.places import is_there, size_faults, stamp_of
+from tpuconv.storage.places import check_finished, is_there, size_faults, stamp_of
 from tpuconv.storage.sinks import Sink
 
 MANIFEST_FORMAT = 3
@@ -119,6 +119,7 @@ def _to_make(folder: Path) -> str:
 def _read_manifest(path: Location) -> bytes:
     with suppress(OSError, ValueError):
         if isinstance(path, Path) and not os.path.lexists(path.parent):
+            check_finished(path.parent)
             raise UsageError(f"{path.parent} does not exist", hint=near_folders(path.parent) or _to_make(path.parent))
         if not is_there(path):
             if is_there(path.parent.parent / MANIFEST):

@@ -6,7 +6,7 @@ for Orbax. All other files, such as zarr.json and Orbax's metadata, are compared
 """
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +40,9 @@ MEANINGS = {
 }
 """The consequence of a change, by file."""
 
+NOT_LISTED, WAS_CHANGED = "is not in the manifest", "was changed"
+"""How faults of files begin that are not as the manifest says."""
+
 UPDATABLE = (LAYOUTS, CARD, REPORT)
 """Files that `update` accepts when they were changed on purpose, besides the companions."""
 
@@ -51,6 +54,19 @@ class Checked:
     name: str
     nbytes: int
     fault: str | None
+
+
+def what_to_do(faults: Sequence[Checked], *, is_updatable: bool) -> Iterator[str]:
+    """Yields what a user can do, by the kinds of faults; `is_updatable` says if `update` takes changes."""
+    extra, changed = ([x for x in faults if x.fault and x.fault.startswith(kind)] for kind in (NOT_LISTED, WAS_CHANGED))
+    if extra:
+        yield "move away the files that are not in the manifest"
+    if changed and is_updatable:
+        yield "if a file was changed on purpose, `tpuconv verify --update` takes the change into the manifest"
+    if changed:
+        yield "delete files that were damaged, and give the command that made them again, with `overwrite=True`"
+    elif len(extra) < len(faults):
+        yield "give the command that made the output again, with `overwrite=True`"
 
 
 def check_checkpoint(manifest: Manifest) -> Iterator[Checked]:
@@ -82,7 +98,7 @@ def check_export(folder: Location, sealed: Sealed) -> Iterator[Checked]:
         SourceError: the folder was replaced during the check.
     """
     for name in _unknown(folder, {*sealed.files, MANIFEST, STAGED}):
-        yield Checked(name, 0, "is not in the manifest: tpuconv did not write it")
+        yield Checked(name, 0, f"{NOT_LISTED}: tpuconv did not write it")
     with ThreadPoolExecutor(_threads(folder)) as pool:
         yield from pool.map(lambda item: _compare_file(folder, *item), sealed.files.items())
     check_current(folder, sealed)
@@ -110,7 +126,7 @@ def _compare_file(folder: Location, name: str, known: Mapping[str, Any] | None) 
         why = "is missing" if isinstance(e, FileNotFoundError) else f"cannot be read: {e.strerror}"
         return Checked(name, 0, f"{why}: {_meaning(name)}")
     changed = known is not None and found != known
-    return Checked(name, found["bytes"], f"was changed: {_meaning(name)}" if changed else None)
+    return Checked(name, found["bytes"], f"{WAS_CHANGED}: {_meaning(name)}" if changed else None)
 
 
 def _meaning(name: str) -> str:
@@ -130,7 +146,7 @@ def _extra(manifest: Manifest) -> Iterator[Checked]:
     if not manifest.sealed.is_sealed:
         tops = {name.partition("/")[0] for name in files_in(manifest.params)} - {*manifest.arrays, *ORBAX_FILES}
         for name in sorted(tops):
-            yield Checked(manifest.path_of(name), 0, "is not in the manifest: Orbax may read it as an array")
+            yield Checked(manifest.path_of(name), 0, f"{NOT_LISTED}: Orbax may read it as an array")
         return
     known = {MANIFEST, STAGED, *manifest.file_sizes()}
     arrays = {manifest.path_of(name) for name in manifest.arrays}
@@ -138,7 +154,7 @@ def _extra(manifest: Manifest) -> Iterator[Checked]:
         path = PurePosixPath(name)
         why = "tpuconv did not write it" if len(path.parts) == 1 else "Orbax may read it as an array"
         why = "not part of the array" if str(path.parent) in arrays else why
-        yield Checked(str(path), 0, f"is not in the manifest: {why}")
+        yield Checked(str(path), 0, f"{NOT_LISTED}: {why}")
 
 
 def _unknown(folder: Location, known: Collection[str]) -> list[str]:
