@@ -332,6 +332,9 @@ def test_a_dry_run_tells_everything_and_writes_nothing(tmp_path):
         {"pattern": "lm_head.weight", "count": 1, "reason": "a copy of model.embed_tokens.weight"}
     ]
     assert facts["unmapped"] == []
+    up = facts["arrays"]["layers.{0...2}.mlp.up.kernel"]
+    assert up["sources"] == ["model.layers.{0...2}.mlp.up_proj.weight"]
+    assert sum(each["bytes"] for each in facts["arrays"].values()) == facts["output_bytes"]
     assert facts["parameters"] == sum(x.size for n, x in tensors.items() if n != "lm_head.weight")
     assert facts["output_bytes"] == 2 * facts["parameters"]
     assert 0 < facts["peak_memory_bytes"] < 2**30

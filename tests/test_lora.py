@@ -1,6 +1,7 @@
 """LoRA that was trained in JAX comes back as an adapter of PEFT: peft itself loads it, and computes the same logits."""
 
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -122,6 +123,8 @@ def test_a_model_with_lora_is_saved_as_an_adapter(hf, tmp_path: Path) -> None:
         tpuconv.save(model, tmp_path / "lora", tmp_path / "base", lora_alpha=2 * ALPHA)
     api.verify(tmp_path / "lora").check()
     assert_close(forward(model, IDS_BT), peft_logits(case, tmp_path / "lora", IDS_BT))
+    base = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    api.convert(base, tmp_path / "merged", adapter=[tmp_path / "lora"])  # the base is the release, not its conversion
 
 
 @pytest.mark.parametrize("qtype", ["int8", "nf4"])

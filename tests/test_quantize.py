@@ -839,3 +839,11 @@ def test_a_tile_size_that_does_not_divide_says_how_to_change_the_config():
     with pytest.raises(ConfigError, match="does not divide") as error:
         resolve_rules(lambda: family.model_class(config, dtype=jnp.bfloat16), find_config("int4_128"))
     assert "`tpuconv quantize --show int4_128` prints it" in str(error.value.hint)
+
+
+@pytest.mark.parametrize("config", ["mxfp4_weight_only", "tpu_v7"])
+def test_rules_for_experts_say_so_of_a_model_without(config, tmp_path):
+    source = random_checkpoint(tmp_path / "hf", qwen3_config())
+    with pytest.raises(ConfigError, match="has no effect") as info:
+        api.convert(source, tmp_path / "out", quantize=config)
+    assert str(info.value.hint).startswith("the rules are for models with experts, and this one has none")

@@ -72,10 +72,11 @@ def test_a_config_alone_gives_the_same_commands(example: ModelRecipe, tmp_path: 
     folder = tmp_path / EXAMPLE.name
     folder.mkdir()
     shutil.copy(EXAMPLE / "config.json", folder)
-    found = api.recipe(folder / "config.json")
-    assert not found.from_headers
-    assert (found.parameters, found.tensors) == (example.parameters, example.tensors)
-    assert commands_of(found) == [line.replace(str(EXAMPLE), str(folder)) for line in commands_of(example)]
+    for model in (folder / "config.json", folder):
+        found = api.recipe(model)
+        assert not found.from_headers
+        assert (found.parameters, found.tensors) == (example.parameters, example.tensors)
+        assert commands_of(found) == [line.replace(str(EXAMPLE), str(folder)) for line in commands_of(example)]
 
 
 @pytest.mark.parametrize(("key", "dtype"), [("dtype", "float32"), ("torch_dtype", "float32"), ("dtype", "float16")])

@@ -298,7 +298,7 @@ def test_what_the_library_refuses_is_refused_at_length(data, tmp_path):
 
 
 FOLDERS = {
-    "missing shard": (lambda f: (f / SECOND).unlink(), SourceError, "1 of 2 shards are missing"),
+    "missing shard": (lambda f: (f / SECOND).unlink(), SourceError, "1 of 2 shards is missing"),
     "index names what is not there": (
         lambda f: edit_index(f, lambda m: m.update({"c.weight": "model-00001-of-00002.safetensors"})),
         SourceError,
@@ -342,7 +342,7 @@ FOLDERS = {
     "a shard with a name that no file can have": (
         lambda f: edit_index(f, lambda m: m.update({"b.weight": "x" * 300 + ".safetensors"})),
         SourceError,
-        "1 of 2 shards are missing",
+        "1 of 2 shards is missing",
     ),
     "a shard that is a number": (lambda f: edit_index(f, lambda m: m.update({"b.weight": 1})), SourceError, "not safe"),
     "a shard that is a folder": (

@@ -106,6 +106,7 @@ def test_every_form_of_storage_is_read(options, maxtext, qwen3, tmp_path):
         ("run", ""),
         pytest.param("run", "state", marks=pytest.mark.slow),
         pytest.param("run", "model_params", marks=pytest.mark.slow),
+        pytest.param("run", "model", marks=pytest.mark.slow),
         ("run/checkpoints", "items"),
     ],
 )
@@ -116,6 +117,14 @@ def test_the_latest_step_of_a_run_is_found(folder, item, maxtext, qwen3, tmp_pat
     found, done = exported(tmp_path / "run", qwen3)
     assert_same(found, read_tensors(qwen3))
     assert done.arrays == run / "12" / (item or "default")
+
+
+def test_items_with_other_names_are_named(maxtext, qwen3, tmp_path):
+    save_step(tmp_path / "run", 12, maxtext, "weights")
+    for folder in ("run", "run/12"):
+        with pytest.raises(UsageError) as info:
+            exported(tmp_path / folder, qwen3)
+        assert info.value.hint == f"give the item with the parameters: {tmp_path}/run/12/weights"
 
 
 def test_a_train_state_of_maxtext(maxtext, qwen3, tmp_path):

@@ -225,10 +225,7 @@ PATHWAYS_OPTION = described_as(
     "Write a checkpoint that MaxText reads on Pathways: zarr's format 2, without OCDBT.", manifest=Key()
 )
 QUANTIZE_OPTION = described_as(
-    "Quantize during the conversion, by this config of `tpuconv quantize`; auto:4.5 chooses types by the roles of "
-    "parameters.",
-    python="Quantize on the way, by this config of `tpuconv quantize`; auto:4.5 chooses types by the roles of "
-    "parameters.",
+    "Quantize the model, by this config of `tpuconv quantize`; auto:4.5 chooses types by the roles of parameters.",
 )
 SCHEME_OPTION = described_as(
     "The format of quantized weights: quant_method of config.json.  [default: chosen by the types of the weights]",

@@ -76,7 +76,10 @@ def check_patterns(
     where = next(place for place, candidate in patterns if candidate == pattern)
     shown = repr(pattern if len(pattern) <= 200 else f"{pattern[:200]}...")
     if why:
-        raise error(f"{where}: {shown} is not a regular expression: {why.splitlines()[-1][:200]}")
+        raise error(
+            f"{where}: {shown} is not a regular expression: {why.splitlines()[-1][:200]}",
+            hint="write a backslash before a character that is meant as itself",
+        )
     if is_starved:
         raise error(
             f"{where}: {shown} could not be tested within {WALL_SECONDS:g} s: the test got too little processor time",

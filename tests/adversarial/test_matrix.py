@@ -671,7 +671,7 @@ def test_row_18_four_refusals_and_four_messages(made, tmp_path):
 def test_row_19_missing_files(made, hf, tmp_path):
     (hf / SECOND).unlink()
     tensors = [name for name, shard in json.loads((hf / INDEX).read_text())["weight_map"].items() if shard == SECOND]
-    err = refused(hf, 4, "1 of 2 shards are missing", rf"\n  {SECOND}\n")
+    err = refused(hf, 4, "1 of 2 shards is missing", rf"\n  {SECOND}\n")
     shown = [line.split("  ")[1] for line in err.splitlines() if line.endswith(("tensor)", "tensors)"))]
     from tpuconv.names import expand
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 class RecipeRequest:
     """The arguments of `recipe`."""
 
-    model: str | Path = field(metadata=argument("A Hub id, a folder with safetensors, or a config.json."))
+    model: str | Path = field(
+        metadata=argument("A Hub id, a folder with safetensors or with config.json alone, or a config.json.")
+    )
     _: KW_ONLY
     fit: Sequence[str] = option(
         (),
@@ -39,11 +41,15 @@ def recipe(asked: RecipeRequest) -> ModelRecipe:
         TpuconvError: the source cannot be read, no family reads it, or its tensors do not match the family.
     """
     from tpuconv.api.performance import fit
+    from tpuconv.sources.files import CONFIG_FILE
     from tpuconv.sources.hub import resolve
     from tpuconv.sources.source import open_source
 
     model, asked_slices = str(asked.model), asked.fit
     asked.progress(Progress("planning"))
+    folder = Path(model)
+    if (folder / CONFIG_FILE).is_file() and not any(folder.glob("*.safetensors")):
+        model = str(folder / CONFIG_FILE)
     if model.endswith(".json"):
         found = recipe_of(_from_config(model), str(Path(model).parent), model, from_headers=False)
     else:

@@ -39,7 +39,7 @@ METADATA_SCHEMA = {
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
 """Types of values that are stored as arrays. Others are empty places of the tree, texts and keys of random numbers."""
 
-ITEMS = ("default", "items", "state", "model_params", "params", "pytree")
+ITEMS = ("default", "items", "state", "model_params", "params", "pytree", "model")
 """Names that trainers and Orbax give to the item with the parameters, in a step of a `CheckpointManager`."""
 RUN_FOLDER = "checkpoints"
 """The folder with the steps of a run of MaxText."""
@@ -80,12 +80,18 @@ def locate_tree(folder: Location) -> Location:
                 return tree
             raise UsageError(
                 f"{step}, the latest step, has no item with parameters: none of {', '.join(ITEMS)} has a {METADATA}",
-                hint="give the folder of the item, or of another step",
+                hint=_other_items(step) or "give the folder of the item, or of another step",
             )
     raise UsageError(
         f"{folder} holds no Orbax checkpoint: no {METADATA}, no item ({', '.join(ITEMS)}) and no step with one",
-        hint="give the folder of a checkpoint, of a step, or of a run with steps",
+        hint=_other_items(folder) or "give the folder of a checkpoint, of a step, or of a run with steps",
     )
+
+
+def _other_items(step: Location) -> str | None:
+    """Returns a hint that names the items of a step that have other names; None if there are none."""
+    items = [name for name in _folders(step) if is_file(step / name / METADATA)]
+    return f"give the item with the parameters: {' or '.join(str(step / name) for name in items)}" if items else None
 
 
 def holds_tree(folder: Location) -> bool:

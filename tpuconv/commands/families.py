@@ -80,7 +80,9 @@ def families(
         return
     if new is not None:
         if name or as_table or target:
-            raise UsageError("--new goes with no other option than --json", hint="`tpuconv families NAME --table`")
+            raise UsageError(
+                "--new takes no NAME, and no other option than --json", hint="`tpuconv families --new SRC`"
+            )
         proposed = api.propose(new)
         if as_json:
             print_json(proposed.to_json())
@@ -207,6 +209,7 @@ def _show_proposal(proposed: "FamilyProposal") -> None:
         f"{proposed.source}: model_type {proposed.model_type}",
         ("family", "patterns explained", "renamed", "left", "missing", "keys refused", "keys not read"),
         right=("patterns explained", "renamed", "left", "missing", "keys refused", "keys not read"),
+        optional=("keys not read", "renamed", "keys refused"),
     )
     for each in proposed.candidates:
         counted = (each.explained, each.renamed, each.left, each.missing, each.refused, each.unread)

@@ -178,7 +178,8 @@ def _list_configs(as_json: bool) -> None:
     if as_json:
         print_json({"configs": [config.to_json() | {"bits_per_weight": config.bits} for config in configs]})
         return
-    table = Table("quantization configs", ("name", "bits a weight", "summary"), right=("bits a weight",))
+    columns = ("name", "bits a weight", "summary")
+    table = Table("quantization configs", columns, right=("bits a weight",), optional=("bits a weight",))
     for config in configs:
         table.add_row(config.name, " and ".join(f"{bits:g}" for bits in config.bits), config.summary)
     console().print(table)

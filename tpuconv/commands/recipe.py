@@ -45,6 +45,8 @@ def recipe(model: str, fit: tuple[str, ...], as_json: bool) -> None:
     console().print(targets_table(found))
     for report in found.fit:
         show(report.verdict())
+    if not found.from_headers:
+        show("Read from config.json alone: the commands below take the weights from its folder.")
     for step in found.steps:
         show()
         show((step.title, "bold"))
@@ -83,7 +85,9 @@ SLICES_NOTE = (
 def forms_table(found: "api.ModelRecipe") -> Table:
     """Returns the table of forms: bytes in device memory, and slices."""
     chips = list(found.forms[0].slices)
-    table = Table(f"forms of the parameters. {SLICES_NOTE}", ("form", "bytes", *chips, ""), right=("bytes",))
+    columns = ("form", "bytes", *chips, "types")
+    title = f"forms of the parameters. {SLICES_NOTE}"
+    table = Table(title, columns, right=("bytes",), optional=("types", *reversed(chips)))
     for form in found.forms:
         cells = form_cells(form)
         table.add_row(form.name, *cells, *[""] * (len(chips) + 1 - len(cells)), form.refusal or form.summary)
@@ -92,7 +96,8 @@ def forms_table(found: "api.ModelRecipe") -> Table:
 
 def targets_table(found: "api.ModelRecipe") -> Table:
     """Returns the table of targets."""
-    table = Table("targets", ("target", "supported", "scanned layers", ""))
+    columns = ("target", "supported", "scanned layers", "why not")
+    table = Table("targets", columns, optional=("why not", "scanned layers"))
     for each in found.targets:
         words = ["yes" if value else "no" for value in (each.supported, each.scanned)]
         table.add_row(each.target, *words, lines([each.refusal]))

@@ -90,9 +90,10 @@ def quantization(
     if rules.calibration is None:
         return Quantization(encoders, facts, report_page, passthrough)
     if data is None:
+        later = ", then `tpuconv export` its output" if for_servers else ""
         raise UsageError(
             f"{rules.name} has a calibration, which runs the model before it is quantized",
-            hint="give the source to `tpuconv quantize` instead",
+            hint=f"give the source to `tpuconv quantize` instead{later}",
         )
     calibration = _calibration(plain, family, config, rules.calibration, data, encoders, stacks)
     facts["calibration_data"] = data.to_json()

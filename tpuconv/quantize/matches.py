@@ -63,12 +63,15 @@ def check_used(config: QuantConfig, modules: Sequence[str], unmatched: Collectio
             of_mtp |= rule.names_part(MTP_MODULE)
         elif rule.weight_qtype and not rule.act_qtype and i not in used:
             faults.append(f"line {rule.line}: '{rule.module_path}' matches no product with a weight")
+    idle = [rule.module_path for i, rule in enumerate(config.rules) if i in unmatched]
     if faults:
         raise ConfigError(
             f"{len(faults)} of the {len(config.rules)} rules of {config.name} "
             + ("has no effect" if len(faults) == 1 else "have no effect"),
             details=faults,
-            hint=("the first rule that matches counts: put the narrower one first; " if shadowed else "")
+            hint="the rules are for models with experts, and this one has none: take int4_weight_only or fp8_default"
+            if idle and all("moe" in path for path in idle) and not any("moe" in path for path in modules)
+            else ("the first rule that matches counts: put the narrower one first; " if shadowed else "")
             + ("the head is the embedding, which stays as it is; " if len(named) < len(modules) else "")
             + ("the module for multi-token prediction is converted by `include_mtp=True`; " if of_mtp else "")
             + "modules have names like "

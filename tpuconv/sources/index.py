@@ -64,7 +64,7 @@ def read_index(folder: Location) -> tuple[list[str], Mapping[str, str] | None, M
     missing = [s for s in shards if s not in names]
     if missing:
         raise SourceError(
-            f"{len(missing)} of {len(shards)} shards are missing in {folder}",
+            f"{len(missing)} of {len(shards)} shards {'are' if missing[1:] else 'is'} missing in {folder}",
             details=describe_missing(by_index, missing),
             hint="download them; if this is a Hub checkpoint, give its id instead of the folder",
         )
@@ -162,7 +162,8 @@ def _read_index_file(index: Location) -> tuple[dict[str, str], Mapping[str, Any]
     weight_map, metadata = content.get("weight_map"), content.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(
-            f"{index} names no shards: it has no weight_map from names to files", hint="do not trust this checkpoint"
+            f"{index} names no shards: it has no weight_map from names to files",
+            hint="download it again; if its owner has it so, do not trust this checkpoint",
         )
     unsafe = {repr(s)[:80] for s in weight_map.values() if not isinstance(s, str) or not _SHARD_NAME.fullmatch(s)}
     if unsafe:

@@ -1,6 +1,7 @@
 """A start for a family that does not exist yet: the nearest one, what it explains of a checkpoint's headers and
 config.json, and a draft of its `family.py`."""
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ class FamilyProposal(OneLine):
     """The description of a checkpoint that no family reads.
 
     Attributes:
-        source, model_type, architectures: the facts of the checkpoint.
+        source, model_type, architectures: the facts of the checkpoint. Without a model_type it is made of the
+            architecture.
         candidates: the nearest families, the nearest first.
         explained, left: tensors that the nearest family explains, and the other tensors.
         unread: keys of config.json that the nearest family refuses or does not read, with their values.
@@ -127,14 +129,15 @@ def propose_family(source: Source) -> FamilyProposal:
             for pattern, group in collapse(names).items()
         )
 
-    architectures = source.config.get("architectures") or []
+    architectures = tuple(map(str, source.config.get("architectures") or ()))
+    named = re.sub(r"(For\w+|Model)$", "", next(iter(architectures), "unnamed")).lower()
     read_by = None
     with suppress(TpuconvError):
         read_by = find_family(source.config).name
     return FamilyProposal(
         source=source.name,
-        model_type=str(source.config.get("model_type")),
-        architectures=tuple(map(str, architectures)),
+        model_type=str(source.config.get("model_type") or named),
+        architectures=architectures,
         candidates=tuple(fit.candidate for fit in found[:MOST_CANDIDATES]),
         explained=described(nearest.candidate.explained),
         left=described(nearest.candidate.left),

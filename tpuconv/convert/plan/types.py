@@ -310,12 +310,7 @@ class Plan:
             "output_bytes": self.output_bytes,
             "peak_memory_bytes": peak_memory,
             "arrays": {
-                pattern: {
-                    "count": len(names),
-                    "shape": self.arrays[names[0]].shape,
-                    "dtype": self.arrays[names[0]].dtype.name,
-                    "axes": self.arrays[names[0]].axes,
-                }
+                pattern: _described([self.arrays[name] for name in names])
                 for pattern, names in collapse(self.arrays, lambda name: self.arrays[name].kind).items()
             },
         }
@@ -373,3 +368,16 @@ class Plan:
 
 def _digest(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _described(arrays: Sequence[OutputArray]) -> dict[str, Any]:
+    """Arrays whose names have one pattern, as JSON."""
+    first = arrays[0]
+    return {
+        "count": len(arrays),
+        "shape": first.shape,
+        "dtype": first.dtype.name,
+        "axes": first.axes,
+        "bytes": sum(array.nbytes for array in arrays),
+        "sources": list(collapse(name for array in arrays for name in array.sources)),
+    }

@@ -216,7 +216,9 @@ class DecoderConfig:
                 faults.append(f"{self._key(name)}={value} is less than {least}")
             elif value > (most := self._most(name)):
                 faults.append(f"{self._key(name)}={value} is more than {most}")
-        _refuse(faults or list(self.contradictions()))  # `contradictions` divides by values checked above
+        if faults:
+            raise ConfigError("config.json has values that no model has", details=faults, hint="correct these values")
+        _refuse(list(self.contradictions()))  # which divides by values checked above
 
     @classmethod
     def _most(cls, key: str) -> int:
