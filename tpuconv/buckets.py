@@ -115,7 +115,7 @@ class Bucket:
         obstore.delete(self.store, list(keys))
 
     def delete_if(self, key: str, version: Version) -> bool | None:
-        """Deletes an object if it has a version; see `conditions.delete_if`."""
+        """Deletes an object if it has a version; see `tpuconv.object_requests.delete_if`."""
         scheme, _, name = self.root.partition("://")
         return delete_if(self.store, scheme, name, key, version, google_token)
 

@@ -9,6 +9,7 @@ from tpuconv.convert.plan.types import Plan
 from tpuconv.convert.plan.units import Slab
 from tpuconv.notation.layout import Axes, lead, runs, sliceable
 from tpuconv.notation.table import Binding
+from tpuconv.sources.schedule import merged
 
 LetterBox = tuple[tuple[int, int], ...]
 """The range of each axis of a shard."""
@@ -36,18 +37,7 @@ def needed_ranges(plan: Plan, binding: Binding, boxes: Mapping[str, Sequence[Let
                     inner = shape[axis] // sizes[letter]
                     start, stop = (end * block[axis] for end in box[axis])
                     found.setdefault(letter, set()).add((start // inner, -(-stop // inner)))
-    return {letter: _joined(sorted(ranges)) for letter, ranges in found.items()}
-
-
-def _joined(ranges: Intervals) -> Intervals:
-    """Returns sorted ranges without overlaps, adjacent ones joined."""
-    out: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        if out and start <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], stop))
-        else:
-            out.append((start, stop))
-    return out
+    return {letter: merged(ranges) for letter, ranges in found.items()}
 
 
 def narrowed(plan: Plan, slab: Slab, needed: Mapping[str, Intervals], gap: int) -> list[Slab]:

@@ -1,7 +1,6 @@
 """Requests to object stores that obstore does not have: deletes under a condition, by one request each, signed by
 obstore (S3, Azure) or with the token of google-auth (GCS); and uploads of bytes that come piece by piece."""
 
-import os
 import queue
 import threading
 import time
@@ -9,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+
+from tpuconv.credentials import endpoint
 
 SIGNED_FOR = timedelta(seconds=60)
 """A request that a suspended process sends later than this is refused: the server looks at its own clock."""
@@ -47,7 +48,7 @@ def delete_if(
             return None
         from urllib.parse import quote
 
-        base = os.environ.get("GOOGLE_BASE_URL", "https://storage.googleapis.com")
+        base = endpoint("gs") or "https://storage.googleapis.com"
         name, generation = quote(key, safe=""), version["version"]
         url = f"{base}/storage/v1/b/{bucket}/o/{name}?ifGenerationMatch={generation}"
         return _delete(lambda: url, {"Authorization": f"Bearer {bearer}"})

@@ -12,7 +12,7 @@ import xxhash
 from flax import nnx
 
 from tpuconv.checkpoint.orbax_tree import TreeArray
-from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES, Checkpoint, CheckpointReader, open_checkpoint
+from tpuconv.checkpoint.reader import Checkpoint, CheckpointReader, open_checkpoint
 from tpuconv.convert.export.contents import ExportContents
 from tpuconv.convert.export.lora.work import trained_adapter
 from tpuconv.convert.plan.coverage import make_plan
@@ -26,7 +26,7 @@ from tpuconv.models.registry import get_family
 from tpuconv.models.stored import stored_table
 from tpuconv.names import OWN_TARGET
 from tpuconv.sources.config import without_encoding
-from tpuconv.sources.headers import TensorInfo
+from tpuconv.sources.headers import CODES, TensorInfo
 from tpuconv.sources.origins import find_folder
 from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import CHANGED
@@ -107,7 +107,7 @@ def _source(model: nnx.Module, like: Checkpoint) -> _Model:
     tensors, shards = dict(like.tensors), []
     for shard in like.shards:
         if (array := arrays.get(shard.name)) is not None:
-            code = SAFETENSORS_DTYPES[array.dtype.name]
+            code = CODES[array.dtype.name]
             size = prod(array.shape) * array.dtype.itemsize
             tensors[shard.name] = TensorInfo(shard.name, code, tuple(array.shape), shard.name, 0, size)
             shards.append(SourceShard(shard.name, size, digest=_digest(array)))
@@ -192,7 +192,7 @@ def _check(arrays: Mapping[str, Any], like: Checkpoint) -> None:
         if name in stored
         else f"{name}: not in the checkpoint"
         for name, array in arrays.items()
-        if name not in stored or tuple(array.shape) != stored[name].shape or array.dtype.name not in SAFETENSORS_DTYPES
+        if name not in stored or tuple(array.shape) != stored[name].shape or array.dtype.name not in CODES
     ]
     faults += [f"{name}: not in the model" for name in stored if name not in arrays and not name.startswith("mtp.")]
     if faults:

@@ -6,7 +6,7 @@ UTF-8, and markup. What is returned shows such characters as escapes and can be 
 
 import json as jsonlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from html import escape
 from pathlib import Path
@@ -83,6 +83,11 @@ def format_size(nbytes: float) -> str:
 def format_count(number: int, noun: str) -> str:
     """Formats a number with a noun: `1 tensor`, `2 tensors`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def some(names: Sequence[str], most: int) -> str:
+    """Lists the first names, and the number of the others: `a, b and 3 more`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def format_rate(value: float, digits: int) -> str:

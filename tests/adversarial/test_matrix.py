@@ -1157,7 +1157,7 @@ def test_row_40_templates_and_markup_are_text(hf, tmp_path):
         "{{ cycler.__init__.__globals__.os.system('touch " + str(canary) + "') }}{% raw %}<script>x</script>[/b]\x1b[2J"
     )
     (hf / "chat_template.jinja").write_text(hostile)
-    config = qwen3_config(torch_dtype=hostile, _name_or_path=hostile, transformers_version=hostile)
+    config = qwen3_config(finetuning_task=hostile, _name_or_path=hostile, transformers_version=hostile)
     (hf / "config.json").write_text(json.dumps(config))
     folder = hf.rename(tmp_path / "<script>x{{7*7}}`*")
     said = tpuconv("convert", folder, tmp_path / "out").stdout + tpuconv("inspect", folder).stdout

@@ -42,7 +42,7 @@ from tpuconv.names import collapse
 from tpuconv.notation.layout import Shape
 from tpuconv.notation.table import MTP_PARAMETERS, PERIODS, Map, MappingTable
 from tpuconv.sources.files import CONFIG_FILE
-from tpuconv.sources.headers import DTYPES, TensorInfo
+from tpuconv.sources.headers import CODES, DTYPES, TensorInfo
 from tpuconv.sources.reader import Reader
 from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import Source
@@ -51,8 +51,6 @@ from tpuconv.storage.sinks import Sink
 
 MAX_ZARR_BYTES = 1 * MIB
 """The largest zarr.json. A real one has about 900 bytes."""
-
-SAFETENSORS_DTYPES = {dtype.name: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -172,9 +170,7 @@ def open_checkpoint(folder: Location) -> Checkpoint:
     manifest.check_own()
     check_unquantized(manifest)
     tensors = {
-        a.name: TensorInfo(
-            a.name, SAFETENSORS_DTYPES[a.dtype], a.shape, a.name, 0, prod(a.shape) * element_bytes(a.dtype)
-        )
+        a.name: TensorInfo(a.name, CODES[a.dtype], a.shape, a.name, 0, prod(a.shape) * element_bytes(a.dtype))
         for a in manifest.arrays.values()
     }
     shards = tuple(SourceShard(a.name, tensors[a.name].nbytes, digest=a.xxh3) for a in manifest.arrays.values())

@@ -15,6 +15,7 @@ from tpuconv.jsonfile import MIB
 from tpuconv.location import BucketPath, Location
 from tpuconv.storage.hashes import open_regular
 from tpuconv.storage.local_file import READ_BYTES, LocalFile
+from tpuconv.storage.places import wrong_size
 
 
 class ShardFile(Protocol):
@@ -76,7 +77,7 @@ class BucketShard:
         if 2 * nbytes >= self.size:
             self._all = np.frombuffer(buckets.read(self.path), np.uint8)
             if self._all.size != self.size:
-                raise ValueError(f"{self.name} has {self._all.size} bytes instead of {self.size}")
+                raise ValueError(f"{self.name} {wrong_size(self._all.size, self.size)}")
 
     def read(self, start: int, stop: int) -> np.ndarray:
         if self._all is not None:

@@ -25,9 +25,6 @@ import zstandard
 from tpuconv.checkpoint.frames import frame_bytes, frame_values, make_frame
 from tpuconv.notation.layout import Shape
 
-CHUNK_BYTES = 2 << 20
-"""Chunks are what a device reads. Larger ones are divided, so that a device reads little that it does not need."""
-
 CRC_BYTES = 4
 INDEX_ENTRY = np.dtype("<u8")
 """The index has two for each chunk: where it begins and how long it is, with its checksum."""

@@ -13,10 +13,8 @@ from tpuconv.checkpoint.shards import MAX_SLOTS, ShardedArraySpec
 from tpuconv.jsonfile import short
 from tpuconv.names import QVALUE, SCALE, ZERO_POINT
 from tpuconv.notation.layout import Shape, parse_axes
-from tpuconv.sources.headers import DTYPES
+from tpuconv.sources.headers import CODES
 
-PLAIN_DTYPES = {dtype.name for dtype in DTYPES.values()}
-"""Dtypes that a source may have."""
 MAX_CHUNKS = 10_000_000
 """The most chunks of one array, which would have 5 TB."""
 
@@ -95,7 +93,7 @@ def array_fault(array: StoredArray, is_sealed: bool, raw: Mapping[str, Any]) -> 
     """Returns the fault of the manifest's description of an array; None if it has none."""
     is_quantized = raw.get("quantization") is not None
     is_part = "target" in raw["options"] or array.name.endswith((QVALUE, SCALE, ZERO_POINT))
-    if array.dtype not in PLAIN_DTYPES and not (is_quantized and is_part):
+    if array.dtype not in CODES and not (is_quantized and is_part):
         return f"has the dtype {array.dtype}, which only quantized values have"
     if not re.fullmatch(r"[^/\0]+", array.name) or array.name in (".", ".."):
         return "has a name that cannot be a folder"

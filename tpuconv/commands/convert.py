@@ -16,7 +16,7 @@ from tpuconv.commands.progress import resumable
 from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.location import BucketPath, Location
 from tpuconv.memory import check_address_space_for_jax
-from tpuconv.text import format_count, format_size, plain
+from tpuconv.text import format_count, format_size, plain, some
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -260,8 +260,10 @@ def _show_ignored(ignored: "Sequence[IgnoredKey]") -> None:
     """Shows a line for each reason, with the first keys of config.json that it covers."""
     for reason, warning in dict.fromkeys((key.reason, key.warning) for key in ignored):
         keys = [key.key[:100] for key in ignored if (key.reason, key.warning) == (reason, warning)]
-        named = ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if keys[4:] else "")
-        show(f"  ignored in config.json: {named}: {reason}", (f"  warning: {warning}" if warning else "", "yellow"))
+        show(
+            f"  ignored in config.json: {some(keys, 4)}: {reason}",
+            (f"  warning: {warning}" if warning else "", "yellow"),
+        )
 
 
 def _show_carried(count: int) -> None:
@@ -274,8 +276,7 @@ def _show_left_out(left_out: "Sequence[LeftOut]") -> None:
     """Shows a line for each reason, with the first files that it covers."""
     for reason in dict.fromkeys(file.reason for file in left_out):
         names = [plain(file.name)[:100] for file in left_out if file.reason == reason]
-        named = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
-        show(f"  not copied: {named}: {reason}")
+        show(f"  not copied: {some(names, 4)}: {reason}")
 
 
 def show_skipped(what: str, skipped: "Sequence[Skip]", unit: str = "") -> None:
@@ -283,7 +284,7 @@ def show_skipped(what: str, skipped: "Sequence[Skip]", unit: str = "") -> None:
     `unit` names the things counted, unless the reasons name them."""
     for reason in dict.fromkeys(skip.reason for skip in skipped):
         group = [skip for skip in skipped if skip.reason == reason]
-        named = ", ".join(skip.pattern for skip in group[:2]) + (f" and {len(group) - 2} more" if group[2:] else "")
+        named = some([skip.pattern for skip in group], 2)
         show(f"  {what}: {sum(skip.count for skip in group)}{unit} {reason}: {named}")
 
 

@@ -5,7 +5,6 @@ import click
 from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import print_json, show
-from tpuconv.commands.flags import with_flags
 
 
 @options.command(
@@ -28,7 +27,7 @@ def explain(error: tuple[str, ...], as_json: bool) -> None:
     exits = "" if found.exit_code is None else f", exit code {found.exit_code}"
     show((found.id, "bold"), f": {found.error}{exits}. {found.meaning}")
     for line in (found.message, *(f"-> {hint}" for hint in found.hints)):
-        show(f"  {with_flags(line)}")
+        show(f"  {line}")
     for place in found.places:
         show((f"  raised by {place}", "dim"))
     show((f"  {found.page}", "dim"))

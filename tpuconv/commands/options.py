@@ -57,10 +57,6 @@ class Command(click.Command):
                 formatter.write(f"{'':{formatter.current_indent}}{example}\n")
 
 
-def _flag(short: str, long: str, help: str, **more: Any) -> click.Option:
-    return click.Option([short, long], is_flag=True, expose_value=False, help=help, **more)
-
-
 def _quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     ctx.meta[QUIET] = value
 

@@ -23,12 +23,10 @@ class SchemeGroup:
 
     Attributes:
         schemes: the ways in which they may be stored. Names and dtypes of tensors decide; by the description alone it
-            is
-            the first.
+            is the first.
         takes: whether the matrix of a module, which is neither an embedding nor a router, belongs to the group.
         patterns: those that `takes` matches with a module and its parents, as `tpuconv.patterns` wants them. They must
-            be
-            checked before `takes` is called.
+            be checked before `takes` is called.
         looked_up: whether embeddings and routers belong to the group too. Of all its matrices only those belong whose
             rows are whole blocks.
     """

@@ -15,7 +15,7 @@ import numpy as np
 from tpuconv.encodings.affine import Affine
 from tpuconv.encodings.words import Words
 from tpuconv.notation.layout import Shape
-from tpuconv.sources.headers import DTYPES, TensorInfo
+from tpuconv.sources.headers import CODES, DTYPES, TensorInfo
 
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 """[256]: the number that each byte of an 8-bit float with 4 exponent bits stands for (arXiv:2209.05433)."""
@@ -23,7 +23,6 @@ INT4 = np.arange(-8, 8, dtype=np.float32)
 INT8 = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
 OFFSET_INT8 = np.arange(-128, 128, dtype=np.float32)
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Blocks = tuple[int | None, int | None]
 BY_SCALES: Blocks = (None, None)
 """One scale for the tensor, or one for each row: the shape of the scales decides."""
@@ -85,9 +84,10 @@ FLOAT_SCALES = ("F16", "BF16", "F32")
 """Dtypes of scales that are numbers."""
 POWERS_OF_TWO = ("U8", "F8_E8M0")
 """Dtypes of scales that are exponents of two."""
-MX_BLOCK = 32
+MX_GROUP = 32
+"""The values that share a scale in the OCP Microscaling Formats (v1.0, section 5.2)."""
 MX_TYPES: Mapping[str, str] = {"float4_e2m1fn": "mxfp4", "float8_e4m3fn": "mxfp8"}
-"""Qwix's names of types in blocks of `MX_BLOCK` with scales in powers of two (OCP Microscaling Formats v1.0)."""
+"""Qwix's names of types in blocks of `MX_GROUP` with scales in powers of two (OCP Microscaling Formats v1.0)."""
 
 STATED_SHAPE = ".weight_shape"
 """The suffix of the tensor in which compressed-tensors says the shape of packed values."""
@@ -304,7 +304,7 @@ class Scheme:
     def extra_kinds(self, shape: Shape, scales: Shape) -> dict[str, tuple[str, Shape]]:
         """Returns the dtype and shape, by suffix, of the other tensors that belong to values and scales of these
         shapes."""
-        kinds = {suffix: (DTYPE_NAMES[value.dtype], value.shape) for suffix, value in self.constants.items()}
+        kinds = {suffix: (CODES[value.dtype.name], value.shape) for suffix, value in self.constants.items()}
         if self.zeros:
             words = self.affine.zero_words if self.affine else None
             kinds[self.zeros] = ("I32", words.stored_shape(scales)) if words else (self.dtype, scales)
@@ -358,8 +358,6 @@ FP8_FIELDS: Mapping[str, Any] = {
 }
 FP8_SCALES = ("weight_scale_inv", "weight_scale")
 """Suffixes that writers use for the scales of FP8 tensors."""
-MX_GROUP = 32
-"""The values that share a scale in the OCP Microscaling Formats (v1.0, section 5.2)."""
 MXFP4 = Scheme(
     title="MXFP4",
     values="_blocks",

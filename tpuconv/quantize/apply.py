@@ -13,7 +13,7 @@ from tpuconv.convert.plan.types import Plan
 from tpuconv.convert.run.describe import planned_manifest
 from tpuconv.encodings.adapted import Adapted
 from tpuconv.encodings.decode import Tensor
-from tpuconv.encodings.scheme import MX_BLOCK, MX_TYPES, POWERS_OF_TWO
+from tpuconv.encodings.scheme import MX_GROUP, MX_TYPES, POWERS_OF_TWO
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.periods import LayerStacks
@@ -222,6 +222,6 @@ def _types(tensor: Tensor) -> tuple[str, ...]:
         return ()
     if tensor.scheme.affine and (not tensor.scheme.affine.symmetric or tensor.scheme.affine.any_order):
         return ()
-    if tensor.scheme.blocks == (1, MX_BLOCK) and tensor.scales.dtype in POWERS_OF_TWO:
+    if tensor.scheme.blocks == (1, MX_GROUP) and tensor.scales.dtype in POWERS_OF_TWO:
         return tensor.scheme.qtype, MX_TYPES[tensor.scheme.qtype]
     return (tensor.scheme.qtype,)

@@ -3,8 +3,7 @@
 Each pair of matrices A [R, in] and B [out, R] changes a weight by B A times a factor: alpha / R, or alpha / sqrt(R)
 (rsLoRA, arXiv:2312.03732). With a magnitude the rows are scaled to it (DoRA, arXiv:2402.09353). Tensors that were
 trained as a whole (`modules_to_save`, biases) replace the tensors of the model, and the embeddings of single tokens
-(`trainable_token_indices`) their rows. An adapter that changes weights in
-another way is refused by name.
+(`trainable_token_indices`) their rows. An adapter that changes weights in another way is refused by name.
 """
 
 import re

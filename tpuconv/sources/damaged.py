@@ -54,8 +54,8 @@ def wrong_hash(path: Location, expected: str, actual: str, name: str = "sha256")
 
 
 def damaged(path: Path, *details: str) -> DamagedDownload:
-    # The blob and, where repositories share it, the shared file under it.
     """Returns the error for a file in the cache that is damaged in this way. It names what to delete."""
+    # The blob and, where repositories share it, the shared file under it.
     return DamagedDownload(path, link_targets(path)[-2:], *details)
 
 

@@ -36,6 +36,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
 }
 """Safetensors' names of dtypes (safetensors README, "Format")."""
+CODES = {dtype.name: code for code, dtype in DTYPES.items()}
+"""The same the other way round, by numpy's names."""
 MAX_NAME_LENGTH = 512
 MAX_AXES = 64
 MAX_SHARD_TENSORS = 250_000

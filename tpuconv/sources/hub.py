@@ -60,18 +60,18 @@ def resolve(
         return Repository(src, revision or "main").resolve(weights, progress, streams=streams)
 
 
-def fetch_checkpoint(src: str, revision: str | None = None) -> Path:
+def fetch_checkpoint(src: str) -> Path:
     """Returns the folder of a checkpoint of tpuconv on the Hub, downloaded to the Hub's cache. Interrupted, the same
     call continues.
 
     Raises:
         HubError: the Hub refuses, does not know the id, or cannot be reached.
     """
-    with client_errors(src, revision or "main"):
-        return Repository(src, revision or "main").fetch()
+    with client_errors(src, "main"):
+        return Repository(src, "main").fetch()
 
 
-def fetch_config(src: str, revision: str | None = None) -> dict[str, Any]:
+def fetch_config(src: str) -> dict[str, Any]:
     """Returns the config.json of a folder or a Hub id, or the file `src` itself; see `read_config`. Nothing else is
     read.
 
@@ -86,8 +86,8 @@ def fetch_config(src: str, revision: str | None = None) -> dict[str, Any]:
     if src and (path.is_dir() or path.suffix == ".json"):
         return read_config(path / CONFIG_FILE if path.is_dir() else path)
     _check_id(src, path)
-    with client_errors(src, revision or "main"):
-        return read_config(Repository(src, revision or "main").config())
+    with client_errors(src, "main"):
+        return read_config(Repository(src, "main").config())
 
 
 def source_location(src: str) -> Location:

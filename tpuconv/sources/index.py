@@ -15,7 +15,7 @@ from tpuconv.sources.config import read_json
 from tpuconv.sources.files import ADAPTER_CONFIG, INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 from tpuconv.sources.ranks import ranked_files
 from tpuconv.storage.places import is_there, names_in
-from tpuconv.text import format_count, plain
+from tpuconv.text import format_count, plain, some
 
 MAX_NAMES_TO_COLLAPSE = 10_000
 _SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")
@@ -133,8 +133,7 @@ def other_kind(names: Collection[str]) -> tuple[str, str] | None:
     for patterns, what, todo in OTHER_KINDS:
         found = sorted(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns.split("|")))
         if found:
-            named = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
-            return f"{what}: {named}", todo
+            return f"{what}: {some(found, 3)}", todo
     return None
 
 

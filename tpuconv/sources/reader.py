@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +22,7 @@ from tpuconv.notation.layout import Shape
 from tpuconv.sources.damaged import hash_of
 from tpuconv.sources.headers import TensorInfo
 from tpuconv.sources.schedule import ReadStep, Spans
-from tpuconv.sources.shard import SourceShard, hash_stamp, object_stamp
+from tpuconv.sources.shard import CHANGED_HINT, SourceShard, check_object, hash_stamp, shard_changed
 from tpuconv.storage.hashes import HASHES, open_regular
 from tpuconv.storage.local_file import READ_BYTES, LocalFile
 
@@ -109,16 +110,13 @@ def box_runs(shape: Shape, box: Sequence[slice], out: np.ndarray) -> Iterator[tu
 
 @dataclass
 class _OpenShard:
-    """An open shard. Its first `hashed` bytes are in `digest`. `file` is None in a bucket."""
+    """An open shard on a disk. Its first `hashed` bytes are in `digest`."""
 
-    file: LocalFile | None
+    file: LocalFile
     size: int
     digest: Any
     hashed: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-WAIT = "wait until nothing writes to the source, then run again"
 
 
 class SafetensorsReader(Reader):
@@ -216,25 +214,17 @@ class SafetensorsReader(Reader):
                 continue
             path = self.folder / shard.name
             if isinstance(path, BucketPath):
-                self._check_object(shard, path)
+                check_object(path, shard.stamp)
                 continue
             try:
                 status = os.stat(path)
             except OSError as e:
-                raise SourceError(f"{path} is missing now: {e.strerror}", hint=WAIT) from None
+                raise SourceError(f"{path} is missing now: {e.strerror}", hint=CHANGED_HINT) from None
             self._check_stamp(shard, hash_stamp(status))
-
-    def _check_object(self, shard: SourceShard, path: BucketPath) -> int:
-        """The size of a shard in a bucket, which must be the planned one."""
-        found = buckets.facts(path)
-        if found is None:
-            raise SourceError(f"{path} is missing now", hint=WAIT)
-        self._check_stamp(shard, object_stamp(found))
-        return found.size
 
     def _check_stamp(self, shard: SourceShard, stamp: str) -> None:
         if stamp != shard.stamp:
-            raise SourceError(f"{self.folder / shard.name} changed while it was converted", hint=WAIT)
+            raise shard_changed(self.folder / shard.name)
 
     def _hash_to(self, shard: _OpenShard, name: str, end: int, *, again: bool = False) -> None:
         """Hashes the bytes up to `end`, which are read `again` later. The lock is held."""
@@ -255,7 +245,6 @@ class SafetensorsReader(Reader):
         again: bool = False,
     ) -> np.ndarray:
         """The bytes [start, stop) of a shard on a disk; see `LocalFile.read`."""
-        assert shard.file is not None
         try:
             return shard.file.read(start, stop, memory, again=again)
         except OSError as e:
@@ -264,7 +253,7 @@ class SafetensorsReader(Reader):
                 hint="check the disk, then run again to resume",
             ) from None
         except ValueError:
-            raise SourceError(f"{self.folder / name} became shorter while it was read", hint=WAIT) from None
+            raise SourceError(f"{self.folder / name} became shorter while it was read", hint=CHANGED_HINT) from None
 
     def _fetch(self, name: str, offset: int, out: memoryview) -> None:
         """Fills `out` from a bucket."""
@@ -276,24 +265,26 @@ class SafetensorsReader(Reader):
         try:
             data = buckets.read(path, offset, offset + len(out))
         except FileNotFoundError:
-            raise SourceError(f"{path} is missing now", hint=WAIT) from None
+            raise SourceError(f"{path} is missing now", hint=CHANGED_HINT) from None
         if len(data) != len(out):
-            raise SourceError(f"{path} became shorter while it was read", hint=WAIT)
+            raise SourceError(f"{path} became shorter while it was read", hint=CHANGED_HINT)
         out[:] = data
 
     def _open(self, name: str) -> _OpenShard:
         with self._lock:
             if name not in self._opened:
-                self._opened[name] = self._opened_now(self._shards[name], self.folder / name)
+                self._opened[name] = self._opened_now(self._shards[name])
             return self._opened[name]
 
-    def _opened_now(self, shard: SourceShard, path: Location) -> _OpenShard:
-        if isinstance(path, BucketPath):
-            return _OpenShard(None, self._check_object(shard, path), None)
+    def _opened_now(self, shard: SourceShard) -> _OpenShard:
+        path = self.folder / shard.name
+        assert isinstance(path, Path)
         try:
             file = LocalFile(open_regular(path))
         except OSError as e:
-            raise no_descriptors(path, e) or SourceError(f"{path} cannot be read: {e.strerror}", hint=WAIT) from None
+            raise no_descriptors(path, e) or SourceError(
+                f"{path} cannot be read: {e.strerror}", hint=CHANGED_HINT
+            ) from None
         opened = _OpenShard(file, file.size, HASHES[shard.hash_name]())
         self._files.append(file)
         self._check_stamp(shard, hash_stamp(os.fstat(file.fd)))
@@ -310,7 +301,7 @@ class SafetensorsReader(Reader):
         """Closes a file that nobody reads any more."""
         with self._lock:
             opened = self._opened.pop(shard, None)
-            if opened is not None and opened.file is not None:
+            if opened is not None:
                 self._files.remove(opened.file)
                 opened.file.close()
 

@@ -10,14 +10,13 @@ from typing import Protocol
 
 from tpuconv import buckets
 from tpuconv.bucket_errors import ConditionLost
-from tpuconv.errors import BucketError, SourceError
+from tpuconv.errors import BucketError
 from tpuconv.location import BucketPath
 from tpuconv.sources import download
 from tpuconv.sources.download import Meter, fetch_file, in_threads
 from tpuconv.sources.hub_errors import Stopped, client_errors
-from tpuconv.sources.shard import object_stamp
+from tpuconv.sources.shard import check_object, shard_changed
 
-CHANGED_HINT = "wait until nothing writes to the source, then run again"
 RANGE_BYTES = 64 << 20
 """The part of an object that one request brings: a connection to a bucket is slower than a disk."""
 CONNECTIONS = 4
@@ -88,7 +87,7 @@ class ObjectShard:
         """See `RemoteFile`. Several connections bring parts of the object."""
         from tpuconv.storage import disk  # with it numpy comes
 
-        found = self._found()
+        found = check_object(self.path, self.stamp)
         target = folder / self.path.name
         with disk.writing(target), open(target, "wb") as out:
             ranges = [(first, min(first + RANGE_BYTES, found.size)) for first in range(0, found.size, RANGE_BYTES)]
@@ -121,7 +120,7 @@ class ObjectShard:
                         f"{self.path} ended {stop - position} bytes early", hint="run the same command again to resume"
                     )
             except (FileNotFoundError, ConditionLost):
-                raise self._changed() from None
+                raise shard_changed(self.path) from None
             except BucketError:
                 failures = 0 if position > before else failures + 1
                 if failures > download.RETRIES or (failures and position == start):
@@ -131,19 +130,8 @@ class ObjectShard:
 
     def check_unchanged(self) -> None:
         """See `RemoteFile`."""
-        self._found()
+        check_object(self.path, self.stamp)
 
     def planned_start(self) -> bytes:
         """See `RemoteFile`."""
         return b""
-
-    def _found(self) -> buckets.ObjectFacts:
-        found = buckets.facts(self.path)
-        if found is None:
-            raise SourceError(f"{self.path} is missing now", hint=CHANGED_HINT)
-        if object_stamp(found) != self.stamp:
-            raise self._changed()
-        return found
-
-    def _changed(self) -> SourceError:
-        return SourceError(f"{self.path} changed while it was converted", hint=CHANGED_HINT)

@@ -24,9 +24,10 @@ from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES, INDEX_FILE, MAX_H
 from tpuconv.sources.hub_errors import is_unreachable, raise_unreachable
 from tpuconv.sources.index import choose_shards, describe_missing, other_kind, read_weight_map
 from tpuconv.sources.remote import HubShard
-from tpuconv.text import format_size
+from tpuconv.text import format_size, some
 
 WORKERS = 8  # files at a time
+SHOWN_FILES = 5
 HEADER_PEEK = 128 << 10  # holds the header of most shards, so that one request is enough
 
 
@@ -226,7 +227,7 @@ class Repository:
         if weights:
             raise SourceError(
                 f"{self.repo} has neither {SINGLE_FILE} nor {INDEX_FILE}",
-                details=["it has " + _some(weights)],
+                details=["it has " + some(weights, SHOWN_FILES)],
                 hint="it is not a checkpoint of a transformers model; adapters and pipelines cannot be converted",
             )
         if MANIFEST in files:
@@ -235,12 +236,12 @@ class Repository:
                 hint=f"`hf download {self.repo} --local-dir {self.repo.rpartition('/')[2]}` downloads it; "
                 "`tpuconv generate` and `tpuconv benchmark` take its id too",
             )
-        kinds = Counter(Path(name).suffix or name for name in files)
+        kinds = [f"{n} x {kind}" for kind, n in Counter(Path(name).suffix or name for name in files).most_common()]
         other = other_kind({name.partition("/")[0] for name in files})
         raise SourceError(
             f"{self.repo} holds no safetensors at revision {self.revision}",
             details=[
-                *(["it has " + _some([f"{n} x {kind}" for kind, n in kinds.most_common()])] if kinds else ()),
+                *(["it has " + some(kinds, SHOWN_FILES)] if kinds else ()),
                 *([f"it holds {other[0]}"] if other else ()),
             ],
             hint=other[1]
@@ -368,7 +369,7 @@ class Repository:
         needed = self._needed(snapshot)
         if missing := [name for name in needed if not (snapshot / name).exists()]:
             have = f"{len(needed) - len(missing)} of the {len(needed)} files needed"
-            raise_unreachable(self.repo, cause, f"the cache has {have}, without {_some(missing)}")
+            raise_unreachable(self.repo, cause, f"the cache has {have}, without {some(missing, SHOWN_FILES)}")
         return Resolved(snapshot, self.repo, commit, promised, tuple(unproved))
 
     def _needed(self, snapshot: Path) -> list[str]:
@@ -376,16 +377,12 @@ class Repository:
         names = [path.name for path in snapshot.iterdir()]
         shards, by_index = choose_shards(names, read_weight_map(index) if index.exists() else None)
         if by_index:
-            return ["config.json", INDEX_FILE, *shards]
+            return [CONFIG_FILE, INDEX_FILE, *shards]
         if not index.exists() and any(snapshot.glob("*-of-*.safetensors")):
-            return ["config.json", INDEX_FILE]
-        return ["config.json", *(shards or [SINGLE_FILE])]
+            return [CONFIG_FILE, INDEX_FILE]
+        return [CONFIG_FILE, *(shards or [SINGLE_FILE])]
 
 
 def _is_wanted(name: str, modules: Collection[str]) -> bool:
     """Returns True if a conversion uses this file besides the weights."""
     return name == CARD or why_left_out(name, modules) is None
-
-
-def _some(names: Sequence[str], limit: int = 5) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -52,6 +52,28 @@ def object_stamp(found: buckets.ObjectFacts) -> str:
     return xxhash.xxh3_64_hexdigest(repr((found.size, *sorted(found.version.items()))).encode())
 
 
+CHANGED_HINT = "wait until nothing writes to the source, then run again"
+
+
+def shard_changed(path: Location) -> SourceError:
+    """Returns the error for a shard that is not the planned one any more."""
+    return SourceError(f"{path} changed while it was converted", hint=CHANGED_HINT)
+
+
+def check_object(path: BucketPath, stamp: str) -> buckets.ObjectFacts:
+    """Returns the facts of an object, which must have the planned stamp.
+
+    Raises:
+        SourceError: it is missing or changed.
+    """
+    found = buckets.facts(path)
+    if found is None:
+        raise SourceError(f"{path} is missing now", hint=CHANGED_HINT)
+    if object_stamp(found) != stamp:
+        raise shard_changed(path)
+    return found
+
+
 def _object_digest(path: BucketPath) -> tuple[str, str]:
     found = buckets.facts(path)
     if found is None:

@@ -129,8 +129,8 @@ class Source:
         return ()
 
     def files(self, info: TensorInfo) -> list[tuple[Path, int, int]]:
-        """Returns the place of a tensor's bytes on a disk: file, first byte and number of bytes. None if they are not
-        on a disk."""
+        """Returns the place of a tensor's bytes on a disk: file, first byte and number of bytes. It is empty if they
+        are not on a disk."""
         if isinstance(self.folder, BucketPath) or info.shard in self.remote:
             return []
         return [(self.folder / info.shard, info.offset, info.nbytes)]

@@ -44,10 +44,10 @@ class Workspace:
     """
 
     def __init__(self, place: Path | None, work: Location, identity: str):
-        own = place is None and isinstance(work, Path)
-        name = FOLDER_IN_WORK if own else f"tpuconv-{xxhash.xxh3_64_hexdigest(str(work).encode())}"
-        parent = work if own and isinstance(work, Path) else place or Path(gettempdir())
-        self.root, self._lock = claim(parent, name)
+        if place is None and isinstance(work, Path):
+            self.root, self._lock = claim(work, FOLDER_IN_WORK)
+        else:
+            self.root, self._lock = claim_for(work, place)
         boot = BOOT_ID.read_text() if BOOT_ID.is_file() else os.urandom(16).hex()
         self.folder = self.root / xxhash.xxh3_128_hexdigest(f"{identity} {boot}".encode())
         remove_known(self.root, lambda name: bool(_OLD.fullmatch(name)) and not name.startswith(self.folder.name))
@@ -91,6 +91,12 @@ class Workspace:
         """Removes what is empty, and lets other processes use the folder."""
         disk.remove_empty(self.folder)
         release(self.root, self._lock)
+
+
+def claim_for(work: Location, place: Path | None) -> tuple[Path, int]:
+    """Returns a folder outside of a work folder, and its open lock, as `claim` does: in `place`, by default in the
+    folder for temporary files. The next run of the same work finds it by its name."""
+    return claim(place or Path(gettempdir()), f"tpuconv-{xxhash.xxh3_64_hexdigest(str(work).encode())}")
 
 
 def claim(parent: Path, name: str) -> tuple[Path, int]:

@@ -25,6 +25,7 @@ from tpuconv.storage.disk import PARTIAL
 from tpuconv.storage.hashes import hash_file
 from tpuconv.storage.places import is_file
 from tpuconv.storage.sealed import MAX_MANIFEST_BYTES, STAGED, Sealed, read_sealed
+from tpuconv.text import some
 
 REWRITTEN = "was changed since tpuconv wrote it"
 """The end of the reason, after the name of a file."""
@@ -205,8 +206,7 @@ def strangers(folder: Location, contents_of: ContentsOf) -> list[str]:
     except CorruptOutput as e:
         return [f"its {MANIFEST} cannot be trusted: {e.message}"]
     except TpuconvError:
-        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        return [f"it holds {', '.join(list(found)[:SHOWN])}{more}, and no manifest of tpuconv"]
+        return [f"it holds {some(list(found), SHOWN)}, and no manifest of tpuconv"]
     sizes = contents.sizes
     ours = {MANIFEST, STAGED, *sizes, *(_signature_in(folder) if SIGNATURE in found else ())}
     reasons = [f"it holds {name}, which tpuconv did not write" for name in unknown(found, ours)]

@@ -109,7 +109,7 @@ def size_faults(folder: Location, sizes: Mapping[str, int]) -> Iterator[tuple[st
             if name not in found:
                 yield name, "is missing"
             elif found[name] != size:
-                yield name, _wrong_size(found[name], size)
+                yield name, wrong_size(found[name], size)
         return
     for name, size in sizes.items():
         try:
@@ -120,8 +120,9 @@ def size_faults(folder: Location, sizes: Mapping[str, int]) -> Iterator[tuple[st
         if not stat.S_ISREG(status.st_mode):
             yield name, "is not a regular file"
         elif status.st_size != size:
-            yield name, _wrong_size(status.st_size, size)
+            yield name, wrong_size(status.st_size, size)
 
 
-def _wrong_size(found: int, size: int) -> str:
+def wrong_size(found: int, size: int) -> str:
+    """Says that a file does not have its size in bytes."""
     return f"has {found} bytes instead of {size}"

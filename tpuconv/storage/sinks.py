@@ -13,7 +13,7 @@ from tpuconv.errors import BucketError, ResourceError
 from tpuconv.location import BucketPath, Location
 from tpuconv.storage import disk
 from tpuconv.storage.hashes import FileHash, hash_bytes
-from tpuconv.storage.places import size_faults
+from tpuconv.storage.places import size_faults, wrong_size
 from tpuconv.text import format_size
 
 
@@ -173,7 +173,7 @@ class StagedSink:
         for name, size in sizes.items():
             found = self.staged.get(name)
             if found is None or found.size != size:
-                yield name, "is missing" if found is None else f"has {found.size} bytes instead of {size}"
+                yield name, "is missing" if found is None else wrong_size(found.size, size)
 
     def check_room(self, need: int, what: str) -> None:
         """Buckets are never full."""

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
-from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES
 from tpuconv.convert.export.array_source import ArraySource
 from tpuconv.convert.export.serving.caches import cache_scales_of
 from tpuconv.convert.export.serving.description import describe_encoding
@@ -28,6 +27,7 @@ from tpuconv.notation.layout import Axis, Ranges, Shape, lead, sliceable
 from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import EXPERTS, Binding, MappingTable, Stack
 from tpuconv.sources.config import encoding_of
+from tpuconv.sources.headers import CODES
 from tpuconv.targets.registry import get_target
 
 LOOKED_UP = ("embedding", "positions", "table", "ends")
@@ -209,7 +209,7 @@ def _plain_rows(
     else:
         if (name := binding.dst[0].names[0]) not in manifest.arrays:
             raise _no_array(manifest, name, binding.dst_shapes()[name])
-        dtype = SAFETENSORS_DTYPES[manifest.arrays[name].dtype]
+        dtype = CODES[manifest.arrays[name].dtype]
         shapes = binding.src_shapes()
         tensors = [ExportTensor(name, dtype, shape, name, _same, sliced=True) for name, shape in shapes.items()]
         yield binding.inverse, tensors

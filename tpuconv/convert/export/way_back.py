@@ -11,7 +11,6 @@ from itertools import chain, combinations, product
 from typing import Any
 
 from tpuconv.checkpoint.orbax_tree import TrainedTree, TreeArray
-from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES
 from tpuconv.convert.plan.types import Skip
 from tpuconv.errors import ConfigError, MappingError, UnsupportedConfig, UsageError, shorten
 from tpuconv.models.common.config import DecoderConfig
@@ -21,6 +20,7 @@ from tpuconv.notation.layout import Axis, Shape, parse_axes
 from tpuconv.notation.pairs import PAIR_ENDS
 from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import MTP_PARAMETERS, MappingTable
+from tpuconv.sources.headers import CODES
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import all_targets, get_target
 from tpuconv.targets.target import Target
@@ -212,7 +212,7 @@ def parameters_of(tree: TrainedTree, explained: Explained) -> tuple[list[Paramet
         dtypes = {stored[explained.names[name]].dtype for name in shapes}
         for name, shape in shapes.items():
             array = stored[explained.names[name]]
-            if array.dtype not in SAFETENSORS_DTYPES or len(dtypes) > 1:
+            if array.dtype not in CODES or len(dtypes) > 1:
                 why = f"with {', '.join(sorted(dtypes))} in one tensor of the release" if len(dtypes) > 1 else ""
                 faults.append(f"{array.name}: cannot be exported, of dtype {array.dtype} {why}".rstrip())
             elif array.shape != shape and not _is_padded(array.shape, shape, axes[name]):

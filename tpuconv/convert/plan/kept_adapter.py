@@ -5,14 +5,12 @@ planned. The model is needed for its config and the names of its tensors alone.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.types import Plan
@@ -28,7 +26,7 @@ from tpuconv.notation.sizes import HasSizes, WithSizes
 from tpuconv.notation.table import EXPERTS, Map, MappingTable
 from tpuconv.sources.adapter import Adapter
 from tpuconv.sources.adapter_changes import LowRank
-from tpuconv.sources.headers import TensorInfo
+from tpuconv.sources.headers import CODES, TensorInfo
 from tpuconv.sources.reader import Reader
 from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import UNVERIFIED, Source
@@ -173,10 +171,7 @@ def _with_ranks(config: HasSizes, arrays: Mapping[str, StoredMatrix]) -> HasSize
 
 def _pair_source(model: Source, arrays: Mapping[str, StoredMatrix]) -> "PairSource":
     values = {name: np.ascontiguousarray(matrix.values) for name, matrix in arrays.items()}
-    infos = {
-        name: TensorInfo(name, SAFETENSORS_DTYPES[x.dtype.name], x.shape, name, 0, x.nbytes)
-        for name, x in values.items()
-    }
+    infos = {name: TensorInfo(name, CODES[x.dtype.name], x.shape, name, 0, x.nbytes) for name, x in values.items()}
     shards = tuple(
         SourceShard(name, x.nbytes, digest=str(hash_bytes(x.tobytes())["xxh3_128"])) for name, x in values.items()
     )
@@ -210,10 +205,6 @@ class PairSource(Source):
     ) -> Reader:
         """See `Source`."""
         return _PairReader(self.arrays)
-
-    def start_checks(self) -> Sequence[Future[None]]:
-        """See `Source`: nothing."""
-        return ()
 
     def files(self, info: TensorInfo) -> list[tuple[Path, int, int]]:
         """See `Source`: none."""

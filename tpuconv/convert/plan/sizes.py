@@ -1,8 +1,6 @@
 """How work is divided, in bytes. The sizes are part of a plan's fingerprint."""
 
-from tpuconv.checkpoint import shards
-
-CHUNK_BYTES = shards.CHUNK_BYTES
+CHUNK_BYTES = 2 << 20
 """Chunks are what a device reads. Larger ones are divided, so that a device reads little that it does not need."""
 SLAB_BYTES = 32 << 20
 """Read, transformed and written at once."""

@@ -74,8 +74,7 @@ FLOAT_DTYPES = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, 
 @dataclass(frozen=True)
 class OutputArray(ShardedArraySpec):
     """One array of the output: a parameter, or a part of an encoded one. `axes` are its axes in letters. A `buffer`
-    does not count as parameters. Its values lack the axes
-    `dropped`, all of size 1."""
+    does not count as parameters. Its values lack the axes `dropped`, all of size 1."""
 
     name: str
     axes: str

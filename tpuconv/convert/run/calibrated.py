@@ -6,16 +6,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from tpuconv.convert.plan.quantization import CalibrationPass
 from tpuconv.errors import OutputError
 from tpuconv.notation.layout import Shape
-from tpuconv.sources.workspace import claim, release
+from tpuconv.sources.workspace import claim_for, release
 from tpuconv.storage import disk
 from tpuconv.storage.entries import RunJournal
 from tpuconv.storage.journal import CALIBRATED, Journal
@@ -139,8 +137,7 @@ def calibration_run(
     if isinstance(journal, Journal):
         yield CalibrationRun(calibration, journal)
         return
-    name = f"tpuconv-{xxhash.xxh3_64_hexdigest(str(journal.work).encode())}"
-    root, lock = claim(workspace or Path(gettempdir()), name)
+    root, lock = claim_for(journal.work, workspace)
     try:
         with Journal(root / CALIBRATED, fingerprint, overwrite=True) as own:
             own.begin()

@@ -1,7 +1,8 @@
 """The engine of all work that makes an output: it begins or resumes, has this process's part done, and publishes.
 
-What is made is a `Work`: the conversion of a plan (`tpuconv.convert.run.conversion`), or safetensors
-(`tpuconv.convert.export.export`).
+What is made is a `Work`: the conversion of a plan (`tpuconv.convert.run.conversion`), safetensors
+(`tpuconv.convert.export.export`), an adapter (`tpuconv.convert.export.lora.work`) or chunks of another size
+(`tpuconv.convert.reshard.work`).
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

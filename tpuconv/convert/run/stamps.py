@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from tpuconv.errors import SourceError, shorten
 from tpuconv.jsonfile import Each
 from tpuconv.location import BucketPath
-from tpuconv.sources.reader import WAIT
+from tpuconv.sources.shard import CHANGED_HINT
 from tpuconv.sources.source import Source
 from tpuconv.storage.entries import RunJournal
 
@@ -72,7 +72,9 @@ def stamps_for_hosts(source: Source) -> dict[str, str]:
             try:
                 status = os.stat(source.folder / shard.name)
             except OSError as e:
-                raise SourceError(f"{source.folder / shard.name} cannot be read: {e.strerror}", hint=WAIT) from None
+                raise SourceError(
+                    f"{source.folder / shard.name} cannot be read: {e.strerror}", hint=CHANGED_HINT
+                ) from None
             out[shard.name] = f"{status.st_size} bytes of {status.st_mtime_ns}"
         else:
             out[shard.name] = shard.sha256

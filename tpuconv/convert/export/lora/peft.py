@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES
 from tpuconv.notation.layout import Shape
 from tpuconv.notation.pairs import Pair
 from tpuconv.sources.adapter import PEFT_PREFIX
 from tpuconv.sources.adapter_experts import NESTED, nesting_order
+from tpuconv.sources.headers import CODES
 
 OF_LINEAR = ".weight"
 """The end of the name of a linear layer's matrix."""
@@ -33,7 +33,7 @@ class AdapterTensor:
     @property
     def dtype(self) -> str:
         """Safetensors' name of its dtype."""
-        return SAFETENSORS_DTYPES[self.values.dtype.name]
+        return CODES[self.values.dtype.name]
 
     @property
     def shape(self) -> Shape:

@@ -12,7 +12,6 @@ from typing import Protocol
 import numpy as np
 
 from tpuconv.checkpoint.orbax_tree import TreeArray
-from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES
 from tpuconv.convert.export.way_back import LEAF, Reading, SavedForm, front_of, tree_forms, without_states
 from tpuconv.convert.plan.types import Skip
 from tpuconv.errors import LayoutError, MappingError, shorten
@@ -21,6 +20,7 @@ from tpuconv.models.registry import Family
 from tpuconv.names import collapse
 from tpuconv.notation.pairs import PAIR_ENDS, Pair, PairRow
 from tpuconv.notation.table import Binding
+from tpuconv.sources.headers import CODES
 from tpuconv.storage.hashes import hash_bytes
 
 
@@ -176,7 +176,7 @@ def _pair(
 ) -> Pair:
     found = []
     for each in arrays:
-        if stored[each].dtype not in SAFETENSORS_DTYPES:
+        if stored[each].dtype not in CODES:
             raise LayoutError(f"{each} has the dtype {stored[each].dtype}")
         found.append(tree.read(each, [slice(0, n) for n in stored[each].shape]))
     return row.arranged(name, found[0], found[1], alpha)

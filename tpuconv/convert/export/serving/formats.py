@@ -11,7 +11,7 @@ from enum import Enum
 from math import prod
 from typing import Any
 
-from tpuconv.encodings.scheme import MX_BLOCK, MX_TYPES, POWERS_OF_TWO
+from tpuconv.encodings.scheme import MX_GROUP, MX_TYPES, POWERS_OF_TWO
 
 IN_COMPRESSED, IN_FP8, IN_AWQ, IN_MXFP4 = "compressed-tensors", "fp8", "awq", "mxfp4"
 
@@ -80,7 +80,7 @@ def _packed(bits: int) -> Format:
 
 _FLOAT8 = Format(IN_COMPRESSED, "float-quantized", "float", 8, has_groups=False, has_blocks=True, has_input_scale=True)
 _FP8 = Format(IN_FP8, "", "float", 8, scales=".weight_scale_inv", scale_dtype="F32", has_rows=False, has_blocks=True)
-_MX: Mapping[str, Any] = {"group_size": 32, "scale_dtype": "U8"}
+_MX: Mapping[str, Any] = {"group_size": MX_GROUP, "scale_dtype": "U8"}
 FORMATS: Mapping[str, Mapping[tuple[str, bool], Format]] = {
     IN_COMPRESSED: {
         # Servers have no int8 in bytes without quantized activations, and no packed int8 with them.
@@ -114,7 +114,7 @@ def type_of(facts: Mapping[str, Any]) -> str:
     stored there as the numbers that they are, with scales in powers of two."""
     qtype: str = facts["qtype"]
     stored = facts.get("stored", [])
-    is_mx = stored and prod(facts["tiles"]) == MX_BLOCK and all(each["dtype"] in POWERS_OF_TWO for each in stored)
+    is_mx = stored and prod(facts["tiles"]) == MX_GROUP and all(each["dtype"] in POWERS_OF_TWO for each in stored)
     return MX_TYPES.get(qtype, qtype) if is_mx else qtype
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv.checkpoint.manifest import Manifest
-from tpuconv.checkpoint.reader import SAFETENSORS_DTYPES, read_array
+from tpuconv.checkpoint.reader import read_array
 from tpuconv.convert.export.serving.formats import FORMATS, Format, Packing, WeightGroup, type_of
 from tpuconv.convert.export.tensor import ExportRow, ExportTensor
 from tpuconv.encodings.awq_gptq import AWQ_ORDER
@@ -23,7 +23,7 @@ from tpuconv.errors import UsageError
 from tpuconv.names import AUTO_NAME, INPUT_SCALE, QVALUE, SCALE, ZERO_POINT
 from tpuconv.notation.layout import Ranges, Shape, scale_layout
 from tpuconv.notation.table import EXPERTS, PLACES, Binding, Stack
-from tpuconv.sources.headers import DTYPES
+from tpuconv.sources.headers import CODES, DTYPES
 from tpuconv.targets.target import Target
 
 WEIGHT = ".weight"
@@ -315,7 +315,7 @@ def _steps(parameters: _Parameters, form: Format, blocks: Shape, shape: Shape, r
 
 def _scale_dtype(parameters: _Parameters, form: Format, dtype: str) -> str:
     """safetensors' name of the dtype of stored scales, where the checkpoint has them in `dtype`."""
-    own = SAFETENSORS_DTYPES[dtype]
+    own = CODES[dtype]
     if form.scale_dtype == "F16" and own == "F32" and "kept" not in parameters.facts[0]:
         raise parameters.refused(f"have scales in float32, and {form.scheme} has them in float16")
     return form.scale_dtype or own
