@@ -8,10 +8,11 @@ import click
 
 from tpuconv import api
 from tpuconv.commands import options
-from tpuconv.commands.console import Table, console, print_json, show, styled
+from tpuconv.commands.console import Table, console, print_json, show
 from tpuconv.commands.inputs import read_prompts
 from tpuconv.commands.params import Name
 from tpuconv.commands.progress import shown
+from tpuconv.commands.statistics import divergence_rows, relative_row, verdict
 from tpuconv.errors import GateError, UsageError
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.names import collapse
@@ -90,19 +91,9 @@ def _logits_table(found: "api.CheckpointComparison") -> Table:
         right=("reference", "compared"),
         optional=("gate",),
     )
-    failed = {line.split()[0] for line in result.failures()}
-    for name, before, after, gate in (
-        ("perplexity", f"{result.perplexity_reference:.5g}", f"{result.perplexity:.5g}", ""),
-        ("mean KL divergence (nats)", "", f"{result.mean_kl:.3g}", "mean_kl"),
-        *(("mean KL of another rounding", "", f"{kl:.3g}", "") for kl in (result.rounding_kl,) if kl is not None),
-        ("99.9th percentile of KL", "", f"{result.p999_kl:.3g}", ""),
-        ("same most likely token", "", f"{100 * result.top1:.2f}%", ""),
-        (f"the same, of {result.decided} tokens without a tie", "", f"{100 * result.top1_decided:.2f}%", "top1"),
-        ("largest difference / largest logit", "", f"{result.relative_difference:.2g}", "relative_difference"),
-    ):
-        bound = result.gates.get(gate) if gate else None
-        verdict = ("failed", "red") if gate in failed else ("holds", "green")
-        table.add_row(name, before, after, "" if bound is None else styled(verdict, f": {bound:g}"))
+    table.add_row("perplexity", f"{result.perplexity_reference:.5g}", f"{result.perplexity:.5g}", "")
+    for name, value, gate in (*divergence_rows(result), relative_row(result)):
+        table.add_row(name, "", value, verdict(result, gate))
     for task in found.tasks:
         before, after = map(_score, (task.reference, task.checkpoint))
         table.add_row(f"{task.reference.task}: {task.reference.metric}", before, after, "")

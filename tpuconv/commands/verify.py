@@ -14,6 +14,7 @@ from tpuconv.commands.console import Table, console, print_json, show, styled
 from tpuconv.commands.inputs import chosen_checkpoint, read_prompts
 from tpuconv.commands.process import all_processes
 from tpuconv.commands.progress import shown
+from tpuconv.commands.statistics import StatisticRow, divergence_rows, relative_row, verdict
 from tpuconv.errors import CorruptOutput, GateError, UsageError, shorten
 from tpuconv.location import Location
 from tpuconv.memory import check_address_space_for_jax
@@ -260,40 +261,28 @@ def _comparison_table(found: "api.Comparison") -> Table:
         ("statistic", "value", "gate"),
         right=("value",),
     )
-    failed = {line.split()[0] for line in result.failures()}
     for statistic, value, gate in _vector_rows(result) if isinstance(result, VectorStatistics) else _logit_rows(result):
-        bound = result.gates.get(gate) if gate else None
-        verdict = ("failed", "red") if gate in failed else ("holds", "green")
-        table.add_row(statistic, value, "" if bound is None else styled(verdict, f": {bound:.3g}"))
+        table.add_row(statistic, value, verdict(result, gate))
     return table
-
-
-StatisticRow = tuple[str, str, str | None]
-"""The description of a statistic, its value, and the name of its gate."""
 
 
 def _vector_rows(result: "VectorStatistics") -> tuple[StatisticRow, ...]:
     return (
-        (f"largest difference of {result.returns}", f"{result.max_abs_difference:.3g}", None),
-        (f"mean difference of {result.returns}", f"{result.mean_abs_difference:.3g}", None),
-        ("largest number", f"{result.max_abs:.4g}", None),
+        (f"largest difference of {result.returns}", f"{result.max_abs_difference:.3g}", ""),
+        (f"mean difference of {result.returns}", f"{result.mean_abs_difference:.3g}", ""),
+        ("largest number", f"{result.max_abs:.4g}", ""),
         ("length of the difference / length", f"{result.relative_error:.2g}", "relative_error"),
-        (f"smallest cosine of {result.vectors} vectors", f"{result.least_cosine:.6f}", None),
+        (f"smallest cosine of {result.vectors} vectors", f"{result.least_cosine:.6f}", ""),
     )
 
 
 def _logit_rows(result: "LogitStatistics") -> tuple[StatisticRow, ...]:
-    rounding = [] if result.rounding_kl is None else [f"{result.rounding_kl:.3g}"]
     return (
-        ("largest difference of logits", f"{result.max_abs_difference:.3g}", None),
-        ("mean difference of logits", f"{result.mean_abs_difference:.3g}", None),
-        ("largest logit", f"{result.max_abs_logit:.4g}", None),
-        ("largest difference / largest logit", f"{result.relative_difference:.2g}", "relative_difference"),
-        ("mean KL divergence (nats)", f"{result.mean_kl:.3g}", "mean_kl"),
-        *(("mean KL of another rounding", kl, None) for kl in rounding),
-        ("99.9th percentile of KL", f"{result.p999_kl:.3g}", None),
-        ("same most likely token", f"{100 * result.top1:.2f}%", None),
-        (f"the same, of {result.decided} tokens without a tie", f"{100 * result.top1_decided:.2f}%", "top1"),
-        ("perplexity of these prompts, transformers", f"{result.perplexity_reference:.5g}", None),
-        ("perplexity of these prompts, JAX", f"{result.perplexity:.5g}", None),
+        ("largest difference of logits", f"{result.max_abs_difference:.3g}", ""),
+        ("mean difference of logits", f"{result.mean_abs_difference:.3g}", ""),
+        ("largest logit", f"{result.max_abs_logit:.4g}", ""),
+        relative_row(result),
+        *divergence_rows(result),
+        ("perplexity of these prompts, transformers", f"{result.perplexity_reference:.5g}", ""),
+        ("perplexity of these prompts, JAX", f"{result.perplexity:.5g}", ""),
     )

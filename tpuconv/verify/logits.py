@@ -182,11 +182,16 @@ class LogitStatistics:
     def failures(self) -> list[str]:
         """Returns the gates that failed, one sentence each."""
         out = [] if "mean_kl" in self.gates or np.isfinite(self.mean_kl) else [f"mean_kl is {self.mean_kl}"]
-        for name, gate in self.gates.items():
-            value = float(self.top1_decided if name == "top1" else getattr(self, name))
-            if not (value >= gate if name == "top1" else value <= gate):  # a NaN fails too
-                out.append(f"{name} is {value:.3g}, the gate is {gate:g}")
-        return out
+        failed = {name: self._value(name) for name in self.gates if self.fails(name)}
+        return [*out, *(f"{name} is {value:.3g}, the gate is {self.gates[name]:g}" for name, value in failed.items())]
+
+    def fails(self, name: str) -> bool:
+        """Returns True if a gate failed, as it does for a NaN."""
+        value, gate = self._value(name), self.gates[name]
+        return not (value >= gate if name == "top1" else value <= gate)
+
+    def _value(self, name: str) -> float:
+        return float(self.top1_decided if name == "top1" else getattr(self, name))
 
     @property
     def passed(self) -> bool | None:

@@ -46,8 +46,12 @@ class VectorStatistics:
 
     def failures(self) -> list[str]:
         """Returns the gates that failed, one sentence each."""
-        values = [(name, float(getattr(self, name)), gate) for name, gate in self.gates.items()]
-        return [f"{name} is {value:.3g}, the gate is {gate:g}" for name, value, gate in values if not value <= gate]
+        failed = {name: float(getattr(self, name)) for name in self.gates if self.fails(name)}
+        return [f"{name} is {value:.3g}, the gate is {self.gates[name]:g}" for name, value in failed.items()]
+
+    def fails(self, name: str) -> bool:
+        """Returns True if a gate failed, as it does for a NaN."""
+        return not float(getattr(self, name)) <= self.gates[name]
 
     @property
     def passed(self) -> bool | None:
