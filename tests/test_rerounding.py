@@ -173,7 +173,7 @@ def test_in_16_bits_a_right_model_holds_its_gates_and_wrong_ones_do_not(
     assert (set(right.statistics.gates), right.passed) == ({"mean_kl"}, True)
     load = restore.load
     for fault, change in FAULTS_IN_16_BITS.items():
-        monkeypatch.setattr(restore, "load", lambda *args, change=change: change(load(*args)))
+        monkeypatch.setattr(restore, "load", lambda *args, change=change, **options: change(load(*args, **options)))
         assert api.compare(example, source=EXAMPLE, dtype="bfloat16").passed is False, fault
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import tpuconv
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
-from helpers.conversions import flatten, same_bits
+from helpers.conversions import assert_same, flatten, restore, same_bits
 from helpers.encoded import awq, encoded
 from helpers.families import BY_ID, FIRST, Case, one_fast_of_each, save
 from helpers.logits import forward
@@ -383,15 +383,14 @@ def test_a_family_that_a_target_does_not_have_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("target", OF_QWEN3)
-def test_commands_for_our_own_tree_say_what_a_checkpoint_is_for(target, tmp_path):
-    random_checkpoint(tmp_path / "hf", qwen3_config())
-    api.convert(tmp_path / "hf", tmp_path / "out", target=target)
-    for use in (
-        lambda: api.quantize(tmp_path / "out", config="int8_weight_only"),
-        lambda: api.compare_checkpoints(tmp_path / "out", tmp_path / "out"),
-    ):
-        with pytest.raises(UsageError, match=f"is a checkpoint for {target}"):
-            use()
+def test_a_checkpoint_for_another_program_is_quantized_and_compared_as_its_source(target, tmp_path):
+    source = random_checkpoint(tmp_path / "hf", qwen3_config())
+    api.convert(source, tmp_path / "out", target=target)
+    for name, given in (("of-target", tmp_path / "out"), ("of-source", source)):
+        api.quantize(given, tmp_path / name, config="int8_weight_only")
+    assert_same(*(restore(tmp_path / name) for name in ("of-target", "of-source")))
+    api.convert(source, tmp_path / "ours")
+    assert api.compare_checkpoints(tmp_path / "ours", tmp_path / "out").statistics.mean_kl == 0
 
 
 TILES = "qwix:\n  rules: [{module_path: 'layers/.*mlp/.*', weight_qtype: int8, tile_size: 16}]\n"

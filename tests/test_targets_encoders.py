@@ -130,9 +130,14 @@ def test_layers_that_take_features_of_images_are_not_stacked_for_maxtext(saved, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4_with_sound"])
-def test_without_the_encoder_of_a_model_the_text_is_converted(name, saved):
+def test_without_the_encoder_of_a_model_the_text_is_converted(name, tmp_path):
     """MaxText has Gemma's encoders without a head, without limits, and with as many heads of keys as of queries."""
-    plan = api.plan(saved(name), target="maxtext").plan
+    other = SIGHTS[name]().model
+    raw = json.loads(other.config.to_json_string())
+    kinds = [*["sliding_attention"] * 5, "full_attention"]  # as MaxText has them
+    raw["text_config"] |= {"num_hidden_layers": 6, "layer_types": kinds}
+    tiny(type(other), type(other.config).from_dict(raw)).save_pretrained(tmp_path / "hf")
+    plan = api.plan(tmp_path / "hf", target="maxtext").plan
     assert not configs_by_part(plan.config).keys() - {""}
     assert any("the text model alone is converted" in skip.reason for skip in plan.skipped)
 
