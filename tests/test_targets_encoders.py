@@ -135,7 +135,7 @@ def test_without_the_encoder_of_a_model_the_text_is_converted(name, tmp_path):
     other = SIGHTS[name]().model
     raw = json.loads(other.config.to_json_string())
     kinds = [*["sliding_attention"] * 5, "full_attention"]  # as MaxText has them
-    raw["text_config"] |= {"num_hidden_layers": 6, "layer_types": kinds}
+    raw["text_config"] |= {"num_hidden_layers": 6, "layer_types": kinds, "per_layer_config": None}
     tiny(type(other), type(other.config).from_dict(raw)).save_pretrained(tmp_path / "hf")
     plan = api.plan(tmp_path / "hf", target="maxtext").plan
     assert not configs_by_part(plan.config).keys() - {""}
