@@ -21,6 +21,8 @@ from tpuconv.verify.sights import sight_windows
 FAST = {"qwen3", "qwen3_moe"}
 PROMISED = 2e-3
 """By how much a step would lower the loss, without curvature."""
+SMALLER = {"kimi_k3": 2e-4}
+"""The same, of models whose tokens change their experts within such a step."""
 IDS = np.random.default_rng(0).integers(3, 60, (2, 9)).astype(np.int32)
 
 
@@ -39,7 +41,9 @@ def loss_of(model: nnx.Module, ids_BT: np.ndarray = IDS, **features: np.ndarray)
     return -jnp.take_along_axis(log_probabilities_BTV, next_BT[..., None], axis=-1).mean()
 
 
-def step_down(model: nnx.Module, *given: Any, **features: Any) -> tuple[float, dict[str, float]]:
+def step_down(
+    model: nnx.Module, *given: Any, promised: float = PROMISED, **features: Any
+) -> tuple[float, dict[str, float]]:
     """How much a step along the gradient lowers the loss, and the length of the gradient of each module."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -52,7 +56,7 @@ def step_down(model: nnx.Module, *given: Any, **features: Any) -> tuple[float, d
         squares: dict[str, float] = {}
         for path, leaf in nnx.to_flat_state(gradients):
             squares[path[0]] = squares.get(path[0], 0.0) + float(jnp.sum(jnp.square(leaf[...])))
-        share = PROMISED / sum(squares.values())
+        share = promised / sum(squares.values())
         moved = jax.tree.map(lambda value, slope: value - share * slope, params, gradients)
         lower = loss_at(params, rest) - loss_at(moved, rest)
     return float(lower), {name: each**0.5 for name, each in squares.items()}
@@ -76,6 +80,7 @@ def test_models_learn_from_what_they_see(name: str, whole: Callable[[str], tuple
         pytest.skip(f"no example: {without}")
     model = tpuconv.load(manifest.folder, "float32")
     for window in windows:
-        lower, lengths = step_down(model, np.asarray(window.ids)[None], **window.features)
+        promised = SMALLER.get(name, PROMISED)
+        lower, lengths = step_down(model, np.asarray(window.ids)[None], promised=promised, **window.features)
         assert lengths[window.part] > 0
-        assert lower == pytest.approx(PROMISED, rel=0.3)
+        assert lower == pytest.approx(promised, rel=0.3)

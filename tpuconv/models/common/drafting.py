@@ -165,7 +165,7 @@ class SharingDraft(Draft):
     def add_maps(self, config: Any) -> None:
         """Creates the maps, if the draft has some."""
         if config.has_maps:
-            self.d2t = nnx.Param(jnp.zeros(config.sizes["draft_vocab"], jnp.int32))
+            self.d2t = nnx.Variable(jnp.zeros(config.sizes["draft_vocab"], jnp.int32))
             self.t2d = nnx.Param(jnp.zeros(config.sizes["V"], bool))
 
     def check_tokens(self, target: Any) -> None:

@@ -316,7 +316,7 @@ class MoE(ScoredExperts):
         super().__init__(config, dtype=dtype, keys=keys)
         if layer < config.num_hidden_layers and config.mlp_kinds[layer] == HASHED:
             del self.correction
-            self.experts_of_token = nnx.Param(jnp.zeros((config.sizes["V"], config.sizes["X"]), jnp.int32))
+            self.experts_of_token = nnx.Variable(jnp.zeros((config.sizes["V"], config.sizes["X"]), jnp.int32))
 
     def chosen(self, scores_BTE: jax.Array, ids_BT: jax.Array) -> jax.Array:
         if hasattr(self, "correction"):

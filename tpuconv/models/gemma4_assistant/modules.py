@@ -38,7 +38,7 @@ class Model(Draft):
         self.post_projection = Einsum("BTD,Dw->BTw", sizes, dtype=dtype, keys=keys)
         if config.use_ordered_embeddings:
             self.centroids = Einsum("BTD,Dc->BTc", sizes, dtype=dtype, keys=keys)
-            self.token_ordering = nnx.Param(jnp.arange(sizes["V"], dtype=jnp.int32))
+            self.token_ordering = nnx.Variable(jnp.arange(sizes["V"], dtype=jnp.int32))
 
     def __call__(
         self,
