@@ -11,10 +11,10 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as theirs
 
 from helpers.families import BY_ID
 from tpuconv.errors import ConfigError
+from tpuconv.models.common.hashed_ngrams import ngram_numbers, remainders, wide_product
 from tpuconv.models.longcat_flash_ngram.family import Config as LongcatConfig
 from tpuconv.models.longcat_flash_ngram.modules import last_tokens, numbers_of_ngrams
 from tpuconv.models.qwen4_exp_text.family import Config
-from tpuconv.models.qwen4_exp_text.ngrams import ngram_numbers, remainders, wide_product
 from tpuconv.models.registry import find_family
 
 numbers = jax.jit(ngram_numbers, static_argnums=(1, 2))

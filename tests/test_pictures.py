@@ -31,10 +31,10 @@ from transformers.processing_utils import ProcessorMixin
 from tpuconv.errors import ConfigError, UsageError
 from tpuconv.models import pictures
 from tpuconv.models.media_files import image_of, load_image, load_sound, sound_of
-from tpuconv.models.media_texts import best_tiles, unpadded
 from tpuconv.models.pictures import Preparer, load_processor
 from tpuconv.models.placeholders import IMAGE, SOUND, placeholder_of
 from tpuconv.models.text_generator import PromptEncoder
+from tpuconv.models.towers.llava.tiles import fitting_size, inside_padding
 
 PROCESSORS = {**PROCESSOR_MAPPING_NAMES, "fast_vlm": "LlavaProcessor", "mimo_v2": "Qwen2_5_VLProcessor"}
 IMAGE_PROCESSORS = {
@@ -191,9 +191,9 @@ def test_prompts_with_images_are_those_of_the_release(case, count, processor_cla
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_tiles_of_llava_next_are_those_of_the_reference(height, width):
     sizes = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
-    assert best_tiles(height, width, sizes) == tuple(select_best_resolution((height, width), sizes))
+    assert fitting_size(height, width, sizes) == tuple(select_best_resolution((height, width), sizes))
     patches, newlines = LlavaNextProcessor._get_unpadded_features(None, height, width, 4, 4, 2, 3)
-    rows, columns = unpadded(height, width, 8, 12)
+    rows, columns = map(len, inside_padding(8, 12, height, width))
     assert (rows * columns, rows) == (patches, newlines)
 
 

@@ -27,7 +27,6 @@ from tpuconv.encodings.casts import cast, largest
 from tpuconv.errors import CorruptOutput, UsageError, root_cause, shorten
 from tpuconv.forks import check_no_fork
 from tpuconv.location import Location, to_location
-from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.placement import check_axes, sharding
 from tpuconv.models.registry import get_family
 from tpuconv.models.stored import model_config
@@ -258,7 +257,7 @@ def abstract_model(manifest: Manifest, dtype: DTypeLike | None = None, *, mtp: b
         return nnx.eval_shape(partial(build, scan_layers=manifest.scan_layers))
     from tpuconv.quantize.rules import abstract_quantized_model
 
-    stacks = LayerStacks(config.num_hidden_layers, config.period) if manifest.scan_layers else None
+    stacks = config.stacks if manifest.scan_layers else None
     model = abstract_quantized_model(build, manifest.quantization, stacks)
     graphdef, state = nnx.split(model)
     leaves = []

@@ -193,7 +193,7 @@ SAMPLES: Mapping[str, tuple[str, ...]] = {
     "test_in_the_c_locale_names_are_escaped": (),
     "test_a_full_disk_under_stdout_is_said": ("utf8-args2", "ascii-args0"),
     "test_whoever_reads_no_further_is_no_error": ("args0-ascii", "args1-ascii", "args2-utf8"),
-    "test_commands_for_our_own_tree_say_what_a_checkpoint_is_for": (),
+    "test_a_checkpoint_for_another_program_is_quantized_and_compared_as_its_source": (),
     "test_forms_of_adapters": ("bfloat16-patterns", "bfloat16-rslora", "float32-dora"),
     "test_what_transformers_returns": (),
     "test_a_right_kernel_passes_its_check": (),

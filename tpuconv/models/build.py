@@ -152,22 +152,6 @@ def block_class(norms: Norms, attn: Attn, feed: Mlp, experts: Experts | None, fa
     return Block
 
 
-@cache
-def mtp_module(part: Mtp, layer: Any) -> Any:
-    """Returns the class of the module for multi-token prediction of a model with these layers."""
-    joining: Any = class_named(part.module) if part.module else mtp.MTPLayer
-
-    class MTPLayer(joining, layer):  # type: ignore[misc]  # of the model
-        """The layer for multi-token prediction."""
-
-    class MTPModule(mtp.MTPModule):
-        """The module for multi-token prediction."""
-
-        layer_type = MTPLayer
-
-    return MTPModule
-
-
 def norm_class(kind: str) -> Callable[..., Any]:
     """Returns the class of a kind of norms, which may be named as the class of a part."""
     return NORMS[kind] if kind in NORMS else class_named(kind)
@@ -190,7 +174,7 @@ def model_class(name: str) -> Any:
         block = layer
         norm_type = staticmethod(norm_class(norms.kind))
         if further is not None:
-            mtp_type = mtp_module(further, layer)
+            mtp_type = mtp.mtp_module(layer, class_named(further.module) if further.module else mtp.MTPLayer)
 
         if factors is not None and factors.embedding:
 

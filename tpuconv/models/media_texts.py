@@ -4,17 +4,16 @@ tokens that frame them."""
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, isqrt, prod, sqrt
+from math import ceil, isqrt, prod
 from typing import Any
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
+from tpuconv.models.towers.llava.tiles import fitting_size, inside_padding, shrunk
 from tpuconv.models.towers.qwen_audio.family import halved
 
 FRAME_MASKS = ("feature_attention_mask", "input_features_mask")
 """Names of the masks of frames that are no padding."""
-SHRINKS = 1.1
-"""How far an image must exceed the most patches of LLaVA-OneVision in each direction, to be shrunk."""
 PIECES = "pieces"
 """The number of pieces that each sound is cut into."""
 
@@ -194,14 +193,20 @@ def lighton(item: MediaItem) -> str:
     return item.token("image_token") * prod(int(size) // side for size in item.of("image_sizes"))
 
 
+def _tiles(rows: int, columns: int, around: str, soft: str) -> str:
+    """Tiles by row and column, each row on a line."""
+    tiles = (
+        (f"{around}<row_{row}_col_{column}>{soft}" for column in range(1, columns + 1)) for row in range(1, rows + 1)
+    )
+    return "".join("".join(row) + "\n" for row in tiles)
+
+
 def idefics3(item: MediaItem) -> str:
     """Tiles by row and column, then the whole image."""
     rows, columns = (int(item.features[name][0][item.index]) for name in ("rows", "cols"))  # by prompt
     around = item.token("fake_image_token")
     soft = item.token("image_token") * item.number("image_seq_len", 169)
-    text = ""
-    for row in range(1, rows + 1):
-        text += "".join(f"{around}<row_{row}_col_{column}>{soft}" for column in range(1, columns + 1)) + "\n"
+    text = _tiles(rows, columns, around, soft)
     return (f"{text}\n" if text else "") + f"{around}{item.token('global_image_token')}{soft}{around}"
 
 
@@ -234,9 +239,7 @@ def llava_next(item: MediaItem, rate: Fraction = Fraction(1)) -> str:
     the patches along a side of a tile features have a fraction."""
     Y, X = map(int, item.features["pixel_values"][0].shape[-2:])
     h, w = int(Y // _patch(item) * rate), int(X // _patch(item) * rate)
-    height, width = map(int, item.of("image_sizes"))
-    rows, columns = best_tiles(height, width, item.extractor.image_grid_pinpoints)
-    rows, columns = unpadded(height, width, rows // Y * h, columns // X * w)
+    rows, columns = _rows_and_columns(item, h, w)
     return item.token("image_token") * (h * w + rows * columns + rows + _class_tokens(item))
 
 
@@ -268,23 +271,13 @@ def deepseek_ocr(item: MediaItem) -> str:
     return item.token("image_token") * count
 
 
-def best_tiles(height: int, width: int, sizes: Any) -> tuple[int, int]:
-    """Returns the size of tiles that shows most pixels of an image, of these the one with least beside it."""
-
-    def shown(size: Any) -> tuple[int, int]:
-        scale = min(size[1] / width, size[0] / height)
-        pixels = min(int(width * scale) * int(height * scale), width * height)
-        return pixels, pixels - size[0] * size[1]
-
-    rows, columns = max(sizes, key=shown)
-    return int(rows), int(columns)
-
-
-def unpadded(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
-    """Returns rows and columns of patches that show an image, whose tiles have padding on two sides."""
-    if width / height > columns / rows:
-        return rows - (rows - int(round(height * (columns / width), 7))) // 2 * 2, columns
-    return rows, columns - (columns - int(round(width * (rows / height), 7))) // 2 * 2
+def _rows_and_columns(item: MediaItem, h: int, w: int) -> tuple[int, int]:
+    """Returns the rows and columns of features that show an image, of tiles of h x w features."""
+    Y, X = map(int, item.features["pixel_values"][0].shape[-2:])
+    height, width = map(int, item.of("image_sizes"))
+    rows, columns = map(int, fitting_size(height, width, item.extractor.image_grid_pinpoints))
+    shown = inside_padding(rows // Y * h, columns // X * w, height, width)
+    return len(shown[0]), len(shown[1])
 
 
 def onevision(item: MediaItem) -> str:
@@ -292,15 +285,10 @@ def onevision(item: MediaItem) -> str:
     count = item.number("num_image_tokens", 729)
     if len(item.features["image_sizes"]) > 1:
         return item.token("image_token") * (count + 1 + _class_tokens(item))
-    Y, X = map(int, item.features["pixel_values"][0].shape[-2:])
     side = isqrt(count)
-    height, width = map(int, item.of("image_sizes"))
-    rows, columns = best_tiles(height, width, item.extractor.image_grid_pinpoints)
-    rows, columns = unpadded(height, width, rows // Y * side, columns // X * side)
     most = str(item.setting("vision_aspect_ratio", item.config.get("vision_aspect_ratio", "anyres_max_9")))
-    ratio = sqrt(rows * columns / (int(most.removeprefix("anyres_max_")) * side**2))
-    if ratio > SHRINKS:
-        rows, columns = int(rows // ratio), int(columns // ratio)
+    shown = _rows_and_columns(item, side, side)
+    rows, columns = shrunk(*shown, side, int(most.removeprefix("anyres_max_")))
     return item.token("image_token") * (count + rows * columns + rows + _class_tokens(item))
 
 
@@ -317,9 +305,7 @@ def granite_docling(item: MediaItem) -> str:
     fine = 4 if "tile_fine_mask" in item.features else 1
     soft = item.token("image_token") * (item.number("image_seq_len", 64) * fine)
     around = item.token("fake_image_token")
-    text = ""
-    for row in range(1, rows + 1):
-        text += "".join(f"{around}<row_{row}_col_{column}>{soft}" for column in range(1, columns + 1)) + "\n"
+    text = _tiles(rows, columns, around, soft)
     return text + (f"\n{around}{item.token('global_image_token')}{soft}{around}" if rows * columns > 1 else "")
 
 
@@ -360,7 +346,7 @@ def _frames(item: MediaItem) -> int:
 
 def qwen2_sound(item: MediaItem) -> str:
     """A placeholder for 40 ms: a convolution with stride 2, then the mean of two."""
-    return item.token("audio_token") * (((_frames(item) - 1) // 2 + 1 - 2) // 2 + 1)
+    return item.token("audio_token") * ((int(halved(_frames(item), 1)) - 2) // 2 + 1)
 
 
 def musicflamingo(item: MediaItem) -> str:
@@ -370,7 +356,7 @@ def musicflamingo(item: MediaItem) -> str:
 
 def glm_sound(item: MediaItem) -> str:
     """A placeholder for four of what a convolution with stride 2 leaves."""
-    return item.token("audio_token") * (((_frames(item) - 1) // 2 + 1) // 4)
+    return item.token("audio_token") * (int(halved(_frames(item), 1)) // 4)
 
 
 def qwen3_sound(item: MediaItem) -> str:
@@ -379,8 +365,7 @@ def qwen3_sound(item: MediaItem) -> str:
     audio = (item.config.get("thinker_config") or item.config).get("audio_config") or {}
     size = 2 * item.number("n_window", audio.get("n_window", 50))
     chunks, rest = divmod(_frames(item), size)
-    for _ in range(3):
-        rest = (rest - 1) // 2 + 1
+    rest = int(halved(rest, 3))
     return item.token("audio_token") * (13 * chunks + rest)
 
 

@@ -71,7 +71,7 @@ def quantization(
     check_rules(rules, family.table_without_release(plain.table.returns, config.parts).modules(config))
     from tpuconv.quantize.rules import ModelBuilder, resolve_rules
 
-    stacks = LayerStacks(config.num_hidden_layers, config.period) if plain.options.scan_layers else None
+    stacks = config.stacks if plain.options.scan_layers else None
     mtp = plain.options.include_mtp and rules.names_part(MTP_MODULE)
     if mtp and rules.calibration is not None:
         raise ConfigError(
@@ -155,7 +155,7 @@ def _chosen_rules(
     released = _released_in("mxfp4", plain)
     stacks = None
     if plain.options.scan_layers:
-        stacks = LayerStacks(config.num_hidden_layers, config.period)
+        stacks = config.stacks
         released = {name for array in released for name, _ in stacks.names_in(array)}
     return recipe_for_bits(
         rules,

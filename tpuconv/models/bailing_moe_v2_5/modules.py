@@ -63,18 +63,8 @@ class Block(LightningBlock, kimi_linear.Block):
     mixer_type: ClassVar[Any] = LinearAttention
 
 
-class MTPLayer(mtp.MTPLayer, Block):
-    """The layer for multi-token prediction, which has latent attention."""
-
-
-class MTPModule(mtp.MTPModule):
-    """The module for multi-token prediction."""
-
-    layer_type = MTPLayer
-
-
 class Model(LightningDecoder, kimi_linear.Model):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
-    mtp_type = MTPModule
+    mtp_type = mtp.mtp_module(Block)

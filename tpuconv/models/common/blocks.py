@@ -170,7 +170,11 @@ class GatedMLP(nnx.Module):
         self.down = Einsum("BTF,FD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(self.act(self.gate(x_BTD)) * self.up(x_BTD))
+        return self.down(self.hidden(self.gate(x_BTD), self.up(x_BTD)))
+
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Returns the hidden states [B, T, F], from the products with both matrices."""
+        return self.act(gate) * up
 
     def act(self, x_BTF: jax.Array) -> jax.Array:
         """Returns the gate [B, T, F] after its activation."""
@@ -189,6 +193,13 @@ def clamped(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
     return nnx.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
 
 
+def shifted(gate: jax.Array, up: jax.Array, limit: float, alpha: float) -> jax.Array:
+    """Returns (up + 1) gate sigmoid(alpha gate), with gates of at most `limit`, and `up` between -limit and limit: the
+    hidden states of gpt-oss."""
+    gate = jnp.minimum(gate, limit)
+    return (jnp.clip(up, -limit, limit) + 1) * (gate * nnx.sigmoid(gate * alpha))
+
+
 class ClampedMLP(GatedMLP):
     """Gated MLP whose hidden states have a limit, `swiglu_limit` of config.json, x [B, T, D] to [B, T, D]."""
 
@@ -196,8 +207,8 @@ class ClampedMLP(GatedMLP):
         super().__init__(config, width, dtype=dtype, keys=keys)
         self.limit = config.swiglu_limit
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(clamped(self.gate(x_BTD), self.up(x_BTD), self.limit))
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return clamped(gate, up, self.limit)
 
 
 class PlainMLP(nnx.Module):

@@ -15,7 +15,7 @@ from tpuconv.models.common.config_keys import SUPPORTED_VALUES, aliases_of_refer
 from tpuconv.models.common.heads import LANGUAGE_MODEL, Head
 from tpuconv.models.common.key_types import checked_values, hints_of
 from tpuconv.models.common.mrope import SECTIONS, Mrope
-from tpuconv.models.common.periods import find_period
+from tpuconv.models.common.periods import LayerStacks, find_period
 from tpuconv.models.common.rope import PLAIN_ROPE, Rope, check_rope_keys, with_default_rope
 from tpuconv.models.common.rope_keys import without_older_rope_keys
 from tpuconv.notation.sizes import WithSizes, sets_of_layers
@@ -362,6 +362,11 @@ class DecoderConfig:
     def period(self) -> int:
         """The number of layers after which kinds of layers repeat; see `find_period`."""
         return find_period(self.layer_kinds)
+
+    @property
+    def stacks(self) -> LayerStacks:
+        """The arrays of layers that are scanned."""
+        return LayerStacks(self.num_hidden_layers, self.period)
 
     @property
     def unscannable(self) -> str:

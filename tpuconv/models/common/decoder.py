@@ -16,10 +16,10 @@ from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.common.cache import KV, Cache, StaticKV, has_scales, scaled_kv
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.explicit import call_on_explicit_mesh, is_explicit
+from tpuconv.models.common.handing import Handing
 from tpuconv.models.common.heads import SCORES
 from tpuconv.models.common.ids import Ids, checked_ids, checked_mask
 from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, rope_cos_sin
-from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.seen import Seen, see
@@ -27,7 +27,7 @@ from tpuconv.models.common.steps import Block, Entered, Step, Steps, windows_of
 from tpuconv.models.common.summary import Summarized
 
 
-class Decoder(Summarized):
+class Decoder(Handing, Summarized):
     """A decoder-only model. A family's `Model` sets these class attributes:
 
     Attributes:
@@ -78,7 +78,7 @@ class Decoder(Summarized):
         self.scan_layers = scan_layers
         self.embed = self.embed_type(config.outer_sizes, dtype=dtype, keys=keys)
         if scan_layers:
-            stacks = self._stacks
+            stacks = self.config.stacks
             keys_of_place = [block_keys[i : stacks.rest.start : stacks.period] for i in range(stacks.period)]
             blocks = [nnx.vmap(partial(new_block, i))(place_keys) for i, place_keys in enumerate(keys_of_place)]
             self._set_stacks(blocks, [new_block(layer, block_keys[layer]) for layer in stacks.rest])
@@ -102,10 +102,6 @@ class Decoder(Summarized):
         """The modules that `adjusted` uses, by their attributes' names."""
         return ()
 
-    @property
-    def _stacks(self) -> LayerStacks:
-        return LayerStacks(self.config.num_hidden_layers, self.config.period)
-
     def _set_stacks(self, blocks: Sequence[Any], rest: Sequence[Any]) -> None:
         """Sets the stacked blocks: one of all layers, or one for each place of a period, and those that stay apart."""
         if self.config.period == 1:
@@ -120,7 +116,7 @@ class Decoder(Summarized):
             graphs, states = zip(*map(nnx.split, blocks), strict=True)
             return nnx.merge(graphs[0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *states))
 
-        stacks, blocks = self._stacks, list(self.layers)
+        stacks, blocks = self.config.stacks, list(self.layers)
         by_place = [stacked([blocks[layer] for layer in stacks.at_place(i)]) for i in range(stacks.period)]
         self._set_stacks(by_place, [blocks[layer] for layer in stacks.rest])
         self.scan_layers = True
@@ -130,7 +126,7 @@ class Decoder(Summarized):
         first axis; None if they hold this layer alone."""
         if not self.scan_layers:
             return self.layers[layer], f"layers.{layer}", None
-        stacks = self._stacks
+        stacks = self.config.stacks
         prefix, index = stacks.find(layer)
         if layer in stacks.rest:
             return self.rest[layer - stacks.rest.start], prefix, index
@@ -172,7 +168,7 @@ class Decoder(Summarized):
         mtp = empty(self.config.num_hidden_layers) if hasattr(self, "mtp") else None
         if not self.scan_layers:
             return Cache.empty(tuple(map(empty, self.config.executed_layers)), batch, length, mtp)
-        stacks = self._stacks
+        stacks = self.config.stacks
         by_place = tuple(empty(i, stacks.count) for i in range(stacks.period))
         layers = by_place[0] if stacks.period == 1 else (by_place, tuple(map(empty, stacks.rest)))
         return Cache.empty(layers, batch, length, mtp)
@@ -356,18 +352,6 @@ class Decoder(Summarized):
         None where layers read nothing else."""
         return None
 
-    def source_of(self, layer: int) -> int | None:
-        """Returns the earlier layer that hands something on to a layer besides the hidden states; None if none does."""
-        return None
-
-    def handed_on(self, result: Any) -> Any:
-        """Returns what a layer hands on to later ones, from the second result of its block."""
-        return result
-
-    def given(self, step: Step, handed: Any) -> tuple[Step, Any]:
-        """Returns the step and the cache of a layer, from what an earlier one hands on to it."""
-        return step, handed
-
     def adjusted(self, logits_BTV: jax.Array) -> jax.Array:
         """Returns the logits [B, T, V] of the products with the head. Families with factors or limits override it."""
         return logits_BTV
@@ -377,7 +361,7 @@ class Decoder(Summarized):
         windows = windows_of(self.config)
         if not self.scan_layers:
             return self._run_apart(x_BTD, range(len(windows)), self.layers, steps, windows, kvs)
-        stacks = self._stacks
+        stacks = self.config.stacks
         if stacks.period == 1:
             x_BTD, (new,) = self._run_stacked(x_BTD, [self.layers], steps, windows, (kvs,))
             return x_BTD, new
@@ -390,13 +374,20 @@ class Decoder(Summarized):
         self, x_BTD: jax.Array, layers: range, blocks: Sequence[Any], steps: Steps, windows: Sequence[int], kvs: Any
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Runs blocks one after the other. `kvs` are their caches, or None."""
-        new_kvs = []
+        new_kvs, latest = [], None
+        handed: dict[int, Any] = {}
         for i, layer in enumerate(layers):
-            kv = None if kvs is None else scaled_kv(kvs[i], blocks[i])
+            step, kv = steps[layer], None if kvs is None else scaled_kv(kvs[i], blocks[i])
+            if (source := self.source_of(layer)) is not None and handed[source] is not None:
+                step, given = self.given(step, handed[source])
+                kv = kv if given is None else given
             steps.enter(layer, x_BTD)
-            x_BTD, kv = blocks[i](placed(x_BTD, "B T D"), steps[layer], windows[layer], kv)
+            x_BTD, result = blocks[i](placed(x_BTD, "B T D"), step, windows[layer], kv)
             x_BTD = steps.deepened(x_BTD, layer)
-            new_kvs.append(kv)
+            if result is not None:  # while a layer is traced others do nothing
+                latest = self.handed_on(result)
+            handed[layer] = latest
+            new_kvs.append(None if result is None else self.kept(layer, result))
         return x_BTD, tuple(new_kvs)
 
     def _run_stacked(
@@ -404,7 +395,7 @@ class Decoder(Summarized):
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Runs stacked blocks, one for each place of a period, by a loop over periods. `kvs` are their caches; None for
         a block without one."""
-        stacks = self._stacks
+        stacks = self.config.stacks
         graphs, states = zip(*map(nnx.split, blocks), strict=True)
         kinds = [[steps.of_layer[layer] for layer in stacks.at_place(i)] for i in range(len(blocks))]
         cos_sins: Any = None

@@ -103,12 +103,18 @@ class GatedExperts(nnx.Module):
     each token's X experts `ids_BTX`, weighted by `weights_BTX`, each after `norm` if there is one."""
 
     def __init__(
-        self, sizes: Mapping[str, int], act: Callable[[jax.Array], jax.Array], *, dtype: DTypeLike, keys: Keys
+        self,
+        sizes: Mapping[str, int],
+        act: Callable[[jax.Array], jax.Array] = nnx.silu,
+        *,
+        bias: bool = False,
+        dtype: DTypeLike,
+        keys: Keys,
     ):
         self.act = act
-        self.gate = Expert("EDM", sizes, dtype=dtype, keys=keys)
-        self.up = Expert("EDM", sizes, dtype=dtype, keys=keys)
-        self.down = Expert("EMD", sizes, dtype=dtype, keys=keys)
+        self.gate = Expert("EDM", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.up = Expert("EDM", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.down = Expert("EMD", sizes, bias=bias, dtype=dtype, keys=keys)
 
     def __call__(
         self,
@@ -117,12 +123,16 @@ class GatedExperts(nnx.Module):
         weights_BTX: jax.Array,
         norm: Callable[[jax.Array], jax.Array] | None = None,
     ) -> jax.Array:
-        act = self.act
+        hidden = self.hidden
 
         def feed(gate: Expert, up: Expert, down: Expert, rows: Rows) -> jax.Array:
-            return down(act(gate(rows.x, rows)) * up(rows.x, rows), rows)
+            return down(hidden(gate(rows.x, rows), up(rows.x, rows)), rows)
 
         return routed(feed, (self.gate, self.up, self.down), x_BTD, ids_BTX, weights_BTX, norm)
+
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Returns the hidden states [R, M] of rows, from their products with both matrices."""
+        return self.act(gate) * up
 
 
 class RoutedExperts(GatedExperts):

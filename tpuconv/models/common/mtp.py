@@ -2,6 +2,7 @@
 predict the token after it (arXiv:2412.19437, section 2.2)."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, ClassVar
 
 import jax
@@ -101,3 +102,11 @@ class MTPModule(nnx.Module):
         """
         y_BTD, kv = getattr(self, self.number).predict(next_BTD, x_BTD, step, kv)
         return y_BTD, kv
+
+
+@cache
+def mtp_module(layer: Any, joining: Any = MTPLayer) -> Any:
+    """Returns the class of the module whose layer is of a class: an `MTPLayer`, or a layer of the model, to which the
+    parts of `joining` are added."""
+    made = layer if issubclass(layer, JoinedInputs) else type("MTPLayer", (joining, layer), {})
+    return type("MTPModule", (MTPModule,), {"layer_type": made})

@@ -12,6 +12,7 @@ from tpuconv.models.common.cache import KV
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys
 from tpuconv.models.common.placement import placed, rules_for
 from tpuconv.models.common.recurrence import Convolution, LayerState, PackedTokens
+from tpuconv.models.common.sinks import softmax_with_sinks
 from tpuconv.models.common.steps import Step
 from tpuconv.notation.letters import with_letters
 
@@ -96,7 +97,6 @@ def attention_with_bias(
     if sinks_BTN is None:
         weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
     else:
-        sinks_BKGT1 = jnp.moveaxis(sinks_BTN, 1, -1).astype(jnp.float32).reshape(B, K, N // K, T, 1)
-        weights_BKGTS = jax.nn.softmax(jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1), axis=-1)[..., :-1]
+        weights_BKGTS = softmax_with_sinks(scores_BKGTS, jnp.moveaxis(sinks_BTN, 1, -1).reshape(B, K, N // K, T, 1))
     y_BTKGH = kv.weighted_values(weights_BKGTS, q_BTNH.dtype)
     return placed(y_BTKGH.reshape(B, T, N, -1), "B T N H").astype(q_BTNH.dtype)

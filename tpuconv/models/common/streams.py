@@ -23,6 +23,11 @@ def to_streams(x_BTD: jax.Array, count: int) -> jax.Array:
     return jnp.tile(x_BTD, (1, 1, count))
 
 
+def with_stream(x_BTrD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+    """Returns streams with one more, in the dtype of both."""
+    return jnp.concatenate([x_BTrD, y_BTD[:, :, None]], axis=2)
+
+
 def by_stream(x_BTD: jax.Array, count: int) -> jax.Array:
     """Returns the streams [B, T, r, D] of [B, T, (r D)]."""
     return x_BTD.reshape(*x_BTD.shape[:2], count, -1)

@@ -1,6 +1,6 @@
 """Configs of models in which some layers have sliding windows."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,6 +33,11 @@ class OneWindow:
         return (self.sliding_window,) * self.num_hidden_layers
 
 
+def windows_by_kind(kinds: Iterable[str], window: int | None) -> tuple[int | None, ...]:
+    """Returns the window of each layer, which those with "sliding_attention" have."""
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WindowedConfig(DecoderConfig):
     """A decoder with sliding windows in some layers: those with "sliding_attention" in `layer_types`, or if that is
@@ -63,7 +68,7 @@ class WindowedConfig(DecoderConfig):
     @property
     def windows(self) -> tuple[int | None, ...]:
         if self.layer_types is not None:
-            return tuple(self._window if kind == "sliding_attention" else None for kind in self.layer_types)
+            return windows_by_kind(self.layer_types, self._window)
         return tuple(self._window if i >= self.max_window_layers else None for i in range(self.num_hidden_layers))
 
 
@@ -97,7 +102,7 @@ class PatternConfig(DecoderConfig):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.kinds)
+        return windows_by_kind(self.kinds, self.sliding_window)
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:

@@ -251,19 +251,9 @@ class Block(PreNormBlock):
     moe_type: ClassVar[Callable[..., Any]] = MoE
 
 
-class MTPLayer(mtp.MTPLayer, Block):
-    """The layer for multi-token prediction."""
-
-
-class MTPModule(mtp.MTPModule):
-    """The module for multi-token prediction."""
-
-    layer_type = MTPLayer
-
-
 class Model(Decoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
     cached = Latent.empty
-    mtp_type = MTPModule
+    mtp_type = mtp.mtp_module(Block)

@@ -137,21 +137,11 @@ class Block(PreNormBlock):
     moe_type = deepseek_v3.MoE
 
 
-class MTPLayer(mtp.MTPLayer, Block):
-    """The layer for multi-token prediction."""
-
-
-class MTPModule(mtp.MTPModule):
-    """The module for multi-token prediction."""
-
-    layer_type = MTPLayer
-
-
 class Model(Decoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
-    mtp_type = MTPModule
+    mtp_type = mtp.mtp_module(Block)
 
     def cached(self, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Returns the empty cache of a layer; `shape` is [B, S], or [L, B, S] for all layers."""

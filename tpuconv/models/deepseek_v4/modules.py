@@ -14,11 +14,12 @@ from tpuconv.models.common.blocks import ClampedMLP, clamped
 from tpuconv.models.common.cache import Cache
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import MASKED_SCORE, Einsum, Keys, ScaledRMSNorm, rope_cos_sin
-from tpuconv.models.common.moe import Expert, GatedExperts, Rows, routed
+from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.recurrence import PackedTokens
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.selection import among_best, indexer_scores
+from tpuconv.models.common.sinks import softmax_with_sinks
 from tpuconv.models.common.steps import Step
 from tpuconv.models.common.streams import JoinedNorm, Streams, StreamsDecoder, by_stream
 from tpuconv.models.deepseek_v4.family import HASHED, HEAVY, SLIDING, SPARSE_SERIES, Config, StreamsConfig
@@ -226,9 +227,7 @@ class WindowAttention(nnx.Module):
     def _weighted(self, q_BTNH: jax.Array, kv_BSH: jax.Array, visible_BTS: jax.Array) -> jax.Array:
         scores_BNTS = jnp.einsum("BTNH,BSH->BNTS", q_BTNH, kv_BSH, preferred_element_type=jnp.float32)
         scores_BNTS = jnp.where(visible_BTS[:, None], scores_BNTS * q_BTNH.shape[-1] ** -0.5, MASKED_SCORE)
-        sinks_N11 = self.sinks[...].astype(jnp.float32)[:, None, None]
-        sinks_BNT1 = jnp.broadcast_to(sinks_N11, (*scores_BNTS.shape[:-1], 1))
-        weights_BNTS = nnx.softmax(jnp.concatenate([scores_BNTS, sinks_BNT1], axis=-1))[..., :-1]
+        weights_BNTS = softmax_with_sinks(scores_BNTS, self.sinks[...][:, None, None])
         return jnp.einsum("BNTS,BSH->BTNH", weights_BNTS.astype(kv_BSH.dtype), kv_BSH)
 
 
@@ -282,7 +281,7 @@ class ScoredExperts(GatedExperts):
 
     def __init__(self, config: StreamsConfig, *, dtype: DTypeLike, keys: Keys):
         sizes = config.sizes
-        super().__init__(sizes, nnx.silu, dtype=dtype, keys=keys)
+        super().__init__(sizes, dtype=dtype, keys=keys)
         self.config = config
         self.router = Einsum("BTD,DE->BTE", sizes, dtype=dtype, keys=keys)
         self.shared = ClampedMLP(config, "W", dtype=dtype, keys=keys)
@@ -299,14 +298,11 @@ class ScoredExperts(GatedExperts):
         ids_BTX = self.chosen(scores_BTE, ids_BT)
         weights_BTX = jnp.take_along_axis(scores_BTE, ids_BTX, axis=-1)
         weights_BTX /= weights_BTX.sum(axis=-1, keepdims=True) + 1e-20
-        limit = self.config.swiglu_limit
-
-        def feed(gate: Expert, up: Expert, down: Expert, rows: Rows) -> jax.Array:
-            return down(clamped(gate(rows.x, rows), up(rows.x, rows), limit), rows)
-
-        matrices = (self.gate, self.up, self.down)
-        y_BTD = routed(feed, matrices, x_BTD, ids_BTX, weights_BTX * self.config.routed_scaling_factor)
+        y_BTD: jax.Array = self(x_BTD, ids_BTX, weights_BTX * self.config.routed_scaling_factor)
         return y_BTD + self.shared(x_BTD)
+
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return clamped(gate, up, self.config.swiglu_limit)
 
 
 class MoE(ScoredExperts):
@@ -366,12 +362,6 @@ class MTPLayer(mtp.MTPLayer, Block):
         return (self.from_embed(self.embed_norm(next_BTD))[:, :, None] + x_BTrD).reshape(x_BTD.shape)
 
 
-class MTPModule(mtp.MTPModule):
-    """The module for multi-token prediction."""
-
-    layer_type = MTPLayer
-
-
 class WindowDecoder(Decoder):
     """A decoder whose layers keep the window alone, and what a compressor makes of other tokens."""
 
@@ -388,7 +378,7 @@ class Model(StreamsDecoder, WindowDecoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block: ClassVar[Any] = Block
-    mtp_type = MTPModule
+    mtp_type = mtp.mtp_module(MTPLayer)
     config: Config
 
     def __init__(

@@ -10,12 +10,12 @@ import numpy as np
 from tpuconv.errors import ConfigError
 from tpuconv.models.common.config import MOST_OF_A_NUMBER, MOST_OF_A_SIZE
 from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.ngram_hash import LARGEST_INT64, MOST_HASHES, SEED_STEP, NGramHash, primes
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import FURTHER_TOKENS
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig
 from tpuconv.models.deepseek_v4.family import LAYER_ROWS, StreamsConfig
 from tpuconv.models.deepseek_v41.token_ids import joined_ids
-from tpuconv.models.qwen4_exp_text.family import LARGEST_INT64, MOST_HASHES, SEED_STEP, NGramHash, primes
 from tpuconv.models.registry import family
 from tpuconv.models.tokenizer import TOKENIZER_FILE
 from tpuconv.notation.letters import Word, declare

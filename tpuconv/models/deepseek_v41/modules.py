@@ -14,10 +14,11 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from tpuconv.models.common.hashed_ngrams import ngram_numbers
 from tpuconv.models.common.layers import Einsum, Embed, Keys, ScaledRMSNorm, normalize
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.recurrence import LayerState, PackedTokens
-from tpuconv.models.common.steps import Step, Steps, windows_of
+from tpuconv.models.common.steps import Step
 from tpuconv.models.common.streams import Streams, by_stream, read_streams, to_streams
 from tpuconv.models.deepseek_v4.modules import (
     ScoredExperts,
@@ -30,7 +31,6 @@ from tpuconv.models.deepseek_v4.modules import (
 from tpuconv.models.deepseek_v41.entries import Entries, Handed, LatentPool, LeveledIndexer, PoolState
 from tpuconv.models.deepseek_v41.family import Config
 from tpuconv.models.kernels.lookup import take_rows
-from tpuconv.models.qwen4_exp_text.ngrams import ngram_numbers
 from tpuconv.notation.letters import with_letters
 
 LEGEND = {"e": "streams", "c": "ngram_width"}
@@ -258,22 +258,16 @@ class Model(WindowDecoder):
         return layer - 1 if layer > min(self.config.entry_layers, default=layer) else None
 
     def handed_on(self, result: Any) -> Any:
-        """Returns what a layer hands on, with an entry for each token: the last ones are zeros."""
-        handed: Handed = result[1]
+        """Returns the entries for later layers, without the cache."""
+        return result[1]
+
+    def by_token(self, handed: Any) -> Any:
+        """Returns the entries, of which the last ones are zeros."""
         return handed.padded()
+
+    def kept(self, layer: int, result: Any) -> Any:
+        return result[0]
 
     def given(self, step: Step, handed: Any) -> tuple[Step, Any]:
         """Returns the step with what the layer before handed on."""
         return step._replace(input=step.input._replace(handed=handed)), None
-
-    def _run(self, x_BTD: jax.Array, steps: Steps, kvs: Any) -> tuple[jax.Array, Any]:
-        new_kvs, handed = [], Handed()
-        windows = windows_of(self.config)
-        for i, block in enumerate(self.layers):
-            step = steps[i]
-            step = step._replace(input=step.input._replace(handed=handed))
-            steps.enter(i, x_BTD)
-            x_BTD, out = block(placed(x_BTD, "B T D"), step, windows[i], None if kvs is None else kvs[i])
-            kv, handed = out or (None, handed)  # while a quantization is traced some layers do nothing
-            new_kvs.append(kv)
-        return x_BTD, tuple(new_kvs)

@@ -18,7 +18,7 @@ from tpuconv.notation.table import Map, under
 DOTS3_FULL, DOTS3_INDEXED, DOTS3_SLIDING = "full_attention", "indexed_attention", "sliding_attention"
 """The `layer_types` of layers that attend to all tokens, to selected tokens, and to the tokens of a window."""
 
-DOTS3_ROPE, DOTS3_LOCAL_ROPE = Rope(theta=80_000_000.0), Rope(theta=50_000.0)
+DOTS3_LOCAL_ROPE = Rope(theta=50_000.0)
 """The rotary positions of a config.json without any, and the positions of layers with a window."""
 
 SWA_SIZES = {

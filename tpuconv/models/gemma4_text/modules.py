@@ -26,7 +26,7 @@ from tpuconv.models.common.layers import (
 from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.shared_keys import SharedKeysConfig
-from tpuconv.models.common.steps import NO_WINDOW, Step, Steps
+from tpuconv.models.common.steps import Step
 from tpuconv.models.gemma4_text.family import Config
 from tpuconv.notation.letters import with_letters
 
@@ -220,16 +220,9 @@ class Model(Decoder):
         source = self.config.kv_sources[layer]
         return None if source == layer else source
 
+    def kept(self, layer: int, result: Any) -> Any:
+        return result if self.config.kv_sources[layer] == layer else None
+
     def adjusted(self, logits_BTV: jax.Array) -> jax.Array:
         """Limits the logits [B, T, V] softly."""
         return soft_capped(logits_BTV, self.config.final_logit_softcapping)
-
-    def _run(self, x_BTD: jax.Array, steps: Steps, kvs: Any) -> tuple[jax.Array, Any]:
-        new_kvs: list[Any] = []
-        windows, sources = self.config.windows, self.config.kv_sources
-        for i, (block, window, source) in enumerate(zip(self.layers, windows, sources, strict=True)):
-            kv = new_kvs[source] if source != i else None if kvs is None else kvs[i]
-            steps.enter(i, x_BTD)
-            x_BTD, kv = block(placed(x_BTD, "B T D"), steps[i], min(window or NO_WINDOW, NO_WINDOW), kv)
-            new_kvs.append(kv)
-        return x_BTD, tuple(kv if sources[i] == i else None for i, kv in enumerate(new_kvs))

@@ -9,8 +9,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common import mtp
 from tpuconv.models.common.blocks import PreNormBlock
 from tpuconv.models.common.layers import Keys, apply_rope_to_neighbours
-from tpuconv.models.common.placement import placed
-from tpuconv.models.common.steps import NO_WINDOW, Step, Steps
+from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v32 import modules as deepseek_v32
 from tpuconv.models.glm_moe_dsa.family import Config
@@ -69,17 +68,11 @@ class MTPLayer(mtp.MTPLayer, Block):
         return y_BTD, kv
 
 
-class MTPModule(mtp.MTPModule):
-    """The module for multi-token prediction."""
-
-    layer_type = MTPLayer
-
-
 class Model(deepseek_v32.Model):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block: ClassVar[Any] = Block
-    mtp_type: ClassVar[Any] = MTPModule
+    mtp_type: ClassVar[Any] = mtp.mtp_module(MTPLayer)
 
     def cached(self, config: Any, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         if layer in config.layer_sets["indexer_layers"] or layer >= config.num_hidden_layers:
@@ -95,17 +88,9 @@ class Model(deepseek_v32.Model):
         """Returns the mask of the selected tokens, without the cache."""
         return result[1]
 
+    def kept(self, layer: int, result: Any) -> Any:
+        return result[0]
+
     def given(self, step: Step, handed: Any) -> tuple[Step, Any]:
         """Returns the step with the selected tokens."""
         return step._replace(input=handed), None
-
-    def _run(self, x_BTD: jax.Array, steps: Steps, kvs: Any) -> tuple[jax.Array, Any]:
-        new_kvs, selected_BTS = [], None
-        for i, block in enumerate(self.layers):
-            step = steps[i]._replace(input=selected_BTS)
-            kv = None if kvs is None else kvs[i]
-            steps.enter(i, x_BTD)
-            x_BTD, out = block(placed(x_BTD, "B T D"), step, NO_WINDOW, kv)
-            kv, selected_BTS = out or (None, selected_BTS)  # while a quantization is traced some layers do nothing
-            new_kvs.append(kv)
-        return x_BTD, tuple(new_kvs)

@@ -9,7 +9,7 @@ from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.kinds import faults_of_kinds
 from tpuconv.models.common.rows import ATTENTION, ATTN_NORM, O_BIAS, QKV_BIAS, decoder_table, when
 from tpuconv.models.common.sparse import ChosenExperts
-from tpuconv.models.common.windows import WINDOW_KINDS
+from tpuconv.models.common.windows import WINDOW_KINDS, windows_by_kind
 from tpuconv.models.registry import family
 from tpuconv.notation.table import Map
 
@@ -70,7 +70,7 @@ class Config(ChosenExperts, DecoderConfig):
     def windows(self) -> tuple[int | None, ...]:
         if self.layer_types is None:
             return tuple(None if i % 2 else self.sliding_window for i in range(self.num_hidden_layers))
-        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
+        return windows_by_kind(self.layer_types, self.sliding_window)
 
 
 GATE_UP = ("moe.gate.kernel", "moe.up.kernel")

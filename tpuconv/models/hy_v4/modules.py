@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.blocks import clamped
 from tpuconv.models.common.layers import Einsum, Keys, LayerNorm, RMSNorm, apply_rope, deinterleave
-from tpuconv.models.common.moe import Expert, Rows, routed
+from tpuconv.models.common.sinks import softmax_with_sinks
 from tpuconv.models.common.steps import Step
 from tpuconv.models.common.streams import GatedStreams, JoinedNorm, StreamsBlock, StreamsDecoder
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
@@ -51,9 +51,7 @@ class GatedSinks(deepseek_v3.Attention):
         return y_BTNH * nnx.sigmoid(self.gate(x_BTD))
 
     def softmax(self, scores_BNTS: jax.Array) -> jax.Array:
-        sinks_N11 = self.sinks[...].astype(jnp.float32)[:, None, None]
-        sinks_BNT1 = jnp.broadcast_to(sinks_N11, (*scores_BNTS.shape[:-1], 1))
-        return nnx.softmax(jnp.concatenate([scores_BNTS, sinks_BNT1], axis=-1))[..., :-1]
+        return softmax_with_sinks(scores_BNTS, self.sinks[...][:, None, None])
 
 
 class GatedSelectingAttention(GatedSinks, glm_moe_dsa.SelectingAttention):
@@ -74,14 +72,8 @@ class MoE(deepseek_v3.MoE):
         super().__init__(config, dtype=dtype, keys=keys)
         self.limit = config.swiglu_limit
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
-        limit = self.limit
-
-        def feed(gate: Expert, up: Expert, down: Expert, rows: Rows) -> jax.Array:
-            return down(clamped(gate(rows.x, rows), up(rows.x, rows), limit), rows)
-
-        y_shared_BTD: jax.Array = self.shared(x_BTD)
-        return routed(feed, (self.gate, self.up, self.down), x_BTD, *self.router(x_BTD)) + y_shared_BTD
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return clamped(gate, up, self.limit)
 
 
 class Block(StreamsBlock):

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.layers import Einsum, Keys, ScaledRMSNorm, exact_product, normalize, soft_capped
-from tpuconv.models.common.moe import Expert, Rows, routed
+from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.recurrence import PackedTokens, exact_einsum
 from tpuconv.models.common.relative import (
@@ -24,6 +24,7 @@ from tpuconv.models.common.relative import (
     temperature,
 )
 from tpuconv.models.common.steps import Step
+from tpuconv.models.common.streams import with_stream
 from tpuconv.models.inkling2_text.family import MixedBlocksConfig
 from tpuconv.models.inkling_text.modules import ConvolvedDecoder
 from tpuconv.notation.letters import with_letters
@@ -190,26 +191,22 @@ class Router(Einsum):
         return ids_BTX, weights_BTX / (weights_BTX.sum(-1, keepdims=True) + 1e-20) * self.config.route_scale
 
 
-class MoE(nnx.Module):
+class MoE(GatedExperts):
     """The chosen experts, x [B, T, D] to [B, T, D]. Gates and values have soft limits, the sigmoid of a gate has
     none."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
+        super().__init__(config.sizes, dtype=dtype, keys=keys)
         self.router = Router(config, dtype=dtype, keys=keys)
-        self.gate = Expert("EDM", config.sizes, dtype=dtype, keys=keys)
-        self.up = Expert("EDM", config.sizes, dtype=dtype, keys=keys)
-        self.down = Expert("EMD", config.sizes, dtype=dtype, keys=keys)
         self.caps = config.mlp_gate_softcap, config.mlp_up_softcap
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        gate_cap, up_cap = self.caps
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
+        return super().__call__(x_BTD, *self.router(x_BTD))
 
-        def feed(gate: Expert, up: Expert, down: Expert, rows: Rows) -> jax.Array:
-            gates, values = (each(rows.x, rows).astype(jnp.float32) for each in (gate, up))
-            hidden = soft_capped(gates, gate_cap) * nnx.sigmoid(gates) * soft_capped(values, up_cap)
-            return down(hidden.astype(rows.x.dtype), rows)
-
-        return routed(feed, (self.gate, self.up, self.down), x_BTD, *self.router(x_BTD))
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        (gate_cap, up_cap), dtype = self.caps, gate.dtype
+        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+        return (soft_capped(gate, gate_cap) * nnx.sigmoid(gate) * soft_capped(up, up_cap)).astype(dtype)
 
 
 class Block(nnx.Module):
@@ -276,11 +273,6 @@ class Block(nnx.Module):
     def fed_by(self, blocks_BTrD: jax.Array, x_BTD: jax.Array, step: Step) -> jax.Array:
         """Returns what the experts read, [B, T, D] in float32."""
         return self.mlp_input(with_stream(blocks_BTrD, x_BTD))
-
-
-def with_stream(x_BTrD: jax.Array, y_BTD: jax.Array) -> jax.Array:
-    """Returns streams with one more, in the dtype of both."""
-    return jnp.concatenate([x_BTrD, y_BTD[:, :, None]], axis=2)
 
 
 class MixedNorm(ScaledRMSNorm):

@@ -16,11 +16,11 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.blocks import GatedMLP
 from tpuconv.models.common.kda import LEGEND, KimiDelta
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, normalize
-from tpuconv.models.common.moe import Expert, Rows, routed
+from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.recurrence import HybridBlock, HybridDecoder, exact_einsum
 from tpuconv.models.common.steps import Step
+from tpuconv.models.common.streams import with_stream
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
-from tpuconv.models.inkling2_text.modules import with_stream
 from tpuconv.models.kimi_k3.family import Config
 from tpuconv.models.kimi_linear import modules as kimi_linear
 from tpuconv.notation.letters import with_letters
@@ -43,35 +43,29 @@ class MLP(GatedMLP):
         super().__init__(config, width, dtype=dtype, keys=keys)
         self.config = config
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(situ(self.gate(x_BTD), self.up(x_BTD), self.config))
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return situ(gate, up, self.config)
 
 
-class MoE(nnx.Module):
+class MoE(GatedExperts):
     """The chosen experts, which read and write a latent vector, and the shared ones, x [B, T, D] to [B, T, D]. The sum
     of the chosen experts is normalized."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         sizes = with_letters(config.sizes, {"c": "expert_dim"})
-        latent = {**sizes, "D": sizes["expert_dim"]}
+        super().__init__({**sizes, "D": sizes["expert_dim"]}, dtype=dtype, keys=keys)
         self.config = config
         self.router = deepseek_v3.Router(config, dtype=dtype, keys=keys)
         self.to_latent = Einsum("BTD,Dc->BTc", sizes, dtype=dtype, keys=keys)
-        self.gate = Expert("EDM", latent, dtype=dtype, keys=keys)
-        self.up = Expert("EDM", latent, dtype=dtype, keys=keys)
-        self.down = Expert("EMD", latent, dtype=dtype, keys=keys)
         self.latent_norm = RMSNorm("c", sizes, config.rms_norm_eps, dtype=dtype)
         self.from_latent = Einsum("BTc,cD->BTD", sizes, dtype=dtype, keys=keys)
         self.shared = MLP(config, "W", dtype=dtype, keys=keys) if config.has_shared_experts else None
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        config = self.config
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return situ(gate, up, self.config)
 
-        def feed(gate: Expert, up: Expert, down: Expert, rows: Rows) -> jax.Array:
-            return down(situ(gate(rows.x, rows), up(rows.x, rows), config), rows)
-
-        experts = (self.gate, self.up, self.down)
-        y_BTc = routed(feed, experts, self.to_latent(x_BTD), *self.router(x_BTD))
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
+        y_BTc = super().__call__(self.to_latent(x_BTD), *self.router(x_BTD))
         y_BTD = self.from_latent(self.latent_norm(y_BTc))
         return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 

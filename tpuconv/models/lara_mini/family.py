@@ -18,6 +18,7 @@ from tpuconv.models.common.rows import (
     when,
 )
 from tpuconv.models.common.sparse import ChosenExperts
+from tpuconv.models.common.windows import windows_by_kind
 from tpuconv.models.qwen3_next.family import LINEAR_ROWS, HybridConfig
 from tpuconv.models.qwen3_next.qwen3_5 import FLAT_INPUTS
 from tpuconv.models.registry import family
@@ -65,7 +66,7 @@ class Config(ChosenExperts, HybridConfig):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.kinds)
+        return windows_by_kind(self.kinds, self.sliding_window)
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:

@@ -217,7 +217,7 @@ class GraniteWindows(PatternConfig):
 
 
 SINKS = Map("model.layers.{L}.self_attn.sinks", "layers.{L}.attn.sinks", "N")
-SINK_ATTENTION = Attn("attention_bias", scale="attention_multiplier", module="gpt_oss.modules:SinkAttention")
+SINK_ATTENTION = Attn("attention_bias", scale="attention_multiplier", module="common.sinks:SinkAttention")
 
 GRANITE_SWA = GRANITE.but(
     "granite_swa",

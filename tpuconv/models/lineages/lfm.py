@@ -9,7 +9,7 @@ from tpuconv.models.common.hybrid import StateConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope
 from tpuconv.models.common.rows import ATTENTION, BIASED_ATTENTION, HEAD_NORMS, NUMBERED_EXPERT_MLPS, when
 from tpuconv.models.common.sparse import ChosenExperts
-from tpuconv.models.common.windows import read_two_ropes
+from tpuconv.models.common.windows import read_two_ropes, windows_by_kind
 from tpuconv.models.declare import decoder
 from tpuconv.models.parts import Attn, Experts, Mlp, Norms
 from tpuconv.notation.table import Map, MappingTable, under
@@ -217,7 +217,7 @@ class Lfm3Config(ShortConvConfig):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.kinds)
+        return windows_by_kind(self.kinds, self.sliding_window)
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:

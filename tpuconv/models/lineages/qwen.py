@@ -21,7 +21,7 @@ from tpuconv.models.common.rows import (
 )
 from tpuconv.models.common.sparse import ChosenExperts, FurtherLayers, MixedMLPs, stepped_mlp_kinds
 from tpuconv.models.common.thinker import ThinkerConfig, thinker_table
-from tpuconv.models.common.windows import WINDOW_KINDS, WindowedConfig
+from tpuconv.models.common.windows import WINDOW_KINDS, WindowedConfig, windows_by_kind
 from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.lineages.llama import ARCEE
@@ -163,7 +163,7 @@ class Qwen2MoeConfig(Qwen3MoeConfig):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.kinds)
+        return windows_by_kind(self.kinds, self.sliding_window)
 
 
 QWEN2_MOE = decoder(

@@ -9,11 +9,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tpuconv.models.common.cache import Cache
+from tpuconv.models.common.hashed_ngrams import remainders, wide_product
 from tpuconv.models.common.layers import Einsum, Embed, Keys
 from tpuconv.models.kernels.lookup import take_rows
 from tpuconv.models.longcat_flash import modules as longcat_flash
 from tpuconv.models.longcat_flash_ngram.family import Config
-from tpuconv.models.qwen4_exp_text.ngrams import remainders, wide_product
 
 LEGEND = {"w": "table_width", "z": "ngram_tables"}
 """The words of this module, by the letters of its einsums and arrays."""

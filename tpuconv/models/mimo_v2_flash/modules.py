@@ -12,9 +12,9 @@ from tpuconv.models.common.cache import KV, append_kv, empty_vectors
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Einsum, Keys, apply_rope, attention, times
 from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.sinks import attention_with_sinks
 from tpuconv.models.common.steps import NO_WINDOW, Step
 from tpuconv.models.deepseek_v3.modules import MoE
-from tpuconv.models.gpt_oss.modules import attention_with_sinks
 from tpuconv.models.mimo_v2_flash.family import Config
 from tpuconv.notation.letters import with_letters
 
@@ -82,18 +82,12 @@ class MTPLayer(mtp.MTPLayer, Block):
         self.window = config.sliding_window or NO_WINDOW
 
 
-class MTPModule(mtp.MTPModule):
-    """The module for multi-token prediction."""
-
-    layer_type = MTPLayer
-
-
 class Model(Decoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
     cached = staticmethod(new_kv)
-    mtp_type = MTPModule
+    mtp_type = mtp.mtp_module(MTPLayer)
     config: Config
 
     @property

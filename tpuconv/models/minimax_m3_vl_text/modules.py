@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common import blocks
 from tpuconv.models.common.cache import IndexKeys
 from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys, apply_rope, times
-from tpuconv.models.common.moe import Expert, GatedExperts, Rows, routed
+from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.common.selection import GroupSelecting, GroupSelectingDecoder
 from tpuconv.models.common.steps import Step
 from tpuconv.models.minimax_m3_vl_text.family import Config
@@ -89,13 +89,6 @@ class SparseAttention(GroupSelecting, Attention):
     indexer_type = MaxBlockIndexer
 
 
-def swiglu_oai(gate: jax.Array, up: jax.Array, config: Config) -> jax.Array:
-    """Returns (up + 1) gate sigmoid(alpha gate), with gates of at most a limit and `up` between -limit and limit."""
-    limit = config.swiglu_limit
-    gate = jnp.minimum(gate, limit)
-    return (jnp.clip(up, -limit, limit) + 1) * (gate * nnx.sigmoid(gate * config.swiglu_alpha))
-
-
 class MLP(blocks.GatedMLP):
     """Gated MLP with limits, x [B, T, D] to [B, T, D]."""
 
@@ -103,27 +96,25 @@ class MLP(blocks.GatedMLP):
         super().__init__(config, F, dtype=dtype, keys=keys)
         self.config = config
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(swiglu_oai(self.gate(x_BTD), self.up(x_BTD), self.config))
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return blocks.shifted(gate, up, self.config.swiglu_limit, self.config.swiglu_alpha)
 
 
 class MoE(GatedExperts):
     """The chosen experts, with a factor, and the shared one, x [B, T, D] to [B, T, D]."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.sizes, nnx.silu, dtype=dtype, keys=keys)
+        super().__init__(config.sizes, dtype=dtype, keys=keys)
         self.config = config
         self.router = Router(config, dtype=dtype, keys=keys)
         self.shared = MLP(config, "W", dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
-        config = self.config
+        y_BTD = super().__call__(x_BTD, *self.router(x_BTD))
+        return times(y_BTD, self.config.routed_scaling_factor) + self.shared(x_BTD)
 
-        def feed(gate: Expert, up: Expert, down: Expert, rows: Rows) -> jax.Array:
-            return down(swiglu_oai(gate(rows.x, rows), up(rows.x, rows), config), rows)
-
-        y_BTD = routed(feed, (self.gate, self.up, self.down), x_BTD, *self.router(x_BTD))
-        return times(y_BTD, config.routed_scaling_factor) + self.shared(x_BTD)
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return blocks.shifted(gate, up, self.config.swiglu_limit, self.config.swiglu_alpha)
 
 
 class Block(blocks.PreNormBlock):

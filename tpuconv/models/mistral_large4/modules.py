@@ -13,9 +13,8 @@ from tpuconv.models.common.blocks import PreNormBlock
 from tpuconv.models.common.cache import IndexKeys
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import Keys, LayerNorm, RMSNorm, soft_capped
-from tpuconv.models.common.placement import placed
 from tpuconv.models.common.rope import Rope
-from tpuconv.models.common.steps import NO_WINDOW, Step, Steps
+from tpuconv.models.common.steps import Step
 from tpuconv.models.deepseek_v3 import modules as deepseek_v3
 from tpuconv.models.deepseek_v3.modules import PlainLatent
 from tpuconv.models.deepseek_v32.modules import INDEXER_EPS
@@ -210,6 +209,9 @@ class Model(Decoder):
         given: Given = result[1]._replace(factors_BTX=None)
         return given
 
+    def kept(self, layer: int, result: Any) -> Any:
+        return result[0]
+
     def given(self, step: Step, handed: Given) -> tuple[Step, Any]:
         """Returns the step with what an earlier layer hands on."""
         return step._replace(input=handed._replace(factors_BTX=step.input.factors_BTX)), None
@@ -217,13 +219,3 @@ class Model(Decoder):
     def adjusted(self, logits_BTV: jax.Array) -> jax.Array:
         """Limits the logits [B, T, V] softly."""
         return soft_capped(logits_BTV, self.config.final_logit_softcapping)
-
-    def _run(self, x_BTD: jax.Array, steps: Steps, kvs: Any) -> tuple[jax.Array, Any]:
-        new_kvs, given = [], steps[0].input
-        for i, block in enumerate(self.layers):
-            kv = None if kvs is None else kvs[i]
-            steps.enter(i, x_BTD)
-            x_BTD, out = block(placed(x_BTD, "B T D"), steps[i]._replace(input=given), NO_WINDOW, kv)
-            kv, given = out or (None, given)  # while a quantization is traced some layers do nothing
-            new_kvs.append(kv)
-        return x_BTD, tuple(new_kvs)

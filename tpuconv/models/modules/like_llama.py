@@ -23,6 +23,7 @@ from tpuconv.models.common.layers import (
     apply_rope,
     attention,
     normalize,
+    relu2,
     times,
 )
 from tpuconv.models.common.loops import LoopedDecoder
@@ -84,11 +85,12 @@ class SubNormedMLP(blocks.GatedMLP):
         super().__init__(config, F, dtype=dtype, keys=keys)
         self.sub_norm = RMSNorm("F", config.sizes, config.rms_norm_eps, dtype=dtype)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(self.sub_norm(self.act(self.gate(x_BTD)) * self.up(x_BTD)))
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        y: jax.Array = self.sub_norm(super().hidden(gate, up))
+        return y
 
     def act(self, x_BTF: jax.Array) -> jax.Array:
-        return jnp.square(nnx.relu(x_BTF))
+        return relu2(x_BTF)
 
 
 class SideBySideBlock(blocks.PreNormBlock):

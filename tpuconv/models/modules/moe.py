@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 from tpuconv.models.common import blocks
 from tpuconv.models.common.layers import Einsum, Keys, exact_product
 from tpuconv.models.common.placement import placed
+from tpuconv.models.common.sinks import WithSinks
 from tpuconv.models.deepseek_v3.modules import Router
-from tpuconv.models.gpt_oss.modules import WithSinks
 
 
 class ScoreRouter(nnx.Module):

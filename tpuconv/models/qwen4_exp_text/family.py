@@ -1,13 +1,12 @@
 """Qwen4-Exp, the text model: config and mapping table."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from itertools import accumulate, count, islice
-from math import isqrt
-from typing import Any, ClassVar, NamedTuple
+from itertools import accumulate
+from typing import Any, ClassVar
 
 from tpuconv.models.common.config import MOST_OF_A_SIZE
 from tpuconv.models.common.defaults import family_config
+from tpuconv.models.common.ngram_hash import LARGEST_INT64, MOST_HASHES, SEED_STEP, NGramHash, primes
 from tpuconv.models.qwen3_next.qwen3_5 import ATTENTION_OF_BOTH, OUTSIDE_TEXT, SHARED_MOE_ROWS, Qwen35MoeConfig
 from tpuconv.models.registry import family
 from tpuconv.notation.letters import Word, declare
@@ -26,25 +25,6 @@ declare(
 
 INDEXED_KINDS = ("indexed_attention", "qwen_sparse_attention")
 """The name that transformers has for the `layer_types` that releases call "full_attention"."""
-
-MOST_HASHES = 1 << 12
-"""The largest number of hashes of n-grams in all layers together: each needs a prime number of its own."""
-
-
-class NGramHash(NamedTuple):
-    """How the n-grams of a layer are numbered.
-
-    Attributes:
-        multipliers: of each token of the longest n-gram, the newest first.
-        sizes: number of vectors of each hash, a prime.
-        starts: number of the first vector of each hash.
-        rows: number of vectors of all hashes, with those that fill the last multiple.
-    """
-
-    multipliers: tuple[int, ...]
-    sizes: tuple[int, ...]
-    starts: tuple[int, ...]
-    rows: int
 
 
 @family_config
@@ -199,8 +179,7 @@ class Config(Qwen35MoeConfig):
         return "some of its layers read the ids of tokens" if self.ngram_layers else ""
 
 
-LARGEST_INT64, ALL_BITS = (1 << 63) - 1, (1 << 64) - 1
-SEED_STEP = 10007
+ALL_BITS = (1 << 64) - 1
 """By which the seeds of layers differ."""
 GAMMA = 0x9E3779B97F4A7C15
 
@@ -211,13 +190,6 @@ def _split_mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & ALL_BITS
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & ALL_BITS
     return value ^ (value >> 31)
-
-
-@cache
-def primes(least: int, many: int) -> tuple[int, ...]:
-    """Returns the first `many` prime numbers that are not smaller than `least`."""
-    numbers = (n for n in count(max(least, 2)) if n == 2 or (n % 2 and all(n % d for d in range(3, isqrt(n) + 1, 2))))
-    return tuple(islice(numbers, many))
 
 
 MIXER_ROWS = (

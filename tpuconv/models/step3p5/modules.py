@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common import blocks
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.layers import CenteredRMSNorm, Einsum, Keys
-from tpuconv.models.common.moe import Expert, GatedExperts, Rows, routed
+from tpuconv.models.common.moe import GatedExperts
 from tpuconv.models.deepseek_v3.modules import Router
 from tpuconv.models.step3p5.family import Config
 from tpuconv.notation.letters import with_letters
@@ -45,8 +45,8 @@ class MLP(blocks.GatedMLP):
 
     limit = math.inf
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(limited(self.gate(x_BTD), self.up(x_BTD), self.limit))
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return limited(gate, up, self.limit)
 
 
 class MoE(GatedExperts):
@@ -55,18 +55,15 @@ class MoE(GatedExperts):
     limit = math.inf
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
-        super().__init__(config.sizes, nnx.silu, dtype=dtype, keys=keys)
+        super().__init__(config.sizes, dtype=dtype, keys=keys)
         self.router = Router(config, dtype=dtype, keys=keys)  # type: ignore[arg-type]
         self.shared = MLP(config, "W", dtype=dtype, keys=keys)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:  # type: ignore[override]
-        limit = self.limit
+        return super().__call__(x_BTD, *self.router(x_BTD)) + self.shared(x_BTD)
 
-        def feed(gate: Expert, up: Expert, down: Expert, rows: Rows) -> jax.Array:
-            return down(limited(gate(rows.x, rows), up(rows.x, rows), limit), rows)
-
-        y_BTD = routed(feed, (self.gate, self.up, self.down), x_BTD, *self.router(x_BTD))
-        return y_BTD + self.shared(x_BTD)
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return limited(gate, up, self.limit)
 
 
 class Block(blocks.PreNormBlock):

@@ -93,7 +93,9 @@ class LayerColumns:
         if self.deep is not None:
             y_BTD = y_BTD + self.deep.read(states_TW)
         states_TW = jnp.concatenate([y_BTD[0], states_TW[:, self.hidden :]], axis=1)
-        return states_TW if self.handed is None else self.handed.replaced(states_TW, model.handed_on(result))
+        if self.handed is None:
+            return states_TW
+        return self.handed.replaced(states_TW, model.by_token(model.handed_on(result)))
 
 
 class _Places(NamedTuple):

@@ -20,7 +20,6 @@ from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import ReadArray, read_array
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.models.common.loops import LoopedDecoder
-from tpuconv.models.common.periods import LayerStacks
 from tpuconv.models.common.seen import Seen, see
 from tpuconv.models.common.steps import Step, Steps, windows_of
 from tpuconv.models.registry import get_family
@@ -44,6 +43,11 @@ from tpuconv.quantize.calibrate.layer_functions import (
 
 HEAD_STAGE = "lm_head"
 """The stage after the last layer: the product with the head."""
+
+
+def layer_of(stage: str) -> int:
+    """Returns the number of the layer of a stage that is one."""
+    return int(stage.rpartition(".")[2])
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,8 @@ class LayerRunner:
             def handed(
                 state: Any, x_BTD: jax.Array, step: Any, kv: Any, graph: Any = graph, window: int = self.windows[i]
             ) -> Any:
-                return self.model.handed_on(nnx.merge(graph, state)(x_BTD, step, window, kv)[1])
+                result = nnx.merge(graph, state)(x_BTD, step, window, kv)[1]
+                return self.model.by_token(self.model.handed_on(result))
 
             shapes[i] = jax.eval_shape(handed, state, x_BTD, step, kv)
             self._handed[i] = self._columns(shapes[i])
@@ -191,14 +196,14 @@ class LayerRunner:
 
     def layer(self, stage: str) -> int | None:
         """Returns the number of a stage's layer; None of the head."""
-        return None if stage == HEAD_STAGE else int(stage.rpartition(".")[2])
+        return None if stage == HEAD_STAGE else layer_of(stage)
 
     def stored_name(self, name: str) -> tuple[str, int | None]:
         """Returns the parameter of the checkpoint that holds an array of a model of separate layers, and the layer
         within it, if layers are stacked."""
         top, number, *rest = name.split(".")
         if self.manifest.scan_layers and top == "layers":
-            prefix, index = LayerStacks(len(self.windows), self.model.config.period).find(int(number))
+            prefix, index = self.model.config.stacks.find(int(number))
             return ".".join([prefix, *rest]), index
         return name, None
 
@@ -265,7 +270,7 @@ class LayerRunner:
             with jax.default_matmul_precision("highest"):
                 x_BTD = norm(jnp.asarray(x_TD[:, : self.hidden])[None])
                 return [Observed({"kernel": (0,)}, np.asarray(x_BTD[0]), None)]
-        i = int(stage.rpartition(".")[2])
+        i = layer_of(stage)
         number, state = self._numbered(*split_state(self.model.layers[i], stage, weights))
         with jax.default_matmul_precision("highest"):
             seen = self._observe(number, state, *self._arguments(i, x_TD), window=self.windows[i])
@@ -295,7 +300,7 @@ class LayerRunner:
 
     def _shapes(self, stage: str) -> Mapping[str, tuple[Any, Any]]:
         """Returns the shapes of what a stage's layer shows; see `_observe`."""
-        i = int(stage.rpartition(".")[2])
+        i = layer_of(stage)
         graph, state = nnx.split(self.model.layers[i])
         nothing_TW = np.zeros((self.steps[i].pos_BT.shape[1], self.width), np.float32)
         shapes: Mapping[str, tuple[Any, Any]] = jax.eval_shape(
@@ -327,7 +332,7 @@ class LayerRunner:
         *others: np.ndarray,
     ) -> Any:
         """Calls `_run_columns` or `_pulled`, compiled."""
-        i = int(stage.rpartition(".")[2])
+        i = layer_of(stage)
         nothing = dict.fromkeys(coded, jnp.zeros(()))
         number, state = self._numbered(*split_state(self.model.layers[i], stage, weights | nothing))
         within = {name.removeprefix(f"{stage}."): each for name, each in coded.items()}
@@ -338,7 +343,7 @@ class LayerRunner:
     def largest_cached(self, stage: str, weights: Weights, x_TD: np.ndarray) -> list[np.ndarray]:
         """Returns the largest magnitudes [K] of the keys, and of the values, that a layer caches of one sample: of each
         head, after norms and rotary positions."""
-        i = int(stage.rpartition(".")[2])
+        i = layer_of(stage)
         number, state = self._numbered(*split_state(self.model.layers[i], stage, weights))
         with jax.default_matmul_precision("highest"):
             largest = self._largest(number, state, *self._arguments(i, x_TD), window=self.windows[i])

@@ -75,7 +75,7 @@ def find_choices(manifest: Manifest) -> Choices:
     family = get_family(manifest.family)
     config = model_config(manifest)
 
-    stacks = LayerStacks(config.num_hidden_layers, config.period) if manifest.scan_layers else None
+    stacks = config.stacks if manifest.scan_layers else None
 
     def quants(rules: Iterable[Rule], stacks: LayerStacks | None) -> dict[str, ParamQuant]:
         named = QuantConfig("sensitivity", "", tuple(rules))

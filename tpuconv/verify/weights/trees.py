@@ -16,7 +16,6 @@ from tpuconv.encodings.reshaped import shaped, stated_shapes
 from tpuconv.encodings.tensors import decode_names
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.location import Location, to_location
-from tpuconv.models.common.periods import LayerStacks
 from tpuconv.names import CACHE_SCALES, INPUT_SCALE, MANIFEST, QVALUE, SCALE, ZERO_POINT, collapse
 from tpuconv.sources.headers import read_header
 from tpuconv.sources.hub import resolve
@@ -191,7 +190,7 @@ def layer_weights(manifest: Manifest) -> dict[str, ArrayWeight]:
     from tpuconv.models.stored import model_config
 
     config = model_config(manifest)
-    stacks, out = LayerStacks(config.num_hidden_layers, config.period), {}
+    stacks, out = config.stacks, {}
     for weight in weights:
         for name, layer in stacks.names_in(weight.parameter):
             out[name] = weight if layer is None else weight.of_layer(name, layer)

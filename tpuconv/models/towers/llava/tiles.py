@@ -12,6 +12,8 @@ import numpy as np
 
 from tpuconv.models.towers.places import Floats, IntArray, Taps, bilinear_taps_of_centers
 
+SHRINKS = 1.1
+
 
 class Arrangement(NamedTuple):
     """The tiles that the features of some images are made of.
@@ -87,7 +89,7 @@ def arrangement(
             row, column = (np.asarray(each, np.int32) for each in inside_padding(h, w, height, width))
             tile = row[:, None] // tokens * (w // tokens) + column // tokens
             grid_YX = first + (1 + tile) * tokens**2 + row[:, None] % tokens * tokens + column % tokens
-            rows = _with_ends(grid_YX, _smaller(len(row), len(column.reshape(-1)), tokens, most_tiles))
+            rows = _with_ends(grid_YX, shrunk(len(row), len(column.reshape(-1)), tokens, most_tiles))
         index += [np.pad(whole, ((0, 0), (0, rows.index_PA.shape[1] - 1))), rows.index_PA]
         weight += [np.eye(1, rows.index_PA.shape[1], dtype=np.float32).repeat(len(whole), 0), rows.weight_PA]
         counts.append(len(whole) + len(rows.index_PA))
@@ -101,10 +103,11 @@ def arrangement(
     )
 
 
-def _smaller(h: int, w: int, tokens: int, most_tiles: int | None) -> tuple[int, int]:
-    """Returns how many rows and columns of features are made of h x w."""
+def shrunk(h: int, w: int, tokens: int, most_tiles: int | None) -> tuple[int, int]:
+    """Returns how many rows and columns of features are made of h x w: fewer if these exceed the most tiles by more
+    than SHRINKS in each direction."""
     ratio = 0.0 if most_tiles is None else (h * w / (most_tiles * tokens**2)) ** 0.5
-    return (int(h // ratio), int(w // ratio)) if ratio > 1.1 else (h, w)
+    return (int(h // ratio), int(w // ratio)) if ratio > SHRINKS else (h, w)
 
 
 def _with_ends(grid_YX: IntArray, size: tuple[int, int]) -> Taps:
