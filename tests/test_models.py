@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, partial
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -1118,3 +1119,14 @@ def test_planning_imports_no_jax() -> None:
         "assert not {'jax', 'flax', 'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_each_module_of_families_declares_its_words() -> None:
+    """A process that loads one family alone knows the words of its axes."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "helpers" / "words_alone.py")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not done.stdout

@@ -5,6 +5,15 @@ from itertools import count, islice
 from math import isqrt
 from typing import NamedTuple
 
+from tpuconv.notation.letters import Word, declare
+
+declare(
+    ngram_layers=Word("layers with embeddings of n-grams"),
+    ngram_tokens=Word("tokens of which the next n-grams and convolutions are made"),
+    ngram_width=Word("width of the embeddings of n-grams"),
+    ngram_taps=Word("taps of the convolution of n-grams"),
+)
+
 LARGEST_INT64 = (1 << 63) - 1
 SEED_STEP = 10007
 """The distance of the seeds of layers."""

@@ -14,11 +14,7 @@ from tpuconv.notation.table import Map, MappingTable, under
 
 declare(
     stream_rank=Word("rank of the weights of residual streams"),
-    ngram_layers=Word("layers with embeddings of n-grams"),
-    ngram_tokens=Word("tokens of which the next n-grams and convolutions are made"),
-    ngram_width=Word("width of the embeddings of n-grams"),
     ngram_dim=Word("width of the embedding of one n-gram"),
-    ngram_taps=Word("taps of the convolution of n-grams"),
     ngram_parts=Word("parts of a table of n-grams", as_="V"),
     part_ngrams=Word("n-grams of a part of their table"),
 )
