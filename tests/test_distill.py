@@ -126,7 +126,7 @@ def divergence(have: Path, want: Path, samples: int = DATA.samples) -> float:
     return float((np.exp(want_TV) * (want_TV - have_TV)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "gptq" else [pytest.mark.slow]) for name in RULES]
 )

@@ -77,7 +77,7 @@ def server(request: Any, model: Any) -> Iterator[Any]:
     found.other = None
     found.program = getattr(request, "param", "vLLM")
     found.url = f"http://127.0.0.1:{found.server_port}"
-    threading.Thread(target=found.serve_forever, daemon=True).start()
+    threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
     yield found
     found.shutdown()
     found.server_close()

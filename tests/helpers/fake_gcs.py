@@ -177,7 +177,7 @@ def fake_gcs() -> Iterator[tuple[str, Objects]]:
     Own.objects = objects
     server = ThreadingHTTPServer(("127.0.0.1", 0), Own)
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients that went away
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", objects
