@@ -561,9 +561,9 @@ def test_an_unfinished_conversion_of_another_plan_is_kept(tmp_path, small_cuts):
     with pytest.raises(OutputError, match="unfinished conversion"):
         convert(folder, out, Options(dtype="float32"))
     for read in (api.verify, api.inspect, api.recipe, partial(api.quantize, config="int8_weight_only")):
-        with pytest.raises(UsageError, match=r"out is not finished: .* left its work in .*\.out\.tpuconv") as info:
+        with pytest.raises(UsageError, match=r"out is not finished: the work on it is in .*\.out\.tpuconv\n") as info:
             read(str(out))
-        assert info.value.hint == "run the command that makes it again: it continues"
+        assert info.value.hint == "wait for the command that makes it, or run it again: it continues"
     convert(folder, out)
     assert_same(restore(out), expected(folder, Options()))
     assert sorted(os.listdir(tmp_path)) == ["hf", "out"]

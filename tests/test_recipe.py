@@ -15,7 +15,7 @@ from tpuconv.api.performance import _described
 from tpuconv.api.recipe_facts import SPARE, CommandCall, ModelRecipe
 from tpuconv.api.recipe_steps import recipe_of, smallest_slices
 from tpuconv.commands.recipe import command_line
-from tpuconv.errors import TpuconvError, UnsupportedConfig
+from tpuconv.errors import SourceError, TpuconvError, UnsupportedConfig, UsageError
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
@@ -77,6 +77,23 @@ def test_a_config_alone_gives_the_same_commands(example: ModelRecipe, tmp_path: 
         assert not found.from_headers
         assert (found.parameters, found.tensors) == (example.parameters, example.tensors)
         assert commands_of(found) == [line.replace(str(EXAMPLE), str(folder)) for line in commands_of(example)]
+
+
+def test_what_is_no_config_alone_is_named(tmp_path: Path) -> None:
+    """A checkpoint of ours, pickles, an index without its shards, and a name that the system refuses."""
+    api.convert(EXAMPLE, tmp_path / "ours")
+    for name, other in (("pickled", "pytorch_model.bin"), ("indexed", "model.safetensors.index.json")):
+        (tmp_path / name).mkdir()
+        shutil.copy(EXAMPLE / "config.json", tmp_path / name)
+        (tmp_path / name / other).write_text('{"weight_map": {"a": "b.safetensors"}}')
+    for model, message in (
+        (tmp_path / "ours", "is converted already"),
+        (tmp_path / "pickled", "pickled holds"),
+        (tmp_path / "indexed", "1 of 1 shards is missing"),
+        ("x" * 5000, "File name too long"),
+    ):
+        with pytest.raises((UsageError, SourceError), match=message):
+            api.recipe(model)
 
 
 @pytest.mark.parametrize(("key", "dtype"), [("dtype", "float32"), ("torch_dtype", "float32"), ("dtype", "float16")])

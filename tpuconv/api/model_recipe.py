@@ -41,14 +41,14 @@ def recipe(asked: RecipeRequest) -> ModelRecipe:
         TpuconvError: the source cannot be read, no family reads it, or its tensors do not match the family.
     """
     from tpuconv.api.performance import fit
+    from tpuconv.sources.companions import is_config_alone
     from tpuconv.sources.files import CONFIG_FILE
-    from tpuconv.sources.hub import resolve
+    from tpuconv.sources.hub import resolve, source_location
     from tpuconv.sources.source import open_source
 
     model, asked_slices = str(asked.model), asked.fit
     asked.progress(Progress("planning"))
-    folder = Path(model)
-    if (folder / CONFIG_FILE).is_file() and not any(folder.glob("*.safetensors")):
+    if is_config_alone(folder := source_location(model)):
         model = str(folder / CONFIG_FILE)
     if model.endswith(".json"):
         found = recipe_of(_from_config(model), str(Path(model).parent), model, from_headers=False)

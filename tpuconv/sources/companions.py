@@ -5,6 +5,7 @@ They are copied, and never run as code. What is not copied has a reason.
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from tpuconv.errors import SourceError
 from tpuconv.jsonfile import check, opened, parse, placeholder, read_bytes
 from tpuconv.location import BucketPath, Location
 from tpuconv.names import LAYOUTS, MANIFEST
+from tpuconv.sources.files import CONFIG_FILE, INDEX_FILE
 from tpuconv.storage.hashes import blocks, hash_file
 from tpuconv.storage.places import files_below, is_there, names_in
 from tpuconv.text import has_surrogates, plain
@@ -96,6 +98,15 @@ def why_left_out(name: str, modules: Collection[str] = ()) -> str | None:
 def is_companion(name: str) -> bool:
     """Returns True if a file at the top of a folder goes with the weights. The model card does not count."""
     return "/" not in name and why_left_out(name) is None
+
+
+def is_config_alone(folder: Location) -> bool:
+    """Returns True if a local folder has config.json, and beside it nothing but files that go with weights."""
+    names: set[str] = set()
+    if isinstance(folder, Path):
+        with suppress(OSError):  # whoever reads the folder says so
+            names = set(names_in(folder)) - {CARD}
+    return CONFIG_FILE in names and INDEX_FILE not in names and all(map(is_companion, names))
 
 
 def module_folders(folder: Location) -> list[str]:

@@ -52,16 +52,16 @@ WORK_SUFFIX = ".tpuconv"
 
 
 def check_finished(out: Path) -> None:
-    """Checks that a folder that is read is not an output that is not finished.
+    """Checks that a folder to read is no unfinished output.
 
     Raises:
-        UsageError: there is its work folder alone.
+        UsageError: its work folder is there alone.
     """
     work = work_folder(out)
     if isinstance(work, Path) and work.is_dir() and not os.path.lexists(out):
         raise UsageError(
-            f"{out} is not finished: an interrupted command left its work in {work}",
-            hint="run the command that makes it again: it continues",
+            f"{out} is not finished: the work on it is in {work}",
+            hint="wait for the command that makes it, or run it again: it continues",
         )
 
 

@@ -217,7 +217,7 @@ class DecoderConfig:
             elif value > (most := self._most(name)):
                 faults.append(f"{self._key(name)}={value} is more than {most}")
         if faults:
-            raise ConfigError("config.json has values that no model has", details=faults, hint="correct these values")
+            raise ConfigError("config.json has values out of range", details=faults, hint="correct these values")
         _refuse(list(self.contradictions()))  # which divides by values checked above
 
     @classmethod
@@ -233,9 +233,9 @@ class DecoderConfig:
         for name in ("short_factor", "long_factor"):
             if (count := len(getattr(self.rope, name))) not in (0, self.rope_dim // 2):
                 yield f"{name} of the rotary positions has {count} numbers for {self.rope_dim // 2} pairs of dimensions"
-        is_said = self.mrope is not None and self.mrope.sections != self.default_sections
-        if is_said and self.mrope and (fault := self.mrope.fault(self.rope_dim // 2)):
-            yield f"{SECTIONS}={short(list(self.mrope.sections))} {fault}"
+        sections = self.mrope.sections if self.mrope else self.default_sections
+        if self.mrope and sections != self.default_sections and (fault := self.mrope.fault(self.rope_dim // 2)):
+            yield f"{SECTIONS}={short(list(sections))} {fault}"
         if self.rms_norm_eps < 0:
             yield f"{self._key('rms_norm_eps')}={self.rms_norm_eps} is negative"
 

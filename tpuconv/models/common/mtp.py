@@ -2,7 +2,6 @@
 predict the token after it (arXiv:2412.19437, section 2.2)."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, ClassVar
 
 import jax
@@ -104,7 +103,6 @@ class MTPModule(nnx.Module):
         return y_BTD, kv
 
 
-@cache
 def mtp_module(layer: Any, joining: Any = MTPLayer) -> Any:
     """Returns the class of the module whose layer is of a class: an `MTPLayer`, or a layer of the model, to which the
     parts of `joining` are added."""
