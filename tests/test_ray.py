@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,8 @@ class TestOnACluster:
         (source / "config.json").write_text("{}")
         with pytest.raises(ConfigError, match="model_type"):
             api.on_ray(api.convert, source, tmp_path / "out")
-        # A node whose disk is another one does not see the token of this process.
-        monkeypatch.setattr("tpuconv.api.ray_tasks._token_path", lambda out: out.parent / "elsewhere")
+        # A node whose disk is another one does not see the mark of this process.
+        monkeypatch.setattr("tpuconv.api.ray_tasks._mark", lambda out: nullcontext(out.parent / "elsewhere"))
         with pytest.raises(UsageError, match="not on a disk that all nodes of the cluster share") as error:
             api.on_ray(api.convert, source, tmp_path / "out")
         assert "bucket" in str(error.value.hint)
@@ -131,6 +132,14 @@ class TestOnACluster:
         made.convert(source, tmp_path / "alone")
         # Units and chunks are those of the nodes, which no test changed here.
         assert api.verify(tmp_path / "out").passed
+
+
+def test_the_first_driver_to_end_leaves_the_mark_of_another(tmp_path):
+    with ray_tasks._mark(tmp_path / "out") as mark:
+        with ray_tasks._mark(tmp_path / "out") as other:
+            ray_tasks._check_shared(tmp_path / "out", other)
+        ray_tasks._check_shared(tmp_path / "out", mark)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_does_not_go_with_ray(tmp_path):
@@ -160,10 +169,9 @@ def test_a_task_waits_for_the_one_it_follows(small_units, source, tmp_path, monk
     def shared(self: Any) -> None:
         share(self)
         with pytest.raises(InterruptedError):
-            ray_tasks._do_part(part, api.convert, source, out, {}, os.getcwd(), b"token")
+            ray_tasks._do_part(part, api.convert, source, out, {}, os.getcwd(), None)
 
     part = ProcessPart(0, 2, publishes=False)
-    ray_tasks._token_path(out).write_bytes(b"token")
     monkeypatch.setattr(SharedJournal, "share", shared)
     monkeypatch.setattr("tpuconv.api.ray_tasks.time.sleep", waits)
     api.convert(source, out, part=part)

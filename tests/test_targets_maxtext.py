@@ -1,9 +1,14 @@
 """MaxText's own models, with what `--target maxtext` writes, beside transformers. Slow: it makes an environment of
 Python 3.12, and compiles a model twice for each case."""
 
+from pathlib import Path
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
+from helpers.checkpoints import read_tensors
+from helpers.conversions import assert_same
 from helpers.families import BY_ID, Case, hf_model, save
 from helpers.maxtext_settings import settings
 from helpers.oracles import ask
@@ -95,9 +100,21 @@ COMPARED = [
 ]
 
 
+class Compared(NamedTuple):
+    """What MaxText did with all cases: a folder for each, and the logits of transformers."""
+
+    base: Path
+    wanted: dict[str, np.ndarray]
+
+    def checked(self, case: Case, name: str) -> Path:
+        """A file or folder that MaxText wrote, where it ended without an error."""
+        path = self.base / case.id / name
+        assert path.exists(), path.with_suffix(".error").read_text()
+        return path
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """For each case and form the largest difference of the logits, relative to the largest; or the error."""
     import torch
 
     base = tmp_path_factory.mktemp("maxtext")
@@ -118,28 +135,24 @@ def compared(tmp_path_factory):
             out = folder / str(scan)
             api.convert(folder / "hf", out, target="maxtext", scan_layers=scan)
             given = settings(case, model.config) | {"scan_layers": str(scan).lower()}
-            requests.append(
-                {
-                    "items": str(out / "0" / "items"),
-                    "ids": str(base / "ids.npy"),
-                    "out": str(out) + ".npy",
-                    "settings": given,
-                }
-            )
+            request = {"items": str(out / "0" / "items"), "settings": given}
+            requests.append(request | {"ids": str(base / "ids.npy"), "out": f"{out}.npy"})
+            requests.append(request | {"run": True, "out": str(folder / f"run-{scan}")})
     ask("maxtext", "maxtext_models.py", requests)
-
-    def difference(case: Case, scan: bool) -> float | str:
-        path = base / case.id / f"{scan}.npy"
-        if not path.exists():
-            return path.with_suffix(".error").read_text()
-        return float(np.abs(np.load(path) - wanted[case.id]).max() / np.abs(wanted[case.id]).max())
-
-    return difference
+    return Compared(base, wanted)
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["apart", "scanned"])
 @pytest.mark.parametrize("case", COMPARED, ids=str)
 def test_maxtext_computes_the_logits_of_transformers(case, scan, compared):
-    difference = compared(case, scan)
-    assert isinstance(difference, float), difference
-    assert difference < 5e-5
+    found, wanted = np.load(compared.checked(case, f"{scan}.npy")), compared.wanted[case.id]
+    assert np.abs(found - wanted).max() < 5e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["apart", "scanned"])
+@pytest.mark.parametrize("case", COMPARED, ids=str)
+def test_a_step_as_the_trainer_saves_it_is_exported(case, scan, compared, tmp_path):
+    folder = compared.base / case.id
+    api.export(compared.checked(case, f"run-{scan}"), tmp_path / "back", config=folder / "hf")
+    api.export(folder / str(scan), tmp_path / "known")
+    assert_same(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "known"))

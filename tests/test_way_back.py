@@ -140,6 +140,29 @@ def test_a_train_state_of_maxtext(maxtext, qwen3, tmp_path):
     assert counts == {"arrays of an optimizer's state": 2 * arrays + 1, "arrays with the number of a step": 1}
 
 
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["apart", "scanned"])
+@pytest.mark.parametrize("place", ["nnx_aux.model", "params.MoEBiasVar"])
+def test_what_maxtext_does_not_train_is_found_where_it_saves_it(place, scan, hf, tmp_path):
+    """Its trainer and its own converter do not put the biases of routers among the parameters."""
+    source = hf(BY_ID["deepseek_v3-groups"])
+    api.convert(source, tmp_path / "out", target="maxtext", scan_layers=scan)
+    tree = trained_tree(tmp_path / "out")
+    biases = [name for name in read_manifest(tmp_path / "out").arrays if name.endswith(".gate.bias")]
+    assert biases
+    for name in biases:
+        values = get_leaf(tree, name)
+        tree = changed_leaf(changed_leaf(tree, name, None), name.replace("params.params", place), values)
+    found, done = exported(save_standard(tmp_path / "run", tree), source)
+    assert (done.target, done.skipped) == ("maxtext", ())
+    assert_same(found, read_tensors(source))
+
+
+def get_leaf(tree, path: str):
+    for key in path.split("."):
+        tree = tree[key]
+    return tree
+
+
 def leaves(tree):
     for value in tree.values():
         if isinstance(value, dict):

@@ -21,6 +21,7 @@ from helpers.commands import tpuconv as command
 from helpers.conversions import assert_same, same_bits
 from helpers.families import BY_ID, CASES, CORE, Case
 from helpers.released import GEMMA4, GEMMA4_SHARED, gemma3n
+from helpers.trainers import changed_leaf
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import ConfigError, MappingError, UnsupportedConfig, UsageError
@@ -235,6 +236,18 @@ def test_trees_of_trainers_are_found_below_other_names(qwen3):
     nested = unflatten_dict(bare, sep=".")
     state = {"params": {"params": nested}, "step": np.int32(3), "opt_state": [{"mu": nested}]}
     assert_same(on_host(jax.jit(there)(state)), tensors)
+
+
+def test_linen_variables_of_maxtext_are_found_in_their_collections(hf):
+    case = BY_ID["deepseek_v3-groups"]
+    weight_map = api.weight_map(hf(case), "huggingface", "maxtext")
+    arrays = weight_map(read_tensors(hf(case)))
+    tree: dict[str, Any] = {}
+    for name, values in arrays.items():
+        collection = "MoEBiasVar" if name.endswith(".gate.bias") else "params"
+        tree = changed_leaf(tree, name.replace("params.params", collection), values)
+    assert tree["MoEBiasVar"]
+    assert_same(weight_map.inverse(tree), weight_map.inverse(arrays))
 
 
 def test_the_state_of_a_model_of_flax(qwen3, tmp_path):

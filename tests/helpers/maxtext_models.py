@@ -2,7 +2,8 @@
 from its input, with the keys items (a folder), out (a file), settings, and one of
 
 - ids (npy), for some models also images (npy): the logits of these tokens, as npy;
-- features (npz): what its encoders make of `vision` and `audio`, as npz.
+- features (npz): what its encoders make of `vision` and `audio`, as npz;
+- run: True: a run (a folder) with a step, as its trainer saves it.
 """
 
 import json
@@ -13,6 +14,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import maxtext
 import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from maxtext.common import train_state_nnx
 from maxtext.configs import pyconfig
 from maxtext.utils import model_creation_utils
 
@@ -73,9 +78,22 @@ def encoded(request: dict) -> dict[str, np.ndarray]:
     return {name: np.asarray(values, np.float32) for name, values in found.items()}
 
 
+def save_run(request: dict) -> None:
+    """Saves a step of a run with the weights of a checkpoint."""
+    model, mesh = built(request)
+    with mesh:
+        state = train_state_nnx.TrainStateNNX(model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param))
+        saved = train_state_nnx.to_checkpoint_dict(nnx.state(state))
+    with ocp.CheckpointManager(request["out"]) as manager:
+        manager.save(3, args=ocp.args.Composite(items=ocp.args.PyTreeSave(saved)))
+        manager.wait_until_finished()
+
+
 for each in json.load(sys.stdin):
     try:
-        if "ids" in each:
+        if "run" in each:
+            save_run(each)
+        elif "ids" in each:
             np.save(each["out"], logits(each))
         else:
             np.savez(each["out"], **encoded(each))

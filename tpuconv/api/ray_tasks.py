@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, TypeVar
 
 from tpuconv import libtpu
@@ -62,12 +63,12 @@ def on_ray(
     if out is None:
         raise UsageError("`on_ray()` needs OUT", hint="name a folder in a bucket, or on a disk that all nodes share")
     began, to = time.monotonic(), _absolute(to_location(out))
-    with _cluster(address) as ray, _token(to) as token:
+    with _cluster(address) as ray, _mark(to) as mark:
         nodes = [cpus for node in ray.nodes() if node["Alive"] and (cpus := node["Resources"].get("CPU"))]
         task = ray.remote(_do_part).options(num_cpus=min(nodes, default=1), scheduling_strategy="SPREAD")
         total = count or len(nodes) or 1
         given = {name: value for name, value in options.items() if name != "check"}
-        arguments = (command, _absolute(src), to, given, os.getcwd(), token)
+        arguments = (command, _absolute(src), to, given, os.getcwd(), mark)
         left = [task.remote(ProcessPart(index, total, publishes=False), *arguments) for index in range(total)]
         resumed = 0
         try:
@@ -102,7 +103,7 @@ def _do_part(
     out: Location,
     options: Mapping[str, Any],
     folder: str,
-    token: bytes,
+    mark: Path | None,
 ) -> int:
     """Does one part, in the working directory of the driver, if this node has it. Returns how many bytes of the source,
     or of the output of an export, an earlier run had done."""
@@ -111,7 +112,7 @@ def _do_part(
     libtpu.hide_without_tpu()
     if Path(folder).is_dir():
         os.chdir(folder)
-    _check_shared(out, token)
+    _check_shared(out, mark)
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -150,30 +151,25 @@ def _cluster(address: str) -> Iterator[Any]:
 
 
 @contextmanager
-def _token(out: Location) -> Iterator[bytes]:
-    """Yields the contents of a random file beside an output on a disk while tasks run: a node that does not see the
-    file has another disk there. Empty for a bucket."""
+def _mark(out: Location) -> Iterator[Path | None]:
+    """Yields an empty file with a random name beside an output on a disk while tasks run: a node that does not see it
+    has another disk there. None for a bucket."""
     from tpuconv.storage import disk
 
     if not isinstance(out, Path):
-        yield b""
+        yield None
         return
-    path = _token_path(out)
-    if not path.exists():
-        disk.replace_file(path, os.urandom(16))
+    path = out.parent / f".{out.name}.tpuconv-ray-{token_hex(8)}"
+    disk.replace_file(path, b"")
     try:
-        yield path.read_bytes()
+        yield path
     finally:
         disk.remove(path)
 
 
-def _token_path(out: Path) -> Path:
-    return out.parent / f".{out.name}.tpuconv-ray"
-
-
-def _check_shared(out: Location, token: bytes) -> None:
+def _check_shared(out: Location, mark: Path | None) -> None:
     """Raises UsageError if an output is on a disk that this node does not share with the driver."""
-    if isinstance(out, Path) and not (_token_path(out).exists() and _token_path(out).read_bytes() == token):
+    if mark is not None and not mark.exists():
         raise UsageError(
             f"{out} is not on a disk that all nodes of the cluster share: {socket.gethostname()} has another one there",
             hint="name a folder in a bucket, or on a disk that all nodes and this host mount at the same path",

@@ -50,7 +50,7 @@ def find_folder(made: Sealed, output: Location) -> Path | None:
         had_same = str(folder) in known and known[str(folder)]["beside"] == beside
         return not had_same, len(changed_companions(made, folder))
 
-    return min(found, key=rank, default=None)
+    return min(found, key=rank) if len(found) > 1 else next(iter(found), None)
 
 
 def _beside(made: Sealed) -> str:

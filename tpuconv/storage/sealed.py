@@ -205,7 +205,8 @@ def write_listed(folder: Location, name: str, data: bytes) -> None:
         reseal(folder, sealed, others)
     write_whole(folder / name, data)
     if sealed.is_sealed:
-        reseal(folder, sealed, {**others, name: hash_bytes(data)})
+        now = read_sealed(folder)  # `verify --update` may have listed others meanwhile
+        reseal(folder, now, {**now.files, name: hash_bytes(data)})
 
 
 def reseal(folder: Location, sealed: Sealed, files: Mapping[str, Any]) -> None:

@@ -372,8 +372,8 @@ QUERY_PARTS = ("attn.q_nope.kernel", "attn.q_rope.kernel")
 MOE_BLOCK = "DeepSeekMoeBlock_0"
 SHARED_EXPERTS: Places = {
     **_experts(f"{MOE_BLOCK}.MoeBlock_0"),
-    # In MaxText a collection of its own (MoEBiasVar), of which `from_pretrained` reads nothing. Both of its loaders
-    # find the bias among the parameters.
+    # In MaxText a variable that is not trained (MoEBiasVar). Its loaders find it among the parameters, and its trainer
+    # saves it apart.
     "moe.router.correction": Place(f"{MOE_BLOCK}.MoeBlock_0.gate.bias", layer_axis=0),
     **_shared_expert(f"{MOE_BLOCK}.shared_experts"),
 }
@@ -434,6 +434,7 @@ MAXTEXT = Target(
     },
     folder="0/items",
     root="params.params.",
+    collections=("nnx_aux.model.", "params.MoEBiasVar."),
     layer_axis=1,
     custom_metadata=lambda scanned: {"scan_layers": scanned},
     pathways="checkpoint_storage_use_zarr3=false checkpoint_storage_use_ocdbt=false",

@@ -139,6 +139,7 @@ class Target:
         folder: where the Orbax checkpoint of the arrays is in the output.
         root: what stands before each name.
         leaf: what stands after each name.
+        collections: what may stand in place of `root` in a run: where the program saves values that are not trained.
         layer_axis: the axis on which scanned layers are stacked; None if the target has no scanned layers.
         custom_metadata: for Orbax, from whether the layers are scanned.
         pathways: the settings by which the program reads zarr's format 2 on Pathways. Empty if it does not run there.
@@ -163,6 +164,7 @@ class Target:
     folder: str = "params"
     root: str = ""
     leaf: str = ""
+    collections: tuple[str, ...] = ()
     layer_axis: int | None = None
     custom_metadata: Callable[[bool], dict[str, Any]] = lambda scanned: {}
     pathways: str = ""
@@ -174,6 +176,14 @@ class Target:
     has_flat_pairs: bool = False
     has_lists: bool = False
     is_safetensors: bool = False
+
+    def fronts_beside(self, front: str) -> list[str]:
+        """Returns what stands before the names of `collections` in a tree, where `front` stands before parameters: the
+        root, without its first parts or with others before it."""
+        if front.endswith(self.root):
+            return [front.removesuffix(self.root) + collection for collection in self.collections]
+        cut = self.root.removesuffix(front)
+        return [each.removeprefix(cut) for each in self.collections if each.startswith(cut)]
 
     def check_pathways(self, dtypes: Mapping[str, str]) -> None:
         """Checks that the program reads arrays on Pathways.

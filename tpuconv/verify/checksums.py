@@ -9,6 +9,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -40,11 +41,16 @@ MEANINGS = {
 }
 """The consequence of a change, by file."""
 
-NOT_LISTED, WAS_CHANGED = "is not in the manifest", "was changed"
-"""How faults of files begin that are not as the manifest says."""
-
 UPDATABLE = (LAYOUTS, CARD, REPORT)
 """Files that `update` accepts when they were changed on purpose, besides the companions."""
+
+
+class FaultKind(Enum):
+    """The kinds of faults for which a user does different things."""
+
+    NOT_LISTED = "is not in the manifest"
+    CHANGED = "was changed"
+    DAMAGED = "is damaged"
 
 
 @dataclass(frozen=True)
@@ -53,19 +59,24 @@ class Checked:
 
     name: str
     nbytes: int
-    fault: str | None
+    fault: str | None = None
+    kind: FaultKind = FaultKind.DAMAGED
+
+
+def _faulty(name: str, nbytes: int, kind: FaultKind, consequence: str) -> Checked:
+    return Checked(name, nbytes, f"{kind.value}: {consequence}", kind)
 
 
 def what_to_do(faults: Sequence[Checked], *, is_updatable: bool) -> Iterator[str]:
     """Yields what a user can do, by the kinds of faults; `is_updatable` says if `update` takes changes."""
-    extra, changed = ([x for x in faults if x.fault and x.fault.startswith(kind)] for kind in (NOT_LISTED, WAS_CHANGED))
-    if extra:
+    kinds = {each.kind for each in faults}
+    if FaultKind.NOT_LISTED in kinds:
         yield "move away the files that are not in the manifest"
-    if changed and is_updatable:
+    if FaultKind.CHANGED in kinds and is_updatable:
         yield "if a file was changed on purpose, `tpuconv verify --update` takes the change into the manifest"
-    if changed:
+    if FaultKind.CHANGED in kinds:
         yield "delete files that were damaged, and give the command that made them again, with `overwrite=True`"
-    elif len(extra) < len(faults):
+    elif FaultKind.DAMAGED in kinds:
         yield "give the command that made the output again, with `overwrite=True`"
 
 
@@ -98,7 +109,7 @@ def check_export(folder: Location, sealed: Sealed) -> Iterator[Checked]:
         SourceError: the folder was replaced during the check.
     """
     for name in _unknown(folder, {*sealed.files, MANIFEST, STAGED}):
-        yield Checked(name, 0, f"{NOT_LISTED}: tpuconv did not write it")
+        yield _faulty(name, 0, FaultKind.NOT_LISTED, "tpuconv did not write it")
     with ThreadPoolExecutor(_threads(folder)) as pool:
         yield from pool.map(lambda item: _compare_file(folder, *item), sealed.files.items())
     check_current(folder, sealed)
@@ -125,8 +136,9 @@ def _compare_file(folder: Location, name: str, known: Mapping[str, Any] | None) 
     except OSError as e:
         why = "is missing" if isinstance(e, FileNotFoundError) else f"cannot be read: {e.strerror}"
         return Checked(name, 0, f"{why}: {_meaning(name)}")
-    changed = known is not None and found != known
-    return Checked(name, found["bytes"], f"{WAS_CHANGED}: {_meaning(name)}" if changed else None)
+    if known is not None and found != known:
+        return _faulty(name, found["bytes"], FaultKind.CHANGED, _meaning(name))
+    return Checked(name, found["bytes"])
 
 
 def _meaning(name: str) -> str:
@@ -146,7 +158,7 @@ def _extra(manifest: Manifest) -> Iterator[Checked]:
     if not manifest.sealed.is_sealed:
         tops = {name.partition("/")[0] for name in files_in(manifest.params)} - {*manifest.arrays, *ORBAX_FILES}
         for name in sorted(tops):
-            yield Checked(manifest.path_of(name), 0, f"{NOT_LISTED}: Orbax may read it as an array")
+            yield _faulty(manifest.path_of(name), 0, FaultKind.NOT_LISTED, "Orbax may read it as an array")
         return
     known = {MANIFEST, STAGED, *manifest.file_sizes()}
     arrays = {manifest.path_of(name) for name in manifest.arrays}
@@ -154,7 +166,7 @@ def _extra(manifest: Manifest) -> Iterator[Checked]:
         path = PurePosixPath(name)
         why = "tpuconv did not write it" if len(path.parts) == 1 else "Orbax may read it as an array"
         why = "not part of the array" if str(path.parent) in arrays else why
-        yield Checked(str(path), 0, f"{NOT_LISTED}: {why}")
+        yield _faulty(str(path), 0, FaultKind.NOT_LISTED, why)
 
 
 def _unknown(folder: Location, known: Collection[str]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from tpuconv.convert.export.way_back import LEAF, front_of, state_of
+from tpuconv.convert.export.way_back import LEAF, found_names, state_of
 from tpuconv.errors import MappingError, UsageError, shorten
 from tpuconv.names import collapse
 from tpuconv.weight_map.model import MappedModel
@@ -192,9 +192,9 @@ class WeightMap:
         form, shapes = self.source.form, self.source.shapes
         found = {name.removesuffix(LEAF): x for name, x in _flattened(tree)}
         wanted = {form.bare(name): name for name in shapes}
-        front = front_of({name: name for name in found}, wanted)
-        arrays = {name: found[front + bare] for bare, name in wanted.items() if front + bare in found}
-        used = {front + bare for bare in wanted}
+        names = found_names(found, wanted, form.target)
+        arrays = {name: found[own] for name, own in names.items()}
+        used = set(names.values())
         missing = [name for name in shapes if name not in arrays]
         unknown = [name for name in found if name not in used and not state_of(name)]
         wrong = [f"{name} {fault}" for name, x in arrays.items() if (fault := self._fault(name, x))]

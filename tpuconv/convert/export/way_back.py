@@ -277,8 +277,7 @@ def _forms(
 def _explained(arrays: Collection[str], form: SavedForm) -> Explained:
     wanted = form.parameters()
     found = {name.removesuffix(LEAF): name for name in arrays}
-    front = front_of(found, wanted)
-    names = {name: found[front + key] for key, name in wanted.items() if front + key in found}
+    names = {name: found[own] for name, own in found_names(found, wanted, form.target).items()}
     unknown, skipped = without_states(set(arrays) - set(names.values()))
     missing = [name for name in wanted.values() if name not in names]
     return Explained(form, names, missing, unknown, skipped)
@@ -299,6 +298,20 @@ def without_states(names: Collection[str]) -> tuple[list[str], tuple[Skip, ...]]
         for pattern, members in collapse(own).items()
     )
     return others, skipped
+
+
+def found_names(found: Collection[str], wanted: Mapping[str, str], target: Target | None) -> dict[str, str]:
+    """Returns the names in a tree of the parameters that it has.
+
+    Args:
+        found: the names in the tree, without the leaf.
+        wanted: the full names of the parameters, by the names without the target's root and leaf.
+        target: whose tree it is; None if it has the names of a release.
+    """
+    front = front_of(found, wanted)
+    fronts = [front, *(target.fronts_beside(front) if target else ())]
+    names = {name: [front + key for front in fronts if front + key in found] for key, name in wanted.items()}
+    return {name: own[0] for name, own in names.items() if own}
 
 
 def front_of(found: Collection[str], wanted: Collection[str]) -> str:

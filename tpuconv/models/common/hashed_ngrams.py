@@ -1,4 +1,4 @@
-"""Numbers of n-grams by hashes, in integers of 64 bits, which JAX does not have by default."""
+"""Numbers of n-grams by hashes."""
 
 import jax
 import jax.numpy as jnp

@@ -2,7 +2,7 @@
 frequencies for longer contexts."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -314,6 +314,17 @@ PLAIN_ROPE = Rope()
 
 GLOBAL_ROPE = Rope(theta=1e6)
 """The rotary positions of Gemma's layers that see all tokens, of a config.json without any."""
+
+
+def refuse_ropes(model_type: str, raw: Mapping[str, Any], keys: Iterable[str], hint: str) -> None:
+    """Checks that a config.json has none of the keys of rotary positions that a family does not read.
+
+    Raises:
+        UnsupportedConfig: it has one.
+    """
+    for key in keys:
+        if raw.get(key) is not None:
+            raise UnsupportedConfig(f"{key}={short(raw[key], 300)} is not implemented for {model_type}", hint=hint)
 
 
 def layers_with_rope(given: Sequence[int] | None, interval: int, count: int) -> tuple[bool, ...]:

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuconv.errors import ConfigError, UnsupportedConfig
+from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.kinds import faults_of_kinds
-from tpuconv.models.common.rope import ROPE_KEYS, Rope, rope_of_layers
+from tpuconv.models.common.rope import ROPE_KEYS, Rope, refuse_ropes, rope_of_layers
 
 WINDOW_KINDS = ("full_attention", "sliding_attention")
 """The `layer_types` of layers that see all tokens, and of those with the window."""
@@ -131,12 +131,7 @@ def refuse_flat_ropes(config: type[DecoderConfig], raw: Mapping[str, Any]) -> No
     Raises:
         UnsupportedConfig: there are others beside it.
     """
-    for key in ROPE_KEYS[:2]:
-        if raw.get(key) is not None:
-            raise UnsupportedConfig(
-                f"{key}={short(raw[key], 300)} is not implemented for {config.model_type}",
-                hint="rope_parameters has an object for each of the layer_types",
-            )
+    refuse_ropes(config.model_type, raw, ROPE_KEYS[:2], "rope_parameters has an object for each of the layer_types")
 
 
 def read_two_ropes(config: type[DecoderConfig], raw: Mapping[str, Any], context: int) -> dict[str, Any]:

@@ -4,13 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tpuconv.errors import UnsupportedConfig
-from tpuconv.jsonfile import short
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.gpt import qkv_rows
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.partial_rope import PartialRopeConfig
-from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope
+from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope, refuse_ropes
 from tpuconv.models.common.rows import MTP_HEAD, MTP_IGNORE
 from tpuconv.models.common.sparse import FurtherLayers, SparseConfig
 from tpuconv.models.common.wrapper import SEES, inside
@@ -48,11 +46,7 @@ class ChatGlmConfig(PartialRopeConfig):
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        for key in ROPE_KEYS[:-1]:
-            if raw.get(key) is not None:
-                raise UnsupportedConfig(
-                    f"{key}={short(raw[key], 300)} is not implemented for chatglm, which has rope_ratio alone"
-                )
+        refuse_ropes(cls.model_type, raw, ROPE_KEYS[:-1], "rope_ratio alone says the rotary positions of this family")
         ratio = raw.get("rope_ratio", 1.0)
         return {"rope": Rope(theta=PLAIN_ROPE.theta * ratio)}
 

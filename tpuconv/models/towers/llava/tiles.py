@@ -13,6 +13,7 @@ import numpy as np
 from tpuconv.models.towers.places import Floats, IntArray, Taps, bilinear_taps_of_centers
 
 SHRINKS = 1.1
+"""A grid is made smaller if it exceeds the most tiles by this factor in each direction."""
 
 
 class Arrangement(NamedTuple):
