@@ -22,6 +22,7 @@ from helpers.eagle3 import CASES, drafted, save_agreeing_draft, save_draft, save
 from helpers.families import BY_ID, PROMPTS
 from tpuconv import api, cli
 from tpuconv.api.opened import OpenedModel
+from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.plan.types import Options
 from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.drafts import DraftSpeculator
@@ -68,6 +69,38 @@ def test_random_drafts_change_no_token(name: str, target: Any, tmp_path: Path) -
     speculator = DraftSpeculator(model, draft)
     np.testing.assert_array_equal(tokens(speculator), tokens(Generator(model)))
     assert speculator.drafts.checked > 0
+
+
+def test_a_draft_is_converted_for_its_target(target: Any, tmp_path: Path) -> None:
+    """The target may be a release or a checkpoint; exports name it, of a quantized draft too."""
+    source = target("llama-plain")
+    draft = save_draft("sglang", tmp_path / "draft", **RANDOM, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    api.convert(source, tmp_path / "converted")
+    for number, place in enumerate((source, tmp_path / "converted")):
+        out = tmp_path / f"out-{number}"
+        api.convert(draft, out, draft_for=str(place))
+        api.quantize(out, tmp_path / f"int8-{number}", config="int8_weight_only")
+        for ckpt in (out, tmp_path / f"int8-{number}"):
+            form = {"form": "speculators"}
+            api.export(ckpt, tmp_path / f"{ckpt.name}-export", **form)
+            config = json.loads((tmp_path / f"{ckpt.name}-export" / "config.json").read_text())
+            assert config["speculators_config"]["verifier"]["name_or_path"] == read_manifest(ckpt).draft_for
+            assert read_manifest(ckpt).draft_for in (source.name, "converted")
+    api.export(tmp_path / "out-0", tmp_path / "named", form="speculators", draft_for="some/other")
+    config = json.loads((tmp_path / "named" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "some/other"
+
+
+def test_a_draft_for_another_target_is_refused_before_weights_are_read(target: Any, tmp_path: Path) -> None:
+    draft = save_draft("sglang", tmp_path / "draft", **RANDOM)
+    with pytest.raises(UsageError, match="is a model of its own"):
+        api.plan(target("llama-plain"), draft_for=str(target("llama-plain")))
+    config = json.loads((target("llama-plain") / "config.json").read_text()) | {"vocab_size": 77}
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="its sizes differ from the target's") as error:
+        api.plan(draft, draft_for=str(tmp_path / "target"))
+    assert error.value.details == ("vocabulary: 101 in the draft, 77 in the target",)
 
 
 @pytest.mark.slow

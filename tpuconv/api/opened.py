@@ -103,7 +103,7 @@ def check_draft(opened: OpenedModel, draft: "OpenedModel | None", speculate: Spe
     if speculate is True:
         check_mtp(opened.manifest)
     if draft is not None:
-        from tpuconv.models.drafts import check_pair
+        from tpuconv.models.common.pairing import check_pair
         from tpuconv.models.stored import model_config
 
         target = opened.manifest

@@ -239,6 +239,12 @@ class Manifest:
         return tuple(self.raw["options"].get("allow_config", ()))
 
     @property
+    def draft_for(self) -> str | None:
+        """The name of the target of a draft, if it was converted with one."""
+        name: str | None = self.raw["options"].get("draft_for")
+        return name
+
+    @property
     def quantization(self) -> Mapping[str, Any] | None:
         """The rules of the quantization, and the result for each parameter. Without rules, the parameters are encoded
         as they were released. None if no parameter is quantized."""

@@ -10,42 +10,13 @@ from jax.typing import DTypeLike
 
 from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.common.cache import Cache
-from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.decoder import Decoder
 from tpuconv.models.common.drafting import Draft, Kept
-from tpuconv.models.common.heads import ANOTHER_DRAFT
+from tpuconv.models.common.pairing import check_pair
 from tpuconv.models.common.steps import Entered
 from tpuconv.models.denoise import Denoiser, Denoising, writes_canvases
 from tpuconv.models.generate import Generator, Sampling
-from tpuconv.models.speculate import Speculator, check_greedy, check_ropes
-
-
-def check_pair(target: DecoderConfig, draft: Any, *, stacked: bool) -> None:
-    """Checks that a draft fits a target, by their configs.
-
-    Args:
-        target, draft: the configs.
-        stacked: True if the layers of the target are stacked.
-
-    Raises:
-        UsageError: `draft` is no draft, or its sizes differ from the sizes of the target.
-        UnsupportedConfig: rotary positions depend on the length of the cache, or the layers of the target are stacked.
-    """
-    if not hasattr(draft, "states_of"):
-        raise UsageError("this model is no draft of another one", hint="give the checkpoint of a draft")
-    sizes = draft.sizes_beside(target).items()
-    faults = [f"{size}: {a} in the draft, {b} in the target" for size, (a, b) in sizes if a != b]
-    if faults:
-        raise UsageError(
-            "the draft is for another model: its sizes differ from the target's", details=faults, hint=ANOTHER_DRAFT
-        )
-    draft.states_of(target.num_hidden_layers)
-    if stacked:
-        raise UnsupportedConfig(
-            "the layers of this model are stacked, and a draft reads what enters some of them",
-            hint="convert it without `scan_layers=`",
-        )
-    check_ropes((*target.ropes, *draft.ropes))
+from tpuconv.models.speculate import Speculator, check_greedy
 
 
 class WithDraft(nnx.Module):

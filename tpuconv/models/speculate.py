@@ -6,7 +6,7 @@ itself would not choose, and then the token that it chooses there. So a step giv
 weights once.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tpuconv.errors import UnsupportedConfig, UsageError
+from tpuconv.errors import UsageError
 from tpuconv.models.common.cache import Cache
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.common.pairing import check_ropes
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.generate import (
     ENDED,
@@ -37,15 +38,6 @@ def check_greedy(sampling: Sampling) -> None:
         raise UsageError(
             f"drafts are checked against the most likely token, and the temperature is {sampling.temperature}",
             hint="leave out `temperature=` or `speculate=`",
-        )
-
-
-def check_ropes(ropes: Iterable[Rope | None]) -> None:
-    """Raises UnsupportedConfig if rotary positions depend on the length of the cache."""
-    if any(rope and rope.depends_on_length for rope in ropes):
-        raise UnsupportedConfig(
-            "the rotary positions of this model depend on the length of the cache, which is longer with drafts",
-            hint="generate without them, for the same text",
         )
 
 

@@ -81,7 +81,8 @@ def _converted(
     if asked.form in DRAFT_FORMS:
         if manifest.family not in FORMATS_OF_DRAFTS:
             raise UsageError(f'`form="{asked.form}"` is for EAGLE-3, DFlash and DSpark drafts', hint="leave it out")
-        arrays.config = FORMATS_OF_DRAFTS[manifest.family](arrays.config, asked.form, asked.draft_for)
+        target = asked.draft_for or manifest.draft_for
+        arrays.config = FORMATS_OF_DRAFTS[manifest.family](arrays.config, asked.form, target)
     return arrays, describe_exporting(arrays, asked.scheme, beside, asked.form)
 
 

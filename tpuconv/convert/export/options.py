@@ -59,7 +59,9 @@ class ExportOptions:
         choices=FORM_CHOICES,
     )
     draft_for: str | None = option(
-        None, 'The target of a draft, such as Qwen/Qwen3-8B, which config.json of `form="speculators"` names.'
+        None,
+        'The target of a draft, such as Qwen/Qwen3-8B, which config.json of `form="speculators"` names.  [default: as '
+        "the draft was converted]",
     )
 
     def check_together(self) -> None:

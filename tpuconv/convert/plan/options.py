@@ -67,6 +67,11 @@ class Options:
         python="Write the adapter as the target's LoRA tree, to train it further, and nothing else; do not merge it.",
         manifest=Key(),
     )
+    draft_for: str | None = option(
+        None,
+        "The target of SRC, a draft: a folder, a Hub id or a checkpoint. Its sizes are compared, and exports name it.",
+        manifest=Key(),
+    )
     revision: str | None = field(default=None, metadata=REVISION_OPTION)
     allow_nonfinite: bool = field(default=False, metadata=NONFINITE_OPTION)
     allow_config: Sequence[str] = field(default=(), metadata=ALLOW_CONFIG_OPTION)
@@ -80,6 +85,7 @@ class Options:
             layers=manifest.layer_range,
             include_mtp=manifest.include_mtp,
             allow_config=manifest.allow_config,
+            draft_for=manifest.draft_for,
         )
 
     @property

@@ -13,6 +13,7 @@ from typing import Protocol
 from tpuconv.checkpoint.reader import open_checkpoint
 from tpuconv.convert.plan.arrays import with_quantization
 from tpuconv.convert.plan.coverage import make_plan
+from tpuconv.convert.plan.draft_target import checked_target
 from tpuconv.convert.plan.kept_adapter import plan_kept_adapter
 from tpuconv.convert.plan.options import Fetching, Options
 from tpuconv.convert.plan.quantization import Quantization
@@ -152,6 +153,8 @@ def _plan_release(
     source: Source, options: Options, quantizer: Quantizer | None, ahead: Callable[[Plan], None] | None
 ) -> Plan:
     family = find_family(source.config)
+    if options.draft_for is not None:
+        options = replace(options, draft_for=checked_target(options.draft_for, source, options.allow_config))
     parts = () if options.text_only else family.parts_among(source.tensors)
     return plan_source(source, family, None, options, quantizer, ahead, parts)
 
