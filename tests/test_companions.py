@@ -17,7 +17,7 @@ from helpers.checkpoints import qwen3_config, random_checkpoint
 from helpers.commands import tpuconv
 from helpers.hub_server import HubServer
 from tpuconv import api, buckets
-from tpuconv.errors import SourceError
+from tpuconv.errors import OutputError, SourceError, TpuconvError
 from tpuconv.location import to_location
 from tpuconv.sources.companions import AN_ADAPTER, OTHER_FOLDER, OTHER_WEIGHTS, UNKNOWN
 from tpuconv.sources.source import open_source
@@ -78,6 +78,26 @@ def test_every_file_is_copied_or_left_out_with_a_reason(source: Path, tmp_path: 
     assert api.verify(tmp_path / "out", update=True).updated == ["1_Pooling/config.json"]
     text = tpuconv("convert", source, tmp_path / "plan", "--dry-run").stdout
     assert all(name in text for name in ("adapter_config.json", "onnx/", "modeling_own.py", "--adapter"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("layouts.json", '{"mine": 1}', "is not a valid file of layouts"),
+        ("quantization.html", "<p>mine", "was not made by tpuconv"),
+    ],
+)
+def test_files_of_others_with_names_of_ours_never_become_ours(name, text, message, source, tmp_path):
+    """`verify --update` would hand them to `--overwrite`, which deletes what the manifest lists."""
+    out = tmp_path / "out"
+    api.convert(source, out)
+    (out / name).write_text(text)
+    with pytest.raises(TpuconvError, match=message) as error:
+        api.verify(out, update=True)
+    assert "move it away" in error.value.hint
+    with pytest.raises(OutputError):
+        api.convert(source, out, dtype="float32", overwrite=True)
+    assert (out / name).read_text() == text
 
 
 def check_copied(source: Path, out: Path) -> None:

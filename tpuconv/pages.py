@@ -22,6 +22,15 @@ summary svg{width:10rem;height:1.5rem;float:right}
 .facts{color:#9aa4af}}
 """
 
+MARKED_BYTES = 4096
+"""The bytes at the beginning of a file, among which is the mark."""
+
+
+def is_marked(data: bytes) -> bool:
+    """Returns True if a file that begins with these bytes is a page or a recipe of ours."""
+    return MADE_BY.encode() in data[:MARKED_BYTES]
+
+
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """The content security policy of a page: nothing is loaded and no script runs."""
 

@@ -340,6 +340,7 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
     """Config, quantization and dtype of a source or a checkpoint, without its weights. `write_layouts` asks for a
     complete checkpoint."""
     from tpuconv.api.quantizers import find_rules
+    from tpuconv.checkpoint.device_layouts import check_layouts
     from tpuconv.checkpoint.reader import check_logits
     from tpuconv.models.common.config_keys import without_keys
     from tpuconv.models.registry import find_family
@@ -371,6 +372,7 @@ def _described(src: str, quantize: str | Path | None, encoding: str, dtype: str,
             checkpoint = str(manifest.folder.absolute())
         if write_layouts:
             manifest.check_complete()
+            check_layouts(manifest.folder)
     if write_layouts and not checkpoint:
         state = "not quantized yet" if rules else "not a checkpoint with the names of tpuconv"
         raise UsageError(

@@ -63,6 +63,18 @@ def layouts_of(path: Location, data: bytes, device: str, mesh: Mapping[str, int]
     return out
 
 
+def check_layouts(folder: Location) -> None:
+    """Checks that the file of layouts in a folder, if there is one, is a file of ours.
+
+    Raises:
+        CorruptOutput: it cannot be understood.
+        UsageError: a newer tpuconv wrote it.
+    """
+    path = folder / LAYOUTS
+    if is_readable(path):
+        _entries_of(path, read_bytes(path, MAX_BYTES, CorruptOutput))
+
+
 def write_layouts(
     folder: Location, device: str, mesh: Mapping[str, int], layouts: Mapping[str, DeviceLayout]
 ) -> Location:
@@ -115,7 +127,7 @@ def _entries_of(path: Location, data: bytes) -> list[dict[str, Any]]:
     except (CorruptOutput, ValueError) as e:
         raise CorruptOutput(
             f"{path} is not a valid file of layouts: {e}",
-            hint="delete it, and let `tpuconv fit --write-layouts` write it",
+            hint="move it away, and let `tpuconv fit --write-layouts` write one",
         ) from None
     return entries
 

@@ -6,12 +6,9 @@ from tempfile import TemporaryFile
 
 from tpuconv.errors import OutputError, ResourceError, UsageError
 from tpuconv.names import SIGNATURE
-from tpuconv.pages import MADE_BY
+from tpuconv.pages import MARKED_BYTES, is_marked
 from tpuconv.storage.disk import PARTIAL, replace_file
 from tpuconv.storage.sealed import identity
-
-MARKED_BYTES = 4096
-"""The bytes at the beginning of a file, among which is the mark of ours."""
 
 
 def check_free(out: Path, option: str, *, overwrite: bool) -> None:
@@ -56,7 +53,7 @@ def _is_ours(file: Path) -> bool:
             first = opened.read(MARKED_BYTES)
     except OSError:
         return False
-    return not first or MADE_BY.encode() in first
+    return not first or is_marked(first)
 
 
 def write_report(text: str, out: Path, option: str, *, overwrite: bool) -> None:

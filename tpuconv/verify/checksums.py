@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tpuconv import buckets
+from tpuconv.checkpoint.device_layouts import check_layouts
 from tpuconv.checkpoint.manifest import ORBAX_FILES, Manifest, element_bytes
 from tpuconv.checkpoint.reader import read_checksum
 from tpuconv.checkpoint.shards import ZARR_FILES
@@ -24,9 +25,10 @@ from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.errors import CorruptOutput, UsageError
 from tpuconv.location import BucketPath, Location
 from tpuconv.names import LAYOUTS, MANIFEST, is_beside
+from tpuconv.pages import is_marked
 from tpuconv.sources.companions import CARD, SOURCE_CARD, is_companion
 from tpuconv.sources.files import CONFIG_FILE
-from tpuconv.storage.hashes import hash_file
+from tpuconv.storage.hashes import blocks, hash_file
 from tpuconv.storage.ownership import files_in, folders_of, unknown
 from tpuconv.storage.places import is_file, names_in
 from tpuconv.storage.sealed import STAGED, Sealed, check_current, reseal
@@ -198,8 +200,8 @@ def update(manifest: Manifest) -> list[str]:
     current hashes into the manifest. Returns the names of files that were changed, added or removed.
 
     Raises:
-        UsageError: the manifest is of format 1.
-        CorruptOutput: an array or a file that Orbax needs is damaged.
+        UsageError: the manifest is of format 1, or a file has the name of one of ours, and is another's.
+        CorruptOutput: an array or a file that Orbax needs is damaged, or layouts cannot be understood.
         SourceError: the checkpoint was replaced meanwhile.
     """
     if not manifest.sealed.is_sealed:
@@ -216,6 +218,12 @@ def update(manifest: Manifest) -> list[str]:
     folder = manifest.folder
     inside = [name for name in before if "/" in name]
     names = [name for name in [*names_in(folder), *inside] if _may_change(name) and is_file(folder / name)]
+    if LAYOUTS in names:
+        check_layouts(folder)
+    if REPORT in names and REPORT not in before and not is_marked(bytes(next(blocks(folder / REPORT), b""))):
+        raise UsageError(
+            f"{folder / REPORT} was not made by tpuconv, and has the name of its report", hint="move it away"
+        )
     now = {name: hash_file(manifest.folder / name) for name in names}
     changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     manifest.check_current()
