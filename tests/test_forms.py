@@ -40,6 +40,8 @@ SAVED_BY_TRANSFORMERS = [
 REFUSED = {"longcat_flash": "gate_up_proj"}
 """Families of which transformers saves a tensor that no row reads: with LongCat's experts it stacks those that have no
 matrices in releases."""
+SKIPPED_BEFORE = {"glm_ocr"}
+"""Families whose layers for further tokens had no rows then."""
 FAST = {"gemma3", "qwen3_5_moe", "mixtral", "kimi_linear", "molmo2", "olmo_hybrid", "deepseek_v4", "laguna"}
 
 Tensors = dict[str, np.ndarray]
@@ -76,7 +78,7 @@ def test_every_table_before_is_read(name: str) -> None:
                 [list(stack.names) for stack in binding.src],
                 numbered_axes(binding.row.layout),
             )
-            for binding in table.bind(config, before["mtp"])
+            for binding in table.bind(config, before["mtp"] and entry["family"] not in SKIPPED_BEFORE)
         }
         expected = {tuple(dst): (src, numbered_axes(layout)) for src, dst, layout in before["bindings"]}
         assert found == expected, before["variant"]

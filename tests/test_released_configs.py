@@ -955,7 +955,7 @@ def test_of_ring_linear_other_attention_is_refused() -> None:
         family.check_config(RING_LINEAR_MINI | {"group_norm_size": 3})
 
 
-def test_the_layer_for_further_tokens_of_glm_ocr_is_left_out() -> None:
+def test_the_layer_for_further_tokens_of_glm_ocr_is_left_out_by_default() -> None:
     raw = {"architectures": ["GlmOcrForConditionalGeneration"], "model_type": "glm_ocr", "text_config": {}}
     family = find_family(raw)
     config = family.check_config(raw).config

@@ -20,6 +20,8 @@ OUTPUTS = (
     "wo_b.weight",
     "w2.weight",
     "dense.weight",
+    "post_self_attn_layernorm.weight",
+    "post_mlp_layernorm.weight",
 )
 JOINING = (
     "eh_proj.weight",
@@ -51,6 +53,7 @@ WITH_MODULE = (
     *("qwen3_5_moe-plain", "ernie4_5_moe-plain", "mimo_v2_flash-plain", "deepseek_v4-plain", "exaone_moe-plain"),
     *("hy_v3-plain", "bailing_hybrid-plain", "bailing_moe-plain", "longcat_flash-plain", "nemotron_h-latent"),
     *("bailing_moe_v2_5-plain", "mimo-plain", "xing4_0-plain", "alice_ai-plain", "longcat_flash_ngram-plain"),
+    *("pangu_ultra_moe-corrected", "glm_ocr-plain"),
 )
 """A case of each family with such a module."""
 

@@ -10,6 +10,8 @@ from tpuconv.models.common.rows import (
     BIASED_ATTENTION,
     EXPERT_MLPS,
     MLP,
+    MTP_COPIES,
+    MTP_HEAD,
     MTP_IGNORE,
     PRE_NORMS,
     SHARED_EXPERT_ROWS,
@@ -22,7 +24,7 @@ from tpuconv.models.common.wrapper import BRINGS, SEES, WrapperConfig, inside
 from tpuconv.models.declare import decoder, like, wrapper
 from tpuconv.models.deepseek_v3 import family as deepseek_v3
 from tpuconv.models.lineages.llama import MiniCpmFactors
-from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Norms
+from tpuconv.models.parts import Attn, Experts, Factors, Mlp, Mtp, Norms
 from tpuconv.models.towers.deepseek_ocr.family import DEEPSEEK_OCR2_VISION, DEEPSEEK_OCR_VISION
 from tpuconv.models.towers.deepseek_ocr.released import FIRST_TYPE, RELEASED_TYPE, with_text_config
 from tpuconv.models.towers.moonvit.family import KIMI_VISION, KIMI_VL_VISION
@@ -371,6 +373,19 @@ class PanguUltraConfig(deepseek_v3.Config):
         return self.router_enable_expert_bias
 
 
+PANGU_LAYER = (
+    *deepseek_v3.ATTENTION_ROWS[:-1],
+    Map("post_attention_layernorm.weight", "post_attn_norm.scale", "D"),
+    Map("pre_mlp_layernorm.weight", "mlp_norm.scale", "D"),
+    Map("post_mlp_layernorm.weight", "post_mlp_norm.scale", "D"),
+)
+PANGU_EXPERTS = (
+    Map("gate.weight", "router.kernel", "E D -> D E"),
+    Map("e_score_correction_bias", "router.correction", "E", when="is_corrected", buffer=True),
+    *EXPERT_MLPS,
+    *when("has_shared_experts", *SHARED_EXPERT_ROWS),
+)
+
 PANGU_ULTRA_MOE = decoder(
     "pangu_ultra_moe",
     "openPangu Ultra MoE 718B",
@@ -378,6 +393,7 @@ PANGU_ULTRA_MOE = decoder(
     Norms("sandwich"),
     LATENT_PART,
     Experts("some", module="deepseek_v3.modules:MoE", router="modules.deepseek:MaybeCorrectedRouter"),
+    Mtp(),
     base=LATENT_DECODER,
     config=PanguUltraConfig,
     only={"sandwich_norm": (True,), "attention_bias": (False,), "rope_interleave": (True,), "mlp_bias": (False,)},
@@ -397,21 +413,13 @@ PANGU_ULTRA_MOE = decoder(
     },
     default_rope={"rope_theta": 25600000.0},
     table=decoder_table(
-        *deepseek_v3.ATTENTION_ROWS[:-1],
-        Map("post_attention_layernorm.weight", "post_attn_norm.scale", "D"),
-        Map("pre_mlp_layernorm.weight", "mlp_norm.scale", "D"),
-        Map("post_mlp_layernorm.weight", "post_mlp_norm.scale", "D"),
+        *PANGU_LAYER,
         others=(
             *under("model.layers.{I}.mlp", "layers.{I}.mlp", *MLP),
-            *under(
-                "model.layers.{J}.mlp",
-                "layers.{J}.moe",
-                Map("gate.weight", "router.kernel", "E D -> D E"),
-                Map("e_score_correction_bias", "router.correction", "E", when="is_corrected", buffer=True),
-                *EXPERT_MLPS,
-                *when("has_shared_experts", *SHARED_EXPERT_ROWS),
-            ),
+            *under("model.layers.{J}.mlp", "layers.{J}.moe", *PANGU_EXPERTS),
+            *under("model.layers.{U}", "mtp.{U}", *PANGU_LAYER, *under("mlp", "moe", *PANGU_EXPERTS), *MTP_HEAD),
         ),
         ignore=MTP_IGNORE,
+        copies=MTP_COPIES,
     ),
 )

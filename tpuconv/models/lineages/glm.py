@@ -9,14 +9,14 @@ from tpuconv.models.common.gpt import qkv_rows
 from tpuconv.models.common.mrope import MropeConfig
 from tpuconv.models.common.partial_rope import PartialRopeConfig
 from tpuconv.models.common.rope import PLAIN_ROPE, ROPE_KEYS, Rope, refuse_ropes
-from tpuconv.models.common.rows import MTP_HEAD, MTP_IGNORE
+from tpuconv.models.common.rows import MTP_COPIES, MTP_HEAD, MTP_IGNORE
 from tpuconv.models.common.sparse import FurtherLayers, SparseConfig
 from tpuconv.models.common.wrapper import SEES, inside
 from tpuconv.models.declare import decoder, wrapper
 from tpuconv.models.deepseek_v3.family import EXPERT_ROWS
 from tpuconv.models.parts import Attn, Experts, Mlp, Mtp, Norms
 from tpuconv.models.towers.qwen_vit.modalities import GLM_OCR_VISION, GLM_VISION
-from tpuconv.notation.table import Map
+from tpuconv.notation.table import Map, under
 
 GLM = decoder(
     "glm",
@@ -147,14 +147,23 @@ GLM46V = wrapper("glm46v", "GLM-4.6V-Flash", "Glm46VForConditionalGeneration", *
 
 GLMGA = wrapper("glmga", "GLM-GA", "Glm46VForConditionalGeneration", "GlmgaForConditionalGeneration", **_AS_GLM46V)
 
+GLM4_LAYER = (row for part in GLM4.parts for row in part.table_rows)
 GLM_OCR = wrapper(
     "glm_ocr",
     "GLM-OCR",
     "GlmOcrForConditionalGeneration",
+    Mtp(),
     text=GLM4,
     mixins=(FurtherLayers, MropeConfig),
     table=inside(
-        replace(GLM4.table, ignore={**GLM4.table.ignore, **MTP_IGNORE}), "model.language_model.", {"visual": SEES}
+        replace(
+            GLM4.table,
+            rows=(*GLM4.table, *under("model.layers.{U}", "mtp.{U}", *GLM4_LAYER, *MTP_HEAD)),
+            ignore={**GLM4.table.ignore, **MTP_IGNORE},
+            copies={**GLM4.table.copies, **MTP_COPIES},
+        ),
+        "model.language_model.",
+        {"visual": SEES},
     ),
     only={"attention_bias": (False,)},
     least={"num_nextn_predict_layers": 0},
