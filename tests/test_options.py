@@ -39,7 +39,8 @@ COMMANDS = {
     **{"weight_map": "families", "compare_server": "verify", "plan_reshard": "reshard"},
 }
 """The commands of functions with other names; a plan is an option of the command."""
-FUNCTIONS = [name for name in api.__all__ if hasattr(getattr(api, name), "request") and name not in ("load", "save")]
+WITHOUT_COMMAND = ("load", "save", "embedder")
+FUNCTIONS = [name for name in api.__all__ if hasattr(getattr(api, name), "request") and name not in WITHOUT_COMMAND]
 
 
 @dataclass(kw_only=True)

@@ -118,15 +118,20 @@ def torchvision_path() -> tuple[str, str]:
     import torch
 
     version = f"0.{int(torch.__version__.split('.')[1]) + 15}"
-    folder = FOLDER / f"torchvision-{version}-{sys.version_info[0]}.{sys.version_info[1]}"
+    return str(installed_beside(f"torchvision-{version}", f"torchvision=={version}.*")), str(TORCHVISION_SITE)
+
+
+def installed_beside(name: str, *packages: str) -> Path:
+    """A folder with packages for this Python, without what they require; skips the test if it cannot be made."""
+    folder = FOLDER / f"{name}-{sys.version_info[0]}.{sys.version_info[1]}"
     if not folder.exists():
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial]
-        if done := run([*install, f"torchvision=={version}.*"]):
-            pytest.skip(f"torchvision {version} cannot be installed: {done}")
+        if done := run([*install, *packages]):
+            pytest.skip(f"{name} cannot be installed: {done}")
         partial.rename(folder)
-    return str(folder), str(TORCHVISION_SITE)
+    return folder
 
 
 def find_python(version: str) -> str | None:

@@ -16,6 +16,7 @@ from tpuconv.api.inspection import Inspection as Inspection
 from tpuconv.api.inspection import inspect as inspect
 from tpuconv.api.inspection import propose as propose
 from tpuconv.api.model_recipe import recipe as recipe
+from tpuconv.api.models import embedder as embedder
 from tpuconv.api.models import generator as generator
 from tpuconv.api.models import load as load
 from tpuconv.api.models import save as save

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from jax.typing import DTypeLike
 
+    from tpuconv.models.sentences import TextEmbedder
     from tpuconv.models.text_generator import PromptEncoder, TextGenerator
     from tpuconv.sources.adapter import Adapter
 
@@ -222,6 +223,43 @@ def _generator(asked: GeneratorRequest, opened: OpenedModel, opened_by: OpenedMo
         folder=processors,
         parts=manifest.parts,
     )
+
+
+@dataclass(eq=False, repr=False)
+class EmbedderRequest:
+    """The arguments of `embedder`."""
+
+    ckpt: str | Location = field(metadata=argument("A checkpoint or a release of an embedding model."))
+
+
+@takes(EmbedderRequest)
+def embedder(asked: EmbedderRequest) -> "TextEmbedder":
+    """Returns a function of texts that returns their vectors, as sentence-transformers computes them: with the pooling,
+    dense layers and prompts of the release, on all devices of this machine; see
+    `tpuconv.models.sentences.TextEmbedder`.
+
+    Raises:
+        UsageError: the model does not return hidden states, or its release does not say how they become vectors.
+        UnsupportedConfig: a module after the model is not implemented.
+        TpuconvError: the checkpoint cannot be loaded, or has no tokenizer.
+    """
+
+    def made() -> "TextEmbedder":
+        with opened_model(asked.ckpt, Options()) as opened:
+            from tpuconv.checkpoint.companions import tokenizer_folder
+            from tpuconv.models.sentences import TextEmbedder, TextModules
+            from tpuconv.models.stored import check_hidden_states
+            from tpuconv.models.tokenizer import load_tokenizer
+
+            manifest = opened.manifest
+            check_hidden_states(manifest)
+            with tokenizer_folder(manifest) as folder:
+                modules, tokenizer = TextModules.read(folder), load_tokenizer(folder)
+            model = opened.load_on_all_devices()
+            manifest.check_current()
+            return TextEmbedder(model, tokenizer, modules)
+
+    return downloading_again(made, ignore)
 
 
 @dataclass(eq=False, repr=False)

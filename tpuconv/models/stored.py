@@ -6,6 +6,7 @@ from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.checkpoint.reader import Checkpoint, read_checkpoint_config
 from tpuconv.errors import UsageError
 from tpuconv.models.common.config import DecoderConfig
+from tpuconv.models.common.heads import HIDDEN
 from tpuconv.models.registry import get_family
 from tpuconv.notation.table import MappingTable
 
@@ -37,6 +38,19 @@ def stored_table(source: Checkpoint) -> MappingTable:
     axes = {name: text for each in table.bind(config, manifest.include_mtp) for name, text in each.dst_axes().items()}
     rows = source.table()
     return rows.with_rows([replace(row, layout=axes.get(row.jax_names[0], row.layout)) for row in rows])
+
+
+def check_hidden_states(manifest: Manifest) -> None:
+    """Checks that the model of a checkpoint returns hidden states.
+
+    Raises:
+        UsageError: it returns logits or scores.
+    """
+    if manifest.returns != HIDDEN:
+        raise UsageError(
+            f"{manifest.folder} holds a model that returns {manifest.returns or 'logits'}, not hidden states",
+            hint="take an embedding model; of a language model `tpuconv.api.generator` continues texts",
+        )
 
 
 def check_positions(manifest: Manifest, tokens: int, sequence: str, hint: str) -> None:
