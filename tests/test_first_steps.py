@@ -93,7 +93,7 @@ def test_the_base_of_an_adapter_is_named(tmp_path: Path) -> None:
 def test_help_is_a_command_too() -> None:
     assert tpuconv("help").stdout == tpuconv("--help").stdout
     assert tpuconv("help", "fit").stdout == tpuconv("fit", "--help").stdout
-    assert "Did you mean 'fit'" in tpuconv("help", "fitt", code=2).stderr
+    assert "did you mean 'fit'" in tpuconv("help", "fitt", code=2).stderr
 
 
 def test_values_are_completed() -> None:
