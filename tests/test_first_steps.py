@@ -50,6 +50,7 @@ def test_other_names_are_refused_with_the_forms(text: str) -> None:
         "https://huggingface.co/Qwen/Qwen3-8B/",
         "https://huggingface.co/Qwen/Qwen3-8B/tree/main",
         "https://mirror.example/Qwen/Qwen3-8B",
+        "hf://Qwen/Qwen3-8B",
         "Qwen/Qwen3-8B",
     ],
 )

@@ -184,7 +184,7 @@ class Prompt(click.ParamType[str]):
 def id_of_page(text: str) -> str:
     """Returns the id of a model whose page on the Hub is at this address; other texts as they are."""
     hub = re.escape(os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/"))
-    found = re.fullmatch(rf"(?:{hub}|https://huggingface\.co)/([\w.-]+/[\w.-]+?)(?:/tree/main)?/?", text)
+    found = re.fullmatch(rf"(?:hf:/|{hub}|https://huggingface\.co)/([\w.-]+/[\w.-]+?)(?:/tree/main)?/?", text)
     return found[1] if found else text
 
 
