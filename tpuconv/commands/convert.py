@@ -127,8 +127,8 @@ def show_conversion(done: "api.Conversion", check: bool, as_json: bool) -> None:
     _show_left_out(done.left_out)
     _show_carried(done.carried)
     show_skipped("not converted", done.skipped, " tensors,")
-    if not done.source_verified:
-        show(f"  source {done.source_state or 'unverified'}")
+    if done.source_state and not done.source_verified:
+        show(f"  source {done.source_state}")
     for sentence in filter(None, (done.rounded, done.differs)):
         show(f"  {sentence}")
     if done.quantization:

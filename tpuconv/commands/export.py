@@ -9,7 +9,7 @@ from tpuconv.commands import options
 from tpuconv.commands.console import console, print_json, show
 from tpuconv.commands.convert import already_there, in_files, show_skipped, speed, tensor_table
 from tpuconv.commands.hub_outputs import OutputParam, local_place, pushed
-from tpuconv.commands.params import LocationParam, Name
+from tpuconv.commands.params import LocationParam, Name, known_checkpoints
 from tpuconv.commands.progress import resumable
 from tpuconv.location import Location
 from tpuconv.text import format_size
@@ -23,7 +23,7 @@ from tpuconv.text import format_size
     "tpuconv export Qwen3-8B-orbax-int8_default hf://my-org/Qwen3-8B-w8a8",
     "tpuconv export runs/sft Qwen3-8B-tuned --config Qwen/Qwen3-8B",
 )
-@click.argument("ckpt", type=LocationParam())
+@click.argument("ckpt", type=LocationParam(), shell_complete=known_checkpoints)
 @click.argument("out", type=OutputParam())
 @options.of(api.export, config={"type": Name(), "metavar": "SRC"})
 @options.processes

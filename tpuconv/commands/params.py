@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from tpuconv.location import BucketPath, local_path, path_problem, to_location
+from tpuconv.names import MANIFEST
 from tpuconv.text import has_surrogates
 
 
@@ -152,6 +153,18 @@ def known_families() -> Iterable[str]:
     from tpuconv.models.wrappers import WRAPPERS
 
     return [*family_names(), *WRAPPERS]
+
+
+def known_checkpoints(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Completes the path of a checkpoint or an export of tpuconv; folders where none begins so."""
+    folder, begun = os.path.split(incomplete)
+    try:
+        names = sorted(os.listdir(folder or "."))
+    except OSError:
+        names = []
+    paths = [os.path.join(folder, name) for name in names if name.startswith(begun)]
+    found = [CompletionItem(path) for path in paths if os.path.isfile(os.path.join(path, MANIFEST))]
+    return found or [CompletionItem(incomplete, type="dir")]
 
 
 class RayAddress(click.ParamType[str]):
