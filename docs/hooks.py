@@ -5,6 +5,7 @@ within the site. A link to another file of the repository becomes its text. A li
 the build.
 """
 
+import json
 import logging
 import os
 import re
@@ -20,6 +21,7 @@ PAGES = {
     "changelog.md": "CHANGELOG.md",
     "benchmarks.md": "benchmarks/README.md",
     "example.md": "examples/README.md",
+    "getting-started.md": "examples/first_steps.ipynb",
 }
 """From a page of the site to the file that it is made of."""
 
@@ -29,8 +31,16 @@ log = logging.getLogger("mkdocs.hooks.tpuconv")
 
 def on_files(files: Files, config: Any) -> Files:
     for page, source in PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+        files.append(File.generated(config, page, content=text_of(ROOT / source)))
     return files
+
+
+def text_of(path: Path) -> str:
+    """Returns the Markdown of a file; of a notebook its cells."""
+    if path.suffix != ".ipynb":
+        return path.read_text()
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text())["cells"]]
+    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for kind, text in cells)
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:

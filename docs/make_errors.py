@@ -82,17 +82,20 @@ class Calls(ast.NodeVisitor):
         if error is None:
             return
         hints = [text for word in node.keywords if word.arg == "hint" for text in self._texts(word.value)]
-        for message in self._texts(node.args[0]):
-            if re.search(r"\w{3}", GAP.sub("", message)):
-                found = Found(error, message)
-                self._found.setdefault(found.key, found).add([each for each in hints if GAP.sub("", each)], self._place)
+        messages = [text for text in self._texts(node.args[0]) if re.search(r"\w{3}", GAP.sub("", text))]
+        if not messages and ".message" not in ast.unparse(node.args[0]):  # the message of another error has an id
+            raise SystemExit(f"{self._place.partition(':')[0]}, line {node.lineno}: a message without words of its own")
+        for message in messages:
+            found = Found(error, message)
+            self._found.setdefault(found.key, found).add([each for each in hints if GAP.sub("", each)], self._place)
 
     def _class(self, name: str) -> str | None:
         """The class that a name stands for, `ANY` for an argument that is a class of errors; None for no error."""
         if (own := self._kinds.get(name)) is not None:
             return own
         arguments = [each for node in self._around if isinstance(node, ast.FunctionDef) for each in node.args.args]
-        if any(each.arg == name and each.annotation and "Error]" in ast.unparse(each.annotation) for each in arguments):
+        kinds = [ast.unparse(each.annotation) for each in arguments if each.arg == name and each.annotation]
+        if any(kind.startswith("type[") and "Error" in kind for kind in kinds):
             return ANY
         return None
 
@@ -148,9 +151,12 @@ def _kinds(trees: Iterable[ast.Module]) -> dict[str, str]:
         for node in tree.body
         if isinstance(node, ast.ClassDef)
         for base in node.bases
-        if isinstance(base, ast.Name) and base.id in CLASSES
+        if isinstance(base, ast.Name)
     }
-    return {**bases, **{name: name for name in CLASSES}}
+    kinds = {name: name for name in CLASSES}
+    while derived := {name: kinds[base] for name, base in bases.items() if base in kinds and name not in kinds}:
+        kinds |= derived
+    return kinds
 
 
 def _order(error: str) -> tuple[float, str]:

@@ -100,6 +100,9 @@ def answer(status: int, code: str, message: str, *, lists: bool = False) -> str:
          "clock of this machine", "set the clock"),
         ("UnauthenticatedError", "lacked credentials for path External AWS credential provider: Boom: gone", "read",
          BucketError, "no credentials for Amazon S3: Boom: gone", "AWS_ACCESS_KEY_ID"),
+        ("GenericError", "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 7ms - HTTP "
+         "error: error sending request\n\nDebug source:\n kind: Connect,", "read", BucketError,
+         "no credentials for Amazon S3 were found", "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
         ("FileNotFoundError", answer(404, "NoSuchBucket", "None."), "read", BucketError, "no bucket s3://b", "name"),
         ("GenericError", answer(503, "SlowDown", "Reduce."), "read", BucketError, "read: SlowDown: Reduce.", "network"),
         ("GenericError", "Error performing GET http://h/tokenizer.json?sig=secret in 2ms - HTTP error: error sending "

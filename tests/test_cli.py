@@ -549,7 +549,7 @@ def test_every_command_is_known_here():
 
 
 MISTAKES = {
-    "a command": (("convrt", "x"), 2, "Did you mean 'convert'"),
+    "a command": (("convrt", "x"), 2, "did you mean 'convert'"),
     "an option": (("convert", "x", "--drry-run"), 2, "--dry-run"),
     "a folder": (("convert", "./nowhere"), 2, "nowhere"),
     "a dtype": (("convert", "x", "--dtype", "float3"), 2, "float32"),

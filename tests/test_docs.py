@@ -1,11 +1,13 @@
 """The documentation builds as a site: every page is in its navigation, and every link has a target."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,10 @@ def test_the_site_builds_and_needs_no_network(tmp_path):
     assert "fonts.g" not in page
     assert (tmp_path / "site" / "contributing.html").is_file()
     assert not list((tmp_path / "site").glob("*.py"))
+    assert 'href="getting-started.html"' in page
+    notebook = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())["cells"]
+    shown = unescape(re.sub("<[^>]+>", "", (tmp_path / "site" / "getting-started.html").read_text()))
+    assert all(line in shown for cell in notebook for text in cell["source"] for line in re.findall(r"\w{4,}", text))
 
 
 def test_links_to_nothing_are_errors(tmp_path):

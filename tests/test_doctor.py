@@ -13,6 +13,7 @@ from helpers.times import HANG
 from tpuconv import doctor
 from tpuconv.doctor import Item
 from tpuconv.extras import install_command
+from tpuconv.location import to_location
 
 TOKEN = "hf_secret"
 
@@ -180,6 +181,13 @@ def test_a_hub_that_is_down(hub):
     item = doctor._hub()
     assert item.status == "fail"
     assert "does not answer" in item.found
+
+
+def test_a_bucket_is_as_good_while_the_hub_is_down(hub, monkeypatch):
+    monkeypatch.setattr(doctor, "_bucket", lambda folder: doctor.Item("bucket", "ok", str(folder)))
+    hub.stop()
+    found = {item.name: item.status for item in doctor.examine(to_location("s3://bucket/x")).items}
+    assert (found["bucket"], found["hub"]) == ("ok", "warn")
 
 
 def test_a_hub_that_is_silent(hub, monkeypatch):

@@ -1,14 +1,17 @@
 """Ids of errors: each message that the package raises has one, and is found by it and by its text."""
 
+import ast
 import json
 import runpy
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.commands import tpuconv
+from helpers.commands import EXAMPLE, tpuconv
 from tpuconv import api
 from tpuconv.errors import SourceError, TpuconvError, UsageError
 from tpuconv.explanations import ANY, EXPLANATIONS_FILE, GAP, Explanation, explanation_of, explanations
@@ -101,9 +104,57 @@ def test_a_class_that_the_caller_chooses_and_one_that_derives_from_another(tmp_p
     assert (found.error, found.exit_code) == ("OutputError", 9)
 
 
+MISTYPED = {
+    "a command": (("convrt", "x"), "no such command 'convrt'", "did you mean 'convert'?"),
+    "an option": (("convert", "x", "--drry-run"), "No such option '--drry-run'", "did you mean --dry-run? Or see"),
+    "an option like none": (("convert", "x", "--zzz"), "No such option '--zzz'", "see `tpuconv convert --help`"),
+    "a missing argument": (("convert",), "Missing argument 'SRC'", "see `tpuconv convert --help`"),
+    "a missing option": (("fit", "x"), "Missing option '--topology'", "see `tpuconv fit --help`"),
+    "a missing value": (("convert", "x", "--jobs"), "Wrong arguments: Option '--jobs' requires an argument.", "see"),
+    "no number": (("convert", "x", "--jobs", "many"), "Invalid value for '--jobs': 'many' is not a valid int", "see"),
+    "no choice": (("convert", "x", "--encoding", "k"), "Invalid value for '--encoding': 'k' is not one of", "see"),
+    "one argument more": (("push", "a", "b", "c"), "Wrong arguments: Got unexpected extra argument (c)", "see"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTYPED)
+def test_mistyped_arguments_have_an_id(mistake):
+    args, message, hint = MISTYPED[mistake]
+    error = json.loads(tpuconv(args[0], "--json", *args[1:], code=2).stdout)["error"]
+    assert (error["type"], error["exit_code"]) == ("UsageError", 2)
+    assert error["message"].startswith(message)
+    assert error["hint"].startswith(hint)
+    assert GAP.sub("", api.explain(error["id"]).message) != ""
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+@pytest.mark.parametrize("pointer", [True, False])
+def test_a_placeholder_has_an_id_and_advice(name, pointer, tmp_path):
+    shutil.copytree(EXAMPLE, tmp_path / "src")
+    (tmp_path / "src" / name).write_text("version https://git-lfs.github.com/spec/v1\n" if pointer else "<html>")
+    shown = tpuconv("convert", "src", "--json", cwd=tmp_path, code=4)
+    error = json.loads(shown.stdout)["error"]
+    assert name in error["message"]
+    assert error["hint"] == (
+        "run `git lfs pull`, or give the Hub id"
+        if pointer
+        else "download it again, logged in: a login or error page was stored in its place"
+    )
+    assert api.explain(error["id"]).error == ANY
+
+
+def test_a_message_without_words_is_not_accepted():
+    """Such as `SourceError(f"{path} is {what}")`: it would have no id."""
+    for message, is_told in (('f"{path} is {what}"', True), ('f"{path} is missing"', False), ("e.message", False)):
+        tree = ast.parse(f"def read(path):\n    raise SourceError({message})")
+        found: dict[object, object] = {}
+        with pytest.raises(SystemExit) if is_told else nullcontext():
+            MAKE["Calls"]("tpuconv.errors", tree, {"SourceError": "SourceError"}, found)
+        assert len(found) == (message == 'f"{path} is missing"')
+
+
 def test_what_has_no_explanation():
     assert explanation_of(SourceError("worded by a plugin, not here")) is None
-    assert "is not a" in tpuconv("convert", "x", "--jobs", "many", code=2).stderr  # click's own: no id
     for text in ("TC9999", "strange"):
         with pytest.raises(UsageError, match=f"no error of tpuconv has the id or the message '{text}'"):
             api.explain(text)

@@ -36,7 +36,20 @@ def test_slices_have_the_names_of_the_cloud(text: str, name: str) -> None:
     assert [[each.name for each in group] for group in parse_topologies([text])] == [[name]]
 
 
-@pytest.mark.parametrize("text", ["v5e-7", "v5p-1", "tpu7x-8", "v9-8"])
+@pytest.mark.parametrize(
+    ("text", "why", "names"),
+    [
+        ("v5litepod-3", "v5e has no slice of 3 chips", "v5e-1, v5e-4, v5e-8"),
+        ("v5p-1", "v5p has no slice of 1 cores", "v5p-2, v5p-8, v5p-16"),
+    ],
+)
+def test_a_number_of_chips_that_is_not_offered_is_told_with_those_that_are(text: str, why: str, names: str) -> None:
+    with pytest.raises(UsageError, match=why) as caught:
+        Slice.parse(text)
+    assert f"its slices are {names}" in caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["tpu7x-8", "v9-8"])
 def test_other_names_are_refused_with_the_forms(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         Slice.parse(text)
@@ -50,6 +63,7 @@ def test_other_names_are_refused_with_the_forms(text: str) -> None:
         "https://huggingface.co/Qwen/Qwen3-8B/",
         "https://huggingface.co/Qwen/Qwen3-8B/tree/main",
         "https://mirror.example/Qwen/Qwen3-8B",
+        "hf://Qwen/Qwen3-8B",
         "Qwen/Qwen3-8B",
     ],
 )
@@ -93,7 +107,7 @@ def test_the_base_of_an_adapter_is_named(tmp_path: Path) -> None:
 def test_help_is_a_command_too() -> None:
     assert tpuconv("help").stdout == tpuconv("--help").stdout
     assert tpuconv("help", "fit").stdout == tpuconv("fit", "--help").stdout
-    assert "Did you mean 'fit'" in tpuconv("help", "fitt", code=2).stderr
+    assert "did you mean 'fit'" in tpuconv("help", "fitt", code=2).stderr
 
 
 def test_values_are_completed() -> None:
@@ -110,6 +124,29 @@ def test_values_are_completed() -> None:
     assert completions("convert", "target", "max") == {"maxtext"}
     assert completions("families", "name", "qwen3_n") == {"qwen3_next"}
     assert completions("quantize", "shown_config", "nf4") == {"nf4_weight_only"}
+
+
+def test_checkpoints_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import click
+
+    from tpuconv.cli import tpuconv as group
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/a-orbax", "b-orbax", "b-other"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("runs/a-orbax", "b-orbax"):
+        (tmp_path / name / "tpuconv.json").write_text("{}")
+    for command in ("verify", "quantize", "generate", "benchmark", "export", "reshard", "push"):
+        (param, *_) = (param for param in group.command_of(command).params if isinstance(param, click.Argument))
+        for begun, found in (
+            ("", [("b-orbax", "plain")]),
+            ("b-o", [("b-orbax", "plain")]),
+            ("runs/", [("runs/a-orbax", "plain")]),
+            ("ru", [("ru", "dir")]),
+            ("nowhere/", [("nowhere/", "dir")]),
+        ):
+            items = param.shell_complete(click.Context(group.command_of(command)), begun)
+            assert [(item.value, item.type) for item in items] == found
 
 
 IDS = [[5, 9, 11], [3, 1, 4]]

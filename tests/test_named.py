@@ -14,7 +14,7 @@ from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models import registry
 from tpuconv.models.left_out import MODELS_LEFT_OUT
 from tpuconv.models.named import example_config, families_named, left_out
-from tpuconv.models.registry import all_families, find_family
+from tpuconv.models.registry import all_families, find_family, near_names
 from tpuconv.models.wrappers import WRAPPERS
 from tpuconv.targets.listing import targets_of
 from tpuconv.targets.registry import target_names
@@ -71,6 +71,13 @@ def test_the_reason_of_a_refused_model_is_told() -> None:
     with pytest.raises(UnsupportedConfig, match="bytes that are joined to patches") as caught:
         find_family({"model_type": "blt", "architectures": ["BltForCausalLM"]})
     assert "did you mean" not in caught.value.hint
+
+
+def test_names_are_alike_beside_the_ending_that_most_share():
+    known = {"BeamForCausalLM", "SmolLM3ForCausalLM", "Ministral3ForCausalLM", "Qwen3ForCausalLM", "qwen3"}
+    assert near_names("Moondream3ForCausalLM", known) == []
+    assert near_names("Qwen3forcausalLM", known) == ["Qwen3ForCausalLM", "qwen3"]
+    assert near_names("qwn3", known) == ["qwen3", "Qwen3ForCausalLM"]
 
 
 @pytest.mark.parametrize(("name", "near"), [("Qwen3ForCausalML", "Qwen3ForCausalLM"), ("QWEN3_MOE", "qwen3_moe")])

@@ -1,5 +1,6 @@
 """The distributions: sdist and wheel are built without network, and the wheel works in an empty environment."""
 
+import json
 import os
 import re
 import runpy
@@ -15,6 +16,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent
+MOST_BYTES = 3_000_000
+"""The largest size of the wheel."""
 SOURCES = ("LICENSE", "README.md", "pyproject.toml", "tpuconv")
 
 
@@ -60,6 +63,31 @@ def test_the_wheel_works_by_itself(built, tmp_path):
     assert version("tpuconv") in run(command, "--version", cwd=tmp_path, env=env)
     assert "convert" in run(command, "--help", cwd=tmp_path, env=env)
     assert "int8_default" in run(command, "quantize", "--list", cwd=tmp_path, env=env)
+
+
+def test_the_wheel_is_small(built):
+    (wheel,) = built.glob("*.whl")
+    assert wheel.stat().st_size < MOST_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_the_wheel_is_installed_with_its_dependencies(python, built, tmp_path):
+    """As a user installs it, from the index that pip is set to."""
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    program = sys.executable if python == here else shutil.which(f"python{python}")
+    if program is None or subprocess.run([program, "--version"], capture_output=True, check=False).returncode:
+        pytest.skip(f"there is no python{python} here")  # a name in PATH may be a shim of pyenv for a missing one
+    (wheel,) = built.glob("*.whl")
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    run(program, "-m", "venv", tmp_path / "venv", env=env)
+    bin = tmp_path / "venv" / "bin"
+    run(bin / "python", "-m", "pip", "install", "--quiet", wheel, cwd=tmp_path, env=env)
+    assert "convert" in run(bin / "tpuconv", "--help", cwd=tmp_path, env=env)
+    items = json.loads(run(bin / "tpuconv", "doctor", "--offline", "--json", cwd=tmp_path, env=env))["items"]
+    found = {item["name"]: item for item in items}
+    assert found["python"]["facts"]["version"].startswith(python)
+    assert {found[name]["status"] for name in ("python", "jax", "flax", "qwix", "devices")} == {"ok"}
 
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

@@ -6,8 +6,9 @@ import shutil
 import subprocess
 import sys
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from helpers.commands import tpuconv
 from helpers.hub_server import HubServer
 from helpers.logits import forward
 from tpuconv import api, buckets
+from tpuconv.cli import tpuconv as group
 from tpuconv.convert.export import files as export_files
 from tpuconv.errors import CorruptOutput, HubError, OutputError, PushedCheckpoint, UsageError
 from tpuconv.location import to_location
@@ -219,6 +221,90 @@ def test_what_was_pushed_is_loaded_by_its_id(outputs, serve_hub):
     assert "`hf download org/orbax --local-dir orbax` downloads it" in error.value.hint
     with pytest.raises(UsageError, match="has the form that it was converted to"):
         tpuconv_package.load("org/orbax", scan_layers=True)
+
+
+# -- hf://ORG/NAME as OUT ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(hub, tmp_path, monkeypatch, capsys) -> Callable[..., dict[str, Any]]:
+    """Runs a command in this process, with `--json`, on this Hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
+    hub.users["hf_secret"] = "org"
+
+    def run(*args: object) -> dict[str, Any]:
+        group.main([*map(str, args), "--json"], standalone_mode=False)
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+OUTPUTS = {
+    "convert": ("convert", "hf", []),
+    "quantize": ("quantize", "checkpoint", ["--config", "int8_weight_only"]),
+    "export": ("export", "checkpoint", []),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_is_made_and_pushed(name, run, outputs, hub, tmp_path):
+    command, source, options = OUTPUTS[name]
+    run(command, outputs / source, tmp_path / "there", *options)
+    done = run(command, outputs / source, f"hf://{REPO}", *options)
+    assert (done["out"], done["already_there"]) == (f"hf://{REPO}", False)
+    pushed, expected = hub.pushed[REPO]["main"], files(tmp_path / "there")
+    assert pushed.keys() == expected.keys()
+    assert json.loads(pushed["tpuconv.json"])["files"].keys() == json.loads(expected["tpuconv.json"])["files"].keys()
+    assert not files(tmp_path / "home")
+
+
+def test_an_output_that_was_not_pushed_is_pushed_by_the_same_command(run, outputs, hub, tmp_path):
+    hub.fail("object", status=403)
+    command = ("convert", outputs / "hf", f"hf://{REPO}", "--workspace", tmp_path / "work")
+    with pytest.raises(HubError, match="denies access"):
+        run(*command)
+    made = files(tmp_path / "work" / REPO)
+    assert made
+    hub.mend()
+    run(*command)
+    assert hub.pushed[REPO]["main"] == made
+    assert not files(tmp_path / "work")
+    assert not (tmp_path / "home").exists()
+
+
+REFUSED = {
+    "no token": ({"token": None}, [], HubError, "needs a token"),
+    "an old token": ({"users": {}}, [], HubError, "does not accept your token"),
+    "another account": ({"users": {"hf_secret": "me"}}, [], HubError, "not of an account that you may write to"),
+    "weights of others": ({"pushed": {REPO: {"main": {"a.bin": b""}}}}, [], UsageError, "no manifest of tpuconv names"),
+    "several processes": ({}, ["--process-index", "0", "--process-count", "2"], UsageError, "by one process"),
+    "no name": ({"repo": "org"}, [], UsageError, "is not a Hub id"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_repository_is_refused_before_the_work(name, run, outputs, hub, tmp_path, monkeypatch):
+    facts, options, error, message = REFUSED[name]
+    hub.users = facts.get("users", hub.users)
+    hub.pushed |= facts.get("pushed", {})
+    hub.private[REPO] = False
+    if "token" in facts:
+        (tmp_path / "token").unlink()
+    with pytest.raises(error, match=message):
+        run("convert", outputs / "hf", f"hf://{facts.get('repo', REPO)}", *options)
+    assert not files(tmp_path / "home")
+
+
+def test_a_plan_asks_no_hub(run, outputs, hub):
+    for command, source, options in OUTPUTS.values():
+        run(command, outputs / source, f"hf://{REPO}", *options, "--dry-run")
+    assert not hub.requests
+
+
+def test_elsewhere_the_address_of_the_hub_is_told(outputs):
+    with pytest.raises(UsageError, match="the Hub is no file system") as error:
+        api.convert(outputs / "hf", f"hf://{REPO}")
+    assert "`tpuconv push FOLDER ORG/NAME`" in error.value.hint
 
 
 # -- signatures: OpenSSF's model signing, beside its own command -----------------------------------------------------

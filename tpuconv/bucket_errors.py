@@ -23,6 +23,8 @@ _OTHER_REGION = re.compile("AuthorizationHeaderMalformed|PermanentRedirect|Illeg
 _EXPIRED = re.compile("ExpiredToken|TokenRefreshRequired|has expired")
 _WRONG_CLOCK = re.compile("RequestTimeTooSkewed")
 _NO_CREDENTIALS = re.compile("credential|metadata server|token|SecretAccessKey|service account", re.IGNORECASE)
+_METADATA_SERVER = "//169.254.169.254/"
+"""The address at which a machine of a cloud finds its credentials. It is asked last."""
 _PROVIDER = re.compile(r"External \w+ credential provider: (.*)")
 """The error of boto3 or google-auth, of which obstore asked for credentials."""
 _RUN_AGAIN = "run the same command: it resumes where it stopped"
@@ -99,6 +101,11 @@ def _error(path: BucketPath, done: str, error: Exception) -> BucketError:
             f"{path} cannot be {done}: {store} refuses access",
             details=[reason] if _said(text) else [],
             hint=f"ask for the right ({RIGHTS[path.scheme][done]}), or {hint}",
+        )
+    if _METADATA_SERVER in str(error):
+        return BucketError(
+            f"{path} cannot be {done}: no credentials for {store} were found, in no variable and on no metadata server",
+            hint=hint,
         )
     if _NO_CREDENTIALS.search(_URL.sub("", reason)):
         return BucketError(f"{path} cannot be {done}: no credentials for {store}: {reason}", hint=hint)

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from importlib import metadata
 from importlib.util import find_spec
@@ -119,7 +119,9 @@ def examine(folder: Location, *, network: bool = True) -> Diagnosis:
     else:
         items.append(_checked("disk", _disk, folder))
     if network:
-        items += [_checked("hub", _hub), _checked("token", _token)]
+        hub = [_checked("hub", _hub), _checked("token", _token)]
+        most: Status = "warn" if isinstance(folder, BucketPath) else "fail"  # of a bucket the Hub tells nothing
+        items += [replace(item, status=min(item.status, most, key=STATUSES.index)) for item in hub]
     return Diagnosis(tuple(items))
 
 

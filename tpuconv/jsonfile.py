@@ -79,8 +79,7 @@ def read_bytes(path: Location, limit: int, error: type[TpuconvError], *, hint: s
     if left < 0:  # it grew after fstat
         raise error(f"{path} has more than {limit} bytes")
     data = b"".join(blocks)
-    if what := placeholder(data):
-        raise error(f"{path} is {what}")
+    refuse_placeholder(path, data, error)
     return data
 
 
@@ -91,19 +90,28 @@ def _read_object(path: BucketPath, limit: int, error: type[TpuconvError], hint: 
     if found.size > limit:
         raise error(f"{path} has {found.size} bytes, the limit is {limit}")
     data = bytes(buckets.read(path))
-    if what := placeholder(data):
-        raise error(f"{path} is {what}")
+    refuse_placeholder(path, data, error)
     return data
 
 
-def placeholder(start: bytes) -> str | None:
-    """Returns what was stored instead of the file, judging by its first bytes, with advice; None if it may be the file
-    itself."""
-    if start.startswith(b"version https://git-lfs"):
-        return "a Git LFS pointer, not the file itself: run `git lfs pull`, or give the Hub id"
+LFS_POINTER = b"version https://git-lfs"
+"""The first bytes of a pointer of Git LFS."""
+LFS_ADVICE = "run `git lfs pull`, or give the Hub id"
+
+
+def refuse_placeholder(path: Location, start: bytes, error: type[TpuconvError]) -> None:
+    """Checks by the first bytes of a file that it is the file itself.
+
+    Raises:
+        error: something else was stored instead: a Git LFS pointer or a web page.
+    """
+    if start.startswith(LFS_POINTER):
+        raise error(f"{path} is a Git LFS pointer, not the file itself", hint=LFS_ADVICE)
     if start[:1000].lstrip()[:1] == b"<":
-        return "a web page, not the file itself: the download was answered by a login or error page"
-    return None
+        raise error(
+            f"{path} is a web page, not the file itself",
+            hint="download it again, logged in: a login or error page was stored in its place",
+        )
 
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}

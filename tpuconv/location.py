@@ -100,6 +100,11 @@ def to_location(place: "str | Path | BucketPath") -> Location:
     scheme, slash, rest = found[1].lower(), found[2], found[3]
     if scheme not in SCHEMES:
         names = ", ".join(f"{name}://" for name in SCHEMES)
+        if scheme == "hf":
+            raise UsageError(
+                f"{place} cannot be used here: the Hub is no file system",
+                hint="give ORG/NAME as a source; make an output in a folder, then `tpuconv push FOLDER ORG/NAME`",
+            )
         first = "download it, and " if scheme in ("http", "https") else ""
         raise UsageError(
             f"{place} cannot be used: tpuconv does not know the scheme {found[1]}:",

@@ -99,10 +99,13 @@ def forked(args: Sequence[str], cwd: Path | None = None, patch: str = "", killed
 
 
 def tpuconv(*args: object, cwd: Path | None = None, code: int = 0) -> Done:
-    """Runs the command in a process of its own; its exit code must be `code`, and it never shows a traceback."""
+    """Runs the command in a process of its own; its exit code must be `code`, it never shows a traceback, and an error
+    has an id."""
     done = forked(list(map(str, args)), cwd)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+    assert re.findall(r"^(?:\w+Error|CorruptOutput|UnsupportedConfig): .*", done.stderr, re.M) == []
+    assert '"id": null' not in done.stdout
     return done
 
 

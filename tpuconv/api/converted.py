@@ -27,7 +27,7 @@ class Conversion(OneLine):
     Attributes:
         out: the folder of the checkpoint.
         family: the family of the model, such as "llama".
-        source_state: the check of the source, as the manifest records it; None if nothing is known.
+        source_state: the check of the source, as the manifest records it; None if none can be expected, as of a folder.
         arrays: the number of arrays in the checkpoint.
         parameters: the number of parameters of the model; tied parameters count once.
         output_bytes: size of the arrays on the disk.

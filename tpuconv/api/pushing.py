@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from tpuconv.errors import CorruptOutput, UsageError, shorten
+from tpuconv.errors import CorruptOutput, HubError, UsageError, shorten
 from tpuconv.location import local_path
 from tpuconv.options import argument, option, takes
 from tpuconv.text import OneLine
@@ -86,7 +86,7 @@ def push(asked: PushRequest) -> Push:
 
     folder, branch = local_path(asked.path, "push uploads local folders"), asked.revision or "main"
     files = _complete(folder)
-    _check_name(asked.repo)
+    check_name(asked.repo)
     if asked.dry_run:
         return Push(folder, asked.repo, branch, files, (), None)
     if asked.sign:
@@ -179,7 +179,37 @@ def _complete(folder: Path) -> dict[str, int]:
     return dict(sorted(sizes.items()))
 
 
-def _check_name(repo: str) -> None:
+def check_repository(repo: str) -> None:
+    """Checks before an output is made that it can be pushed.
+
+    Raises:
+        UsageError: the repository holds weights of others.
+        HubError: the user is not logged in, the repository is of another account, or the Hub cannot be reached.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    from tpuconv.sources.hub_errors import client_errors
+
+    if not get_token():
+        raise HubError(f"an upload to {repo} needs a token", hint="log in with `hf auth login`, or set HF_TOKEN")
+    with client_errors(repo, "main", to_write=True):
+        hub = HfApi()
+        user = hub.whoami()
+        names = [user["name"], *(org["name"] for org in user.get("orgs", ()))]
+        if repo.partition("/")[0] not in names:
+            raise HubError(
+                f"{repo} is not of an account that you may write to", hint=f"give {' or '.join(names)} as ORG"
+            )
+        if hub.repo_exists(repo):
+            _stale(hub, repo, "main", ())
+
+
+def check_name(repo: str) -> None:
+    """Checks that a text is the id of a repository, with its owner.
+
+    Raises:
+        UsageError: it is not.
+    """
     from huggingface_hub.errors import HFValidationError
 
     from tpuconv.private import validate_repo_id

@@ -1,7 +1,7 @@
 """Runs a plan."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -89,6 +89,14 @@ def run_work(
     return WorkDone(last.total, last.resumed, was_there, last.stage != PART_DONE)
 
 
+def _state_of(source: Mapping[str, Any]) -> str | None:
+    """Returns the check of a source, as a manifest records it; None of a folder, of which nobody publishes hashes."""
+    from tpuconv.sources.source import UNVERIFIED
+
+    state: str | None = source.get("verified")
+    return None if state == UNVERIFIED and not source.get("repo") else state
+
+
 def run_plan(
     plan: "Plan",
     out: Location,
@@ -125,7 +133,7 @@ def run_plan(
     done = Conversion(
         out=out,
         family=plan.family,
-        source_state=raw["source"].get("verified") if raw else None,
+        source_state=_state_of(raw["source"]) if raw else None,
         arrays=len(plan.arrays),
         parameters=plan.parameters,
         output_bytes=raw.get("stored_bytes", raw["bytes"]) if raw else plan.output_bytes,

@@ -195,8 +195,10 @@ class Manifest:
         """
         self._check_model()
         if self.target != OWN_TARGET:
-            message = f"{self.folder} is a checkpoint for {self.target}, with the names of that program"
-            raise UsageError(message, hint="convert without `target=`, or `tpuconv export` this and convert that")
+            raise UsageError(
+                f"{self.folder} is a checkpoint for {self.target}, with the names of that program",
+                hint="convert without `target=`, or `tpuconv export` this and convert that",
+            )
 
     @property
     def family(self) -> str:

@@ -10,7 +10,8 @@ import click
 from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, lines, print_json, show
-from tpuconv.commands.params import LocationParam, Name
+from tpuconv.commands.hub_outputs import OutputParam, local_place, pushed
+from tpuconv.commands.params import Name
 from tpuconv.commands.process import fail
 from tpuconv.commands.progress import resumable
 from tpuconv.errors import TpuconvError, UsageError
@@ -37,10 +38,11 @@ if TYPE_CHECKING:
     "tpuconv convert deepseek-ai/DeepSeek-R1 --encoding keep",
     "tpuconv convert Qwen/Qwen3-8B --target maxtext --scan-layers",
     "tpuconv convert Qwen/Qwen3-8B gs://bucket/qwen3-8b",
+    "tpuconv convert Qwen/Qwen3-8B hf://my-org/Qwen3-8B-orbax",
     "tpuconv convert meta-llama/Llama-3.3-70B-Instruct --dry-run",
 )
 @click.argument("src", type=Name())
-@click.argument("out", required=False, type=LocationParam())
+@click.argument("out", required=False, type=OutputParam())
 @options.of(api.convert)
 @options.processes
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop; no weights are downloaded.")
@@ -59,21 +61,26 @@ def convert(
     OUT appears complete or not at all. After an interruption the same command continues. A source on the Hub or in a
     bucket is fetched during the conversion, and no copy of it stays; --dry-run shows the disk space that it needs.
 
+    OUT may be hf://ORG/NAME: the output is made in a folder beside the Hub's cache, or in --workspace, pushed as
+    `tpuconv push` does, and removed there.
+
     With --distributed, or --process-index and --process-count, several processes convert one model together.
     """
     _check_order(src, out)
     convert_model = options.on_processes(api.convert, given)
+    place = local_place(out, given, planned=dry_run)
     if given["quantize"]:
         check_address_space_for_jax()
     with resumable(as_json) as progress:
         if not dry_run:
-            done = convert_model(src, out, progress=progress, **options.asked_of(api.convert, given))
+            made = convert_model(src, place, progress=progress, **options.asked_of(api.convert, given))
+            done = pushed(out, made, progress)
         else:
             plan = api.plan(src, progress=progress, **options.asked_of(api.plan, given))
     if dry_run:
-        if out is not None:
-            options.check_planned_place(plan.plan.source.folder, out)
-        show_plan(plan, as_json, out)
+        if place is not None:
+            options.check_planned_place(plan.plan.source.folder, place)
+        show_plan(plan, as_json, place)
     else:
         show_conversion(done, given["check"], as_json)
 
@@ -120,8 +127,8 @@ def show_conversion(done: "api.Conversion", check: bool, as_json: bool) -> None:
     _show_left_out(done.left_out)
     _show_carried(done.carried)
     show_skipped("not converted", done.skipped, " tensors,")
-    if not done.source_verified:
-        show(f"  source {done.source_state or 'unverified'}")
+    if done.source_state and not done.source_verified:
+        show(f"  source {done.source_state}")
     for sentence in filter(None, (done.rounded, done.differs)):
         show(f"  {sentence}")
     if done.quantization:

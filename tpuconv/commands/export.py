@@ -8,7 +8,8 @@ from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import console, print_json, show
 from tpuconv.commands.convert import already_there, in_files, show_skipped, speed, tensor_table
-from tpuconv.commands.params import LocationParam, Name
+from tpuconv.commands.hub_outputs import OutputParam, local_place, pushed
+from tpuconv.commands.params import LocationParam, Name, known_checkpoints
 from tpuconv.commands.progress import resumable
 from tpuconv.location import Location
 from tpuconv.text import format_size
@@ -19,10 +20,11 @@ from tpuconv.text import format_size
     "tpuconv export Qwen3-8B-orbax Qwen3-8B-again",
     "tpuconv export Qwen3-8B-orbax-int8_default Qwen3-8B-w8a8",
     "tpuconv export gemma-3-27b-orbax gemma-3-27b-again --with-skipped google/gemma-3-27b-it",
+    "tpuconv export Qwen3-8B-orbax-int8_default hf://my-org/Qwen3-8B-w8a8",
     "tpuconv export runs/sft Qwen3-8B-tuned --config Qwen/Qwen3-8B",
 )
-@click.argument("ckpt", type=LocationParam())
-@click.argument("out", type=LocationParam())
+@click.argument("ckpt", type=LocationParam(), shell_complete=known_checkpoints)
+@click.argument("out", type=OutputParam())
 @options.of(api.export, config={"type": Name(), "metavar": "SRC"})
 @options.processes
 @click.option("--dry-run", is_flag=True, help="Show the tensors that would be written, and stop.")
@@ -37,19 +39,23 @@ def export(
     """Write the checkpoint CKPT to the folder OUT as safetensors, under the names of the source.
 
     Tensors that were neither cast nor dequantized come back bit for bit. Quantized parameters are written in the
-    formats that vLLM, SGLang, tpu-inference and transformers load. OUT appears complete or not at all.
+    formats that vLLM, SGLang, tpu-inference and transformers load. OUT appears complete or not at all; it may be
+    hf://ORG/NAME, as of `tpuconv convert`.
 
     With --config, CKPT is a checkpoint, a step or a run of a trainer, without a manifest of tpuconv; the latest step is
     taken.
     """
     export_model = options.on_processes(api.export, given)
+    place = local_place(out, given, planned=dry_run)
+    assert place is not None
     with resumable(as_json) as progress:
         if not dry_run:
-            done = export_model(ckpt, out, progress=progress, **options.asked_of(api.export, given))
+            made = export_model(ckpt, place, progress=progress, **options.asked_of(api.export, given))
+            done = pushed(out, made, progress)
         else:
             plan = api.plan_export(ckpt, progress=progress, **options.asked_of(api.plan_export, given))
     if dry_run:
-        options.check_planned_place(ckpt, out)
+        options.check_planned_place(ckpt, place)
         _show_plan(plan, as_json)
     else:
         _show_export(done, given["config"] is not None, given["check"], as_json)

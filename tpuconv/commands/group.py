@@ -5,6 +5,8 @@ from importlib import import_module
 
 import click
 
+from tpuconv.errors import UsageError
+
 SUMMARIES = {
     "recipe": "Show the sizes of a model and the commands for it.",
     "convert": "Convert safetensors to an Orbax checkpoint.",
@@ -57,5 +59,6 @@ class Group(click.Group):
             name, args = args[1], [args[1], "--help"]
         if name not in SUMMARIES and not name.startswith("-"):
             near = get_close_matches(name, SUMMARIES, 1)
-            ctx.fail(f"no such command '{name}'." + (f" Did you mean '{near[0]}'?" if near else ""))
+            hint = f"did you mean '{near[0]}'?" if near else "see `tpuconv --help`"
+            raise UsageError(f"no such command '{name}'", hint=hint)
         return super().resolve_command(ctx, args)

@@ -18,6 +18,7 @@ from tpuconv.commands.params import (
     Number,
     Numbers,
     RayAddress,
+    known_checkpoints,
     known_configs,
     known_targets,
 )
@@ -166,9 +167,11 @@ def _option(
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 
-ckpt = click.argument("ckpt", required=False, type=LocationParam())
+ckpt = click.argument("ckpt", required=False, type=LocationParam(), shell_complete=known_checkpoints)
 
-src_or_ckpt = click.argument("src", required=False, type=Name(), metavar="[SRC_OR_CKPT]")
+src_or_ckpt = click.argument(
+    "src", required=False, type=Name(), metavar="[SRC_OR_CKPT]", shell_complete=known_checkpoints
+)
 
 processes = stacked(
     click.option(

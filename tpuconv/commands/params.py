@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from tpuconv.location import BucketPath, local_path, path_problem, to_location
+from tpuconv.names import MANIFEST
 from tpuconv.text import has_surrogates
 
 
@@ -154,6 +155,18 @@ def known_families() -> Iterable[str]:
     return [*family_names(), *WRAPPERS]
 
 
+def known_checkpoints(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Completes the path of a checkpoint or an export of tpuconv; folders where none begins so."""
+    folder, begun = os.path.split(incomplete)
+    try:
+        names = sorted(os.listdir(folder or "."))
+    except OSError:
+        names = []
+    paths = [os.path.join(folder, name) for name in names if name.startswith(begun)]
+    found = [CompletionItem(path) for path in paths if os.path.isfile(os.path.join(path, MANIFEST))]
+    return found or [CompletionItem(incomplete, type="dir")]
+
+
 class RayAddress(click.ParamType[str]):
     """The address of a Ray cluster."""
 
@@ -184,7 +197,7 @@ class Prompt(click.ParamType[str]):
 def id_of_page(text: str) -> str:
     """Returns the id of a model whose page on the Hub is at this address; other texts as they are."""
     hub = re.escape(os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/"))
-    found = re.fullmatch(rf"(?:{hub}|https://huggingface\.co)/([\w.-]+/[\w.-]+?)(?:/tree/main)?/?", text)
+    found = re.fullmatch(rf"(?:hf:/|{hub}|https://huggingface\.co)/([\w.-]+/[\w.-]+?)(?:/tree/main)?/?", text)
     return found[1] if found else text
 
 

@@ -18,6 +18,7 @@ from typing import IO, Any, NoReturn, TextIO, cast
 import click
 
 from tpuconv import libtpu
+from tpuconv.commands.argument_errors import usage_error
 from tpuconv.commands.console import print_json, say, say_error
 from tpuconv.commands.flags import with_flags
 from tpuconv.commands.params import shortened
@@ -254,7 +255,7 @@ def _known(error: BaseException) -> TpuconvError:
     if isinstance(error, TpuconvError):
         return error
     if isinstance(error, click.ClickException):
-        return UsageError(error.format_message(), hint=_help_hint(error))
+        return usage_error(error)
     first, *others = str(error).splitlines() or [""]
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return UsageError(f"'{shortened(error.filename)}' cannot be a path: {error.strerror}")
@@ -278,7 +279,7 @@ def _known(error: BaseException) -> TpuconvError:
             hint="raise the limit: `ulimit -v unlimited`",
         )
     hint = "this is a bug of tpuconv: please report it with the output of the same command with -v"
-    return TpuconvError(f"{type(error).__name__}: {first}", details=others, hint=hint)
+    return TpuconvError(f"unexpected {type(error).__name__}: {first}", details=others, hint=hint)
 
 
 def _no_descriptors(error: BaseException) -> ResourceError | None:
@@ -289,8 +290,3 @@ def _no_descriptors(error: BaseException) -> ResourceError | None:
             return error if isinstance(error, ResourceError) else found
         cause = cause.__cause__ or cause.__context__
     return None
-
-
-def _help_hint(error: click.ClickException) -> str:
-    ctx = getattr(error, "ctx", None)
-    return f"see `{ctx.command_path} --help`" if ctx else "see `tpuconv --help`"

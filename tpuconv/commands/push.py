@@ -7,7 +7,7 @@ import click
 from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, show
-from tpuconv.commands.params import File, Name
+from tpuconv.commands.params import File, Name, known_checkpoints
 from tpuconv.text import format_count, format_size
 
 
@@ -17,7 +17,7 @@ from tpuconv.text import format_count, format_size
     "tpuconv push Qwen3-8B-orbax my-org/Qwen3-8B-orbax --private",
     "tpuconv push Qwen3-8B-orbax my-org/Qwen3-8B-orbax --sign key.pem",
 )
-@click.argument("path", type=File())
+@click.argument("path", type=File(), shell_complete=known_checkpoints)
 @click.argument("repo", type=Name(), metavar="ORG/NAME")
 @options.of(api.push, revision={"type": Name()}, sign={"type": options.FILE, "metavar": "KEY"})
 @options.as_json

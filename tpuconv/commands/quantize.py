@@ -11,8 +11,9 @@ from tpuconv.api.quantization import checked_workspace
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, show
 from tpuconv.commands.convert import show_conversion, show_plan
+from tpuconv.commands.hub_outputs import OutputParam, local_place, pushed
 from tpuconv.commands.inputs import chosen_checkpoint, read_prompts
-from tpuconv.commands.params import KnownName, LocationParam, known_configs
+from tpuconv.commands.params import KnownName, known_configs
 from tpuconv.commands.progress import resumable, shown
 from tpuconv.errors import UsageError
 from tpuconv.location import Location
@@ -42,6 +43,7 @@ CONFIG = {
     "tpuconv quantize Qwen3-8B-orbax --config int4_weight_only --explain",
     "tpuconv quantize Qwen/Qwen3-8B --config int4_gptq",
     "tpuconv quantize Qwen3-8B-orbax /data/Qwen3-8B-mine --config ./mine.yaml",
+    "tpuconv quantize Qwen3-8B-orbax hf://my-org/Qwen3-8B-int8 --config int8_default",
     "tpuconv quantize Qwen3-8B-orbax --config auto:4.5",
     "tpuconv quantize Qwen3-8B-orbax --sensitivity",
     "tpuconv quantize Qwen/Qwen3-8B --target-bits 5.5",
@@ -50,7 +52,7 @@ CONFIG = {
     "tpuconv quantize --show int4_weight_only > mine.yaml",
 )
 @options.ckpt
-@click.argument("out", required=False, type=LocationParam())
+@click.argument("out", required=False, type=OutputParam())
 @options.of(api.quantize, "config", config=CONFIG)
 @click.option("--list", "as_list", is_flag=True, help="List the configs of this package.")
 @click.option(
@@ -77,7 +79,7 @@ def quantize(
     **given: Any,
 ) -> None:
     """Quantize CKPT, a checkpoint or a release, by Qwix rules to OUT (by default <CKPT>-<config> beside a checkpoint,
-    ./<name>-orbax-<config> of a release).
+    ./<name>-orbax-<config> of a release). OUT may be hf://ORG/NAME, as of `tpuconv convert`.
 
     CKPT defaults to the newest unquantized checkpoint in the current folder. OUT appears complete or not at all. After
     an interruption the same command continues. OUT contains the arrays that Qwix computes, bit for bit, and a report,
@@ -145,7 +147,7 @@ def _quantize(
     explain: bool,
     dry_run: bool,
     as_json: bool,
-    given: "Mapping[str, Any]",
+    given: dict[str, Any],
 ) -> None:
     """Quantizes a checkpoint, or shows how."""
     from tpuconv.quantize.config import find_config
@@ -156,18 +158,20 @@ def _quantize(
         options.require_mode("a config that has `calibration`", False, "samples", "length")
     chosen = chosen_checkpoint(ckpt, "Quantizing", quiet=as_json, own=True, quantized=False)
     check_address_space_for_jax()
+    place = local_place(out, given, planned=explain or dry_run)
     if explain or dry_run:
-        checked_workspace(given["workspace"], out or chosen, config)  # as the quantization does
+        checked_workspace(given["workspace"], place or chosen, config)  # as the quantization does
         plan = api.plan_quantization(chosen, **options.asked_of(api.plan_quantization, given))
         if explain:
             _show_explanation(plan, as_json)
         else:
-            if out is not None:
-                options.check_planned_place(plan.plan.source.folder, out)
-            show_plan(plan, as_json, out or chosen)
+            if place is not None:
+                options.check_planned_place(plan.plan.source.folder, place)
+            show_plan(plan, as_json, place or chosen)
         return
     with resumable(as_json) as progress:
-        done = quantize_model(chosen, out, progress=progress, **options.asked_of(api.quantize, given))
+        made = quantize_model(chosen, place, progress=progress, **options.asked_of(api.quantize, given))
+        done = pushed(out, made, progress)
     show_conversion(done, given["check"], as_json)
 
 

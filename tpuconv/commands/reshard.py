@@ -9,7 +9,7 @@ from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, show
 from tpuconv.commands.convert import already_there, show_skipped, speed
-from tpuconv.commands.params import LocationParam, Name
+from tpuconv.commands.params import LocationParam, Name, known_checkpoints
 from tpuconv.commands.progress import resumable
 from tpuconv.location import Location
 from tpuconv.text import format_count, format_size
@@ -22,7 +22,7 @@ from tpuconv.text import format_count, format_size
     "tpuconv reshard Qwen3-8B-maxtext Qwen3-8B-pathways --pathways --mesh fsdp=64",
     "tpuconv reshard runs/sft Qwen3-8B-sft --config Qwen/Qwen3-8B --mesh tensor=8 --unscan-layers",
 )
-@click.argument("ckpt", type=LocationParam())
+@click.argument("ckpt", type=LocationParam(), shell_complete=known_checkpoints)
 @click.argument("out", type=LocationParam())
 @options.of(api.reshard, config={"type": Name(), "metavar": "SRC"})
 @options.processes

@@ -133,7 +133,8 @@ def sound_of(item: Any, name: str, rate: int) -> SoundArray:
         is_array = samples.dtype != object
         what = f"an array {list(samples.shape)} of {samples.dtype}" if is_array else f"of type {type(item).__name__}"
         raise UsageError(
-            f"{name} is {what}", hint=f"give a file, or floating-point samples from -1 to 1, {rate:,} a second"
+            f"{name} is no sound but {what}",
+            hint=f"give a file, or floating-point samples from -1 to 1, {rate:,} a second",
         )
     return _checked(samples.astype(np.float32), name)
 

@@ -3,14 +3,13 @@
 import re
 from collections.abc import Iterable
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
 from tpuconv.errors import TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.models.common.heads import CAUSAL_ENDS, HEADLESS_ENDS, named_head
 from tpuconv.models.families import DRAFT_FAMILIES
 from tpuconv.models.left_out import MODELS_LEFT_OUT
-from tpuconv.models.registry import Family, all_families, family_names, get_family
+from tpuconv.models.registry import Family, all_families, family_names, get_family, near_names
 from tpuconv.models.wrappers import WRAPPERS, Wrapper
 
 
@@ -92,7 +91,6 @@ def _suggestion(name: str, known: Iterable[Family]) -> str:
     names = {*family_names(), *WRAPPERS, *(wrapper.architecture for wrapper in WRAPPERS.values())}
     for family in known:
         names |= {*family.architectures, *family.architectures.values()}
-    written = {each.lower(): each for each in sorted(names)}
-    near = [written[each] for each in get_close_matches(name.lower(), written, n=3)]
+    near = near_names(name, names)
     suggested = f"did you mean {' or '.join(near)}? " if near else ""
     return suggested + "`tpuconv families` lists all; `tpuconv families --new SRC` compares a model with each family"

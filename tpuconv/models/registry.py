@@ -2,9 +2,10 @@
 needed. Its config and table do not import jax.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -428,6 +429,19 @@ def _reads_text(family: Family, hf_config: Mapping[str, Any]) -> bool:
     return not family.text_types or kind is None or kind in family.text_types
 
 
+def near_names(name: str, known: Iterable[str]) -> list[str]:
+    """Returns up to three known names that resemble one without endings such as `ForCausalLM`, which most share."""
+    stems: dict[str, list[str]] = {}
+    for each in sorted(known):
+        stems.setdefault(_stem(each), []).append(each)
+    near = [each for stem in get_close_matches(_stem(name), stems, n=3) for each in stems[stem]]
+    return sorted(near, key=lambda each: -SequenceMatcher(None, name.lower(), each.lower()).ratio())[:3]
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"(?i)(for[a-z]+|lmheadmodel|model)$", "", name[:100]).lower()
+
+
 def _suggestion(name: str, known: Collection[str]) -> str:
-    near = get_close_matches(name, sorted(known), n=3)
+    near = near_names(name, known)
     return (f"did you mean {' or '.join(near)}? " if near else "") + "`tpuconv families` lists all"

@@ -195,7 +195,7 @@ class QuantConfig:
         try:
             return _parse_root(YamlValue(yaml_node(root), MANIFEST, "quantization"), facts["name"])
         except ConfigError as e:
-            raise CorruptOutput(e.message, hint=e.hint) from None
+            raise CorruptOutput(f"the quantization of the checkpoint is not valid: {e.message}", hint=e.hint) from None
 
 
 def config_names() -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tpuconv import buckets
 from tpuconv.errors import SourceError
-from tpuconv.jsonfile import check, opened, parse, placeholder, read_bytes
+from tpuconv.jsonfile import LFS_POINTER, check, opened, parse, read_bytes, refuse_placeholder
 from tpuconv.location import BucketPath, Location
 from tpuconv.names import LAYOUTS, MANIFEST
 from tpuconv.sources.files import CONFIG_FILE, INDEX_FILE
@@ -202,8 +202,8 @@ def _facts(path: Location) -> dict[str, Any]:
             facts = hash_file(path)
     # A template or a vocabulary may begin with a tag, and a licence or a card be a page.
     is_page = path.suffix == ".json" or (path.suffix in COMPANION_SUFFIXES and _PAGE.match(start))
-    if (what := placeholder(start)) and (is_page or start.startswith(b"version https://git-lfs")):
-        raise SourceError(f"{path} is {what}")
+    if is_page or start.startswith(LFS_POINTER):
+        refuse_placeholder(path, start, SourceError)
     return facts
 
 

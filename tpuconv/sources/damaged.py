@@ -15,14 +15,8 @@ from tpuconv.storage.hashes import BLOCK, HASHES, blocks
 class DamagedDownload(SourceError):
     """A file in the cache does not match what the Hub promises."""
 
-    def __init__(self, path: Path, files: Sequence[Path], *details: str):
-        super().__init__(
-            f"{path} is not the file that the Hub promises",
-            details=details,
-            hint="it was damaged on the way or on the disk; delete it and run again, only it is downloaded anew:\n"
-            f"     rm {' '.join(shlex.quote(str(f)) for f in files)}",
-        )
-        self.files = files
+    files: Sequence[Path] = ()
+    """The files to delete: the blob and, where repositories share it, the shared file under it."""
 
     def remove(self) -> None:
         """Deletes the file from the cache, so that it is downloaded again.
@@ -55,8 +49,15 @@ def wrong_hash(path: Location, expected: str, actual: str, name: str = "sha256")
 
 def damaged(path: Path, *details: str) -> DamagedDownload:
     """Returns the error for a file in the cache that is damaged in this way. It names what to delete."""
-    # The blob and, where repositories share it, the shared file under it.
-    return DamagedDownload(path, link_targets(path)[-2:], *details)
+    files = link_targets(path)[-2:]
+    error = DamagedDownload(
+        f"{path} is not the file that the Hub promises",
+        details=details,
+        hint="it was damaged on the way or on the disk; delete it and run again, only it is downloaded anew:\n"
+        f"     rm {' '.join(shlex.quote(str(f)) for f in files)}",
+    )
+    error.files = files
+    return error
 
 
 def link_targets(path: Path) -> list[Path]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from tpuconv import buckets
 from tpuconv.errors import SourceError, shorten
-from tpuconv.jsonfile import Each, check, opened, parse, placeholder
+from tpuconv.jsonfile import Each, check, opened, parse, refuse_placeholder
 from tpuconv.location import BucketPath, Location
 from tpuconv.notation.layout import Shape
 from tpuconv.sources.files import MAX_HEADER_BYTES
@@ -76,8 +76,7 @@ def read_header(path: Location) -> tuple[int, dict[str, str], list[TensorInfo]]:
         start = pread(64, 0)
         length = int.from_bytes(start[:8], "little")
         if len(start) < 8 or 8 + length > file_bytes:
-            if other := placeholder(start):
-                raise SourceError(f"{path} is {other}")
+            refuse_placeholder(path, start, SourceError)
             raise SourceError(f"{path} is truncated: {file_bytes} bytes do not hold its header")
         if length > MAX_HEADER_BYTES:
             raise SourceError(f"{path} has a header of {length} bytes, more than any real checkpoint")
@@ -95,20 +94,21 @@ def read_header(path: Location) -> tuple[int, dict[str, str], list[TensorInfo]]:
         try:
             infos.append(_tensor_info(name, value, path.name, 8 + length))
         except ValueError as e:
-            faults.append(f"{path.name}: {e}")
+            faults.append(str(e))
     infos.sort(key=lambda info: (info.offset, info.nbytes))
     end = 8 + length
     for info in infos:
         if info.offset != end:
-            faults.append(
-                f"{path.name}: {info.name} {'overlaps the one before' if info.offset < end else 'follows a gap'}"
-            )
+            faults.append(f"{info.name} {'overlaps the one before' if info.offset < end else 'follows a gap'}")
         end = info.offset + info.nbytes
-    if not faults and end != file_bytes:
-        fault = "is truncated" if end > file_bytes else "has bytes that no tensor owns"
-        faults.append(f"{path.name} {fault}: its header describes {end} bytes, the file has {file_bytes}")
     if faults:
-        raise SourceError(faults[0], details=shorten(faults[1:]))
+        raise SourceError(
+            f"the header of {path} is malformed: {faults[0]}",
+            details=shorten([f"{path.name}: {fault}" for fault in faults[1:]]),
+        )
+    if end != file_bytes:
+        fault = "is truncated" if end > file_bytes else "has bytes that no tensor owns"
+        raise SourceError(f"{path} {fault}: its header describes {end} bytes, the file has {file_bytes}")
     return file_bytes, metadata or {}, infos
 
 

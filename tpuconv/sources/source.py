@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuconv.errors import SourceError, UsageError, shorten
+from tpuconv.jsonfile import LFS_ADVICE
 from tpuconv.location import BucketPath, Location
 from tpuconv.sources.companions import LeftOut, check_inside, find_companions
 from tpuconv.sources.config import encoding_of, read_config
@@ -239,6 +240,8 @@ def open_source(
             details=shorten(faults),
             hint="give this user the right to read the files"
             if all(NOT_PERMITTED in fault for fault in faults)
+            else LFS_ADVICE
+            if all("Git LFS pointer" in fault for fault in faults)
             else "download it again, or ask where it comes from; save a model of your own again, with its index",
         )
     tensors |= _shared(tensors, said)

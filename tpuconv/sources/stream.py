@@ -34,10 +34,6 @@ COPY_BYTES = 16 << 20
 class DamagedFetch(DamagedDownload):
     """A fetched file is not the one that the Hub promises. It was dropped already."""
 
-    def __init__(self, name: str, folder: Path, *details: str):
-        super().__init__(Path(name), [folder], *details)
-        self.hint = "it was damaged on the way; run again, only it is fetched anew"
-
     def remove(self) -> None:
         """Nothing is left to delete."""
 
@@ -209,7 +205,11 @@ class StreamReader(Reader):
     def _damaged(self, name: str, *details: str) -> DamagedFetch:
         assert self._workspace is not None
         self._workspace.remove_part(name)
-        return DamagedFetch(name, self._workspace.part(name), *details)
+        return DamagedFetch(
+            f"{name} is not the file that the Hub promises",
+            details=details,
+            hint="it was damaged on the way; run again, only it is fetched anew",
+        )
 
     def _wait_for(self, name: str) -> None:
         """Waits until a file is there. Raises what went wrong meanwhile."""

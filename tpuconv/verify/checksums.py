@@ -213,7 +213,10 @@ def update(manifest: Manifest) -> list[str]:
     for name, known in params.items():
         if (checked := _check_file(manifest, name)).fault and known:
             manifest.check_current()
-            raise CorruptOutput(f"{manifest.folder / name} {checked.fault}", hint="convert the checkpoint again")
+            raise CorruptOutput(
+                f"a file of the arrays is damaged: {manifest.folder / name} {checked.fault}",
+                hint="convert the checkpoint again",
+            )
     before = {name: facts for name, facts in manifest.sealed.files.items() if name not in params}
     folder = manifest.folder
     inside = [name for name in before if "/" in name]

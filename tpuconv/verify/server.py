@@ -108,8 +108,11 @@ def find_server(url: str, model: str | None) -> Server:
     if model is None and len(served) == 1:
         (model,) = served
     if model is None or model not in served:
-        asked = f"does not serve {model}" if model else "serves several models"
-        raise ServerError(f"{base} {asked}", details=served, hint="give one of them by `served=`")
+        raise ServerError(
+            f"{base} does not serve {model}" if model else f"{base} serves several models",
+            details=served,
+            hint="give one of them by `served=`",
+        )
     try:
         _asked(f"{base}/get_model_info")
     except ServerError:
@@ -129,8 +132,9 @@ def _asked(url: str, request: Mapping[str, Any] | None = None) -> Any:
             return json.loads(answer.read())
     except HTTPError as error:
         said = error.read(1000).decode(errors="replace").strip()
-        message = f"{url} refuses the request: {error.code} {error.reason}"
-        raise ServerError(message, details=[said] if said else ()) from None
+        raise ServerError(
+            f"{url} refuses the request: {error.code} {error.reason}", details=[said] if said else ()
+        ) from None
     except (OSError, HTTPException) as error:
         raise ServerError(
             f"{url} cannot be reached: {getattr(error, 'reason', error)}", hint="start the server, and give its address"

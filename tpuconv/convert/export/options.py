@@ -68,7 +68,7 @@ class ExportOptions:
         """Raises UsageError for options that do not go together."""
         for name, (why, hint) in (WITH_CONFIG if self.config is None else WITHOUT_CONFIG).items():
             if getattr(self, name):
-                raise UsageError(f"`{name}=` {why}", hint=hint)
+                raise UsageError(f"`{name}=` cannot be used here: it {why}", hint=hint)
         if self.adapter and self.merge:
             raise UsageError(
                 "`adapter=` writes an adapter, and `merge=` a whole model", hint="give one of them, or run twice"

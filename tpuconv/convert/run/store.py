@@ -78,7 +78,7 @@ class Store:
             sizes |= {self._path(f"{array.name}/{name}"): n for name, n in shards.items()}
         for name, fault in self.sink.size_faults(sizes):
             raise OutputError(
-                f"{self.sink.folder / name} {fault}",
+                f"a file of the output is not as it was written: {self.sink.folder / name} {fault}",
                 hint=f"remove {self.sink.folder.parent} and convert again",
             )
         # Without its metadata nobody takes an array that lacks shards for one of zeros.

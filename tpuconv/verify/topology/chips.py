@@ -50,20 +50,30 @@ CHIPS: Mapping[str, Chip] = {
     "tpu7x": Chip("TPU7x", int(94.75 * GIB), 3690e9, 1153.5e12, 90e9, 2.2e9, devices=2, dims=3, slices=SLICES_3D),
 }
 
-CORES_OF_CLOUD_NAMES: Mapping[str, int] = {"v4": 2, "v5litepod": 1, "v5e": 1, "v5p": 2, "v6e": 1}
+CORES_OF_CLOUD_NAMES: Mapping[str, int] = {"v4": 2, "v5e": 1, "v5p": 2, "v6e": 1}
 """By the beginning of an accelerator type of Cloud TPU, how many its number counts for each chip: v5p-8 has 4 chips."""
+CLOUD_NAME = re.compile(r"(\w+)-([1-9]\d{0,5})")
+"""An accelerator type: the name of the chip, and a number of chips or cores."""
 
 
 def slice_of_cloud(text: str) -> str:
     """Returns the slice of an accelerator type of Cloud TPU: `v5e:2x4` for `v5e-8` or `v5litepod-8`. Other texts, and
     numbers that no offered slice has, are returned as they are."""
-    found = re.fullmatch(r"(\w+)-([1-9]\d{0,5})", text)
-    if found is None or found[1] not in CORES_OF_CLOUD_NAMES:
+    found = CLOUD_NAME.fullmatch(text)
+    if found is None or (kind := kind_of_cloud(found[1])) is None:
         return text
-    kind = "v5e" if found[1] == "v5litepod" else found[1]
-    chips = int(found[2]) / CORES_OF_CLOUD_NAMES[found[1]]
-    shapes = (shape for shape in CHIPS[kind].slices if prod(map(int, shape.split("x"))) == chips)
-    return next((f"{kind}:{shape}" for shape in shapes), text)
+    return next((f"{kind}:{shape}" for shape, name in cloud_names(kind).items() if name == f"{kind}-{found[2]}"), text)
+
+
+def kind_of_cloud(name: str) -> str | None:
+    """Returns the chip of the beginning of an accelerator type; None for an unknown one."""
+    return "v5e" if name == "v5litepod" else name if name in CORES_OF_CLOUD_NAMES else None
+
+
+def cloud_names(kind: str) -> Mapping[str, str]:
+    """Returns the accelerator types of the slices of a chip, by their shapes."""
+    cores = CORES_OF_CLOUD_NAMES[kind]
+    return {shape: f"{kind}-{prod(map(int, shape.split('x'))) * cores}" for shape in CHIPS[kind].slices}
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,13 @@ class Slice:
     def parse(cls, text: str) -> "Slice":
         """Returns the slice that a text names. Raises UsageError for an unknown chip or a wrong number of sizes."""
         chip, _, shape = slice_of_cloud(text.strip().lower()).partition(":")
+        if (counted := CLOUD_NAME.fullmatch(chip)) and (kind := kind_of_cloud(counted[1])):
+            names, example = ", ".join(cloud_names(kind).values()), f"{kind}:{CHIPS[kind].slices[2]}"
+            raise UsageError(
+                f"{short(text)} is no topology: {kind} has no slice of {counted[2]} "
+                f"{'chips' if CORES_OF_CLOUD_NAMES[kind] == 1 else 'cores'}",
+                hint=f"its slices are {names}; or write the shape, {example}",
+            )
         if chip not in CHIPS:
             raise UsageError(
                 f"{short(text)} is no topology: there is no chip {short(chip)}",

@@ -1,0 +1,74 @@
+"""OUT as `hf://ORG/NAME`: the output is made in a local folder, pushed to the Hub, and the folder is removed."""
+
+import os
+import shutil
+from collections.abc import MutableMapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from tpuconv import api
+from tpuconv.commands.options import PROCESS_OPTIONS
+from tpuconv.commands.params import LocationParam
+from tpuconv.errors import UsageError
+from tpuconv.location import BucketPath, Location
+from tpuconv.progress import Listener, Progress
+
+if TYPE_CHECKING:
+    Made = TypeVar("Made", "api.Conversion", "api.Export")
+
+SCHEME = "hf"
+
+
+class OutputParam(LocationParam):
+    """A local path, the URL of a folder in a bucket, or a repository on the Hub."""
+
+    def convert(self, value: "str | os.PathLike[str]", param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        scheme, _, repo = str(value).partition("://")
+        if scheme != SCHEME:
+            return super().convert(value, param, ctx)
+        from tpuconv.api.pushing import check_name
+
+        check_name(repo)
+        owner, _, name = repo.partition("/")
+        return BucketPath(SCHEME, owner, name)
+
+
+def local_place(out: Location | None, given: MutableMapping[str, Any], *, planned: bool = False) -> Location | None:
+    """Returns the folder in which an output is made: OUT, or for the Hub a folder in the workspace or beside its cache.
+    The option `workspace` then says no more than that. Unless the output is only `planned`, the Hub is asked whether
+    it takes the output.
+
+    Raises:
+        UsageError: several processes would make it, or the repository holds weights of others.
+        HubError: the user is not logged in, or ORG is another account.
+    """
+    if not isinstance(out, BucketPath) or out.scheme != SCHEME:
+        return out
+    if any(given[name] not in (None, False) for name in PROCESS_OPTIONS):
+        raise UsageError(
+            f"{out} is made in a local folder first, by one process",
+            hint="convert into a folder or bucket that all processes see, then `tpuconv push` it",
+        )
+    from huggingface_hub.constants import HF_HOME
+
+    from tpuconv.api.pushing import check_repository
+
+    if not planned:
+        check_repository(f"{out.bucket}/{out.key}")
+    work = given.pop("workspace", None) or Path(HF_HOME, "tpuconv")
+    given["workspace"] = None
+    return Path(work, out.bucket, out.key)
+
+
+def pushed(out: Location | None, done: "Made", progress: Listener) -> "Made":
+    """Pushes an output to the Hub if OUT is there, and removes it here. Returns what was done, with this OUT."""
+    if not isinstance(out, BucketPath) or out.scheme != SCHEME:
+        return done
+    repo = f"{out.bucket}/{out.key}"
+    progress(Progress(f"pushing to {repo}"))
+    api.push(str(done.out), repo)
+    shutil.rmtree(str(done.out))
+    return replace(done, out=out, already_there=False)
