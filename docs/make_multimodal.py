@@ -11,7 +11,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 PAGE = Path(__file__).parent / "multimodal.md"
-COLUMNS = ("model", "sees by", "hears by", "features", "logits", "with the cache")
+NUMBERS = ("features", "logits", "with the cache")
+COLUMNS = ("model", "sees by", "hears by", *NUMBERS, "targets", "export whole")
 BEGIN = "| model |"
 
 
@@ -30,17 +31,15 @@ def measured(paths: list[Path]) -> dict[str, dict[str, str]]:
         for found in case.iter("property"):
             key, value = found.get("name", ""), found.get("value", "")
             if key in COLUMNS:
-                out.setdefault(model, {})[key] = value if key.endswith(" by") else f"{float(value):.1e}"
+                out.setdefault(model, {})[key] = f"{float(value):.1e}" if key in NUMBERS else value
     return out
 
 
 def main(paths: list[Path]) -> None:
     """Replaces the table at the end of the page."""
-    text, _, table = PAGE.read_text().partition(BEGIN)
-    old = {}
-    for line in table.splitlines()[2:]:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        old[cells[0].strip("`")] = dict(zip(COLUMNS, cells, strict=True))
+    text, begin, table = PAGE.read_text().partition(BEGIN)
+    columns, _, *lines = ([cell.strip() for cell in x.strip("|").split("|")] for x in f"{begin}{table}".splitlines())
+    old = {cells[0].strip("`"): dict(zip(columns, cells, strict=True)) for cells in lines}
     rows = {**old}
     for model, cells in measured(paths).items():
         rows[model] = {**rows.get(model, {}), **cells, "model": f"`{model}`"}

@@ -57,6 +57,7 @@ WRAPPED_HEAD = """
 ## Text models inside multimodal models
 
 Compared with transformers' class of the whole, in the same way. Everything else equals the family of the text model.
+[multimodal.md](multimodal.md#measured) has the models whole: features, logits, the cache, targets and `export`.
 
 | family | text model | difference |
 |---|---|---|

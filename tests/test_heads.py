@@ -1,22 +1,26 @@
 """Models without logits: classifiers, which return scores, and embedding models, which return hidden states."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
 import tpuconv
 from helpers import released_code
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
-from helpers.conversions import convert, plan_for
+from helpers.conversions import assert_same, convert, plan_for
 from helpers.encoded import same_bits
 from helpers.families import BY_ID, CASES, FIRST, VISION, Case, hf_model, save
 from helpers.logits import forward
 from helpers.quantizing import quantize
+from helpers.whole_sights import difference, logits, made
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import ConfigError, MappingError, UnsupportedConfig, UsageError
@@ -329,6 +333,52 @@ def test_what_needs_logits_says_so(returns: str, converted_headless: Any, tmp_pa
     model = tpuconv.load(out)
     with pytest.raises(UsageError, match=says):
         model(jnp.array(IDS[:1]), cache=model.init_cache(1, 8))
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_vl", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma3", "llava", "qwen2_vl"))]
+)
+def test_an_embedding_model_that_sees(name: str, tmp_path: Path) -> None:
+    """As Qwen3-VL-Embedding: hidden states of texts with images, padded and several in a row."""
+    case = replace(made(name), model=made(name).model.base_model)
+    case.save(tmp_path / "hf")
+    api.convert(tmp_path / "hf", tmp_path / "out")
+    manifest = read_manifest(tmp_path / "out")
+    assert (manifest.returns, tuple(manifest.parts)) == (HIDDEN, ("vision",))
+    model = tpuconv.load(tmp_path / "out")
+    want = case.reference(case.ids_BT, case.mask_BT, case.features)[case.mask_BT]
+    assert difference(logits(case, model), want) < 2e-5
+    api.export(tmp_path / "out", tmp_path / "back")
+    assert_same(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "hf"))
+
+    found = api.compare(tmp_path / "out")
+    (sight,) = found.sights
+    assert found.passed
+    assert not found.unseen
+    assert (sight.items, sight.outputs.returns) == (2, HIDDEN)
+    assert max(sight.features, sight.outputs.relative_error) < 1e-5
+    assert found.to_json()["sights"][0]["vectors"]["passed"]
+    nnx.update(model.vision, jax.tree.map(lambda values: 1.3 * values, nnx.state(model.vision)))
+    tpuconv.save(model, tmp_path / "saved", like=tmp_path / "out")
+    failures = api.compare(tmp_path / "saved").failures
+    assert len(failures) == 2
+    assert all(line.startswith("with vision: ") for line in failures)
+
+
+@pytest.mark.slow
+def test_a_classifier_that_sees_is_compared_on_texts(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    config = made("gemma3").model.config
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "hf")
+    api.convert(tmp_path / "hf", tmp_path / "out")
+    manifest = read_manifest(tmp_path / "out")
+    assert (manifest.returns, tuple(manifest.parts)) == (SCORES, ("vision",))
+    found = api.compare(tmp_path / "out")
+    assert found.passed
+    assert dict(found.unseen) == {"vision": "scores are compared of texts alone"}
 
 
 def test_targets(headless: Any, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 writes and adapters have."""
 
 import re
-import runpy
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from tpuconv.errors import MappingError
 from tpuconv.models import registry
 
 FAST = ("kimi_k25",)
-WITH_NAMES = tuple(runpy.run_path(str(Path(__file__).parent.parent / "tools" / "saved_names.py"))["WHOLE"])
 
 
 @pytest.mark.parametrize(
@@ -36,7 +34,7 @@ def test_names_of_modules_are_read_and_come_back(name: str, tmp_path: Path) -> N
     manifest = read_manifest(tmp_path / "modules-out")
     assert sorted(manifest.parts) == sorted(case.parts)
     for source, form in (("modules", None), ("modules", "released"), ("release", "transformers")):
-        if form == "transformers" and manifest.family not in WITH_NAMES:
+        if form == "transformers" and name.endswith("_thinker"):  # a part of the model whose names are known
             continue
         api.export(tmp_path / f"{source}-out", tmp_path / f"{form}", form=form)
         if form != "released":

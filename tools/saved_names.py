@@ -7,7 +7,7 @@ Run it after an update of transformers. A model of transformers has names of its
 releases for some families. Both follow from transformers' conversion mapping: a renaming becomes another name of a
 module, an operation on tensors becomes a row with another layout. What is the name of another tensor elsewhere becomes
 a form of that one row. Only what the reader of releases does not find by itself is written. Of multimodal models these
-are the text models, and the whole models of `WHOLE`.
+are the text models, and the whole models.
 """
 
 import json
@@ -16,7 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from helpers.families import CASES, Case, hf_model
-from helpers.sights import SIGHTS
+from helpers.sights import OF_OTHER_TYPES, SIGHTS
 from tpuconv.errors import LayoutError
 from tpuconv.models.common.rows import ALL_FORMS
 from tpuconv.models.common.saved import forget_saved
@@ -45,24 +45,16 @@ from tpuconv.notation.table import Map, MappingTable, row_indices
 
 FILE = Path(__file__).parent.parent / "tpuconv" / "models" / "common" / "saved_names.json"
 
-WHOLE: Mapping[str, Sequence[str]] = {
-    "deepseek_ocr2": ("deepseek_ocr2", "deepseek_ocr"),
-    "ernie4_5_vl_moe": ("ernie4_5_vl_moe",),
-    "hunyuan_vl": ("hunyuan_vl",),
-    "hy_v4_vl": ("hy_v4_vl",),
-    "inkling2": ("inkling2",),
-    "inkling2_loop": ("inkling2_loop",),
-    "inkling_mm_model": ("inkling",),
-    "kimi_k25": ("kimi_k25",),
-    "lfm3_vl.lfm3": ("lfm3_vl",),
-    "minimax_m3_vl": ("minimax_m3_vl",),
-    "mistral_large4": ("mistral_large4",),
-    "molmo2": ("molmo2", "molmo2_with_norms_after"),
-    "nemotron_h_omni.nemotron_h": ("nemotron_h_omni", "nemotron_h_omni_of_other_layers"),
-    "qianfan_ocr.qwen3": ("qianfan_ocr",),
-    "step3p7": ("step3p7", "step3p7_without_tiles"),
-}
-"""The families whose encoders have other names in transformers, and their cases in `tests/helpers/sights.py`."""
+
+@cache
+def whole_by_family() -> Mapping[str, Sequence[str]]:
+    """The multimodal cases of `tests/helpers/sights.py` by family, whose models in transformers are of its type. Of
+    Qwen-Omni these are the complete models."""
+    out: dict[str, list[str]] = defaultdict(list)
+    for name, make in SIGHTS.items():
+        if name not in OF_OTHER_TYPES and not name.endswith("_thinker"):
+            out[find_family(make().config_json()).name].append(name)
+    return out
 
 
 @dataclass
@@ -256,13 +248,16 @@ class Finder:
         return self.found
 
     def beside(self) -> Iterator[str]:
-        """The modules of transformers' model beside the text model that the table does not skip by these names."""
+        """The modules of transformers' model beside the text model that the table does not skip by these names. A
+        module that the text model is in too, such as the thinker of Qwen-Omni, is none."""
         found = {template(name) for _, rows in self.found.forms for row in rows for name in row.hf_names}
         found |= self.found.names.keys()
         skipped = self.table.ignored(self.config, include_mtp=True)
+        of_text = {outermost(name) for name in self.own}
         for key in self.keys:
-            if self.plain.canonical(template(key)) is None and template(key) not in found and not skipped(key):
-                yield key.removeprefix("model.").partition(".")[0]
+            is_found = self.plain.canonical(template(key)) is not None or template(key) in found
+            if not is_found and outermost(key) not in of_text and not skipped(key):
+                yield outermost(key)
 
     def targets_of(self, target: str, converter: Any) -> list[str]:
         """The names of all that a converter makes, of which one is `target`."""
@@ -314,6 +309,11 @@ class Finder:
             self.found.names[target] = template(alike[0].hf_names[0])
 
 
+def outermost(name: str) -> str:
+    """The module of a name below the model."""
+    return name.removeprefix("model.").partition(".")[0]
+
+
 def with_loop_of(hf: str, row: Map, pattern: str) -> str:
     """A template with the indices over which a row loops."""
     loop = iter(row_indices(row)[0])
@@ -338,7 +338,7 @@ class Models:
 
     Attributes:
         cases: of the text model.
-        whole: names of multimodal cases; by default the ones of `WHOLE`.
+        whole: names of multimodal cases; by default the ones of the family.
     """
 
     cases: Sequence[Case]
@@ -347,7 +347,7 @@ class Models:
     def __post_init__(self) -> None:
         self.models = list(map(hf_model, self.cases))
         raws = [json.loads(model.config.to_json_string()) for model in self.models]
-        self.whole = self.whole or WHOLE.get(find_family(raws[0]).name, ())
+        self.whole = self.whole or whole_by_family().get(find_family(raws[0]).name, ())
         sights = [SIGHTS[name]() for name in self.whole]
         self.models += [sight.model for sight in sights]
         raws += [sight.config_json() for sight in sights]
@@ -390,7 +390,9 @@ def models_by_family() -> dict[str, Callable[[], Models]]:
         if not case.written_as and not case.traits.thinker_of:
             cases[case.family].append(case)
     of_texts = {name: partial(Models, own) for name, own in cases.items()}
-    return of_texts | {name: partial(Models, (), whole) for name, whole in WHOLE.items() if name not in cases}
+    return of_texts | {
+        name: partial(Models, (), whole) for name, whole in whole_by_family().items() if name not in cases
+    }
 
 
 def main() -> None:

@@ -106,8 +106,9 @@ class Sight:
     def reference(
         self, ids_BT: np.ndarray, mask_BT: np.ndarray, features: Mapping[str, np.ndarray], prompt: int | None = None
     ) -> np.ndarray:
-        """The logits [B, T, V] of transformers, in float32. Features are rounded to the dtype of the model. The first
-        `prompt` tokens are the prompt; by default as many as the texts of this case have."""
+        """The logits [B, T, V] of transformers, or hidden states [B, T, D] of a model without a head, in float32.
+        Features are rounded to the dtype of the model. The first `prompt` tokens are the prompt; by default as many as
+        the texts of this case have."""
         import torch
 
         for name in self.by_token:
@@ -129,7 +130,8 @@ class Sight:
                 **kinds,
                 **{name: x.to(self.model.dtype) if x.is_floating_point() else x for name, x in arrays.items()},
             )
-        return np.asarray(out.logits.float())
+        found = out.logits if "logits" in out else out.last_hidden_state  # of a model without a head
+        return np.asarray(found.float())
 
 
 MINICPM_V = ("minicpmv_2_6", "minicpmv_4_0", "minicpmv_4_5")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from tpuconv.verify.logits import Gates, LogitStatistics
     from tpuconv.verify.merged import WeightedAdapter
     from tpuconv.verify.preparation import ComparedPrompts
-    from tpuconv.verify.sights import SightStatistics
+    from tpuconv.verify.sights import Compared, SightStatistics
     from tpuconv.verify.vectors import VectorStatistics
 
 
@@ -274,25 +275,32 @@ class _BothModels:
         """Returns the differences of outputs, without and with images or sounds. A quantized export beside the
         model that it was made of (`is_beside_plain`) has no gates: its config is not a part of it."""
         from tpuconv.verify.logits import compare_logits, rounding_gates
-        from tpuconv.verify.sights import compare_sights
         from tpuconv.verify.vectors import VECTOR_GATES, compare_vectors
 
         manifest, theirs, prompts = self.opened.manifest, outputs.theirs, self.prompts
         is_rounded = manifest.is_rounded or is_beside_plain
-        ours, seen = outputs.ours[: len(prompts.windows)], outputs.ours[len(prompts.windows) :]
-        scored = [window.scored for window in prompts.windows]
+        ours, scored = outputs.ours[: len(prompts.windows)], [window.scored for window in prompts.windows]
         if manifest.returns:
             vector_gates = {} if is_rounded else VECTOR_GATES[self.compute]
-            return compare_vectors(manifest.returns, scored, theirs.logits, ours, self.compute, vector_gates), []
+            of_vectors = partial(compare_vectors, manifest.returns, dtype=self.compute, gates=vector_gates)
+            return of_vectors(scored, theirs.logits, ours), self._sights(outputs, of_vectors)
         gates, rounding_kl = self.gates(outputs)
         gates = {} if is_beside_plain else gates
         statistics = compare_logits(scored, theirs.logits, ours, self.compute, gates, rounding_kl)
-        if theirs.sights is None:
-            return statistics, []
-        kl = theirs.sights.rounding_kl
+        kl = theirs.sights.rounding_kl if theirs.sights else None
         of_sights = gates if is_rounded else rounding_gates(self.compute, kl)
-        both = (theirs.sights.logits, theirs.sights.features), (seen, outputs.features)
-        return statistics, compare_sights(prompts.sights, *both, self.compute, of_sights, kl)
+        compared = partial(compare_logits, dtype=self.compute, gates=of_sights, rounding_kl=kl)
+        return statistics, self._sights(outputs, compared)
+
+    def _sights(self, outputs: "ComparedOutputs", compared: "Compared") -> "list[SightStatistics]":
+        """Returns the differences of outputs for prompts with images and sounds."""
+        from tpuconv.verify.sights import compare_sights
+
+        theirs, prompts = outputs.theirs.sights, self.prompts
+        if theirs is None:
+            return []
+        both = (theirs.logits, theirs.features), (outputs.ours[len(prompts.windows) :], outputs.features)
+        return compare_sights(prompts.sights, *both, self.compute, compared)
 
 
 def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:

@@ -223,10 +223,13 @@ def _show_verdict(found: "api.Comparison") -> None:
         show(("passed", "green"), f": the model {what} on {compared}; {worst}")
     for sight in found.sights:
         of = {"vision": "images", "audio": "sounds"}[sight.part]
-        show(
-            f"  with {sight.items} {of}: error of the features {sight.features:.2g} (gate {sight.gate:g}), "
-            f"mean KL {sight.logits.mean_kl:.3g}, same most likely token {100 * sight.logits.top1:.2f}%"
+        outputs = sight.outputs
+        text = (
+            f"relative error of the {outputs.returns} {outputs.relative_error:.3g}"
+            if isinstance(outputs, VectorStatistics)
+            else f"mean KL {outputs.mean_kl:.3g}, same most likely token {100 * outputs.top1:.2f}%"
         )
+        show(f"  with {sight.items} {of}: error of the features {sight.features:.2g} (gate {sight.gate:g}), {text}")
     for part, why in found.unseen.items():
         show(f"  {part}: ", ("not compared", "yellow"), f"; {why}")
     for horizon in found.horizons:

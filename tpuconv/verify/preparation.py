@@ -11,6 +11,7 @@ from tpuconv.errors import ResourceError, UsageError
 from tpuconv.location import plain_path
 from tpuconv.memory import available_memory
 from tpuconv.models.common.config import context_of
+from tpuconv.models.common.heads import HIDDEN, LOGITS
 from tpuconv.models.logits import Window, whole_texts
 from tpuconv.models.stored import model_config
 from tpuconv.sources.config import MLX_METHOD, encoding_of, read_config
@@ -101,6 +102,7 @@ def free_beside_reference(manifest: Manifest, dtype: str, *, layerwise: bool) ->
     return available - need if jax.process_count() == 1 else None
 
 
+NOT_SCORED = "scores are compared of texts alone"
 NOT_DENOISED = "the logits of the encoder are compared, whose weights the steps of a canvas use too"
 
 
@@ -145,8 +147,11 @@ def prompts_to_compare(
     else:
         further, horizons = long_prompts(config, ids, source, room)
         windows = without_media_tokens(manifest, config, [*windows, *further])
-    sights, unseen = ([], {}) if manifest.returns else sight_windows(manifest, config, ids)
-    if sights and (why := unreadable(config)):
+    why = unreadable(config) if config.parts else ""
+    if manifest.returns not in (LOGITS, HIDDEN):
+        why = NOT_SCORED
+    sights, unseen = ([], {}) if why else sight_windows(manifest, config, ids)
+    if why:
         sights, unseen = [], dict.fromkeys(config.parts, why)
     if config.canvas_length:
         unseen = {**unseen, "canvas": NOT_DENOISED}

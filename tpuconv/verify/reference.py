@@ -146,25 +146,27 @@ def reference(
         scored = [window.scored for window in windows]
         rounding_kl = compare_logits(scored, logits, _outputs(model, windows, returns), dtype, {}).mean_kl
         hook.remove()
-    seen = _seen(model, sights, dtype) if sights else None
+    seen = _seen(model, sights, dtype, returns) if sights else None
     del model
     gc.collect()
     return Reference(logits, rounding_kl, seen)
 
 
-def _seen(model: Any, windows: Sequence[SightWindow], dtype: str) -> Reference:
+def _seen(model: Any, windows: Sequence[SightWindow], dtype: str, returns: str = LOGITS) -> Reference:
     """Runs transformers' model on prompts with images and sounds. Features are what the text model gets in place of
     placeholders."""
     import torch
 
     def run() -> list[np.ndarray]:
         with torch.no_grad():
-            return [model(**inputs_of(model, window)).logits[0].float().numpy() for window in windows]
+            found = [model(**inputs_of(model, window)) for window in windows]
+        outputs = [each.last_hidden_state if returns == HIDDEN else each.logits for each in found]
+        return [each[0].float().numpy() for each in outputs]
 
     with recorded_embeddings(model) as embedded:
         logits, rounding_kl = run(), None
     features = features_of(model, windows, embedded)
-    if dtype != "float32":
+    if returns == LOGITS and dtype != "float32":
         hook = _on_embedded(model, lambda module, embedded, **_: _rounded_otherwise(module, None, embedded))
         rounding_kl = compare_logits([window.ids for window in windows], logits, run(), dtype, {}).mean_kl
         hook.remove()

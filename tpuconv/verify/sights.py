@@ -2,7 +2,7 @@
 processor makes them of files is not compared."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,8 @@ from tpuconv.errors import UsageError
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.logits import Window
 from tpuconv.models.registry import get_family
-from tpuconv.verify.logits import LogitStatistics, compare_logits
+from tpuconv.verify.logits import LogitStatistics
+from tpuconv.verify.vectors import VectorStatistics
 
 FEATURE_GATES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.05}
 """The largest norm of the difference of all features, by the norm of the reference's."""
@@ -32,25 +33,32 @@ class SightStatistics:
         items: the number of images or sounds.
         features: norm of the difference of the features, by the norm of the reference's.
         gate: the bound of that.
-        logits: of the prompt with them.
+        outputs: logits or hidden states of the prompt with them.
     """
 
     part: str
     items: int
     features: float
     gate: float
-    logits: LogitStatistics
+    outputs: LogitStatistics | VectorStatistics
 
     def failures(self) -> list[str]:
         """Returns the gates that failed, one sentence each."""
         near = self.features <= self.gate  # false of NaN
         found = [] if near else [f"the error of the features is {self.features:.3g}, the gate is {self.gate:g}"]
-        return [f"with {self.part}: {line}" for line in (*found, *self.logits.failures())]
+        return [f"with {self.part}: {line}" for line in (*found, *self.outputs.failures())]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the keys that docs/json.md lists."""
         facts = {"part": self.part, "items": self.items, "features": self.features, "features_gate": self.gate}
-        return {**facts, "logits": self.logits.to_json()}
+        what = "vectors" if isinstance(self.outputs, VectorStatistics) else "logits"
+        return {**facts, what: self.outputs.to_json()}
+
+
+Compared = Callable[
+    [Sequence[Sequence[int]], Sequence[np.ndarray], Sequence[np.ndarray]], LogitStatistics | VectorStatistics
+]
+"""Compares the outputs of two models for some prompts; of the reference first."""
 
 
 def compare_sights(
@@ -58,16 +66,15 @@ def compare_sights(
     theirs: tuple[Sequence[np.ndarray], Sequence[np.ndarray]],
     ours: tuple[Sequence[np.ndarray], Sequence[np.ndarray]],
     dtype: str,
-    gates: Mapping[str, float],
-    rounding_kl: float | None,
+    compared: Compared,
 ) -> list[SightStatistics]:
     """Compares what two models make of prompts with images and sounds.
 
     Args:
         windows: the prompts.
-        theirs, ours: the logits [T, V] of each prompt, and its features [X, D].
+        theirs, ours: the logits [T, V] or hidden states [T, D] of each prompt, and its features [X, D].
         dtype: of parameters and activations.
-        gates, rounding_kl: as of `tpuconv.verify.logits.compare_logits`.
+        compared: compares logits or hidden states.
     """
     each = zip(windows, *theirs, *ours, strict=True)
     return [
@@ -76,9 +83,9 @@ def compare_sights(
             window.items,
             feature_error(our_features, their_features),
             FEATURE_GATES[dtype],
-            compare_logits([window.ids], [their_logits], [our_logits], dtype, gates, rounding_kl),
+            compared([window.ids], [their_outputs], [our_outputs]),
         )
-        for window, their_logits, their_features, our_logits, our_features in each
+        for window, their_outputs, their_features, our_outputs, our_features in each
     ]
 
 

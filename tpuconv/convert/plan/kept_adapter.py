@@ -6,6 +6,7 @@ planned. The model is needed for its config and the names of its tensors alone.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,15 @@ import numpy as np
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.options import Options
 from tpuconv.convert.plan.types import Plan
-from tpuconv.errors import LayoutError, MappingError, UsageError, shorten
+from tpuconv.errors import LayoutError, MappingError, UnsupportedConfig, UsageError, shorten
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.saved import is_transposed_by_peft, release_of_modules
 from tpuconv.models.registry import Family
 from tpuconv.names import collapse
 from tpuconv.notation.layout import format_axes
-from tpuconv.notation.pairs import PAIR_ENDS, Pair, PairRow, StoredMatrix
+from tpuconv.notation.pairs import PAIR_ENDS, RANK, Pair, PairRow, StoredMatrix
 from tpuconv.notation.release import AS_TABLED
-from tpuconv.notation.sizes import HasSizes, WithSizes
+from tpuconv.notation.sizes import HasSizes, WithSizes, configs_by_part
 from tpuconv.notation.table import EXPERTS, Map, MappingTable
 from tpuconv.sources.adapter import Adapter
 from tpuconv.sources.adapter_changes import LowRank
@@ -33,6 +34,8 @@ from tpuconv.sources.source import UNVERIFIED, Source
 from tpuconv.storage.hashes import hash_bytes
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import get_target
+from tpuconv.targets.target import Target
+from tpuconv.targets.trees import placed_parts
 
 
 def plan_kept_adapter(source: Source, family: Family, options: Options) -> Plan:
@@ -54,12 +57,14 @@ def plan_kept_adapter(source: Source, family: Family, options: Options) -> Plan:
             hint="leave out `keep_adapter=`, or give a trainer's `target=`",
         )
     returns = family.returns(source.config, source.tensors)
-    config = family.read_config(source.config, options.allow_config, source.tensors, returns)
-    released, pairs = _released(adapter, source, family, config, returns)
     kind = family.in_targets(source.config["model_type"])
+    read = partial(family.read_config, source.config, options.allow_config, source.tensors, returns)
+    config = read(_changed_parts(adapter, family, target, kind, read))
+    released, pairs = _released(adapter, source, family, config, returns)
     table, sizes = target_table(target, *kind, released, config, scan_layers=options.scan_layers)
     alpha = adapter.alpha or 1.0  # a change of scale 0 is 0 by any alpha
     arrays: dict[str, StoredMatrix] = {}
+    rows: list[Map] = []
     found: set[str] = set()
     faults = []
     for binding in table.bind(sizes):
@@ -74,7 +79,9 @@ def plan_kept_adapter(source: Source, family: Family, options: Options) -> Plan:
             for name, pair in row.of_parameters(own).items():
                 stored = row.stored(name, pair, alpha, flat=target.has_flat_pairs)
                 bare = name.removesuffix(target.leaf)
-                arrays |= {f"{bare}{end}{target.leaf}": x for end, x in zip(PAIR_ENDS, stored, strict=True)}
+                both = {f"{bare}{end}{target.leaf}": x for end, x in zip(PAIR_ENDS, stored, strict=True)}
+                arrays |= both
+                rows += [Map(n, n, format_axes(x.axes), part=binding.row.part) for n, x in both.items()]
         except LayoutError as error:
             faults.append(f"{', '.join(own)}: {error}")
     faults += [f"{name}: {target.name} has no such matrix" for name in collapse(sorted(pairs.keys() - found))]
@@ -84,7 +91,6 @@ def plan_kept_adapter(source: Source, family: Family, options: Options) -> Plan:
             details=shorten(faults),
             hint="leave out `keep_adapter=` to merge it",
         )
-    rows = [Map(name, name, format_axes(matrix.axes)) for name, matrix in arrays.items()]
     plain = replace(options, adapter=())
     return make_plan(
         _pair_source(source, arrays),
@@ -104,6 +110,28 @@ def _one(options: Options) -> Adapter:
                 f"`{name}=` is for the weights of a model, and `keep_adapter=` writes LoRA alone", hint="leave it out"
             )
     return options.adapters[0]
+
+
+def _changed_parts(
+    adapter: Adapter, family: Family, target: Target, kind: tuple[str, str], read: Callable[[Collection[str]], Any]
+) -> tuple[str, ...]:
+    """Returns the parts beside the text model that the adapter changes.
+
+    Raises:
+        UnsupportedConfig: the target has no place for one of them.
+    """
+    parts = family.parts_among(adapter.changes)
+    if lacking := set(parts) - set(placed_parts(target, *kind, parts, read)):
+        config = read(parts)
+        encoders = [
+            f"{part} encoder ({config.parts[part].modality.tower.summary})" for part in parts if part in lacking
+        ]
+        raise UnsupportedConfig(
+            f"{target.name} has no place for the {' and the '.join(encoders)} of {family.name}, which the adapter "
+            f"{adapter.name} changes",
+            hint="give another `target=`, or leave out `keep_adapter=` to merge it",
+        )
+    return parts
 
 
 def _released(
@@ -159,14 +187,23 @@ def _changes(adapter: Adapter, config: DecoderConfig) -> dict[str, Pair]:
 
 
 def _with_ranks(config: HasSizes, arrays: Mapping[str, StoredMatrix]) -> HasSizes:
-    """The config with the sizes of the words for ranks."""
+    """The config with the sizes of the words for ranks, in each part."""
     ranks = {
         axis.letter: size
         for matrix in arrays.values()
         for axis, size in zip(matrix.axes, matrix.values.shape, strict=True)
-        if not axis.op and axis.letter not in config.sizes and axis.letter not in config.layer_sets
+        if axis.letter.startswith(RANK)
     }
-    return WithSizes(config, {**config.sizes, **ranks}, config.layer_sets)
+    by_part = {
+        part: WithSizes(own, {**own.sizes, **ranks}, own.layer_sets) for part, own in configs_by_part(config).items()
+    }
+    text = by_part.pop("")
+    return _WithParts(text.config, text.sizes, text.layer_sets, by_part)
+
+
+@dataclass(frozen=True)
+class _WithParts(WithSizes):
+    parts: Mapping[str, HasSizes]
 
 
 def _pair_source(model: Source, arrays: Mapping[str, StoredMatrix]) -> "PairSource":

@@ -5,6 +5,7 @@ tools/saved_names.py writes saved_names.json from transformers' own conversion m
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -52,8 +53,12 @@ def saved_release(family: str) -> Release:
 
 def release_of_modules(family: str) -> Release:
     """Returns the names and groups of transformers' modules; of the family's table where transformers has no such
-    model."""
-    return saved_release(family) if family in _saved() else AS_TABLED
+    model. A multimodal type has the same modules around each of its text models: around `llava.qwen2` they are known
+    from `llava.llama` (CLIP) and `llava.mistral` (Pixtral)."""
+    own = saved_release(family) if family in _saved() else AS_TABLED
+    model, dot, _ = family.partition(".")
+    alike = [saved_release(name).spelling for name in _saved() if dot and name.startswith(model + dot)]
+    return replace(own, spelling={**{a: b for each in alike for a, b in each.items()}, **own.spelling})
 
 
 INPUTS_FIRST = frozenset({"gpt_oss", "aria", "aria_text"})
