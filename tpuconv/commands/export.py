@@ -8,7 +8,7 @@ from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import console, print_json, show
 from tpuconv.commands.convert import already_there, in_files, show_skipped, speed, tensor_table
-from tpuconv.commands.params import LocationParam, Name
+from tpuconv.commands.params import LocationParam
 from tpuconv.commands.progress import resumable
 from tpuconv.location import Location
 from tpuconv.text import format_size
@@ -23,7 +23,7 @@ from tpuconv.text import format_size
 )
 @click.argument("ckpt", type=LocationParam())
 @click.argument("out", type=LocationParam())
-@options.of(api.export, config={"type": Name(), "metavar": "SRC"})
+@options.of(api.export)
 @options.processes
 @click.option("--dry-run", is_flag=True, help="Show the tensors that would be written, and stop.")
 @options.as_json
