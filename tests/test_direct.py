@@ -253,7 +253,7 @@ def test_weights_are_quantized_on_the_way(tmp_path, small_cuts):
 def test_a_checkpoint_has_the_form_that_it_has(tmp_path):
     source = random_checkpoint(tmp_path / "hf", qwen3_config())
     api.convert(source, tmp_path / "out")
-    with pytest.raises(UsageError, match="has the form that it was converted to") as error:
+    with pytest.raises(UsageError, match="has the form that it was written in") as error:
         tpuconv.load(tmp_path / "out", scan_layers=True, quantize="int8_weight_only")
     assert error.value.hint == "leave out `quantize=`, `scan_layers=`, or give the release"
     api.export(tmp_path / "out", tmp_path / "back")
@@ -616,7 +616,6 @@ def no_config(folder: Path) -> None:
     ("spoil", "fault", "hint"),
     [
         (adapter_alone, "an adapter", "tpuconv convert org/base --adapter"),
-        (orbax_alone, "a checkpoint of Orbax", "`tpuconv reshard FOLDER OUT --config SRC` makes"),
         (no_config, "config.json is missing", "a folder that holds all files"),
     ],
 )
@@ -626,6 +625,18 @@ def test_a_folder_that_is_no_release_is_named(spoil, fault, hint, tmp_path):
     error = both_refuse(source, tmp_path / "out")
     assert fault in error.message
     assert hint in (error.hint or "")
+
+
+def test_a_checkpoint_of_a_trainer_is_named(tmp_path):
+    """Each by what the function can do: `load` takes the model that was trained, `convert` does not."""
+    source = random_checkpoint(tmp_path / "hf", qwen3_config())
+    orbax_alone(source)
+    with pytest.raises(UsageError, match="a checkpoint of Orbax") as error:
+        api.convert(source, tmp_path / "out")
+    assert "`tpuconv reshard FOLDER OUT --config SRC` makes" in (error.value.hint or "")
+    with pytest.raises(UsageError, match="a checkpoint of Orbax") as error:
+        tpuconv.load(source)
+    assert "give `config=SRC`" in (error.value.hint or "")
 
 
 def test_a_part_of_a_checkpoint_is_named(tmp_path):

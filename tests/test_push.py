@@ -219,7 +219,7 @@ def test_what_was_pushed_is_loaded_by_its_id(outputs, serve_hub):
     with pytest.raises(PushedCheckpoint, match="holds a checkpoint of tpuconv, not a release") as error:
         api.plan("org/orbax")
     assert "`hf download org/orbax --local-dir orbax` downloads it" in error.value.hint
-    with pytest.raises(UsageError, match="has the form that it was converted to"):
+    with pytest.raises(UsageError, match="has the form that it was written in"):
         tpuconv_package.load("org/orbax", scan_layers=True)
 
 

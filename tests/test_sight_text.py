@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from helpers.processors import IMAGE_PROCESSORS, word_tokenizer
 from helpers.sights import END, IMAGE, SIGHTS, START, Sight
+from helpers.trainers import save_standard, trained_tree
 from tpuconv import api
 from tpuconv.api.opened import OpenedModel
 from tpuconv.checkpoint.manifest import read_manifest
@@ -94,6 +95,16 @@ def test_texts_about_images_are_those_of_transformers(seeing, images, monkeypatc
     assert alone.ids != other.ids
     with pytest.raises(UsageError, match="images are of type PosixPath"):
         generator(["t5"], NEW, images=images[0])
+
+
+@pytest.mark.slow
+def test_a_run_of_a_model_on_the_hub_sees(seeing, images, tmp_path, serve_hub):
+    """Its processor is read when the temporary folder of the model is gone."""
+    _, out, _ = seeing
+    serve_hub({"org/sees": out.parent / "src"})
+    save_standard(tmp_path / "run", trained_tree(out))
+    generator = api.generator(tmp_path / "run", config="org/sees")
+    assert generator(["t5 t9"], NEW, images=images) == api.generator(out)(["t5 t9"], NEW, images=images)
 
 
 def test_the_command_takes_files(seeing, images):

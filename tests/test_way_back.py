@@ -61,7 +61,7 @@ def forms(families) -> list:
 
 @pytest.mark.parametrize(("case", "target", "scan"), forms(FAMILIES))
 def test_what_was_not_trained_further_comes_back_as_it_was(case: Case, target, scan, hf, tmp_path):
-    """The target is found, too."""
+    """The target is found, too. The model of the run is that of the checkpoint that was trained."""
     try:
         api.convert(hf(case), tmp_path / "out", target=target, scan_layers=scan)
     except UnsupportedConfig as error:
@@ -80,6 +80,10 @@ def test_what_was_not_trained_further_comes_back_as_it_was(case: Case, target, s
         source = read_tensors(hf(case))
         assert not [name for name in found if not same_bits(found[name], source[name])]
     assert (tmp_path / "back" / "config.json").read_bytes() == (hf(case) / "config.json").read_bytes()
+    known = hf(case) if target == "tpuconv" else tmp_path / "out"  # ours are loaded as they are, stacked or not
+    have, want = parameters(tpuconv.load(tmp_path / "run", config=hf(case))), parameters(tpuconv.load(known))
+    assert have.keys() == want.keys()
+    assert not [name for name in have if not same_bits(have[name], want[name])]
 
 
 # -- how it was saved -------------------------------------------------------------------------------------------------
@@ -117,6 +121,40 @@ def test_the_latest_step_of_a_run_is_found(folder, item, maxtext, qwen3, tmp_pat
     found, done = exported(tmp_path / "run", qwen3)
     assert_same(found, read_tensors(qwen3))
     assert done.arrays == run / "12" / (item or "default")
+
+
+@pytest.mark.filterwarnings("ignore:Use `save` instead:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("way", "place"),
+    [
+        ("save", "state"),
+        ("save_pytree", "state"),
+        ("save_checkpointables", "model"),
+        ("Checkpointer.save", "12/state"),
+        ("Checkpointer.save_pytree", "12/state"),
+        ("Checkpointer.save_checkpointables", "12/model"),
+    ],
+)
+def test_what_orbax_v1_saved_is_read(way, place, maxtext, qwen3, tmp_path):
+    """Beside the state of an optimizer, in the tree or in an item of its own."""
+    from orbax.checkpoint import v1
+
+    optimizer = adam_state(maxtext["params"])
+    if way.endswith("checkpointables"):
+        tree = {"model": maxtext, "optimizer": optimizer}
+    else:
+        tree = {"params": maxtext["params"], "opt_state": optimizer}
+    if way.startswith("Checkpointer."):
+        with v1.training.Checkpointer(tmp_path / "run") as checkpointer:
+            for step in (3, 12):
+                getattr(checkpointer, way.removeprefix("Checkpointer."))(step, tree)
+    else:
+        getattr(v1, way)(tmp_path / "run", tree)
+    found, done = exported(tmp_path / "run", qwen3)
+    assert_same(found, read_tensors(qwen3))
+    assert done.arrays == tmp_path / "run" / place
+    reasons = set() if way.endswith("checkpointables") else {"arrays of an optimizer's state"}
+    assert {skip.reason for skip in done.skipped} == reasons
 
 
 def test_items_with_other_names_are_named(maxtext, qwen3, tmp_path):

@@ -150,7 +150,7 @@ def test_memory_is_bounded(tmp_path):
     write_safetensors(tmp_path / "x.safetensors", {"w": ("F32", (4, size // 64, 4)), "v": ("BF16", (size // 16, 2))})
     tracemalloc.start()
     try:
-        found = measured_trees([tmp_path / "x.safetensors"], ignore)
+        found = measured_trees([(tmp_path / "x.safetensors", None)], ignore)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -221,7 +221,7 @@ def test_encoded_releases_are_decoded(encoding, tmp_path, monkeypatch):
     monkeypatch.setattr(measuring, "BOX_ELEMENTS", 3000)
     tensors, config, values = encoding(np.random.default_rng(0), 96, 128)
     write_checkpoint(tmp_path / "hf", {"quantization_config": config}, tensors)
-    found = measured_trees([tmp_path / "hf"], ignore).trees[0]
+    found = measured_trees([(tmp_path / "hf", None)], ignore).trees[0]
     assert not found.notes
     (weight,) = (each for each in found.weights if each.weight.is_quantized)
     exact = statistics_of(np.asarray(values, np.float32))
@@ -250,7 +250,7 @@ def test_experts_with_scales_by_matrix_are_decoded_one_by_one(tmp_path, monkeypa
     values = np.empty(tensor.size, np.float32)
     with closing(source.open()) as reader:
         tensor.read(reader, 0, np.empty(tensor.size, np.uint8), values)
-    found = measured_trees([tmp_path / "hf"], ignore).trees[0].weights[0]
+    found = measured_trees([(tmp_path / "hf", None)], ignore).trees[0].weights[0]
     assert of_json(found.values.to_json()) == exact_bytes(values)
     assert found.numbers is not None
     assert (found.numbers.count, found.numbers.maximum) == (tensor.size, 6)
@@ -322,7 +322,7 @@ def test_quantized_values_are_compared_with_what_they_were(example, int4, tmp_pa
     quantized = read_manifest(int4).quantization["parameters"]
     assert {each.name for each in found.differences if each.largest} == set(quantized)
     assert not found.only_other
-    with pytest.raises(UsageError, match=r"is a checkpoint of tpuconv and .* is safetensors"):
+    with pytest.raises(UsageError, match=r"is an Orbax checkpoint and .* is safetensors"):
         api.inspect(example, html=tmp_path / "y.html", beside=Path("examples/tiny-qwen3").resolve())
     assert not (tmp_path / "y.html").exists()
 
@@ -487,7 +487,7 @@ def test_an_interruption_ends_the_threads(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measured_trees([tmp_path / "x.safetensors"], interrupt)
+        measured_trees([(tmp_path / "x.safetensors", None)], interrupt)
     assert seen[0] < 1 << 28
 
 

@@ -254,9 +254,11 @@ MESH_OPTION = described_as(
     "Sizes of the mesh axes, such as tensor=8,expert=2.", python='Sizes of the mesh axes, such as {"tensor": 8}.'
 )
 TRAINED_CONFIG_OPTION = described_as(
-    "CKPT is a trainer's Orbax checkpoint of the model SRC: a path or Hub id with config.json and tokenizer.",
-    python="The model that was trained, if the checkpoint is a trainer's: a folder or a Hub id with config.json and "
-    "tokenizer. If it has safetensors, an output has their names.",
+    "The model that was trained, if the checkpoint is a trainer's, saved with Orbax: a path or Hub id with config.json "
+    "and tokenizer.",
+    python="The model that was trained, if the checkpoint is a trainer's, saved with Orbax (the checkpoint itself, its "
+    "step, or its run, of which the latest step is taken): a folder or a Hub id with config.json and tokenizer. If it "
+    "has safetensors, an output has their names.",
 )
 TRAINED_TARGET_OPTION = described_as(
     "The program that trained CKPT: maxtext, tunix, nnx, ...  [default: each is tried]"
@@ -281,11 +283,8 @@ WORKSPACE_OPTION = described_as(
     "calibration if OUT is in a bucket.  [default: beside OUT, or the folder for temporary files]"
 )
 OVERWRITE_OPTION = described_as("Replace OUT if tpuconv wrote it. The old output stays complete until the new one is.")
-CKPT_ARGUMENT = argument("A checkpoint of tpuconv.")
-STORED_ARGUMENT = argument(
-    "A checkpoint of tpuconv; with `config` a checkpoint that a trainer saved with Orbax, its step, or its run, of "
-    "which the latest step is taken."
-)
+READ_ARGUMENT = argument("A checkpoint of tpuconv, or a release; with `config` a trainer's checkpoint.")
+STORED_ARGUMENT = argument("A checkpoint of tpuconv; with `config` a trainer's.")
 PART_ARGUMENT = argument(
     "The share of this process, if several convert one model, on this host or others. The last one publishes OUT."
 )

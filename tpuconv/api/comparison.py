@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuconv.api.opened import OpenedModel, checkpoint_at, opened_model
+from tpuconv.api.opened import OpenedModel, checkpoint_at, opened_model, runs_to_json
 from tpuconv.api.running import downloading_again
 from tpuconv.convert.plan.options import Options
 from tpuconv.errors import GateError, UsageError
@@ -18,6 +18,7 @@ from tpuconv.options import (
     MOST_TOKENS,
     PROGRESS_ARGUMENT,
     PROMPTS_OPTION,
+    TRAINED_CONFIG_OPTION,
     argument,
     option,
     takes,
@@ -27,6 +28,7 @@ from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
     from tpuconv.checkpoint.manifest import Manifest
+    from tpuconv.convert.export.trained import TrainedRun
     from tpuconv.models.logits import Window
     from tpuconv.verify.logits import LogitStatistics
     from tpuconv.verify.tasks import TaskDifference, TaskList
@@ -49,6 +51,7 @@ class CheckpointComparison(OneLine):
         tensors: how parameters differ, worst first.
         tasks: the statistics of tasks, before and after.
         chat_template: whether their requests were conversations.
+        runs: the facts of trainers' checkpoints among the two.
     """
 
     reference: str | Location
@@ -61,6 +64,7 @@ class CheckpointComparison(OneLine):
     tensors: Sequence["TensorDifference"]
     tasks: Sequence["TaskDifference"] = ()
     chat_template: bool = False
+    runs: Sequence["TrainedRun"] = ()
 
     @property
     def passed(self) -> bool | None:
@@ -96,6 +100,7 @@ class CheckpointComparison(OneLine):
                 if self.tasks
                 else {}
             ),
+            **runs_to_json(self.runs),
         }
 
 
@@ -104,7 +109,9 @@ class CompareCheckpointsRequest:
     """The arguments of `compare_checkpoints`."""
 
     reference: str | Location = field(
-        metadata=argument("A checkpoint or a release; divergences are KL(reference || checkpoint).")
+        metadata=argument(
+            "A checkpoint or a release, with `config` also a trainer's; divergences are KL(reference || checkpoint)."
+        )
     )
     checkpoint: str | Location = field(metadata=argument("Another one of the same model, quantized or not."))
     _: KW_ONLY
@@ -127,6 +134,7 @@ class CompareCheckpointsRequest:
     chat_template: bool = option(False, "Write each request of a task as a conversation, by the model's chat template.")
     dtype: str = field(default="auto", metadata=DTYPE_OPTION)
     cache_dtype: str | None = field(default=None, metadata=CACHE_DTYPE_OPTION)
+    config: str | Location | None = field(default=None, metadata=TRAINED_CONFIG_OPTION)
     gates: Mapping[str, float] | None = field(default=None, metadata=GATES_OPTION)
     progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
@@ -134,14 +142,15 @@ class CompareCheckpointsRequest:
 @takes(CompareCheckpointsRequest)
 def compare_checkpoints(asked: CompareCheckpointsRequest) -> CheckpointComparison:
     """Runs the models of two checkpoints, or releases, on the same tokens, and compares their parameters. One model is
-    in memory at a time. A release, and a checkpoint for another program, are read as `load` reads them, with their
-    values decoded.
+    in memory at a time. A release, a trainer's checkpoint and one for another program are read as `load` reads them,
+    with their values decoded.
 
     Raises:
         UsageError: they are other models, or return no logits; the cache cannot have this dtype; the text cannot be
             read or is too short; a task is not known, or its data cannot be read; or there is no chat template.
         TpuconvError: one cannot be read.
     """
+    from tpuconv.convert.export.trained import configs_of
     from tpuconv.verify.windows import check_stride
 
     chosen = asked.stride if asked.stride is not None else max(1, asked.length // 2)
@@ -151,10 +160,14 @@ def compare_checkpoints(asked: CompareCheckpointsRequest) -> CheckpointCompariso
 
     def compared() -> CheckpointComparison:
         with ExitStack() as stack:
-            found = [checkpoint_at(place) for place in places]
+            runs = [
+                stack.enter_context(opened_model(place, Options(), config=config)) if config else None
+                for place, config in zip(places, configs_of(places, asked.config), strict=True)
+            ]
+            found = [run.manifest if run else checkpoint_at(place) for place, run in zip(places, runs, strict=True)]
             opened = [
-                stack.enter_context(opened_model(place, _options_beside(own, other)))
-                for place, own, other in zip(places, found, reversed(found), strict=True)
+                run or stack.enter_context(opened_model(place, _options_beside(own, other)))
+                for place, run, own, other in zip(places, runs, found, reversed(found), strict=True)
             ]
             return _compared(asked, opened, chosen, stack)
 
@@ -227,6 +240,7 @@ def _compared(
         tensors=sorted(tensors, key=lambda tensor: tensor.snr_db),
         tasks=[TaskDifference(before, after) for before, after in zip(*scores, strict=True)],
         chat_template=asked.chat_template,
+        runs=[run for each in opened for run in each.runs],
     )
 
 

@@ -1,12 +1,15 @@
 """Compare a converted model with the original."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from tpuconv.api.opened import OpenedModel, opened_model
+from tpuconv.api.exporting import export
+from tpuconv.api.opened import OpenedModel, opened_model, runs_to_json
 from tpuconv.api.running import downloading_again
 from tpuconv.convert.plan.options import Options
 from tpuconv.errors import GateError, UsageError
@@ -16,6 +19,8 @@ from tpuconv.options import (
     MESH_OPTION,
     PROGRESS_ARGUMENT,
     PROMPTS_OPTION,
+    READ_ARGUMENT,
+    TRAINED_CONFIG_OPTION,
     argument,
     option,
     takes,
@@ -26,8 +31,7 @@ from tpuconv.text import OneLine
 if TYPE_CHECKING:
     import numpy as np
 
-    from tpuconv.checkpoint.manifest import Manifest
-    from tpuconv.sources.repository import Resolved
+    from tpuconv.convert.export.trained import TrainedRun
     from tpuconv.verify.horizons import Horizon
     from tpuconv.verify.layerwise import ComparedOutputs, LayerError
     from tpuconv.verify.logits import Gates, LogitStatistics
@@ -55,6 +59,7 @@ class Comparison(OneLine):
             whether a longer one was compared.
         sights: the same with images and with sounds, of a multimodal checkpoint.
         unseen: the parts of it that are not compared, with the reasons.
+        runs: the facts of a trainer's checkpoint, which is compared with its export.
     """
 
     checkpoint: Location
@@ -68,6 +73,7 @@ class Comparison(OneLine):
     horizons: Sequence["Horizon"] = ()
     sights: Sequence["SightStatistics"] = ()
     unseen: Mapping[str, str] = field(default_factory=dict)
+    runs: Sequence["TrainedRun"] = ()
 
     @property
     def first_diverging(self) -> str | None:
@@ -120,14 +126,14 @@ class Comparison(OneLine):
             facts["sights"] = [sight.to_json() for sight in self.sights]
         if self.unseen:
             facts["unseen"] = dict(self.unseen)
-        return facts | {"passed": self.passed, "failures": self.failures}
+        return facts | runs_to_json(self.runs) | {"passed": self.passed, "failures": self.failures}
 
 
 @dataclass(eq=False, repr=False)
 class CompareRequest:
     """The arguments of `compare`."""
 
-    ckpt: str | Location = field(metadata=argument("A checkpoint of tpuconv, or a release."))
+    ckpt: str | Location = field(metadata=READ_ARGUMENT)
     _: KW_ONLY
     layerwise: bool = option(False, "Compare one layer at a time, in the memory of one layer.")
     source: str | Path | None = option(
@@ -142,6 +148,7 @@ class CompareRequest:
     prompts: Sequence[str] = field(default=(), metadata=PROMPTS_OPTION)
     dtype: str = field(default="auto", metadata=COMPUTE_DTYPE_OPTION)
     mesh: Mapping[str, int] | None = field(default=None, metadata=MESH_OPTION)
+    config: str | Location | None = field(default=None, metadata=TRAINED_CONFIG_OPTION)
     on_source: Callable[[str, Sequence[str] | None], None] = field(
         default=lambda name, changed: None,
         metadata=argument("Called with `Comparison.source` and `Comparison.source_changed` once they are known."),
@@ -156,7 +163,8 @@ class CompareRequest:
 @takes(CompareRequest)
 def compare(asked: CompareRequest) -> Comparison:
     """Runs the model of a checkpoint and transformers' model of its source on the same prompts. A release is read as
-    `load` reads it, and compared with itself. `compare_checkpoints` compares two checkpoints.
+    `load` reads it, and compared with itself; a trainer's checkpoint is compared with its export, which is written to a
+    temporary folder. `compare_checkpoints` compares two checkpoints.
 
     Raises:
         TpuconvError: the source cannot be found or read, the checkpoint is damaged or for another program, or
@@ -164,7 +172,7 @@ def compare(asked: CompareRequest) -> Comparison:
     """
 
     def compared() -> Comparison:
-        with opened_model(asked.ckpt, Options()) as opened:
+        with opened_model(asked.ckpt, Options(), config=asked.config) as opened:
             return _compared(asked, opened)
 
     return downloading_again(compared, asked.progress)
@@ -317,12 +325,13 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
     manifest, stored = opened.manifest, opened.stored
     adapters = merged_adapters(stored or manifest, asked.adapter) if asked.adapter or asked.source is None else []
     devices = device_mesh(asked.mesh) if asked.mesh else mesh_of_processes(manifest)
-    resolved = _source(asked, opened)
-    own = local_path(resolved.folder, "transformers reads local files only")
-    with resolved, plain_path(own) as source:
+    with ExitStack() as stack:
+        own = local_path(_source_folder(asked, opened, stack), "transformers reads local files only")
+        source = stack.enter_context(plain_path(own))
         check_sizes(manifest, own)
-        layerwise = _is_layerwise(asked, manifest, own, adapters)
-        name = str(asked.source or (stored is not None and manifest.raw["source"]["repo"]) or own)
+        layerwise = _is_layerwise(asked, opened, own, adapters)
+        repo = manifest.raw["source"]["repo"] if stored is not None else None
+        name = str(asked.source or repo or (own if opened.run is None else opened.folder))
         changed = _changed(asked, opened, own, name)
         compute = "float32" if asked.dtype == "auto" else asked.dtype
         prompts = prompts_to_compare(manifest, own, asked.prompts, compute, layerwise=layerwise)
@@ -331,7 +340,7 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
         is_beside_plain = opened.is_decoded and encoding_of(read_config(own / CONFIG_FILE)) is None
     statistics, sights = run.statistics(outputs, is_beside_plain=is_beside_plain)
     return Comparison(
-        checkpoint=manifest.folder,
+        checkpoint=opened.folder,
         source=name,
         given=asked.source is not None,
         source_changed=changed,
@@ -342,29 +351,42 @@ def _compared(asked: CompareRequest, opened: OpenedModel) -> Comparison:
         horizons=prompts.horizons,
         sights=sights,
         unseen=prompts.unseen,
+        runs=opened.runs,
     )
 
 
-def _source(asked: CompareRequest, opened: OpenedModel) -> "Resolved":
-    """Returns the source that is compared with, downloaded if it is on the Hub."""
+def _source_folder(asked: CompareRequest, opened: OpenedModel, stack: ExitStack) -> Location:
+    """Returns the folder of the source that is compared with, downloaded if it is on the Hub; of a trainer's checkpoint
+    an export in a temporary folder. `stack` closes it."""
     from tpuconv.sources.hub import resolve
     from tpuconv.verify.preparation import find_source_folder
 
+    if asked.source is None and opened.run is not None:
+        out = Path(stack.enter_context(TemporaryDirectory())) / "export"
+        return export(opened.run.folder, out, config=asked.config, progress=asked.progress).out
     stored, origin = opened.stored, opened.manifest.raw["source"]
-    return resolve(
+    resolved = resolve(
         str(asked.source or (asked.ckpt if stored is None else origin["repo"] or find_source_folder(stored))),
         revision=None if asked.source or stored is None else origin["commit"],
         progress=lambda n, of: asked.progress(Progress("downloading", n, of)),
     )
+    return stack.enter_context(resolved).folder
 
 
-def _is_layerwise(
-    asked: CompareRequest, manifest: "Manifest", own: Path, adapters: Sequence["WeightedAdapter"]
-) -> bool:
-    """Returns True if the models are compared layer by layer. Raises UsageError if they cannot be, and must."""
+def _is_layerwise(asked: CompareRequest, opened: OpenedModel, own: Path, adapters: Sequence["WeightedAdapter"]) -> bool:
+    """Returns True if the models are compared layer by layer, as a text model is whose export lacks other parts of a
+    multimodal model: transformers does not load it. Raises UsageError if they cannot be, and must."""
+    from tpuconv.models.common.wrapper import is_outside
     from tpuconv.verify.preparation import needs_decoded
 
-    layerwise = asked.layerwise or needs_decoded(manifest, own, asked.mesh)
+    skipped = [skip for run in opened.runs for skip in run.skipped] if asked.source is None else []
+    is_text_alone = any(is_outside(skip.reason) for skip in skipped)
+    if is_text_alone and asked.mesh:
+        raise UsageError(
+            f"{asked.ckpt} has the text model alone, which is compared layer by layer, on one device",
+            hint="leave `mesh=` out",
+        )
+    layerwise = asked.layerwise or is_text_alone or needs_decoded(opened.manifest, own, asked.mesh)
     if layerwise and adapters:
         raise UsageError(
             f"{asked.ckpt} has merged adapters, and is compared layer by layer with a source that has not",

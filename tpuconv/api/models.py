@@ -27,6 +27,7 @@ from tpuconv.options import (
     SCAN_LAYERS_OPTION,
     SPECULATE_OPTION,
     TEXT_ONLY_OPTION,
+    TRAINED_CONFIG_OPTION,
     Budget,
     argument,
     option,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from jax.typing import DTypeLike
 
+    from tpuconv.convert.export.trained import TrainedRun
     from tpuconv.models.sentences import TextEmbedder
     from tpuconv.models.text_generator import PromptEncoder, TextGenerator
     from tpuconv.sources.adapter import Adapter
@@ -50,7 +52,8 @@ class LoadRequest:
 
     src: str | Location = field(
         metadata=argument(
-            "A checkpoint of tpuconv, or a release: a folder with safetensors, on a disk or in a bucket, or a Hub id."
+            "A checkpoint of tpuconv, or a release: a folder with safetensors, on a disk or in a bucket, or a Hub id; "
+            "with `config` a trainer's checkpoint."
         )
     )
     dtype: "DTypeLike | None" = field(
@@ -80,15 +83,17 @@ class LoadRequest:
     revision: str | None = field(default=None, metadata=REVISION_OPTION)
     allow_nonfinite: bool = field(default=False, metadata=NONFINITE_OPTION)
     allow_config: Sequence[str] = field(default=(), metadata=ALLOW_CONFIG_OPTION)
+    config: str | Location | None = field(default=None, metadata=TRAINED_CONFIG_OPTION)
 
 
 @takes(LoadRequest)
 def load(asked: LoadRequest) -> "nnx.Module":
     """Returns the model of a checkpoint or of a release, with its weights.
 
-    A release is read as `convert` reads it. The model has the bits that the converted checkpoint has; nothing is
-    written but the Hub's cache. Each process reads the byte ranges of its own shards. A file of the Hub is compared
-    with the hash that the Hub promises where one process reads all of it. The options after `mtp` are for releases.
+    A release is read as `convert` reads it, a trainer's checkpoint as `export` does. The model has the bits that the
+    converted checkpoint has; nothing is written but the Hub's cache. Each process reads the byte ranges of its own
+    shards. A file of the Hub is compared with the hash that the Hub promises where one process reads all of it. The
+    options between `mtp` and `config` are for releases.
 
     The model takes `model(ids_BT)` and returns logits [B, T, V] in float32; of a classifier scores [B, O] of each text,
     of a model without a head hidden states [B, T, D]. Parameters that are quantized are QArrays of Qwix.
@@ -104,7 +109,7 @@ def load(asked: LoadRequest) -> "nnx.Module":
     options = Options(include_mtp=asked.mtp, **{name: getattr(asked, name) for name in names})
 
     def loaded() -> "nnx.Module":
-        with opened_model(asked.src, options) as opened:
+        with opened_model(asked.src, options, config=asked.config) as opened:
             model: nnx.Module = opened.load(asked.dtype, asked.mesh, mtp=asked.mtp)
             return model
 
@@ -153,16 +158,23 @@ def leave_processes() -> None:
 class GeneratorRequest:
     """The arguments of `generator`."""
 
-    ckpt: str | Location = field(metadata=argument("A checkpoint or a release, with a tokenizer."))
+    ckpt: str | Location = field(
+        metadata=argument("A checkpoint or a release, with a tokenizer; with `config` a trainer's checkpoint.")
+    )
     _: KW_ONLY
     temperature: float = option(0.0, "0 takes the most likely token.")
     top_p: float = option(1.0, "Sample from the smallest set of tokens with this total probability.")
     top_k: int | None = option(None, "Sample from the k most likely tokens.", least=1)
     cache_dtype: str | None = field(default=None, metadata=CACHE_DTYPE_OPTION)
     speculate: Speculation = field(default=False, metadata=SPECULATE_OPTION)
+    config: str | Location | None = field(default=None, metadata=TRAINED_CONFIG_OPTION)
     before_reading: "Callable[[PromptEncoder], None] | None" = field(
         default=None,
         metadata=argument("Called before the weights are read, to refuse prompts: large models take minutes."),
+    )
+    on_run: "Callable[[TrainedRun], None]" = field(
+        default=lambda run: None,
+        metadata=argument("Called with a trainer's checkpoint: whose tree it has, and what of it is not read."),
     )
 
 
@@ -179,7 +191,7 @@ def generator(asked: GeneratorRequest) -> "TextGenerator":
     by_mtp = Options(include_mtp=asked.speculate is True)
 
     def made() -> "TextGenerator":
-        with opened_model(asked.ckpt, by_mtp) as opened, opened_draft(asked.speculate) as draft:
+        with opened_model(asked.ckpt, by_mtp, config=asked.config) as opened, opened_draft(asked.speculate) as draft:
             return _generator(asked, opened, draft)
 
     return downloading_again(made, ignore)
@@ -192,6 +204,8 @@ def _generator(asked: GeneratorRequest, opened: OpenedModel, opened_by: OpenedMo
     manifest = opened.manifest
     check_logits(manifest)
     check_draft(opened, opened_by, asked.speculate)
+    for run in opened.runs:
+        asked.on_run(run)
     # These take seconds, in which a mistake would not be said yet.
     from tpuconv.models.denoise import choice_of
     from tpuconv.models.generate import Sampling
@@ -210,7 +224,11 @@ def _generator(asked: GeneratorRequest, opened: OpenedModel, opened_by: OpenedMo
         ends = end_tokens(folder, tokenizer)
         chosen = choice_of(config, sampling, folder)
     kept = ExitStack()  # the files of processors, while the generator lives
-    processors = cache(lambda: kept.enter_context(tokenizer_folder(manifest))) if manifest.parts else None
+    copied = opened.run is not None  # the folder of what was trained is temporary, if it is on the Hub
+    files = cache(lambda: kept.enter_context(tokenizer_folder(manifest, copied=copied)))
+    processors = files if manifest.parts else None
+    if processors and copied:
+        processors()
     if asked.before_reading is not None:
         asked.before_reading(prompt_encoder(tokenizer, config, processors, manifest.parts))
     model = opened.load_on_all_devices(mtp=asked.speculate is True)

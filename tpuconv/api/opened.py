@@ -1,6 +1,6 @@
-"""A model that is loaded: a checkpoint of ours, or a release."""
+"""A model that is loaded: a checkpoint of ours or of a trainer, or a release."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,14 @@ from tpuconv.errors import PushedCheckpoint, UsageError
 from tpuconv.location import BucketPath, Location, plain_path, to_location
 from tpuconv.memory import check_address_space_for_jax
 from tpuconv.names import MANIFEST, OWN_TARGET
+from tpuconv.progress import ignore
 
 if TYPE_CHECKING:
     from tpuconv.checkpoint.manifest import Manifest
     from tpuconv.checkpoint.reader import ReadArray
+    from tpuconv.convert.export.array_source import ArraySource
+    from tpuconv.convert.export.exporting import Exporting
+    from tpuconv.convert.export.trained import TrainedRun
     from tpuconv.convert.plan.types import Plan
 
 
@@ -25,12 +29,24 @@ class OpenedModel:
     Attributes:
         manifest: of the model under our names.
         plan: how a release, or a checkpoint for another program, is read; None for a checkpoint of ours.
-        stored: the manifest of a checkpoint; None for a release.
+        stored: the manifest of a checkpoint; None for a release, and for a trainer's.
+        run: the facts of a trainer's checkpoint; None for others.
     """
 
     manifest: "Manifest"
     plan: "Plan | None" = None
     stored: "Manifest | None" = None
+    run: "TrainedRun | None" = None
+
+    @property
+    def folder(self) -> Location:
+        """The folder of the checkpoint or of the release. The manifest of a trainer's names the model's folder."""
+        return self.manifest.folder if self.run is None else self.run.folder
+
+    @property
+    def runs(self) -> "tuple[TrainedRun, ...]":
+        """The facts of a trainer's checkpoint; empty for others."""
+        return () if self.run is None else (self.run,)
 
     @property
     def is_decoded(self) -> bool:
@@ -64,6 +80,11 @@ class OpenedModel:
         from tpuconv.restore import default_mesh_of
 
         return self.load(dtype, default_mesh_of((beside or self).manifest), mtp=mtp)
+
+
+def runs_to_json(runs: "Sequence[TrainedRun]") -> dict[str, Any]:
+    """Returns the key of results about trainers' checkpoints; nothing if there are none."""
+    return {"runs": [run.to_json() for run in runs]} if runs else {}
 
 
 Speculation = bool | str | Location
@@ -111,14 +132,25 @@ def check_draft(opened: OpenedModel, draft: "OpenedModel | None", speculate: Spe
 
 
 @contextmanager
-def opened_model(src: str | Location, options: Options, *, weights: bool = True) -> Iterator[OpenedModel]:
+def opened_model(
+    src: str | Location, options: Options, *, config: str | Location | None = None, weights: bool = True
+) -> Iterator[OpenedModel]:
     """Yields the model of a checkpoint, for any program, or of a release, which is planned with the options. Either may
-    be on the Hub; a checkpoint there, and with `weights` a release, is downloaded to the Hub's cache.
+    be on the Hub; a checkpoint there, and with `weights` a release, is downloaded to the Hub's cache. With `config`,
+    the model that was trained, `src` is a trainer's checkpoint.
 
     Raises:
-        UsageError: there is neither, or options are given for a checkpoint.
+        UsageError: there is neither, or options are given for a checkpoint; a trainer's has no `config`, or another one
+            has.
         TpuconvError: see `tpuconv.api.plan`.
     """
+    if config is not None:
+        from tpuconv.convert.export.trained import opened_run
+
+        with opened_run(to_location(src), str(config), ignore) as run:
+            _check_plain(src, "a trainer's checkpoint", options)
+            yield replace(_placed(run.arrays, run.exporting, options), run=run.facts)
+        return
     if (manifest := checkpoint_at(src)) is not None:
         yield _opened(src, manifest, options)
         return
@@ -134,6 +166,11 @@ def opened_model(src: str | Location, options: Options, *, weights: bool = True)
             plan = stack.enter_context(planned_loading(str(src), options, quantizer, weights=weights))
         except PushedCheckpoint:
             plan = None
+        except UsageError:
+            from tpuconv.convert.export.trained import check_converted
+
+            check_converted(to_location(src))
+            raise
         if plan is None:
             yield _opened(src, read_manifest(fetch_checkpoint(str(src))), options)
         else:
@@ -146,24 +183,36 @@ def _opened(src: str | Location, manifest: "Manifest", options: Options) -> Open
     Raises:
         UsageError: options are given.
     """
+    _check_plain(src, "a checkpoint of tpuconv", options)
+    if manifest.target == OWN_TARGET:
+        return OpenedModel(manifest, stored=manifest)
+    from tpuconv.convert.export.array_source import CheckpointArrays
+    from tpuconv.convert.export.exporting import describe_exporting
+
+    arrays = CheckpointArrays(manifest)
+    return replace(_placed(arrays, describe_exporting(arrays), options), stored=manifest)
+
+
+def _check_plain(src: str | Location, what: str, options: Options) -> None:
+    """Raises UsageError if options are given that are for releases."""
     plain = Options(include_mtp=options.include_mtp)
     given = [each.name for each in fields(Options) if getattr(options, each.name) != getattr(plain, each.name)]
     if given:
         raise UsageError(
-            f"{src} is a checkpoint of tpuconv, which has the form that it was converted to",
+            f"{src} is {what}, which has the form that it was written in",
             hint=f"leave out {', '.join(f'`{name}=`' for name in given)}, or give the release",
         )
-    return OpenedModel(manifest, stored=manifest) if manifest.target == OWN_TARGET else _placed(manifest, options)
 
 
-def _placed(manifest: "Manifest", options: Options) -> OpenedModel:
-    """Returns the model of a checkpoint for another program, whose arrays are read by way of the released tensors."""
+def _placed(arrays: "ArraySource", what: "Exporting", options: Options) -> OpenedModel:
+    """Returns the model of a checkpoint with other names, whose arrays are read by way of the released tensors."""
     from tpuconv.convert.export.exported_source import exported_source
     from tpuconv.convert.plan.planning import plan_of_source
     from tpuconv.convert.run.describe import planned_manifest
 
-    plan = plan_of_source(exported_source(manifest), replace(options, allow_config=manifest.allow_config))
-    return OpenedModel(planned_manifest(plan), plan, manifest)
+    allowed = replace(options, allow_config=arrays.manifest.allow_config)
+    plan = plan_of_source(exported_source(arrays, what), allowed)
+    return OpenedModel(planned_manifest(plan), plan)
 
 
 def checkpoint_at(src: str | Location) -> "Manifest | None":

@@ -5,7 +5,15 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuconv.api.opened import OpenedModel, Speculation, check_draft, checkpoint_at, opened_draft, opened_model
+from tpuconv.api.opened import (
+    OpenedModel,
+    Speculation,
+    check_draft,
+    checkpoint_at,
+    opened_draft,
+    opened_model,
+    runs_to_json,
+)
 from tpuconv.api.running import downloading_again
 from tpuconv.convert.plan.options import Options
 from tpuconv.errors import GateError, UsageError
@@ -19,7 +27,9 @@ from tpuconv.options import (
     MOST_TOKENS,
     PROGRESS_ARGUMENT,
     QUANTIZE_OPTION,
+    READ_ARGUMENT,
     SPECULATE_OPTION,
+    TRAINED_CONFIG_OPTION,
     argument,
     described_as,
     option,
@@ -29,6 +39,7 @@ from tpuconv.progress import Listener, Progress, ignore
 from tpuconv.text import OneLine, format_count
 
 if TYPE_CHECKING:
+    from tpuconv.convert.export.trained import TrainedRun
     from tpuconv.quantize.config import QuantConfig
     from tpuconv.verify.benchmark import Machine, Timing, Workload
     from tpuconv.verify.topology.chips import Slice
@@ -47,6 +58,7 @@ class Benchmark(OneLine):
         machine: devices, limits and versions.
         text: a prompt and its greedy continuation; None without a tokenizer.
         timings: one for each combination of sizes.
+        runs: the facts of a trainer's checkpoint.
     """
 
     checkpoint: Location
@@ -58,6 +70,7 @@ class Benchmark(OneLine):
     machine: "Machine"
     text: str | None
     timings: Sequence["Timing"]
+    runs: Sequence["TrainedRun"] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the keys that docs/json.md lists."""
@@ -71,6 +84,7 @@ class Benchmark(OneLine):
             **self.machine.to_json(),
             "text": self.text,
             "timings": [timing.to_json() for timing in self.timings],
+            **runs_to_json(self.runs),
         }
 
 
@@ -78,7 +92,7 @@ class Benchmark(OneLine):
 class BenchmarkRequest:
     """The arguments of `benchmark`."""
 
-    ckpt: str | Location = field(metadata=argument("A checkpoint of tpuconv, or a release."))
+    ckpt: str | Location = field(metadata=READ_ARGUMENT)
     _: KW_ONLY
     batch: Sequence[int] = option(
         (1,),
@@ -99,6 +113,7 @@ class BenchmarkRequest:
     dtype: str = field(default="auto", metadata=DTYPE_OPTION)
     cache_dtype: str | None = field(default=None, metadata=CACHE_DTYPE_OPTION)
     speculate: Speculation = field(default=False, metadata=SPECULATE_OPTION)
+    config: str | Location | None = field(default=None, metadata=TRAINED_CONFIG_OPTION)
     progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
@@ -116,7 +131,7 @@ def benchmark(asked: BenchmarkRequest) -> Benchmark:
     by_mtp = Options(include_mtp=asked.speculate is True)
 
     def timed() -> Benchmark:
-        with opened_model(asked.ckpt, by_mtp) as opened, opened_draft(asked.speculate) as draft:
+        with opened_model(asked.ckpt, by_mtp, config=asked.config) as opened, opened_draft(asked.speculate) as draft:
             return _timed(asked, opened, draft, shapes)
 
     return downloading_again(timed, asked.progress)
@@ -163,7 +178,7 @@ def _timed(
         text = tokenizer.decode([*read_ids, *timings[0].new_ids], skip_special_tokens=True)
     origin = manifest.raw["source"]
     return Benchmark(
-        checkpoint=manifest.folder,
+        checkpoint=opened.folder,
         source=origin["name"],
         commit=origin["commit"],
         dtype=compute,
@@ -172,6 +187,7 @@ def _timed(
         machine=machine,
         text=text,
         timings=timings,
+        runs=opened.runs,
     )
 
 

@@ -4,14 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tpuconv.api.opened import OpenedModel, opened_model, runs_to_json
+from tpuconv.api.running import downloading_again
+from tpuconv.convert.plan.options import Options
 from tpuconv.errors import GateError
-from tpuconv.location import Location, local_path, plain_path, to_location
+from tpuconv.location import Location
 from tpuconv.options import (
-    CKPT_ARGUMENT,
     DTYPE_CHOICES,
     MESH_OPTION,
     PROGRESS_ARGUMENT,
     PROMPTS_OPTION,
+    READ_ARGUMENT,
+    TRAINED_CONFIG_OPTION,
     argument,
     option,
     takes,
@@ -20,6 +24,7 @@ from tpuconv.progress import Listener, Progress, ignore
 from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
+    from tpuconv.convert.export.trained import TrainedRun
     from tpuconv.verify.server import ServerStatistics
 
 MOST_LIKELY = 20
@@ -36,6 +41,7 @@ class ServerComparison(OneLine):
         program: vLLM or SGLang.
         model: its name there.
         statistics: differences, divergences, the gate, and where the two differ.
+        runs: the facts of a trainer's checkpoint.
     """
 
     checkpoint: Location
@@ -43,6 +49,7 @@ class ServerComparison(OneLine):
     program: str
     model: str
     statistics: "ServerStatistics"
+    runs: "Sequence[TrainedRun]" = ()
 
     def check(self) -> None:
         """Raises GateError if the gate failed."""
@@ -61,6 +68,7 @@ class ServerComparison(OneLine):
             "checkpoint": str(self.checkpoint),
             "server": {"url": self.url, "program": self.program, "model": self.model},
             **statistics.to_json(),
+            **runs_to_json(self.runs),
             "failures": statistics.failures,
         }
 
@@ -69,7 +77,7 @@ class ServerComparison(OneLine):
 class CompareServerRequest:
     """The arguments of `compare_server`."""
 
-    ckpt: str | Location = field(metadata=CKPT_ARGUMENT)
+    ckpt: str | Location = field(metadata=READ_ARGUMENT)
     server: str = field(metadata=argument("The address of vLLM, vLLM TPU or SGLang: `http://localhost:8000`."))
     _: KW_ONLY
     served: str | None = option(None, "The name of the model on the server.  [default: the one that it has]")
@@ -78,6 +86,7 @@ class CompareServerRequest:
         "auto", "The dtype that the server computes in.  [default: the checkpoint's]", choices=DTYPE_CHOICES
     )
     mesh: Mapping[str, int] | None = field(default=None, metadata=MESH_OPTION)
+    config: str | Location | None = field(default=None, metadata=TRAINED_CONFIG_OPTION)
     progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
@@ -90,18 +99,29 @@ def compare_server(asked: CompareServerRequest) -> ServerComparison:
     Raises:
         TpuconvError: the server cannot be reached or lacks the model, or the checkpoint is damaged or has no logits.
     """
-    from tpuconv.checkpoint.manifest import read_manifest
+
+    def compared() -> ServerComparison:
+        with opened_model(asked.ckpt, Options(), config=asked.config) as opened:
+            return _compared_server(asked, opened)
+
+    return downloading_again(compared, asked.progress)
+
+
+def _compared_server(asked: CompareServerRequest, opened: OpenedModel) -> ServerComparison:
+    """Returns the comparison with an opened model."""
+    from tpuconv.checkpoint.companions import tokenizer_folder
     from tpuconv.checkpoint.reader import check_logits
+    from tpuconv.models.logits import whole_texts
     from tpuconv.verify import logits
     from tpuconv.verify.preparation import tokenized
     from tpuconv.verify.server import compare_log_probs, find_server
 
-    manifest = read_manifest(to_location(asked.ckpt))
-    manifest.check_own()
+    manifest = opened.manifest
     manifest.check_complete()
     check_logits(manifest)
     server = find_server(asked.server, asked.served)
-    ids = tokenized(manifest, local_path(manifest.folder, "transformers reads local files only"), asked.prompts)
+    with tokenizer_folder(manifest) as folder:
+        ids = tokenized(manifest, folder, asked.prompts)
     found = []
     for done, prompt in enumerate(ids):
         asked.progress(Progress(f"asking {server.program}", done, len(ids)))
@@ -110,8 +130,7 @@ def compare_server(asked: CompareServerRequest) -> ServerComparison:
     dtype = stored if asked.dtype == "auto" else asked.dtype
     devices = logits.device_mesh(asked.mesh) if asked.mesh else None
     asked.progress(Progress("running the model"))
-    with plain_path(manifest.folder) as folder:
-        exact = logits.model_logits(folder, ids, "float32", devices)
-        rounded = exact if dtype == "float32" else logits.model_logits(folder, ids, dtype, devices)
+    exact = list(logits.each_logits(opened.load, whole_texts(ids), "float32", devices))
+    rounded = exact if dtype == "float32" else list(logits.each_logits(opened.load, whole_texts(ids), dtype, devices))
     statistics = compare_log_probs(ids, found, exact, rounded, dtype)
-    return ServerComparison(manifest.folder, server.url, server.program, server.model, statistics)
+    return ServerComparison(opened.folder, server.url, server.program, server.model, statistics, opened.runs)

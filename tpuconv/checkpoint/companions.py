@@ -42,10 +42,10 @@ def copy_companion(manifest: Manifest, name: str, sink: Sink, target: str, facts
 
 
 @contextmanager
-def tokenizer_folder(manifest: Manifest) -> Iterator[Path]:
+def tokenizer_folder(manifest: Manifest, *, copied: bool = False) -> Iterator[Path]:
     """Yields a local folder with the tokenizer and the configs of a checkpoint: its own folder, or copies from a
-    bucket."""
-    if isinstance(manifest.folder, Path):
+    bucket, or with `copied` from any place."""
+    if isinstance(manifest.folder, Path) and not copied:
         with plain_path(manifest.folder) as path:
             yield path
         return

@@ -8,6 +8,7 @@ import click
 from tpuconv import api, text
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, say, show
+from tpuconv.commands.convert import show_runs
 from tpuconv.commands.inputs import chosen_checkpoint
 from tpuconv.commands.process import all_processes
 from tpuconv.commands.progress import shown
@@ -38,6 +39,7 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
     "tpuconv benchmark Qwen3-8B-orbax --batch 1,8 --prompt-length 128 --new-tokens 64",
     "tpuconv benchmark Qwen3-8B-orbax --cache-dtype int8 --markdown",
     "tpuconv benchmark Qwen3-8B-orbax --speculate Qwen3-8B-eagle3-orbax",
+    "tpuconv benchmark runs/sft --config Qwen/Qwen3-8B",
 )
 @options.src_or_ckpt
 @options.of(api.benchmark)
@@ -76,6 +78,7 @@ def show_benchmark(found: "api.Benchmark") -> None:
         table.add_row(*(cell(timing) for cell in columns.values()))
     console().print(table)
     show(_footer(found))
+    show_runs(found.runs)
     if found.text is not None:
         say("\nGreedy: " + text.plain(found.text, "\n\t"))
 

@@ -9,6 +9,7 @@ import click
 from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, show
+from tpuconv.commands.convert import show_runs
 from tpuconv.commands.inputs import read_prompts
 from tpuconv.commands.params import Name
 from tpuconv.commands.progress import shown
@@ -30,6 +31,7 @@ MOST_ROWS = 8
     "tpuconv compare Qwen/Qwen3-8B Qwen3-8B-orbax-int4_weight_only --text wiki.txt --length 2048 --stride 512",
     "tpuconv compare Qwen3-8B-orbax Qwen3-8B-orbax --cache-dtype int8 --gate mean_kl=0.001",
     "tpuconv compare Qwen3-8B-orbax Qwen3-8B-orbax-int4_weight_only --tasks arc_easy,gsm8k --task-limit 200",
+    "tpuconv compare Qwen/Qwen3-8B runs/sft --config Qwen/Qwen3-8B --text wiki.txt",
 )
 @click.argument("reference", type=Name())
 @click.argument("ckpt", type=Name())
@@ -46,7 +48,8 @@ def compare(
 ) -> None:
     """Run the models REFERENCE and CKPT on the same tokens, and compare their parameters.
 
-    Each is a checkpoint, an export or a release: a folder, a bucket or a Hub id. Divergences are KL(REFERENCE || CKPT).
+    Each is a checkpoint, an export or a release: a folder, a bucket or a Hub id; with --config also a checkpoint, a
+    step or a run of a trainer, one of them or both. Divergences are KL(REFERENCE || CKPT).
     One model is in memory at a time, and transformers is not needed. With --cache-dtype the model of CKPT reads keys
     and values from a cache of this dtype, as in decoding.
 
@@ -73,6 +76,7 @@ def compare(
     else:
         console().print(_logits_table(found))
         console().print(_tensors_table(found))
+        show_runs(found.runs)
         found.check()
         show(("passed", "green"), ": every gate holds") if found.passed else show(
             "no gates set: nothing passed or failed"

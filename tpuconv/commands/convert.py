@@ -20,9 +20,10 @@ from tpuconv.memory import check_address_space_for_jax
 from tpuconv.text import format_count, format_size, plain, some
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tpuconv.convert.export.files import FileTensor
+    from tpuconv.convert.export.trained import TrainedRun
     from tpuconv.convert.plan.types import Skip
     from tpuconv.models.common.ignored import IgnoredKey
     from tpuconv.quantize.report import Report
@@ -289,10 +290,28 @@ def _show_left_out(left_out: "Sequence[LeftOut]") -> None:
 def show_skipped(what: str, skipped: "Sequence[Skip]", unit: str = "") -> None:
     """Shows a line for each reason, with the first patterns that it covers. `what` names the step that was skipped,
     `unit` names the things counted, unless the reasons name them."""
+    for line in skipped_lines(what, skipped, unit):
+        show(line)
+
+
+def skipped_lines(what: str, skipped: "Sequence[Skip]", unit: str = "") -> "Iterator[str]":
+    """Yields the lines that `show_skipped` shows."""
     for reason in dict.fromkeys(skip.reason for skip in skipped):
         group = [skip for skip in skipped if skip.reason == reason]
         named = some([skip.pattern for skip in group], 2)
-        show(f"  {what}: {sum(skip.count for skip in group)}{unit} {reason}: {named}")
+        yield f"  {what}: {sum(skip.count for skip in group)}{unit} {reason}: {named}"
+
+
+def run_lines(run: "TrainedRun") -> "Iterator[str]":
+    """Yields the lines that tell what is read of a trainer's checkpoint."""
+    yield f"  {run.folder}: read as {run.target}: {run.arrays}"
+    yield from skipped_lines("not read", run.skipped)
+
+
+def show_runs(runs: "Sequence[TrainedRun]") -> None:
+    """Shows what is read of trainers' checkpoints."""
+    for line in (line for run in runs for line in run_lines(run)):
+        show(line)
 
 
 def show_report(report: "Report", out: Location) -> None:

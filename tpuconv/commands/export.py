@@ -9,7 +9,7 @@ from tpuconv.commands import options
 from tpuconv.commands.console import console, print_json, show
 from tpuconv.commands.convert import already_there, in_files, show_skipped, speed, tensor_table
 from tpuconv.commands.hub_outputs import OutputParam, local_place, pushed
-from tpuconv.commands.params import LocationParam, Name, known_checkpoints
+from tpuconv.commands.params import LocationParam, known_checkpoints
 from tpuconv.commands.progress import resumable
 from tpuconv.location import Location
 from tpuconv.text import format_size
@@ -25,7 +25,7 @@ from tpuconv.text import format_size
 )
 @click.argument("ckpt", type=LocationParam(), shell_complete=known_checkpoints)
 @click.argument("out", type=OutputParam())
-@options.of(api.export, config={"type": Name(), "metavar": "SRC"})
+@options.of(api.export)
 @options.processes
 @click.option("--dry-run", is_flag=True, help="Show the tensors that would be written, and stop.")
 @options.as_json

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tpuconv import api
+from tpuconv.api.opened import runs_to_json
 from tpuconv.commands import options
 from tpuconv.commands.console import print_json, say
+from tpuconv.commands.convert import run_lines
 from tpuconv.commands.inputs import chosen_checkpoint, read_prompts
 from tpuconv.commands.params import File, Prompt
 from tpuconv.commands.process import all_processes
@@ -20,6 +22,7 @@ from tpuconv.options import MOST_TOKENS
 from tpuconv.text import plain
 
 if TYPE_CHECKING:
+    from tpuconv.convert.export.trained import TrainedRun
     from tpuconv.models.text_generator import Completion, PromptEncoder
 
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     'tpuconv generate Qwen3-8B-orbax --chat --system "Be brief." --prompt "What is a TPU?"',
     'tpuconv generate Qwen/Qwen3-0.6B --prompt "Once upon a time"',
     'tpuconv generate Qwen3-8B-orbax --speculate Qwen3-8B-eagle3-orbax --prompt "Once upon a time"',
+    'tpuconv generate runs/sft --config Qwen/Qwen3-8B --chat --prompt "What is a TPU?"',
     'tpuconv generate gemma-3-4b-it-orbax --chat --image cat.png --prompt "What is this?"',
     'tpuconv generate Qwen3-8B-orbax --prompt "def fibonacci(n):" --temperature 0.7 --top-p 0.9 --seed 1',
 )
@@ -102,7 +106,7 @@ def generate(
 
     A release, safetensors in a folder or on the Hub, is loaded without a conversion. Of
     generation_config.json only the end tokens are read, and the schedule of a model that writes canvases. The options
-    decide all else.
+    decide all else. With --config the model is a checkpoint, a step or a run of a trainer; the latest step is taken.
     """
     if distributed and "-" in prompts:
         raise UsageError("--prompt - reads the input of each process", hint="give --prompt TEXT or --prompt-file")
@@ -133,7 +137,10 @@ def generate(
             if encoder.has_chat_template and not chat and not as_json:
                 say("The model has a chat template: --chat formats the prompt with it.", err=True)
 
-        generator = api.generator(folder, speculate=speculate, before_reading=encode, **sampling)
+        runs: list[TrainedRun] = []
+        generator = api.generator(folder, speculate=speculate, before_reading=encode, on_run=runs.append, **sampling)
+        for line in (line for run in runs for line in run_lines(run) if not as_json):
+            say(line, err=True)
         streams = not as_json and len(texts) == 1
         times = [time.monotonic()]
         outputs: Sequence[Completion] = ()
@@ -149,7 +156,7 @@ def generate(
                 return
         share = generator.accepted_share
         if as_json:
-            print_json({"checkpoint": str(folder), **_facts(outputs, times, share)})
+            print_json({"checkpoint": str(folder), **_facts(outputs, times, share), **runs_to_json(runs)})
         elif streams:
             say("")
         else:

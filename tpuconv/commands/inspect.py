@@ -8,6 +8,7 @@ import click
 from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, show
+from tpuconv.commands.convert import show_runs
 from tpuconv.commands.params import Name
 from tpuconv.commands.progress import shown
 from tpuconv.text import format_size
@@ -18,14 +19,15 @@ from tpuconv.text import format_size
     "tpuconv inspect Qwen3-8B-orbax",
     "tpuconv inspect Qwen3-8B-orbax --mesh data=2,tensor=4",
     "tpuconv inspect deepseek-ai/DeepSeek-R1 --json",
+    "tpuconv inspect runs/sft --config Qwen/Qwen3-8B",
     "tpuconv inspect Qwen3-8B-orbax --html weights.html --beside Qwen3-8B-orbax-int4_weight_only",
 )
 @click.argument("path", type=Name())
 @options.of(api.inspect)
 @options.as_json
 def inspect(path: str, as_json: bool, **given: Any) -> None:
-    """Show the tensors of PATH by pattern: a safetensors folder or file, a Hub id, or a checkpoint of tpuconv. With
-    --mesh show how the mesh shards the checkpoint.
+    """Show the tensors of PATH by pattern: a safetensors folder or file, a Hub id, or a checkpoint of tpuconv; with
+    --config a checkpoint, a step or a run of a trainer. With --mesh show how the mesh shards the checkpoint.
 
     --html writes a page with the minimum, maximum, mean, standard deviation, zeros and histogram of each tensor. All
     weights are read, in bounded memory. With --beside the page begins with the parameters of the two checkpoints that
@@ -35,7 +37,7 @@ def inspect(path: str, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(found.to_json())
         return
-    ours, mesh = found.format == "tpuconv", found.mesh
+    ours, mesh = found.format != "safetensors", found.mesh
     extra = (*(["axes"] if ours else []), "shape", "dtype", "bytes", *(["sharded by", "per device"] if mesh else []))
     table = Table(
         path,
@@ -61,6 +63,7 @@ def inspect(path: str, as_json: bool, **given: Any) -> None:
             show(f"  {facts['pattern']}: {sizes} is not a multiple of the mesh, and is replicated")
     per_device = f", {format_size(found.device_bytes)} per device" if found.device_bytes is not None else ""
     show(f"{found.tensors} tensors, {format_size(found.bytes)}{per_device}")
+    show_runs(found.runs)
     if found.html is not None:
         show(f"written: {found.html}")
 

@@ -93,6 +93,7 @@ CLICK: Mapping[str, Mapping[str, Any]] = {
     },
     "calibration": {"type": Name(), "metavar": "TEXT"},
     "beside": {"type": Name(), "metavar": "PATH"},
+    "config": {"type": Name(), "metavar": "SRC"},
     "draft_for": {"type": Name(), "metavar": "TARGET"},
     "fit": {"multiple": True, "metavar": "SLICE"},
     "gates": {

@@ -9,7 +9,7 @@ from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.console import Table, console, print_json, show
 from tpuconv.commands.convert import already_there, show_skipped, speed
-from tpuconv.commands.params import LocationParam, Name, known_checkpoints
+from tpuconv.commands.params import LocationParam, known_checkpoints
 from tpuconv.commands.progress import resumable
 from tpuconv.location import Location
 from tpuconv.text import format_count, format_size
@@ -24,7 +24,7 @@ from tpuconv.text import format_count, format_size
 )
 @click.argument("ckpt", type=LocationParam(), shell_complete=known_checkpoints)
 @click.argument("out", type=LocationParam())
-@options.of(api.reshard, config={"type": Name(), "metavar": "SRC"})
+@options.of(api.reshard)
 @options.processes
 @click.option("--dry-run", is_flag=True, help="Show the chunks that would be written, and stop.")
 @options.as_json

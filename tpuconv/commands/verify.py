@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +11,7 @@ from tpuconv import api
 from tpuconv.commands import options
 from tpuconv.commands.benchmark import show_benchmark
 from tpuconv.commands.console import Table, console, print_json, show, styled
+from tpuconv.commands.convert import show_runs
 from tpuconv.commands.inputs import chosen_checkpoint, read_prompts
 from tpuconv.commands.process import all_processes
 from tpuconv.commands.progress import shown
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     "tpuconv verify Qwen3-8B-orbax --compare-hf",
     "tpuconv verify Qwen3-8B-orbax --compare-hf --prompts prompts.txt",
     "tpuconv verify Llama-3.3-70B-orbax --compare-hf --layerwise",
+    "tpuconv verify runs/sft --compare-hf --config Qwen/Qwen3-8B",
     "tpuconv verify Qwen3-8B-orbax --server http://localhost:8000",
     "tpuconv verify Qwen3-8B-orbax --benchmark",
 )
@@ -53,6 +55,7 @@ def verify(
     prompts: Path | None,
     dtype: str,
     mesh: dict[str, int] | None,
+    config: str | None,
     server: str | None,
     served: str | None,
     benchmark: bool,
@@ -66,7 +69,8 @@ def verify(
 
     --compare-hf runs both models on eight short prompts, or on the prompts of --prompts. A model with sliding
     windows, chunks or an indexer also runs on one longer prompt for each of their lengths, of up to 8,256 tokens; the
-    last 128 logits are compared. It takes a release too, which is loaded without a conversion.
+    last 128 logits are compared. It takes a release too, which is loaded without a conversion; with --config a
+    checkpoint, a step or a run of a trainer, which is compared with its export, not with the weights of SRC.
 
     --server asks a running server for the log-probabilities of the same prompts. Its --dtype is the one that the
     server computes in, by default the checkpoint's; the model computes in float32 too, which shows how much
@@ -76,7 +80,9 @@ def verify(
     10: the checkpoint is damaged.
     """
     options.require_mode("--compare-hf", compare_hf, "layerwise", "source", "adapter")
-    options.require_mode("--compare-hf or --server", compare_hf or server is not None, "prompts", "dtype", "mesh")
+    options.require_mode(
+        "--compare-hf or --server", compare_hf or server is not None, "prompts", "dtype", "mesh", "config"
+    )
     options.require_mode("--server", server is not None, "served")
     if server is not None and (compare_hf or update or distributed):
         raise UsageError("--server excludes --compare-hf, --update and --distributed", hint="run one after the other")
@@ -89,18 +95,22 @@ def verify(
         raise UsageError("--key is for a check of all files", hint="leave --compare-hf, --server and --update out")
     if update and compare_hf:
         raise UsageError("--update and --compare-hf exclude each other", hint="run one after the other")
+
+    def given() -> dict[str, Any]:
+        return {"prompts": read_prompts(prompts), "dtype": dtype, "mesh": mesh, "config": config}
+
     with all_processes(distributed):
         chosen = src or chosen_checkpoint(None, "Verifying", quiet=as_json)
         if server is not None:
-            facts, failed = _compare_server(chosen, server, served, read_prompts(prompts), dtype, mesh, as_json)
+            facts, failed = _compare_server(chosen, as_json, server=server, served=served, **given())
         elif compare_hf:
-            facts, failed = _compare(chosen, source, adapter, read_prompts(prompts), dtype, mesh, layerwise, as_json)
+            facts, failed = _compare(chosen, as_json, source=source, adapter=adapter, layerwise=layerwise, **given())
         else:
             facts, failed = _check(chosen, update, key, as_json)
         if benchmark and not failed:
             check_address_space_for_jax()
             with shown(as_json) as progress:
-                timed = api.benchmark(chosen, progress=progress)
+                timed = api.benchmark(chosen, config=config, progress=progress)
             if not as_json:
                 show_benchmark(timed)
             facts["benchmark"] = timed.to_json()
@@ -127,51 +137,28 @@ def _check(folder: str | Location, update: bool, key: Path | None, as_json: bool
     return found.to_json(), 0 if found.passed else CorruptOutput.exit_code
 
 
-def _compare(
-    folder: str | Location,
-    source: str | None,
-    adapter: Sequence[str],
-    prompts: Sequence[str],
-    dtype: str,
-    mesh: dict[str, int] | None,
-    layerwise: bool,
-    as_json: bool,
-) -> tuple[dict[str, object], int]:
+def _compare(folder: str | Location, as_json: bool, **asked: Any) -> tuple[dict[str, object], int]:
     check_address_space_for_jax()
     with shown(as_json) as progress:
         found = api.compare(
             folder,
-            source=source,
-            adapter=adapter,
-            prompts=prompts,
-            dtype=dtype,
-            mesh=mesh,
-            layerwise=layerwise,
-            on_source=(lambda name, changed: None) if as_json or source else _show_source,
+            on_source=(lambda name, changed: None) if as_json or asked["source"] else _show_source,
             on_layer=(lambda layer: None) if as_json else _show_layer,
             progress=progress,
+            **asked,
         )
     if not as_json:
         console().print(_comparison_table(found))
+        show_runs(found.runs)
         found.check()
         _show_verdict(found)
     return found.to_json(), GateError.exit_code if found.failures else 0
 
 
-def _compare_server(
-    folder: str | Location,
-    url: str,
-    served: str | None,
-    prompts: Sequence[str],
-    dtype: str,
-    mesh: dict[str, int] | None,
-    as_json: bool,
-) -> tuple[dict[str, object], int]:
+def _compare_server(folder: str | Location, as_json: bool, **asked: Any) -> tuple[dict[str, object], int]:
     check_address_space_for_jax()
     with shown(as_json) as progress:
-        found = api.compare_server(
-            folder, url, served=served, prompts=prompts, dtype=dtype, mesh=mesh, progress=progress
-        )
+        found = api.compare_server(folder, progress=progress, **asked)
     result = found.statistics
     if not as_json:
         table = Table(
@@ -190,6 +177,7 @@ def _compare_server(
         table.add_row("perplexity of these prompts, server", f"{result.perplexity_server:.5g}", "")
         table.add_row("perplexity of these prompts, JAX", f"{result.perplexity:.5g}", "")
         console().print(table)
+        show_runs(found.runs)
         for name, place in (("first that differs", result.first), ("largest KL", result.worst)):
             if place is not None:
                 show(

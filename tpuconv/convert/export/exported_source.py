@@ -1,5 +1,5 @@
-"""A checkpoint for another program as a source: its tensors are those that an export would write, made when they are
-read."""
+"""A checkpoint for another program, or of a trainer, as a source: its tensors are those that an export would write.
+They are made when they are read."""
 
 import threading
 from collections import OrderedDict
@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tpuconv.checkpoint.manifest import Manifest
-from tpuconv.convert.export.array_source import ArraySource, CheckpointArrays, exported_config
-from tpuconv.convert.export.exporting import describe_exporting
+from tpuconv.convert.export.array_source import ArraySource, exported_config
+from tpuconv.convert.export.exporting import Exporting
 from tpuconv.convert.export.layout import lay_out
 from tpuconv.convert.export.making import make_piece
 from tpuconv.convert.export.rows import ExportPiece
@@ -38,7 +37,7 @@ class ExportedSource(Source):
     @property
     def skipped_before(self) -> Sequence[Mapping[str, Any]]:
         """The tensors that the conversion of the original source skipped."""
-        skipped: Sequence[Mapping[str, Any]] = self.arrays.manifest.raw["skipped"]
+        skipped: Sequence[Mapping[str, Any]] = self.arrays.manifest.raw.get("skipped", ())
         return skipped
 
     def origin(self, hashes: Mapping[str, str | None]) -> dict[str, Any]:
@@ -52,29 +51,29 @@ class ExportedSource(Source):
         return ExportedReader(self.arrays, self.pieces)
 
 
-def exported_source(manifest: Manifest) -> ExportedSource:
+def exported_source(arrays: ArraySource, what: Exporting) -> ExportedSource:
     """Returns a checkpoint as a source. Parameters that rules quantized are decoded when they are read.
 
     Args:
-        manifest: of the checkpoint.
+        arrays: of the checkpoint.
+        what: would be exported of them.
 
     Raises:
         TpuconvError: as `tpuconv.api.plan_export` does.
     """
-    arrays = CheckpointArrays(manifest)
-    layout = lay_out(arrays, describe_exporting(arrays))
+    layout = lay_out(arrays, what)
     config = exported_config(arrays) | ({"quantization_config": layout.encoding} if layout.encoding else {})
     tensors, pieces, shards = {}, {}, []
     for piece in layout.pieces:
         first = piece.tensors[0].name
         nbytes = sum(tensor.nbytes for tensor in piece.tensors)
-        shards.append(SourceShard(first, nbytes, digest=manifest.sealed.identity))
+        shards.append(SourceShard(first, nbytes, digest=arrays.manifest.sealed.identity))
         for number, tensor in enumerate(piece.tensors):
             tensors[tensor.name] = TensorInfo(tensor.name, tensor.dtype, tensor.shape, first, 0, tensor.nbytes)
             pieces[tensor.name] = piece, number
-    origin = manifest.raw["source"]
+    origin = arrays.manifest.raw["source"]
     return ExportedSource(
-        manifest.folder,
+        arrays.companions_folder,
         config,
         tensors,
         tuple(shards),

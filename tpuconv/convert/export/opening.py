@@ -123,5 +123,5 @@ def _trained(ckpt: Location, asked: ExportOptions, stack: ExitStack, progress: L
         return trained_adapter(
             model.tree, model.family, model.config, model.known, asked.target, str(asked.config), asked.lora_alpha
         )
-    arrays, form, skipped = trained_arrays(model, asked.target, asked.lora_alpha if asked.merge else None)
-    return _laid_out(arrays, Exporting(form.table, form.config, model.family.name), model.tree.folder, skipped)
+    run = trained_arrays(model, asked.target, asked.lora_alpha if asked.merge else None)
+    return _laid_out(run.arrays, run.exporting, run.facts.arrays, run.facts.skipped)

@@ -1,18 +1,19 @@
 """Opens the checkpoint of a trainer, which has no manifest, by the model that was trained."""
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.checkpoint.orbax_tree import TrainedTree, holds_tree, locate_tree
+from tpuconv.convert.export.exporting import Exporting
 from tpuconv.convert.export.lora.tree import MergedPairs, explain_pairs, read_pairs
 from tpuconv.convert.export.orbax_arrays import OrbaxArrays
-from tpuconv.convert.export.way_back import Reading, SavedForm, explain_tree, parameters_of, readings
+from tpuconv.convert.export.way_back import Reading, explain_tree, parameters_of, readings
 from tpuconv.convert.plan.types import Skip
 from tpuconv.errors import UsageError
-from tpuconv.location import Location
+from tpuconv.location import Location, to_location
 from tpuconv.models.common.wrapper import is_outside
 from tpuconv.models.registry import Family, find_family
 from tpuconv.names import MANIFEST, collapse
@@ -31,6 +32,7 @@ class TrainedModel:
     """The tree of a trainer, and the model that was trained.
 
     Attributes:
+        ckpt: as it was given.
         tree: the arrays that were saved.
         source: the folder of the model.
         config: its parsed config.json, without an encoding.
@@ -38,6 +40,7 @@ class TrainedModel:
         known: its readings.
     """
 
+    ckpt: Location
     tree: TrainedTree
     source: Source
     config: Mapping[str, Any]
@@ -45,12 +48,54 @@ class TrainedModel:
     known: list[Reading]
 
 
+@dataclass(frozen=True)
+class TrainedRun:
+    """The facts of a trainer's checkpoint that is read.
+
+    Attributes:
+        folder: as it was given: a checkpoint, a step or a run.
+        target: the program whose tree it has.
+        arrays: the folder of the tree.
+        skipped: arrays of the tree that are no parameters, and tensors of the model that it lacks.
+    """
+
+    folder: Location
+    target: str
+    arrays: Location
+    skipped: tuple[Skip, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the keys that docs/json.md lists."""
+        return {
+            "folder": str(self.folder),
+            "target": self.target,
+            "arrays": str(self.arrays),
+            "skipped": [vars(skip) for skip in self.skipped],
+        }
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """A trainer's checkpoint that is open.
+
+    Attributes:
+        arrays: its parameters.
+        exporting: their table, with the names of the release.
+        facts: what is read and what is not.
+    """
+
+    arrays: OrbaxArrays
+    exporting: Exporting
+    facts: TrainedRun
+
+
 def check_converted(ckpt: Location) -> None:
     """Raises UsageError if a folder has a checkpoint of Orbax without a manifest of tpuconv."""
     if not is_there(ckpt / MANIFEST) and holds_tree(ckpt):
         raise UsageError(
             f"{ckpt} is a checkpoint of Orbax without {MANIFEST}",
-            hint="give `config=SRC`, the model that was trained: a folder or a Hub id",
+            hint="give `config=SRC`, the model that was trained: a folder or a Hub id; commands without this option "
+            "take the checkpoint that `tpuconv reshard RUN OUT --config SRC` makes",
         )
 
 
@@ -78,13 +123,11 @@ def open_trained(ckpt: Location, config: str, stack: ExitStack, progress: Listen
     raw = without_encoding(source.config)
     family = find_family(raw)
     known = readings(family, raw, source.tensors, family.returns(raw, source.tensors))
-    return TrainedModel(tree, source, raw, family, known)
+    return TrainedModel(ckpt, tree, source, raw, family, known)
 
 
-def trained_arrays(
-    model: TrainedModel, target: str | None, merged_alpha: float | None = None
-) -> tuple[OrbaxArrays, SavedForm, tuple[Skip, ...]]:
-    """Returns the parameters of a trainer's tree, their form, and the arrays that are no parameters.
+def trained_arrays(model: TrainedModel, target: str | None, merged_alpha: float | None = None) -> OpenedRun:
+    """Returns the parameters of a trainer's tree, and the arrays that are no parameters.
 
     Args:
         model: that was trained.
@@ -103,7 +146,31 @@ def trained_arrays(
         merged = MergedPairs(read_pairs(tree, pairs, merged_alpha), merged_alpha)
     arrays = OrbaxArrays(tree, explained, parameters, model.source, family.name, merged)
     form = explained.form
-    return arrays, form, (*explained.skipped, *padded, *_outside(model.source, form.table, form.config))
+    skipped = (*explained.skipped, *padded, *_outside(model.source, form.table, form.config))
+    return OpenedRun(
+        arrays,
+        Exporting(form.table, form.config, family.name),
+        TrainedRun(model.ckpt, form.target.name, tree.folder, skipped),
+    )
+
+
+@contextmanager
+def opened_run(ckpt: Location, config: str, progress: Listener, target: str | None = None) -> Iterator[OpenedRun]:
+    """Opens the parameters of a trainer's checkpoint. Other arguments and errors are as of `open_trained` and
+    `trained_arrays`."""
+    with ExitStack() as stack:
+        yield trained_arrays(open_trained(ckpt, config, stack, progress), target)
+
+
+def configs_of(places: Sequence[str | Location], config: str | Location | None) -> list[str | None]:
+    """Returns for each place the model that was trained there; None of a place that is not a trainer's. If none is, the
+    first one is opened as a trainer's, which says what it is instead."""
+    if config is None:
+        return [None for _ in places]
+    folders = [to_location(place) for place in places]
+    trained = [not is_there(folder / MANIFEST) and holds_tree(folder) for folder in folders]
+    first = trained.index(True) if any(trained) else 0
+    return [str(config) if is_trained or i == first else None for i, is_trained in enumerate(trained)]
 
 
 def _outside(source: Source, table: MappingTable, config: HasSizes) -> list[Skip]:

@@ -192,7 +192,10 @@ def _no_model(merged: bool) -> str:
             "the tree has LoRA without the model, or the model is quantized: write the adapter with `adapter=True`, "
             "and merge it into the release: `tpuconv convert SRC OUT --target huggingface --adapter ADAPTER`"
         )
-    return "the tree has LoRA: `adapter=True` writes it as an adapter, `merge=True` adds it to the model"
+    return (
+        "the tree has LoRA: `tpuconv export` writes it as an adapter with `adapter=True`, and merges it into the model "
+        "with `merge=True`"
+    )
 
 
 def parameters_of(tree: TrainedTree, explained: Explained) -> tuple[list[Parameter], tuple[Skip, ...]]:

@@ -1,7 +1,7 @@
 """The plan of a resharding: the arrays of the output, and the arrays of the checkpoint that each is read from."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from math import prod
@@ -12,7 +12,7 @@ from tpuconv.checkpoint.manifest import Manifest, read_manifest
 from tpuconv.checkpoint.stored import StoredArray
 from tpuconv.convert.export.array_source import BoxSource, CheckpointArrays
 from tpuconv.convert.export.exporting import target_form
-from tpuconv.convert.export.trained import check_converted, open_trained, trained_arrays
+from tpuconv.convert.export.trained import check_converted, opened_run
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.types import OutputArray, Skip
 from tpuconv.convert.reshard.chunks import device_chunks, file_shape
@@ -319,6 +319,5 @@ def opened_arrays(
         check_converted(ckpt)
         yield CheckpointArrays(read_manifest(ckpt)), ()
         return
-    with ExitStack() as stack:
-        arrays, _, skipped = trained_arrays(open_trained(ckpt, config, stack, progress), target)
-        yield arrays, skipped
+    with opened_run(ckpt, config, progress, target) as run:
+        yield run.arrays, run.facts.skipped

@@ -139,11 +139,13 @@ def measured_pair(
     )
 
 
-def measured_trees(places: Sequence[str | Location], on_progress: Callable[[int, int], None]) -> MeasuredTrees:
+def measured_trees(
+    places: Sequence[tuple[str | Location, str | None]], on_progress: Callable[[int, int], None]
+) -> MeasuredTrees:
     """Measures the weights of a checkpoint, or of two and how they differ.
 
     Args:
-        places: one or two; see `opened_weights`.
+        places: one or two, each with the model that was trained if it is a trainer's; see `opened_weights`.
         on_progress: called with the bytes that are read and all bytes, about ten times a second.
 
     Raises:
@@ -157,7 +159,7 @@ def measured_trees(places: Sequence[str | Location], on_progress: Callable[[int,
             raise Cancelled
 
     with ExitStack() as stack:
-        trees = [stack.enter_context(opened_weights(place, check_cancelled)) for place in places]
+        trees = [stack.enter_context(opened_weights(*place, check_cancelled)) for place in places]
         pairs = list(_paired(*trees)) if len(trees) == 2 else [(weight, None) for weight in trees[0].weights]
         total = sum(weight.nbytes for tree in trees for weight in tree.weights)
         found = _measured(trees, pairs, stop, check_cancelled, lambda done: on_progress(done, total))
@@ -175,10 +177,10 @@ def _paired(reference: WeightTree, other: WeightTree) -> Iterator[tuple[Weight |
     """Yields the weights of two checkpoints, two of the same parameter together.
 
     Raises:
-        UsageError: one is a checkpoint of ours and the other has safetensors. They have other names, and boxes of other
+        UsageError: one has arrays of Orbax and the other has safetensors. They have other names, and boxes of other
             forms.
     """
-    kinds = ["safetensors" if tree.manifest is None else "a checkpoint of tpuconv" for tree in (reference, other)]
+    kinds = ["safetensors" if tree.manifest is None else "an Orbax checkpoint" for tree in (reference, other)]
     if kinds[0] != kinds[1]:
         raise UsageError(
             f"{reference.place} is {kinds[0]} and {other.place} is {kinds[1]}: their tensors have different names",

@@ -1,7 +1,7 @@
 """Weights as they are stored, read box by box: numbers, and the values that quantized numbers stand for."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -155,6 +155,48 @@ class ArrayWeight(Weight):
         out = np.empty([s.stop - s.start for s in box], self.manifest.arrays[name].dtype)
         read_box(self.manifest, name, box if self.layer is None else (self.layer, *box), out)
         return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainWeight(Weight):
+    """A parameter that is not quantized, of arrays that are read as a whole.
+
+    Attributes:
+        read_box: returns a box of an array, by its name.
+    """
+
+    read_box: Callable[[str, WeightBox], np.ndarray]
+
+    @property
+    def files(self) -> set[str]:
+        """See `Weight`: the source is opened as a whole."""
+        return set()
+
+    @property
+    def is_quantized(self) -> bool:
+        """See `Weight`."""
+        return False
+
+    def read(self, box: WeightBox) -> WeightPart:
+        """See `Weight`."""
+        return WeightPart(self.read_box(self.name, box), None)
+
+
+def plain_weight(
+    name: str, dtype: np.dtype[Any], shape: Shape, chunks: Shape, read_box: Callable[[str, WeightBox], np.ndarray]
+) -> PlainWeight:
+    """Returns a parameter that is not quantized; for the arguments see `Weight` and `PlainWeight`."""
+    return PlainWeight(
+        name=name,
+        parameter=name,
+        dtype=dtype.name,
+        stored_shape=shape,
+        nbytes=prod(shape) * dtype.itemsize,
+        shape=shape,
+        groups=ones(shape),
+        chunks=chunks,
+        read_box=read_box,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,10 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
+import numpy as np
+
 from tpuconv.checkpoint.manifest import Manifest, element_bits, read_manifest
+from tpuconv.convert.export.trained import opened_run
 from tpuconv.convert.run.slabs import check_as_promised
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.reshaped import shaped, stated_shapes
@@ -17,6 +20,7 @@ from tpuconv.encodings.tensors import decode_names
 from tpuconv.errors import UnsupportedConfig
 from tpuconv.location import Location, to_location
 from tpuconv.names import CACHE_SCALES, INPUT_SCALE, MANIFEST, QVALUE, SCALE, ZERO_POINT, collapse
+from tpuconv.progress import ignore
 from tpuconv.sources.headers import read_header
 from tpuconv.sources.hub import resolve
 from tpuconv.sources.reader import Reader
@@ -27,7 +31,7 @@ from tpuconv.storage.places import is_file
 from tpuconv.storage.sealed import SAFETENSORS, kind_of
 from tpuconv.targets.registry import get_target
 from tpuconv.targets.target import Target
-from tpuconv.verify.weights.stored import ArrayWeight, TensorWeight, Weight, ones, tensor_weight
+from tpuconv.verify.weights.stored import ArrayWeight, TensorWeight, Weight, ones, plain_weight, tensor_weight
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class WeightTree:
         weights: all arrays or tensors, in their order.
         check: raises SourceError if the checkpoint was replaced since it was opened, or is damaged.
         notes: sentences about what cannot be decoded.
-        manifest: of a checkpoint of ours.
+        manifest: of a checkpoint of ours, or of a trainer's.
         reader: of safetensors.
     """
 
@@ -63,18 +67,30 @@ class WeightTree:
 
 
 @contextmanager
-def opened_weights(place: str | Location, check_cancelled: Callable[[], None]) -> Iterator[WeightTree]:
-    """Yields the weights of a checkpoint of ours, a folder of safetensors or one such file, on a disk or in a bucket,
-    or of a model on the Hub. Nothing of them is read yet.
+def opened_weights(
+    place: str | Location, config: str | None, check_cancelled: Callable[[], None]
+) -> Iterator[WeightTree]:
+    """Yields the weights of a checkpoint of ours or a trainer's, a folder of safetensors or one such file, on a disk or
+    in a bucket, or of a model on the Hub. Nothing of them is read yet.
 
     Args:
         place: where they are.
+        config: the model that was trained, of a trainer's checkpoint.
         check_cancelled: raises an exception when the work must stop.
 
     Raises:
         TpuconvError: the place is none of these.
     """
     location = to_location(place)
+    if config is not None:
+        with opened_run(location, config, ignore) as run:
+            arrays = run.arrays
+            stored = [
+                plain_weight(name, np.dtype(each.dtype), each.shape, each.chunks, arrays.read_box)
+                for name, each in arrays.manifest.arrays.items()
+            ]
+            yield WeightTree(str(place), stored, arrays.tree.check_unchanged, manifest=arrays.manifest)
+        return
     if is_file(location / MANIFEST) and kind_of(location) != SAFETENSORS:
         manifest = read_manifest(location)
         weights = array_weights(manifest)
