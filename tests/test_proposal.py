@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from helpers.checkpoints import hollow_checkpoint, qwen3_config, write_checkpoint
 from helpers.families import FIRST
+from helpers.released import DEEPSEEK_V41_FLASH, KIMI_K3, LING_2_6_FLASH
 from tpuconv import api
 from tpuconv.convert.plan.coverage import make_plan
 from tpuconv.convert.plan.proposal import propose_family
@@ -81,6 +83,70 @@ def test_neighbours(
     assert all(any(p.endswith(end) for p in proposed.nearest.left) for end in left)
     assert all(any(p.endswith(end) for p in proposed.nearest.missing) for end in missing)
     assert len(proposed.nearest.left) >= len(left)
+
+
+HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
+"""Families with Mamba-2 and attention."""
+QWEN_NEXT = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text")
+NEIGHBOURS: Mapping[str, Sequence[str]] = {
+    "apertus1p5_text": ("apertus",),
+    "bailing_moe_v2_5": ("bailing_moe_linear", "bailing_moe"),
+    "ctrl": ("gpt2", "xglm"),
+    "deepseek_v41": ("deepseek_v4",),
+    "diffllama": ("llama",),
+    "diffusion_gemma": ("gemma4", "gemma4_unified"),
+    "falcon_mamba": ("mamba",),
+    "gemma3_text": ("rnj1", "gemma3"),
+    "glmga": ("glm4v",),
+    "gpt_neox_japanese": ("gpt_neox",),
+    "hy_v4_vl": ("hy_v4",),
+    "inkling2_loop": ("inkling2",),
+    "inkling_mm_model": ("inkling2",),
+    "jamba": HYBRIDS,
+    "kimi_k3": ("kimi_linear",),
+    "lara_mini": QWEN_NEXT,
+    "mamba": ("falcon_mamba",),
+    "mamba2": ("mamba", "nemotron_h"),
+    "mimo_v2": ("mimo_v2_flash",),
+    "sarvam_mla": ("deepseek_v3",),
+    "sarvam_moe": ("bailing_moe",),
+    "zamba2": HYBRIDS,
+}
+"""The nearest families of a family that is taken out. recurrent_gemma is left out: it shares no name of a layer with
+Gemma; and inkling_text, which shares its names with the multimodal model around it alone."""
+WITH_KIN = {
+    "apertus1p5": (("apertus1p5_text",), ("apertus",)),
+    "inkling2": (("inkling2_text", "inkling2_loop", "inkling2_loop_text"), ("inkling_mm_model",)),
+    "qwen4_exp": (("qwen4_exp_text",), QWEN_NEXT),
+    "qwen4_exp_text": (("qwen4_exp",), QWEN_NEXT),
+}
+"""The same without families that have all of its names, and the families without these."""
+FAST = ("apertus1p5", "bailing_moe_v2_5", "jamba", "kimi_k3", "mamba2", "sarvam_mla")
+"""The families that the fast tests take out."""
+RELEASES = {"bailing_moe_v2_5": LING_2_6_FLASH, "deepseek_v41": DEEPSEEK_V41_FLASH, "kimi_k3": KIMI_K3}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in (*NEIGHBOURS, *WITH_KIN)),
+        *(pytest.param(f"{name} as released", marks=pytest.mark.slow) for name in RELEASES),
+    ],
+)
+def test_the_neighbour_of_a_family_that_is_taken_out(name: str, without: Any) -> None:
+    name, _, released = name.partition(" ")
+    if released:
+        family, raw = get_family(name), RELEASES[name]
+        source = source_from_config(name, raw, family.table, family.read_config(raw))
+    else:
+        source = described(name)
+    kin, near = WITH_KIN.get(name) or ((), NEIGHBOURS[name])
+    without(name, *kin)
+    proposed = propose_family(source)
+    assert proposed.nearest.name in near
+    assert not proposed.nearest.reads_sizes_only
+    assert proposed.nearest.is_other_kind == ("# The checkpoint is multimodal" in proposed.draft)
+    compile(proposed.draft, "family.py", "exec")
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4", "granite"])

@@ -196,8 +196,8 @@ def _show_proposal(proposed: "FamilyProposal") -> None:
     near = proposed.nearest
     if proposed.read_by:
         show((proposed.read_by, "bold"), " reads this model_type already. The draft follows anyway.")
-    elif not near.explained and not near.renamed:
-        show("No family is near: no family has a tensor of the same name and shape. The draft is mostly empty.")
+    elif not near.likeness and len(near.explained) + len(near.renamed) <= len(near.left):
+        show("No family is near: none has a quarter of the names, or the shapes. The draft is mostly empty.")
     elif not (near.left or near.missing or near.renamed or proposed.unread):
         show(
             (near.name, "bold"),

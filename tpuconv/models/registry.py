@@ -126,14 +126,17 @@ class Family:
         text model."""
         return _joined(headed(self.table, returns), parts)
 
-    def release_reader(self, returns: str = LOGITS, parts: Mapping[str, PartConfig] = NO_PARTS) -> ReleaseReader:
-        """Returns what reads releases of models that return this; with these `parts` beside the text model."""
+    def release_reader(
+        self, returns: str = LOGITS, parts: Mapping[str, PartConfig] = NO_PARTS, wrapping: Collection[str] = ()
+    ) -> ReleaseReader:
+        """Returns what reads releases of models that return this; with these `parts` beside the text model, and with
+        these leading segments of names that only wrap."""
         table = headed(self.table, returns)
         table = _joined(replace(table, ignore={**table.ignore, **saved_outside(self.name)}), parts)
         names = {**saved_names(self.name), **self.aliases}
         for each in parts.values():
             names |= each.modality.aliases
-        return ReleaseReader(table, (*self.forms, *ALL_FORMS), names, saved_places(self.name, table))
+        return ReleaseReader(table, (*self.forms, *ALL_FORMS), names, saved_places(self.name, table), wrapping)
 
     def table_for(self, names: Collection[str], config: DecoderConfig, returns: str = LOGITS) -> MappingTable:
         """Returns the table of the release that has tensors with these names."""

@@ -92,6 +92,7 @@ class ReleaseReader:
         groups: rows that a release may have in another form.
         aliases: other names, and those of the table, with `{L}` or as templates.
         more: places of rows besides those of the groups.
+        wrapping: leading segments that only wrap, besides the usual and the family's segments.
 
     Attributes:
         rows: of all forms.
@@ -104,6 +105,7 @@ class ReleaseReader:
         groups: Sequence[Forms],
         aliases: Mapping[str, str] | None = None,
         more: Sequence[FormPlace] = (),
+        wrapping: Collection[str] = (),
     ):
         self.table = table
         self.places = places(table, groups)
@@ -114,6 +116,7 @@ class ReleaseReader:
         copies = (name for pair in table.copies.items() for name in pair)
         known = dict.fromkeys(template(name) for name in (*(n for row in self.rows for n in row.hf_names), *copies))
         fronts = FRONTS | fronts_of([template(name) for row in table if not row.part for name in row.hf_names])
+        fronts = fronts.union(wrapping)
         plain = Speller(known, fronts)
         led = {template(alias): plain.canonical(template(name)) for alias, name in (aliases or {}).items()}
         homes = {alias: home for alias, home in led.items() if home}

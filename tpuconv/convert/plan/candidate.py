@@ -1,14 +1,14 @@
 """A family beside a checkpoint: what it explains of the tensors and of config.json."""
 
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
 
+from tpuconv.convert.plan.lenient import FAULTS, lenient_readings, refused_keys, text_of
+from tpuconv.convert.plan.patterns_of_names import NamePatterns, pattern_of
 from tpuconv.convert.plan.renaming import guessed
-from tpuconv.encodings.decode import Tensor
-from tpuconv.errors import TpuconvError
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.config_keys import NO_EFFECT
 from tpuconv.models.common.rope import ROPE_KEYS
@@ -17,18 +17,21 @@ from tpuconv.models.registry import Family
 from tpuconv.notation.layout import Shape
 from tpuconv.notation.sizes import WithSizes, sets_of_layers
 from tpuconv.notation.table import INDEX, Map
+from tpuconv.sources.config import parts_of
 
 MISSING = 4
 """How much worse it is if the checkpoint lacks what a family has than if the family lacks what the checkpoint has: what
 is left may be added to a family, what is missing must be taken out. A value that the family refuses counts as much."""
 
-NAME_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""A number between dots."""
+LEAST_LIKENESS = 0.25
+"""The least likeness by names that tells the nearest family. Below it shapes and words do."""
 
+ANOTHER_KIND = 0.1
+"""The part of the likeness that a family of text models loses beside a multimodal checkpoint, and the reverse."""
 
-def pattern_of(name: str) -> str:
-    """Returns the pattern of names that differ from this one in numbers only."""
-    return NAME_NUMBER.sub("{}", name)
+AS_LIKE = 0.09
+"""The largest difference of likeness at which families are equally like: the one with the fewest tensors that the
+checkpoint lacks and keys that it refuses is the nearest."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,9 @@ class Candidate:
         renamed: patterns of tensors, and the patterns of its table that they may be under other names: a guess.
         refused, unread, absent: keys of config.json with values that it refuses; that it does not read; and that it
             reads and config.json does not have.
-        reads_sizes_only: whether it cannot read the other keys that it knows, such as rotary positions of another form.
+        reads_sizes_only: whether it cannot read the other keys that it knows.
+        is_other_kind: whether it is a family of text models and the checkpoint multimodal, or the reverse.
+        likeness: the Dice coefficient of both's names, without `ANOTHER_KIND` if that is so; 0 below `LEAST_LIKENESS`.
     """
 
     name: str
@@ -54,36 +59,38 @@ class Candidate:
     unread: tuple[str, ...]
     absent: tuple[str, ...]
     reads_sizes_only: bool
+    is_other_kind: bool
+    likeness: float
 
     @property
-    def score(self) -> int:
-        """The family with the largest is the nearest; of equal ones the first of the registry, which begins with plain
-        families."""
+    def fit(self) -> int:
+        """How well shapes, words and keys of config.json fit."""
         faults = len(self.missing) + len(self.refused) + self.reads_sizes_only
         # A name that is known tells more than a shape: without any, shapes are all there is.
         renamed = len(self.renamed) if not self.explained else -len(self.renamed)
         return len(self.explained) + renamed - len(self.left) - MISSING * faults
 
 
-def _text_of(family: Family, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    return family.config.text_of(raw) if issubclass(family.config, WrapperConfig) else raw
-
-
-def lenient_config(family: Family, raw: Mapping[str, Any]) -> tuple[DecoderConfig, bool] | None:
-    """Returns the family's reading of what it knows of a config.json; of the sizes alone, and then True, if it cannot
-    read that. None if it cannot read these either."""
-    text = _text_of(family, raw)
-    known = {*family.config.known_keys(), *ROPE_KEYS}
-    sizes = {family.config._key(field.name) for field in fields(DecoderConfig)}
-    for keys in (known, sizes):
-        some = {key: value for key, value in text.items() if key in keys and not _is_refused(family, key, value)}
-        some["model_type"] = family.config.model_type
-        try:
-            inside = {"text_config": some} if issubclass(family.config, WrapperConfig) else some
-            return family.config.from_hf(inside), keys is sizes
-        except TpuconvError:
-            continue
+def fit_of(family: Family, raw: Mapping[str, Any], given: NamePatterns) -> "FamilyFit | None":
+    """Returns a family beside a checkpoint with this parsed config.json; None if it cannot read even the sizes."""
+    text = text_of(family, raw)
+    for config, reads_sizes_only in lenient_readings(family, text):
+        with suppress(*FAULTS):
+            return FamilyFit(family, config, reads_sizes_only, text, given, is_wrapper=len(parts_of(raw)) > 1)
     return None
+
+
+def nearest_first(fits: Sequence["FamilyFit"]) -> list["FamilyFit"]:
+    """Returns families by how near they are. Names tell more than shapes, which change with each size; of families that
+    are equally near the first of the registry is first, which begins with plain families."""
+    most = max((each.candidate.likeness for each in fits), default=0.0)
+
+    def nearness(each: "FamilyFit") -> tuple[float, ...]:
+        near = each.candidate
+        faults = len(near.missing) + len(near.refused) if most else 0
+        return min(near.likeness, most - AS_LIKE), not near.is_other_kind, -faults, near.fit
+
+    return sorted(fits, key=nearness, reverse=True)
 
 
 def _keys_of(family: Family) -> Iterator[tuple[str, Any]]:
@@ -91,11 +98,6 @@ def _keys_of(family: Family) -> Iterator[tuple[str, Any]]:
     for field in fields(family.config):
         if field.name not in family.config.derived:
             yield family.config._key(field.name), field.default
-
-
-def _is_refused(family: Family, key: str, value: Any) -> bool:
-    allowed = family.config.implemented_values().get(key)
-    return allowed is not None and value not in allowed
 
 
 class FamilyFit:
@@ -106,39 +108,26 @@ class FamilyFit:
         family: Family,
         config: DecoderConfig,
         reads_sizes_only: bool,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-        patterns: Mapping[str, Collection[str]],
-        shapes: Mapping[str, set[Shape]],
+        text: Mapping[str, Any],
+        given: NamePatterns,
+        *,
+        is_wrapper: bool,
     ):
-        self.family, self.config, self.raw = family, config, _text_of(family, raw)
-        self.table = family.table_for(tensors, config)
-        one = {letter: layers[:1] for letter, layers in sets_of_layers(config).items()}
-        bound = self.table.bind(WithSizes(config, config.sizes, {**config.layer_sets, **one}))
-        rows = {pattern_of(name): binding.row for binding in bound for name in binding.src_shapes()}
-        wanted = {pattern_of(name): shape for binding in bound for name, shape in binding.src_shapes().items()}
+        self.family, self.config, self.raw = family, config, text
+        self.table = family.release_reader(wrapping=given.wrapping).read(given.sampled, config)
+        rows, wanted = self._wanted()
         # Of some encoded matrices only the number of values is known.
-        explained = [p for p, shape in wanted.items() if {shape, (prod(shape),)} & shapes.get(p, set())]
-        why_ignored = self.table.ignored(config)
-        copies = {pattern_of(name) for name in self.table.copies_of(config)}
-        self.left = [
-            pattern
-            for pattern, names in patterns.items()
-            if pattern not in explained and pattern not in copies and not all(map(why_ignored, names))
-        ]
+        explained = [p for p, shape in wanted.items() if {shape, (prod(shape),)} & given.shapes.get(p, set())]
+        skips = self._skipper(given)
+        ours = [pattern for pattern in given.names if pattern in wanted or not skips(pattern)]
+        self.left = [pattern for pattern in ours if pattern not in explained]
         missing = {p: (shape, rows[p].jax_names[0]) for p, shape in wanted.items() if p not in explained}
-        left = {pattern: shapes[pattern] for pattern in self.left}
+        left = {pattern: given.shapes[pattern] for pattern in self.left}
         self.renamed = guessed(left, missing, without_words=not explained)
         self.left = [pattern for pattern in self.left if pattern not in self.renamed]
-        keys = dict(_keys_of(family))
-        reads = family.config
-        known = (*keys, *ROPE_KEYS, *reads.known_aliases(), *reads.synonyms, *reads.left_out)
-        known = (*known, *reads.implemented_values())
-        told = {key for key, value in self.raw.items() if value is not None and key not in NO_EFFECT}
-        refused = sorted(key for key in told if _is_refused(family, key, self.raw[key]))
-        unread = sorted(told - set(known))
+        refused, unread, self.defaults = self._keys()
+        is_other_kind = issubclass(family.config, WrapperConfig) != is_wrapper
         self.unread = {key: self.raw[key] for key in (*refused, *unread)}
-        self.defaults = {key: default for key, default in keys.items() if key not in self.raw}
         self.candidate = Candidate(
             family.name,
             tuple(explained),
@@ -149,7 +138,45 @@ class FamilyFit:
             tuple(unread),
             tuple(sorted(self.defaults)),
             reads_sizes_only,
+            is_other_kind,
+            self._likeness({*ours} - given.beside, wanted.keys(), is_other_kind),
         )
+
+    def _wanted(self) -> tuple[dict[str, Map], dict[str, Shape]]:
+        """Returns the rows that the config has, and the shapes of their tensors, by patterns of names."""
+        one = {letter: layers[:1] for letter, layers in sets_of_layers(self.config).items()}
+        config = self.config
+        bound = self.table.bind(WithSizes(config, config.sizes, {**config.layer_sets, **one}))
+        rows, wanted = {}, {}
+        for binding in bound:
+            for stack, shape in zip(binding.src, binding.layout.src_shapes(binding.sizes), strict=True):
+                pattern = pattern_of(stack.names[0])
+                rows[pattern], wanted[pattern] = binding.row, shape[stack.depth :]
+        return rows, wanted
+
+    def _skipper(self, given: NamePatterns) -> Callable[[str], bool]:
+        """Returns a function that returns True of patterns of tensors that the family skips, and of copies."""
+        why_ignored = self.table.ignored(self.config)
+        copies = {pattern_of(name) for name in self.table.copies_of(self.config)}
+        return lambda pattern: pattern in copies or all(map(why_ignored, given.samples[pattern]))
+
+    def _likeness(self, given: Collection[str], wanted: Collection[str], is_other_kind: bool) -> float:
+        """Returns `Candidate.likeness` of a checkpoint with these patterns of names, of which the family wants some.
+        Rows that it has for other configs count where the checkpoint has them."""
+        possible = {pattern_of(INDEX.sub("0", name)) for row in self.table for name in row.hf_names}
+        shared = {*given} & {*wanted, *possible}
+        found = 2 * len(shared) / max(len(given) + len({*wanted} | shared), 1) - ANOTHER_KIND * is_other_kind
+        return found if found >= LEAST_LIKENESS else 0.0
+
+    def _keys(self) -> tuple[list[str], list[str], dict[str, Any]]:
+        """Returns the keys of config.json that the family refuses, and those that it does not read; and the defaults of
+        those that it reads and config.json does not have."""
+        keys, reads = dict(_keys_of(self.family)), self.family.config
+        known = (*keys, *ROPE_KEYS, *reads.known_aliases(), *reads.synonyms, *reads.left_out)
+        known = (*known, *reads.implemented_values())
+        told = {key for key, value in self.raw.items() if value is not None and key not in NO_EFFECT}
+        refused = sorted(told & refused_keys(self.family, self.raw))
+        return refused, sorted(told - set(known)), {key: x for key, x in keys.items() if key not in self.raw}
 
     @property
     def unfit_rows(self) -> list[Map]:
@@ -160,4 +187,4 @@ class FamilyFit:
     def reads(self, key: str, value: Any) -> bool:
         """Returns True if the family reads a key of config.json with this value."""
         known = key in self.family.config.known_keys() or key in self.family.config.only
-        return known and not _is_refused(self.family, key, value)
+        return known and not refused_keys(self.family, {key: value})

@@ -9,6 +9,7 @@ from tpuconv.convert.plan.candidate import FamilyFit
 from tpuconv.convert.plan.renaming import indexed, modules_of
 from tpuconv.jsonfile import short
 from tpuconv.models.common.heads import CAUSAL_ENDS
+from tpuconv.models.common.wrapper import WrapperConfig
 from tpuconv.models.declare import DecoderFamily
 from tpuconv.notation.layout import Shape
 from tpuconv.notation.spelling import module_of
@@ -36,7 +37,17 @@ def draft(
     ]
     has_parts = isinstance(fit.family, DecoderFamily) and not ({"others", "table", "names"} & fit.family.said.keys())
     write = _with_parts if has_parts and not fit.unfit_rows else _with_table
-    return "\n".join(write(fit, raw, rows, modules)) + "\n"
+    first, *lines = write(fit, raw, rows, modules)
+    return "\n".join([first, *_of_other_kind(fit), *lines]) + "\n"
+
+
+def _of_other_kind(fit: FamilyFit) -> list[str]:
+    """Returns a comment where either the nearest family or the checkpoint is multimodal, and the other is not."""
+    if not fit.candidate.is_other_kind:
+        return []
+    if issubclass(fit.family.config, WrapperConfig):
+        return [f"# {fit.family.name} is multimodal, the checkpoint is not: make NEAR the family of its text model."]
+    return ["# The checkpoint is multimodal: declare a `tpuconv.models.declare.wrapper` around its text model."]
 
 
 def _kind(raw: Mapping[str, Any]) -> str:

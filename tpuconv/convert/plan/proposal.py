@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from tpuconv.convert.plan.candidate import NAME_NUMBER, Candidate, FamilyFit, lenient_config, pattern_of
+from tpuconv.convert.plan.candidate import Candidate, FamilyFit, fit_of, nearest_first
 from tpuconv.convert.plan.family_draft import draft
+from tpuconv.convert.plan.patterns_of_names import NAME_NUMBER, patterns_of
 from tpuconv.encodings.tensors import decode_names
 from tpuconv.errors import TpuconvError, UsageError
 from tpuconv.jsonfile import short
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.wrapper import WrapperConfig
 from tpuconv.models.registry import all_families, find_family
 from tpuconv.names import collapse
 from tpuconv.notation.layout import Shape
@@ -95,35 +95,26 @@ class FamilyProposal(OneLine):
 
 
 def propose_family(source: Source) -> FamilyProposal:
-    """Returns the nearest family of a checkpoint, and a draft for a family of its own. A multimodal model is compared
-    with multimodal ones, a text model with text models.
+    """Returns the nearest family of a checkpoint, and a draft for a family of its own. The text model of a multimodal
+    model is compared with families of text models too.
 
     Raises:
         UsageError: no family has a config that can be read from this config.json.
         UnsupportedConfig: an encoding that is not implemented.
     """
     tensors, _ = decode_names(source.tensors, source.encoding, any_scales=True)
-    patterns: dict[str, list[str]] = {}
-    for name in tensors:
-        patterns.setdefault(pattern_of(name), []).append(name)
-    shapes = {pattern: {tensors[name].shape for name in names} for pattern, names in patterns.items()}
-    is_wrapper = isinstance(source.config.get("text_config"), Mapping)
-    found = [
-        FamilyFit(family, *read, source.config, tensors, patterns, shapes)
-        for family in all_families()
-        if issubclass(family.config, WrapperConfig) == is_wrapper
-        and (read := lenient_config(family, source.config)) is not None
-    ]
+    families = all_families()
+    given = patterns_of(tensors, families)
+    found = nearest_first([fit for each in families if (fit := fit_of(each, source.config, given)) is not None])
     if not found:
         raise UsageError(
             f"no family is near {source.name}: none can read its config.json",
             hint="docs/families.md shows how a family is written",
         )
-    found.sort(key=lambda fit: fit.candidate.score, reverse=True)
     nearest = found[0]
 
     def described(chosen: tuple[str, ...]) -> tuple[TensorPattern, ...]:
-        names = [name for pattern in chosen for name in patterns[pattern]]
+        names = [name for pattern in chosen for name in given.names[pattern]]
         return tuple(
             TensorPattern(pattern, len(group), tensors[group[0]].values.dtype, tensors[group[0]].shape)
             for pattern, group in collapse(names).items()
@@ -144,7 +135,7 @@ def propose_family(source: Source) -> FamilyProposal:
         unread=nearest.unread,
         absent=nearest.defaults,
         readers={key: _readers(found, key, value) for key, value in nearest.unread.items()},
-        draft=draft(nearest, source.config, shapes, _layer_fronts(patterns, nearest.config)),
+        draft=draft(nearest, source.config, given.shapes, _layer_fronts(given.names, nearest.config)),
         read_by=read_by,
     )
 
