@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,14 +76,16 @@ class Run:
         return self.user + self.system
 
 
-def make_checkpoint(folder: Path, config: Mapping[str, Any]) -> int:
-    """Writes weights of N(0, 0.02) in bfloat16, in the shards of a real checkpoint. Returns the number of bytes."""
+def make_checkpoint(folder: Path, config: Mapping[str, Any], parts: Sequence[str] = ()) -> int:
+    """Writes weights of N(0, 0.02) in bfloat16, in the shards of a real checkpoint, of a multimodal model with `parts`
+    beside the text model. Returns the number of bytes."""
     from tpuconv.models.registry import find_family
 
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     family = find_family(config)
-    bindings = family.table.bind(family.config.from_hf(config))
+    model = family.read_config(config, parts=parts)
+    bindings = family.table_without_release(parts=model.parts).bind(model)
     shapes = {name: shape for binding in bindings for name, shape in binding.src_shapes().items()}
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     for name, shape in shapes.items():

@@ -19,6 +19,8 @@ from tpuconv.models.common.saved import release_of_modules
 
 TEXT = r"language_model\.layers.*\.(q_proj|down_proj)"
 CHANGED = {
+    "idefics2": r".*((vision_model|perceiver_resampler|text_model).*q_proj|modality_projection\.gate_proj)",
+    "nemotron_h_omni": r".*(_patch_projection|language_model.*q_proj)",
     "gemma3": rf".*(vision_tower.*(k_proj|fc2)|{TEXT})",
     "llava": rf".*(vision_tower.*(q_proj|fc1)|multi_modal_projector\.linear_.|{TEXT})",
     "qwen3_vl": rf".*(visual\.blocks.*(qkv|attn\.proj|linear_fc1)|visual\.merger\.linear_fc.|{TEXT})",
@@ -48,7 +50,10 @@ def adapter_of(name: str, folder: Path, **options: Any) -> None:
         ("llava", "tpuconv"),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("qwen3_vl", "tpuconv"), ("llava", "nnx"), ("gemma3", "nnx"))
+            for each in (
+                *(("qwen3_vl", "tpuconv"), ("llava", "nnx"), ("gemma3", "nnx")),
+                *(("idefics2", "tpuconv"), ("nemotron_h_omni", "tpuconv")),  # whose letters E and V are others
+            )
         ),
     ],
 )
@@ -61,7 +66,7 @@ def test_kept_pairs_of_an_encoder_come_back(name: str, target: str, tmp_path: Pa
     save_standard(tmp_path / "run", trained_tree(tmp_path / "tree"))
     api.export(tmp_path / "run", tmp_path / "back", config=tmp_path / "hf", adapter=True, lora_alpha=8)
     want = load_file(tmp_path / "lora" / WEIGHTS)
-    assert len({each.split(".")[3] for each in want}) > 1  # the encoder and the text model
+    assert len({each.split(".")[3] for each in want}) > 1  # parts of the model
     assert_same(load_file(tmp_path / "back" / WEIGHTS), want)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # of tensors that are missing or not known

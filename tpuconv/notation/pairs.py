@@ -73,10 +73,11 @@ class PairRow:
     binding: Binding
 
     def __post_init__(self) -> None:
+        is_of_text = not self.binding.row.part  # the letter is another one beside it
         for axes, stack in zip(self.layout.src, self.binding.src, strict=True):
-            if len(axes) - stack.depth < 2 or axes[stack.depth : -2] not in ((), (Axis(EXPERTS),)):
+            if len(axes) - stack.depth < 2 or axes[stack.depth : -2] not in ((), (Axis(EXPERTS),)[:is_of_text]):
                 raise LayoutError(f"'{self.layout}' has a tensor that is no matrix")
-            if any(axis.op and EXPERTS in axis.letters() for axis in axes[-2:]):
+            if is_of_text and any(axis.op and EXPERTS in axis.letters() for axis in axes[-2:]):
                 raise LayoutError(f"'{self.layout}' has all experts in one matrix, whose change has more ranks than r")
         for name in self.parameters:
             _ = self._a_layout(name)

@@ -165,7 +165,7 @@ def read_pairs(tree: PairTree, pairs: TrainedPairs, alpha: float) -> list[ReadRo
 def _check_layer(binding: Binding, names: Sequence[str]) -> None:
     """Raises LayoutError for what PEFT does not change as Qwix does: an embedding, of which Qwix changes the product
     with hidden states and PEFT the rows; and a parameter of another module than a linear layer or experts."""
-    if binding.dst_axes()[names[0]] == "V D":
+    if binding.dst_axes()[names[0]] == "V D" and not binding.row.part:
         raise LayoutError("it changes the head that shares the embedding, and PEFT would change the embedding too")
     if not any(name.endswith(".weight") or ".experts." in name for name in binding.src_shapes()):
         raise LayoutError(f"{binding.src[0].names[0]} is the weight of no linear layer")
