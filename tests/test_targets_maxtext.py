@@ -9,9 +9,10 @@ import pytest
 
 from helpers.checkpoints import read_tensors
 from helpers.conversions import assert_same
-from helpers.families import BY_ID, Case, hf_model, save
-from helpers.maxtext_settings import settings
+from helpers.families import BY_ID, Case, save
+from helpers.maxtext_settings import compared_model, settings
 from helpers.oracles import ask
+from helpers.peft_models import adapter_of_peft, peft_logits
 from helpers.released import GEMMA4, GEMMA4_EXPERTS, GPT_OSS_ROPE, KIMI, KIMI_ROPE, LATENT, LLAMA31
 from tpuconv import api
 
@@ -100,17 +101,17 @@ COMPARED = [
 ]
 
 
+def checked(path: Path) -> Path:
+    """A file or folder that MaxText wrote, where it ended without an error."""
+    assert path.exists(), path.with_suffix(".error").read_text()
+    return path
+
+
 class Compared(NamedTuple):
     """What MaxText did with all cases: a folder for each, and the logits of transformers."""
 
     base: Path
     wanted: dict[str, np.ndarray]
-
-    def checked(self, case: Case, name: str) -> Path:
-        """A file or folder that MaxText wrote, where it ended without an error."""
-        path = self.base / case.id / name
-        assert path.exists(), path.with_suffix(".error").read_text()
-        return path
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +125,7 @@ def compared(tmp_path_factory):
     for case in COMPARED:
         folder = base / case.id
         save(case, folder / "hf")
-        model = hf_model(case)
-        if model.config.tie_word_embeddings:  # MaxText computes these logits with its embedding in bfloat16
-            factor = model.config.hidden_size**0.5 if case.family.startswith("gemma") else 1.0
-            head = (model.lm_head.weight * factor).bfloat16().float() / factor
-            model.lm_head.weight = torch.nn.Parameter(head)
+        model = compared_model(case)
         with torch.no_grad():
             wanted[case.id] = model(torch.from_numpy(ids)).logits.numpy()
         for scan in (False, True):
@@ -145,7 +142,7 @@ def compared(tmp_path_factory):
 @pytest.mark.parametrize("scan", [False, True], ids=["apart", "scanned"])
 @pytest.mark.parametrize("case", COMPARED, ids=str)
 def test_maxtext_computes_the_logits_of_transformers(case, scan, compared):
-    found, wanted = np.load(compared.checked(case, f"{scan}.npy")), compared.wanted[case.id]
+    found, wanted = np.load(checked(compared.base / case.id / f"{scan}.npy")), compared.wanted[case.id]
     assert np.abs(found - wanted).max() < 5e-5 * np.abs(wanted).max()
 
 
@@ -153,6 +150,76 @@ def test_maxtext_computes_the_logits_of_transformers(case, scan, compared):
 @pytest.mark.parametrize("case", COMPARED, ids=str)
 def test_a_step_as_the_trainer_saves_it_is_exported(case, scan, compared, tmp_path):
     folder = compared.base / case.id
-    api.export(compared.checked(case, f"run-{scan}"), tmp_path / "back", config=folder / "hf")
+    api.export(checked(folder / f"run-{scan}"), tmp_path / "back", config=folder / "hf")
     api.export(folder / str(scan), tmp_path / "known")
     assert_same(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "known"))
+
+
+# -- LoRA -------------------------------------------------------------------------------------------------------------
+
+ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+ALL, OF_ATTENTION = ".*/(query|key|value|out|wi_0|wi_1|wo)", ".*/(query|key|value|out)"
+ADAPTED = {
+    "llama-plain": (ATTENTION + MLP, ALL),
+    "qwen3-tied": (ATTENTION + MLP, ALL),
+    "gemma3-released": (ATTENTION + MLP, ALL),
+    "mixtral-plain": (ATTENTION, OF_ATTENTION),
+    "gpt_oss-released": (ATTENTION, OF_ATTENTION),
+    "deepseek_v3-released": (LATENTS, ".*self_attention/(wq_a|wq_b|wkv_a|wkv_b|out)"),
+}
+"""By case, the modules of an adapter, and MaxText's pattern of their names. Qwix does not change MaxText's experts."""
+WITH_LORA = [case for case in COMPARED if case.id in ADAPTED]
+RANK, ALPHA = 4, 8.0
+
+
+@pytest.fixture(scope="module")
+def with_lora(tmp_path_factory) -> Path:
+    """A folder for each case, with an adapter of peft that MaxText restored and trained a step."""
+    base = tmp_path_factory.mktemp("lora")
+    np.save(base / "ids.npy", np.random.default_rng(0).integers(3, 100, (2, 12)))
+    requests = []
+    for case in WITH_LORA:
+        folder, (modules, pattern) = base / case.id, ADAPTED[case.id]
+        save(case, folder / "hf")
+        adapter_of_peft(case, folder / "lora", r=RANK, lora_alpha=ALPHA, target_modules=modules)
+        for scan in (False, True):
+            out, options = folder / str(scan), {"target": "maxtext", "scan_layers": scan}
+            api.convert(folder / "hf", out, **options)
+            kept = folder / f"kept-{scan}"
+            api.convert(folder / "hf", kept, adapter=[str(folder / "lora")], keep_adapter=True, **options)
+            lora = {"enable_lora": "true", "lora_rank": RANK, "lora_alpha": ALPHA, "lora_module_path": pattern}
+            lora["lora_restore_path"] = str(kept / "0" / "items")
+            given = settings(case, compared_model(case).config) | {"scan_layers": str(scan).lower()}
+            request = {"items": str(out / "0" / "items"), "ids": str(base / "ids.npy"), "out": f"{out}.npz"}
+            request["settings"] = given | {f"lora.{key}": value for key, value in lora.items()}
+            requests.append(request | {"saved": str(folder / f"saved-{scan}")})
+    ask("maxtext", "maxtext_models.py", requests)
+    return base
+
+
+def logits_of_peft(case: Case, base: Path, adapter: Path) -> np.ndarray:
+    return peft_logits(case, adapter, np.load(base / "ids.npy"), compared_model(case))
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["apart", "scanned"])
+@pytest.mark.parametrize("case", WITH_LORA, ids=str)
+def test_maxtext_restores_an_adapter_of_peft(case, scan, with_lora):
+    found = np.load(checked(with_lora / case.id / f"{scan}.npz"))["restored"]
+    wanted = logits_of_peft(case, with_lora, with_lora / case.id / "lora")
+    assert np.abs(found - wanted).max() < 5e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["apart", "scanned"])
+@pytest.mark.parametrize("case", WITH_LORA, ids=str)
+def test_peft_computes_the_logits_of_lora_that_maxtext_trained(case, scan, with_lora, tmp_path):
+    """From what its `save_checkpoint` wrote, with the alpha, and what its fine-tuning does, without."""
+    folder = with_lora / case.id
+    made = np.load(checked(folder / f"{scan}.npz"))
+    before, after = made["losses"]
+    assert after < before
+    for saved, alpha in (("run", None), ("state", ALPHA)):
+        run = folder / f"saved-{scan}" / saved
+        api.export(run, tmp_path / saved, config=folder / "hf", adapter=True, lora_alpha=alpha)
+        wanted = logits_of_peft(case, with_lora, tmp_path / saved)
+        assert np.abs(made["trained"] - wanted).max() < 5e-5 * np.abs(wanted).max()

@@ -221,10 +221,10 @@ def request_of(case: Case, folder: Path, ids: Path, **lora: object) -> dict[str,
     }
 
 
-def logits_of(folder: Path) -> np.ndarray:
+def made_in(folder: Path, name: str = "logits") -> np.ndarray:
     error = folder / "restored.error"
     assert not error.exists(), error.read_text()
-    return np.load(folder / "restored.npz")["logits"]
+    return np.load(folder / "restored.npz")[name]
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +250,7 @@ def trained(tmp_path_factory, lora_ids) -> Path:
 @pytest.mark.parametrize("case", DENSE, ids=str)
 def test_peft_computes_the_logits_of_lora_that_tunix_trained(case, trained, lora_ids):
     folder = trained / case.id
-    logits = logits_of(folder)
+    logits = made_in(folder)
     done = api.export(folder / "run", folder / "lora", config=folder / "hf", adapter=True, lora_alpha=RULE["alpha"])
     assert done.target == "tunix"
     found = peft_logits(case, folder / "lora", np.load(lora_ids))
@@ -259,7 +259,7 @@ def test_peft_computes_the_logits_of_lora_that_tunix_trained(case, trained, lora
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory, lora_ids) -> Path:
-    """For each dense case the logits of Tunix's model with an adapter of peft that it restored."""
+    """For each dense case the logits of Tunix's model with an adapter of peft that it restored, and trained a step."""
     base = tmp_path_factory.mktemp("kept")
     requests = []
     for case in DENSE:
@@ -271,7 +271,12 @@ def kept(tmp_path_factory, lora_ids) -> Path:
         api.convert(folder / "hf", folder / "kept", target="tunix", adapter=adapter, keep_adapter=True)
         joined = {"module_path": ".*kv_einsum", "rank": 2 * RULE["rank"], "alpha": RULE["alpha"]}
         requests.append(
-            request_of(case, folder, lora_ids, lora="", rule={"rules": [joined, RULE]}, kept=str(folder / "kept"))
+            request_of(
+                *(case, folder, lora_ids),
+                lora=str(folder / "run"),
+                rule={"rules": [joined, RULE]},
+                kept=str(folder / "kept"),
+            )
         )
     ask("tunix", "tunix_models.py", requests)
     return base
@@ -280,6 +285,16 @@ def kept(tmp_path_factory, lora_ids) -> Path:
 @pytest.mark.parametrize("case", DENSE, ids=str)
 def test_tunix_restores_an_adapter_of_peft(case, kept, lora_ids):
     folder = kept / case.id
-    logits = logits_of(folder)
+    logits = made_in(folder)
     found = peft_logits(case, folder / "lora", np.load(lora_ids))
+    assert np.abs(logits - found).max() / np.abs(found).max() < 2e-5
+
+
+@pytest.mark.parametrize("case", DENSE, ids=str)
+def test_an_adapter_of_peft_is_trained_further_in_tunix(case, kept, lora_ids):
+    folder = kept / case.id
+    before, after = made_in(folder, "losses")
+    assert after < before
+    api.export(folder / "run", folder / "back", config=folder / "hf", adapter=True, lora_alpha=RULE["alpha"])
+    logits, found = made_in(folder, "trained"), peft_logits(case, folder / "back", np.load(lora_ids))
     assert np.abs(logits - found).max() / np.abs(found).max() < 2e-5

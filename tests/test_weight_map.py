@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from helpers.commands import tpuconv as command
 from helpers.conversions import assert_same, same_bits
 from helpers.families import BY_ID, CASES, CORE, Case
 from helpers.released import GEMMA4, GEMMA4_SHARED, gemma3n
-from helpers.trainers import changed_leaf
+from helpers.trainers import arrays_of, changed_leaf
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import ConfigError, MappingError, UnsupportedConfig, UsageError
@@ -37,16 +37,6 @@ from tpuconv.weight_map.on_devices import JAX
 
 PROGRAM = Path(__file__).parent / "helpers" / "mapped_on_devices.py"
 TREES = [name for name in target_names() if not get_target(name).is_safetensors]
-
-
-def arrays_of(out: Path) -> dict[str, np.ndarray]:
-    """The arrays of a checkpoint by the names of its target."""
-    from helpers.trainers import trained_tree
-
-    flat = jax.tree_util.tree_flatten_with_path(trained_tree(out))[0]
-    return {
-        ".".join(str(getattr(key, "key", getattr(key, "idx", ""))) for key in path): np.asarray(x) for path, x in flat
-    }
 
 
 def in_jax(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -143,6 +133,35 @@ def test_every_pair_of_trees_has_a_map(case, names, hf, tmp_path):
         assert made.keys() == trees[other].keys()
         different = {name for name in made if not same_bits(made[name], trees[other][name])}
         assert (one, other, different - rounded) == (one, other, set())
+
+
+CHAINS = {
+    "qwen3_moe-few-experts": ("maxtext", "tunix", "tpuconv", "vllm"),
+    "mixtral-plain": ("maxtext", "tpuconv", "vllm"),
+    "gpt_oss-plain": ("maxtext", "tpuconv"),
+}
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["apart", "scanned"])
+@pytest.mark.parametrize("case", CHAINS)
+def test_pairs_of_experts_have_a_map(case, scan, hf):
+    """Through the trees of trainers and back: bit for bit. To vLLM, which joins two matrices, and back."""
+    source, rng = hf(BY_ID[case]), np.random.default_rng(0)
+    shapes = api.weight_map(source, "huggingface", "tpuconv").source.shapes
+    pairs = {}
+    for name in shapes:
+        if "experts." in name and "bias" not in name:
+            *stack, rows, columns = shapes[name]
+            rows, columns = (columns, rows) if stack else (rows, columns)  # GPT-OSS has [E, D, M] of all experts
+            pairs[name] = (rng.normal(size=(*stack, 4, columns)), rng.normal(size=(*stack, rows, 4)))
+            pairs[name] = tuple(x.astype(np.float32) for x in pairs[name])
+    names = ("huggingface", *CHAINS[case], "huggingface")
+    now = pairs
+    for one, other in pairwise(names):
+        now = api.weight_map(source, one, other, scan_layers=scan).lora(now, 8.0)
+    assert now.keys() == pairs.keys()
+    for name, pair in pairs.items():
+        assert all(same_bits(made, wanted) for made, wanted in zip(now[name], pair, strict=True))
 
 
 def exported(out: Path, source: Path, folder: Path) -> dict[str, np.ndarray]:

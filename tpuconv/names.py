@@ -27,6 +27,10 @@ REPAIR = "update or uninstall the package that registers it"
 QVALUE, SCALE, ZERO_POINT = ".array.qvalue", ".array.scale", ".array.zero_point"
 """The suffixes that Qwix appends to a parameter's name for its quantized values, scales and zero points."""
 
+LEAF = ".value"
+"""The suffix that Flax NNX appends to the name of a variable. A program's trees have it or not, by how they were
+saved."""
+
 INPUT_SCALE = ".einsum0_lhs_scale.array"
 """The suffix that Qwix appends to a module's name for the static scale of the input of its product."""
 

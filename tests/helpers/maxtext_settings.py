@@ -1,6 +1,8 @@
-"""MaxText's settings of tiny models."""
+"""MaxText's settings of tiny models, and the models of transformers that they are compared with."""
 
-from helpers.families import Case
+from typing import Any
+
+from helpers.families import Case, hf_model
 
 MODELS = {
     "mistral": "mistral-7b",
@@ -22,6 +24,19 @@ MODELS = {
     "deepseek_v32": "deepseek3.2-671b",
 }
 EXPERTS = {"sparse_matmul": "false", "megablox": "false", "capacity_factor": -1}
+
+
+def compared_model(case: Case) -> Any:
+    """The model of transformers. A head that shares the embedding is rounded: MaxText computes its logits with the
+    embedding in bfloat16."""
+    import torch
+
+    model = hf_model(case)
+    if model.config.tie_word_embeddings:
+        factor = model.config.hidden_size**0.5 if case.family.startswith("gemma") else 1.0
+        head = (model.lm_head.weight * factor).bfloat16().float() / factor
+        model.lm_head.weight = torch.nn.Parameter(head)
+    return model
 
 
 def settings(case: Case, config) -> dict[str, object]:

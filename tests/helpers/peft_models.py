@@ -22,8 +22,9 @@ MERGED = ("dory", "jamba")
 matrix of time steps without its module."""
 
 
-def peft_logits(case: Case, adapter: Path, ids: np.ndarray) -> np.ndarray:
-    """The logits of a case's model with an adapter. Any warning of missing or unexpected tensors is an error."""
+def peft_logits(case: Case, adapter: Path, ids: np.ndarray, model: Any = None) -> np.ndarray:
+    """The logits of a case's model, or of this one, with an adapter. Any warning of missing or unexpected tensors is an
+    error."""
     import torch
     from peft import PeftModel
 
@@ -32,7 +33,7 @@ def peft_logits(case: Case, adapter: Path, ids: np.ndarray) -> np.ndarray:
         warnings.simplefilter("error", RuntimeWarning)
         for message in EXPECTED:
             warnings.filterwarnings("ignore", message)
-        model = PeftModel.from_pretrained(hf_model(case), adapter)
+        model = PeftModel.from_pretrained(model or hf_model(case), adapter)
         if case.family in MERGED:
             model = model.merge_and_unload()
         return model(torch.from_numpy(np.array(ids))).logits.numpy()

@@ -17,6 +17,16 @@ def trained_tree(out: Path) -> dict[str, Any]:
         return checkpointer.restore(read_manifest(out).params.absolute())
 
 
+def arrays_of(out: Path) -> dict[str, np.ndarray]:
+    """The arrays of a checkpoint of `convert`, by the names of its target."""
+    import jax
+
+    flat = jax.tree_util.tree_flatten_with_path(trained_tree(out))[0]
+    return {
+        ".".join(str(getattr(key, "key", getattr(key, "idx", ""))) for key in path): np.asarray(x) for path, x in flat
+    }
+
+
 def adam_state(params: Any) -> Any:
     """A state of optax's Adam for some parameters."""
     import jax

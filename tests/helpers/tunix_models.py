@@ -11,13 +11,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import qwix
 from flax import nnx
 from tunix.sft.checkpoint_manager import CheckpointManager
 
 
 def restored(request: dict) -> dict[str, np.ndarray]:
-    """The arrays of the model by name, and its logits as `logits`, or its features as `features`."""
+    """The arrays of the model by name, and its logits as `logits`, or its features as `features`; of LoRA that is
+    restored also what `trained` returns."""
     module = importlib.import_module(request["module"])
     settings = dict(request["settings"])
     for kinds in settings.keys() & {"attention_types", "attention_pattern"}:
@@ -34,6 +36,8 @@ def restored(request: dict) -> dict[str, np.ndarray]:
         found = {"features": model._encode_vision(jnp.asarray(np.load(request["images"])))}
     else:
         found = {"logits": logits(model, np.load(request["ids"]))}
+    if "kept" in request:
+        found |= trained(model, request)
     state = nnx.to_pure_dict(nnx.state(model))
     names = {
         ".".join(str(getattr(key, "key", key)) for key in path): np.asarray(value)
@@ -57,10 +61,29 @@ def with_lora(model, request: dict):
     keys = iter(jax.random.split(jax.random.key(1), 1000))
     state = nnx.state(model, nnx.LoRAParam)
     nnx.update(model, jax.tree.map(lambda x: 0.1 * jax.random.normal(next(keys), x.shape, x.dtype), state))
-    manager = CheckpointManager(request["lora"])
+    save_lora(model, request["lora"])
+    return model
+
+
+def save_lora(model: nnx.Module, root: str) -> None:
+    """Saves the pairs alone, as Tunix's trainer does."""
+    manager = CheckpointManager(root)
     manager.save(1, model, save_only_lora_params=True, force=True)
     manager.close()
-    return model
+
+
+def trained(model: nnx.Module, request: dict) -> dict[str, jax.Array]:
+    """The logits after a step of training of the pairs, which are saved, and the losses before and after it."""
+    ids = np.load(request["ids"])
+
+    def loss_of(model: nnx.Module) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(logits(model, ids)[:, :-1], ids[:, 1:]).mean()
+
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.LoRAParam)
+    before, grads = nnx.value_and_grad(loss_of, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+    optimizer.update(model, grads)
+    save_lora(model, request["lora"])
+    return {"trained": logits(model, ids), "losses": jnp.stack([before, loss_of(model)])}
 
 
 def logits(model, ids: np.ndarray) -> jax.Array:

@@ -19,7 +19,7 @@ import numpy as np
 from tpuconv import buckets
 from tpuconv.credentials import CREDENTIAL_HINTS, endpoint, region
 from tpuconv.errors import BucketError, SourceError, UsageError, root_cause
-from tpuconv.jsonfile import Each, Optional, check, opened, parse, read_bytes, short
+from tpuconv.jsonfile import MAX_BYTES, Each, Optional, check, opened, parse, read_bytes, short
 from tpuconv.location import SCHEMES, BucketPath, Location, near_folders
 from tpuconv.notation.layout import Shape
 from tpuconv.sources.shard import object_samples, samples
@@ -36,6 +36,8 @@ METADATA_SCHEMA = {
     "use_zarr3": Optional((bool, None)),
     "store_array_data_equal_to_fill_value": Optional((bool, None)),
 }
+CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
+"""Orbax's file with the metadata of a checkpoint, or of a step of a `CheckpointManager`, whose items are folders."""
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
 """Types of values that are stored as arrays. Others are empty places of the tree, texts and keys of random numbers."""
 
@@ -165,6 +167,21 @@ class TrainedTree:
         with ThreadPoolExecutor(buckets.REQUESTS if isinstance(self.folder, BucketPath) else 1) as pool:
             found = [*pool.map(lambda name: [name, _sampled(self.folder / name)], sorted(self._stamps))]
         return str(hash_bytes(json.dumps(found).encode())["xxh3_128"])
+
+    @cached_property
+    def custom_metadata(self) -> dict[str, Any]:
+        """The metadata that the trainer gave to Orbax with the step or its item.
+
+        Raises:
+            SourceError: they cannot be understood.
+        """
+        found: dict[str, Any] = {}
+        for path in (self.folder.parent / CHECKPOINT_METADATA, self.folder / CHECKPOINT_METADATA):
+            if is_file(path):
+                raw = parse(read_bytes(path, MAX_BYTES, SourceError), str(path), SourceError, constants=False)
+                schema = {"custom_metadata": Optional((dict, None))}
+                found |= check(raw, schema, str(path), SourceError).get("custom_metadata") or {}
+        return found
 
     @property
     def memory(self) -> int:

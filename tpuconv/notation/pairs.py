@@ -196,6 +196,16 @@ class PairRow:
                     return array.transpose(order).reshape(*(sizes[x] for x in self.shared), *cores[0])
         raise LayoutError(f"{list(array.shape)} is not the shape of a pair, which is {list(cores[0])} without stacks")
 
+    def padded(self, pair: Pair, rank: int) -> Pair:
+        """The pair of a parameter with ranks of zeros added, so that it has so many."""
+
+        def with_zeros(array: np.ndarray, axis: int) -> np.ndarray:
+            widths = [(0, 0)] * array.ndim
+            widths[axis] = (0, rank - array.shape[axis])
+            return np.pad(array, widths)
+
+        return replace(pair, a=with_zeros(pair.a, -1), b=with_zeros(pair.b, len(self.shared)))
+
     def stored(self, name: str, pair: Pair, alpha: float, *, flat: bool) -> tuple[StoredMatrix, StoredMatrix]:
         """The arrays of a parameter's pair as a trainer has them that scales by alpha / r: with S where the parameter
         has it, and all axes of inputs, or of outputs, as one if they are `flat`. What differs in scale is multiplied

@@ -36,7 +36,7 @@ from tpuconv.targets.needs import (
     rope_of,
     yarn_scales,
 )
-from tpuconv.targets.target import LayerPlaces, Place, Places, Target, Tree
+from tpuconv.targets.target import LayerPlaces, PairForm, Place, Places, Target, Tree
 
 SCALED_QUERY = Times("H", -0.5)
 
@@ -403,7 +403,10 @@ MAXTEXT = Target(
     name="maxtext",
     summary="MaxText: pre-training, fine-tuning and RL; scanned layers or not",
     loading="load_parameters_path=OUT/0/items",
-    has_flat_pairs=True,
+    pairs=PairForm(
+        *(True, True, lambda rank, alpha: {"lora": {"lora_rank": rank, "lora_alpha": alpha}}),
+        loading="lora.lora_restore_path=OUT/0/items",
+    ),
     trees={
         "llama": LLAMA_TREE,
         "mistral": _alike(SCALED, ROPE_OF_HALVES, differs=NO_WINDOWS),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tpuconv.errors import UnsupportedConfig, UsageError
-from tpuconv.names import OWN_TARGET, QVALUE, SCALE, ZERO_POINT
+from tpuconv.names import LEAF, OWN_TARGET, QVALUE, SCALE, ZERO_POINT
 from tpuconv.notation.arithmetic import Arithmetic
 from tpuconv.notation.letters import Word, declare
 from tpuconv.targets.needs import Needs
@@ -128,6 +128,25 @@ class Tree:
 
 
 @dataclass(frozen=True)
+class PairForm:
+    """The form in which a program reads pairs of LoRA (`tpuconv.notation.pairs`).
+
+    Attributes:
+        is_flat: whether they have all axes of inputs, or of outputs, as one: Qwix makes them so at products by
+            `dot_general`, and with all axes at products by einsum.
+        is_state: whether their names are as in the state of a model of Flax NNX: without the root of the target, and
+            with the leaf `value`. Else they are as the names of parameters.
+        metadata: for Orbax, from the rank and the alpha of all pairs. None if each pair may have a rank of its own.
+        loading: how an output with pairs alone is loaded.
+    """
+
+    is_flat: bool = False
+    is_state: bool = False
+    metadata: Callable[[int, float], dict[str, Any]] | None = None
+    loading: str = "its arrays, into nnx.state(model, nnx.LoRAParam)"
+
+
+@dataclass(frozen=True)
 class Target:
     """A program, or a family of programs, that loads the output.
 
@@ -151,8 +170,7 @@ class Target:
             every form is possible.
         squeezes_scales: whether scales lack the axes that are contracted.
         empty: names that must be in the tree without an array, if the config has the property.
-        has_flat_pairs: whether the pairs of LoRA have all axes of inputs, or of outputs, as one: Qwix makes them so at
-            products by `dot_general`, and with all axes at products by einsum.
+        pairs: the form of pairs of LoRA.
         has_lists: whether numbers in names are places in lists; else they are keys of dicts.
         is_safetensors: whether the output has the tensors of the release again, and no arrays.
     """
@@ -173,7 +191,7 @@ class Target:
     fp8_block: int = 0
     squeezes_scales: bool = False
     empty: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
-    has_flat_pairs: bool = False
+    pairs: PairForm = PairForm()
     has_lists: bool = False
     is_safetensors: bool = False
 
@@ -184,6 +202,16 @@ class Target:
             return [front.removesuffix(self.root) + collection for collection in self.collections]
         cut = self.root.removesuffix(front)
         return [each.removeprefix(cut) for each in self.collections if each.startswith(cut)]
+
+    def pair_name(self, parameter: str, end: str) -> str:
+        """Returns the name of one of the two arrays of LoRA that change a parameter.
+
+        Args:
+            parameter: its name in the tree.
+            end: of the array's name, of `tpuconv.notation.pairs.PAIR_ENDS`.
+        """
+        root, leaf = ("", LEAF) if self.pairs.is_state else (self.root, self.leaf)
+        return f"{root}{parameter.removeprefix(self.root).removesuffix(self.leaf)}{end}{leaf}"
 
     def check_pathways(self, dtypes: Mapping[str, str]) -> None:
         """Checks that the program reads arrays on Pathways.
@@ -241,7 +269,7 @@ NNX = Target(
     name="nnx",
     summary="plain Flax NNX: StandardCheckpointer().restore into nnx.state(model)",
     loading='StandardCheckpointer().restore("OUT/params", nnx.state(model))',
-    leaf=".value",
+    leaf=LEAF,
     layer_axis=0,
     quantized=OWN_PARTS,
 )

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from tpuconv.models.common.beside import VISION
+from tpuconv.names import LEAF
 from tpuconv.targets.gemma import ATTENTION_PLACES as GEMMA_ATTENTION
 from tpuconv.targets.gemma import GEMMA4_NOTE, gemma4_tree
 from tpuconv.targets.gemma import MODEL_PLACES as GEMMA_MODEL
@@ -20,7 +21,7 @@ from tpuconv.targets.needs import (
     Needs,
     full_attention_in_each,
 )
-from tpuconv.targets.target import LayerPlaces, PartPlaces, Place, Places, Target, Tree
+from tpuconv.targets.target import LayerPlaces, PairForm, PartPlaces, Place, Places, Target, Tree
 
 MODEL_PLACES: Places = {
     "embed.embedding": "embedder.input_embedding",
@@ -166,6 +167,7 @@ TUNIX = Target(
         "gemma4": TUNIX_GEMMA4,
     },
     folder="0/model_params",
-    leaf=".value",
+    leaf=LEAF,
+    pairs=PairForm(loading='CheckpointManager("OUT").maybe_restore(model, restore_only_lora_params=True)'),
     step_item="model_params",
 )

@@ -45,7 +45,7 @@ def mapped_pairs(source: MappedTree, target: MappedTree, pairs: TreePairs, alpha
             if target.form.has_released_names:
                 out |= {name: (pair.a, pair.b) for name, pair in wanted.items()}
             elif wanted:
-                row, flat = PairRow(binding), bool(target.form.target and target.form.target.has_flat_pairs)
+                row, flat = PairRow(binding), bool(target.form.target and target.form.target.pairs.is_flat)
                 for name, pair in row.of_parameters(wanted).items():
                     a, b = row.stored(name, pair, alpha, flat=flat)
                     out[name] = (a.values, b.values)

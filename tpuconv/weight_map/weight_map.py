@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from tpuconv.convert.export.way_back import LEAF, found_names, state_of
+from tpuconv.convert.export.way_back import found_names, state_of
 from tpuconv.errors import MappingError, UsageError, shorten
-from tpuconv.names import collapse
+from tpuconv.names import LEAF, collapse
 from tpuconv.weight_map.model import MappedModel
 from tpuconv.weight_map.pairs import TreePairs, mapped_pairs
 from tpuconv.weight_map.rows import MapRow, rows_of

@@ -10,6 +10,7 @@ from tpuconv.convert.export.contents import ExportContents
 from tpuconv.convert.export.export import ExportWork, room_for_layout
 from tpuconv.convert.export.exporting import Exporting, describe_exporting, released_table
 from tpuconv.convert.export.layout import lay_out
+from tpuconv.convert.export.lora.alpha import alpha_of
 from tpuconv.convert.export.lora.work import trained_adapter
 from tpuconv.convert.export.options import ExportOptions
 from tpuconv.convert.export.trained import check_converted, open_trained, resolved_source, trained_arrays
@@ -119,9 +120,10 @@ def _trained(ckpt: Location, asked: ExportOptions, stack: ExitStack, progress: L
     """The arrays of a trainer's checkpoint, or the adapter in it."""
     model = open_trained(ckpt, str(asked.config), stack, progress)
     if asked.adapter:
-        assert asked.lora_alpha is not None
+        alpha = alpha_of(model.tree, asked.lora_alpha, "adapter")
         return trained_adapter(
-            model.tree, model.family, model.config, model.known, asked.target, str(asked.config), asked.lora_alpha
+            model.tree, model.family, model.config, model.known, asked.target, str(asked.config), alpha
         )
-    run = trained_arrays(model, asked.target, asked.lora_alpha if asked.merge else None)
+    merged_alpha = alpha_of(model.tree, asked.lora_alpha, "merge") if asked.merge else None
+    run = trained_arrays(model, asked.target, merged_alpha)
     return _laid_out(run.arrays, run.exporting, run.facts.arrays, run.facts.skipped)

@@ -49,7 +49,8 @@ class ExportOptions:
     )
     merge: bool = option(False, "Add the LoRA that was trained to the model, and write that.")
     lora_alpha: float | None = option(
-        None, "The alpha that LoRA was trained with, which no tree has: changes are scaled by alpha / rank."
+        None,
+        "The alpha that LoRA was trained with: changes are scaled by alpha / rank.  [default: as the run records it]",
     )
     scheme: str | None = field(default=None, metadata=SCHEME_OPTION)
     form: str | None = option(
@@ -76,12 +77,6 @@ class ExportOptions:
         if self.draft_for is not None and self.form != DRAFT_FORMS[0]:
             raise UsageError(
                 f'`draft_for=` is for `form="{DRAFT_FORMS[0]}"`', hint="give both, or leave `draft_for=` out"
-            )
-        named = "adapter" if self.adapter else "merge"
-        if (self.adapter or self.merge) and self.lora_alpha is None:
-            raise UsageError(
-                f"`{named}=` needs `lora_alpha=`, which no tree has: changes are scaled by alpha / rank",
-                hint="give the alpha of the training, such as 32 of Qwix's `LoraProvider(rank=16, alpha=32.0)`",
             )
         if self.lora_alpha is not None and not (self.adapter or self.merge):
             raise UsageError("`lora_alpha=` is for `adapter=` and `merge=`", hint="give one of them, or leave it out")

@@ -15,7 +15,7 @@ from tpuconv.convert.plan.types import Skip
 from tpuconv.errors import ConfigError, MappingError, UnsupportedConfig, UsageError, shorten
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.registry import Family
-from tpuconv.names import OWN_TARGET, collapse
+from tpuconv.names import LEAF, OWN_TARGET, collapse
 from tpuconv.notation.layout import Axis, Shape, parse_axes
 from tpuconv.notation.pairs import PAIR_ENDS
 from tpuconv.notation.sizes import HasSizes
@@ -24,10 +24,6 @@ from tpuconv.sources.headers import CODES
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import all_targets, get_target
 from tpuconv.targets.target import Target
-
-LEAF = ".value"
-"""The suffix that Flax NNX appends to the name of a variable. A program's trees have it or not, by how they were
-saved."""
 
 TRAINING_STATES = {
     **dict.fromkeys(("opt_state", "opt_states", "optimizer", "optimizer_state"), "arrays of an optimizer's state"),

@@ -62,9 +62,7 @@ def plan_kept_adapter(source: Source, family: Family, options: Options) -> Plan:
     config = read(_changed_parts(adapter, family, target, kind, read))
     released, pairs = _released(adapter, source, family, config, returns)
     table, sizes = target_table(target, *kind, released, config, scan_layers=options.scan_layers)
-    alpha = adapter.alpha or 1.0  # a change of scale 0 is 0 by any alpha
-    arrays: dict[str, StoredMatrix] = {}
-    rows: list[Map] = []
+    changed: dict[str, tuple[PairRow, Pair]] = {}
     found: set[str] = set()
     faults = []
     for binding in table.bind(sizes):
@@ -76,12 +74,7 @@ def plan_kept_adapter(source: Source, family: Family, options: Options) -> Plan:
             row = PairRow(binding)
             if is_transposed_by_peft(family.name, row):
                 own = {name: pair.transposed for name, pair in own.items()}
-            for name, pair in row.of_parameters(own).items():
-                stored = row.stored(name, pair, alpha, flat=target.has_flat_pairs)
-                bare = name.removesuffix(target.leaf)
-                both = {f"{bare}{end}{target.leaf}": x for end, x in zip(PAIR_ENDS, stored, strict=True)}
-                arrays |= both
-                rows += [Map(n, n, format_axes(x.axes), part=binding.row.part) for n, x in both.items()]
+            changed |= {name: (row, pair) for name, pair in row.of_parameters(own).items()}
         except LayoutError as error:
             faults.append(f"{', '.join(own)}: {error}")
     faults += [f"{name}: {target.name} has no such matrix" for name in collapse(sorted(pairs.keys() - found))]
@@ -91,14 +84,20 @@ def plan_kept_adapter(source: Source, family: Family, options: Options) -> Plan:
             details=shorten(faults),
             hint="leave out `keep_adapter=` to merge it",
         )
+    arrays, metadata = _stored(changed, target, adapter.alpha or 1.0)  # a change of scale 0 is 0 by any alpha
+    parts = {
+        target.pair_name(name, end): row.binding.row.part for name, (row, _) in changed.items() for end in PAIR_ENDS
+    }
+    rows = [Map(name, name, format_axes(matrix.axes), part=parts[name]) for name, matrix in arrays.items()]
     plain = replace(options, adapter=())
-    return make_plan(
+    plan = make_plan(
         _pair_source(source, arrays),
         family.name,
         MappingTable(rows, returns=returns),
         _with_ranks(sizes, arrays),
         plain,
     )
+    return replace(plan, pair_metadata=metadata)
 
 
 def _one(options: Options) -> Adapter:
@@ -184,6 +183,22 @@ def _changes(adapter: Adapter, config: DecoderConfig) -> dict[str, Pair]:
         name: Pair(change.file.values(change.right), change.file.values(change.left), change.scaling)
         for name, change in found.items()
     }
+
+
+def _stored(
+    changed: Mapping[str, tuple[PairRow, Pair]], target: Target, alpha: float
+) -> tuple[dict[str, StoredMatrix], dict[str, Any]]:
+    """The arrays of the pairs of parameters as the target has them, by name, and Orbax's metadata about them."""
+    metadata = {}
+    if target.pairs.metadata is not None:
+        rank = max(pair.a.shape[-1] for _, pair in changed.values())
+        changed = {name: (row, row.padded(pair, rank)) for name, (row, pair) in changed.items()}
+        metadata = target.pairs.metadata(rank, alpha)
+    arrays: dict[str, StoredMatrix] = {}
+    for name, (row, pair) in changed.items():
+        stored = row.stored(name, pair, alpha, flat=target.pairs.is_flat)
+        arrays |= {target.pair_name(name, end): x for end, x in zip(PAIR_ENDS, stored, strict=True)}
+    return arrays, metadata
 
 
 def _with_ranks(config: HasSizes, arrays: Mapping[str, StoredMatrix]) -> HasSizes:

@@ -126,7 +126,7 @@ class Plan:
     each with the tensor whose values it must have, or with `ZEROS`. A plan with `faults` cannot be run: `check`
     raises them. `config` is the family's reading of config.json, with the letters of the table; `ignored_config` are
     the keys of config.json that are not read. The output is for `target`, whose tree has the names `empty` without
-    arrays."""
+    arrays; `pair_metadata` is Orbax's metadata about LoRA for it."""
 
     source: Source
     tensors: Mapping[str, Tensor]
@@ -147,6 +147,7 @@ class Plan:
     arrays: Mapping[str, OutputArray] = field(default_factory=dict)
     slabs: tuple[Slab, ...] = ()
     differs: str = ""
+    pair_metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """One line: all that is in a plan of a large model takes minutes to print."""
@@ -173,6 +174,11 @@ class Plan:
                 encoded = max(encoded, 10 * elements)
         shard = max((array.shard_bytes for array in self.arrays.values()), default=0)
         return Buffers(room_for(values), raw, room_for(READ_BYTES), changed, shard, encoded)
+
+    @property
+    def custom_metadata(self) -> dict[str, Any]:
+        """Orbax's metadata for the program that loads the output."""
+        return {**self.target.custom_metadata(self.options.scan_layers), **self.pair_metadata}
 
     @property
     def encoders(self) -> Mapping[str, Encoder]:
@@ -286,6 +292,7 @@ class Plan:
             "quantization": self.quantization
             and {"config": self.quantization.config["name"], "rules": _digest(self.quantization.config)},
             "sizes": [sizes.CHUNK_BYTES, sizes.SLAB_BYTES, sizes.UNIT_BYTES],
+            **({"pairs": self.pair_metadata} if self.pair_metadata else {}),
         }
 
     @cached_property

@@ -163,7 +163,7 @@ class ReshardWork(Work):
             files[REPORT] = dict(report)
         if target.step_item:
             parent = PurePosixPath(target.folder).parent
-            step = step_files(target.step_item)
+            step = step_files(target.step_item, target.custom_metadata(plan.scan_layers))
             files |= sink.write_all({f"{parent}/{name}": content for name, content in step.items()})
         facts = self._described(plan.source.finish({}), result)
         card = model_card(facts, target, source_metadata(plan.source.companions_folder, plan.source.companions))

@@ -56,14 +56,20 @@ params = ocp.StandardCheckpointer().restore(path_of_params)
 For vLLM, SGLang and transformers, `tpuconv export . OUT` writes safetensors."""
 
 
-def _loading(target: Target, pathways: bool) -> str:
-    """Returns the text on loading the checkpoint in its target, or there on Pathways."""
+def _loading(target: Target, options: Mapping[str, Any]) -> str:
+    """Returns the text on loading a checkpoint with these options in its target."""
+    if options.get("keep_adapter"):
+        return f"""It holds LoRA alone, for {code(target.name)}, where this folder, OUT, is loaded by:
+
+```
+{target.pairs.loading}
+```"""
     if target is OWN:
         return _OWN_LOADING
     return f"""It is for {code(target.name)} ({markdown(target.summary)}), where this folder, OUT, is loaded by:
 
 ```
-{target.loading_of(pathways)}
+{target.loading_of(options.get("pathways", False))}
 ```
 
 `tpuconv families --target {target.name}` says what to know about it."""
@@ -102,7 +108,7 @@ Converted by tpuconv from {origin}, family {code(manifest["family"])}.{_changed(
 {place} is an Orbax checkpoint; `tpuconv.json` says for every array its shape, its axes, its source and its checksum.
 `{SOURCE_CARD}`, where there is one, is the card of the original, whose licence applies.
 
-{_loading(target, manifest["options"].get("pathways", False))}
+{_loading(target, manifest["options"])}
 
 `tpuconv verify .` checks every array against its checksum.
 {f"{chr(10)}Not converted:{chr(10)}{chr(10)}{skipped}" if skipped else ""}"""

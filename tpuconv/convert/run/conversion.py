@@ -167,7 +167,7 @@ class ConversionWork(Work):
 
     def _store(self, journal: RunJournal) -> Store:
         plan, target = self.plan, self.plan.target
-        tree = OrbaxTree(plan.empty, target.has_lists, target.custom_metadata(plan.options.scan_layers))
+        tree = OrbaxTree(plan.empty, target.has_lists, plan.custom_metadata)
         return Store(journal.sink, target.folder, plan.arrays, tree)
 
     def write_rest(self, journal: RunJournal) -> None:
@@ -184,7 +184,7 @@ class ConversionWork(Work):
             plan.source.copy_companion(name, sink, target)
             files[target] = dict(companion)
         if plan.target.step_item:
-            parent, step = Path(plan.target.folder).parent, step_files(plan.target.step_item)
+            parent, step = Path(plan.target.folder).parent, step_files(plan.target.step_item, plan.custom_metadata)
             files |= sink.write_all({f"{parent}/{name}": content for name, content in step.items()})
         facts = describe(plan, hashes, result, of_calibration)
         texts = {CARD: model_card(facts, plan.target, source_metadata(plan.source.folder, plan.source.companions))} | (

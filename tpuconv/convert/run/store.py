@@ -88,10 +88,11 @@ class Store:
         return self.sink.write_all(files)
 
 
-def step_files(item: str) -> dict[str, bytes]:
-    """Returns the files that make a folder a step of a `CheckpointManager` with one item."""
+def step_files(item: str, custom_metadata: Mapping[str, Any]) -> dict[str, bytes]:
+    """Returns the files that make a folder a step of a `CheckpointManager` with one item; for `custom_metadata` see
+    `OrbaxTree`."""
     handlers = {item: INTERFACES["PyTreeCheckpointHandler"].name}
-    contents = (json.dumps(_checkpoint_metadata(handlers, {})).encode(), b"ok")
+    contents = (json.dumps(_checkpoint_metadata(handlers, custom_metadata)).encode(), b"ok")
     return dict(zip(ORBAX_FILES[1:], contents, strict=True))
 
 

@@ -12,12 +12,12 @@ from typing import Protocol
 import numpy as np
 
 from tpuconv.checkpoint.orbax_tree import TreeArray
-from tpuconv.convert.export.way_back import LEAF, Reading, SavedForm, front_of, tree_forms, without_states
+from tpuconv.convert.export.way_back import Reading, SavedForm, front_of, state_of, tree_forms, without_states
 from tpuconv.convert.plan.types import Skip
 from tpuconv.errors import LayoutError, MappingError, shorten
 from tpuconv.location import Location
 from tpuconv.models.registry import Family
-from tpuconv.names import collapse
+from tpuconv.names import LEAF, collapse
 from tpuconv.notation.pairs import PAIR_ENDS, Pair, PairRow
 from tpuconv.notation.table import Binding
 from tpuconv.sources.headers import CODES
@@ -88,8 +88,9 @@ def explain_pairs(
         MappingError: there are no pairs, or some change no parameter of the model, or have one array. They are named.
         UsageError: there is no such target, or it has no arrays.
     """
+    names = [name for name in tree.names if not state_of(name)]  # an optimizer has moments of pairs
     halves = [
-        {bare.removesuffix(end): name for name in tree.names if (bare := name.removesuffix(LEAF)).endswith(end)}
+        {bare.removesuffix(end): name for name in names if (bare := name.removesuffix(LEAF)).endswith(end)}
         for end in PAIR_ENDS
     ]
     if not halves[0]:
