@@ -205,11 +205,13 @@ class StreamReader(Reader):
     def _damaged(self, name: str, *details: str) -> DamagedFetch:
         assert self._workspace is not None
         self._workspace.remove_part(name)
-        return DamagedFetch(
+        error = DamagedFetch(
             f"{name} is not the file that the Hub promises",
             details=details,
             hint="it was damaged on the way; run again, only it is fetched anew",
         )
+        error.files = [self._workspace.part(name)]
+        return error
 
     def _wait_for(self, name: str) -> None:
         """Waits until a file is there. Raises what went wrong meanwhile."""
