@@ -1,5 +1,5 @@
 """Writes docs/recipes: a page for each released model whose config.json and tensor names are in
-tests/helpers/listings.json.
+tests/helpers/listings.json, and for each in docs/recipe_configs.json, whose tensors follow from the config alone.
 
 python docs/make_recipes.py [MODEL ...]
 
@@ -10,11 +10,15 @@ change, set `CHECKED` to the date.
 import json
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from tpuconv.api.model_recipe import described_source
 from tpuconv.api.recipe_facts import ModelRecipe, RecipeStep
 from tpuconv.api.recipe_steps import recipe_of
 from tpuconv.commands.flags import with_flags
@@ -27,7 +31,8 @@ from tpuconv.text import format_size
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "recipes"
 LISTINGS = ROOT / "tests" / "helpers" / "listings.json"
-CHECKED = "26 November 2026"
+CONFIGS = ROOT / "docs" / "recipe_configs.json"
+CHECKED = "30 November 2026"
 SHARD = "model.safetensors"
 COPIES = ("meta-llama/Llama-4-Scout-17B-16E-Instruct-withvision",)
 """Listings of copies that have other names than the release: they have no page."""
@@ -35,7 +40,8 @@ COPIES = ("meta-llama/Llama-4-Scout-17B-16E-Instruct-withvision",)
 HEAD = f"""# Recipes
 
 Made by `docs/make_recipes.py` from the config.json and the tensor names of released models, checked on {CHECKED}.
-`tpuconv recipe MODEL` prints the same for any model. Commands were planned on these headers; no weights were read.
+`tpuconv recipe MODEL` prints the same for any model. Commands were planned on these headers; no weights were read. `~`:
+the tensors follow from the config alone, without a listing of the release.
 
 | model | parameters | release | unquantized | `int8_weight_only` | smallest v5e slice in int8 |
 |---|---|---|---|---|---|
@@ -63,12 +69,30 @@ def listed_source(model: str, listing: dict[str, Any]) -> Source:
     return Source(Path(model.rpartition("/")[2]), listing["config"], tensors, (SourceShard(SHARD, offset),), model)
 
 
+def found_recipes() -> dict[str, Callable[[], tuple[ModelRecipe, str]]]:
+    """Returns for each model a function that makes its recipe, and says what it was checked against."""
+
+    def of_listing(model: str, listing: dict[str, Any]) -> tuple[ModelRecipe, str]:
+        found = recipe_of(listed_source(model, listing), model, model, from_headers=True)
+        return found, "against the names and shapes of the release"
+
+    def of_config(model: str, known: dict[str, Any]) -> tuple[ModelRecipe, str]:
+        source = replace(described_source(model.rpartition("/")[2], known["config"]), repo=model)
+        found = recipe_of(source, model, model, from_headers=False)
+        return found, f"on the sizes of config.json alone, by {known['from']}; no listing of the release was at hand"
+
+    listed = {model: partial(of_listing, model, each) for model, each in json.loads(LISTINGS.read_text()).items()}
+    described = {model: partial(of_config, model, each) for model, each in json.loads(CONFIGS.read_text()).items()}
+    known = {model: make for model, make in {**listed, **described}.items() if model not in COPIES}
+    return dict(sorted(known.items(), key=lambda item: item[0].lower()))
+
+
 def page_name(model: str) -> str:
     """Returns the file of a model."""
     return f"{model.rpartition('/')[2].lower()}.md"
 
 
-def recipe_page(found: ModelRecipe) -> str:
+def recipe_page(found: ModelRecipe, against: str) -> str:
     """Returns the text of a page."""
     chips = list(found.forms[0].slices)
     forms = [f"| form | bytes in device memory | {' | '.join(chips)} | |", f"|---|---|{'---|' * len(chips)}---|"]
@@ -85,7 +109,7 @@ def recipe_page(found: ModelRecipe) -> str:
         [
             f"# {found.model}",
             "",
-            f"Made by `docs/make_recipes.py`; checked on {CHECKED} against the names and shapes of the release.",
+            f"Made by `docs/make_recipes.py`; checked on {CHECKED} {against}.",
             "",
             f"{sizes(found)[0].upper()}{sizes(found)[1:]}.",
             "",
@@ -117,7 +141,8 @@ def index_row(found: ModelRecipe) -> str:
     """Returns the row of a model."""
     forms = {form.name: form for form in found.forms}
     plain, int8 = forms["unquantized"], forms["int8_weight_only"]
-    released = format_size(found.source_bytes) + (f", {found.encoding}" if found.encoding else "")
+    released = "" if found.from_headers else "~ "
+    released += format_size(found.source_bytes) + (f", {found.encoding}" if found.encoding else "")
     slices = (int8.slices.get("v5e") or "none").partition(":")[2]
     cells = (
         f"{found.parameters:,}",
@@ -131,10 +156,10 @@ def index_row(found: ModelRecipe) -> str:
 def main(chosen: list[str]) -> None:
     """Writes the pages of the chosen models; the index only with all of them."""
     FOLDER.mkdir(exist_ok=True)
-    rows, listings = [], json.loads(LISTINGS.read_text())
-    for model in chosen or sorted(listings.keys() - set(COPIES), key=str.lower):
-        found = recipe_of(listed_source(model, listings[model]), model, model, from_headers=True)
-        (FOLDER / page_name(model)).write_text(recipe_page(found), encoding="utf-8")
+    rows, known = [], found_recipes()
+    for model in chosen or known:
+        found, against = known[model]()
+        (FOLDER / page_name(model)).write_text(recipe_page(found, against), encoding="utf-8")
         rows.append(index_row(found))
     if not chosen:
         (FOLDER / "index.md").write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8")

@@ -19,6 +19,7 @@ from tpuconv.errors import SourceError, TpuconvError, UnsupportedConfig, UsageEr
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
+CONFIGS = json.loads((ROOT / "docs" / "recipe_configs.json").read_text())
 COPIES = ("meta-llama/Llama-4-Scout-17B-16E-Instruct-withvision",)
 FAST = ("Qwen/Qwen3-8B", "openai/gpt-oss-20b")
 
@@ -128,6 +129,15 @@ def test_a_config_alone_tells_the_encoders(tmp_path: Path) -> None:
     assert found.parameters == 2_127_532_032 - 27 * text_layer
 
 
+def test_a_part_whose_config_is_null_is_not_described(maker: SimpleNamespace) -> None:
+    """Gemma 4 31B has images and no sounds: 31.3 billion parameters."""
+    known = CONFIGS["google/gemma-4-31B-it"]["config"]
+    assert known["audio_config"] is None
+    found, _ = maker.found_recipes()["google/gemma-4-31B-it"]()
+    assert found.parts == ("vision",)
+    assert found.parameters == pytest.approx(31.27e9, rel=1e-3)
+
+
 def test_what_a_model_cannot_have_is_told(maker: SimpleNamespace) -> None:
     """gpt-oss has no table for Tunix, and groups of 128 do not divide its axes."""
     model = "openai/gpt-oss-20b"
@@ -166,9 +176,9 @@ def test_models_without_a_family_are_refused(tmp_path: Path) -> None:
 
 
 def check_page(maker: SimpleNamespace, model: str) -> None:
-    found = recipe_of(maker.listed_source(model, LISTINGS[model]), model, model, from_headers=True)
+    found, against = maker.found_recipes()[model]()
     page = ROOT / "docs" / "recipes" / maker.page_name(model)
-    assert page.read_text() == maker.recipe_page(found), "run `python docs/make_recipes.py`"
+    assert page.read_text() == maker.recipe_page(found, against), "run `python docs/make_recipes.py`"
     assert maker.index_row(found) in (ROOT / "docs" / "recipes" / "index.md").read_text()
 
 
@@ -178,14 +188,17 @@ def test_pages_are_up_to_date(maker: SimpleNamespace, model: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [model for model in LISTINGS if model not in (*FAST, *COPIES)])
+@pytest.mark.parametrize("model", [model for model in {**LISTINGS, **CONFIGS} if model not in (*FAST, *COPIES)])
 def test_other_pages_are_up_to_date(maker: SimpleNamespace, model: str) -> None:
     check_page(maker, model)
 
 
 def test_every_listed_model_has_a_page_whose_commands_parse(maker: SimpleNamespace) -> None:
     assert maker.COPIES == COPIES
-    assert {page.name for page in PAGES} == {"index.md", *map(maker.page_name, LISTINGS.keys() - set(COPIES))}
+    assert {page.name for page in PAGES} == {
+        "index.md",
+        *map(maker.page_name, (LISTINGS.keys() | CONFIGS.keys()) - set(COPIES)),
+    }
     nav = (ROOT / "mkdocs.yml").read_text()
     for page in PAGES:
         assert f"recipes/{page.name}" in nav

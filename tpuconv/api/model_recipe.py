@@ -1,9 +1,9 @@
 """The recipe of a model, from config.json and headers alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tpuconv.api.recipe_facts import ModelRecipe
 from tpuconv.api.recipe_steps import FIT_BATCH, FIT_CONTEXT, recipe_of
@@ -68,18 +68,27 @@ def _from_config(path: str) -> "Source":
     Raises:
         TpuconvError: the file cannot be read, or no family reads it.
     """
+    from tpuconv.sources.hub import fetch_config
+
+    source = described_source(Path(path).absolute().parent.name, fetch_config(path))
+    if not source.tensors:
+        raise SourceError(f"{path} describes no tensors", hint="give a folder with safetensors")
+    return source
+
+
+def described_source(name: str, raw: Mapping[str, Any]) -> "Source":
+    """Returns the source that the keys of a config.json describe.
+
+    Raises:
+        TpuconvError: no family reads it.
+    """
     from tpuconv.convert.plan.source_from_config import source_from_config
     from tpuconv.models.registry import find_family
-    from tpuconv.sources.hub import fetch_config
     from tpuconv.weight_map.model import described_parts
 
-    raw = fetch_config(path)
     family = find_family(raw)
     returns = family.returns(raw)
     parts = described_parts(family, raw, returns)
     config = family.read_config(raw, returns=returns, parts=parts)
     table = family.table_without_release(returns, config.parts)
-    source = source_from_config(Path(path).absolute().parent.name, raw, table, config)
-    if not source.tensors:
-        raise SourceError(f"{path} describes no tensors", hint="give a folder with safetensors")
-    return source
+    return source_from_config(name, raw, table, config)

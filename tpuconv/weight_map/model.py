@@ -118,9 +118,10 @@ def _from_config(config: Mapping[str, Any], tensors: Collection[str] = ()) -> Ma
 
 
 def described_parts(family: Family, raw: Mapping[str, Any], returns: str) -> tuple[str, ...]:
-    """Returns all parts beside the text model that a parsed config.json describes."""
+    """Returns all parts beside the text model that a parsed config.json describes: not one whose config is null."""
     *_, (_, largest) = readings(family, raw, (), returns)
-    return tuple(getattr(largest, "parts", ()))
+    absent = {each.part for each in family.modalities if raw.get(each.config_key, ...) is None}
+    return tuple(part for part in getattr(largest, "parts", ()) if part not in absent)
 
 
 def _of_checkpoint(manifest: Manifest) -> MappedModel:
