@@ -263,12 +263,14 @@ def test_an_output_that_was_not_pushed_is_pushed_by_the_same_command(run, output
     command = ("convert", outputs / "hf", f"hf://{REPO}", "--workspace", tmp_path / "work")
     with pytest.raises(HubError, match="denies access"):
         run(*command)
-    made = files(tmp_path / "work" / REPO)
+    made = files(tmp_path / "work" / "tpuconv" / REPO)
     assert made
+    others = tmp_path / "work" / "tpuconv" / "others.txt"
+    others.write_text("mine")
     hub.mend()
     run(*command)
     assert hub.pushed[REPO]["main"] == made
-    assert not files(tmp_path / "work")
+    assert list(files(tmp_path / "work")) == ["tpuconv/others.txt"]
     assert not (tmp_path / "home").exists()
 
 

@@ -1,7 +1,6 @@
-"""OUT as `hf://ORG/NAME`: the output is made in a local folder, pushed to the Hub, and the folder is removed."""
+"""OUT as `hf://ORG/NAME`: the output is made in a local folder, pushed to the Hub, and removed there."""
 
 import os
-import shutil
 from collections.abc import MutableMapping
 from dataclasses import replace
 from pathlib import Path
@@ -58,17 +57,22 @@ def local_place(out: Location | None, given: MutableMapping[str, Any], *, planne
 
     if not planned:
         check_repository(f"{out.bucket}/{out.key}")
-    work = given.pop("workspace", None) or Path(HF_HOME, "tpuconv")
+    work = given.pop("workspace", None) or HF_HOME
     given["workspace"] = None
-    return Path(work, out.bucket, out.key)
+    return Path(work, "tpuconv", out.bucket, out.key)
 
 
 def pushed(out: Location | None, done: "Made", progress: Listener) -> "Made":
-    """Pushes an output to the Hub if OUT is there, and removes it here. Returns what was done, with this OUT."""
+    """Pushes an output to the Hub if OUT is there, and removes its files here: those that its manifest names. Returns
+    what was done, with this OUT."""
     if not isinstance(out, BucketPath) or out.scheme != SCHEME:
         return done
+    from tpuconv.checkpoint.contents import contents_of
+    from tpuconv.storage.ownership import names_of, remove_known
+
     repo = f"{out.bucket}/{out.key}"
     progress(Progress(f"pushing to {repo}"))
     api.push(str(done.out), repo)
-    shutil.rmtree(str(done.out))
+    folder = Path(str(done.out))
+    remove_known(folder, names_of(folder, contents_of).__contains__)
     return replace(done, out=out, already_there=False)
