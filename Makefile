@@ -6,7 +6,7 @@ VENV := $(if $(filter 3.11,$(VERSION)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test fast test-slow campaign consumers newest release lint style types format docs bench clean
+.PHONY: install demo test fast test-slow campaign consumers newest newest-trainers release lint style types format docs bench clean
 
 install: $(INSTALLED)
 
@@ -58,6 +58,10 @@ newest:  ## Nightly: the fast tests with the newest release of each dependency, 
 	.venv-newest/bin/python -m pip list --outdated
 	.venv-newest/bin/python tools/refused_types.py
 	.venv-newest/bin/python -m pytest -q -n 2 --dist worksteal --timeout 300 --deselect tests/test_docs.py
+
+newest-trainers: $(INSTALLED)  ## Nightly: the newest MaxText and Tunix restore, compute and save what is converted, and their runs are exported.
+	NEWEST_ORACLES=1 $(BIN)/python -m pytest -q -rs -m oracles tests/test_targets_maxtext.py tests/test_targets_tunix.py
+	@for name in maxtext tunix; do echo $$name; grep -iE '^(maxtext|google-tunix|orbax|jax|flax|qwix)' build/oracles/$$name-newest/installed; done
 
 release: $(INSTALLED)  ## For the tag TAG=v0.1.0: tests, both distributions in build/dist, notes in build/notes.md.
 	@mkdir -p build && $(BIN)/python tools/release_notes.py $(TAG) > build/notes.md

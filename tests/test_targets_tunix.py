@@ -135,12 +135,18 @@ COMPARED += [
 
 
 @pytest.fixture(scope="module")
-def restored(tmp_path_factory):
+def runs(tmp_path_factory) -> Path:
+    """The folder of all cases."""
+    return tmp_path_factory.mktemp("tunix")
+
+
+@pytest.fixture(scope="module")
+def restored(runs):
     """For each case Tunix's logits and those of transformers, Tunix's arrays and those that `convert` wrote."""
     import orbax.checkpoint as ocp
     import torch
 
-    base = tmp_path_factory.mktemp("tunix")
+    base = runs
     ids = np.random.default_rng(0).integers(3, 100, (2, 12))
     np.save(base / "ids.npy", ids)
     requests, wanted = [], {}
@@ -154,6 +160,7 @@ def restored(tmp_path_factory):
         requests.append(
             {
                 "root": str(folder / "out"),
+                "run": str(folder / "run"),
                 "ids": str(base / "ids.npy"),
                 "out": str(folder / "restored.npz"),
                 "module": module,
@@ -195,6 +202,16 @@ def test_every_tensor_comes_back(case, tmp_path):
     api.convert(tmp_path / "hf", tmp_path / "out", target="tunix")
     api.export(tmp_path / "out", tmp_path / "back")
     found, source = read_tensors(tmp_path / "back"), read_tensors(tmp_path / "hf")
+    assert_same({name: found[name] for name in source}, source)
+
+
+@pytest.mark.parametrize("case", COMPARED, ids=str)
+def test_a_run_as_tunix_saves_it_is_exported(case, restored, runs, tmp_path):
+    restored(case)
+    folder = runs / case.id
+    done = api.export(folder / "run", tmp_path / "back", config=folder / "hf")
+    assert done.target == "tunix"
+    found, source = read_tensors(tmp_path / "back"), read_tensors(folder / "hf")
     assert_same({name: found[name] for name in source}, source)
 
 

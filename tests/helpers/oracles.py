@@ -1,11 +1,13 @@
 """Programs that load what targets write, each in an environment of its own: their requirements exclude ours.
 
 An environment is made in build/oracles the first time, with the packages named here. A test that needs one is slow, and
-is skipped with the reason where it cannot be made.
+is skipped with the reason where it cannot be made. `NEWEST_ORACLES=1` lifts the pins of versions, in environments of
+their own, and a test fails where one cannot be made.
 """
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -56,6 +58,9 @@ REQUIREMENTS = {
     # vLLM and tpu-inference, of the same version; 10 GB. One of its requirements has prereleases only.
     "tpu-inference": ("3.12", ("--pre", "vllm-tpu==0.32.0")),
 }
+IS_NEWEST = os.environ.get("NEWEST_ORACLES") == "1"
+NEWEST_PYTHON = "3.12"
+"""The Python of environments without pins: the newest jax needs it."""
 UNUSABLE = {"vllm": ("torchaudio", "torchcodec", "triton")}
 """Packages that PyPI has for other devices than the environment's torch, and that no model here needs."""
 _VLLM = {
@@ -77,24 +82,39 @@ REPOSITORIES = {
 """Programs that are no packages, with the commit that is tested."""
 
 
+def requirements(name: str) -> tuple[str, list[list[str]]]:
+    """The Python of an environment and its packages, pinned or newest."""
+    version, *groups = REQUIREMENTS[name]
+    if not IS_NEWEST:
+        return version, [list(group) for group in groups]
+    return NEWEST_PYTHON, [[re.sub(r"[=<].*", "", package) for package in group] for group in groups]
+
+
 def oracle(name: str) -> Path:
-    """The Python of an environment; skips the test if it cannot be made."""
-    version, *packages = REQUIREMENTS[name]
-    folder = FOLDER / name
+    """The Python of an environment; skips the test if it cannot be made, or fails it if it is the newest."""
+    version, packages = requirements(name)
+    folder = FOLDER / (f"{name}-newest" if IS_NEWEST else name)
+    give_up = pytest.fail if IS_NEWEST else pytest.skip
     if not (folder / "installed").exists():
         shutil.rmtree(folder, ignore_errors=True)
         python = find_python(version)
         if python is None:
-            pytest.skip(f"{name} needs Python {version}, which is not on this machine")
+            give_up(f"{name} needs Python {version}, which is not on this machine")
         done = run([python, "-m", "venv", folder])
         for group in packages:
             done = done or run([folder / "bin" / "python", "-m", "pip", "install", "--quiet", *group])
         if unusable := UNUSABLE.get(name):
             done = done or run([folder / "bin" / "python", "-m", "pip", "uninstall", "--quiet", "--yes", *unusable])
         if done:
-            pytest.skip(f"the environment of {name} cannot be made: {done}")
-        (folder / "installed").touch()
+            give_up(f"the environment of {name} cannot be made: {done}")
+        (folder / "installed").write_text(installed(folder / "bin" / "python"))
     return folder / "bin" / "python"
+
+
+def installed(python: Path) -> str:
+    """The packages of an environment with their versions."""
+    done = subprocess.run([python, "-m", "pip", "freeze"], capture_output=True, text=True, check=False)
+    return done.stdout
 
 
 def repository(name: str) -> Path:

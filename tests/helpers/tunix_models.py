@@ -1,6 +1,6 @@
 """Run by Tunix's own Python: what its CheckpointManager restores into its models, and their logits, or features of
 images. It takes a JSON list of requests from its input, with the keys root (a folder), ids or images (npy), out (npz),
-module, model and settings."""
+module, model and settings; with run (a folder) it also saves the model there, with an optimizer."""
 
 import importlib
 import json
@@ -30,6 +30,10 @@ def restored(request: dict) -> dict[str, np.ndarray]:
         settings["vision_config"] = module.vision.SigLIPConfig(**settings["vision_config"])
     model = getattr(module, request["model"])(module.ModelConfig(**settings), rngs=nnx.Rngs(0))
     CheckpointManager(request["root"]).maybe_restore(model)
+    if "run" in request:
+        manager = CheckpointManager(request["run"])
+        manager.save(1, model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), force=True)
+        manager.close()
     if "lora" in request:
         model = with_lora(model, request)
     if "images" in request:
