@@ -13,7 +13,7 @@ import tempfile
 from math import prod
 from pathlib import Path
 
-from example import MODEL, prompts
+from example import MODEL, VOCABULARY, prompts
 
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -40,7 +40,7 @@ def main() -> None:
         folder = Path(name)
         plain = folder / "plain"
         api.convert(MODEL, plain)
-        ids = tokenize(plain, texts, 0)
+        ids = tokenize(plain, texts, VOCABULARY)
         reference = {dtype: model_logits(plain, ids, dtype) for dtype in ("float32", "bfloat16")}
 
         def divergence(out: Path, dtype: str) -> float:

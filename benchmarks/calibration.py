@@ -11,7 +11,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from example import MODEL, PIECE, prompts
+from example import MODEL, PIECE, VOCABULARY, prompts
 
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -70,7 +70,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         api.convert(MODEL, folder / "plain")
-        ids = tokenize(folder / "plain", texts, 0)
+        ids = tokenize(folder / "plain", texts, VOCABULARY)
         reference = model_logits(folder / "plain", ids, "bfloat16")
         print("| quantization | bits a weight | mean KL | p99.9 KL | top-1 | perplexity |")
         print("|---|---|---|---|---|---|")

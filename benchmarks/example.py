@@ -6,6 +6,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 MODEL = EXAMPLES / "tiny-qwen3"
 PIECE = 512
 """Characters of a prompt."""
+VOCABULARY = 257
+"""The size of its vocabulary."""
 
 
 def prompts(characters: int) -> list[str]:

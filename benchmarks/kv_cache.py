@@ -11,7 +11,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from example import MODEL, prompts
+from example import MODEL, VOCABULARY, prompts
 
 from tpuconv import api
 from tpuconv.verify.logits import compare_logits, model_logits, tokenize
@@ -38,7 +38,7 @@ def main() -> None:
         api.convert(MODEL, folder / "plain")
         plain = folder / "none"
         api.quantize(folder / "plain", plain, config="int8_weight_only")
-        ids = tokenize(folder / "plain", texts, 0)
+        ids = tokenize(folder / "plain", texts, VOCABULARY)
         for kv_cache in ("fp8", "fp8_per_head"):
             config = folder / f"{kv_cache}.yaml"
             config.write_text(RULES % kv_cache)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from example import MODEL, prompts
+from example import MODEL, VOCABULARY, prompts
 
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.quantize.config import config_names, find_config
@@ -33,7 +33,7 @@ def main() -> None:
         tpuconv = [sys.executable, "-m", "tpuconv"]
         run = {"check": True, "stdout": subprocess.DEVNULL}
         subprocess.run([*tpuconv, "convert", str(MODEL), str(folder / "plain")], **run)
-        ids = tokenize(folder / "plain", texts, 0)
+        ids = tokenize(folder / "plain", texts, VOCABULARY)
         reference = model_logits(folder / "plain", ids, "bfloat16")
         plain = compare_logits(ids, reference, reference, "bfloat16", {})
         nbytes = read_manifest(folder / "plain").raw["bytes"]

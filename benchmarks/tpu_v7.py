@@ -12,7 +12,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from example import MODEL, prompts
+from example import MODEL, VOCABULARY, prompts
 
 from tpuconv import api
 from tpuconv.quantize.config import find_config
@@ -43,7 +43,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         api.convert(MODEL, folder / "plain")
-        ids = tokenize(folder / "plain", texts, 0)
+        ids = tokenize(folder / "plain", texts, VOCABULARY)
         reference = model_logits(folder / "plain", ids, "bfloat16")
         print("| experts | mean KL | p99.9 KL | top-1 |\n|---|---|---|---|")
         for number, (way, rules) in enumerate(WAYS.items()):

@@ -81,6 +81,18 @@ def test_no_factor_has_a_smaller_error(qtype, axis, scale_dtype):
         assert 0.2 < (parts[1].astype(np.float32) < 0).mean() < 0.8
 
 
+def test_scales_do_not_depend_on_the_order_of_memory():
+    """Sums of errors are in the order of the parameter's axes, so that one pass and two choose the same of two scales
+    that are nearly as good."""
+    values = np.random.default_rng(0).standard_normal((2048, 2048), np.float32).astype(ml_dtypes.bfloat16)
+    made = encoder("int4", values.shape, (512, 1))
+    (qvalues, scales), statistics = made(values)
+    (turned, turned_scales), turned_statistics = made(np.asfortranarray(values))
+    assert np.array_equal(scales, turned_scales)
+    assert np.array_equal(qvalues, turned)
+    assert statistics == turned_statistics
+
+
 def test_groups_of_zeros_and_boxes():
     """A group does not depend on the box that it is read in, nor on the order of memory."""
     values = np.random.default_rng(1).normal(size=(4, 64, 16)).astype(ml_dtypes.bfloat16)

@@ -6,8 +6,10 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -33,6 +35,7 @@ from helpers.commands import tpuconv as command
 from helpers.conversions import plan_for, same_bits
 from helpers.drafts import WITH_MODULE, save_with_drafts
 from helpers.encoded import ENCODINGS, GPT_OSS, fp8, fp8_channel, gptq, int4_asymmetric, mxfp4, write_encoded
+from helpers.fake_gcs import environment, fake_gcs
 from helpers.families import BY_ID, CASES, FIRST, VISION
 from helpers.joined import joined
 from helpers.ranks import write_ranked
@@ -500,6 +503,22 @@ def test_memory_holds_the_model_and_a_few_slabs(tmp_path):
     assert grown <= total + 4 * 3 * sizes.SLAB_BYTES
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", [None, "auto:4.5"])
+def test_memory_of_a_load_from_a_bucket(quantize, tmp_path):
+    """The model and 1 GB at most: slabs are read side by side, and quantizing them takes little beside."""
+    config = qwen3_config(hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, head_dim=128, vocab_size=16384)
+    source = hollow_checkpoint(tmp_path / "hf", config)
+    script = MEMORY.replace("])", f"], quantize={quantize!r})") + "print(sum(x.nbytes for x in jax.live_arrays()))"
+    with fake_gcs() as (url, held):
+        for number, path in enumerate(source.iterdir(), 1):
+            held.contents[f"bkt/hf/{path.name}"] = number, time.time(), path.read_bytes()
+        words = [sys.executable, "-c", script, str(EXAMPLE), "gs://bkt/hf"]
+        done = subprocess.run(words, env=os.environ | environment(url), capture_output=True, text=True, check=True)
+    grown, model = map(int, done.stdout.split())
+    assert grown <= model + 10**9
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
@@ -673,6 +692,26 @@ def test_a_release_in_a_bucket_is_read_by_ranges(tmp_path, monkeypatch, small_cu
     have = tpuconv.load(f"{ROOT}/hf")
     assert_same_model(have, tpuconv.load(source))
     assert_same_model(tpuconv.load(to_location(f"{ROOT}/hf"), scan_layers=True), tpuconv.load(source, scan_layers=True))
+
+
+def test_jobs_of_a_bucket_are_as_many_as_their_memory_allows(tmp_path, monkeypatch):
+    """A release in bfloat16 is read by 16 jobs, and by fewer if it is quantized."""
+    bucket, counts = in_memory(monkeypatch), []
+    config = qwen3_config(hidden_size=2048, intermediate_size=8192)
+    for path in hollow_checkpoint(tmp_path / "hf", config).iterdir():
+        bucket.put(f"hf/{path.name}", path.read_bytes())
+
+    class Counted(ThreadPoolExecutor):
+        def __init__(self, count: int):
+            counts.append(count)
+            super().__init__(count)
+
+    monkeypatch.setattr(direct, "ThreadPoolExecutor", Counted)
+    for quantize in (None, "auto:4.5"):
+        tpuconv.load(f"{ROOT}/hf", quantize=quantize)
+    plain, quantized = counts
+    assert plain == direct.BUCKET_JOBS
+    assert 2 * sizes.SLAB_BYTES * quantized <= direct.BUCKET_JOB_BYTES  # their values, and the quantized ones
 
 
 def test_a_release_on_the_hub(tmp_path, hub_cache, serve_hub):

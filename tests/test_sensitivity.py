@@ -34,7 +34,7 @@ from tpuconv.errors import GateError, OutputError, ResourceError, UsageError
 from tpuconv.pages import MADE_BY
 from tpuconv.quantize.calibrate.data import from_ids
 from tpuconv.quantize.calibrate.layers import LayerRunner
-from tpuconv.quantize.calibration_settings import Calibration
+from tpuconv.quantize.calibration_settings import recipe_calibration
 from tpuconv.quantize.config import find_config, parse_config
 from tpuconv.quantize.recipe import groups as recipe_groups
 from tpuconv.quantize.recipe import layerwise
@@ -199,7 +199,7 @@ DATA = from_ids("ids", np.random.default_rng(0).integers(3, 100, (4, 24)))
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_calibrated_costs_are_those_of_calibrated_checkpoints(method, ckpt, tmp_path):
     """Of one group, and of all together, whose layers make up for the errors of those before them."""
-    calibration = Calibration(method), DATA
+    calibration = recipe_calibration(method), DATA
     choices = find_choices(read_manifest(ckpt))
     work = tmp_path / "work"
     work.mkdir()
@@ -209,8 +209,8 @@ def test_calibrated_costs_are_those_of_calibrated_checkpoints(method, ckpt, tmp_
     last = [group.options[2 if "mlp" in group.pattern else 0] for group in groups]
     every = [group.options[2] for group in groups]
     for number, options in enumerate((last, every)):
-        file = parse_config(to_yaml(space, options, [], method=method).encode(), "c", "c.yaml")
-        assert file.calibration == Calibration(method)
+        file = parse_config(to_yaml(space, options, [], calibration=recipe_calibration(method)).encode(), "c", "c.yaml")
+        assert file.calibration == recipe_calibration(method)
         quantize(ckpt, tmp_path / str(number), file, DATA)
         pairs = list(zip(*probe.together(options), strict=True))
         kl = compare_logits(IDS, *pairs, DTYPE, {}).mean_kl
@@ -218,7 +218,7 @@ def test_calibrated_costs_are_those_of_calibrated_checkpoints(method, ckpt, tmp_
     for group in groups[2:4]:
         (option,) = (option for option in group.options if option.qtype == "int4")
         out = tmp_path / group.pattern.replace("/", "-")[:12]
-        text = to_yaml(replace(space, groups=(group,)), [option], [], method=method)
+        text = to_yaml(replace(space, groups=(group,)), [option], [], calibration=recipe_calibration(method))
         quantize(ckpt, out, parse_config(text.encode(), "c", "c.yaml"), DATA)
         assert option.kl == pytest.approx(divergence(ckpt, out), rel=1e-3)
     assert [path.name for path in work.iterdir()] == [probe._plain.path.name]
@@ -426,7 +426,7 @@ def copied(ckpt, tmp_path) -> Path:
 
 
 def test_costs_are_kept_for_the_same_checkpoint_prompts_and_rounding(copied, tmp_path):
-    manifest, rounding = read_manifest(copied), (Calibration("gptq"), from_ids("x", np.zeros((1, 4))))
+    manifest, rounding = read_manifest(copied), (recipe_calibration("gptq"), from_ids("x", np.zeros((1, 4))))
     space = find_choices(manifest).space
     numbers = iter(np.random.default_rng(0).random(1000).tolist())
     groups = [

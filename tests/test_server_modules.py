@@ -11,6 +11,7 @@ import pytest
 import transformers
 
 from helpers.checkpoints import read_tensors
+from helpers.encoded import fp8, fp8_channel, write_encoded
 from helpers.quantizing import ONE_OF_EACH
 from helpers.served import quantized, rule
 from helpers.whole_sights import made
@@ -45,8 +46,22 @@ def test_a_head_stays_plain_where_its_rule_is_for_others_too(config, hf, tmp_pat
     assert api.plan(source, target="huggingface", quantize=config).notes == (HEAD_NOTE,)
     done = api.convert(source, tmp_path / "out", target="huggingface", quantize=config)
     assert HEAD_NOTE in done.quantization.notes
+    assert done.serve == (f"vllm serve {tmp_path}/out", f"MODEL_IMPL_TYPE=vllm vllm serve {tmp_path}/out")
     assert "lm_head.weight_scale" not in read_tensors(tmp_path / "out")
     assert described(tmp_path / "out")["ignore"] == ["lm_head"]
+
+
+def test_blocks_that_a_release_keeps_are_noted(hf, tmp_path):
+    """A rule for scales of outputs does not round its values again."""
+    case = ONE_OF_EACH["qwen3"]
+    for encoding in (fp8, fp8_channel):
+        write_encoded(case, encoding, lambda case: hf(case, "bfloat16"), tmp_path / encoding.__name__)
+    (note,) = api.plan(tmp_path / "fp8", quantize="fp8_weight_only").notes
+    kept = r"\d+ parameters keep their values of the release: float8_e4m3fn with a scale for each block of 5x7"
+    assert re.fullmatch(kept, note)
+    assert not api.plan(tmp_path / "fp8", quantize="int8_weight_only").notes
+    assert not api.plan(tmp_path / "fp8_channel", quantize="fp8_weight_only").notes
+    assert api.convert(tmp_path / "fp8", tmp_path / "out", quantize="fp8_weight_only").serve == ()
 
 
 def test_a_head_with_a_rule_of_its_own_is_named(hf, tmp_path):

@@ -37,8 +37,9 @@ GAP_BYTES, BUCKET_GAP_BYTES = 64 << 10, 2 << 20
 """Bytes of a tensor that are read rather than skipped, on a disk and in a bucket: a read costs as much as so many
 bytes."""
 
-BUCKET_JOBS = 16
-"""Slabs of a source in a bucket that are read at a time, at least: requests wait most of their time."""
+BUCKET_JOBS, BUCKET_JOB_BYTES = 16, 800_000_000
+"""Slabs of a source in a bucket that are read at a time, since requests wait most of their time, and the memory of
+these slabs at most, unless `jobs=` asks for more."""
 
 ReadTask = Callable[[SlabArrays], None]
 
@@ -112,7 +113,8 @@ class ReleaseArrays:
     def _jobs(self) -> int:
         limits = self.limits
         if isinstance(self.plan.source.folder, BucketPath):
-            limits = replace(limits, jobs=max(limits.jobs, BUCKET_JOBS))
+            slabs = self.plan.buffers.nbytes - 2 * self.plan.buffers.shard  # shards are on devices
+            limits = replace(limits, jobs=max(limits.jobs, min(BUCKET_JOBS, BUCKET_JOB_BYTES // slabs)))
         return jobs(self.plan, limits)
 
     def _tasks(

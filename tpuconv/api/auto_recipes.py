@@ -80,6 +80,7 @@ def _counted(groups: "Sequence[ParamGroup]") -> "SearchSpace":
 
 def _cheapest(rules: "QuantConfig", groups: "Sequence[ParamGroup]") -> "QuantConfig":
     """Returns the rules that cost least at this number of bits per quantized weight."""
+    from tpuconv.quantize.calibration_settings import recipe_calibration
     from tpuconv.quantize.config import parse_config
     from tpuconv.quantize.recipe import search
 
@@ -90,5 +91,5 @@ def _cheapest(rules: "QuantConfig", groups: "Sequence[ParamGroup]") -> "QuantCon
     cost = sum(option.kl for option in chosen)
     summary = f"{space.bits(chosen):.3f} bits per quantized weight, KL {cost:.2g} by the sum of measured groups"
     lines = [f"summary: {summary}", "qwix:", "  rules:", *(f"    {rule}" for rule in search.rules(layers, chosen))]
-    lines.append(f"calibration: {{method: {ROUNDING_METHODS[0]}}}")
+    lines.append(f"calibration: {recipe_calibration(ROUNDING_METHODS[0]).to_yaml()}")
     return parse_config("\n".join(lines).encode(), rules.name, rules.name)

@@ -48,6 +48,7 @@ class Conversion(OneLine):
         rounded: a sentence about parameters that the way back from the target rounds; empty if there are none.
         differs: a sentence about what the target computes otherwise than transformers; empty if it is nothing.
         calibration: how much text a calibration had; None without one.
+        serve: the commands that serve quantized safetensors by vLLM; none for other outputs.
     """
 
     out: Location
@@ -73,6 +74,7 @@ class Conversion(OneLine):
     rounded: str = ""
     differs: str = ""
     calibration: "CalibrationText | None" = None
+    serve: Sequence[str] = ()
 
     @property
     def source_verified(self) -> bool:
@@ -101,6 +103,7 @@ class Conversion(OneLine):
             "left_out": [file._asdict() for file in self.left_out],
         }
         facts |= {key: text for key in ("rounded", "differs") if (text := getattr(self, key))}
+        facts |= {"serve": list(self.serve)} if self.serve else {}
         if self.part is not None:
             facts["process"] = {**self.part.to_json(), "bytes": self.part_bytes, "of_bytes": self.source_bytes}
             facts["published"] = self.published

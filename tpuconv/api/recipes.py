@@ -238,7 +238,7 @@ def inputs_of(
     with these."""
     from tpuconv.api.calibration import calibration_data
     from tpuconv.checkpoint.companions import tokenizer_folder
-    from tpuconv.quantize.calibration_settings import Calibration
+    from tpuconv.quantize.calibration_settings import recipe_calibration
     from tpuconv.quantize.config import QuantConfig
     from tpuconv.quantize.recipe.costs import KeptCosts
     from tpuconv.verify.preparation import tokenized
@@ -246,7 +246,7 @@ def inputs_of(
     manifest = opened.manifest
     with tokenizer_folder(manifest) as tokenizer:
         ids = tokenized(manifest, tokenizer, asked.prompts)
-    settings = None if asked.method == "nearest" else Calibration(asked.method)
+    settings = None if asked.method == "nearest" else recipe_calibration(asked.method)
     data = None
     if settings or asked.calibration is not None:
         named = QuantConfig(f'`method="{asked.method}"`', "", (), calibration=settings)
@@ -326,6 +326,7 @@ def _write(
     from importlib.metadata import version
 
     from tpuconv.pages import MADE_BY
+    from tpuconv.quantize.calibration_settings import recipe_calibration
     from tpuconv.quantize.recipe import picture, search
     from tpuconv.quantize.recipe.layerwise import DTYPE
     from tpuconv.storage.reports import write_report
@@ -348,7 +349,7 @@ def _write(
         f"KL(unquantized || quantized) in nats a token: {found.predicted_kl:.3g} by the sum of the groups below, each "
         f"quantized by itself; {found.measured_kl:.3g} measured, in {DTYPE}"
     )
-    text = search.to_yaml(space, found.chosen, made, found.gates, method if data else None)
+    text = search.to_yaml(space, found.chosen, made, found.gates, recipe_calibration(method) if data else None)
     chosen = picture.Point(f"{found.out.name}, measured", found.bits_per_weight, found.measured_kl, is_chosen=True)
     points = [*picture.uniform_points(space), chosen]
     page = picture.front_page(f"{origin['name']}: {found.out.name}", space, sums, points)

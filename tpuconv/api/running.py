@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tpuconv.api.converted import Conversion
@@ -112,6 +113,7 @@ def run_plan(
     from tpuconv.api.verification import verify
     from tpuconv.convert.export.carried import split_skipped
     from tpuconv.convert.export.export import convert_to_safetensors, described
+    from tpuconv.convert.run.card import serve_commands
     from tpuconv.convert.run.conversion import run
     from tpuconv.convert.run.engine import ALREADY_THERE, PART_DONE, WORKING, RunProgress
     from tpuconv.quantize.report import report
@@ -130,6 +132,7 @@ def run_plan(
     if raw and plan.target.is_safetensors:
         raw = described(plan, raw)
     skipped, carried = split_skipped(plan)
+    is_served = is_published and plan.target.is_safetensors and plan.quantization is not None
     done = Conversion(
         out=out,
         family=plan.family,
@@ -153,6 +156,7 @@ def run_plan(
         published=is_published,
         rounded=plan.rounded,
         differs=plan.differs,
+        serve=serve_commands(plan.family, quote(str(out))) if is_served else (),
     )
     if replacing.check and done.already_there:
         verify(out, progress=progress).check()

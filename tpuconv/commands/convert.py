@@ -134,6 +134,8 @@ def show_conversion(done: "api.Conversion", check: bool, as_json: bool) -> None:
         show(f"  {sentence}")
     if done.quantization:
         show_report(done.quantization, done.out)
+    if done.serve:
+        show(f"serve by vLLM, or on a TPU: {'; '.join(done.serve)}")
 
 
 def speed(nbytes: int, resumed: int, seconds: float) -> str:

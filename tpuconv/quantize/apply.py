@@ -1,6 +1,6 @@
 """Turns a quantization config into the encoders of a plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from math import prod
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from tpuconv.quantize.calibration_settings import Calibration
 from tpuconv.quantize.config import MTP_MODULE, QuantConfig
 from tpuconv.quantize.matches import check_rules
 from tpuconv.quantize.report import report_page
+from tpuconv.text import format_count
 
 if TYPE_CHECKING:
     from tpuconv.quantize.calibrate.data import CalibrationData
@@ -85,6 +86,7 @@ def quantization(
     if not for_servers:
         _check_inputs(plain, quants, rules)
     passthrough = _passthrough(plain, quants)
+    notes += _notes_on_blocks(plain, passthrough, rules)
     encoders = _encoders(plain, {name: quant for name, quant in quants.items() if name not in passthrough}, rules)
     facts = {**rules.to_json(), "qwix": version("qwix"), **({"notes": notes} if notes else {})}
     if rules.calibration is None:
@@ -196,6 +198,22 @@ def _passthrough(plain: Plan, quants: "Mapping[str, ParamQuant]") -> dict[str, i
         if all(name in quants and _is_type_of(quants[name], tensor) for name in names for tensor in tensors):
             passthrough |= {name: quants[name].rule for name in names}
     return passthrough
+
+
+def _notes_on_blocks(plain: Plan, passthrough: Mapping[str, int], rules: QuantConfig) -> Iterator[str]:
+    """Yields a note for each size of blocks that parameters keep, though their rules ask for scales of outputs."""
+    counts: dict[tuple[str, tuple[int | None, ...]], int] = {}
+    for binding in plain.bindings:
+        scheme = plain.tensors[binding.src[0].names[0]].scheme
+        names = [name for stack in binding.dst for name in stack.names if name in passthrough]
+        asked = [name for name in names if rules.rules[passthrough[name]].tile_axes != "block"]
+        if asked and scheme is not None and scheme.blocks[0] not in (None, 1):
+            key = scheme.qtype, tuple(scheme.blocks)
+            counts[key] = counts.get(key, 0) + len(asked)
+    for (qtype, blocks), count in counts.items():
+        size = "x".join(map(str, blocks))
+        kept = "keeps its values" if count == 1 else "keep their values"
+        yield f"{format_count(count, 'parameter')} {kept} of the release: {qtype} with a scale for each block of {size}"
 
 
 def _released_in(qtype: str, plain: Plan) -> set[str]:

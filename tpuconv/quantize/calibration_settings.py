@@ -80,6 +80,19 @@ class Calibration:
         names = ("method", *CALIBRATION_FIELDS[self.method], *(["kv_cache"] if self.kv_cache else []))
         return {name: getattr(self, name) for name in names}
 
+    def to_yaml(self) -> str:
+        """Returns the value of `calibration` in a config, with the settings of a recipe."""
+        return f"{{method: {self.method}{f', propagate: {self.propagate:g}' if self.propagates else ''}}}"
+
+
+RECIPE_PROPAGATE = 0.5
+"""The `propagate` of configs that are written: on every model that was measured, divergence falls."""
+
+
+def recipe_calibration(method: str) -> Calibration:
+    """Returns the settings of a method in configs that are written."""
+    return Calibration(method, propagate=RECIPE_PROPAGATE if method == "gptq" else 0.0)
+
 
 MOST_ROUNDS = 100
 """The most rounds of `refine`, and passes of `distill`."""

@@ -360,24 +360,17 @@ def _compare(name: str, kind: QuantKind, part: np.ndarray, qvalues: np.ndarray, 
 
 def _by_search(values: np.ndarray, kind: QuantKind, scale_dtype: np.dtype[Any]) -> Parts:
     """Encodes with the scales of the least squared error."""
-    order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
-    ordered, kind = values.transpose(order), kind.transposed(order)
-    wide = np.ascontiguousarray(ordered, np.float32).reshape(-1, ordered.shape[-1])
-    if not np.isfinite(wide).all():
-        raise FloatingPointError
-    counts = [n // group for n, group in zip(ordered.shape, kind.group_shape, strict=True)]
-    rows, integers = _group_rows(ordered.shape, kind.group_shape), _integers(kind.qtype)
+    integers = _integers(kind.qtype)
     tables = NO_TABLES if integers else (_qvalue_byte_table(kind.qtype), value_table(kind.qtype))
-    shape, bound = (prod(counts[:-1]), counts[-1]), symmetric_bound(kind.qtype)
-    qbytes, scales, clipped = clipping.encode_with_least_error(
-        wide, rows, kind.group_shape[-1], shape, bound=bound, integers=integers, tables=tables, dtype=scale_dtype
+    (qbytes, scales), statistics = clipping.encode_with_least_error(
+        values,
+        kind.group_shape,
+        bound=symmetric_bound(kind.qtype),
+        integers=integers,
+        tables=tables,
+        dtype=scale_dtype,
     )
-    parts = [qbytes.reshape(ordered.shape), scales.reshape(counts)]
-    lost = decoded_values(kind.qtype, parts).reshape(wide.shape) - wide
-    signal, noise = (float(np.sum(np.square(x), dtype=np.float64)) for x in (wide, lost))
-    statistics = {"signal": signal, "noise": noise, "clipped": float(clipped), "count": float(values.size)}
-    back = np.argsort(order)
-    return [parts[0].transpose(back), parts[1].astype(scale_dtype).transpose(back)], statistics
+    return [qbytes, scales.astype(scale_dtype)], statistics
 
 
 # -- by Qwix ----------------------------------------------------------------------------------------------------------

@@ -114,24 +114,40 @@ Converted by tpuconv from {origin}, family {code(manifest["family"])}.{_changed(
 {f"{chr(10)}Not converted:{chr(10)}{chr(10)}{skipped}" if skipped else ""}"""
 
 
-SERVED_MODEL = """```bash
-vllm serve OUT                         # this folder, or its name on the Hub
-MODEL_IMPL_TYPE=vllm vllm serve OUT    # on a TPU: by the models of vLLM
-```
-
+LOADED_MODEL = """
 ```python
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("OUT")
 ```
 """
-SERVED_DRAFT = """```bash
-vllm serve TARGET --speculative-config '{"method": "METHOD", "model": "OUT", "num_speculative_tokens": 3}'
-```
-"""
-"""The part of a README.md that serves quantized safetensors."""
+WHERE_SERVED = ("this folder, or its name on the Hub", "on a TPU: by the models of vLLM")
+"""Comments on the commands of `serve_commands`."""
 METHODS_OF_VLLM = {"eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark", "gemma4_assistant": "mtp"}
 """vLLM's names for the methods of families of drafts."""
+
+
+def serve_commands(family: str, out: str) -> tuple[str, ...]:
+    """Returns the commands that serve quantized safetensors by vLLM: anywhere, and on a TPU; of a draft, beside its
+    target.
+
+    Args:
+        family: of the model.
+        out: the folder, as a word of a shell.
+    """
+    if by := METHODS_OF_VLLM.get(family):
+        draft = f'{{"method": "{by}", "model": "{out}", "num_speculative_tokens": 3}}'
+        return (f"vllm serve TARGET --speculative-config '{draft}'",)
+    return f"vllm serve {out}", f"MODEL_IMPL_TYPE=vllm vllm serve {out}"
+
+
+def _served(family: str) -> str:
+    """Returns the part of a README.md that serves quantized safetensors."""
+    commands = serve_commands(family, "OUT")
+    if len(commands) == 1:
+        return f"```bash\n{commands[0]}\n```\n"
+    shown = "".join(f"{command:38} # {where}\n" for command, where in zip(commands, WHERE_SERVED, strict=True))
+    return f"```bash\n{shown}```\n{LOADED_MODEL}"
 
 
 def served_card(manifest: Mapping[str, Any], method: str, kept: Mapping[str, Any]) -> str:
@@ -146,12 +162,11 @@ def served_card(manifest: Mapping[str, Any], method: str, kept: Mapping[str, Any
     origin = (
         f"{markdown(source['repo'])} at commit {markdown(source['commit'] or '')}" if source["repo"] else "a folder"
     )
-    by = METHODS_OF_VLLM.get(manifest["family"])
     return f"""{front_matter(manifest, kept, (method, "vllm", "tpuconv"))}# {markdown(source["name"])}, quantized
 
 {markdown(rules["summary"])}, in the format of {code(method)}. Quantized by tpuconv from {origin}.{_changed(source)}
 `{SOURCE_CARD}`, where there is one, is the card of the original, whose licence applies.
 
-{SERVED_MODEL if by is None else SERVED_DRAFT.replace("METHOD", by)}
+{_served(manifest["family"])}
 `tpuconv verify .` checks every file against its hash.
 """

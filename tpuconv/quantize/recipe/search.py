@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv.errors import UsageError
+from tpuconv.quantize.calibration_settings import Calibration
 from tpuconv.text import plain
 
 STATES = 20_000
@@ -205,7 +206,7 @@ def to_yaml(
     options: Sequence[Option],
     provenance: Sequence[str],
     gates: Mapping[str, float] | None = None,
-    method: str | None = None,
+    calibration: Calibration | None = None,
 ) -> str:
     """Returns a config with these options. Its comments are the lines of `provenance`, and a table of what was
     measured.
@@ -214,15 +215,15 @@ def to_yaml(
         space, options: the groups, and what was chosen for each.
         provenance: lines of text.
         gates: of the config; None for what roundings of its types change.
-        method: of its calibration, if it has one.
+        calibration: its calibration, if it has one.
     """
     lines = [f"summary: {space.bits(options):.2f} bits a weight, chosen by measured sensitivity"]
     # A name from elsewhere may hold what breaks a comment.
     lines += [f"# {plain(line)}" for line in provenance]
     lines += ["#", *(f"#   {plain(line)}" for line in _table_lines(space.groups, options))]
     lines += ["qwix:", "  rules:", *(f"    {rule}" for rule in rules(space.groups, options))]
-    if method is not None:
-        lines.append(f"calibration: {{method: {method}}}")
+    if calibration is not None:
+        lines.append(f"calibration: {calibration.to_yaml()}")
     if gates is not None:
         lines.append(f"gates: {{{', '.join(f'{name}: {gate:g}' for name, gate in gates.items())}}}")
     return "\n".join([*lines, ""])
