@@ -49,9 +49,8 @@ CALIBRATIONS = {
 """By a calibration: the functions of a runner that it calls, besides those that read weights."""
 
 
-@pytest.mark.parametrize(
-    "calibration", [next(iter(CALIBRATIONS)), pytest.param(list(CALIBRATIONS)[1], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("calibration", CALIBRATIONS)
 def test_all_arrays_are_on_the_default_device(calibration, tmp_path):
     """None is on the first device, where jax puts what names no other."""
     config = tmp_path / "config.yaml"
