@@ -18,10 +18,9 @@ from tpuconv.errors import GateError, TpuconvError, UsageError
 
 PROMPT = "Once upon a time"
 OPTIMIZER, STEP = "arrays of an optimizer's state", "arrays with the number of a step"
-ONE_FORM = pytest.mark.parametrize("run", ["maxtext", pytest.param("nnx", marks=pytest.mark.slow)], indirect=True)
 
 
-@pytest.fixture(scope="module", params=["maxtext", "nnx"])
+@pytest.fixture(scope="module", params=["maxtext", pytest.param("nnx", marks=pytest.mark.slow)])
 def run(request, tmp_path_factory) -> Path:
     """A run that changed one matrix, with the optimizer's state: of MaxText scanned, of Flax NNX by its target."""
     folder, scan = tmp_path_factory.mktemp(request.param), request.param == "maxtext"
@@ -107,7 +106,6 @@ def test_two_models_one_of_which_is_a_run(run, known):
     assert [facts["folder"] for facts in both.to_json()["runs"]] == [str(run), str(run)]
 
 
-@ONE_FORM
 def test_benchmark_runs_the_model_of_the_run(run, known):
     sizes = {"prompt_length": [4], "new_tokens": [4], "repeats": 1}
     found, want = api.benchmark(run, config=EXAMPLE, **sizes), api.benchmark(known, **sizes)
@@ -161,7 +159,7 @@ def test_of_the_hub_no_weights_are_downloaded(run, hub_cache, serve_hub):
 # -- the commands -----------------------------------------------------------------------------------------------------
 
 
-@ONE_FORM
+@pytest.mark.slow
 def test_the_commands_tell_what_they_read(run, known):
     folder, given = run.parent, ("--config", EXAMPLE)
     shown = command("generate", "run", "--prompt", PROMPT, "--max-new-tokens", "4", *given, cwd=folder)
