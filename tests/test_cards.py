@@ -1,5 +1,7 @@
 """The model cards of outputs, whose metadata the Hub reads."""
 
+import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from huggingface_hub import ModelCard
 
 from helpers.checkpoints import qwen3_config, random_checkpoint
 from tpuconv import api
+from tpuconv.convert.run.card import serve_commands
 
 SOURCE = """---
 license: other
@@ -93,3 +96,11 @@ def test_a_card_without_metadata_that_can_be_read_gives_none(card, source, tmp_p
     (source / "README.md").write_bytes(card.encode("latin-1"))
     api.convert(source, tmp_path / "a")
     assert "license" not in metadata(tmp_path / "a")
+
+
+def test_commands_that_serve_are_of_a_shell() -> None:
+    """A folder may have spaces and quotes."""
+    folder = "my model's"
+    assert shlex.split(serve_commands("qwen3", folder)[0]) == ["vllm", "serve", folder]
+    (command,) = serve_commands("eagle3", folder)
+    assert json.loads(shlex.split(command)[-1])["model"] == folder

@@ -310,7 +310,7 @@ WITH_FLAGS = {
     "{} {}: quantize {} --method {}": "the command that made a recipe",
     "--target-bits {}": "a part of it",
     "--gate {}={}": "a part of it",
-    "vllm serve TARGET --speculative-config '{}'": "a command of vLLM",
+    "vllm serve TARGET --speculative-config {}": "a command of vLLM",
     "use a smaller mesh; XLA_FLAGS=--xla_force_host_platform_device_count=8 gives a CPU eight devices": "a variable",
 }
 """Texts below `commands` that have flags, with the reason."""

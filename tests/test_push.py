@@ -297,6 +297,11 @@ def test_a_repository_is_refused_before_the_work(name, run, outputs, hub, tmp_pa
     assert not files(tmp_path / "home")
 
 
+def test_a_pushed_model_is_served_by_its_name(run, outputs, hub):
+    options = ("--target", "huggingface", "--quantize", "int8_default")
+    assert run("convert", outputs / "hf", f"hf://{REPO}", *options)["serve"][0] == f"vllm serve {REPO}"
+
+
 def test_a_plan_asks_no_hub(run, outputs, hub):
     for command, source, options in OUTPUTS.values():
         run(command, outputs / source, f"hf://{REPO}", *options, "--dry-run")

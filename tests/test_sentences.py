@@ -15,7 +15,7 @@ from helpers.commands import EXAMPLE
 from helpers.families import BY_ID, save
 from helpers.oracles import installed_beside
 from tpuconv import api
-from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
+from tpuconv.errors import ConfigError, SourceError, UnsupportedConfig, UsageError
 
 TEXTS = ["a quick test", "the longest text of all of these " * 30, "b", *(f"text {n}" for n in range(33))]
 SENTENCE_TRANSFORMERS = (
@@ -115,6 +115,19 @@ def test_the_last_token_goes_through_a_dense_layer(model: Path, tmp_path: Path) 
         embedder(["a"], prompt="query")
     with pytest.raises(UsageError, match="single text"):
         embedder("a")
+    with pytest.raises(UsageError, match="'' has no tokens"):
+        embedder(["a", ""])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"), [([(5, 7), 5], "of 7 numbers"), ([(5,), 5], "the shape"), ([(5, 7), 4], "the shape")]
+)
+def test_a_dense_layer_that_does_not_fit_is_named(shapes, message, model, tmp_path):
+    api.convert(model, tmp_path / "out")
+    kernel, bias = (np.ones(shape, "f4") for shape in shapes)
+    save_file({"linear.weight": kernel, "linear.bias": bias}, tmp_path / "out/2_Dense/model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        api.embedder(tmp_path / "out")(["a"])
 
 
 @pytest.mark.parametrize(
@@ -122,6 +135,7 @@ def test_the_last_token_goes_through_a_dense_layer(model: Path, tmp_path: Path) 
     [
         ("modules.json", '[{"path": "", "type": "a.Transformer"}]', UnsupportedConfig, "lists the modules"),
         ("modules.json", "{}", ConfigError, "must be"),
+        ("modules.json", '[{"path": "../1_Pooling", "type": "a.Transformer"}]', SourceError, "is no folder inside"),
         ("1_Pooling/config.json", '{"pooling_mode": "best"}', UnsupportedConfig, "is not one of"),
         ("2_Dense/config.json", '{"activation_function": "os.system"}', UnsupportedConfig, "not implemented"),
         ("2_Dense/model.safetensors", "", ConfigError, "no readable linear.weight"),

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tpuconv.api.converted import Conversion
@@ -156,7 +155,7 @@ def run_plan(
         published=is_published,
         rounded=plan.rounded,
         differs=plan.differs,
-        serve=serve_commands(plan.family, quote(str(out))) if is_served else (),
+        serve=serve_commands(plan.family, str(out)) if is_served else (),
     )
     if replacing.check and done.already_there:
         verify(out, progress=progress).check()

@@ -62,8 +62,8 @@ def convert(
     OUT appears complete or not at all. After an interruption the same command continues. A source on the Hub or in a
     bucket is fetched during the conversion, and no copy of it stays; --dry-run shows the disk space that it needs.
 
-    OUT may be hf://ORG/NAME: the output is made in a folder beside the Hub's cache, or in --workspace, pushed as
-    `tpuconv push` does, and removed there.
+    OUT may be hf://ORG/NAME: the output is made in a folder beside the Hub's cache, or in --workspace, and pushed as
+    `tpuconv push` does. Then its local files are removed.
 
     With --distributed, or --process-index and --process-count, several processes convert one model together.
     """

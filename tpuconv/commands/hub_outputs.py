@@ -1,4 +1,5 @@
-"""OUT as `hf://ORG/NAME`: the output is made in a local folder, pushed to the Hub, and removed there."""
+"""OUT as `hf://ORG/NAME`: the output is made in a local folder and pushed to the Hub; then its local files are
+removed."""
 
 import os
 from collections.abc import MutableMapping
@@ -35,16 +36,22 @@ class OutputParam(LocationParam):
         return BucketPath(SCHEME, owner, name)
 
 
+def _repository(out: Location | None) -> str | None:
+    """Returns ORG/NAME if OUT is on the Hub."""
+    return f"{out.bucket}/{out.key}" if isinstance(out, BucketPath) and out.scheme == SCHEME else None
+
+
 def local_place(out: Location | None, given: MutableMapping[str, Any], *, planned: bool = False) -> Location | None:
     """Returns the folder in which an output is made: OUT, or for the Hub a folder in the workspace or beside its cache.
-    The option `workspace` then says no more than that. Unless the output is only `planned`, the Hub is asked whether
-    it takes the output.
+    For the Hub, `workspace` is taken out of the options `given`. Unless the output is only `planned`, the Hub is asked
+    whether it takes the output.
 
     Raises:
         UsageError: several processes would make it, or the repository holds weights of others.
         HubError: the user is not logged in, or ORG is another account.
     """
-    if not isinstance(out, BucketPath) or out.scheme != SCHEME:
+    repo = _repository(out)
+    if repo is None:
         return out
     if any(given[name] not in (None, False) for name in PROCESS_OPTIONS):
         raise UsageError(
@@ -56,23 +63,27 @@ def local_place(out: Location | None, given: MutableMapping[str, Any], *, planne
     from tpuconv.api.pushing import check_repository
 
     if not planned:
-        check_repository(f"{out.bucket}/{out.key}")
-    work = given.pop("workspace", None) or HF_HOME
+        check_repository(repo)
+    work = given.get("workspace") or HF_HOME
     given["workspace"] = None
-    return Path(work, "tpuconv", out.bucket, out.key)
+    return Path(work, "tpuconv", repo)
 
 
 def pushed(out: Location | None, done: "Made", progress: Listener) -> "Made":
-    """Pushes an output to the Hub if OUT is there, and removes its files here: those that its manifest names. Returns
+    """Pushes an output to the Hub if OUT is there, and removes its local files: those that its manifest names. Returns
     what was done, with this OUT."""
-    if not isinstance(out, BucketPath) or out.scheme != SCHEME:
+    repo = _repository(out)
+    if out is None or repo is None:
         return done
     from tpuconv.checkpoint.contents import contents_of
+    from tpuconv.convert.run.card import serve_commands
     from tpuconv.storage.ownership import names_of, remove_known
 
-    repo = f"{out.bucket}/{out.key}"
     progress(Progress(f"pushing to {repo}"))
     api.push(str(done.out), repo)
     folder = Path(str(done.out))
     remove_known(folder, names_of(folder, contents_of).__contains__)
-    return replace(done, out=out, already_there=False)
+    done = replace(done, out=out, already_there=False)
+    if isinstance(done, api.Conversion) and done.serve:
+        done = replace(done, serve=serve_commands(done.family, repo))
+    return done

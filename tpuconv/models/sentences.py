@@ -13,9 +13,9 @@ import numpy as np
 from flax import nnx
 
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
-from tpuconv.jsonfile import MAX_BYTES, Each, Optional, check, parse, read_bytes, short
+from tpuconv.jsonfile import Each, Optional, check, short
 from tpuconv.models.tokenizer import check_ids, text_ids
-from tpuconv.sources.companions import MODULES
+from tpuconv.sources.companions import MODULES, listed_modules
 from tpuconv.sources.config import read_json
 
 PROMPTS_FILE = "config_sentence_transformers.json"
@@ -101,6 +101,7 @@ class TextModules:
         Raises:
             UsageError: the folder has no modules.json.
             ConfigError: a file cannot be read, or does not describe what it should.
+            SourceError: modules.json names what is not a folder inside.
             UnsupportedConfig: a module is not implemented.
         """
         path = folder / MODULES
@@ -109,8 +110,7 @@ class TextModules:
                 f"the model has no {MODULES}, which says how the vector of a text is made",
                 hint="`tpuconv.load` returns the model, which returns the hidden states of tokens",
             )
-        data = parse(read_bytes(path, MAX_BYTES, ConfigError), str(path), ConfigError)
-        listed = check(data, [{"type": str, "path": str}], str(path), ConfigError)
+        listed = listed_modules(folder, {"type": str, "path": str}, ConfigError)
         kinds = [each["type"].rpartition(".")[2] for each in listed]
         if kinds[:2] != ["Transformer", "Pooling"] or not set(kinds[2:]) <= MODULES_BEHIND.keys():
             raise UnsupportedConfig(
@@ -120,15 +120,13 @@ class TextModules:
         pools, include_prompt = _read_pooling(folder / listed[1]["path"])
         maps = [MODULES_BEHIND[kind](folder / each["path"]) for kind, each in zip(kinds[2:], listed[2:], strict=True)]
         settings = _read(folder / PROMPTS_FILE, {"prompts": Optional(Each((str, None))), "default_prompt_name": NAMED})
-        lengths = (
-            _read(folder / name, {key: Optional((int, float, None))}).get(key) for name, key in LENGTH_KEYS.items()
-        )
+        lengths = (_read(folder / name, {key: LENGTH}).get(key) for name, key in LENGTH_KEYS.items())
         most_tokens = min((int(length) for length in lengths if length), default=None)
         prompts = {name: text or "" for name, text in settings.get("prompts", {}).items()}
         return cls(pools, include_prompt, maps, prompts, settings.get("default_prompt_name"), most_tokens)
 
 
-NAMED, NAMED_NUMBER = Optional((str, None)), Optional((int, float, None))
+NAMED, LENGTH = Optional((str, None)), Optional((int, float, None))
 POOLING_KEYS = {
     "pooling_mode": Optional((str, [str])),
     "include_prompt": Optional(bool),
@@ -176,14 +174,30 @@ def _read_dense(folder: Path) -> Callable[[jax.Array], jax.Array]:
     except (OSError, SafetensorError, KeyError) as e:
         raise ConfigError(
             f"{weights} has no readable linear.weight: {type(e).__name__}",
-            hint="save the module as safetensors, by a current sentence-transformers",
+            hint=SAVE_AGAIN,
         ) from None
-    return partial(_dense, DENSE_ACTIVATIONS[name], kernel_FE, tensors.get("linear.bias"))
+    bias_F = tensors.get("linear.bias")
+    if kernel_FE.ndim != 2 or (bias_F is not None and bias_F.shape != kernel_FE.shape[:1]):
+        raise ConfigError(
+            f"{weights} has a linear.weight of the shape {list(kernel_FE.shape)}, which does not fit a dense module "
+            "with its linear.bias",
+            hint=SAVE_AGAIN,
+        )
+    return partial(_dense, weights, DENSE_ACTIVATIONS[name], kernel_FE, bias_F)
 
 
 def _dense(
-    activation: Callable[[jax.Array], jax.Array], kernel_FE: jax.Array, bias_F: jax.Array | None, x_BE: jax.Array
+    source: Path,
+    activation: Callable[[jax.Array], jax.Array],
+    kernel_FE: jax.Array,
+    bias_F: jax.Array | None,
+    x_BE: jax.Array,
 ) -> jax.Array:
+    if kernel_FE.shape[1] != x_BE.shape[1]:
+        raise ConfigError(
+            f"{source} multiplies vectors of {kernel_FE.shape[1]} numbers, and those before it have {x_BE.shape[1]}",
+            hint=SAVE_AGAIN,
+        )
     y_BF = jnp.einsum("BE,FE->BF", x_BE, kernel_FE.astype(jnp.float32), precision="highest")
     return activation(y_BF if bias_F is None else y_BF + bias_F.astype(jnp.float32))
 
@@ -192,6 +206,7 @@ def _normalized(x_BE: jax.Array) -> jax.Array:
     return x_BE / jnp.maximum(jnp.linalg.norm(x_BE, axis=-1, keepdims=True), 1e-12)
 
 
+SAVE_AGAIN = "save the model again as safetensors, by a current sentence-transformers"
 VECTOR_OF_TEXT = "sentence_embedding"
 """The name that sentence-transformers gives the vector of a text."""
 MODULES_BEHIND: Mapping[str, Callable[[Path], Callable[[jax.Array], jax.Array]]] = {
@@ -225,7 +240,8 @@ class TextEmbedder:
                 default the one that the release names, or none.
 
         Raises:
-            UsageError: the release has no such prompt; or `texts` is a single text; or see `check_ids`.
+            UsageError: the release has no such prompt; or `texts` is a single text; or one has no tokens;
+                or see `check_ids`.
         """
         if isinstance(texts, str):
             raise UsageError("the texts are a single text", hint="give a list: [text]")
@@ -252,10 +268,14 @@ class TextEmbedder:
 
     def _encoded(self, text: str) -> list[int]:
         """Returns the ids of a text, cut before the tokens that end each text."""
-        before, own = text_ids(self.tokenizer, text)
         whole = list(self.tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
+        if not whole:
+            raise UsageError(f"the text {short(text)} has no tokens, and so no vector", hint="leave it out")
+        if len(whole) <= self.most_tokens:
+            return whole
+        before, own = text_ids(self.tokenizer, text)
         after = whole[len(before) + len(own) :] if whole[: len(before) + len(own)] == before + own else []
-        return whole if len(whole) <= self.most_tokens else whole[: self.most_tokens - len(after)] + after
+        return whole[: self.most_tokens - len(after)] + after
 
     def _compute(self, model: Any, ids_BT: jax.Array, mask_BT: jax.Array, pooled_BT: jax.Array) -> jax.Array:
         x_BTD = model(ids_BT, mask_BT).astype(jnp.float32)

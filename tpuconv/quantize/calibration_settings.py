@@ -81,8 +81,12 @@ class Calibration:
         return {name: getattr(self, name) for name in names}
 
     def to_yaml(self) -> str:
-        """Returns the value of `calibration` in a config, with the settings of a recipe."""
-        return f"{{method: {self.method}{f', propagate: {self.propagate:g}' if self.propagates else ''}}}"
+        """Returns the value of `calibration` in a config: the method, and the settings that are not the default."""
+        usual = Calibration(self.method)
+        changed = {name: value for name, value in self.to_json().items() if value != getattr(usual, name)}
+        settings = {"method": self.method} | changed
+        words = (f"{name}: {str(value).lower()}" for name, value in settings.items())  # false, as YAML spells it
+        return f"{{{', '.join(words)}}}"
 
 
 RECIPE_PROPAGATE = 0.5

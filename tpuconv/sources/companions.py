@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpuconv import buckets
-from tpuconv.errors import SourceError
+from tpuconv.errors import SourceError, TpuconvError
 from tpuconv.jsonfile import LFS_POINTER, check, opened, parse, read_bytes, refuse_placeholder
 from tpuconv.location import BucketPath, Location
 from tpuconv.names import LAYOUTS, MANIFEST
@@ -110,22 +110,32 @@ def is_config_alone(folder: Location) -> bool:
 
 
 def module_folders(folder: Location) -> list[str]:
-    """Returns the folders that the list of modules names, if there is one.
+    """Returns the folders that the list of modules names, if there is one; see `listed_modules`."""
+    return [module["path"] for module in listed_modules(folder, {"path": str}, SourceError) if module["path"]]
+
+
+def listed_modules(folder: Location, keys: Mapping[str, Any], error: type[TpuconvError]) -> list[dict[str, Any]]:
+    """Returns the modules of the list of modules, if there is one: `path`, which is empty for the folder itself, and
+    what else `keys` has.
+
+    Args:
+        folder: the checkpoint.
+        keys: of a module, with their types.
+        error: the class of the error if it is no such list.
 
     Raises:
-        SourceError: it is no such list, or names what is not a folder inside.
+        SourceError: it names what is not a folder inside.
+        TpuconvError: it is no such list.
     """
     path = folder / MODULES
     if not is_there(path):
         return []
-    listed = check(
-        parse(read_bytes(path, 1 << 20, SourceError), str(path), SourceError), [{"path": str}], str(path), SourceError
-    )
-    names = [module["path"].strip("/") for module in listed if module["path"].strip("/")]
-    for name in names:
+    listed = check(parse(read_bytes(path, 1 << 20, error), str(path), error), [keys], str(path), error)
+    modules = [{**module, "path": module["path"].strip("/")} for module in listed]
+    for name in (module["path"] for module in modules if module["path"]):
         if not re.fullmatch(r"[^/\\\0]+(/[^/\\\0]+)*", name) or {".", ".."} & set(name.split("/")):
             raise SourceError(f"{path} names {name!r}, which is no folder inside", hint="do not trust this checkpoint")
-    return names
+    return modules
 
 
 def find_companions(

@@ -57,7 +57,8 @@ class FaultKind(Enum):
 
 @dataclass(frozen=True)
 class Checked:
-    """The result for one array or file: its name, its size in bytes, and what is wrong with it (None if nothing is)."""
+    """The result for one array or file: its name, its size in bytes, what is wrong with it (None if nothing is), and
+    the kind of that fault."""
 
     name: str
     nbytes: int

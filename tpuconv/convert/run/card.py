@@ -1,7 +1,9 @@
 """The model card of a checkpoint."""
 
+import json
 from collections.abc import Mapping
 from math import log10
+from shlex import quote
 from types import MappingProxyType
 from typing import Any
 
@@ -133,12 +135,12 @@ def serve_commands(family: str, out: str) -> tuple[str, ...]:
 
     Args:
         family: of the model.
-        out: the folder, as a word of a shell.
+        out: the folder, or its name on the Hub.
     """
     if by := METHODS_OF_VLLM.get(family):
-        draft = f'{{"method": "{by}", "model": "{out}", "num_speculative_tokens": 3}}'
-        return (f"vllm serve TARGET --speculative-config '{draft}'",)
-    return f"vllm serve {out}", f"MODEL_IMPL_TYPE=vllm vllm serve {out}"
+        draft = json.dumps({"method": by, "model": out, "num_speculative_tokens": 3})
+        return (f"vllm serve TARGET --speculative-config {quote(draft)}",)
+    return f"vllm serve {quote(out)}", f"MODEL_IMPL_TYPE=vllm vllm serve {quote(out)}"
 
 
 def _served(family: str) -> str:

@@ -147,7 +147,7 @@ GLM46V = wrapper("glm46v", "GLM-4.6V-Flash", "Glm46VForConditionalGeneration", *
 
 GLMGA = wrapper("glmga", "GLM-GA", "Glm46VForConditionalGeneration", "GlmgaForConditionalGeneration", **_AS_GLM46V)
 
-GLM4_LAYER = (row for part in GLM4.parts for row in part.table_rows)
+GLM4_LAYER = tuple(row for part in GLM4.parts for row in part.table_rows)
 GLM_OCR = wrapper(
     "glm_ocr",
     "GLM-OCR",
