@@ -94,10 +94,6 @@ EVEN = {
         for name in ("dots3_note_text", "dots3_note")
     },
     "deepseek_ocr2": {"num_attention_heads": 2, "moe_intermediate_size": 64},
-    **{
-        name: {"head_dim": 32, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]}}
-        for name in ("cosmos3_omni", "cosmos3_edge")
-    },
     "phi4_multimodal": {"num_attention_heads": 2},
     "muse_spark": {"head_dim": 32, "moe_intermediate_size": 64, "moe_hidden_size": 32},
     "minicpm3": {key: x for key, x in MLA.items() if key != "moe_intermediate_size"} | {"num_key_value_heads": 4},
@@ -110,10 +106,7 @@ EVEN = {
     **{name: {"num_attention_heads": 2} for name in ("falcon", "glm4v", "glm46v", "glm_ocr", "gpt_neox")},
     **{name: {"num_attention_heads": 2} for name in ("glmga", "stablelm", "mllama", "mllama_text_model")},
     "diffllama": {"num_attention_heads": 2, "num_key_value_heads": 2},
-    "hy_v4_vl": {
-        **{**MLA, "num_key_value_heads": 4, "index_head_dim": 32},
-        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]},
-    },
+    "hy_v4_vl": {**MLA, "num_key_value_heads": 4, "index_head_dim": 32},
     "lara_mini": LINEAR | SHARED,
     "sarvam_mla": {key: x for key, x in MLA.items() if key != "q_lora_rank"},
     "glm4v_moe": {"head_dim": 32, "moe_intermediate_size": 64},
@@ -251,6 +244,11 @@ def even(case: Case) -> Case:
     )
     if not {"num_hidden_layers", "layer_types"} & set(case.config):
         sizes["num_hidden_layers"] = 3
+    rope = case.config.get("rope_parameters") or {}
+    if len(rope.get("mrope_section", ())) == 3:
+        pairs = int(16 * rope.get("partial_rotary_factor", 1))
+        others = 3 * pairs // 8
+        sizes = {"rope_parameters": {**rope, "mrope_section": [pairs - 2 * others, others, others]}} | sizes
     return replace(case, config={**case.config, **sizes})
 
 
