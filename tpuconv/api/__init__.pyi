@@ -33,6 +33,7 @@ from tpuconv.api.recipe_facts import ModelRecipe as ModelRecipe
 from tpuconv.api.recipes import Sensitivity as Sensitivity
 from tpuconv.api.recipes import sensitivity as sensitivity
 from tpuconv.api.resharding import Resharding as Resharding
+from tpuconv.api.resharding import ReshardingPlan as ReshardingPlan
 from tpuconv.api.resharding import plan_reshard as plan_reshard
 from tpuconv.api.resharding import reshard as reshard
 from tpuconv.api.served import ServerComparison as ServerComparison

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tpuconv.hosts import ProcessPart
-from tpuconv.location import Location
+from tpuconv.api.made import Made
 from tpuconv.options import Budget
 from tpuconv.text import OneLine
 
@@ -20,57 +19,43 @@ if TYPE_CHECKING:
     from tpuconv.sources.companions import LeftOut
 
 
-@dataclass(frozen=True, repr=False)
-class Conversion(OneLine):
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Conversion(Made):
     """The output of `convert` or `quantize`.
 
     Attributes:
-        out: the folder of the checkpoint.
         family: the family of the model, such as "llama".
         source_state: the check of the source, as the manifest records it; None if none can be expected, as of a folder.
         arrays: the number of arrays in the checkpoint.
         parameters: the number of parameters of the model; tied parameters count once.
         output_bytes: size of the arrays on the disk.
         source_bytes: bytes of the source that are converted.
-        resumed_bytes: the bytes that an earlier run had converted.
-        already_there: whether OUT was complete before.
-        seconds: wall-clock time.
-        peak_memory_bytes: peak resident memory of this process.
         adapters: the merged adapters.
         skipped: source tensors that are not converted, and why.
         carried: the number of source tensors that are copied to safetensors unchanged, such as the tensors of a tower.
         ignored_config: keys of config.json that are not read, and why.
         left_out: files of the source that are not copied, and why.
         quantization: the quantization report; None for a checkpoint that is not quantized, or not published yet.
-        part: the share of this process; None if there was only one process.
         part_bytes: bytes of the source (of the files, for safetensors) in its part.
-        published: whether OUT is complete. If not, the last of the other processes publishes it.
         rounded: a sentence about parameters that the way back from the target rounds; empty if there are none.
         differs: a sentence about what the target computes otherwise than transformers; empty if it is nothing.
         calibration: how much text a calibration had; None without one.
         serve: the commands that serve quantized safetensors by vLLM; none for other outputs.
     """
 
-    out: Location
     family: str
     source_state: str | None
     arrays: int
     parameters: int
     output_bytes: int
     source_bytes: int
-    resumed_bytes: int
-    already_there: bool
-    seconds: float
-    peak_memory_bytes: int
     adapters: Sequence["Adapter"]
     skipped: Sequence["Skip"]
     carried: int
     ignored_config: Sequence["IgnoredKey"]
     left_out: Sequence["LeftOut"]
     quantization: "Report | None"
-    part: ProcessPart | None
     part_bytes: int
-    published: bool
     rounded: str = ""
     differs: str = ""
     calibration: "CalibrationText | None" = None
@@ -86,16 +71,12 @@ class Conversion(OneLine):
     def to_json(self) -> dict[str, Any]:
         """Returns the keys that docs/json.md lists."""
         facts: dict[str, Any] = {
-            "out": str(self.out),
+            **self.run_to_json(),
             "family": self.family,
             "source_verified": self.source_verified,
             "arrays": self.arrays,
             "parameters": self.parameters,
             "output_bytes": self.output_bytes,
-            "resumed_bytes": self.resumed_bytes,
-            "already_there": self.already_there,
-            "seconds": round(self.seconds, 3),
-            "peak_memory_bytes": self.peak_memory_bytes,
             "adapters": [adapter.to_summary() for adapter in self.adapters],
             "skipped": [vars(skip) for skip in self.skipped],
             "carried": self.carried,
@@ -105,8 +86,7 @@ class Conversion(OneLine):
         facts |= {key: text for key in ("rounded", "differs") if (text := getattr(self, key))}
         facts |= {"serve": list(self.serve)} if self.serve else {}
         if self.part is not None:
-            facts["process"] = {**self.part.to_json(), "bytes": self.part_bytes, "of_bytes": self.source_bytes}
-            facts["published"] = self.published
+            facts["process"] |= {"bytes": self.part_bytes, "of_bytes": self.source_bytes}
         if self.calibration is not None:
             facts["calibration"] = self.calibration.to_json()
         return facts | ({"quantization": self.quantization.to_json()} if self.quantization else {})

@@ -1,15 +1,14 @@
 """Export."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tpuconv.api.made import Made
 from tpuconv.api.running import run_work
 from tpuconv.convert.export.options import ExportOptions
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
-from tpuconv.memory import peak_memory
 from tpuconv.options import PART_ARGUMENT, PROGRESS_ARGUMENT, STORED_ARGUMENT, Budget, Replacing, argument, takes
 from tpuconv.progress import Listener, ignore
 from tpuconv.text import OneLine
@@ -19,55 +18,36 @@ if TYPE_CHECKING:
     from tpuconv.convert.plan.types import Skip
 
 
-@dataclass(frozen=True, repr=False)
-class Export(OneLine):
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Export(Made):
     """The output of `export`.
 
     Attributes:
-        out: the folder with the safetensors files.
         family: the family of the model.
         target: the program that the checkpoint is for.
         arrays: the folder of the Orbax checkpoint.
         skipped: the arrays of a trainer's checkpoint, or the tensors skipped by the conversion, that were not exported.
-        files: the number of safetensors files.
+        files: the number of safetensors files; 0 if OUT is not published.
         bytes: size of the tensors.
-        resumed_bytes: size of the tensors that an earlier run had written.
-        already_there: whether OUT was complete before.
-        seconds: wall-clock time.
-        peak_memory_bytes: peak resident memory of this process.
-        part: the share of this process; None if there was only one process.
-        published: whether OUT is complete. If not, the last of the other processes publishes it, and `files` is 0.
     """
 
-    out: Location
     family: str
     target: str
     arrays: Location
     skipped: "tuple[Skip, ...]"
     files: int
     bytes: int
-    resumed_bytes: int
-    already_there: bool
-    seconds: float
-    peak_memory_bytes: int
-    part: ProcessPart | None
-    published: bool
 
     def to_json(self) -> dict[str, Any]:
         """The keys that docs/json.md lists."""
         return {
-            "out": str(self.out),
+            **self.run_to_json(),
             "family": self.family,
             "target": self.target,
             "arrays": str(self.arrays),
             "skipped": [vars(skip) for skip in self.skipped],
             "files": self.files,
             "bytes": self.bytes,
-            "resumed_bytes": self.resumed_bytes,
-            "already_there": self.already_there,
-            "seconds": round(self.seconds, 3),
-            "peak_memory_bytes": self.peak_memory_bytes,
-            **({} if self.part is None else {"process": self.part.to_json(), "published": self.published}),
         }
 
 
@@ -160,24 +140,18 @@ def export(asked: ExportRequest) -> Export:
     from tpuconv.convert.run.sizing import Limits
     from tpuconv.storage.sealed import read_sealed
 
-    part, progress, began = asked.part, asked.progress, time.monotonic()
     ckpt, out = to_location(asked.ckpt), to_location(asked.out)
-    with opened_export(ckpt, asked, progress) as what:
+    with opened_export(ckpt, asked, asked.progress) as what:
         sources = (what.checkpoint, asked.config, asked.with_skipped)
         work = what.work(Limits.of_this_machine(asked.jobs, asked.max_memory))
-        done = run_work(work, out, asked, "exporting", progress, part, sources)
+        ended = run_work(work, out, asked, "exporting", asked.progress, asked.part, sources)
+    is_published = ended.made["published"]
     return Export(
-        out=out,
+        **ended.made,
         family=what.family,
         target=what.target,
         arrays=what.arrays,
         skipped=what.skipped,
-        files=sum(name.endswith(".safetensors") for name in read_sealed(out).files) if done.published else 0,
-        bytes=done.total,
-        resumed_bytes=done.resumed,
-        already_there=done.already_there,
-        seconds=time.monotonic() - began,
-        peak_memory_bytes=peak_memory(),
-        part=part,
-        published=done.published,
+        files=sum(name.endswith(".safetensors") for name in read_sealed(out).files) if is_published else 0,
+        bytes=ended.total,
     )

@@ -1,17 +1,16 @@
 """Reshard."""
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tpuconv.api.made import Made
 from tpuconv.api.running import run_work
 from tpuconv.convert.export.options import WITH_CONFIG
 from tpuconv.errors import UsageError
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
-from tpuconv.memory import peak_memory
 from tpuconv.options import (
     MESH_OPTION,
     PART_ARGUMENT,
@@ -34,28 +33,20 @@ if TYPE_CHECKING:
     from tpuconv.convert.reshard.plan import ReshardPlan
 
 
-@dataclass(frozen=True, repr=False)
-class Resharding(OneLine):
-    """The output of `reshard`, or its plan.
+@dataclass(frozen=True, repr=False, kw_only=True)
+class ReshardingPlan(OneLine):
+    """The plan of a resharding, before a value is read.
 
     Attributes:
-        out: the checkpoint that was written; None for a plan.
         target: the program that the checkpoint is for.
         mesh: sizes of the mesh axes.
         scan_layers: whether the layers of the output are stacked.
         arrays: for each pattern of names the number of arrays, and the shape, chunks and files of the first one.
-        skipped: arrays of a trainer's checkpoint that are not written.
+        skipped: the arrays of a trainer's checkpoint that are not written.
         bytes: size of the arrays.
         device_bytes: size of the chunks that one device reads.
-        resumed_bytes: size of the arrays that an earlier run had written.
-        already_there: whether OUT was complete before.
-        seconds: wall-clock time.
-        peak_memory_bytes: peak resident memory of this process.
-        part: the share of this process; None if there was only one process.
-        published: whether OUT is complete. If not, the last of the other processes publishes it.
     """
 
-    out: Location | None
     target: str
     mesh: Mapping[str, int]
     scan_layers: bool
@@ -63,25 +54,10 @@ class Resharding(OneLine):
     skipped: "tuple[Skip, ...]"
     bytes: int
     device_bytes: int
-    resumed_bytes: int = 0
-    already_there: bool = False
-    seconds: float = 0.0
-    peak_memory_bytes: int = 0
-    part: ProcessPart | None = None
-    published: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """The keys that docs/json.md lists."""
-        ran = {
-            "out": str(self.out),
-            "resumed_bytes": self.resumed_bytes,
-            "already_there": self.already_there,
-            "seconds": round(self.seconds, 3),
-            "peak_memory_bytes": self.peak_memory_bytes,
-            **({} if self.part is None else {"process": self.part.to_json(), "published": self.published}),
-        }
         return {
-            **(ran if self.out is not None else {}),
             "target": self.target,
             "mesh": dict(self.mesh),
             "scan_layers": self.scan_layers,
@@ -90,6 +66,15 @@ class Resharding(OneLine):
             "skipped": [vars(skip) for skip in self.skipped],
             "arrays": dict(self.arrays),
         }
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Resharding(ReshardingPlan, Made):
+    """The output of `reshard`, with the facts of its plan."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys that docs/json.md lists."""
+        return {**self.run_to_json(), **super().to_json()}
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -138,14 +123,14 @@ class ReshardRequest(Budget, Replacing, ReshardOptions):
 
 
 @takes(PlanReshardRequest)
-def plan_reshard(asked: PlanReshardRequest) -> Resharding:
+def plan_reshard(asked: PlanReshardRequest) -> ReshardingPlan:
     """Plans `reshard` with the same arguments; no weights are read.
 
     Raises:
         TpuconvError: see `tpuconv.errors` for its children.
     """
     with _planned(to_location(asked.ckpt), asked, asked.progress) as (planned, skipped):
-        return Resharding(out=None, **_facts(planned, skipped))
+        return ReshardingPlan(**_facts(planned, skipped))
 
 
 @takes(ReshardRequest)
@@ -161,21 +146,11 @@ def reshard(asked: ReshardRequest) -> Resharding:
     from tpuconv.convert.reshard.work import ReshardWork
     from tpuconv.convert.run.sizing import Limits
 
-    progress, out, began = asked.progress, to_location(asked.out), time.monotonic()
-    with _planned(to_location(asked.ckpt), asked, progress) as (planned, skipped):
+    out = to_location(asked.out)
+    with _planned(to_location(asked.ckpt), asked, asked.progress) as (planned, skipped):
         work = ReshardWork(planned, skipped, Limits.of_this_machine(asked.jobs, asked.max_memory))
-        done = run_work(work, out, asked, "resharding", progress, asked.part, [asked.config])
-        facts = _facts(planned, skipped)
-    return Resharding(
-        out=out,
-        resumed_bytes=done.resumed,
-        already_there=done.already_there,
-        seconds=time.monotonic() - began,
-        peak_memory_bytes=peak_memory(),
-        part=asked.part,
-        published=done.published,
-        **facts,
-    )
+        ended = run_work(work, out, asked, "resharding", asked.progress, asked.part, [asked.config])
+        return Resharding(**ended.made, **_facts(planned, skipped))
 
 
 @contextmanager

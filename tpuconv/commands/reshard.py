@@ -42,19 +42,19 @@ def reshard(ckpt: Location, out: Location, dry_run: bool, as_json: bool, **given
         if not dry_run:
             done = reshard_checkpoint(ckpt, out, progress=progress, **options.asked_of(api.reshard, given))
         else:
-            done = api.plan_reshard(ckpt, progress=progress, **options.asked_of(api.plan_reshard, given))
+            plan = api.plan_reshard(ckpt, progress=progress, **options.asked_of(api.plan_reshard, given))
     if dry_run:
         options.check_planned_place(ckpt, out)
-    if as_json:
-        print_json(done.to_json())
-    elif dry_run:
-        _show_plan(ckpt, done)
+        _show_plan(ckpt, plan, as_json)
     else:
-        _show_output(done, given["check"])
+        _show_output(done, given["check"], as_json)
 
 
-def _show_plan(ckpt: Location, plan: "api.Resharding") -> None:
+def _show_plan(ckpt: Location, plan: "api.ReshardingPlan", as_json: bool) -> None:
     """Shows the chunks and the files that would be written."""
+    if as_json:
+        print_json(plan.to_json())
+        return
     columns = ("array", "count", "shape", "dtype", "chunks", "files")
     table = Table(f"{ckpt.name}: {plan.target}", columns, right=("count",), optional=("dtype", "count", "files"))
     for pattern, facts in plan.arrays.items():
@@ -65,8 +65,11 @@ def _show_plan(ckpt: Location, plan: "api.Resharding") -> None:
     show(_sizes(plan))
 
 
-def _show_output(done: "api.Resharding", check: bool) -> None:
+def _show_output(done: "api.Resharding", check: bool, as_json: bool) -> None:
     """Shows the output of a resharding."""
+    if as_json:
+        print_json(done.to_json())
+        return
     if not done.published:
         show(f"{done.part}: part done; the last process publishes ", (str(done.out), "bold"))
     elif done.already_there:
@@ -77,7 +80,7 @@ def _show_output(done: "api.Resharding", check: bool) -> None:
     show_skipped("not written", done.skipped)
 
 
-def _sizes(done: "api.Resharding") -> str:
+def _sizes(done: "api.ReshardingPlan") -> str:
     devices = prod(done.mesh.values())
     each = f", {format_size(done.device_bytes)} for each of {format_count(devices, 'device')}" if devices > 1 else ""
     return f"{done.target}, {format_size(done.bytes)}{each}{', stacked layers' if done.scan_layers else ''}"

@@ -1,0 +1,110 @@
+"""Outputs of `convert`, `quantize`, `export` and `reshard`, and the runs that made them."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuconv.hosts import ProcessPart
+from tpuconv.location import Location
+from tpuconv.memory import peak_memory
+from tpuconv.options import Replacing
+from tpuconv.progress import Listener, Progress
+from tpuconv.text import OneLine
+
+if TYPE_CHECKING:
+    from tpuconv.convert.run.engine import RunProgress
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Made(OneLine):
+    """An output, and the run that made it.
+
+    Attributes:
+        out: the folder of the output.
+        resumed_bytes: the bytes that an earlier run had made.
+        already_there: whether OUT was complete before.
+        seconds: wall-clock time of the run, after its plan.
+        peak_memory_bytes: peak resident memory of this process.
+        part: the share of this process; None if there was only one process.
+        published: whether OUT is complete. If not, the last of the other processes publishes it.
+    """
+
+    out: Location
+    resumed_bytes: int
+    already_there: bool
+    seconds: float
+    peak_memory_bytes: int
+    part: ProcessPart | None
+    published: bool
+
+    def run_to_json(self) -> dict[str, Any]:
+        """Returns the keys of docs/json.md that all outputs have."""
+        return {
+            "out": str(self.out),
+            "resumed_bytes": self.resumed_bytes,
+            "already_there": self.already_there,
+            "seconds": round(self.seconds, 3),
+            "peak_memory_bytes": self.peak_memory_bytes,
+            **({} if self.part is None else {"process": self.part.to_json(), "published": self.published}),
+        }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that ended.
+
+    Attributes:
+        made: the fields of `Made`.
+        total: the bytes of all work.
+        part_total: the bytes of this process's share; 0 if nothing was left to do.
+    """
+
+    made: dict[str, Any]
+    total: int
+    part_total: int
+
+
+def follow(
+    steps: "Iterable[RunProgress]",
+    out: Location,
+    replacing: Replacing,
+    stage: str,
+    progress: Listener,
+    part: ProcessPart | None,
+) -> Run:
+    """Does the steps that make an output, and compares an output that was there with its checksums if that is asked
+    for.
+
+    Args:
+        steps: the work.
+        out: the output.
+        replacing: what to do with an output that is there.
+        stage: the name of the work for `progress`.
+        progress: called while it is done.
+        part: the share of this process.
+
+    Raises:
+        TpuconvError: as `tpuconv.convert.run.engine.make` and `tpuconv.api.verify` do.
+    """
+    from tpuconv.api.verification import verify
+    from tpuconv.convert.run.engine import ALREADY_THERE, PART_DONE, WORKING, RunProgress
+
+    progress(Progress(stage))  # from here on a rerun continues
+    began, last, mine = time.monotonic(), RunProgress(0, 0, 0, ""), 0
+    for last in steps:
+        progress(last.shown_as(f"{stage}, {part}" if part else stage))
+        if last.stage == WORKING:
+            mine = last.total
+    made = {
+        "out": out,
+        "resumed_bytes": last.resumed,
+        "already_there": last.stage == ALREADY_THERE,
+        "seconds": time.monotonic() - began,
+        "peak_memory_bytes": peak_memory(),
+        "part": part,
+        "published": last.stage != PART_DONE,
+    }
+    if replacing.check and made["already_there"]:
+        verify(out, progress=progress).check()
+    return Run(made, last.total, mine)
