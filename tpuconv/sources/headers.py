@@ -4,7 +4,9 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
+from sys import intern
 from typing import Any
 
 import ml_dtypes
@@ -147,4 +149,10 @@ def _tensor_info(name: str, value: Any, shard: str, data_start: int) -> TensorIn
         raise ValueError(f"{name} has {len(shape)} axes")
     if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError(f"{name}: offsets {offsets[:3]} do not hold {dtype} {shape}")
-    return TensorInfo(name, dtype, tuple(shape), shard, data_start + offsets[0], offsets[1] - offsets[0])
+    return TensorInfo(name, intern(dtype), _one(tuple(shape)), shard, data_start + offsets[0], offsets[1] - offsets[0])
+
+
+@lru_cache(maxsize=1 << 16)
+def _one(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns one object for all equal shapes: a model has hundreds of thousands of tensors of a few shapes."""
+    return shape
