@@ -191,10 +191,12 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_generate_writes_canvases(release: Path) -> None:
-    args = ("generate", release, "--prompt", "Once", "--max-new-tokens", "10", "--json")
-    first, again, other = (json.loads(tpuconv_command(*args, "--seed", seed).stdout)["ids"] for seed in (1, 1, 2))
+    generate = api.generator(release)
+    first, again, other = (generate(["Once"], 10, seed=seed)[0].ids for seed in (1, 1, 2))
     assert first == again != other
     assert len(first) == 10 or first[-1] == 1
+    args = ("generate", release, "--prompt", "Once", "--max-new-tokens", "10", "--json")
+    assert json.loads(tpuconv_command(*args, "--seed", 1).stdout)["ids"] == list(first)
     refused = tpuconv_command(*args, "--temperature", "0.7", code=2).stderr
     assert "chooses all tokens of a canvas together" in refused
 

@@ -198,7 +198,7 @@ def test_what_is_not_complete_is_refused(outputs, hub, tmp_path):
 
 
 def test_a_dry_run_lists_the_files(outputs):
-    facts = json.loads(tpuconv("push", outputs / "export", REPO, "--dry-run", "--json").stdout)
+    facts = api.push(outputs / "export", REPO, dry_run=True).to_json()
     assert facts["files"] == {name: len(data) for name, data in files(outputs / "export").items()}
     assert (facts["repo"], facts["revision"], facts["commit"]) == (REPO, "main", None)
     said = tpuconv("push", outputs / "export", REPO, "--dry-run").stdout
