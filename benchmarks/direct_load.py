@@ -6,6 +6,8 @@ Makes a release of the shape of Qwen3-1.7B (3.4 GB in bfloat16; with fewer layer
 empty page cache before each step (as root):
 
 - read: `np.fromfile` of every safetensors file;
+- safetensors: its own loader, `safetensors.flax.load_file`, on one device;
+- orbax: Orbax v1's loader of safetensors, each tensor sharded over its first axis where the devices divide it;
 - direct: `tpuconv.load` of the release;
 - convert: `api.convert` of the release;
 - load: `tpuconv.load` of the checkpoint.
@@ -29,18 +31,30 @@ import sys, time
 from pathlib import Path
 import jax, numpy as np
 import tpuconv, tpuconv.convert.run.conversion, tpuconv.convert.run.transpose, tpuconv.direct
+import orbax.checkpoint.experimental.v1 as ocp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from safetensors.flax import load_file
 from tpuconv import api
 folder, out = map(Path, sys.argv[1:3])
 devices = jax.devices()
 mesh = jax.make_mesh((len(devices),), ("tensor",)) if len(devices) > 1 else None
 def load(place):
     jax.block_until_ready(jax.tree.leaves(nnx.state(tpuconv.load(place, mesh=mesh))))
+def placed(x):
+    spec = P("tensor") if mesh and x.shape and x.shape[0] % len(devices) == 0 else P()
+    sharding = NamedSharding(mesh, spec) if mesh else SingleDeviceSharding(devices[0])
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+def by_orbax(place):
+    with ocp.Context(checkpoint_layout=ocp.options.CheckpointLayout.SAFETENSORS):
+        jax.block_until_ready(ocp.load(place, jax.tree.map(placed, ocp.metadata(place).metadata)))
 began = time.monotonic()
 """
 LAST = "\nprint(time.monotonic() - began)"
 STEPS = {
     "read": "for path in folder.glob('*.safetensors'): np.fromfile(path, np.uint8)",
+    "safetensors": "kept = [jax.block_until_ready(load_file(path)) for path in folder.glob('*.safetensors')]",
+    "orbax": "by_orbax(folder)",
     "direct": "load(folder)",
     "convert": "api.convert(folder, out)",
     "load": "load(out)",

@@ -16,6 +16,7 @@ held, beside what was planned. With --quota (as root) the workspace is a disk in
 
 import argparse
 import json
+import math
 import mmap
 import multiprocessing
 import os
@@ -97,11 +98,12 @@ def _layer(name: str) -> int:
     return int(parts[2]) if parts[1] == "layers" else -1 if "embed" in name else 1 << 20
 
 
-def serve(folder: Path, rate: float, pipe: Any) -> None:
-    """The server; says its address, then, whenever it is asked, how many bytes of shards it has sent since."""
+def serve(folder: Path, rate: float, pipe: Any, answer_rate: float = math.inf) -> None:
+    """The server, which sends no more than `rate` bytes a second in all, and `answer_rate` of an answer. It says its
+    address; then, whenever it is asked, how many bytes of shards it has sent since, and the most answers at a time."""
     from helpers import fake_gcs
 
-    lock, state = threading.Lock(), {"free_at": 0.0, "sent": 0}
+    lock, state = threading.Lock(), {"free_at": 0.0, "sent": 0, "answers": 0, "most": 0}
 
     class Slow(fake_gcs.Handler):
         def reply(self, status: int, body: Any = b"", headers: Any = (), kind: str = "application/json") -> None:
@@ -112,14 +114,23 @@ def serve(folder: Path, rate: float, pipe: Any) -> None:
             for name, value in {"Content-Length": str(len(body)), "Content-Type": kind, **dict(headers)}.items():
                 self.send_header(name, value)
             self.end_headers()
-            for start in range(0, len(body), SEND_BYTES):
-                block = body[start : start + SEND_BYTES]
+            with lock:
+                state["answers"] += 1
+                state["most"] = max(state["most"], state["answers"])
+            mine = time.monotonic()
+            try:
+                for start in range(0, len(body), SEND_BYTES):
+                    block = body[start : start + SEND_BYTES]
+                    with lock:
+                        begin = max(time.monotonic(), state["free_at"])
+                        state["free_at"] = begin + len(block) / rate
+                        state["sent"] += len(block)
+                    mine = max(mine, begin) + len(block) / answer_rate
+                    time.sleep(max(0.0, begin - time.monotonic(), mine - time.monotonic()))
+                    self.wfile.write(block)
+            finally:
                 with lock:
-                    begin = max(time.monotonic(), state["free_at"])
-                    state["free_at"] = begin + len(block) / rate
-                    state["sent"] += len(block)
-                time.sleep(max(0.0, begin - time.monotonic()))
-                self.wfile.write(block)
+                    state["answers"] -= 1
 
         def perform(self, query: Any, key: str, *rest: Any) -> None:
             if self.command == "GET":  # without the lock of all objects: bodies take long
@@ -139,8 +150,8 @@ def serve(folder: Path, rate: float, pipe: Any) -> None:
             objects.contents[f"bkt/src/{path.name}"] = number, time.time(), data  # type: ignore[assignment]
         pipe.send(url)
         while pipe.recv():
-            pipe.send(state["sent"])
-            state["sent"] = 0
+            pipe.send((state["sent"], state["most"]))
+            state["sent"] = state["most"] = 0
 
 
 def download(folder: Path) -> None:
@@ -209,7 +220,7 @@ def measure(args: argparse.Namespace, source: Path, workspace: Path, total: int,
 
     def sent() -> int:
         pipe.send(True)
-        return int(pipe.recv())
+        return int(pipe.recv()[0])
 
     from tpuconv import api
 
