@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from helpers.families import FIRST
+from helpers.families import FIRST, released_config
 from tpuconv.notation.sharding import undivided
 
 # In a process of its own: the number of devices is fixed when jax starts.
@@ -53,11 +53,11 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 def differences(chosen):
     families, configs = chosen(FIRST), []
     for case in map(FIRST.__getitem__, families):
-        config = json.loads(case.hf_config().to_json_string())
+        config = released_config(case)
         text = config.get("text_config", config)
         # An odd number of experts stays whole.
         text |= {name: 2 * text[name] for name in EXPERTS if isinstance(text.get(name), int)}
-        configs.append(config | ({"model_type": case.written_as} if case.written_as else {}))
+        configs.append(config)
     done = subprocess.run(
         [sys.executable, "-c", ON_A_MESH],
         input="".join(json.dumps(config) + "\n" for config in configs),

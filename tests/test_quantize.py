@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import tpuconv
 from helpers.checkpoints import qwen3_config, random_checkpoint, read_tensors, write_checkpoint
 from helpers.conversions import LIMITS, convert
-from helpers.families import BY_ID, CASES, STATES_ALONE, Case
+from helpers.families import BY_ID, CASES, STATES_ALONE, Case, released_config
 from helpers.quantizing import ONE_OF_EACH, assert_same_model, leaves, quantize, quantize_source
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
@@ -719,9 +719,8 @@ def resolutions():
 
 
 def family_and_config(case: Case):
-    raw = json.loads(case.hf_config().to_json_string()) | ({"model_type": case.written_as} if case.written_as else {})
     family = get_family(case.family)
-    return family, family.config.from_hf(raw)
+    return family, family.config.from_hf(released_config(case))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from helpers.checkpoints import qwen3_config, source_shapes
 from helpers.commands import EXAMPLE, tpuconv
-from helpers.families import CORE, FIRST
+from helpers.families import CORE, FIRST, released_config
 from helpers.tpu_compiler import answers_of, compiler
 from tpuconv.api import Fit
 from tpuconv.commands.fit import tables
@@ -77,10 +77,7 @@ except Exception as e:
 
 def answers_for(families):
     """Of one tiny model of each of these families, and of `generate`."""
-    configs = []
-    for case in map(FIRST.__getitem__, families):
-        config = json.loads(case.hf_config().to_json_string())
-        configs.append(config | ({"model_type": case.written_as} if case.written_as else {}))
+    configs = [released_config(FIRST[family]) for family in families]
     return dict(zip([*families, "generate"], answers_of(MANY, configs), strict=True))
 
 

@@ -422,12 +422,20 @@ def _rename(folder: Path, names: Mapping[str, str]) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
-def _rename_keys(path: Path, keys: Mapping[str, str], beside: Mapping[str, Any]) -> None:
-    raw = json.loads(path.read_text())
-    ours = {name: x for key, x in raw.items() if (name := keys.get(key, key))} | dict(beside)
-    head = re.search("For[A-Z].*|Model$", raw["architectures"][0])
-    ours["architectures"] = [name + (head[0] if head else "") for name in ours["architectures"]]
-    path.write_text(json.dumps(ours))
+def _in_released_keys(case: Case, raw: dict[str, Any]) -> dict[str, Any]:
+    """A config.json of transformers in the keys of the release."""
+    if beside := case.traits.released_beside:
+        head = re.search("For[A-Z].*|Model$", raw["architectures"][0])
+        raw = {name: x for key, x in raw.items() if (name := case.traits.released_keys.get(key, key))} | dict(beside)
+        raw["architectures"] = [name + (head[0] if head else "") for name in raw["architectures"]]
+    return raw | ({"model_type": case.written_as} if case.written_as else {})
+
+
+def released_config(case: Case) -> dict[str, Any]:
+    """The config.json of the release, without a model, and with architectures only where these tell the family."""
+    raw = json.loads(case.hf_config().to_json_string())
+    told = {"architectures": list(get_family(case.family).architectures)} if case.traits.released_beside else {}
+    return _in_released_keys(case, raw | told) | told
 
 
 def _stack_experts(path: Path) -> None:
@@ -471,8 +479,6 @@ def as_released(case: Case, folder: Path) -> Path:
     """Gives the tensors that `save_pretrained` wrote the names that they have in releases."""
     if case.traits.released_tensors:
         _rename(folder, case.traits.released_tensors)
-    if case.traits.released_beside:
-        _rename_keys(folder / "config.json", case.traits.released_keys, case.traits.released_beside)
     if case.family.startswith("longcat_flash"):  # transformers writes matrices of the experts that have none
         _drop(folder / "model.safetensors", range(case.config["n_routed_experts"], 1 << 10))
     if case.family == "olmo_hybrid":  # transformers writes three convolutions of the same size
@@ -487,9 +493,8 @@ def as_released(case: Case, folder: Path) -> Path:
         _drop_empty(folder / "model.safetensors")
     if case.family == "step3p5":  # which transformers has inside step3p7 alone
         _unwrap(folder, "Step3p5ForCausalLM")
-    if case.written_as:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"model_type": case.written_as}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(_in_released_keys(case, config)))
     return folder
 
 
