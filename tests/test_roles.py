@@ -138,7 +138,7 @@ def test_more_bits_go_to_the_down_projection_before_gate_and_up():
     seen = set()
     for bits in (4.3, 5, 6):
         _, types = chosen("qwen3", bits)
-        order = ("int4/128", "int4/32", "int8")
+        order = ("int4/128", "int4/64", "int4/32", "int8")
         for layer in range(4):
             down, gate = (order.index(types[f"layers.{layer}.mlp.{each}.kernel"]) for each in ("down", "gate"))
             assert down >= gate
@@ -149,7 +149,7 @@ def test_more_bits_go_to_the_down_projection_before_gate_and_up():
 @pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v3", "qwen3_moe"])
 def test_experts_are_lowest_and_all_that_each_token_passes_is_wide(name):
     _, types = chosen(name, 5)
-    assert types_of(types, r"moe\.(gate|up)") <= {"int4/128", "int4/32"}
+    assert types_of(types, r"moe\.(gate|up)") <= {"int4/128", "int4/64", "int4/32"}
     assert types_of(types, r"attn\..*") == {"int8"}
     if name != "qwen3_moe":
         assert types_of(types, r"moe\.shared\..*") == {"int8"}

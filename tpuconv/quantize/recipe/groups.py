@@ -26,6 +26,7 @@ from tpuconv.quantize.rules import LAYER, ModelBuilder, ParamQuant, resolve_rule
 OPTION_KINDS: tuple[tuple[str, tuple[int | None, ...]], ...] = (
     ("int8", (None,)),
     ("int4", (128,)),
+    ("int4", (64,)),
     ("int4", (32, 16, 8, None)),
 )
 """The types to choose from, each with tile sizes: the first is used that divides the tiled axis of all parameters of a

@@ -25,13 +25,13 @@ from tpuconv.quantize.recipe.search import Option, ParamGroup, SearchSpace, rule
 from tpuconv.quantize.rules import LAYER, ParamQuant, resolve_rules
 
 ALWAYS_INT8 = ("int8",)
-ALL_TYPES = ("int4/128", "int4/32", "int8")
+ALL_TYPES = ("int4/128", "int4/64", "int4/32", "int8")
 
-NOISE = {"int4/128": 1.0, "int4/32": 0.72, "int8": 0.006, "mxfp4": 0.0}
-"""Power of the error of normal weights relative to int4 in groups of 128: 19.1, 20.5 and 41.7 dB. Weights of a release
-in MXFP4 are copied."""
+NOISE = {"int4/128": 1.0, "int4/64": 0.86, "int4/32": 0.72, "int8": 0.006, "mxfp4": 0.0}
+"""Power of the error of normal weights relative to int4 in groups of 128: 19.1, 19.8, 20.5 and 41.7 dB. Weights of
+a release in MXFP4 are copied."""
 
-TILES: Mapping[str, tuple[int, ...]] = {"int4/128": (128, 64), "int4/32": (32, 16, 8)}
+TILES: Mapping[str, tuple[int, ...]] = {"int4/128": (128,), "int4/64": (64,), "int4/32": (32, 16, 8)}
 """The group sizes of a type: the first that divides the inputs of all parameters is used."""
 
 FIRST_LAYER = 3.0
