@@ -116,6 +116,7 @@ METHODS: Mapping[str, Mapping[str, Draft]] = {
     },
     "dspark": {
         "deepspec": of_dspark("deepspec", ("", "speculators"), 5),
+        "sglang": of_dspark("sglang", ("sglang", "speculators"), 3),
         "recurrent": of_dspark("recurrent", ("",), 4),
     },
 }
@@ -158,10 +159,7 @@ def test_vllm_drafts_as_we_do(method: str, target: Path, tmp_path: Path) -> None
         drafts = speculator.drafts
         assert drafts.accepted > 0
         for form in draft.forms:
-            out = tmp_path / f"{name}-{form}-theirs"
-            api.export(ours, out, **({"form": form} if form else {}), **of_target(form, target))
-            speculative = {"method": method, "model": str(out), "num_speculative_tokens": draft.tokens}
-            runs.append({"target": str(target), "dtype": "float32", "speculative": speculative})
+            runs.append(exported(ours, form, target, method, draft.tokens))
             facts = {"texts": free, "drafted": drafts.checked, "accepted": drafts.accepted}
             expected.append((f"{name}, {form or 'released'}", draft.error, facts))
     for (name, error, want), found in zip(expected, generated(tmp_path, runs), strict=True):
@@ -171,8 +169,34 @@ def test_vllm_drafts_as_we_do(method: str, target: Path, tmp_path: Path) -> None
             assert found == want, name
 
 
-def of_target(form: str, target: Path) -> dict[str, str]:
-    return {"draft_for": str(target)} if form == "speculators" else {}
+def exported(ours: Path, form: str, target: Path, method: str, tokens: int) -> dict[str, Any]:
+    """Exports a draft, and returns the run of vLLM with it."""
+    out = ours.with_name(f"{ours.name}-{form or 'released'}")
+    of_target = {"draft_for": str(target)} if form == "speculators" else {}
+    api.export(ours, out, **({"form": form} if form else {}), **of_target)
+    speculative = {"method": method, "model": str(out), "num_speculative_tokens": tokens}
+    return {"target": str(target), "dtype": "float32", "speculative": speculative}
+
+
+NO_RECURRENCE = "There is no module or parameter named 'markov_head.joint_proj'"
+
+
+def test_vllm_loads_the_weights_of_dspark(target: Path, tmp_path: Path) -> None:
+    """Its class has the vanilla head alone."""
+    runs, names = [], []
+    for name, draft in METHODS["dspark"].items():
+        api.convert(draft.written(tmp_path / name), tmp_path / f"{name}-ours")
+        for form in draft.forms:
+            runs.append(exported(tmp_path / f"{name}-ours", form, target, "dspark", draft.tokens))
+            names.append(name)
+    results = tmp_path / "results.json"
+    request = {"runs": runs, "results": str(results)}
+    ask("vllm", "vllm_draft_weights.py", request, VLLM_USE_V2_MODEL_RUNNER="1")
+    for name, found in zip(names, json.loads(results.read_text()), strict=True):
+        if name == "recurrent":
+            assert NO_RECURRENCE in found.get("error", "")
+        else:
+            assert found == {"model": "Qwen3DSparkForCausalLM"}, name
 
 
 def generated(folder: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
