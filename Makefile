@@ -47,7 +47,7 @@ campaign: $(INSTALLED)  ## After changes to what writes or reads checkpoints: al
 	$(PYTEST) -m "slow or not slow" tests/adversarial tests/test_bucket_servers.py tests/test_memory.py
 
 consumers: $(INSTALLED)  ## After changes to exports for servers: they load each form, in environments of 15 GB; about an hour.
-	$(BIN)/python -m pytest -q -rs -m consumers tests/test_consumers.py
+	$(BIN)/python -m pytest -q -rs -m consumers tests/test_consumers.py tests/test_vllm_*.py
 	$(BIN)/python docs/make_consumers.py
 
 newest:  ## Nightly: the fast tests with the newest release of each dependency, and the types of transformers that are refused.

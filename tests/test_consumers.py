@@ -20,7 +20,7 @@ from helpers.checkpoints import read_tensors, write_checkpoint
 from helpers.commands import EXAMPLE
 from helpers.consumers import (
     BASE,
-    CALIBRATED,
+    CALIBRATIONS,
     EMBEDDING_FACTORS,
     EXACT,
     EXPERTS,
@@ -84,7 +84,10 @@ class Served:
         if not config:
             return None
         if config.startswith("{"):
-            name, text = f"rules-{crc32(config.encode()):08x}", f"qwix:\n  rules: [{config}]\ngates: none\n"
+            name, text = (
+                f"rules-{crc32(config.encode()):08x}",
+                f"qwix:\n  rules: [{config}]\ngates: none\n{CALIBRATIONS.get(config, '')}",
+            )
         else:
             name, text = config, (configs_folder() / f"{config}.yaml").read_text().replace("|lm_head", "")
         (self.folder / f"{name}.yaml").write_text(text)
@@ -96,7 +99,7 @@ class Served:
         out = self.folder / f"{rules.stem if rules else 'plain'}-ours"
         if out.exists():
             return out
-        if config == CALIBRATED:
+        if config in CALIBRATIONS:
             api.quantize(self.source, out, config=rules, calibration="self", samples=8, length=64)
         else:
             api.convert(self.source, out, quantize=rules)
@@ -107,7 +110,7 @@ class Served:
         config, scheme = FORMS[form].config, FORMS[form].scheme
         out = self.folder / form.replace(" ", "-")
         options = {"scheme": scheme} if scheme else {}
-        if config == CALIBRATED:
+        if config in CALIBRATIONS:
             api.export(self.ours(config), out, **options)
             return out
         quantize = self.rules(config) if config.startswith("{") else config or None

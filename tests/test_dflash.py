@@ -120,7 +120,7 @@ def test_formats_hold_the_same_block(name: str, sources: dict[str, Path], checkp
     config = facts(out / "speculators")
     assert config["speculators_config"]["verifier"]["name_or_path"] == "some/target"
     assert config["aux_hidden_state_layer_ids"] == [1]
-    assert config["sliding_window_non_causal"] == (name == "both-ways")
+    assert config["sliding_window_non_causal"]  # no layer is causal
     api.convert(str(out / "speculators"), str(out / "again"))
     api.export(str(out / "again"), str(out / "sglang"), form="sglang")
     model = tpuconv.load(checkpoints[name])

@@ -167,6 +167,16 @@ def test_formats_hold_the_same_draft(sources: dict[str, Path], checkpoints: dict
     back = json.loads((out / "sglang" / "config.json").read_text())
     before = json.loads((source / "config.json").read_text())
     assert {key: back[key] for key in before} == before
+    assert back["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]  # where vLLM reads them
+
+
+def test_vllm_is_told_how_many_states_a_draft_reads(checkpoints: dict[str, Path]) -> None:
+    out = checkpoints["speculators"].parent
+    form = {"form": "speculators", "draft_for": "some/target"}
+    api.export(str(checkpoints["speculators"]), str(out / "four-states"), **form)
+    config = json.loads((out / "four-states" / "config.json").read_text())
+    assert config["transformer_layer_config"]["num_aux_hidden_states"] == 4
+    assert api.plan(str(out / "four-states")).to_json()["ignored_config"] == []
 
 
 def test_formats_refuse_what_they_cannot_hold(checkpoints: dict[str, Path], converted: Path, tmp_path: Path) -> None:

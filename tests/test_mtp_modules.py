@@ -77,7 +77,7 @@ MODULES = {
         normed=False,
         renamed={"pre_mlp_layernorm": "post_attention_layernorm"},
     ),
-    "exaone_moe-plain": Module(("mtp.layers.0.",), QWEN, {**FULL, **DENSE}),
+    "exaone_moe-plain": Module(("mtp.layers.0.",), QWEN, {"layer_types": ["sliding_attention"], **DENSE}),
     "hy_v3-plain": Module(parts=FINAL, config=SPARSE),
     "bailing_hybrid-plain": Module(parts=FINAL, config={**FULL, **SPARSE}),
     "bailing_moe_v2_5-plain": Module(parts=FINAL, config={"layer_group_size": 1, "first_k_dense_replace": 0}),

@@ -120,6 +120,19 @@ def test_a_server_of_another_model(server: Any, ckpt: Path) -> None:
     assert "first that differs: prompt 1, position 6" in done.stdout
 
 
+def test_a_server_that_rounds_activations_otherwise(server: Any, ckpt: Path, tmp_path: Path) -> None:
+    """This server does not round them at all; in float32 another rounding is the only reason to differ."""
+    api.quantize(ckpt, tmp_path / "int8", config="int8_default")
+    found = api.compare_server(tmp_path / "int8", server.url, dtype="float32").statistics
+    assert 1e-5 < found.mean_kl < found.gate == 2 * found.rounding_kl
+    server.spoil = lambda logits: logits.roll(1, -1)
+    assert api.compare_server(tmp_path / "int8", server.url, dtype="float32").statistics.failures
+    api.export(tmp_path / "int8", tmp_path / "export")
+    with pytest.raises(GateError) as error:
+        api.compare_server(tmp_path / "export", server.url).check()
+    assert "with decoded weights does not" in error.value.hint
+
+
 def test_divergence_of_some_tokens_is_a_lower_bound(server: Any, ckpt: Path) -> None:
     """Of a server that is a little warmer."""
     server.spoil = lambda logits: logits / 1.3

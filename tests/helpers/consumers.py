@@ -76,8 +76,12 @@ class Form:
     most: int = 1
 
 
-CALIBRATED = "int4_gptq"
-"""The config whose values are chosen on text."""
+GPTQ = "int4_gptq"
+DISTILLED = (
+    f"{{module_path: '{_ALL}', weight_qtype: int4, tile_size: 32, tile_axes: all, weight_calibration_method: mse}}"
+)
+CALIBRATIONS = {GPTQ: "", DISTILLED: "calibration: {method: gptq, propagate: 0.5, distill: 2}\n"}
+"""Configs whose values are chosen on text, and what rules that are given need beside."""
 HAS_AMX = "amx_tile" in Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else False
 """Whether the processor has the instructions for matrices with which vLLM has kernels of its own."""
 _OF_INT8 = "bfloat16" if HAS_AMX else "float32"
@@ -98,7 +102,8 @@ FORMS: Mapping[str, Form] = {
         dtype="bfloat16",
         most=32,
     ),
-    "int4, GPTQ": Form(CALIBRATED, dtype="bfloat16", most=32),
+    "int4, GPTQ": Form(GPTQ, dtype="bfloat16", most=32),
+    "int4, distilled": Form(DISTILLED, dtype="bfloat16", most=32),
     "awq": Form("int4_weight_only", "awq", "bfloat16", most=32),
     "mxfp4 experts": Form("mxfp4_weight_only", dtype="bfloat16", most=32),
 }
@@ -142,7 +147,7 @@ def refused(error: str, *forms: str) -> dict[str, Outcome]:
 
 
 _BLOCKS = ("fp8 blocks", "fp8 blocks, fp8")
-_INT4 = ("int4, 32", "int4, 128", "int4 zero points", "int4, GPTQ", "awq")
+_INT4 = ("int4, 32", "int4, 128", "int4 zero points", "int4, GPTQ", "int4, distilled", "awq")
 VLLM: Mapping[str, Outcome] = {
     "plain": EXACT,
     "fp8": BUT_FLIPS,
@@ -174,7 +179,7 @@ _JAX_QWEN3: Mapping[str, Outcome] = {
         "is not yet supported in the JAX path",
         *("int8", "int8 with head", "int8 attention", "int8 weights", "fp8 weights", "int4 zero points"),
     ),
-    **dict.fromkeys(("int4, 32", "int4, GPTQ"), WITH_TPU_KERNEL),
+    **dict.fromkeys(("int4, 32", "int4, GPTQ", "int4, distilled"), WITH_TPU_KERNEL),
     **refused("wNa16 with group_size 128 is not supported on a layer whose input dim is sharded", "int4, 128"),
     **refused("auto_awq quantization method not supported", "awq"),
 }
@@ -211,6 +216,8 @@ def forms_of(name: str) -> list[str]:
         return ["plain", "int8 attention", "mxfp4 experts"]
     case = MODELS.get(name)
     leaves_out = set() if name in WITH_EXPERTS else {"mxfp4 experts"}
+    if name not in (TRAINED, "qwen3"):  # distillation takes long, and its scales are stored as GPTQ's
+        leaves_out.add("int4, distilled")
     if case is None or case.config["tie_word_embeddings"]:
         leaves_out.add("int8 with head")
     return [form for form, how in FORMS.items() if form not in leaves_out and (case is not None or how.most <= 32)]

@@ -171,13 +171,18 @@ def run(command: Sequence[str | Path]) -> str:
     return done.stderr[-500:] or f"exit code {done.returncode}" if done.returncode else ""
 
 
+def environment(name: str) -> dict[str, str]:
+    """Returns the environment variables of a program's processes."""
+    own = {"JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE", "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
+    return own | VARIABLES.get(name, {})
+
+
 def ask(name: str, script: str, request: object, **variables: str) -> None:
     """Runs a script of this folder in an environment, with a request as JSON and further environment variables."""
-    own = {"JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE", "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
     done = subprocess.run(
         [oracle(name), Path(__file__).parent / script],
         input=json.dumps(request),
-        env=own | VARIABLES.get(name, {}) | variables,
+        env=environment(name) | variables,
         capture_output=True,
         text=True,
         check=False,

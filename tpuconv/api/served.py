@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.api.opened import OpenedModel, opened_model, runs_to_json
@@ -42,6 +43,7 @@ class ServerComparison(OneLine):
         model: its name there.
         statistics: differences, divergences, the gate, and where the two differ.
         runs: the facts of a trainer's checkpoint.
+        is_decoded: True if the weights of a quantized release were decoded to compare.
     """
 
     checkpoint: Location
@@ -50,14 +52,17 @@ class ServerComparison(OneLine):
     model: str
     statistics: "ServerStatistics"
     runs: "Sequence[TrainedRun]" = ()
+    is_decoded: bool = False
 
     def check(self) -> None:
         """Raises GateError if the gate failed."""
         if self.statistics.failures:
+            rounds = "; the server may also round activations, which this model with decoded weights does not"
             raise GateError(
                 f"{self.program} at {self.url} computes other outputs than {self.checkpoint}",
                 details=self.statistics.failures,
-                hint="check that it serves an export of this checkpoint, and in which dtype it computes (`dtype=`)",
+                hint="check that it serves an export of this checkpoint, and in which dtype it computes (`dtype=`)"
+                + (rounds if self.is_decoded else ""),
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -95,6 +100,7 @@ def compare_server(asked: CompareServerRequest) -> ServerComparison:
     """Compares a running server's log-probabilities of prompts with a checkpoint's.
 
     The checkpoint's model computes in float32, and in the dtype of the server, which shows how much rounding changes.
+    If it quantizes activations, which servers round in other ways, it then also has another rounding of its weights.
 
     Raises:
         TpuconvError: the server cannot be reached or lacks the model, or the checkpoint is damaged or has no logits.
@@ -112,6 +118,7 @@ def _compared_server(asked: CompareServerRequest, opened: OpenedModel) -> Server
     from tpuconv.checkpoint.companions import tokenizer_folder
     from tpuconv.checkpoint.reader import check_logits
     from tpuconv.models.logits import whole_texts
+    from tpuconv.quantize.rerounding import SEEDS
     from tpuconv.verify import logits
     from tpuconv.verify.preparation import tokenized
     from tpuconv.verify.server import compare_log_probs, find_server
@@ -130,7 +137,10 @@ def _compared_server(asked: CompareServerRequest, opened: OpenedModel) -> Server
     dtype = stored if asked.dtype == "auto" else asked.dtype
     devices = logits.device_mesh(asked.mesh) if asked.mesh else None
     asked.progress(Progress("running the model"))
-    exact = list(logits.each_logits(opened.load, whole_texts(ids), "float32", devices))
-    rounded = exact if dtype == "float32" else list(logits.each_logits(opened.load, whole_texts(ids), dtype, devices))
+    run = partial(logits.each_logits, opened.load, whole_texts(ids), mesh=devices)
+    exact = list(run("float32"))
+    seed = SEEDS[0] if logits.rounds_activations(manifest.quantization) else None
+    rounded = exact if dtype == "float32" and seed is None else list(run(dtype, rounding=seed))
     statistics = compare_log_probs(ids, found, exact, rounded, dtype)
-    return ServerComparison(opened.folder, server.url, server.program, server.model, statistics, opened.runs)
+    served = (server.url, server.program, server.model)
+    return ServerComparison(opened.folder, *served, statistics, opened.runs, opened.is_decoded)

@@ -169,7 +169,7 @@ def _compare_server(folder: str | Location, as_json: bool, **asked: Any) -> tupl
         )
         holds = ("failed", "red") if result.failures else ("holds", "green")
         table.add_row("mean KL divergence (nats)", f"{result.mean_kl:.3g}", styled(holds, f": {result.gate:.3g}"))
-        table.add_row(f"mean KL of rounding to {result.dtype}", f"{result.rounding_kl:.3g}", "")
+        table.add_row(f"mean KL of another rounding, in {result.dtype}", f"{result.rounding_kl:.3g}", "")
         table.add_row("99.9th percentile of KL", f"{result.p999_kl:.3g}", "")
         table.add_row("largest difference of log-probabilities", f"{result.max_difference:.3g}", "")
         table.add_row("same most likely token", f"{100 * result.top1:.2f}%", "")

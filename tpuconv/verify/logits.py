@@ -126,6 +126,15 @@ def _methods(rules: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
             yield rounded, rule.get("act_calibration_method") or "absmax"
 
 
+def rounds_activations(quantization: Mapping[str, Any] | None) -> bool:
+    """Returns True if rules quantize activations.
+
+    Args:
+        quantization: of the manifest.
+    """
+    return any(rule.get("act_qtype") for rule in (quantization or {}).get("rules", ()))
+
+
 def _all_within(methods: Iterable[tuple[str, str]], least: Mapping[str, Mapping[str, float]]) -> bool:
     for rounded, method in methods:
         name, *numbers = method.split(",")

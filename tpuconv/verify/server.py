@@ -172,7 +172,8 @@ class ServerStatistics:
             server names and all others as one.
         top1: the share of tokens with the same most likely next token; `top1_decided` of those without a tie.
         perplexity, perplexity_server: of the prompts.
-        rounding_kl: the mean divergence of the checkpoint's own model in `dtype` from float32, over the same tokens.
+        rounding_kl: the mean divergence of the checkpoint's own model in `dtype` from float32, over the same tokens; of
+            a model that quantizes activations, with another rounding of its weights (`tpuconv.quantize.rerounding`).
         gate: the largest `mean_kl` that passes.
         first: the first token whose most likely successor differs, without a tie; None if none does.
         worst: the token with the largest divergence.
@@ -217,7 +218,7 @@ def compare_log_probs(
         prompts: token ids of each prompt.
         server: of each prompt, the server's log-probabilities of each token but the first.
         exact: the checkpoint's logits [T, V] in float32.
-        rounded: its logits when it computes in `dtype`.
+        rounded: its logits when it computes in `dtype`, or with another rounding.
         dtype: that the server computes in.
     """
     kl, rounded_kl, agree, decided, ours, theirs = ([] for _ in range(6))

@@ -65,7 +65,8 @@ def speculators_format(
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": False,
-        "sliding_window_non_causal": config.is_causal is False,
+        # Of layers without a window it says nothing, but vLLM makes them causal too if it is false.
+        "sliding_window_non_causal": all(config.both_ways),
         **others,
         **keys_beside(raw),
     }

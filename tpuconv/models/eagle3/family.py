@@ -36,11 +36,13 @@ MOST_STATES = 64
 
 FROM_TARGET = "width of the embedding, which the draft takes from its target"
 
+COUNT_OF_STATES = "num_aux_hidden_states"
+"""The key by which vLLM knows how many states a draft in the format of speculators reads, if not three."""
 WITHOUT_EFFECT = frozenset(
     {
         *("speculators_config", "speculators_model_type", "speculators_version", "embed_requires_grad"),
         *("enable_sp_ulysses", "has_no_defaults_at_init", "base_model_ep_plan", "base_model_tp_plan"),
-        *("target_model_type", "max_window_layers"),
+        *("target_model_type", "max_window_layers", COUNT_OF_STATES),
     }
 )
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.common.config_keys import unnested
-from tpuconv.models.eagle3.family import EAGLE_CONFIG, LAYER_CONFIG, LAYER_IDS, Config
+from tpuconv.models.eagle3.family import COUNT_OF_STATES, DEFAULT_STATES, EAGLE_CONFIG, LAYER_CONFIG, LAYER_IDS, Config
 from tpuconv.sources.config import DTYPE_KEYS, ENCODING_KEYS
 
 EAGLE3 = Config.model_type
@@ -14,7 +14,7 @@ SPECULATORS, SGLANG = "speculators", "sglang"
 OF_DRAFT = (
     *("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "tie_word_embeddings"),
     *("speculators_config", "speculators_model_type", "speculators_version", "embed_requires_grad", "fc_norm"),
-    *("norm_output", "architectures", "auto_map", "transformers_version", LAYER_IDS, EAGLE_CONFIG),
+    *("norm_output", "architectures", "auto_map", "transformers_version", LAYER_IDS, EAGLE_CONFIG, COUNT_OF_STATES),
     *(*DTYPE_KEYS, *ENCODING_KEYS),
 )
 """Keys of a draft that its layer does not have."""
@@ -37,11 +37,16 @@ def in_format(raw: Mapping[str, Any], form: str, target: str | None) -> dict[str
     keys = unnested(raw, LAYER_CONFIG)
     beside = {key: raw[key] for key in (*DTYPE_KEYS, *ENCODING_KEYS) if key in raw}
     layer = {"model_type": "llama", **{key: value for key, value in keys.items() if key not in OF_DRAFT}}
-    of_draft = {"draft_vocab_size": config.draft_vocab_size or config.vocab_size, "tie_word_embeddings": False}
+    of_draft: dict[str, Any] = {
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "tie_word_embeddings": False,
+    }
     if config.target_hidden_size is not None:
         of_draft["target_hidden_size"] = config.target_hidden_size
     if form == SPECULATORS:
         ids = {} if config.state_layers is None else {LAYER_IDS: list(config.state_layers)}
+        if config.state_layers and len(config.state_layers) != len(DEFAULT_STATES):
+            layer[COUNT_OF_STATES] = len(config.state_layers)
         norms = {"norm_before_residual": config.norm_before_residual, "norm_before_fc": config.norm_before_fc}
         return {
             "architectures": ["Eagle3DraftModel"],
@@ -62,6 +67,7 @@ def in_format(raw: Mapping[str, Any], form: str, target: str | None) -> dict[str
     inside: dict[str, Any] = {"use_aux_hidden_state": True}
     if config.state_layers is not None:
         inside[LAYER_IDS] = [number - 1 for number in config.state_layers]
+        of_draft[LAYER_IDS] = list(config.state_layers)  # vLLM does not read those inside
     return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **of_draft, EAGLE_CONFIG: inside, **beside}
 
 
