@@ -47,6 +47,16 @@ def test_a_column_that_may_be_left_out_need_not_be_there():
     assert "not shown at this width: bytes" in " ".join(console.export_text().split())
 
 
+def test_a_column_without_text_is_left_out_first_and_not_named():
+    table = Table("a title", ("name", "axes", "notes"), optional=("axes", "notes"))
+    table.add_row("layers.0.attn.q.kernel", "D N H", "")
+    console = Console(width=38, file=io.StringIO(), record=True)
+    console.print(table)
+    shown = console.export_text()
+    assert "axes" in shown
+    assert "notes" not in shown
+
+
 STATISTICS = (
     ("mean KL divergence (nats)", "0.000345", styled(("holds", "green"), ": 0.001")),
     ("layers.{0...4}.attn_norm.scale", "1234.5678", styled(("failed", "red"), ": 0.01")),
