@@ -1,7 +1,7 @@
 """Runs a plan."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,10 +13,11 @@ from tpuconv.location import Location, to_location
 from tpuconv.memory import peak_memory
 from tpuconv.options import Replacing
 from tpuconv.progress import Listener, Progress
+from tpuconv.text import format_size
 
 if TYPE_CHECKING:
     from tpuconv.convert.plan.types import Plan
-    from tpuconv.convert.run.engine import Work
+    from tpuconv.convert.run.engine import RunProgress, Work
     from tpuconv.convert.run.sizing import Limits
 
 Outcome = TypeVar("Outcome")
@@ -81,12 +82,25 @@ def run_work(
             check_outside(to_location(source), out)
     progress(Progress(stage))
     last = RunProgress(0, 0, 0, "")
-    for last in make(work, out, overwrite=replacing.overwrite, part=part):
-        progress(last.shown_as(f"{stage}, {part}" if part else stage))
+    reports = make(work, out, overwrite=replacing.overwrite, part=part)
+    for report in _shown(reports, f"{stage}, {part}" if part else stage, progress):
+        last = report
     was_there = last.stage == ALREADY_THERE
     if replacing.check and was_there:
         verify(out, progress=progress).check()
     return WorkDone(last.total, last.resumed, was_there, last.stage != PART_DONE)
+
+
+def _shown(reports: "Iterable[RunProgress]", stage: str, progress: Listener) -> "Iterator[RunProgress]":
+    """Yields the reports of a run, and shows each; the bytes of an earlier run are told once."""
+    is_told = False
+    for report in reports:
+        if report.resumed and report.done < report.total and not is_told:
+            is_told = True
+            done = f"{format_size(report.resumed)} of {format_size(report.total)}"
+            progress(Progress(stage, message=f"resuming: {done} are done"))
+        progress(report.shown_as(stage))
+        yield report
 
 
 def _state_of(source: Mapping[str, Any]) -> str | None:
@@ -121,8 +135,8 @@ def run_plan(
     progress(Progress(stage))  # from here on a rerun continues
     began, part_bytes, last = time.monotonic(), plan.source_bytes, RunProgress(0, 0, 0, "")
     convert_plan = convert_to_safetensors if plan.target.is_safetensors else partial(run, workspace=workspace)
-    for last in convert_plan(plan, out, limits, overwrite=replacing.overwrite, part=part):
-        progress(last.shown_as(f"{stage}, {part}" if part else stage))
+    reports = convert_plan(plan, out, limits, overwrite=replacing.overwrite, part=part)
+    for last in _shown(reports, f"{stage}, {part}" if part else stage, progress):
         if last.stage == WORKING:
             part_bytes = last.total
     is_published = last.stage != PART_DONE
