@@ -42,8 +42,9 @@ def cut(config: dict, layers: int) -> dict:
     config = json.loads(json.dumps(config))
     text = config.get("text_config", config)
     text["num_hidden_layers"] = layers
-    if text.get("layer_types"):
-        text["layer_types"] = text["layer_types"][:layers]
+    for key in ("layer_types", "attn_type_list"):
+        if text.get(key):
+            text[key] = text[key][:layers]
     return config
 
 
@@ -57,15 +58,15 @@ def question(config: dict) -> CompileRequest:
     return CompileRequest(config, BATCH, CONTEXT, quantize=find_config(QUANTIZATION).to_json())
 
 
-def sizes(config: dict, one: Slice) -> tuple[int, int]:
+def sizes(request: CompileRequest, one: Slice) -> tuple[int, int]:
     """Returns the bytes of weights and of cache on one device."""
     from tpuconv.models.registry import find_family
     from tpuconv.notation.sharding import decoding_mesh
     from tpuconv.verify.topology.compile import _bytes_per_device, _Compilation
 
-    family = find_family(config)
-    parsed = family.config.from_hf(config)
-    model = _Compilation(question(config), one, family, parsed, decoding_mesh(parsed.sizes, one.devices))
+    family = find_family(request.config)
+    parsed = family.config.from_hf(request.config)
+    model = _Compilation(request, one, family, parsed, decoding_mesh(parsed.sizes, one.devices))
     return _bytes_per_device(model.params), _bytes_per_device(model.cache)
 
 
@@ -78,7 +79,7 @@ def cell(name: str, kind: str) -> dict:
     for shape in CHIPS[kind].slices:
         one = Slice(f"{kind}:{shape}")
         try:
-            weights, cache = sizes(config, one)
+            weights, cache = sizes(question(config), one)
         except Exception as e:
             return {"error": f"{one.name}: {str(e)[:200]}"}
         if weights + cache > one.chip.hbm:

@@ -63,7 +63,7 @@ def record() -> str:
         shutil.copytree(ROOT / "examples" / "tiny-qwen3", Path(folder, "tiny-qwen3"))
         for command in COMMANDS:
             done = subprocess.run(command, shell=True, cwd=folder, env=env, capture_output=True, text=True, check=True)
-            parts.append(f"\x1b[1;32m$\x1b[0m \x1b[1m{command}\x1b[0m\n{done.stdout.rstrip()}\n")
+            parts.append(f"\x1b[1;32m$\x1b[0m \x1b[1m{command}\x1b[0m\n{done.stdout.replace(folder, '~').rstrip()}\n")
     return "\n".join(parts)
 
 

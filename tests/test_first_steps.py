@@ -28,6 +28,8 @@ from tpuconv.verify.topology.chips import Slice, parse_topologies, slice_of_clou
         ("v5p-8", "v5p:2x2x1"),  # two cores in each chip
         ("v4-16", "v4:2x2x2"),
         ("v5e:2x4", "v5e:2x4"),
+        ("tpu7x-8", "tpu7x:2x2x1"),
+        ("v7x-2", "tpu7x:1x1x1"),
     ],
 )
 def test_slices_have_the_names_of_the_cloud(text: str, name: str) -> None:
@@ -40,6 +42,7 @@ def test_slices_have_the_names_of_the_cloud(text: str, name: str) -> None:
     ("text", "why", "names"),
     [
         ("v5litepod-3", "v5e has no slice of 3 chips", "v5e-1, v5e-4, v5e-8"),
+        ("v7x-3", "tpu7x has no slice of 3 cores", "tpu7x-2, tpu7x-8, tpu7x-16"),
         ("v5p-1", "v5p has no slice of 1 cores", "v5p-2, v5p-8, v5p-16"),
     ],
 )
@@ -49,10 +52,14 @@ def test_a_number_of_chips_that_is_not_offered_is_told_with_those_that_are(text:
     assert f"its slices are {names}" in caught.value.hint
 
 
-@pytest.mark.parametrize("text", ["tpu7x-8", "v9-8"])
-def test_other_names_are_refused_with_the_forms(text: str) -> None:
+def test_chips_have_other_names() -> None:
+    assert Slice.parse("Ironwood:2x2x1").name == "tpu7x:2x2x1"
+    assert {each.kind for group in parse_topologies(["v7x", "trillium"]) for each in group} == {"tpu7x", "v6e"}
+
+
+def test_other_names_are_refused_with_the_forms() -> None:
     with pytest.raises(UsageError) as caught:
-        Slice.parse(text)
+        Slice.parse("v9-8")
     assert "v5e-16" in caught.value.hint
 
 

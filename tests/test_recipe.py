@@ -1,8 +1,11 @@
 """Recipes: the commands parse, the sizes are those of plans, and the pages of released models are up to date."""
 
 import json
+import os
 import runpy
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +19,13 @@ from tpuconv.api.recipe_facts import SPARE, CommandCall, ModelRecipe
 from tpuconv.api.recipe_steps import recipe_of, smallest_slices
 from tpuconv.commands.recipe import command_line
 from tpuconv.errors import SourceError, TpuconvError, UnsupportedConfig, UsageError
+from tpuconv.verify.topology.request import ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
 CONFIGS = json.loads((ROOT / "docs" / "recipe_configs.json").read_text())
 COPIES = ("meta-llama/Llama-4-Scout-17B-16E-Instruct-withvision",)
+FITS = json.loads((ROOT / "docs" / "recipe_fits.json").read_text())
 FAST = ("Qwen/Qwen3-8B", "openai/gpt-oss-20b")
 
 
@@ -191,6 +196,27 @@ def test_pages_are_up_to_date(maker: SimpleNamespace, model: str) -> None:
 @pytest.mark.parametrize("model", [model for model in {**LISTINGS, **CONFIGS} if model not in (*FAST, *COPIES)])
 def test_other_pages_are_up_to_date(maker: SimpleNamespace, model: str) -> None:
     check_page(maker, model)
+
+
+def test_rows_of_the_compiler_fit_their_slices() -> None:
+    for model, facts in FITS.items():
+        assert model in {**LISTINGS, **CONFIGS}
+        assert facts["form"] in ("as released", "int8_weight_only")
+        for row in facts["rows"]:
+            assert "why" in row or row["weights"] + row["cache"] + row["programs"] <= row["available"]
+
+
+@pytest.mark.slow
+def test_the_compiler_answers_again_what_a_page_says(maker: SimpleNamespace) -> None:
+    model = "Qwen/Qwen3-0.6B"
+    known, form = FITS[model]["rows"][0], FITS[model]["form"]
+    asked = json.dumps([maker.config_of(model), form, known["slice"], known["prefill"]])
+    command = [sys.executable, ROOT / "benchmarks" / "recipe_fits.py", "--row"]
+    env = {**os.environ, **ENVIRONMENT}
+    done = subprocess.run(command, input=asked, env=env, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    for key, value in known.items():
+        assert found[key] == (pytest.approx(value, rel=0.1) if key in ("programs", "decode_ms") else value)
 
 
 def test_every_listed_model_has_a_page_whose_commands_parse(maker: SimpleNamespace) -> None:

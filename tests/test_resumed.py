@@ -10,6 +10,9 @@ from helpers.attacks.simulated import contents
 from helpers.buckets import ROOT, Killed, in_memory, objects
 from helpers.commands import tpuconv
 from tpuconv import api
+from tpuconv.api import running
+from tpuconv.convert.run.engine import WORKING, RunProgress
+from tpuconv.progress import Progress
 from tpuconv.storage import disk
 from tpuconv.storage.claim import Claim
 from tpuconv.storage.journal import Journal
@@ -51,6 +54,14 @@ def check_resumed(done, nbytes):
 
 def interrupted(*_):
     raise KeyboardInterrupt
+
+
+def test_a_run_that_goes_on_says_once_what_is_done():
+    reports = [RunProgress(done, 400, resumed, WORKING) for done, resumed in ((100, 100), (250, 100), (400, 100))]
+    shown: list[Progress] = []
+    assert [*running._shown(reports, "converting", shown.append)] == reports
+    assert [each.message for each in shown if each.message] == ["resuming: 100 B of 400 B are done"]
+    assert [each.done for each in shown if not each.message] == [100, 250, 400]
 
 
 @pytest.mark.parametrize("at", ["before", "complete", "renamed"])

@@ -43,6 +43,7 @@ from tpuconv.quantize.recipe import search as recipe
 from tpuconv.quantize.recipe.costs import KeptCosts
 from tpuconv.quantize.recipe.groups import find_choices
 from tpuconv.quantize.recipe.layerwise import DTYPE, LayerwiseProbe
+from tpuconv.quantize.recipe.picture import LINE_HEIGHT, label_heights
 from tpuconv.quantize.recipe.search import Option, ParamGroup, SearchSpace, choose, to_yaml
 from tpuconv.quantize.report import report
 from tpuconv.quantize.rules import resolve_rules
@@ -402,6 +403,13 @@ def test_the_command_writes_a_config_that_quantizes_to_what_it_says(ckpt, tmp_pa
     assert {**again["recipe"], "out": own["out"], "picture": own["picture"]} == own
 
 
+def test_labels_of_the_picture_do_not_overlap():
+    """Two points at one place, and a third one far away: the second label moves, the others stay above their points."""
+    heights = label_heights([(100, 50, 20), (110, 52, 20), (600, 50, 20)])
+    assert heights[0] == heights[2]
+    assert abs(heights[0] - heights[1]) >= LINE_HEIGHT
+
+
 def test_the_command_that_is_shown_next_has_the_text_of_the_measurement(ckpt, tmp_path, monkeypatch, capsys):
     """A config that is rounded to nearest has no text, whose options are then refused."""
     file = tmp_path / "mine of 9.yaml"
@@ -409,7 +417,7 @@ def test_the_command_that_is_shown_next_has_the_text_of_the_measurement(ckpt, tm
     def shown_next(*args: object) -> list[str]:
         line = ["quantize", ckpt, "--target-bits", 9, "--out-config", file, "--overwrite", *args]
         command.main(list(map(str, line)), standalone_mode=False)
-        return shlex.split(capsys.readouterr().out.split("Next: tpuconv ")[1])
+        return shlex.split(capsys.readouterr().out.split("Next:\n  tpuconv ")[1])
 
     following = shown_next("--method", "nearest")
     assert run(*following, "--explain")["config"]["name"] == "mine of 9"

@@ -1,7 +1,7 @@
 """Outputs of `convert`, `quantize`, `export` and `reshard`, and the runs that made them."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from tpuconv.location import Location
 from tpuconv.memory import peak_memory
 from tpuconv.options import Replacing
 from tpuconv.progress import Listener, Progress
-from tpuconv.text import OneLine
+from tpuconv.text import OneLine, format_size
 
 if TYPE_CHECKING:
     from tpuconv.convert.run.engine import RunProgress
@@ -92,8 +92,7 @@ def follow(
 
     progress(Progress(stage))  # from here on a rerun continues
     began, last, mine = time.monotonic(), RunProgress(0, 0, 0, ""), 0
-    for last in steps:
-        progress(last.shown_as(f"{stage}, {part}" if part else stage))
+    for last in _shown(steps, f"{stage}, {part}" if part else stage, progress):
         if last.stage == WORKING:
             mine = last.total
     made = {
@@ -108,3 +107,15 @@ def follow(
     if replacing.check and made["already_there"]:
         verify(out, progress=progress).check()
     return Run(made, last.total, mine)
+
+
+def _shown(steps: "Iterable[RunProgress]", stage: str, progress: Listener) -> "Iterator[RunProgress]":
+    """Yields the steps of a run, and shows each; the bytes of an earlier run are told once."""
+    is_told = False
+    for step in steps:
+        if step.resumed and step.done < step.total and not is_told:
+            is_told = True
+            done = f"{format_size(step.resumed)} of {format_size(step.total)}"
+            progress(Progress(stage, message=f"resuming: {done} are done"))
+        progress(step.shown_as(stage))
+        yield step

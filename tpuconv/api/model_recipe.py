@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.api.recipe_facts import ModelRecipe
-from tpuconv.api.recipe_steps import FIT_BATCH, FIT_CONTEXT, recipe_of
+from tpuconv.api.recipe_steps import recipe_of
 from tpuconv.errors import SourceError
 from tpuconv.options import PROGRESS_ARGUMENT, argument, option, takes
 from tpuconv.progress import Listener, Progress, ignore
@@ -26,7 +26,7 @@ class RecipeRequest:
     fit: Sequence[str] = option(
         (),
         "Ask the TPU compiler about this slice, such as v5e:4x4; may be repeated. `v5e` alone searches for the "
-        "smallest slice.",
+        "smallest slice. It is asked about the form, batch and context of the command `fit` that is shown.",
         python="Slices to ask the TPU compiler about, such as v5e:4x4. `v5e` alone searches for the smallest slice.",
     )
     progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
@@ -57,7 +57,7 @@ def recipe(asked: RecipeRequest) -> ModelRecipe:
             source = open_source(resolved.folder, repo=resolved.repo, commit=resolved.commit)
             found = recipe_of(source, model, model, from_headers=True)
     if asked_slices:
-        answer = fit(model, asked_slices, batch=FIT_BATCH, context=FIT_CONTEXT, progress=asked.progress)
+        answer = fit(model, progress=asked.progress, **{**found.asked, "topologies": asked_slices})
         found = replace(found, fit=answer.reports)
     return found
 

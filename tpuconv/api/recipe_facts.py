@@ -138,6 +138,11 @@ class ModelRecipe(OneLine):
     steps: Sequence[RecipeStep]
     fit: "Sequence[FitReport]" = ()
 
+    @property
+    def asked(self) -> Mapping[str, Any]:
+        """The options of the command `fit` among the steps; none for a model that does not decode."""
+        return next((call.options for step in self.steps for call in step.calls if call.name == "fit"), {})
+
     def to_json(self) -> dict[str, Any]:
         """Returns the keys that docs/json.md lists."""
         return {

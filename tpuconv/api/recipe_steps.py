@@ -222,7 +222,7 @@ def _steps(facts: ModelRecipe, planner: _Planner, src: str, *, has_experts: bool
         options: dict[str, Any] = {"encoding": "keep"}
     else:
         options = {"quantize": form}
-    asked = {"topologies": ["v5e", "v6e"], "batch": FIT_BATCH, "context": FIT_CONTEXT, **options}
+    asked = {"topologies": ["v5e", "v6e", "tpu7x"], "batch": FIT_BATCH, "context": FIT_CONTEXT, **options}
     plan = [CommandCall("convert", (src,), {"dry_run": True})]
     plan += [CommandCall("fit", (src,), asked)] if decodes else []
     yield RecipeStep("Plan", tuple(plan), note="No weights are read. `fit` needs the TPU compiler, and no TPU.")

@@ -16,6 +16,8 @@ def usage_error(error: click.ClickException) -> UsageError:
             return UsageError(f"No such option '{error.option_name}'", hint=hint)
         case click.MissingParameter(param=click.Argument()):
             return UsageError(f"Missing argument {_name_of(error)}", hint=hint)
+        case click.MissingParameter(param=click.Option(help=str(text))):
+            return UsageError(f"Missing option {_name_of(error)}", hint=f"{text.partition('.')[0]}. Or {hint}")
         case click.MissingParameter():
             return UsageError(f"Missing option {_name_of(error)}", hint=hint)
         case click.BadParameter():

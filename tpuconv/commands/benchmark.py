@@ -80,7 +80,7 @@ def show_benchmark(found: "api.Benchmark") -> None:
     show(_footer(found))
     show_runs(found.runs)
     if found.text is not None:
-        say("\nGreedy: " + text.plain(found.text, "\n\t"))
+        say("\na prompt and its greedy continuation: " + text.plain(found.text, "\n\t"))
 
 
 def _say_markdown(found: "api.Benchmark") -> None:

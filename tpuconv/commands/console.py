@@ -106,8 +106,8 @@ def lines(items: Iterable[str]) -> "Text":
 @dataclass
 class Table:
     """A table that fits its console: names are broken at dots, and sentences between words; then the columns in
-    `optional` are left out in this order, and a line names them. A word or number is broken only if the narrowest table
-    without them is still too wide.
+    `optional` are left out: first those without text, then the others in this order, which a line names. A word or
+    number is broken only if the narrowest table without them is still too wide.
 
     Attributes:
         title: a line above it.
@@ -154,12 +154,15 @@ class Table:
     def _fitting(self, width: int) -> tuple[list[str], list[str]]:
         """Returns the columns that are shown, and those that are left out."""
         shown, left_out = list(self.columns), []
-        for name in (name for name in self.optional if name in self.columns):
+        for name in sorted((name for name in self.optional if name in self.columns), key=self._has_text):
             if self._width(shown, NAME_WIDTH) <= width:
                 break
             shown.remove(name)
-            left_out.append(name)
+            left_out += [name] * self._has_text(name)
         return shown, left_out
+
+    def _has_text(self, name: str) -> bool:
+        return any(row[self.columns.index(name)] for row in self.rows)
 
     def _width(self, shown: Sequence[str], most: int) -> int:
         """Columns of the terminal that these take if cells with dots are broken to `most`."""

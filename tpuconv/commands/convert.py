@@ -9,7 +9,7 @@ import click
 
 from tpuconv import api
 from tpuconv.commands import options
-from tpuconv.commands.console import Table, console, lines, print_json, show
+from tpuconv.commands.console import Table, console, lines, print_json, say, show
 from tpuconv.commands.hub_outputs import OutputParam, local_place, pushed
 from tpuconv.commands.params import Name
 from tpuconv.commands.process import fail
@@ -135,7 +135,9 @@ def show_conversion(done: "api.Conversion", check: bool, as_json: bool) -> None:
     if done.quantization:
         show_report(done.quantization, done.out)
     if done.serve:
-        show(f"serve by vLLM, or on a TPU: {'; '.join(done.serve)}")
+        show("serve it by vLLM, or on a TPU:")
+        for command in done.serve:
+            say(f"  {plain(command)}")
 
 
 def speed(nbytes: int, resumed: int, seconds: float) -> str:

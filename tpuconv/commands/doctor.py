@@ -38,7 +38,7 @@ def doctor(folder: Location, offline: bool, as_json: bool) -> None:
     if as_json:
         print_json(found.to_json())
     else:
-        table = Table("this machine", ("", "status", "found", "what to do"), optional=("found",))
+        table = Table("this machine", ("", "status", "found", "what to do"))
         for item in found.items:
             table.add_row(item.name, styled((item.status, STYLES[item.status])), item.found, item.advice)
         console().print(table)

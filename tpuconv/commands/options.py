@@ -22,7 +22,7 @@ from tpuconv.commands.params import (
     known_configs,
     known_targets,
 )
-from tpuconv.commands.progress import QUIET
+from tpuconv.commands.progress import be_quiet
 from tpuconv.errors import UsageError
 from tpuconv.options import CACHE_DTYPES, MOST_TOKENS, Description, options_of
 
@@ -35,8 +35,8 @@ Callback = TypeVar("Callback", bound=Callable[..., Any])
 
 
 class Command(click.Command):
-    """A command whose help ends with examples, one per line. It takes -q, and -v as the group does, which the
-    process reads."""
+    """A command whose help ends with examples, one per line. It takes -q and -v as the group does; the process
+    reads -v."""
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -46,20 +46,24 @@ class Command(click.Command):
         self.params = [*first.values()]
         self.params += [
             click.Option(
-                ["-q", "--quiet"], is_flag=True, expose_value=False, callback=_quiet, help="Show no progress."
+                ["-q", "--quiet"], is_flag=True, expose_value=False, callback=be_quiet, help="Show no progress."
             ),
             click.Option(["-v", "--verbose"], is_flag=True, expose_value=False, help="Show the traceback of an error."),
         ]
         self.examples = examples
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Returns the arguments that are left. An error of the parser names the command, whose help its hint shows."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
+
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Examples"):
             for example in self.examples:  # on one line each, to be copied
                 formatter.write(f"{'':{formatter.current_indent}}{example}\n")
-
-
-def _quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    ctx.meta[QUIET] = value
 
 
 def stacked(*decorators: Callable[[Any], Any]) -> Callable[[Callback], Callback]:

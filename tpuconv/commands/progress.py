@@ -24,6 +24,11 @@ FULL_WIDTH = 80
 """Columns of a terminal below which the memory is left out: the bar would take two lines."""
 
 
+def be_quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    """Notes that no progress is shown, if -q stands before the command or after it."""
+    ctx.meta[QUIET] = value or ctx.meta.get(QUIET, False)
+
+
 @contextmanager
 def shown(as_json: bool) -> Iterator[Listener]:
     """Yields a listener that shows progress while the block runs; with `as_json`, and for a command with -q, only

@@ -9,7 +9,7 @@ import click
 from tpuconv import api
 from tpuconv.api.quantization import checked_workspace
 from tpuconv.commands import options
-from tpuconv.commands.console import Table, console, print_json, show
+from tpuconv.commands.console import Table, console, print_json, say, show
 from tpuconv.commands.convert import show_conversion, show_plan
 from tpuconv.commands.hub_outputs import OutputParam, local_place, pushed
 from tpuconv.commands.inputs import chosen_checkpoint, read_prompts
@@ -18,7 +18,7 @@ from tpuconv.commands.progress import resumable, shown
 from tpuconv.errors import UsageError
 from tpuconv.location import Location
 from tpuconv.memory import check_address_space_for_jax
-from tpuconv.text import format_size
+from tpuconv.text import format_size, plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -185,7 +185,7 @@ def _list_configs(as_json: bool) -> None:
     columns = ("name", "bits a weight", "summary")
     table = Table("quantization configs", columns, right=("bits a weight",), optional=("bits a weight",))
     for config in configs:
-        table.add_row(config.name, " and ".join(f"{bits:g}" for bits in config.bits), config.summary)
+        table.add_row(config.name, " and ".join(f"{bits:.3g}" for bits in config.bits), config.summary)
     console().print(table)
     show(
         "  bits a weight: quantized weights and their share of the scales of groups, in bfloat16; a scale for each "
@@ -276,6 +276,6 @@ def _show_sensitivity(found: "api.Sensitivity", as_json: bool, text: list[str]) 
             f": {recipe.bits_per_weight:.2f} bits a weight; KL {recipe.measured_kl:.3g} and "
             f"top-1 {100 * recipe.measured_top1:.2f}% measured, KL {recipe.predicted_kl:.3g} predicted by the sum "
             "over groups; "
-            f"plot: {recipe.picture}. "
-            f"Next: {join(['tpuconv', 'quantize', str(found.checkpoint), '--config', str(recipe.out), *text])}",
+            f"plot: {recipe.picture}. Next:",
         )
+        say("  " + plain(join(["tpuconv", "quantize", str(found.checkpoint), "--config", str(recipe.out), *text])))

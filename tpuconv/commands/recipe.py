@@ -43,8 +43,12 @@ def recipe(model: str, fit: tuple[str, ...], as_json: bool) -> None:
     show((found.model, "bold"), f": {sizes(found)}")
     console().print(forms_table(found))
     console().print(targets_table(found))
+    if found.fit:
+        asked = found.asked
+        form = asked.get("quantize", "as released")
+        show(f"by the TPU compiler, {form}, batch {asked['batch']}, context {asked['context']}:")
     for report in found.fit:
-        show(report.verdict())
+        show(f"  {report.verdict()}")
     if not found.from_headers:
         show("Read from config.json alone: the commands below take the weights from its folder.")
     for step in found.steps:

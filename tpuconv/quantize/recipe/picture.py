@@ -8,7 +8,10 @@ from tpuconv.pages import html_page
 from tpuconv.quantize.recipe.search import Option, SearchSpace, Sums
 from tpuconv.text import html as escape
 
-FRONT_WIDTH, FRONT_HEIGHT, LEFT, BOTTOM, LABEL_GAP = 960, 420, 70, 40, 14
+FRONT_WIDTH, FRONT_HEIGHT, LEFT, BOTTOM = 960, 440, 90, 60
+LABEL_HEIGHTS = (-8, 20, -24, 36, -40, 52)
+"""The heights at which the name of a point may stand, from the point; the first that is free is taken."""
+LETTER_WIDTH, LINE_HEIGHT = 7, 15
 MOST_POINTS = 200
 """The most points of the front that are drawn."""
 
@@ -83,17 +86,41 @@ def _svg(space: SearchSpace, sums: Sums, points: Sequence[Point]) -> str:
         f"stroke-opacity=.15 /><text x={LEFT - 8} y={y(10.0**n) + 4:.1f} text-anchor=end>1e{n}</text>"
         for n in range(low, high + 1)
     ) + "".join(
-        f"<text x={x(bits):.1f} y={FRONT_HEIGHT - 12} text-anchor=middle>{bits}</text>"
+        f"<text x={x(bits):.1f} y={FRONT_HEIGHT - 32} text-anchor=middle>{bits}</text>"
         for bits in range(int(least_bits) + 1, int(most_bits) + 1)
     )
+    grid += (
+        f"<text x={LEFT + width / 2} y={FRONT_HEIGHT - 8} text-anchor=middle>bits a weight</text>"
+        f'<text transform="translate(14 {20 + height / 2}) rotate(-90)" text-anchor=middle>KL, nats a token</text>'
+    )
     line = " ".join(f"{x(bits):.1f},{y(kl):.1f}" for bits, kl in front)
+    named = [(p, min(x(p.bits), FRONT_WIDTH - 200), y(p.kl)) for p in points]
+    heights = label_heights([(left, up, len(p.name)) for p, left, up in named])
     dots = "".join(
-        f"<circle class={'chosen' if p.is_chosen else 'point'} cx={x(p.bits):.1f} cy={y(p.kl):.1f} r=5><title>"
+        f"<circle class={'chosen' if p.is_chosen else 'point'} cx={x(p.bits):.1f} cy={up:.1f} r=5><title>"
         f"{escape(p.name)}: {p.bits:.2f} bits, KL {p.kl:.3g}</title></circle>"
-        f"<text x={min(x(p.bits), FRONT_WIDTH - 200) + 8:.1f} y={y(p.kl) - LABEL_GAP + 6:.1f}>{escape(p.name)}</text>"
-        for p in points
+        f"<text x={left + 8:.1f} y={height:.1f}>{escape(p.name)}</text>"
+        for (p, left, up), height in zip(named, heights, strict=True)
     )
     return (
         f'<svg viewBox="0 0 {FRONT_WIDTH} {FRONT_HEIGHT}" role=img aria-label="KL by bits a weight">{grid}'
         f'<polyline class=front points="{line}" />{dots}</svg>'
     )
+
+
+def label_heights(labels: Sequence[tuple[float, float, int]]) -> list[float]:
+    """Returns the height of each label, so that no two of them overlap where there is room.
+
+    Args:
+        labels: of each the x and y of its point, and the number of its letters.
+    """
+    placed: list[tuple[float, float, float]] = []
+    for left, up, letters in labels:
+        right = left + LETTER_WIDTH * letters
+        free = (
+            up + by
+            for by in LABEL_HEIGHTS
+            if all(right < x or left > end or abs(up + by - y) >= LINE_HEIGHT for x, end, y in placed)
+        )
+        placed.append((left, right, next(free, up + LABEL_HEIGHTS[0])))
+    return [y for _, _, y in placed]

@@ -50,8 +50,10 @@ CHIPS: Mapping[str, Chip] = {
     "tpu7x": Chip("TPU7x", int(94.75 * GIB), 3690e9, 1153.5e12, 90e9, 2.2e9, devices=2, dims=3, slices=SLICES_3D),
 }
 
-CORES_OF_CLOUD_NAMES: Mapping[str, int] = {"v4": 2, "v5e": 1, "v5p": 2, "v6e": 1}
+CORES_OF_CLOUD_NAMES: Mapping[str, int] = {"v4": 2, "v5e": 1, "v5p": 2, "v6e": 1, "tpu7x": 2}
 """By the beginning of an accelerator type of Cloud TPU, how many its number counts for each chip: v5p-8 has 4 chips."""
+CHIP_NAMES: Mapping[str, str] = {"v5litepod": "v5e", "v7x": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e"}
+"""Other names of chips, and the names that we have."""
 CLOUD_NAME = re.compile(r"(\w+)-([1-9]\d{0,5})")
 """An accelerator type: the name of the chip, and a number of chips or cores."""
 
@@ -67,7 +69,8 @@ def slice_of_cloud(text: str) -> str:
 
 def kind_of_cloud(name: str) -> str | None:
     """Returns the chip of the beginning of an accelerator type; None for an unknown one."""
-    return "v5e" if name == "v5litepod" else name if name in CORES_OF_CLOUD_NAMES else None
+    name = CHIP_NAMES.get(name, name)
+    return name if name in CORES_OF_CLOUD_NAMES else None
 
 
 def cloud_names(kind: str) -> Mapping[str, str]:
@@ -93,6 +96,7 @@ class Slice:
                 f"{'chips' if CORES_OF_CLOUD_NAMES[kind] == 1 else 'cores'}",
                 hint=f"its slices are {names}; or write the shape, {example}",
             )
+        chip = CHIP_NAMES.get(chip, chip)
         if chip not in CHIPS:
             raise UsageError(
                 f"{short(text)} is no topology: there is no chip {short(chip)}",
@@ -154,7 +158,8 @@ def parse_topologies(texts: Sequence[str]) -> list[list[Slice]]:
     Raises:
         UsageError: a slice does not exist, or none is named.
     """
-    names = [name.strip().lower() for text in texts for name in text.split(",") if name.strip()]
+    given = [name.strip().lower() for text in texts for name in text.split(",") if name.strip()]
+    names = [CHIP_NAMES.get(name, name) for name in given]
     if not names:
         raise UsageError("`topologies=` names no slice", hint=f"chips are {', '.join(CHIPS)}; write v5e:4x4")
     return [
