@@ -10,7 +10,7 @@ from helpers.attacks.simulated import contents
 from helpers.buckets import ROOT, Killed, in_memory, objects
 from helpers.commands import tpuconv
 from tpuconv import api
-from tpuconv.api import running
+from tpuconv.api import made as running
 from tpuconv.convert.run.engine import WORKING, RunProgress
 from tpuconv.progress import Progress
 from tpuconv.storage import disk
