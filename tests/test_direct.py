@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ from helpers.families import BY_ID, CASES, FIRST, VISION
 from helpers.joined import joined
 from helpers.ranks import write_ranked
 from helpers.sights import SIGHTS
-from tpuconv import api, direct, needed
+from tpuconv import api, buckets, direct, needed
 from tpuconv.api.quantizers import quantizer_by
 from tpuconv.convert.plan import sizes
 from tpuconv.convert.plan.options import Options
@@ -51,7 +52,7 @@ from tpuconv.location import to_location
 from tpuconv.notation.sharding import partition
 from tpuconv.quantize.config import parse_config
 from tpuconv.sources.hub import resolve
-from tpuconv.sources.reader import SafetensorsReader
+from tpuconv.sources.reader import BUCKET_READS, SafetensorsReader
 
 
 def arrays_of(model: nnx.Module) -> dict[str, jax.Array]:
@@ -398,7 +399,7 @@ from tpuconv.api.models import join_processes, leave_processes
 join_processes()
 import tpuconv, tpuconv.exchange
 from flax import nnx
-from tpuconv.sources.reader import SafetensorsReader
+from tpuconv.sources.reader import BUCKET_READS, SafetensorsReader
 
 tpuconv.exchange.LEAST_SHARED, tpuconv.exchange.SLOW_DEVICES = 0, ()
 axes, options, folder, converted = json.loads(sys.argv[1]), json.loads(sys.argv[2]), *sys.argv[3:]
@@ -455,7 +456,7 @@ from tpuconv.api.models import join_processes, leave_processes
 join_processes()
 import tpuconv, tpuconv.exchange
 from tpuconv.errors import SourceError
-from tpuconv.sources.reader import SafetensorsReader
+from tpuconv.sources.reader import BUCKET_READS, SafetensorsReader
 
 tpuconv.exchange.LEAST_SHARED, tpuconv.exchange.SLOW_DEVICES = 0, ()
 
@@ -712,6 +713,29 @@ def test_jobs_of_a_bucket_are_as_many_as_their_memory_allows(tmp_path, monkeypat
     plain, quantized = counts
     assert plain == direct.BUCKET_JOBS
     assert 2 * sizes.SLAB_BYTES * quantized <= direct.BUCKET_JOB_BYTES  # their values, and the quantized ones
+
+
+def test_experts_of_a_bucket_are_read_side_by_side(hf, monkeypatch):
+    """Of the slab of one job too, since a request of a small tensor waits most of its time."""
+    bucket, folder = in_memory(monkeypatch), hf(FIRST["qwen3_moe"], "bfloat16")
+    for path in folder.iterdir():
+        bucket.put(f"hf/{path.name}", path.read_bytes())
+    read, running, most, lock = buckets.read, [], [], threading.Lock()
+
+    def slow(*args):
+        with lock:
+            running.append(args)
+            most.append(len(running))
+        time.sleep(0.001)
+        with lock:
+            running.remove(args)
+        return read(*args)
+
+    monkeypatch.setattr(buckets, "read", slow)
+    monkeypatch.setattr(direct, "jobs", lambda *_: 1)
+    model = tpuconv.load(f"{ROOT}/hf")
+    assert max(most) == BUCKET_READS
+    assert_same_model(model, tpuconv.load(folder))
 
 
 def test_a_release_on_the_hub(tmp_path, hub_cache, serve_hub):

@@ -377,6 +377,10 @@ _Each = TypeVar("_Each")
 
 def for_each(act: Callable[[_Each], object], items: Collection[_Each], at_a_time: int | None = None) -> None:
     """Calls a function that makes requests for each of some items, several at a time, and raises what went wrong."""
+    if len(items) == 1 or at_a_time == 1:
+        for item in items:
+            act(item)
+        return
     with ThreadPoolExecutor(at_a_time or REQUESTS) as pool:
         for _ in pool.map(act, items):
             pass

@@ -26,9 +26,18 @@ from tpuconv.sources.shard import CHANGED_HINT, SourceShard, check_object, hash_
 from tpuconv.storage.hashes import HASHES, open_regular
 from tpuconv.storage.local_file import READ_BYTES, LocalFile
 
+BUCKET_READS = 4
+"""Reads of a slab of many small tensors, such as experts, that wait for a bucket at a time."""
+
 
 class Reader(Protocol):
-    """Reads the tensors of a source, from any number of threads."""
+    """Reads the tensors of a source, from any number of threads.
+
+    Attributes:
+        reads_at_a_time: how many tensors of a slab are read at a time.
+    """
+
+    reads_at_a_time: int = 1
 
     def read(self, info: TensorInfo, start: int, out: memoryview) -> None:
         """Fills `out` with the bytes of a tensor from byte `start` on.
@@ -141,6 +150,7 @@ class SafetensorsReader(Reader):
         self.folder = folder
         named = {shard.name for shard in shards} if hashes is None else set(hashes)
         self.hashes = set() if isinstance(folder, BucketPath) else named
+        self.reads_at_a_time = BUCKET_READS if isinstance(folder, BucketPath) else 1
         self._check_cancelled = check_cancelled
         self._shards = {shard.name: shard for shard in shards}
         # Around the page cache a file needs a second descriptor.

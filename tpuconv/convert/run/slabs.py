@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tpuconv.buckets import for_each
 from tpuconv.convert.plan.types import FLOAT_DTYPES, ZEROS, Plan
 from tpuconv.convert.plan.units import Slab
 from tpuconv.errors import SourceError
@@ -43,15 +44,23 @@ def read_slab(reader: Reader, plan: Plan, slab: Slab, values: np.ndarray, raw: n
             values.data[: found.size] = found.data  # one over the other
             found = values[: found.size]
         return [found.view(slab.dtype).reshape(shapes[0])]
+    reads: list[tuple[str, int, np.ndarray]] = []
     sources, used = [], 0
     for parts, shape in zip(all_parts, shapes, strict=True):
         first = used
         for name, start, count in parts:
-            out = values[used : used + count * slab.dtype.itemsize].view(slab.dtype)
-            with np.errstate(all="ignore"):  # what is not finite is found in the chunks, and named
-                plan.tensors[name].read(reader, start, raw, out)
-            used += out.nbytes
+            reads.append((name, start, values[used : used + count * slab.dtype.itemsize].view(slab.dtype)))
+            used += reads[-1][2].nbytes
         sources.append(values[first:used].view(slab.dtype).reshape(shape))
+
+    def read(each: tuple[str, int, np.ndarray]) -> None:
+        name, start, out = each
+        with np.errstate(all="ignore"):  # what is not finite is found in the chunks, and named
+            plan.tensors[name].read(reader, start, raw, out)
+
+    # Bytes that are not yet values pass through `raw`, of one tensor after the other.
+    is_direct = all(plan.tensors[name].is_stored_as(slab.dtype) for name in slab.names)
+    for_each(read, reads, reader.reads_at_a_time if is_direct else 1)
     return sources
 
 
