@@ -31,7 +31,7 @@ LISTED = {
         r"deepseek2-\d+b": "deepseek_v2",
         r"deepseek3-\d+b": "deepseek_v3",
         r"deepseek3\.2-\d+b": "deepseek_v32",
-        r"deepseek4-284b": None,  # it has constant arrays, and arrays outside of its parameters
+        r"deepseek4-284b": "deepseek_v4",
         r"weaver-(mini|max)": None,  # transformers has no such model
         r"gpt-oss-\d+b": "gpt_oss",
         r"mixtral-8x\d+b": "mixtral",

@@ -33,6 +33,8 @@ LLAMA4 = {
     "num_local_experts": 5,
     "num_hidden_layers": 8,
 }
+V4 = dict(BY_ID["deepseek_v4-released"].config) | {"swiglu_limit": 1e6}
+"""MaxText does not limit the activations of the shared expert."""
 COMPARED = [
     BY_ID["llama-plain"],
     Case("llama-3.1", "llama", "llama", {"rope_parameters": LLAMA31, "max_position_embeddings": 131072}),
@@ -98,6 +100,19 @@ COMPARED = [
         # With few heads many scores are 0, and of equal ones MaxText takes all.
         | {"index_topk": 8, "index_head_dim": 20, "index_n_heads": 16},
     ),
+    Case("deepseek_v4-released", "deepseek_v4", "deepseek_v4", V4),
+    Case(
+        *("deepseek_v4-short", "deepseek_v4", "deepseek_v4"),
+        V4 | {"compress_rates": V4["compress_rates"] | {"heavily_compressed_attention": 8}},
+    ),
+]
+APART = {"deepseek_v4-short"}
+"""Cases without scanned layers in MaxText: its scanned layers compress 128 tokens, more than the test has."""
+FORMS = [
+    pytest.param(case, scan, id=f"{case}-{'scanned' if scan else 'apart'}")
+    for case in COMPARED
+    for scan in (False, True)
+    if not (scan and case.id in APART)
 ]
 
 
@@ -128,7 +143,7 @@ def compared(tmp_path_factory):
         model = compared_model(case)
         with torch.no_grad():
             wanted[case.id] = model(torch.from_numpy(ids)).logits.numpy()
-        for scan in (False, True):
+        for scan in (False, True) if case.id not in APART else (False,):
             out = folder / str(scan)
             api.convert(folder / "hf", out, target="maxtext", scan_layers=scan)
             given = settings(case, model.config) | {"scan_layers": str(scan).lower()}
@@ -139,15 +154,13 @@ def compared(tmp_path_factory):
     return Compared(base, wanted)
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["apart", "scanned"])
-@pytest.mark.parametrize("case", COMPARED, ids=str)
+@pytest.mark.parametrize(("case", "scan"), FORMS)
 def test_maxtext_computes_the_logits_of_transformers(case, scan, compared):
     found, wanted = np.load(checked(compared.base / case.id / f"{scan}.npy")), compared.wanted[case.id]
     assert np.abs(found - wanted).max() < 5e-5 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["apart", "scanned"])
-@pytest.mark.parametrize("case", COMPARED, ids=str)
+@pytest.mark.parametrize(("case", "scan"), FORMS)
 def test_a_step_as_the_trainer_saves_it_is_exported(case, scan, compared, tmp_path):
     folder = compared.base / case.id
     api.export(checked(folder / f"run-{scan}"), tmp_path / "back", config=folder / "hf")

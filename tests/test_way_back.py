@@ -44,7 +44,7 @@ def exported(ckpt: Path, config: Path | str, **options) -> tuple[dict[str, np.nd
 
 def forms(families) -> list:
     first = {case.family: case for case in reversed(CASES) if case.family in families}
-    first |= {family: BY_ID[f"{family}-released"] for family in ("gemma3_text", "gemma4_text")}
+    first |= {family: BY_ID[f"{family}-released"] for family in ("gemma3_text", "gemma4_text", "deepseek_v4")}
     fast = {"llama-plain-maxtext-scanned", "mixtral-plain-nnx"}
     out = []
     for case in first.values():

@@ -53,7 +53,7 @@ def on_host(tree) -> dict[str, np.ndarray]:
 
 def forms() -> list:
     first = {case.family: case for case in reversed(CASES) if case.family in FAMILIES}
-    first |= {family: BY_ID[f"{family}-released"] for family in ("gemma3_text", "gemma4_text")}
+    first |= {family: BY_ID[f"{family}-released"] for family in ("gemma3_text", "gemma4_text", "deepseek_v4")}
     shared = Case("gemma4-shared", "gemma4_text", "gemma4_text", GEMMA4 | GEMMA4_SHARED)
     fast = {
         *("llama-plain-maxtext-scanned", "qwen3_moe-few-experts-tunix", "qwen3-tied-jax-llm-examples"),

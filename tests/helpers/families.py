@@ -331,7 +331,8 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
             ):
                 buffer.normal_(0, 0.2)
             elif name.endswith("tid2eid"):
-                buffer.copy_(torch.randint(0, case.config["n_routed_experts"], buffer.shape))
+                scores = torch.rand(len(buffer), case.config["n_routed_experts"])
+                buffer.copy_(scores.topk(buffer.shape[1]).indices)  # no expert twice, as in the releases
             elif "layer_scalar" in name:
                 buffer.uniform_(0.5, 1.5)
     return model

@@ -22,6 +22,7 @@ MODELS = {
     "qwen3_next": "qwen3-next-80b-a3b",
     "qwen3_5_moe_text": "qwen3.5-35b-a3b",
     "deepseek_v32": "deepseek3.2-671b",
+    "deepseek_v4": "deepseek4-284b",
 }
 EXPERTS = {"sparse_matmul": "false", "megablox": "false", "capacity_factor": -1}
 
@@ -43,7 +44,7 @@ def settings(case: Case, config) -> dict[str, object]:
     """MaxText's settings of a model with this config."""
     config.allow_global_per_layer_attribute_access = True  # of Gemma 4, whose global layers have settings of their own
     rope = config.rope_parameters
-    rope = rope.get("full_attention", rope)
+    rope = rope.get("full_attention", rope.get("main", rope))
     out = {
         "base_emb_dim": config.hidden_size,
         "base_num_query_heads": config.num_attention_heads,
@@ -115,6 +116,25 @@ def settings(case: Case, config) -> dict[str, object]:
         }
     if case.family == "deepseek_v32":
         out |= {
+            "indexer_n_heads": config.index_n_heads,
+            "indexer_head_dim": config.index_head_dim,
+            "indexer_topk": config.index_topk,
+        }
+    if case.family == "deepseek_v4":
+        rates = {"sliding_attention": 0, **config.compress_rates}
+        out |= {
+            "base_mlp_dim": config.moe_intermediate_size,
+            "compress_ratios": [rates[kind] for kind in config.layer_types],
+            "first_num_hash_layers": config.mlp_layer_types.count("hash_moe"),
+            "compressed_rope_max_timescale": int(config.rope_parameters["compress"]["rope_theta"]),
+            "sliding_window_size": config.sliding_window,
+            "mlp_activations_limit": config.swiglu_limit,
+            "sinkhorn_iterations": config.hc_sinkhorn_iters,
+            "routed_scaling_factor": config.routed_scaling_factor,
+            "qk_rope_head_dim": config.qk_rope_head_dim,
+            "q_lora_rank": config.q_lora_rank,
+            "o_groups": config.o_groups,
+            "o_lora_rank": config.o_lora_rank,
             "indexer_n_heads": config.index_n_heads,
             "indexer_head_dim": config.index_head_dim,
             "indexer_topk": config.index_topk,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv.errors import ConfigError, LayoutError, UnsupportedConfig
-from tpuconv.notation.arithmetic import Arithmetic
+from tpuconv.notation.arithmetic import Arithmetic, Ones
 from tpuconv.notation.layout import Layout, Shape, format_axes
 from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.release import AS_TABLED, Release
@@ -85,6 +85,11 @@ class Map:
         """The names of the parameters, as a tuple."""
         return (self.jax,) if isinstance(self.jax, str) else self.jax
 
+    @property
+    def is_of_ones(self) -> bool:
+        """True if the sources give only the shape of the parameter: the way back has no such row."""
+        return any(isinstance(change, Ones) for change in self.arithmetic)
+
 
 def under(hf: str, jax: str, *rows: Map) -> tuple[Map, ...]:
     """The rows with a prefix before the names on each side; an empty one adds nothing."""
@@ -97,8 +102,7 @@ def under(hf: str, jax: str, *rows: Map) -> tuple[Map, ...]:
 
 @dataclass(frozen=True)
 class Stack:
-    """One tensor of a layout's side. It is made of the named tensors, stacked on its `depth` leading axes; if nothing
-    is stacked, it has one name and depth 0."""
+    """A tensor of a layout's side: named ones that are stacked on its `depth` leading axes, or one with depth 0."""
 
     names: tuple[str, ...]
     depth: int

@@ -1,7 +1,7 @@
 """Composes a family's table and a target's tree to the table from released tensors to the target's parameters."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -118,7 +118,10 @@ def _of_tree(config: Any, table: MappingTable, tree: Tree, scan: bool) -> HasSiz
     """
     period = tree.period
     half = {HALF_HEAD: config.sizes["H"] // 2} if "H" in config.sizes else {}
-    sizes, sets = {**config.sizes, **half}, {**config.layer_sets, **table.layer_sets, **tree.layer_sets(config)}
+    sizes, sets = (
+        {**config.sizes, **half, **tree.sizes(config)},
+        {**config.layer_sets, **table.layer_sets, **tree.layer_sets(config)},
+    )
     if period == 1:
         return WithSizes(config, sizes, sets)
     numbers = sets[LAYERS]
@@ -144,7 +147,7 @@ def _stacks(tree: Tree) -> dict[str, list[int]]:
     """Returns the places of a period, by the names of the arrays that hold their layers if they are scanned."""
     stacks: dict[str, list[int]] = {}
     for place in range(tree.period):
-        for name in {layers.stack(place) for layers in tree.layers}:
+        for name in {layers.stack(place) for layers in tree.layers if layers.stacked is not None}:
             stacks.setdefault(name, []).append(place)
     return stacks
 
@@ -185,9 +188,18 @@ def _merged(rows: Sequence[Map], tree: Tree) -> list[Map]:
                 layer = _LAYER.match(row.jax_names[0])
                 by_layers.setdefault(layer[1] if layer else "", []).append(row)
             for first, *others in by_layers.values():
+                if _is_of_ones(joined):
+                    ones = _merge([first] * len(joined))
+                    out += [ones] if ones not in out else []
+                    continue
                 merged = _merge([first, *others])
                 out = [merged if row is first else row for row in out if row not in others]
     return out
+
+
+def _is_of_ones(names: tuple[str, ...]) -> bool:
+    """True if a place of these names takes the shape of a parameter, and not its values (`Places`)."""
+    return len(names) > len(set(names))
 
 
 def _merge(rows: Sequence[Map]) -> Map:
@@ -245,7 +257,7 @@ class _Composer:
             placed = _find(layers.places, names) if self.layer_sets.get(index.partition("+")[0]) else None
             if placed is None:
                 continue
-            if not self.scan:
+            if not self.scan or layers.stacked is None:
                 front = layers.apart.replace(f"{{{layers.letter}}}", f"{{{index}}}")
                 yield self._row(_with_index(row, own, index), placed, f"{front}.")
             elif self.tree.period == 1 or index.startswith(PERIODS):
@@ -319,13 +331,16 @@ _Placed = list[tuple[tuple[int, ...], Place]]
 """Each place, with the numbers of the row's parameters that it takes."""
 
 
-def _find(places: Places, names: Collection[str]) -> _Placed | None:
+def _find(places: Places, names: tuple[str, ...]) -> _Placed | None:
     """Returns the places of a row's parameters; None unless all have one."""
+    if _is_of_ones(names):
+        place = places.get(names)
+        return [(tuple(range(len(names))), place)] if isinstance(place, Place) else None
     number = {name: i for i, name in enumerate(names)}
     found: _Placed = []
     for ours, theirs in places.items():
         parts = (ours,) if isinstance(ours, str) else ours
-        if all(part in number for part in parts):
+        if all(part in number for part in parts) and not _is_of_ones(parts):
             place = Place(theirs) if isinstance(theirs, str) else theirs
             found.append((tuple(number[part] for part in parts), place))
     taken = sorted(i for numbers, _ in found for i in numbers)

@@ -204,7 +204,7 @@ GEMMA3N = (
         Place(
             "embedder.input_embedding",
             "(layer_vocab + further_vocab) D -> layer_vocab D, further_vocab D",
-            rest="embedder.further_embedding",
+            others=("embedder.further_embedding",),
         ),
         lambda config: config.vocab_size > config.vocab_size_per_layer_input,
     ),

@@ -16,6 +16,16 @@ from tpuconv.targets.maxtext_encoders import (
     OMNI_SOUNDS,
     qwen3_images,
 )
+from tpuconv.targets.maxtext_places import (
+    ATTENTION_PARTS,
+    MLP_PLACES,
+    MODEL_PLACES,
+    NORM_PLACES,
+    attention_places,
+    expert_places,
+    shared_expert_places,
+)
+from tpuconv.targets.maxtext_streams import DEEPSEEK4
 from tpuconv.targets.needs import (
     ATTENTION_TO_ALL,
     DELTA_LAYERS,
@@ -40,52 +50,6 @@ from tpuconv.targets.target import LayerPlaces, PairForm, Place, Places, Target,
 
 SCALED_QUERY = Times("H", -0.5)
 
-MODEL_PLACES: Places = {
-    "embed.embedding": "token_embedder.embedding",
-    "norm.scale": "decoder.decoder_norm.scale",
-    "lm_head.kernel": "decoder.logits_dense.kernel",
-}
-NORM_PLACES: Places = {
-    "attn_norm.scale": "pre_self_attention_layer_norm.scale",
-    "mlp_norm.scale": "post_self_attention_layer_norm.scale",
-    "moe_norm.scale": "post_self_attention_layer_norm.scale",
-}
-MLP_PLACES: Places = {
-    "mlp.gate.kernel": "mlp.wi_0.kernel",
-    "mlp.up.kernel": "mlp.wi_1.kernel",
-    "mlp.down.kernel": "mlp.wo.kernel",
-}
-ATTENTION_PARTS = {"q": "query", "k": "key", "v": "value", "o": "out"}
-
-
-def _attention(name: str = "self_attention", biases: str = "") -> Places:
-    """Returns the places of attention with grouped queries, and with biases of these projections."""
-    return {
-        **{f"attn.{ours}.kernel": f"{name}.{theirs}.kernel" for ours, theirs in ATTENTION_PARTS.items()},
-        **{f"attn.{ours}.bias": f"{name}.{ATTENTION_PARTS[ours]}.bias" for ours in biases},
-        "attn.q_norm.scale": f"{name}.query_norm.scale",
-        "attn.k_norm.scale": f"{name}.key_norm.scale",
-    }
-
-
-def _experts(name: str) -> Places:
-    """Returns the places of experts and their router."""
-    return {
-        "moe.router.kernel": f"{name}.gate.kernel",
-        "moe.gate.kernel": f"{name}.wi_0",
-        "moe.up.kernel": f"{name}.wi_1",
-        "moe.down.kernel": f"{name}.wo",
-    }
-
-
-def _shared_expert(name: str) -> Places:
-    """Returns the places of the expert that takes every token."""
-    return {
-        "moe.shared.gate.kernel": f"{name}.wi_0.kernel",
-        "moe.shared.up.kernel": f"{name}.wi_1.kernel",
-        "moe.shared.down.kernel": f"{name}.wo.kernel",
-    }
-
 
 def _alike(places: Places, needs: Needs = ATTENTION_TO_ALL, **changes: Any) -> Tree:
     """Returns the tree of a model whose layers are all alike."""
@@ -99,13 +63,15 @@ def _periodic(period: int, places: Places, needs: Needs, rest: str = "", **chang
     return Tree(MODEL_PLACES, (layers,), period, needs=needs, **changes)
 
 
-QWEN2 = _alike({**NORM_PLACES, **_attention(biases="qkv"), **MLP_PLACES})
-QWEN = _alike({**NORM_PLACES, **_attention(), **MLP_PLACES})
-QWEN_MOE = _alike({**NORM_PLACES, **_attention(), **_experts("moe_block")}, {**ATTENTION_TO_ALL, **NORMALIZED})
+QWEN2 = _alike({**NORM_PLACES, **attention_places(biases="qkv"), **MLP_PLACES})
+QWEN = _alike({**NORM_PLACES, **attention_places(), **MLP_PLACES})
+QWEN_MOE = _alike(
+    {**NORM_PLACES, **attention_places(), **expert_places("moe_block")}, {**ATTENTION_TO_ALL, **NORMALIZED}
+)
 
 SCALED: Places = {
     **NORM_PLACES,
-    **_attention(),
+    **attention_places(),
     **MLP_PLACES,
     "attn.q.kernel": Place("self_attention.query.kernel", arithmetic=SCALED_QUERY),
 }
@@ -131,8 +97,8 @@ GPT_OSS_TREE = _periodic(
     2,
     {
         **NORM_PLACES,
-        **_attention("GptOssAttention", "qkvo"),
-        **_experts("GptOssMlp"),
+        **attention_places("GptOssAttention", "qkvo"),
+        **expert_places("GptOssMlp"),
         "attn.sinks": "GptOssAttention.sinks",
         "moe.router.bias": "GptOssMlp.gate.bias",
         "moe.gate.bias": "GptOssMlp.wi_0_bias",
@@ -149,8 +115,8 @@ LLAMA4 = _periodic(
         **NORM_PLACES,
         **{f"attn.{ours}.kernel": f"self_attention.{theirs}.kernel" for ours, theirs in ATTENTION_PARTS.items()},
         **MLP_PLACES,
-        **_experts("Llama4MoEBlock_0.MoeBlock_0"),
-        **_shared_expert("Llama4MoEBlock_0.shared_experts"),
+        **expert_places("Llama4MoEBlock_0.MoeBlock_0"),
+        **shared_expert_places("Llama4MoEBlock_0.shared_experts"),
     },
     {**LLAMA4_LAYERS, **rope_of("default", "llama3")},
     differs=LLAMA31_ROPE,
@@ -160,7 +126,7 @@ LLAMA4 = _periodic(
 OLMO3 = _periodic(
     4,
     {
-        **_attention("attention", "qkvo"),
+        **attention_places("attention", "qkvo"),
         **MLP_PLACES,
         "attn.q_norm.scale": Place("attention.query_norm.scale", "N H -> (N H)"),
         "attn.k_norm.scale": Place("attention.key_norm.scale", "K H -> (K H)"),
@@ -193,9 +159,9 @@ def _gemma(tree: Tree, factor: Times) -> Tree:
 
 def _gemma2_layer(kind: str) -> Places:
     """Returns the places of one of the two layers of a period."""
-    attention = {ours: name for ours, name in _attention(f"self_attention_{kind}").items() if "norm" not in str(ours)}
+    places = attention_places(f"self_attention_{kind}")
     return {
-        **attention,
+        **{ours: name for ours, name in places.items() if "norm" not in str(ours)},
         "attn.q.kernel": Place(f"self_attention_{kind}.query.kernel", arithmetic=SCALED_QUERY),
         **{ours: str(name).replace("mlp.", f"mlp_{kind}.") for ours, name in MLP_PLACES.items()},
         **{f"{x}.scale": Place(f"{name}_{kind}.scale", arithmetic=Plus(1.0)) for x, name in GEMMA_NORMS.items()},
@@ -219,7 +185,7 @@ GEMMA3 = _gemma(
     _periodic(
         6,
         {
-            **_attention(),
+            **attention_places(),
             **MLP_PLACES,
             **{f"{x}.scale": Place(f"{name}.scale", arithmetic=Plus(1.0)) for x, name in GEMMA_NORMS.items()},
             "attn.q_norm.scale": Place("self_attention.query_norm.scale", arithmetic=Plus(1.0)),
@@ -242,7 +208,7 @@ LOCAL_AND_GLOBAL = (*["decoder.scanned_blocks.local_layers"] * 5, "decoder.scann
 def _gemma4(mlp: Places, stacked: tuple[str, ...], **changes: Any) -> Tree:
     """Returns the tree of a Gemma 4, whose norms equal the release."""
     places: Places = {
-        **_attention(),
+        **attention_places(),
         **mlp,
         **{f"{x}.scale": f"{name}.scale" for x, name in GEMMA_NORMS.items()},
         "layer_scalar": "layer_scalar",
@@ -270,7 +236,7 @@ GEMMA4 = (
     _gemma4(
         {
             **{ours: str(name).replace("mlp.", "mlp.moe_block.shared_experts.") for ours, name in MLP_PLACES.items()},
-            **_experts(GEMMA4_MOE),
+            **expert_places(GEMMA4_MOE),
             "moe.router_scale": "mlp.pre_forward_scale_2",
             "moe.expert_scale": f"{GEMMA4_MOE}.per_expert_scale",
             "moe_norm.scale": "mlp.pre_feedforward_layernorm_2.scale",
@@ -308,8 +274,8 @@ def _delta(stacked: tuple[str, ...]) -> Tree:
     both: Places = {
         "attn_norm.scale": "input_layernorm.scale",
         "mlp_norm.scale": "post_attention_layernorm.scale",
-        **_experts("mlp.routed_experts"),
-        **_shared_expert("mlp.shared_expert"),
+        **expert_places("mlp.routed_experts"),
+        **shared_expert_places("mlp.shared_expert"),
         "moe.router_shared.kernel": Place("mlp.shared_expert_gate.kernel", "D -> D 1"),
     }
     linear: Places = {
@@ -335,7 +301,7 @@ def _delta(stacked: tuple[str, ...]) -> Tree:
         ),
     }
     full: Places = {
-        **{ours: name for ours, name in _attention("attention.attention").items() if ours != "attn.q.kernel"},
+        **{ours: name for ours, name in attention_places("attention.attention").items() if ours != "attn.q.kernel"},
         ("attn.q.kernel", "attn.gate.kernel"): Place("attention.attention.query.kernel", "D N H, D N H -> D N (H + H)"),
         "attn.o.kernel": Place("attention.attention.out.kernel", "N H D -> (N H) D"),
     }
@@ -371,11 +337,11 @@ LATENT_ATTENTION: Places = {
 QUERY_PARTS = ("attn.q_nope.kernel", "attn.q_rope.kernel")
 MOE_BLOCK = "DeepSeekMoeBlock_0"
 SHARED_EXPERTS: Places = {
-    **_experts(f"{MOE_BLOCK}.MoeBlock_0"),
+    **expert_places(f"{MOE_BLOCK}.MoeBlock_0"),
     # In MaxText a variable that is not trained (MoEBiasVar). Its loaders find it among the parameters, and its trainer
     # saves it apart.
     "moe.router.correction": Place(f"{MOE_BLOCK}.MoeBlock_0.gate.bias", layer_axis=0),
-    **_shared_expert(f"{MOE_BLOCK}.shared_experts"),
+    **shared_expert_places(f"{MOE_BLOCK}.shared_experts"),
 }
 
 
@@ -416,7 +382,7 @@ MAXTEXT = Target(
         "qwen3_vl": replace(QWEN, parts={VISION: qwen3_images("Qwen3VL")}),
         "qwen3_vl_moe": replace(QWEN_MOE, parts={VISION: qwen3_images("Qwen3VL")}),
         "qwen3_omni_moe": replace(QWEN_MOE, parts={VISION: qwen3_images("Qwen3OmniMoe"), AUDIO: OMNI_SOUNDS}),
-        "mixtral": _alike({**SCALED, **_experts("MoeBlock_0")}),
+        "mixtral": _alike({**SCALED, **expert_places("MoeBlock_0")}),
         "gpt_oss": GPT_OSS_TREE,
         "llama4_text": LLAMA4,
         "llama4": replace(LLAMA4, parts={VISION: LLAMA4_IMAGES}),
@@ -432,6 +398,7 @@ MAXTEXT = Target(
         "deepseek_v2": DEEPSEEK_V2,
         "deepseek_v3": DEEPSEEK,
         "deepseek_v32": DEEPSEEK,
+        "deepseek_v4": DEEPSEEK4,
         "kimi_k2": DEEPSEEK,
         "kimi_k25": DEEPSEEK,
     },

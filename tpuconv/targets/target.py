@@ -31,24 +31,24 @@ class Place:
         layout: how our axes become the target's, as in a mapping table; by default they are the same.
         arithmetic: how its values differ from ours; by default they are the same.
         layer_axis: the axis on which scanned layers are stacked; by default the axis of the target.
-        rest: the name of a second array, for what the target has no place for: the layout's second result.
+        others: the names of the layout's further results.
     """
 
     name: str
     layout: str = ""
     arithmetic: Arithmetic | None = None
     layer_axis: int | None = None
-    rest: str = ""
+    others: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of its arrays."""
-        return (self.name, self.rest) if self.rest else (self.name,)
+        return (self.name, *self.others)
 
 
 Places = Mapping[str | tuple[str, ...], str | Place]
 """By our name, or by the names of parameters that are joined, the target's place; a name alone if axes and values are
-ours."""
+ours. Under one name several times is an array of `Ones`, of the shape of these parameters joined."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class LayerPlaces:
             layers of the letter J.
         stacked: the prefix of the names of scanned layers; `{#}` is the place in a period. Or the prefix of each place
             of a period: places with the same one are stacked on an axis of their own, after the axis of the periods.
+            None if these layers are never stacked, though others are.
         letter: the layers that have these names: L for all, I for those with a dense MLP, J for those with experts, Y
             for the first of each period, Y+1 for the second.
         rest: what stands before the names of a layer after the last complete period, if the others are scanned. If
@@ -69,12 +70,13 @@ class LayerPlaces:
 
     places: Places
     apart: str
-    stacked: str | tuple[str, ...] = ""
+    stacked: str | tuple[str, ...] | None = ""
     letter: str = "L"
     rest: str = ""
 
     def stack(self, place: int) -> str:
         """Returns what stands before the names of scanned layers at a place of a period."""
+        assert self.stacked is not None
         return self.stacked.replace("{#}", str(place)) if isinstance(self.stacked, str) else self.stacked[place]
 
 
@@ -108,6 +110,7 @@ class Tree:
             program computes other logits.
         note: what a user must know to load it.
         layer_sets: layers of the tree that a config does not have, by their letter.
+        sizes: of letters of the tree that a config does not have.
         parts: the parts beside the text model that the target has, by name. Without the others the text model is
             converted.
         quantized: sets of parameters of layers, by our names after `layers.{L}.`, of which the program reads all
@@ -123,6 +126,7 @@ class Tree:
     differs: Needs = field(default_factory=dict)
     note: str = ""
     layer_sets: Callable[[Any], Mapping[str, Sequence[int]]] = lambda config: {}
+    sizes: Callable[[Any], Mapping[str, int]] = lambda config: {}
     parts: Mapping[str, PartPlaces] = field(default_factory=dict)
     quantized: tuple[frozenset[str], ...] | None = None
 

@@ -52,7 +52,7 @@ def check_stacked(target: Target, tree: Tree, family: str, config: Any) -> None:
     Raises:
         UnsupportedConfig: it does not.
     """
-    if not all(layers.stacked for layers in tree.layers):
+    if any(layers.stacked == "" for layers in tree.layers):
         raise UnsupportedConfig(f"{target.name} has no stacked layers of this model", hint="leave out `scan_layers=`")
     if unmet := _unmet(tree.stacked_needs, config):
         raise UnsupportedConfig(

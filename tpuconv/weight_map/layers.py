@@ -8,6 +8,7 @@ memory of a call is then a layer's too.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 
 from tpuconv.notation.layout import Axes
 from tpuconv.weight_map.picks import Box, Pick, Pile
@@ -48,6 +49,16 @@ class StepLayers:
         return len(self.src)
 
 
+def _taken(step: MapStep) -> list[Sequence[Axes]]:
+    """Returns the axes of the arrays of the source, row by row."""
+    return [side.undone for side in step.src]
+
+
+def _made(step: MapStep) -> list[Sequence[Axes]]:
+    """Returns the axes of the arrays of the target, row by row."""
+    return [side.layout.dst for side in step.dst]
+
+
 @cache
 def layers_of(step: MapStep) -> StepLayers | None:
     """Returns the layers of a step whose layers are stacked in one tree or both, and alike; else None."""
@@ -63,14 +74,14 @@ def _of_stacked(step: MapStep) -> StepLayers | None:
     picks = [pick for pick in step.picks if isinstance(pick, Box)]
     letters = {step.stacks[pick.stack][0].letter for pick in picks}
     letter = letters.pop()
-    src_axes = _axes_of(step.src, letter)
+    src_axes = _axes_of(_taken(step), letter)
     if letters or not letter or src_axes is None:
         return None
     count = dict(step.src[0].sizes)[letter]
     arrays = tuple(range(len(src_axes)))
     if all(pick.ranges[0] is None and pick.kept[:1] == (0,) for pick in picks):
         firsts = {axes[0].letter for side in step.dst for axes in side.layout.src}
-        dst_axes = _axes_of(step.dst, letter)
+        dst_axes = _axes_of(_made(step), letter)
         if firsts != {letter} or dst_axes is None or count < 2:
             return None
         one = MapStep(_one(step.src, letter), _one(step.dst, letter), step.picks)
@@ -86,8 +97,8 @@ def _of_stacked(step: MapStep) -> StepLayers | None:
         if (found is not None and one != found) or not here or len(small) != sum(rows.count(i) for i in sides):
             return None
         found = one
-        mine.append(_arrays_of(step.dst, sides))
-    if found is None or count < 2 or sum(map(len, mine)) != len(_arrays_of(step.dst, range(len(step.dst)))):
+        mine.append(_arrays_of(_made(step), sides))
+    if found is None or count < 2 or sum(map(len, mine)) != len(_arrays_of(_made(step), range(len(step.dst)))):
         return None
     return StepLayers(LayerStep(found, src_axes, ()), (arrays,) * count, tuple(mine))
 
@@ -97,7 +108,7 @@ def _into_stacked(step: MapStep) -> StepLayers | None:
     picks = [pick for pick in step.picks if isinstance(pick, Pile)]
     letters = {axes[0].letter for side in step.dst for axes in side.layout.src}
     letter, count = letters.pop(), len(picks[0].picks)
-    dst_axes = _axes_of(step.dst, letter)
+    dst_axes = _axes_of(_made(step), letter)
     if letters or not letter or dst_axes is None or count < 2 or {len(pick.picks) for pick in picks} != {count}:
         return None
     owner = [i for i, side in enumerate(step.src) for _ in side.layout.src]
@@ -113,9 +124,9 @@ def _into_stacked(step: MapStep) -> StepLayers | None:
         if found is not None and one != found:
             return None
         found = one
-        mine.append(_arrays_of(step.src, sides))
+        mine.append(_arrays_of(_taken(step), sides))
     flat = [i for arrays in mine for i in arrays]
-    if found is None or sorted(flat) != list(_arrays_of(step.src, range(len(step.src)))):
+    if found is None or sorted(flat) != list(_arrays_of(_taken(step), range(len(step.src)))):
         return None
     return StepLayers(LayerStep(found, (), dst_axes), tuple(mine), (tuple(range(len(dst_axes))),) * count)
 
@@ -126,10 +137,10 @@ def _renumbered(pick: Pick, number: dict[int, int]) -> Pick:
     return Pile(tuple(_renumbered(part, number) for part in pick.picks))
 
 
-def _axes_of(sides: Sequence[RowSide], letter: str) -> tuple[int, ...] | None:
+def _axes_of(rows: Sequence[Sequence[Axes]], letter: str) -> tuple[int, ...] | None:
     """Returns the axis of a letter in each array of the rows; None unless it is an axis by itself in all of them."""
     found = []
-    for axes in (axes for side in sides for axes in side.layout.dst):
+    for axes in chain.from_iterable(rows):
         at = [i for i, axis in enumerate(axes) if axis.letter == letter]
         if len(at) != 1 or _count(axes, letter) != 1:
             return None
@@ -152,9 +163,9 @@ def _rows_of_picks(sides: Sequence[RowSide]) -> list[int]:
     return [i for i, side in enumerate(sides) for _ in side.layout.src]
 
 
-def _arrays_of(sides: Sequence[RowSide], numbers: Sequence[int]) -> tuple[int, ...]:
+def _arrays_of(rows: Sequence[Sequence[Axes]], numbers: Sequence[int]) -> tuple[int, ...]:
     """Returns the numbers of the arrays of some rows among the arrays of all rows."""
     starts = [0]
-    for side in sides:
-        starts.append(starts[-1] + len(side.layout.dst))
+    for axes in rows:
+        starts.append(starts[-1] + len(axes))
     return tuple(i for number in numbers for i in range(starts[number], starts[number + 1]))

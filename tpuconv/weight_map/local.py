@@ -69,7 +69,8 @@ def _shardings_of_letters(
 ) -> dict[str, tuple[str, ...]] | None:
     """Returns the mesh axes that each letter is sharded over; None if two arrays differ in one."""
     found: dict[str, tuple[str, ...]] = {}
-    arrays: list[tuple[RowSide, Axes]] = [(side, axes) for side in (*step.src, *step.dst) for axes in side.layout.dst]
+    arrays: list[tuple[RowSide, Axes]] = [(side, axes) for side in step.src for axes in side.undone]
+    arrays += [(side, axes) for side in step.dst for axes in side.layout.dst]
     for (side, axes), spec in zip(arrays, specs, strict=True):
         sizes = dict(side.sizes)
         for i, axis in enumerate(axes):

@@ -12,7 +12,7 @@ from typing import Any
 
 from tpuconv.errors import UnsupportedConfig, shorten
 from tpuconv.names import collapse
-from tpuconv.notation.arithmetic import Arithmetic
+from tpuconv.notation.arithmetic import Arithmetic, FactorsBeside
 from tpuconv.notation.arrays import ArrayModule
 from tpuconv.notation.layout import UNIT, Axes, Axis, Layout, Sizes
 from tpuconv.notation.table import Binding
@@ -46,6 +46,12 @@ class RowSide:
             letters |= row.sizes.keys()  # a change may depend on any
         return cls(row.layout, tuple(sorted((x, row.sizes[x]) for x in letters)), changes)
 
+    @property
+    def undone(self) -> tuple[Axes, ...]:
+        """The axes of the arrays that the way back takes: of the row, and of the factors beside them."""
+        first = self.changes[0]
+        return (*self.layout.dst, self.layout.dst[0][:-1]) if isinstance(first, FactorsBeside) else self.layout.dst
+
     def local(self, parts: Mapping[str, int]) -> dict[str, int]:
         """Returns the sizes in one device's part, if the letters are divided into `parts`."""
         return {letter: size // parts.get(letter, 1) for letter, size in self.sizes}
@@ -75,8 +81,11 @@ class MapStep:
         """
         given, stacks, keeps_values = iter(tensors), [], self.keeps_values
         for side in self.src:
-            mine = [next(given) for _ in side.layout.dst]
-            if not keeps_values:
+            mine = [next(given) for _ in side.undone]
+            if isinstance(change := side.changes[0], FactorsBeside):
+                *mine, factors = mine
+                mine = [change.multiplied(x, factors, arrays) for x in mine]
+            elif not keeps_values:
                 mine = [
                     x if change is None else change.undo(x, dict(side.sizes), arrays)
                     for x, change in zip(mine, side.changes, strict=True)
@@ -97,7 +106,8 @@ class MapStep:
     @property
     def keeps_values(self) -> bool:
         """True if no value changes: all arrays differ from the release in the same way, or not at all."""
-        return len({change for side in (*self.src, *self.dst) for change in side.changes}) == 1
+        changes = {change for side in (*self.src, *self.dst) for change in side.changes}
+        return len(changes) == 1 and not any(isinstance(change, FactorsBeside) for change in changes)
 
     @property
     def rounds(self) -> bool:
@@ -128,7 +138,7 @@ def compose_steps(source: Sequence[Binding], target: Sequence[Binding]) -> tuple
     Raises:
         UnsupportedConfig: one tree has released tensors that the other one lacks.
     """
-    source = [row for row in source if not row.row.otherwise]
+    source = [row for row in source if not (row.row.otherwise or row.row.is_of_ones)]
     _check_alike(source, target)
     owner = {name: i for i, row in enumerate(source) for stack in row.src for name in stack.names}
     parent = list(range(len(source) + len(target)))
@@ -167,11 +177,18 @@ def _step(source: Sequence[Binding], target: Sequence[Binding]) -> NamedStep:
         for stack, axes in zip(row.src, row.layout.src, strict=True)
     )
     step = MapStep(tuple(map(RowSide.of, source)), tuple(map(RowSide.of, target)), picks)
-    return NamedStep(step, _names(source), _names(target), tuple(places))
+    taken = tuple(name for row, side in zip(source, step.src, strict=True) for name in _undone(row, side))
+    return NamedStep(step, taken, _names(target), tuple(places))
 
 
 def _dims(axes: Sequence[Axis], sizes: Sizes) -> tuple[int, ...]:
     return tuple(axis.size(sizes) for axis in axes)
+
+
+def _undone(row: Binding, side: RowSide) -> tuple[str, ...]:
+    """Returns the names of the arrays of `RowSide.undone`."""
+    names, change = _names([row]), side.changes[0]
+    return (*names, change.of(names[0])) if isinstance(change, FactorsBeside) else names
 
 
 def _names(rows: Sequence[Binding]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from tpuconv.convert.export.tensor import ExportRow
 from tpuconv.convert.run.strided import copy_strided
 from tpuconv.encodings.casts import check_cast
 from tpuconv.errors import OutputError
+from tpuconv.notation.arithmetic import FactorsBeside
 from tpuconv.notation.layout import Ranges, cut_sizes
 from tpuconv.sources.headers import DTYPES
 
@@ -50,7 +51,11 @@ def _array(
     values = arrays.read(name, row.axes[name], ranges, made, figures)
     if (change := row.inverse.inverse.arithmetic.get(name)) is not None:
         with np.errstate(over="ignore", invalid="ignore"):
-            undone = change.undo(values, row.inverse.sizes)
+            if isinstance(change, FactorsBeside):
+                factors = arrays.read(change.of(name), row.axes[name][:-1], ranges, made, figures)
+                undone = change.multiplied(values, factors)
+            else:
+                undone = change.undo(values, row.inverse.sizes)
         check_cast(name, values, undone)
         values = undone
     for axis, count in enumerate(row.repeats.get(name, ())):

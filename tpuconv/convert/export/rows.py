@@ -23,6 +23,7 @@ from tpuconv.encodings.passthrough_rows import Stored, split
 from tpuconv.encodings.scheme import Scheme
 from tpuconv.encodings.schemes import schemes
 from tpuconv.errors import CorruptOutput, UsageError
+from tpuconv.notation.arithmetic import WholeNumbers
 from tpuconv.notation.layout import Axis, Ranges, Shape, lead, sliceable
 from tpuconv.notation.sizes import HasSizes
 from tpuconv.notation.table import EXPERTS, Binding, MappingTable, Stack
@@ -89,6 +90,8 @@ def export_pieces(
     is_stacked = manifest.scan_layers and target.trees is None  # tables of trees have their stacks already
     layer_table = table.stack_layers(config) if is_stacked else table
     for whole in layer_table.bind(config, manifest.include_mtp):
+        if whole.row.is_of_ones:
+            continue  # what was trained of them is multiplied into the matrices behind them
         is_quantized = any(stack.names[0] in quantized for stack in whole.dst)
         if not is_quantized:
             plain += _linear_modules(whole)
@@ -211,7 +214,9 @@ def _plain_rows(
             raise _no_array(manifest, name, binding.dst_shapes()[name])
         dtype = CODES[manifest.arrays[name].dtype]
         shapes = binding.src_shapes()
-        tensors = [ExportTensor(name, dtype, shape, name, _same, sliced=True) for name, shape in shapes.items()]
+        is_float = isinstance(binding.arithmetic.get(name), WholeNumbers) and dtype == "F32"
+        dtype, make = ("I64", _whole_numbers) if is_float else (dtype, _same)
+        tensors = [ExportTensor(name, dtype, shape, name, make, sliced=True) for name, shape in shapes.items()]
         yield binding.inverse, tensors
 
 
@@ -244,6 +249,10 @@ def _no_array(manifest: Manifest, name: str, shape: Shape) -> CorruptOutput:
 
 def _same(array: np.ndarray) -> np.ndarray:
     return array
+
+
+def _whole_numbers(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.int64)
 
 
 def _passthrough_rows(

@@ -60,17 +60,20 @@ def layer_places(apart: Iterable[Binding], stacked: Iterable[Binding]) -> dict[s
     Args:
         apart, stacked: the bindings of a target from the same tensors, without stacked layers and with them.
     """
-    found: dict[str, tuple[Binding, dict[str, int]]] = {}
+    found: dict[tuple[str, bool], tuple[Binding, dict[str, int]]] = {}
     for binding in stacked:
         stack, axes = binding.src[0], binding.layout.src[0]
         letters = [axis.letter for axis in axes[: stack.depth]]
         sizes = [binding.sizes[letter] for letter in letters]
         for number, name in enumerate(stack.names):
             index = np.unravel_index(number, sizes) if sizes else ()
-            found[name] = binding, {letter: int(i) for letter, i in zip(letters, index, strict=True)}
+            found[name, binding.row.is_of_ones] = (
+                binding,
+                {letter: int(i) for letter, i in zip(letters, index, strict=True)},
+            )
     places: dict[str, LayerPlace] = {}
     for binding in apart:
-        other, index_of = found[binding.src[0].names[0]]
+        other, index_of = found[binding.src[0].names[0], binding.row.is_of_ones]
         for ours, axes, theirs, their_axes in zip(
             binding.dst, binding.layout.dst, other.dst, other.layout.dst, strict=True
         ):
