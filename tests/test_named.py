@@ -65,7 +65,7 @@ def test_each_type_of_transformers_is_read_or_has_its_reason() -> None:
 
 
 def test_the_reason_of_a_refused_model_is_told() -> None:
-    assert "Mamba-1 in heads" in left_out("ZambaForCausalLM")
+    assert "masks that are made of values" in left_out("DogeForCausalLM")
     with pytest.raises(UnsupportedConfig, match="recurrent networks without attention"):
         families_named("rwkv")
     with pytest.raises(UnsupportedConfig, match="bytes that are joined to patches") as caught:

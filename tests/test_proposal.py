@@ -110,7 +110,8 @@ NEIGHBOURS: Mapping[str, Sequence[str]] = {
     "mimo_v2": ("mimo_v2_flash",),
     "sarvam_mla": ("deepseek_v3",),
     "sarvam_moe": ("bailing_moe",),
-    "zamba2": HYBRIDS,
+    "zamba": ("zamba2",),
+    "zamba2": ("zamba",),
 }
 """The nearest families of a family that is taken out. recurrent_gemma is left out: it shares no name of a layer with
 Gemma; and inkling_text, which shares its names with the multimodal model around it alone."""

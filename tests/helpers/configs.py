@@ -22,6 +22,7 @@ SMALL = {
 }
 OF_TYPES = {
     **{name: {"num_hidden_layers": 4} for name in ("nemotron_h", "nemo_speechlm", "nemotron_h_puzzle")},
+    "zamba": {"num_hidden_layers": 9, "attn_layer_period": 2},
     "zamba2": {"num_hidden_layers": 54},
     "domynedge": {"num_hidden_layers": 36},
     **{name: {"num_kv_shared_layers": 0} for name in ("gemma3n_text", "gemma3n")},

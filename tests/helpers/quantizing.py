@@ -68,6 +68,7 @@ EVEN = {
     "jamba": {"num_attention_heads": 2, "mamba_d_state": 32, "mamba_dt_rank": 32},
     "bamba": {**MAMBA, "head_dim": 32},
     "falcon_h1": {**MAMBA, "head_dim": 32, "mamba_d_ssm": 128},
+    "zamba": {"num_key_value_heads": 4, "n_mamba_heads": 2, "mamba_d_state": 32, "mamba_dt_rank": 32},
     "zamba2": {"n_mamba_heads": 4, "mamba_d_state": 32, "adapter_rank": 32},
     **{
         name: {**MLA, "num_key_value_heads": 4}

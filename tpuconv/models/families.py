@@ -78,6 +78,7 @@ FAMILIES: Mapping[str, str] = {
     "jamba": "lineages.state_spaces",
     "recurrent_gemma": "lineages.gemma",
     "falcon_h1": "falcon_h1.family",
+    "zamba": "zamba.family",
     "zamba2": "zamba2.family",
     "kimi_linear": "kimi_linear.family",
     "mistral4": "mistral4.family",

@@ -9,7 +9,6 @@ _ENCODERS = "encoders that may be run as decoders"
 _BEHIND_ENCODER = "decoders of models with an encoder"
 
 MODELS_LEFT_OUT: Mapping[str, str] = {
-    "zamba": "Mamba-1 in heads, each with projections of its own: not written yet",
     "cpmant": "tokens of a text see those behind them, so that its logits depend on how a text is cut into calls",
     "blt": "bytes that are joined to patches by another model",
     "doge": "masks that are made of values",

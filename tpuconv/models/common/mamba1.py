@@ -1,6 +1,7 @@
 """Mamba (arXiv:2312.00752), the first version. Each of n channels has a state of size k, and each element of a state
 has a decay rate. All channels have the same keys `b` and queries `c` of size k."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,38 +39,53 @@ class ChannelState(LayerState):
 
 
 class Mamba1(nnx.Module):
-    """Mamba, x [B, T, D] to [B, T, D]. Also returns the state after these tokens. Its config is a `ChannelConfig`."""
+    """Mamba, x [B, T, D] to [B, T, D]. Also returns the state after these tokens. Its config is a `ChannelConfig`.
+
+    Class attributes: `legend` has the words of its letters, `heads` is the letter of heads of channels that have keys,
+    queries and time steps of their own, which arrays [..., n], [..., k] and [..., r] then have before the last axis;
+    empty for one head. `state_type` is the type of its state.
+    """
+
+    legend: ClassVar[Mapping[str, str]] = LEGEND
+    heads: ClassVar[str] = ""
+    state_type: ClassVar[type[ChannelState]] = ChannelState
 
     def __init__(self, config: Any, *, dtype: DTypeLike, keys: Keys):
-        sizes, bias = with_letters(config.sizes, LEGEND), config.mamba_proj_bias
-        self.x = Einsum("BTD,Dn->BTn", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.z = Einsum("BTD,Dn->BTn", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.conv = Convolution("n", sizes, bias=config.mamba_conv_bias, dtype=dtype, keys=keys)
-        self.dt_a = Einsum("BTn,nr->BTr", sizes, dtype=dtype, keys=keys)
-        self.b = Einsum("BTn,nk->BTk", sizes, dtype=dtype, keys=keys)
-        self.c = Einsum("BTn,nk->BTk", sizes, dtype=dtype, keys=keys)
-        self.dt = Einsum("BTr,rn->BTn", sizes, bias=True, dtype=dtype, keys=keys)
-        self.o = Einsum("BTn,nD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
-        self.a_log = nnx.Param(jnp.zeros((sizes["k"], sizes["n"]), jnp.float32))
-        self.skip = nnx.Param(jnp.ones(sizes["n"], dtype))
+        sizes, bias, h = with_letters(config.sizes, self.legend), config.mamba_proj_bias, self.heads
+        self.x = Einsum(f"BTD,D{h}n->BT{h}n", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.z = Einsum(f"BTD,D{h}n->BT{h}n", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.conv = Convolution(f"{h}n", sizes, bias=config.mamba_conv_bias, dtype=dtype, keys=keys)
+        self.dt_a = Einsum(f"BT{h}n,{h}nr->BT{h}r", sizes, dtype=dtype, keys=keys)
+        self.b = Einsum(f"BT{h}n,{h}nk->BT{h}k", sizes, dtype=dtype, keys=keys)
+        self.c = Einsum(f"BT{h}n,{h}nk->BT{h}k", sizes, dtype=dtype, keys=keys)
+        self.dt = Einsum(f"BT{h}r,{h}rn->BT{h}n", sizes, bias=not h, dtype=dtype, keys=keys)
+        self.o = Einsum(f"BT{h}n,{h}nD->BTD", sizes, bias=bias, dtype=dtype, keys=keys)
+        self.a_log = nnx.Param(jnp.zeros([sizes[letter] for letter in f"{h}kn"], jnp.float32))
+        self.skip = nnx.Param(jnp.ones([sizes[letter] for letter in f"{h}n"], dtype))
         self.config = config
 
     def __call__(
         self, x_BTD: jax.Array, step: Step, window: jax.Array | int, state: ChannelState | None
     ) -> tuple[jax.Array, ChannelState]:
-        state = ChannelState.empty(self.config, len(x_BTD)) if state is None else state
+        state = self.state_type.empty(self.config, len(x_BTD)) if state is None else state
         packed = PackedTokens.of(x_BTD, step)
         z_BTn = self.z(packed.x_BTD)
         x_BTn, x_last = self.conv(self.x(packed.x_BTD), state.x_Bcn, packed.length_B)
         x_BTn = nnx.silu(x_BTn)
         dt_BTr, b_BTk, c_BTk = self.normalized(self.dt_a(x_BTn), self.b(x_BTn), self.c(x_BTn))
-        dt_BTn = self.dt(dt_BTr)
+        dt_BTn = self.time_steps(dt_BTr)
         dt_BTn = nnx.softplus(dt_BTn.astype(jnp.float32)).astype(dt_BTn.dtype).astype(jnp.float32)
-        dt_BTn = jnp.where(packed.is_real_BT[..., None], dt_BTn, 0)  # of padding, which leaves the state as it is
+        is_real = jnp.expand_dims(packed.is_real_BT, tuple(range(2, dt_BTn.ndim)))
+        dt_BTn = jnp.where(is_real, dt_BTn, 0)  # of padding, which leaves the state as it is
         x_BTn, b_BTk, c_BTk = (x.astype(jnp.float32) for x in (x_BTn, b_BTk, c_BTk))
-        y_BTn, s_Bkn = selective_scan(c_BTk, b_BTk, x_BTn, dt_BTn, self.a_log[...], state.s_Bkn)
+        scan = jax.vmap(selective_scan, (2, 2, 2, 2, 0, 1), (2, 1)) if self.heads else selective_scan
+        y_BTn, s_Bkn = scan(c_BTk, b_BTk, x_BTn, dt_BTn, self.a_log[...], state.s_Bkn)
         y_BTn = (y_BTn + x_BTn * self.skip[...].astype(jnp.float32)) * nnx.silu(z_BTn.astype(jnp.float32))
-        return packed.unpacked(self.o(y_BTn.astype(x_BTD.dtype))), ChannelState(s_Bkn, x_last)
+        return packed.unpacked(self.o(y_BTn.astype(x_BTD.dtype))), self.state_type(s_Bkn, x_last)
+
+    def time_steps(self, dt_BTr: jax.Array) -> jax.Array:
+        """Returns the time steps [B, T, n] before softplus."""
+        return self.dt(dt_BTr)
 
     def normalized(
         self, dt_BTr: jax.Array, b_BTk: jax.Array, c_BTk: jax.Array

@@ -1,11 +1,12 @@
 """Zamba 2: config and mapping table."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tpuconv.jsonfile import short
 from tpuconv.models.common.defaults import family_config
-from tpuconv.models.common.hybrid import NO_LIMIT, MambaConfig
+from tpuconv.models.common.hybrid import NO_LIMIT, MambaConfig, StateConfig
 from tpuconv.models.common.rope import Rope
 from tpuconv.models.common.rows import (
     FUSED_MLP,
@@ -46,60 +47,17 @@ KINDS_OF_RELEASE = tuple(
 """The default of `layers_block_type`, which is no key of its own in transformers."""
 
 
-@family_config
-class Config(MambaConfig):
-    """The keys of config.json. The layers `hybrid` run one of `num_mem_blocks` shared blocks in turn before their
-    Mamba-2, the others have Mamba-2 alone. Without tied embeddings transformers does not share the blocks either."""
+@dataclass(frozen=True, kw_only=True)
+class SharedBlocks(StateConfig):
+    """A decoder whose layers `hybrid` run one of `num_mem_blocks` shared blocks in turn before their state, the others
+    have a state alone. Without tied embeddings transformers does not share the blocks either. A family's Config derives
+    from this class and from a `StateConfig`, in this order."""
 
-    model_type: ClassVar[str] = "zamba2"
     other_kinds: ClassVar[tuple[str, ...]] = ("hybrid",)
-    hf_names: ClassVar[Mapping[str, str]] = {
-        "layer_types": "layers_block_type",
-        "mamba_n_heads": "n_mamba_heads",
-        "mamba_n_groups": "mamba_ngroups",
-        "mamba_d_head": "mamba_headdim",
-        "mamba_proj_bias": "add_bias_linear",
-        "head_dim": "attention_head_dim",
-    }
-    only: ClassVar = {"hidden_act": ("gelu",), "use_long_context": (False,), "tie_word_embeddings": (True,)}
-    most: ClassVar = {"num_mem_blocks": MOST_SHARED}
-    derived: ClassVar[frozenset[str]] = MambaConfig.derived | {"mamba_conv_bias", "time_step_limit"}
-    left_out: ClassVar[frozenset[str]] = frozenset(
-        {
-            *("attention_hidden_size", "hybrid_layer_ids", "kv_channels", "num_query_groups", "use_conv_bias"),
-            *("use_mamba_kernels", "use_mem_eff_path", "num_logits_to_keep"),
-        }
-    )
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"hidden_act": ("gelu",), "tie_word_embeddings": (True,)}
 
-    intermediate_size: int = 10240
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    layer_types: tuple[str, ...] | None = None
-    mamba_d_head: int | None = None
-    mamba_conv_bias: bool = True
-    time_step_min: float
-    time_step_limit: tuple[float, ...] = (0.0, NO_LIMIT)
     num_mem_blocks: int
-    use_shared_attention_adapter: bool
-    adapter_rank: int
     use_mem_rope: bool
-
-    @classmethod
-    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """As `MambaConfig.in_our_keys`. Without a width of MLPs it is four times the model's."""
-        out = super().in_our_keys(raw)
-        if not out.get("intermediate_size") and type(width := out.get("hidden_size", cls.hidden_size)) is int:
-            out["intermediate_size"] = 4 * width
-        return out
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        heads, kv_heads, size = (self.sizes[letter] for letter in "NKH")
-        if self.use_shared_attention_adapter and {heads * size, kv_heads * size} != {2 * self.hidden_size}:
-            yield (
-                f"use_shared_attention_adapter needs queries, keys and values of twice hidden_size={self.hidden_size}, "
-                f"not {heads} and {kv_heads} heads of {size}"
-            )
 
     def contradictions_of_heads(self) -> Iterator[str]:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
@@ -117,14 +75,6 @@ class Config(MambaConfig):
                 yield f"{key}={short(raw[key])} is not {short(value)}, which follows from other keys"
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        return self.layer_types or KINDS_OF_RELEASE
-
-    @property
-    def step_limits(self) -> tuple[float, float]:
-        return self.time_step_min, NO_LIMIT
-
-    @property
     def ropes(self) -> tuple[Rope | None, ...]:
         return (self.rope if self.use_mem_rope else None,) * self.num_hidden_layers
 
@@ -135,7 +85,6 @@ class Config(MambaConfig):
             "A": self.hidden_size,
             "H": self.head_dim or 2 * self.hidden_size // self.num_attention_heads,
             "joined_width": 2 * self.hidden_size,
-            "adapter_rank": self.adapter_rank,
         }
 
     @property
@@ -162,15 +111,83 @@ class Config(MambaConfig):
         return "layers share the weights of attention, and read the embeddings of tokens"
 
 
+@family_config
+class Config(SharedBlocks, MambaConfig):
+    """The keys of config.json. The state is Mamba-2's, and each use of a shared block has adapters of its own."""
+
+    model_type: ClassVar[str] = "zamba2"
+    hf_names: ClassVar[Mapping[str, str]] = {
+        "layer_types": "layers_block_type",
+        "mamba_n_heads": "n_mamba_heads",
+        "mamba_n_groups": "mamba_ngroups",
+        "mamba_d_head": "mamba_headdim",
+        "mamba_proj_bias": "add_bias_linear",
+        "head_dim": "attention_head_dim",
+    }
+    only: ClassVar = {**SharedBlocks.only, "use_long_context": (False,)}
+    most: ClassVar = {"num_mem_blocks": MOST_SHARED}
+    derived: ClassVar[frozenset[str]] = MambaConfig.derived | {"mamba_conv_bias", "time_step_limit"}
+    left_out: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("attention_hidden_size", "hybrid_layer_ids", "kv_channels", "num_query_groups", "use_conv_bias"),
+            *("use_mamba_kernels", "use_mem_eff_path", "num_logits_to_keep"),
+        }
+    )
+
+    intermediate_size: int = 10240
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    mamba_d_head: int | None = None
+    mamba_conv_bias: bool = True
+    time_step_min: float
+    time_step_limit: tuple[float, ...] = (0.0, NO_LIMIT)
+    use_shared_attention_adapter: bool
+    adapter_rank: int
+
+    @classmethod
+    def in_our_keys(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """As `MambaConfig.in_our_keys`. Without a width of MLPs it is four times the model's."""
+        out = super().in_our_keys(raw)
+        if not out.get("intermediate_size") and type(width := out.get("hidden_size", cls.hidden_size)) is int:
+            out["intermediate_size"] = 4 * width
+        return out
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        heads, kv_heads, size = (self.sizes[letter] for letter in "NKH")
+        if self.use_shared_attention_adapter and {heads * size, kv_heads * size} != {2 * self.hidden_size}:
+            yield (
+                f"use_shared_attention_adapter needs queries, keys and values of twice hidden_size={self.hidden_size}, "
+                f"not {heads} and {kv_heads} heads of {size}"
+            )
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return self.layer_types or KINDS_OF_RELEASE
+
+    @property
+    def step_limits(self) -> tuple[float, float]:
+        return self.time_step_min, NO_LIMIT
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "adapter_rank": self.adapter_rank}
+
+
 _MIXER = (
     *under("mamba", "mamba", *MAMBA, MAMBA_NORM, MAMBA_CONV_BIAS),
     *when("mamba_proj_bias", *under("mamba", "mamba", MAMBA_IN_BIAS, MAMBA_OUT_BIAS)),
     Map("input_layernorm.weight", "mamba_norm.scale", "D"),
 )
-_SHARED_ROWS = (
+SHARED_BLOCK = (
     Map("input_layernorm.weight", "attn_norm.scale", "joined_width"),
     *JOINED_ATTENTION,
     Map("pre_ff_layernorm.weight", "mlp_norm.scale", "D"),
+)
+"""The rows of a shared block without its MLP."""
+_SHARED_ROWS = (
+    *SHARED_BLOCK,
     *under("feed_forward", "mlp", *FUSED_MLP),
     *when(
         "mamba_proj_bias",

@@ -1,7 +1,8 @@
 """Zamba 2 (arXiv:2411.15242): Mamba-2 in each layer, and before some of them one of a few blocks of attention and MLP
 whose weights these layers share. Each use of a block has adapters of its own."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from tpuconv.models.common import blocks, mamba2
 from tpuconv.models.common.cache import KV, append_kv
 from tpuconv.models.common.layers import Einsum, Keys, RMSNorm, attention, gelu
 from tpuconv.models.common.mamba2 import GatedGroupNorm, MambaState
-from tpuconv.models.common.recurrence import HybridDecoder
+from tpuconv.models.common.recurrence import HybridDecoder, LayerState
 from tpuconv.models.common.steps import Step
 from tpuconv.models.zamba2.family import Config
 from tpuconv.notation.letters import with_letters
@@ -69,19 +70,21 @@ class Adapters(nnx.Module):
 
 
 class Attention(blocks.JoinedAttention):
-    """Attention with adapters, [B, T, 2 D] to [B, T, D]. Also returns the keys and values of all tokens so far."""
+    """Attention, perhaps with adapters, [B, T, 2 D] to [B, T, D]. Also returns the keys and values of all tokens so
+    far."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike, keys: Keys):
         super().__init__(config, dtype=dtype, keys=keys)
         self.scale = (config.sizes["H"] / 2) ** -0.5
 
     def adapted(
-        self, x_BTj: jax.Array, adapters: Adapters, step: Step, window: jax.Array | int, kv: KV | None
+        self, x_BTj: jax.Array, adapters: Adapters | None, step: Step, window: jax.Array | int, kv: KV | None
     ) -> tuple[jax.Array, KV]:
         """Returns the output [B, T, D] of a use with these adapters, and all keys and values."""
+        own = (adapters.q, adapters.k, adapters.v) if adapters else (None,) * 3
         q_BTNH, k_BTKH, v_BTKH = (
             part(x_BTj) if adapter is None else part(x_BTj) + adapter(x_BTj)
-            for part, adapter in ((self.q, adapters.q), (self.k, adapters.k), (self.v, adapters.v))
+            for part, adapter in zip((self.q, self.k, self.v), own, strict=True)
         )
         q_BTNH, k_BTKH = self.positioned(q_BTNH, k_BTKH, step)
         kv = append_kv(kv, k_BTKH, v_BTKH, step.slot)
@@ -89,11 +92,11 @@ class Attention(blocks.JoinedAttention):
 
 
 class MLP(blocks.GatedMLP):
-    """Gated MLP with adapters, x [B, T, D] to [B, T, D]."""
+    """Gated MLP, perhaps with adapters, x [B, T, D] to [B, T, D]."""
 
-    def adapted(self, x_BTD: jax.Array, adapters: Adapters) -> jax.Array:
+    def adapted(self, x_BTD: jax.Array, adapters: Adapters | None) -> jax.Array:
         """Returns the output of a use with these adapters."""
-        gate_BTF, up_BTF = adapters.mlp(x_BTD)
+        gate_BTF, up_BTF = adapters.mlp(x_BTD) if adapters else (0, 0)
         return self.down(gelu(self.gate(x_BTD) + gate_BTF) * (self.up(x_BTD) + up_BTF))
 
 
@@ -101,10 +104,13 @@ class Block(nnx.Module):
     """One layer: Mamba-2 after a norm, with a residual connection. In a layer with attention its input has the output
     of a shared block besides, which `step.input` describes. The first layer that runs a shared block holds it."""
 
+    mixer_type: ClassVar[Callable[..., Any]] = FixedEpsMamba2
+    has_adapters: ClassVar[bool] = True
+
     def __init__(self, config: Config, layer: int, *, dtype: DTypeLike, keys: Keys):
-        sizes, eps, sets = with_letters(config.sizes, LEGEND), config.rms_norm_eps, config.layer_sets
+        sizes, eps, sets = with_letters(config.sizes, {"j": "joined_width"}), config.rms_norm_eps, config.layer_sets
         self.mamba_norm = RMSNorm("D", sizes, eps, dtype=dtype)
-        self.mamba = FixedEpsMamba2(config, dtype=dtype, keys=keys)
+        self.mamba = self.mixer_type(config, dtype=dtype, keys=keys)
         if layer in sets["attention_layers"]:
             self.mix = Einsum("BTA,AD->BTD", {**sizes, "A": sizes["D"]}, dtype=dtype, keys=keys)
         if layer not in sets["sharing_layers"]:
@@ -112,7 +118,9 @@ class Block(nnx.Module):
         self.attn_norm = RMSNorm("j", sizes, eps, dtype=dtype)
         self.attn = Attention(config, dtype=dtype, keys=keys)
         self.mlp_norm = RMSNorm("D", sizes, eps, dtype=dtype)
-        self.mlp = MLP(config, bias=config.mamba_proj_bias, dtype=dtype, keys=keys)
+        self.mlp = MLP(config, bias=self.has_adapters and config.mamba_proj_bias, dtype=dtype, keys=keys)
+        if not self.has_adapters:
+            return
         uses = sets[f"uses_{sets['sharing_layers'].index(layer)}"]
         self.adapters = nnx.List([Adapters(config, dtype=dtype, keys=keys) for _ in uses])
 
@@ -141,7 +149,8 @@ class Use(NamedTuple):
 
     def output(self, x_BTD: jax.Array, step: Step, window: jax.Array | int, kv: KV | None) -> tuple[jax.Array, KV]:
         """Returns the output [B, T, D] of the block, and all keys and values of this use."""
-        holder, adapters = self.holder, self.holder.adapters[self.number]
+        holder = self.holder
+        adapters = holder.adapters[self.number] if holder.has_adapters else None
         joined_BTj = holder.attn_norm(jnp.concatenate([x_BTD, self.embedded_BTD], axis=-1))
         y_BTD, kv = holder.attn.adapted(joined_BTj, adapters, step, window, kv)
         return holder.mlp.adapted(holder.mlp_norm(y_BTD), adapters), kv
@@ -151,13 +160,13 @@ class Model(HybridDecoder):
     """Token ids [B, T] to logits [B, T, V]."""
 
     block = Block
-    state_type = MambaState
+    state_type: ClassVar[type[LayerState]] = MambaState
     config: Config
 
     def cached(self, config: Config, layer: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Returns the empty cache of a layer, a state, and in a layer with attention keys and values before it; `shape`
         is [B, S]."""
-        state = MambaState.empty(config, *shape[:-1])
+        state = self.state_type.empty(config, *shape[:-1])
         return (KV.empty(config, layer, shape, dtype), state) if layer in config.layers_of("hybrid") else state
 
     def layer_inputs(self, ids_BT: jax.Array, x_BTD: jax.Array) -> list[Use | None]:
