@@ -31,6 +31,17 @@ def test_a_model_is_saved_as_it_is(case: Case, orbax, tmp_path):
     assert sums[0] == sums[1]
 
 
+def test_tables_of_numbers_are_saved_too(orbax, tmp_path):
+    """DeepSeek V4 has experts by token, which are no parameters of the model."""
+    case = BY_ID["deepseek_v4-plain"]
+    tpuconv.save(trained(tpuconv.load(orbax(case))), tmp_path / "out", like=orbax(case))
+    assert api.verify(tmp_path / "out").passed
+    found, former = (restore(out) for out in (tmp_path / "out", orbax(case)))
+    table = "layers.0.moe.experts_of_token"
+    np.testing.assert_array_equal(found[table], former[table])
+    assert not np.array_equal(found["embed.embedding"], former["embed.embedding"])
+
+
 def test_a_changed_model_goes_all_the_way(orbax, tmp_path):
     model = trained(tpuconv.load(orbax(BY_ID["llama-plain"])))
     tpuconv.save(model, tmp_path / "out", like=orbax(BY_ID["llama-plain"]))

@@ -102,7 +102,7 @@ class _Reader(CheckpointReader):
 
 
 def _source(model: nnx.Module, like: Checkpoint) -> _Model:
-    arrays = _arrays(model, nnx.Param)
+    arrays = _arrays(model, nnx.Param) | _tables(model, like)
     _check(arrays, like)
     tensors, shards = dict(like.tensors), []
     for shard in like.shards:
@@ -124,7 +124,14 @@ def _source(model: nnx.Module, like: Checkpoint) -> _Model:
     )
 
 
-def _arrays(model: nnx.Module, kind: Any) -> dict[str, jax.Array]:
+def _tables(model: nnx.Module, like: Checkpoint) -> dict[str, np.ndarray]:
+    """Returns the tables of numbers, in the dtypes of the checkpoint. They are no parameters, since they have no
+    gradient."""
+    found, stored = _arrays(model, lambda _, leaf: type(leaf) is nnx.Variable), like.manifest.arrays
+    return {name: np.asarray(x).astype(stored[name].dtype) for name, x in found.items() if name in stored}
+
+
+def _arrays(model: nnx.Module, kind: Any) -> dict[str, Any]:
     return {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, kind))}
 
 
