@@ -848,3 +848,11 @@ def test_rules_for_experts_say_so_of_a_model_without(config, tmp_path):
     with pytest.raises(ConfigError, match="has no effect") as info:
         api.convert(source, tmp_path / "out", quantize=config)
     assert str(info.value.hint).startswith("the rules are for models with experts, and this one has none")
+
+
+def test_rules_for_experts_among_others_do_not_say_so(tmp_path):
+    """Of two layers the first rule of `int4_ends_int8` takes both."""
+    source = random_checkpoint(tmp_path / "hf", qwen3_config(num_hidden_layers=2))
+    with pytest.raises(ConfigError, match="has no effect") as info:
+        api.convert(source, tmp_path / "out", quantize="int4_ends_int8")
+    assert "the first rule that matches counts" in str(info.value.hint)

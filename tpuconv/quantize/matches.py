@@ -70,7 +70,9 @@ def check_used(config: QuantConfig, modules: Sequence[str], unmatched: Collectio
             + ("has no effect" if len(faults) == 1 else "have no effect"),
             details=faults,
             hint="the rules are for models with experts, and this one has none: take int4_weight_only or fp8_default"
-            if idle and all("moe" in path for path in idle) and not any("moe" in path for path in modules)
+            if idle
+            and all("moe" in path and "mlp" not in path for path in idle)
+            and not any("moe" in path for path in modules)
             else ("the first rule that matches counts: put the narrower one first; " if shadowed else "")
             + ("the head is the embedding, which stays as it is; " if len(named) < len(modules) else "")
             + ("the module for multi-token prediction is converted by `include_mtp=True`; " if of_mtp else "")
