@@ -124,6 +124,15 @@ def test_the_latest_step_of_a_run_is_found(folder, item, maxtext, qwen3, tmp_pat
     assert done.arrays == run / "12" / (item or "default")
 
 
+def test_a_path_that_goes_up_from_a_link(maxtext, qwen3, tmp_path, monkeypatch):
+    """The system follows the link first: `..` is the folder in which its target lies."""
+    save_standard(tmp_path / "disk" / "ckpt", maxtext)
+    (tmp_path / "link").symlink_to("disk/ckpt")
+    monkeypatch.chdir(tmp_path)
+    tensors, _ = exported(Path("link/../ckpt"), qwen3)
+    assert_same(tensors, read_tensors(qwen3))
+
+
 @pytest.mark.filterwarnings("ignore:Use `save` instead:DeprecationWarning")
 @pytest.mark.parametrize(
     ("way", "place"),
