@@ -472,7 +472,7 @@ def test_the_command_says_what_it_read_and_left_out(maxtext, qwen3, tmp_path):
     save_step(tmp_path / "run", 5, {"params": maxtext["params"], "step": np.int32(5)})
     said = command("export", "run", "back", "--config", qwen3, cwd=tmp_path).stdout
     assert "read as maxtext: run/5/default" in said
-    assert "not exported: 1 arrays with the number of a step: step" in said
+    assert "not exported: 1 array with the number of a step: step" in said
     facts = json.loads(command("export", "run", "back", "--config", qwen3, "--json", cwd=tmp_path).stdout)
     assert (facts["target"], facts["arrays"]) == ("maxtext", "run/5/default")
     assert facts["skipped"] == [{"pattern": "step", "count": 1, "reason": "arrays with the number of a step"}]
