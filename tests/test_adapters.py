@@ -642,6 +642,31 @@ def test_spellings_of_trainers(pattern: str, spelled: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    "options",
+    [{"modules_to_save": ["lm_head", "norm"]}, {"modules_to_save": ["mlp"]}, {"trainable_token_indices": [95, 3]}],
+    ids=["tensors", "modules", "tokens"],
+)
+def test_the_state_of_a_model_is_read_as_its_adapter(options: dict, tmp_path: Path) -> None:
+    """The state names the adapter within names of whole tensors, and has the tensors before the training too."""
+    random_checkpoint(tmp_path / "hf", qwen3_config(), "float32")
+    options |= {"target_modules": ["q_proj"]}
+    merged = saved(adapted(tmp_path / "hf", tmp_path / "lora", **options), tmp_path / "merged")
+    path, state = tmp_path / "lora" / "adapter_model.safetensors", {}
+    for name, x in load_file(path).items():
+        trained = re.match(r"(.*\.(?:mlp|lm_head|\w*norm)\.)(.*)", name)
+        if "lora_" in name or trained is None:
+            state[re.sub(r"(lora_[AB]|_delta)", r"\1.default", name)] = x
+        else:
+            state |= {f"{trained[1]}modules_to_save.default.{trained[2]}": x}
+            state |= {f"{trained[1]}original_module.{trained[2]}": np.zeros_like(x)}
+    write_safetensors(path, state)
+    ours = exported(tmp_path / "hf", tmp_path, str(tmp_path / "lora"))
+    assert not [name for name in ours if not same_bits(ours[name], merged[name])]
+    beside = api.compare(tmp_path / "out", source=tmp_path / "hf", adapter=[str(tmp_path / "lora")])
+    assert beside.statistics.mean_kl < 1e-6  # the random MLPs have huge activations
+
+
+@pytest.mark.parametrize(
     ("names", "message"),
     [
         ([], "has no tensors"),

@@ -10,6 +10,8 @@ from helpers.commands import EXAMPLE, forked
 from tpuconv.commands import console as shown
 from tpuconv.commands import progress
 from tpuconv.commands.console import Table, styled
+from tpuconv.commands.convert import skipped_lines
+from tpuconv.convert.plan.types import Skip
 from tpuconv.progress import Progress
 
 NAMES = ("layers.{0...4}.attn.q.kernel", "layers.{0...4}.attn_norm.scale", "embed.embedding")
@@ -115,3 +117,16 @@ def test_quiet_commands_show_no_progress(tmp_path):
         assert quiet.returncode == 0
         assert not quiet.stderr
         assert quiet.stdout.startswith(("behind: qwen3, ", "before: qwen3, "))
+
+
+@pytest.mark.parametrize(
+    ("count", "reason", "line"),
+    [
+        (1, "a copy of embed", "1 tensor, a copy of embed: name"),
+        (2, "sees images", "2 tensors, sees images: name"),
+        (1, "arrays with the number of a step", "1 array with the number of a step: name"),
+        (3, "rows of padding", "3 rows of padding: name"),
+    ],
+)
+def test_what_was_skipped_is_counted(count, reason, line):
+    assert list(skipped_lines("not read", [Skip("name", count, reason)])) == [f"  not read: {line}"]

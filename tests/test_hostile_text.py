@@ -130,7 +130,7 @@ def test_a_skipped_tensor_with_markup_is_shown(tmp_path):
     tensors = read_tensors(random_checkpoint(tmp_path / "hf", config))
     copy = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
     write_checkpoint(tmp_path / "hf", config, tensors | copy)
-    assert "not converted: 1 tensors, a copy of" in tpuconv("convert", "hf", "[/x] out", cwd=tmp_path)[0]
+    assert "not converted: 1 tensor, a copy of" in tpuconv("convert", "hf", "[/x] out", cwd=tmp_path)[0]
     skipped = [{"pattern": "vision_model.[/bold]`x`<b>", "count": 1, "reason": "vision\n# tower"}]
     raw = dict(read_manifest(tmp_path / "[/x] out").raw) | {"skipped": skipped}
     assert r"- ``vision_model.[/bold]`x`<b>`` (1): vision\\n\# tower" in model_card(raw)

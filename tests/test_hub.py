@@ -721,7 +721,7 @@ def test_no_model_among_the_safetensors(serve: Callable[..., HubServer], tmp_pat
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ({"w": "model-3.safetensors"}, "names 1 files that the repository does not have"),
+        ({"w": "model-3.safetensors"}, "names 1 file that it does not have"),
         ({"w": "../model.safetensors"}, "not safetensors files in its folder"),
         ({"w": ["x"]}, "not safetensors files in its folder"),
         ({}, "names no shards"),

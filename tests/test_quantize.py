@@ -546,6 +546,8 @@ def qwen3_build(**changes):
         ("qwix: {rules: [{weight_qtype: uint8}]}", "unknown value 'uint8'"),
         ("qwix: {rules: [{weight_qtype: int8, tile_size: '32'}]}", "must be a number"),
         ("qwix: {rules: [{weight_qtype: int8, tile_size: 1e-3}]}", "must be a number, not '1e-3'"),
+        ("qwix: {rules: [{weight_qtype: int8, tile_size: [32]}]}", "must be a number, not a list"),
+        ("qwix: {rules: [{weight_qtype: int8, tile_size: {a: 32}}]}", "must be a number, not a mapping"),
         ("qwix: {rules: [{weight_qtype: int8, tile_size: -4}]}", "tile_size is a number of elements"),
         ("qwix: {rules: [{weight_qtype: mxfp4, tile_size: 16}]}", "mxfp4 needs tile_size: 32"),
         ("qwix: {rules: [{act_qtype: int8}, {weight_qtype: int8}]}", "act_qtype does nothing without weight_qtype"),

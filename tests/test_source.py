@@ -382,6 +382,17 @@ def test_other_safetensors_alone_are_named(file, hint, tmp_path):
     assert hint in error.value.hint
 
 
+@pytest.mark.parametrize("place", ["merged", "snapshots/abc", "models--org--name/snapshots/abc"])
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_model_within_a_folder_is_named(place, name, tmp_path):
+    (tmp_path / place).mkdir(parents=True)
+    (tmp_path / place / name).touch()
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(UsageError, match=r"holds no model\.safetensors") as error:
+        open_source(tmp_path)
+    assert error.value.hint == f"give a model within it: {tmp_path / place}"
+
+
 def test_all_faults_are_named_at_once(folder):
     edit_index(folder, lambda m: m.pop("a.bias"))
     edit_index(folder, lambda m: m.pop("b.weight"))

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -121,6 +122,15 @@ def test_the_latest_step_of_a_run_is_found(folder, item, maxtext, qwen3, tmp_pat
     found, done = exported(tmp_path / "run", qwen3)
     assert_same(found, read_tensors(qwen3))
     assert done.arrays == run / "12" / (item or "default")
+
+
+def test_a_path_that_goes_up_from_a_link(maxtext, qwen3, tmp_path, monkeypatch):
+    """The system follows the link first: `..` is the folder in which its target lies."""
+    save_standard(tmp_path / "disk" / "ckpt", maxtext)
+    (tmp_path / "link").symlink_to("disk/ckpt")
+    monkeypatch.chdir(tmp_path)
+    tensors, _ = exported(Path("link/../ckpt"), qwen3)
+    assert_same(tensors, read_tensors(qwen3))
 
 
 @pytest.mark.filterwarnings("ignore:Use `save` instead:DeprecationWarning")
@@ -331,7 +341,7 @@ def test_a_missing_and_an_unknown_array_are_named(maxtext, qwen3, tmp_path):
     error = refusal(save_standard(tmp_path / "a", lacking), qwen3)
     assert isinstance(error, MappingError)
     assert error.details == ("params.params.decoder.layers.mlp.wi_0.kernel: missing",)
-    assert "as maxtext with scanned layers has it, 1 arrays are missing" in error.message
+    assert "in the form of maxtext with scanned layers it has 1 missing array and 0 unknown ones" in error.message
     more = changed_leaf(maxtext, "params.params.decoder.lora.kernel", np.zeros(3))
     error = refusal(save_standard(tmp_path / "b", more), qwen3)
     assert error.details == ("params.params.decoder.lora.kernel: not a parameter of the model, and no known state",)
@@ -346,8 +356,8 @@ def test_two_trees_of_parameters_are_not_guessed_between(maxtext, qwen3, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"intermediate_size": 64}, "arrays of .* do not match the config"),
-        ({"num_hidden_layers": 5}, "arrays of .* do not match the config"),
+        ({"intermediate_size": 64}, "does not match the config in [0-9]+ arrays"),
+        ({"num_hidden_layers": 5}, "does not match the config in [0-9]+ arrays"),
         ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "is not a checkpoint of this llama"),
     ],
 )
@@ -363,7 +373,7 @@ def test_a_config_of_more_layers_is_told_which_are_missing(qwen3, tmp_path):
     api.convert(qwen3, tmp_path / "ours")
     ckpt = save_standard(tmp_path / "ckpt", trained_tree(tmp_path / "ours"))
     error = refusal(ckpt, deeper)
-    assert "as tpuconv has it" in error.message
+    assert "in the form of tpuconv" in error.message
     assert error.details[0].startswith("layers.{")
     assert "...8}." in error.details[0]
     assert not any("not a parameter" in line for line in error.details)
@@ -377,6 +387,20 @@ def test_one_tensor_of_two_dtypes_is_refused(hf, orbax, tmp_path):
     tree = changed_leaf(tree, "layers.0.attn.k_b.kernel", np.asarray(kernel, np.float16))
     error = refusal(save_standard(tmp_path / "ckpt", tree), hf(case))
     assert "with float16, float32 in one tensor of the release" in error.details[0]
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, ml_dtypes.float8_e4m3fn, ml_dtypes.int4])
+def test_quantized_arrays_without_scales_are_refused(dtype, qwen3, tmp_path):
+    """Their codes would be written as weights."""
+    api.convert(qwen3, tmp_path / "ours")
+    tree = trained_tree(tmp_path / "ours")
+    kernel = np.asarray(tree["layers"]["0"]["mlp"]["up"]["kernel"], np.float32)
+    tree = changed_leaf(tree, "layers.0.mlp.up.kernel", (kernel * 99).astype(dtype))
+    error = refusal(save_standard(tmp_path / "ckpt", tree), qwen3)
+    assert isinstance(error, MappingError)
+    assert error.details == (f"layers.0.mlp.up.kernel: cannot be exported, of dtype {np.dtype(dtype).name}",)
+    assert error.message.endswith("in 1 array")
+    assert "floats" in error.hint
 
 
 def test_options_and_folders_that_do_not_fit(maxtext, qwen3, tmp_path):
@@ -448,7 +472,7 @@ def test_the_command_says_what_it_read_and_left_out(maxtext, qwen3, tmp_path):
     save_step(tmp_path / "run", 5, {"params": maxtext["params"], "step": np.int32(5)})
     said = command("export", "run", "back", "--config", qwen3, cwd=tmp_path).stdout
     assert "read as maxtext: run/5/default" in said
-    assert "not exported: 1 arrays with the number of a step: step" in said
+    assert "not exported: 1 array with the number of a step: step" in said
     facts = json.loads(command("export", "run", "back", "--config", qwen3, "--json", cwd=tmp_path).stdout)
     assert (facts["target"], facts["arrays"]) == ("maxtext", "run/5/default")
     assert facts["skipped"] == [{"pattern": "step", "count": 1, "reason": "arrays with the number of a step"}]

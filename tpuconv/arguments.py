@@ -28,6 +28,8 @@ _WANTED: Mapping[Any, str] = {
     range: "a range, such as range(2)",
     Callable: "a function",
 }
+_SEVERAL = {"str": "texts", "int": "whole numbers", "float": "numbers", "Path": "paths"}
+"""The items of a list, by the first of their types."""
 
 
 def as_declared(field: "Field[Any]", value: Any, meaning: str, choices: Sequence[str] = ()) -> Any:
@@ -78,6 +80,10 @@ def _kinds(declared: Any) -> Sequence[Any]:
 def _wanted(kind: Any) -> str:
     if isinstance(kind, str):
         return f"a {kind.removesuffix(' | None')}"
+    if get_origin(kind) is Sequence:
+        item = get_args(kind)[0]
+        name = str(getattr(item, "__name__", item)).partition(" ")[0]
+        return f"a list of {_SEVERAL[name]}" if name in _SEVERAL else "a list"
     kind = get_origin(kind) or kind
     return _WANTED.get(kind) or f"a {kind.__name__}"
 

@@ -31,6 +31,7 @@ from tpuconv.sources.origins import find_folder
 from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import CHANGED
 from tpuconv.storage.hashes import hash_bytes
+from tpuconv.text import format_count
 
 PART_BYTES = 64 << 20
 """The bytes that are copied from the device at a time for hashing."""
@@ -204,7 +205,7 @@ def _check(arrays: Mapping[str, Any], like: Checkpoint) -> None:
     faults += [f"{name}: not in the model" for name in stored if name not in arrays and not name.startswith("mtp.")]
     if faults:
         raise UsageError(
-            f"the model does not match {like.folder}: {len(faults)} parameters differ",
+            f"the model does not match {like.folder} in {format_count(len(faults), 'parameter')}",
             details=shorten(faults, 10),
             hint="`like` must be the checkpoint that the model was loaded from; quantized models cannot be saved",
         )

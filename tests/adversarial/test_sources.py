@@ -479,6 +479,21 @@ def test_what_out_links_to_is_written(alike, tmp_path):
     count("OUT is a link", "to an output")
 
 
+def test_out_goes_up_from_a_link(alike, tmp_path, monkeypatch):
+    """The system follows the link first: `..` is the folder in which its target lies."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "disk" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("disk/deep")
+    made.convert(alike["A"], Path("link/../out"))
+    assert contents(tmp_path / "disk" / "out") == contents(alike["out-A"])
+    assert sorted(os.listdir(tmp_path)) == ["disk", "link"]
+    with pytest.raises(UsageError, match="leads through a folder that does not exist"):
+        made.convert(alike["A"], Path("nothing/../out"))
+    made.convert(alike["A"], Path("disk/../new/out"))
+    assert contents(tmp_path / "new" / "out") == contents(alike["out-A"])
+    count("OUT is a link", "before ..")
+
+
 def test_out_is_a_dangling_link(alike, tmp_path):
     link = tmp_path / "out"
     link.symlink_to("later/there")

@@ -309,7 +309,7 @@ def _key_value_store(folder: Location) -> dict[str, Any]:
         UsageError: TensorStore has no driver for it.
     """
     if isinstance(folder, Path):
-        return {"driver": "file", "path": f"{os.path.abspath(folder)}/"}
+        return {"driver": "file", "path": f"{os.path.realpath(folder)}/"}
     out: dict[str, Any] = {"bucket": folder.bucket, "path": f"{folder.key}/" if folder.key else ""}
     if folder.scheme == "gs":
         return out | {"driver": "gcs"}

@@ -127,7 +127,7 @@ def show_conversion(done: "api.Conversion", check: bool, as_json: bool) -> None:
     _show_ignored(done.ignored_config)
     _show_left_out(done.left_out)
     _show_carried(done.carried)
-    show_skipped("not converted", done.skipped, " tensors,")
+    show_skipped("not converted", done.skipped)
     if done.source_state and not done.source_verified:
         show(f"  source {done.source_state}")
     for sentence in filter(None, (done.rounded, done.differs)):
@@ -169,7 +169,7 @@ def show_plan(plan: "api.ConversionPlan", as_json: bool, out: Location | None) -
     _show_left_out(plan.plan.left_out)
     skipped, carried = plan.split_skipped
     _show_carried(carried)
-    show_skipped("not converted", skipped, " tensors,")
+    show_skipped("not converted", skipped)
     for note in plan.notes:
         show(f"  {note}")
     if plan.calibration:
@@ -178,12 +178,12 @@ def show_plan(plan: "api.ConversionPlan", as_json: bool, out: Location | None) -
             show("  ", ("warning", "yellow"), f": {plan.calibration.warning}")
     plan.check()
     at_most = " at most" if any(array.compressed for array in arrays.values()) else ""
-    written = f"{len(arrays)} arrays"
+    written = format_count(len(arrays), "array")
     if plan.files:
         written = in_files(plan.files)
         at_most = ""
     show(
-        f"{len(source.tensors)} tensors, {format_size(source.nbytes)} -> {written}, "
+        f"{format_count(len(source.tensors), 'tensor')}, {format_size(source.nbytes)} -> {written}, "
         f"{format_size(plan.output_bytes)}{at_most}; {plan.plan.parameters:,} parameters; "
         f"peak memory {format_size(plan.peak_memory_bytes)}"
         + (f", and {format_size(plan.workspace_bytes)} of disk for the source" if plan.workspace_bytes else "")
@@ -291,19 +291,24 @@ def _show_left_out(left_out: "Sequence[LeftOut]") -> None:
         show(f"  not copied: {some(names, 4)}: {reason}")
 
 
-def show_skipped(what: str, skipped: "Sequence[Skip]", unit: str = "") -> None:
-    """Shows a line for each reason, with the first patterns that it covers. `what` names the step that was skipped,
-    `unit` names the things counted, unless the reasons name them."""
-    for line in skipped_lines(what, skipped, unit):
+def show_skipped(what: str, skipped: "Sequence[Skip]") -> None:
+    """Shows a line for each reason, with the first patterns that it covers. `what` names the step that was skipped."""
+    for line in skipped_lines(what, skipped):
         show(line)
 
 
-def skipped_lines(what: str, skipped: "Sequence[Skip]", unit: str = "") -> "Iterator[str]":
-    """Yields the lines that `show_skipped` shows."""
+def skipped_lines(what: str, skipped: "Sequence[Skip]") -> "Iterator[str]":
+    """Yields the lines that `show_skipped` shows. Tensors are counted, or what a reason begins with: arrays, rows."""
     for reason in dict.fromkeys(skip.reason for skip in skipped):
         group = [skip for skip in skipped if skip.reason == reason]
         named = some([skip.pattern for skip in group], 2)
-        yield f"  {what}: {sum(skip.count for skip in group)}{unit} {reason}: {named}"
+        number, (unit, _, rest) = sum(skip.count for skip in group), reason.partition(" ")
+        counted = (
+            f"{format_count(number, unit.removesuffix('s'))} {rest}"
+            if unit in ("arrays", "rows")
+            else f"{format_count(number, 'tensor')}, {reason}"
+        )
+        yield f"  {what}: {counted}: {named}"
 
 
 def run_lines(run: "TrainedRun") -> "Iterator[str]":

@@ -11,7 +11,7 @@ from tpuconv.commands.console import Table, console, print_json, show
 from tpuconv.commands.convert import show_runs
 from tpuconv.commands.params import Name
 from tpuconv.commands.progress import shown
-from tpuconv.text import format_size
+from tpuconv.text import format_count, format_size
 
 
 @options.command(
@@ -62,7 +62,7 @@ def inspect(path: str, as_json: bool, **given: Any) -> None:
             sizes = ", ".join(f"{letter} of {size}" for letter, size in facts["undivided"].items())
             show(f"  {facts['pattern']}: {sizes} is not a multiple of the mesh, and is replicated")
     per_device = f", {format_size(found.device_bytes)} per device" if found.device_bytes is not None else ""
-    show(f"{found.tensors} tensors, {format_size(found.bytes)}{per_device}")
+    show(f"{format_count(found.tensors, 'tensor')}, {format_size(found.bytes)}{per_device}")
     show_runs(found.runs)
     if found.html is not None:
         show(f"written: {found.html}")

@@ -19,7 +19,7 @@ from tpuconv.commands.statistics import StatisticRow, divergence_rows, relative_
 from tpuconv.errors import CorruptOutput, GateError, UsageError, shorten
 from tpuconv.location import Location
 from tpuconv.memory import check_address_space_for_jax
-from tpuconv.text import format_size
+from tpuconv.text import format_count, format_size
 
 if TYPE_CHECKING:
     from tpuconv.verify.layerwise import LayerError
@@ -127,10 +127,10 @@ def _check(folder: str | Location, update: bool, key: Path | None, as_json: bool
         if found.updated:
             show("recorded in the manifest: ", ", ".join(found.updated))
         found.check()
-        counted = f"{found.arrays} arrays, " if found.arrays else ""
+        counted = f"{format_count(found.arrays, 'array')}, " if found.arrays else ""
         show(
             ("complete", "green"),
-            f": {counted}{found.files} files, {format_size(found.bytes)}, all checksums match "
+            f": {counted}{format_count(found.files, 'file')}, {format_size(found.bytes)}, all checksums match "
             f"({format_size(found.bytes / max(found.seconds, 1e-9))}/s)",
             ", as the owner of the key signed them" if key else "",
         )
@@ -162,8 +162,7 @@ def _compare_server(folder: str | Location, as_json: bool, **asked: Any) -> tupl
     result = found.statistics
     if not as_json:
         table = Table(
-            f"{found.program} at {found.url} ({found.model}) against {found.checkpoint}, {result.prompts} prompts, "
-            f"{result.tokens} tokens",
+            f"{found.program} at {found.url} ({found.model}) against {found.checkpoint}, {_compared(result)}",
             ("statistic", "value", "gate"),
             right=("value",),
         )
@@ -189,12 +188,17 @@ def _compare_server(folder: str | Location, as_json: bool, **asked: Any) -> tupl
     return found.to_json(), GateError.exit_code if result.failures else 0
 
 
+def _compared(result: Any) -> str:
+    """Returns the numbers of prompts and tokens."""
+    return f"{format_count(result.prompts, 'prompt')}, {format_count(result.tokens, 'token')}"
+
+
 def _show_verdict(found: "api.Comparison") -> None:
     """Shows the verdict, and the prompt with the largest divergence."""
     from tpuconv.verify.vectors import VectorStatistics
 
     result = found.statistics
-    compared = f"{result.prompts} prompts, {result.tokens} tokens"
+    compared = _compared(result)
     if isinstance(result, VectorStatistics):
         worst = f"relative error of the {result.returns} {result.relative_error:.3g}"
         no_gates = "no gates set: the gates of quantization configs are for logits, so nothing passed or failed; "
@@ -248,7 +252,7 @@ def _comparison_table(found: "api.Comparison") -> Table:
 
     result = found.statistics
     table = Table(
-        f"{found.checkpoint} against transformers, {result.dtype}, {result.prompts} prompts, {result.tokens} tokens",
+        f"{found.checkpoint} against transformers, {result.dtype}, {_compared(result)}",
         ("statistic", "value", "gate"),
         right=("value",),
     )

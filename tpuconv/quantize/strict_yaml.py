@@ -151,7 +151,7 @@ class YamlValue:
         if self._tag() not in ("int", "float") or len(text) > 100 or _OCTAL.match(text):
             is_text = self._tag() == "str" and text.replace(".", "", 1).isdigit()
             hint = "leave out the quotes" if is_text else None
-            raise self.error(f"must be a number, not {text[:80]!r}", hint=hint)
+            raise self.error(f"must be a number, not {node_text(self.node)}", hint=hint)
         try:
             number = int(text) if self._tag() == "int" else float(text)
         except ValueError:

@@ -7,7 +7,7 @@ trained as a whole (`modules_to_save`, biases) replace the tensors of the model,
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from pathlib import Path
@@ -37,6 +37,13 @@ _PART = re.compile(
     r"(.*)\.lora_(?:(embedding_)?([AB])|(magnitude_vector))(?:\.(?!(?:weight|bias)$)([^.]+))?(?:\.weight)?"
 )
 """A part of a pair. The state of a model has the adapter's name in it: `lora_A.default.weight`."""
+_OF_STATE = re.compile(
+    r"\.modules_to_save(?:\.(?!(?:weight|bias)$)([^.]+))?(?=\.)|(?<=\.trainable_tokens_delta)\.([^.]+)$"
+)
+"""A part of the names of tensors that were trained as a whole, which the state of a model has and `save_pretrained`
+leaves out: `norm.modules_to_save.default.weight`."""
+_UNTRAINED = re.compile(r"(?<![^.])original_module\.")
+"""The tensors beside these in such a state, which they replace."""
 MAGNITUDE = "magnitude"
 TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 """The end of the name of the rows of single tokens."""
@@ -214,9 +221,11 @@ def _parts(
     # A model of transformers saves its adapter without PEFT's prefix.
     is_bare = not any(TRAINERS.match(info.name) for info in infos)
     for info in infos:
-        name = as_peft_names(info.name)
+        name, own = _as_saved(as_peft_names(info.name))
         found = _PART.fullmatch(name)
-        adapters |= {found[5]} if found else set()
+        adapters |= {found[5]} if found else {own} if own else set()
+        if _UNTRAINED.search(name):
+            continue
         if not (is_bare or TRAINERS.match(info.name)) or (found is None and ".lora_" in name):
             unknown.append(info.name)
         elif name in whole or (found and (found[3] or MAGNITUDE) in pairs.get(found[1], ())):
@@ -243,12 +252,25 @@ def _parts(
     return pairs, embeddings, whole, unknown
 
 
-def name_for_peft(name: str) -> str:
-    """Returns the name that peft saves for a tensor of an adapter, which a trainer may have spelled another way."""
-    name = as_peft_names(name)
-    if (found := _PART.fullmatch(name)) and found[5]:
-        name = name[: found.start(5) - 1] + name[found.end(5) :]
-    return f"{PEFT_PREFIX}{name}"
+def names_for_peft(names: Iterable[str]) -> dict[str, str]:
+    """Returns the names that peft saves for tensors of an adapter, which a trainer may have spelled another way, by
+    theirs; without the tensors that others replace."""
+    found = {}
+    for given in names:
+        name, _ = _as_saved(as_peft_names(given))
+        if (part := _PART.fullmatch(name)) and part[5]:
+            name = name[: part.start(5) - 1] + name[part.end(5) :]
+        if not _UNTRAINED.search(name):
+            found[given] = f"{PEFT_PREFIX}{name}"
+    return found
+
+
+def _as_saved(name: str) -> tuple[str, str | None]:
+    """Returns the name by which `save_pretrained` of PEFT saves a tensor that was trained as a whole, and the adapter
+    that a state names it by; others as they are."""
+    if (found := _OF_STATE.search(name)) is None:
+        return name, None
+    return name[: found.start()] + name[found.end() :], found[1] or found[2]
 
 
 def _ending(pattern: str) -> str:

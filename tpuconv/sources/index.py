@@ -51,7 +51,8 @@ def read_index(folder: Location) -> tuple[list[str], Mapping[str, str] | None, M
         if not shards:
             raise UsageError(
                 f"{folder} holds no {SINGLE_FILE}, no {INDEX_FILE} and no {MANIFEST}",
-                hint="give a folder with a Hugging Face checkpoint in safetensors, or its Hub id",
+                hint=_models_within(folder)
+                or "give a folder with a Hugging Face checkpoint in safetensors, or its Hub id",
             )
         raise SourceError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}",
@@ -125,6 +126,18 @@ def _with_base(folder: Location, hint: str) -> str:
     if isinstance(base, str) and (re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) or Path(base).is_dir()):
         return hint.replace("BASE", quote(plain(base)))
     return hint
+
+
+def _models_within(folder: Location) -> str | None:
+    """Returns the hint for a folder on this machine in whose folders a model lies: merged or final weights of a
+    trainer, or a snapshot in the Hub's cache."""
+    if not isinstance(folder, Path):
+        return None
+    places = [
+        f"{within}/{name}" for within in ("*", "snapshots/*", "*/snapshots/*") for name in (SINGLE_FILE, INDEX_FILE)
+    ]
+    found = sorted({str(path.parent) for place in places for path in folder.glob(place)})
+    return f"give a model within it: {some([quote(plain(each)) for each in found], 3)}" if found else None
 
 
 def other_kind(names: Collection[str]) -> tuple[str, str] | None:

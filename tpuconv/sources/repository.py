@@ -24,7 +24,7 @@ from tpuconv.sources.files import CONFIG_FILE, ENCODING_FILES, INDEX_FILE, MAX_H
 from tpuconv.sources.hub_errors import is_unreachable, raise_unreachable
 from tpuconv.sources.index import choose_shards, describe_missing, other_kind, read_weight_map
 from tpuconv.sources.remote import HubShard
-from tpuconv.text import format_size, some
+from tpuconv.text import format_count, format_size, some
 
 WORKERS = 8  # files at a time
 SHOWN_FILES = 5
@@ -254,7 +254,7 @@ class Repository:
         names, by_index = choose_shards(files, weight_map)
         if by_index and (lost := [name for name in names if name not in files]):
             raise SourceError(
-                f"{INDEX_FILE} of {self.repo} names {len(lost)} files that the repository does not have",
+                f"{INDEX_FILE} of {self.repo} names {format_count(len(lost), 'file')} that it does not have",
                 details=describe_missing(by_index, lost),
                 hint="the repository is incomplete: tell its owner, or take another revision",
             )

@@ -100,7 +100,7 @@ class Journal(RunJournal):
         contents_of: ContentsOf = listed_files,
     ):
         try:
-            self.out = Path(os.path.realpath(out)) if out.is_symlink() else Path(os.path.abspath(out))
+            self.out = _as_the_system_reads(out)
             if self.out.is_symlink():
                 raise UsageError(f"{out} is a link that leads to itself", hint="choose another OUT")
             with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
@@ -432,3 +432,15 @@ def _names_in(folder: Path) -> list[str]:
 def _is_empty(folder: Path) -> bool:
     """Returns True for an empty folder, which a rename replaces as if it did not exist."""
     return folder.is_dir() and not folder.is_symlink() and not disk.entries(folder)
+
+
+def _as_the_system_reads(out: Path) -> Path:
+    """Returns the absolute path of an OUT: of what it links to, and with `..` after a link as the system follows it.
+
+    Raises:
+        UsageError: `..` comes after a folder that does not exist.
+    """
+    ups = [number for number, part in enumerate(out.parts, 1) if part == ".."]
+    if ups and not os.path.lexists(Path(*out.parts[: ups[-1]])):
+        raise UsageError(f"{out} leads through a folder that does not exist", hint="write OUT without `..`")
+    return Path(os.path.realpath(out) if ups or out.is_symlink() else os.path.abspath(out))

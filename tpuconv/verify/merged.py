@@ -10,7 +10,7 @@ from typing import Any
 
 from tpuconv.checkpoint.manifest import Manifest
 from tpuconv.errors import UsageError
-from tpuconv.sources.adapter import name_for_peft, read_adapter
+from tpuconv.sources.adapter import names_for_peft, read_adapter
 from tpuconv.sources.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tpuconv.sources.headers import read_header
 from tpuconv.text import format_count
@@ -82,8 +82,8 @@ def _spelled_for_peft(folder: Path) -> Iterator[Path]:
     from safetensors.torch import load_file, save_file
 
     _, _, infos = read_header(folder / ADAPTER_WEIGHTS)
-    names = {info.name: name_for_peft(info.name) for info in infos}
-    if all(name == other for name, other in names.items()):
+    names = names_for_peft(info.name for info in infos)
+    if all(names.get(info.name) == info.name for info in infos):
         yield folder
         return
     tensors = load_file(folder / ADAPTER_WEIGHTS)

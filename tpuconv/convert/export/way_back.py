@@ -11,7 +11,7 @@ from itertools import chain, combinations, product
 from typing import Any
 
 from tpuconv.checkpoint.orbax_tree import TrainedTree, TreeArray
-from tpuconv.convert.plan.types import Skip
+from tpuconv.convert.plan.types import FLOAT_DTYPES, Skip
 from tpuconv.errors import ConfigError, MappingError, UnsupportedConfig, UsageError, shorten
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.registry import Family
@@ -24,6 +24,7 @@ from tpuconv.sources.headers import CODES
 from tpuconv.targets.compose import target_table
 from tpuconv.targets.registry import all_targets, get_target
 from tpuconv.targets.target import Target
+from tpuconv.text import format_count
 
 TRAINING_STATES = {
     **dict.fromkeys(("opt_state", "opt_states", "optimizer", "optimizer_state"), "arrays of an optimizer's state"),
@@ -166,8 +167,8 @@ def explain_tree(
         lines = [f"{name}: missing" for name in collapse(best.missing)]
         lines += [f"{name}: not a parameter of the model, and no known state" for name in collapse(best.unknown)]
         raise MappingError(
-            f"{tree.folder} is not a checkpoint of this {family.name}: as {best.form} has it, "
-            f"{len(best.missing)} arrays are missing and {len(best.unknown)} are not explained",
+            f"{tree.folder} is not a checkpoint of this {family.name}: in the form of {best.form} it has "
+            f"{format_count(len(best.missing), 'missing array')} and {format_count(len(best.unknown), 'unknown one')}",
             details=shorten(lines),
             hint=_no_model(merged)
             if pairs and (best.missing or pairs.issuperset(best.unknown))
@@ -209,9 +210,10 @@ def parameters_of(tree: TrainedTree, explained: Explained) -> tuple[list[Paramet
         axes, shapes = binding.dst_axes(), binding.dst_shapes()
         sources = tuple(name for stack in binding.src for name in stack.names)
         dtypes = {stored[explained.names[name]].dtype for name in shapes}
+        known = CODES if binding.row.buffer else FLOAT_DTYPES  # others are quantized, and their scales unknown
         for name, shape in shapes.items():
             array = stored[explained.names[name]]
-            if array.dtype not in CODES or len(dtypes) > 1:
+            if array.dtype not in known or len(dtypes) > 1:
                 why = f"with {', '.join(sorted(dtypes))} in one tensor of the release" if len(dtypes) > 1 else ""
                 faults.append(f"{array.name}: cannot be exported, of dtype {array.dtype} {why}".rstrip())
             elif array.shape != shape and not _is_padded(array.shape, shape, axes[name]):
@@ -222,9 +224,9 @@ def parameters_of(tree: TrainedTree, explained: Explained) -> tuple[list[Paramet
             found.append(Parameter(name, shape, axes[name], sources, binding.row.buffer, array))
     if faults:
         raise MappingError(
-            f"{len(faults)} arrays of {tree.folder} do not match the config",
+            f"{tree.folder} does not match the config in {format_count(len(faults), 'array')}",
             details=shorten(faults),
-            hint="give the config of the model that was trained",
+            hint="give the config of the model that was trained, and a checkpoint whose weights are floats",
         )
     return found, tuple(padded)
 
