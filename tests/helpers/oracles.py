@@ -70,9 +70,11 @@ _VLLM = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+TESTS = Path(__file__).parent.parent
+"""Where scripts find `helpers`."""
 TORCHVISION_SITE = Path(__file__).parent / "torchvision_site"
 VARIABLES = {
-    "vllm": {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(TORCHVISION_SITE), **_VLLM},
+    "vllm": {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": f"{TORCHVISION_SITE}{os.pathsep}{TESTS}", **_VLLM},
     "tpu-inference": _VLLM,
 }
 """Environment variables of a program."""

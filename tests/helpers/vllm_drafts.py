@@ -7,13 +7,9 @@ run: the `texts`, how many tokens were `drafted` and `accepted`, or the error. A
 draft in the folder `model` names.
 """
 
-import gc
-import json
-import os
-import sys
-from pathlib import Path
-
 from vllm import LLM, SamplingParams
+
+from helpers.vllm_answers import answer_each
 
 COUNTERS = {
     "drafted": "vllm:spec_decode_num_draft_tokens",
@@ -45,19 +41,5 @@ def run(case: dict, request: dict) -> dict:
     }
 
 
-def main() -> None:
-    request = json.load(sys.stdin)
-    results = []
-    for case in request["runs"]:
-        try:
-            results.append(run(case, request))
-        except Exception as error:
-            results.append({"error": f"{type(error).__name__}: {error}"})
-        gc.collect()
-        Path(request["results"]).write_text(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # its threads would keep the process
+    answer_each("runs", run)

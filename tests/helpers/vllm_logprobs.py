@@ -6,15 +6,11 @@ model: the `ids` that it read and the text that it writes, or the error.
 The first model of a process decides whether there is a group for experts: all models have some, or none has.
 """
 
-import gc
-import json
-import os
-import sys
-from pathlib import Path
-
 import numpy as np
 from PIL import Image
 from vllm import LLM, SamplingParams
+
+from helpers.vllm_answers import answer_each
 
 GENERATED = 16
 
@@ -49,19 +45,5 @@ def run(model: dict, request: dict) -> dict:
     return {"ids": list(output.prompt_token_ids), "text": list(output.outputs[0].token_ids)}
 
 
-def main() -> None:
-    request = json.load(sys.stdin)
-    results = []
-    for model in request["models"]:
-        try:
-            results.append(run(model, request))
-        except Exception as error:
-            results.append({"error": f"{type(error).__name__}: {error}"})
-        gc.collect()
-        Path(request["results"]).write_text(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # its threads would keep the process
+    answer_each("models", run)

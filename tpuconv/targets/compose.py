@@ -118,10 +118,8 @@ def _of_tree(config: Any, table: MappingTable, tree: Tree, scan: bool) -> HasSiz
     """
     period = tree.period
     half = {HALF_HEAD: config.sizes["H"] // 2} if "H" in config.sizes else {}
-    sizes, sets = (
-        {**config.sizes, **half, **tree.sizes(config)},
-        {**config.layer_sets, **table.layer_sets, **tree.layer_sets(config)},
-    )
+    sizes = {**config.sizes, **half, **tree.sizes(config)}
+    sets = {**config.layer_sets, **table.layer_sets, **tree.layer_sets(config)}
     if period == 1:
         return WithSizes(config, sizes, sets)
     numbers = sets[LAYERS]
@@ -188,7 +186,7 @@ def _merged(rows: Sequence[Map], tree: Tree) -> list[Map]:
                 layer = _LAYER.match(row.jax_names[0])
                 by_layers.setdefault(layer[1] if layer else "", []).append(row)
             for first, *others in by_layers.values():
-                if _is_of_ones(joined):
+                if _is_repeated(joined):
                     ones = _merge([first] * len(joined))
                     out += [ones] if ones not in out else []
                     continue
@@ -197,8 +195,8 @@ def _merged(rows: Sequence[Map], tree: Tree) -> list[Map]:
     return out
 
 
-def _is_of_ones(names: tuple[str, ...]) -> bool:
-    """True if a place of these names takes the shape of a parameter, and not its values (`Places`)."""
+def _is_repeated(names: tuple[str, ...]) -> bool:
+    """Returns True for one name several times: the place is an array of ones (`Places`)."""
     return len(names) > len(set(names))
 
 
@@ -333,14 +331,14 @@ _Placed = list[tuple[tuple[int, ...], Place]]
 
 def _find(places: Places, names: tuple[str, ...]) -> _Placed | None:
     """Returns the places of a row's parameters; None unless all have one."""
-    if _is_of_ones(names):
+    if _is_repeated(names):
         place = places.get(names)
         return [(tuple(range(len(names))), place)] if isinstance(place, Place) else None
     number = {name: i for i, name in enumerate(names)}
     found: _Placed = []
     for ours, theirs in places.items():
         parts = (ours,) if isinstance(ours, str) else ours
-        if all(part in number for part in parts) and not _is_of_ones(parts):
+        if all(part in number for part in parts) and not _is_repeated(parts):
             place = Place(theirs) if isinstance(theirs, str) else theirs
             found.append((tuple(number[part] for part in parts), place))
     taken = sorted(i for numbers, _ in found for i in numbers)

@@ -67,10 +67,8 @@ def layer_places(apart: Iterable[Binding], stacked: Iterable[Binding]) -> dict[s
         sizes = [binding.sizes[letter] for letter in letters]
         for number, name in enumerate(stack.names):
             index = np.unravel_index(number, sizes) if sizes else ()
-            found[name, binding.row.is_of_ones] = (
-                binding,
-                {letter: int(i) for letter, i in zip(letters, index, strict=True)},
-            )
+            letter_places = {letter: int(i) for letter, i in zip(letters, index, strict=True)}
+            found[name, binding.row.is_of_ones] = binding, letter_places
     places: dict[str, LayerPlace] = {}
     for binding in apart:
         other, index_of = found[binding.src[0].names[0], binding.row.is_of_ones]
