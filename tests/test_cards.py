@@ -101,6 +101,6 @@ def test_a_card_without_metadata_that_can_be_read_gives_none(card, source, tmp_p
 def test_commands_that_serve_are_of_a_shell() -> None:
     """A folder may have spaces and quotes."""
     folder = "my model's"
-    assert shlex.split(serve_commands("qwen3", folder)[0]) == ["vllm", "serve", folder]
-    (command,) = serve_commands("eagle3", folder)
-    assert json.loads(shlex.split(command)[-1])["model"] == folder
+    assert shlex.split(serve_commands("qwen3", folder, 3)[0]) == ["vllm", "serve", folder]
+    (command,) = serve_commands("eagle3", folder, 5)
+    assert json.loads(shlex.split(command)[-1]) == {"method": "eagle3", "model": folder, "num_speculative_tokens": 5}

@@ -34,9 +34,9 @@ from tpuconv.convert.run import conversion as run_module
 from tpuconv.convert.run.conversion import run
 from tpuconv.convert.run.engine import WORKING
 from tpuconv.convert.run.sizing import Limits
-from tpuconv.convert.run.slabs import all_finite
 from tpuconv.convert.run.strided import copy_strided
 from tpuconv.convert.run.workers import _end
+from tpuconv.encodings.casts import all_finite
 from tpuconv.errors import (
     MappingError,
     OutputError,

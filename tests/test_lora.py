@@ -32,7 +32,7 @@ from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.convert.export.array_source import CheckpointArrays
 from tpuconv.convert.export.exporting import describe_exporting
-from tpuconv.errors import MappingError, OutputError, UnsupportedConfig, UsageError
+from tpuconv.errors import MappingError, OutputError, SourceError, UnsupportedConfig, UsageError
 from tpuconv.notation.pairs import PairRow
 from tpuconv.targets.registry import get_target, target_names
 
@@ -397,3 +397,16 @@ def test_pairs_ride_along_with_a_weight_map(case: Case, hf, tmp_path: Path) -> N
         np.testing.assert_array_equal(now[name][1], b)
     with pytest.raises(MappingError, match="1 pairs have no place"):
         api.weight_map(hf(case), "huggingface", "tunix").lora({"model.norm.weight": pairs[next(iter(pairs))]}, ALPHA)
+
+
+def test_pairs_that_diverged_are_not_written(hf, tmp_path: Path) -> None:
+    case = FIRST["qwen3"]
+    model = trained(case, hf(case), tmp_path)
+    a = model.layers[0].mlp.down.kernel_lora_a
+    a[...] = a[...].at[2, 1].set(jnp.inf)
+    with pytest.raises(SourceError, match="kernel_lora_a is not finite"):
+        tpuconv.save(model, tmp_path / "lora", tmp_path / "base", lora_alpha=ALPHA)
+    save_standard(tmp_path / "run", pairs_of(model))
+    with pytest.raises(SourceError, match="kernel_lora_a is not finite"):
+        api.export(tmp_path / "run", tmp_path / "lora", config=hf(case), adapter=True, lora_alpha=ALPHA)
+    assert not (tmp_path / "lora").exists()

@@ -14,7 +14,7 @@ from helpers.conversions import same_bits
 from helpers.families import FIRST
 from helpers.trainers import adam_state, changed_leaf, save_standard, save_step, trained_tree
 from tpuconv import api
-from tpuconv.errors import GateError, TpuconvError, UsageError
+from tpuconv.errors import GateError, SourceError, TpuconvError, UsageError
 
 PROMPT = "Once upon a time"
 OPTIMIZER, STEP = "arrays of an optimizer's state", "arrays with the number of a step"
@@ -221,3 +221,34 @@ def test_another_model_and_a_damaged_run(run, hf, tmp_path):
     command("generate", run, "--prompt", PROMPT, code=UsageError.exit_code)
     said = command("verify", run, "--config", EXAMPLE, code=UsageError.exit_code).stderr
     assert "--config goes with --compare-hf or --server" in said
+
+
+@pytest.fixture
+def diverged(tmp_path) -> Path:
+    """A run with one value that is not a number, and LoRA with one too."""
+    api.convert(EXAMPLE, tmp_path / "start", target="nnx")
+    tree = trained_tree(tmp_path / "start")
+    leaf = np.array(tree["layers"]["0"]["mlp"]["down"]["kernel"]["value"])
+    leaf[3, 5] = np.nan
+    save_step(tmp_path / "run", 3, changed_leaf(tree, "layers.0.mlp.down.kernel.value", leaf), "")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("write", [api.export, api.reshard])
+def test_a_run_that_diverged_is_not_written(write, diverged, tmp_path) -> None:
+    with pytest.raises(SourceError, match=r"down\.kernel\.value is not finite") as refused:
+        write(diverged, tmp_path / "out", config=EXAMPLE)
+    assert list(refused.value.details) == [
+        "the first is layers.0.mlp.down.kernel.value[3, 5], which is nan in bfloat16",
+    ]
+    assert not (tmp_path / "out").exists()
+    written = write(diverged, tmp_path / "out", config=EXAMPLE, allow_nonfinite=True, overwrite=True)
+    assert api.verify(written.out).passed
+
+
+def test_the_option_for_it_is_for_runs_alone(known, tmp_path) -> None:
+    api.convert(EXAMPLE, tmp_path / "ours")
+    with pytest.raises(UsageError, match="only for a trainer's checkpoint"):
+        api.export(tmp_path / "ours", tmp_path / "out", allow_nonfinite=True)
+    with pytest.raises(UsageError, match="only for a trainer's checkpoint"):
+        api.reshard(tmp_path / "ours", tmp_path / "out", mesh={"tensor": 2}, allow_nonfinite=True)

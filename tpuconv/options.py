@@ -253,6 +253,7 @@ ALLOW_CONFIG_OPTION = described_as(
 MESH_OPTION = described_as(
     "Sizes of the mesh axes, such as tensor=8,expert=2.", python='Sizes of the mesh axes, such as {"tensor": 8}.'
 )
+TRAINED_NONFINITE_OPTION = described_as("Accept NaN and infinite values of a trainer's checkpoint.")
 TRAINED_CONFIG_OPTION = described_as(
     "The model that was trained, if the checkpoint is a trainer's, saved with Orbax: a path or Hub id with config.json "
     "and tokenizer.",

@@ -20,6 +20,7 @@ from tpuconv.convert.plan.options import Options
 from tpuconv.convert.run.conversion import run
 from tpuconv.convert.run.engine import RunProgress, make
 from tpuconv.convert.run.sizing import Limits
+from tpuconv.encodings.casts import refuse_nonfinite
 from tpuconv.errors import UsageError, shorten
 from tpuconv.location import Location
 from tpuconv.models.registry import get_family
@@ -33,6 +34,8 @@ from tpuconv.sources.source import CHANGED
 from tpuconv.storage.hashes import hash_bytes
 from tpuconv.text import format_count
 
+NOT_FINITE_HINT = "the training diverged: save an earlier state of the model, with `overwrite=True` to begin anew"
+"""The hint where values of a model are NaN or infinite."""
 PART_BYTES = 64 << 20
 """The bytes that are copied from the device at a time for hashing."""
 
@@ -74,7 +77,7 @@ class _Model(Checkpoint):
 
     arrays: Mapping[str, jax.Array] = field(kw_only=True)
 
-    not_finite_hint = "the training diverged: save an earlier state of the model, with `overwrite=True` to begin anew"
+    not_finite_hint = NOT_FINITE_HINT
 
     def origin(self, hashes: Mapping[str, str | None]) -> dict[str, Any]:
         return {**super().origin(hashes), "verified": CHANGED, "changed": True}
@@ -177,7 +180,9 @@ class _Pairs:
         return {name: TreeArray(name, shapes[name], array.dtype.name, shapes[name]) for name, array in found.items()}
 
     def read(self, name: str, box: Sequence[slice]) -> np.ndarray:
-        return np.asarray(self.arrays[name][tuple(box)])
+        values = np.asarray(self.arrays[name][tuple(box)])
+        refuse_nonfinite(name, values, box, NOT_FINITE_HINT)
+        return values
 
     def check_unchanged(self) -> None:
         """Nothing: arrays of jax do not change."""

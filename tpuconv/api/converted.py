@@ -41,6 +41,7 @@ class Conversion(Made):
         differs: a sentence about what the target computes otherwise than transformers; empty if it is nothing.
         calibration: how much text a calibration had; None without one.
         serve: the commands that serve quantized safetensors by vLLM; none for other outputs.
+        drafts: how many tokens they let a draft draft in a step.
     """
 
     family: str
@@ -60,6 +61,7 @@ class Conversion(Made):
     differs: str = ""
     calibration: "CalibrationText | None" = None
     serve: Sequence[str] = ()
+    drafts: int = 0
 
     @property
     def source_verified(self) -> bool:

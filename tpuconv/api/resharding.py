@@ -18,6 +18,7 @@ from tpuconv.options import (
     PROGRESS_ARGUMENT,
     STORED_ARGUMENT,
     TRAINED_CONFIG_OPTION,
+    TRAINED_NONFINITE_OPTION,
     TRAINED_TARGET_OPTION,
     Budget,
     Replacing,
@@ -87,6 +88,7 @@ class ReshardOptions:
     pathways: bool = field(default=False, metadata=PATHWAYS_OPTION)
     config: str | Location | None = field(default=None, metadata=TRAINED_CONFIG_OPTION)
     target: str | None = field(default=None, metadata=TRAINED_TARGET_OPTION)
+    allow_nonfinite: bool = field(default=False, metadata=TRAINED_NONFINITE_OPTION)
 
     def check_together(self) -> None:
         """Raises UsageError for options that do not go together."""
@@ -97,9 +99,10 @@ class ReshardOptions:
                 "nothing is to be changed",
                 hint="give `mesh=`, `scan_layers=`, `unscan_layers=` or `pathways=`; for a trainer's run `config=`",
             )
-        if self.target is not None and self.config is None:
-            why, hint = WITH_CONFIG["target"]
-            raise UsageError(f"`target=` {why}", hint=hint)
+        for name in ("target", "allow_nonfinite") if self.config is None else ():
+            if getattr(self, name):
+                why, hint = WITH_CONFIG[name]
+                raise UsageError(f"`{name}=` cannot be used here: it {why}", hint=hint)
 
 
 @dataclass(eq=False, repr=False)
@@ -165,7 +168,10 @@ def _planned(
     mesh = named_mesh(asked.mesh or {})
     config = None if asked.config is None else str(asked.config)
     scan_layers = True if asked.scan_layers else False if asked.unscan_layers else None
-    with opened_arrays(ckpt, config, asked.target, progress) as (arrays, skipped):
+    with opened_arrays(ckpt, config, asked.target, progress, only_finite=not asked.allow_nonfinite) as (
+        arrays,
+        skipped,
+    ):
         yield make_reshard_plan(arrays, mesh, scan_layers, pathways=asked.pathways), skipped
 
 

@@ -87,7 +87,7 @@ def run_plan(
     folder of a calibration."""
     from tpuconv.convert.export.carried import split_skipped
     from tpuconv.convert.export.export import convert_to_safetensors, described
-    from tpuconv.convert.run.card import serve_commands
+    from tpuconv.convert.run.card import drafts_of, serve_commands
     from tpuconv.convert.run.conversion import run
     from tpuconv.quantize.report import report
     from tpuconv.storage.sealed import read_sealed
@@ -101,6 +101,7 @@ def run_plan(
         raw = described(plan, raw)
     skipped, carried = split_skipped(plan)
     is_served = is_published and plan.target.is_safetensors and plan.quantization is not None
+    drafts = drafts_of(plan.config)
     resumed = ended.made["resumed_bytes"] * plan.source_bytes // max(1, ended.total)
     return Conversion(
         **{**ended.made, "resumed_bytes": resumed},
@@ -119,5 +120,6 @@ def run_plan(
         part_bytes=ended.part_total or plan.source_bytes,
         rounded=plan.rounded,
         differs=plan.differs,
-        serve=serve_commands(plan.family, str(out)) if is_served else (),
+        serve=serve_commands(plan.family, str(out), drafts) if is_served else (),
+        drafts=drafts,
     )

@@ -18,6 +18,7 @@ import numpy as np
 
 from tpuconv import buckets
 from tpuconv.credentials import CREDENTIAL_HINTS, endpoint, region
+from tpuconv.encodings.casts import refuse_nonfinite
 from tpuconv.errors import BucketError, SourceError, UsageError, root_cause
 from tpuconv.jsonfile import MAX_BYTES, Each, Optional, check, opened, parse, read_bytes, short
 from tpuconv.location import SCHEMES, BucketPath, Location, near_folders
@@ -36,6 +37,11 @@ METADATA_SCHEMA = {
     "use_zarr3": Optional((bool, None)),
     "store_array_data_equal_to_fill_value": Optional((bool, None)),
 }
+DIVERGED = (
+    "the training diverged: take an earlier step, or give `allow_nonfinite=True` to write it as it is, each with "
+    "`overwrite=True` to begin anew"
+)
+"""The hint where values of a trainer are NaN or infinite."""
 CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 """Orbax's file with the metadata of a checkpoint, or of a step of a `CheckpointManager`, whose items are folders."""
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
@@ -133,13 +139,14 @@ class TrainedTree:
 
     Args:
         folder: see `locate_tree`.
+        only_finite: whether NaN and infinite values are refused where they are read.
 
     Raises:
         SourceError: its metadata cannot be understood.
     """
 
-    def __init__(self, folder: Location):
-        self.folder = folder
+    def __init__(self, folder: Location, *, only_finite: bool = False):
+        self.folder, self._only_finite = folder, only_finite
         self._root = _key_value_store(folder)
         path = folder / METADATA
         data = read_bytes(path, MAX_METADATA_BYTES, SourceError)
@@ -240,11 +247,14 @@ class TrainedTree:
         """A box of an array that was opened.
 
         Raises:
-            SourceError: it cannot be read.
+            SourceError: it cannot be read, or holds values that are not finite.
             BucketError: its bucket cannot be reached, or refuses access.
         """
         future = self._stores[name][tuple(box)].read()
-        return np.asarray(self._result(name, future))
+        values = np.asarray(self._result(name, future))
+        if self._only_finite:
+            refuse_nonfinite(name, values, box, DIVERGED)
+        return values
 
     def _result(self, name: str, future: Any) -> Any:
         try:

@@ -85,5 +85,5 @@ def pushed(out: Location | None, done: "Made", progress: Listener) -> "Made":
     remove_known(folder, names_of(folder, contents_of).__contains__)
     done = replace(done, out=out, already_there=False)
     if isinstance(done, api.Conversion) and done.serve:
-        done = replace(done, serve=serve_commands(done.family, repo))
+        done = replace(done, serve=serve_commands(done.family, repo, done.drafts))
     return done

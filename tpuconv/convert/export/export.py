@@ -35,6 +35,7 @@ from tpuconv.convert.export.rows import ExportPiece
 from tpuconv.convert.export.serving.formats import IN_COMPRESSED
 from tpuconv.convert.export.tensor import ExportTensor
 from tpuconv.convert.plan.types import Plan
+from tpuconv.convert.run.card import drafts_of
 from tpuconv.convert.run.engine import WORKING, RunProgress, Work, make
 from tpuconv.convert.run.results import HASH_ENTRY
 from tpuconv.convert.run.sizing import Limits, TensorRoom, planned_memory_for_tensors, room_for_tensors
@@ -155,7 +156,8 @@ class ExportWork(Work):
         arrays, sink, names = self.arrays, journal.sink, file_names(len(self.layout.files))
         entries = [journal.required(file_entry(i), FILE_ENTRY) for i in range(len(names))]
         files = {name: entry["facts"] for name, entry in zip(names, entries, strict=True)}
-        write_index_and_companions(arrays, self.layout.files, sink, files, self.layout.encoding)
+        drafts = drafts_of(self.what.config)
+        write_index_and_companions(arrays, self.layout.files, sink, files, self.layout.encoding, drafts)
         figures: dict[str, Any] = {}
         for entry in entries:
             for name, found in entry["figures"].items():

@@ -101,10 +101,11 @@ def write_index_and_companions(
     sink: Sink,
     files: dict[str, Any],
     encoding: dict[str, Any] | None,
+    drafts: int,
 ) -> None:
     """Writes the index and the files that go with the weights, and adds them to `files`. Config.json describes an
     `encoding`. What is for other programs has older keys besides, and names classes that they know; what comes back
-    as it was released has not."""
+    as it was released has not. `drafts` is as `drafts_of` says."""
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
 
     def write(name: str, text: str) -> None:
@@ -123,7 +124,7 @@ def write_index_and_companions(
     is_rounded = encoding is not None and arrays.manifest.is_rounded
     if encoding is not None and is_rounded:
         kept = source_metadata(arrays.companions_folder, arrays.companions)
-        write(CARD, served_card(arrays.manifest.raw, encoding["quant_method"], kept))
+        write(CARD, served_card(arrays.manifest.raw, encoding["quant_method"], kept, drafts))
     for name, facts in arrays.companions.items():
         if undone and name in ENCODING_FILES:
             continue

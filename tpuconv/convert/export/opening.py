@@ -118,7 +118,7 @@ def _check_whole(manifest: Manifest, *, as_released: bool) -> None:
 
 def _trained(ckpt: Location, asked: ExportOptions, stack: ExitStack, progress: Listener) -> ExportContents:
     """The arrays of a trainer's checkpoint, or the adapter in it."""
-    model = open_trained(ckpt, str(asked.config), stack, progress)
+    model = open_trained(ckpt, str(asked.config), stack, progress, only_finite=not asked.allow_nonfinite)
     if asked.adapter:
         alpha = alpha_of(model.tree, asked.lora_alpha, "adapter")
         return trained_adapter(

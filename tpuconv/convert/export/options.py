@@ -9,6 +9,7 @@ from tpuconv.options import (
     FORM_CHOICES,
     SCHEME_OPTION,
     TRAINED_CONFIG_OPTION,
+    TRAINED_NONFINITE_OPTION,
     TRAINED_TARGET_OPTION,
     option,
 )
@@ -26,8 +27,11 @@ WITHOUT_CONFIG = {
 }
 """Options for checkpoints of tpuconv alone: why, and what to do."""
 
+OF_TRAINERS = ("is only for a trainer's checkpoint, which needs `config=`", "leave it out, or give `config=SRC`")
+
 WITH_CONFIG = {
-    "target": ("is only for a trainer's checkpoint, which needs `config=`", "leave it out, or give `config=SRC`"),
+    "target": OF_TRAINERS,
+    "allow_nonfinite": OF_TRAINERS,
     "adapter": ("needs `config=`, the model that was trained", "give `config=SRC`"),
     "merge": ("needs `config=`, the model that was trained", "give `config=SRC`"),
 }
@@ -40,6 +44,7 @@ class ExportOptions:
 
     config: str | Location | None = field(default=None, metadata=TRAINED_CONFIG_OPTION)
     target: str | None = field(default=None, metadata=TRAINED_TARGET_OPTION)
+    allow_nonfinite: bool = field(default=False, metadata=TRAINED_NONFINITE_OPTION)
     with_skipped: str | Location | None = option(
         None,
         "Add the tensors that the conversion skipped (towers, MTP layers) from its source, a path or Hub id.",

@@ -18,8 +18,9 @@ from tpuconv.convert.run.engine import RunProgress
 from tpuconv.convert.run.results import UnitResult
 from tpuconv.convert.run.share import share_of
 from tpuconv.convert.run.sizing import QUANTIZE_MEMORY
-from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, check_copy, check_promise, not_finite, read_slab
+from tpuconv.convert.run.slabs import check_copy, check_promise, not_finite, read_slab
 from tpuconv.convert.run.stamps import stamps_for_hosts
+from tpuconv.encodings.casts import CAN_BE_NAN, all_finite
 from tpuconv.errors import ConfigError, SourceError
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location

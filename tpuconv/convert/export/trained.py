@@ -99,7 +99,9 @@ def check_converted(ckpt: Location) -> None:
         )
 
 
-def open_trained(ckpt: Location, config: str, stack: ExitStack, progress: Listener) -> TrainedModel:
+def open_trained(
+    ckpt: Location, config: str, stack: ExitStack, progress: Listener, *, only_finite: bool
+) -> TrainedModel:
     """Opens a trainer's checkpoint, its step or its run.
 
     Args:
@@ -107,6 +109,7 @@ def open_trained(ckpt: Location, config: str, stack: ExitStack, progress: Listen
         config: the model that was trained, a folder or a Hub id.
         stack: keeps the model's folder until it is closed.
         progress: called while config.json is downloaded.
+        only_finite: whether NaN and infinite values are refused where they are read.
 
     Raises:
         UsageError: `ckpt` has a manifest of tpuconv, and is no adapter that `keep_adapter=` wrote.
@@ -118,7 +121,7 @@ def open_trained(ckpt: Location, config: str, stack: ExitStack, progress: Listen
             f"{ckpt} has a manifest of tpuconv, so `config=` is not needed",
             hint="leave out `config=`; if a trainer wrote other arrays into it, give the folder of its step",
         )
-    tree = TrainedTree(folder)
+    tree = TrainedTree(folder, only_finite=only_finite)
     source = open_described(stack.enter_context(resolved_source(config, None, progress, weights=False)))
     raw = without_encoding(source.config)
     family = find_family(raw)
@@ -155,11 +158,13 @@ def trained_arrays(model: TrainedModel, target: str | None, merged_alpha: float 
 
 
 @contextmanager
-def opened_run(ckpt: Location, config: str, progress: Listener, target: str | None = None) -> Iterator[OpenedRun]:
+def opened_run(
+    ckpt: Location, config: str, progress: Listener, target: str | None = None, *, only_finite: bool = False
+) -> Iterator[OpenedRun]:
     """Opens the parameters of a trainer's checkpoint. Other arguments and errors are as of `open_trained` and
     `trained_arrays`."""
     with ExitStack() as stack:
-        yield trained_arrays(open_trained(ckpt, config, stack, progress), target)
+        yield trained_arrays(open_trained(ckpt, config, stack, progress, only_finite=only_finite), target)
 
 
 def configs_of(places: Sequence[str | Location], config: str | Location | None) -> list[str | None]:

@@ -301,7 +301,7 @@ def _bits(values: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def opened_arrays(
-    ckpt: Location, config: str | None, target: str | None, progress: Listener
+    ckpt: Location, config: str | None, target: str | None, progress: Listener, *, only_finite: bool
 ) -> Iterator[tuple[BoxSource, tuple[Skip, ...]]]:
     """Opens a checkpoint. Yields its arrays, and the arrays of a trainer that are no parameters.
 
@@ -310,6 +310,7 @@ def opened_arrays(
         config: the model that was trained.
         target: whose tree a trainer's checkpoint has; None: of each target in turn.
         progress: called while config.json is downloaded.
+        only_finite: whether NaN and infinite values of a trainer's checkpoint are refused where they are read.
 
     Raises:
         UsageError: a checkpoint of tpuconv has `config`, or a trainer's has none.
@@ -319,5 +320,5 @@ def opened_arrays(
         check_converted(ckpt)
         yield CheckpointArrays(read_manifest(ckpt)), ()
         return
-    with opened_run(ckpt, config, progress, target) as run:
+    with opened_run(ckpt, config, progress, target, only_finite=only_finite) as run:
         yield run.arrays, run.facts.skipped

@@ -10,6 +10,8 @@ from typing import Any
 from tpuconv.checkpoint.manifest import add_statistics
 from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.convert.run.card_metadata import front_matter
+from tpuconv.models.common.heads import DRAFTS_AHEAD
+from tpuconv.notation.sizes import HasSizes
 from tpuconv.sources.companions import SOURCE_CARD
 from tpuconv.targets.target import OWN, Target
 from tpuconv.text import code, format_size, markdown
@@ -129,36 +131,44 @@ METHODS_OF_VLLM = {"eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark", "
 """vLLM's names for the methods of families of drafts."""
 
 
-def serve_commands(family: str, out: str) -> tuple[str, ...]:
+def drafts_of(config: HasSizes) -> int:
+    """Returns the number of tokens that a draft with this config drafts in a step."""
+    drafts: int = getattr(config, "drafts", DRAFTS_AHEAD)
+    return drafts
+
+
+def serve_commands(family: str, out: str, drafts: int) -> tuple[str, ...]:
     """Returns the commands that serve quantized safetensors by vLLM: anywhere, and on a TPU; of a draft, beside its
     target.
 
     Args:
         family: of the model.
         out: the folder, or its name on the Hub.
+        drafts: see `drafts_of`.
     """
     if by := METHODS_OF_VLLM.get(family):
-        draft = json.dumps({"method": by, "model": out, "num_speculative_tokens": 3})
+        draft = json.dumps({"method": by, "model": out, "num_speculative_tokens": drafts})
         return (f"vllm serve TARGET --speculative-config {quote(draft)}",)
     return f"vllm serve {quote(out)}", f"MODEL_IMPL_TYPE=vllm vllm serve {quote(out)}"
 
 
-def _served(family: str) -> str:
+def _served(family: str, drafts: int) -> str:
     """Returns the part of a README.md that serves quantized safetensors."""
-    commands = serve_commands(family, "OUT")
+    commands = serve_commands(family, "OUT", drafts)
     if len(commands) == 1:
         return f"```bash\n{commands[0]}\n```\n"
     shown = "".join(f"{command:38} # {where}\n" for command, where in zip(commands, WHERE_SERVED, strict=True))
     return f"```bash\n{shown}```\n{LOADED_MODEL}"
 
 
-def served_card(manifest: Mapping[str, Any], method: str, kept: Mapping[str, Any]) -> str:
+def served_card(manifest: Mapping[str, Any], method: str, kept: Mapping[str, Any], drafts: int) -> str:
     """Returns the README.md of quantized safetensors.
 
     Args:
         manifest: of the checkpoint that they are made of.
         method: the `quant_method` of config.json.
         kept: the metadata of the source's card that holds for them too.
+        drafts: see `drafts_of`.
     """
     source, rules = manifest["source"], manifest["quantization"]
     origin = (
@@ -169,6 +179,6 @@ def served_card(manifest: Mapping[str, Any], method: str, kept: Mapping[str, Any
 {markdown(rules["summary"])}, in the format of {code(method)}. Quantized by tpuconv from {origin}.{_changed(source)}
 `{SOURCE_CARD}`, where there is one, is the card of the original, whose licence applies.
 
-{_served(manifest["family"])}
+{_served(manifest["family"], drafts)}
 `tpuconv verify .` checks every file against its hash.
 """

@@ -11,8 +11,8 @@ from tpuconv.convert.plan.quantization import Encoder
 from tpuconv.convert.plan.types import OutputArray, Plan
 from tpuconv.convert.plan.units import Buffers, Slab
 from tpuconv.convert.run.calibrated import QVALUES, SCALES, VALUES, CalibratedValues
-from tpuconv.convert.run.slabs import CAN_BE_NAN, all_finite, not_finite, read_slab
-from tpuconv.encodings.casts import check_cast
+from tpuconv.convert.run.slabs import not_finite, read_slab
+from tpuconv.encodings.casts import CAN_BE_NAN, all_finite, check_cast
 from tpuconv.errors import SourceError
 from tpuconv.sources.reader import Reader
 from tpuconv.storage.disk import page_buffer

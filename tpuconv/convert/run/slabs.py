@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from math import isfinite
-from typing import Any
 
 import numpy as np
 
 from tpuconv.buckets import for_each
-from tpuconv.convert.plan.types import FLOAT_DTYPES, ZEROS, Plan
+from tpuconv.convert.plan.types import ZEROS, Plan
 from tpuconv.convert.plan.units import Slab
+from tpuconv.encodings.casts import values_not_finite
 from tpuconv.errors import SourceError
 from tpuconv.jsonfile import MIB
 from tpuconv.sources.damaged import wrong_hash
@@ -16,9 +16,6 @@ from tpuconv.sources.headers import DTYPES
 from tpuconv.sources.reader import Reader
 from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import Source
-
-CAN_BE_NAN = {*FLOAT_DTYPES, "float8_e4m3fn"}
-"""Stored dtypes that have NaN and are searched for it. Other quantized values have none."""
 
 
 def read_slab(reader: Reader, plan: Plan, slab: Slab, values: np.ndarray, raw: np.ndarray) -> list[np.ndarray]:
@@ -123,23 +120,6 @@ def check_as_promised(source: Source, reader: Reader) -> None:
         check_promise(source, reader, shard)
 
 
-def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
-    """Returns True if no element is infinite or NaN, from the bit patterns of floats of the dtype `dtype`.
-
-    Such elements have the pattern of infinity (of NaN, if the dtype has no infinity) or a larger one, of either sign.
-    So the largest signed and the largest unsigned pattern decide: two passes at the speed of memory, without a copy.
-    """
-    if not bits.size:
-        return True
-    infinity = int(np.array(np.inf, dtype).view(bits.dtype))
-    sign = 1 << (8 * dtype.itemsize - 1)
-    return int(bits.view(f"i{dtype.itemsize}").max()) < infinity and int(bits.max()) < (sign | infinity)
-
-
 def not_finite(plan: Plan, name: str, details: Sequence[str] = ()) -> SourceError:
     """Returns the error for values of a parameter that are not finite."""
-    return SourceError(
-        f"{name} is not finite: there are NaN or infinite values",
-        details=list(details),
-        hint=plan.source.not_finite_hint,
-    )
+    return values_not_finite(name, details, plan.source.not_finite_hint)

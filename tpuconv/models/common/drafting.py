@@ -11,10 +11,8 @@ from jax.typing import DTypeLike
 from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.common.cache import Cache
 from tpuconv.models.common.decoder import Decoder
+from tpuconv.models.common.heads import DRAFTS_AHEAD
 from tpuconv.models.common.layers import Embed, Keys
-
-DRAFTS_AHEAD = 3
-"""The number of drafts in a step, of drafts that do not set it."""
 
 
 class Drafted(NamedTuple):

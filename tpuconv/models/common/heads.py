@@ -15,6 +15,8 @@ from tpuconv.notation.table import Map, MappingTable
 LOGITS, SCORES, HIDDEN = "", "scores", "hidden states"
 AS_DRAFT = "drafts"
 """The outputs of models. A model that returns drafts runs with its target alone."""
+DRAFTS_AHEAD = 3
+"""The number of drafts in a step, of drafts that do not set it."""
 ANOTHER_DRAFT = "give a draft of this target, or generate without one, for the same text"
 """The hint of errors about a draft that does not fit its target."""
 
