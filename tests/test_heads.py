@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as OF_TEXTS
+from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES as OF_TOKENS
 
 import tpuconv
 from helpers import released_code
@@ -24,7 +25,7 @@ from helpers.whole_sights import difference, logits, made
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
 from tpuconv.errors import ConfigError, MappingError, UnsupportedConfig, UsageError
-from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES, Head, named_head, shown_head
+from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES, TOKEN_SCORES, Head, named_head, shown_head
 from tpuconv.models.common.wrapper import is_outside
 from tpuconv.models.registry import find_family
 from tpuconv.quantize.calibrate.data import from_ids
@@ -45,11 +46,11 @@ WITHOUT = {
 }
 EVERY = [
     pytest.param(
-        case, returns, id=f"{case}-{returns.partition(' ')[0]}", marks=() if case == PLAIN else pytest.mark.slow
+        case, returns, id=f"{case}-{returns.replace(' ', '-')}", marks=() if case == PLAIN else pytest.mark.slow
     )
     for case in FIRST.values()
-    for returns in (SCORES, HIDDEN)
-    if (returns, case.family) not in WITHOUT and (returns == HIDDEN or case.model_type in CLASSIFIERS)
+    for returns, known in ((SCORES, OF_TEXTS), (TOKEN_SCORES, OF_TOKENS), (HIDDEN, (case.model_type,)))
+    if (returns, case.family) not in WITHOUT and case.model_type in known
 ]
 
 
@@ -72,7 +73,7 @@ SEEING_BEHIND = [
 def headless(shared: Any) -> Any:
     """The folder of a case as transformers saves it that returns scores or hidden states."""
     return lambda case, returns: shared(
-        f"{case.key}-{returns.partition(' ')[0]}-hf", lambda folder: save(case, folder, returns=returns)
+        f"{case.key}-{returns.replace(' ', '-')}-hf", lambda folder: save(case, folder, returns=returns)
     )
 
 
@@ -80,7 +81,7 @@ def headless(shared: Any) -> Any:
 def converted_headless(shared: Any, headless: Any) -> Any:
     """The folder of such a case as tpuconv converts it."""
     return lambda case, returns: shared(
-        f"{case.key}-{returns.partition(' ')[0]}-orbax", lambda folder: convert(headless(case, returns), folder)
+        f"{case.key}-{returns.replace(' ', '-')}-orbax", lambda folder: convert(headless(case, returns), folder)
     )
 
 
@@ -109,7 +110,7 @@ def test_what_transformers_returns(
     for ids in IDS:
         with torch.no_grad():
             found = reference(torch.tensor([ids]))
-        want = (found.logits if returns == SCORES else found.last_hidden_state).numpy()
+        want = (found.last_hidden_state if returns == HIDDEN else found.logits).numpy()
         have = np.asarray(ours(jnp.array([ids])))
         assert have.shape == want.shape
         assert want.shape[:-1] == ((1,) if returns == SCORES else (1, len(ids)))
@@ -122,6 +123,37 @@ def test_what_transformers_returns(
     with_others = {*VISION, "phi4_multimodal", "qwen4_exp_text", "minimax"}  # the last two have hashes and decays
     assert bool(skipped) == (case.family in with_others)
     assert all(same_bits(x, source[name]) for name, x in back.items())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "returns", "labels"),
+    [("Qwen2ForRewardModel", SCORES, 1), ("Qwen2ForProcessRewardModel", TOKEN_SCORES, 2)],
+)
+def test_reward_models_whose_scores_are_of_an_mlp(
+    architecture: str, returns: str, labels: int, hf: Any, tmp_path: Path
+) -> None:
+    """As Qwen2.5-Math's, whose own code has the class."""
+    case, random = FIRST["qwen2"], np.random.default_rng(0)
+    config, tensors = json.loads((hf(case) / "config.json").read_text()), dict(read_tensors(hf(case)))
+    tensors.pop("lm_head.weight", None)
+    D = config["hidden_size"]
+    for name, shape in {"0.weight": (D, D), "0.bias": (D,), "2.weight": (labels, D), "2.bias": (labels,)}.items():
+        tensors[f"score.{name}"] = random.normal(size=shape).astype(np.float32)
+    source = write_checkpoint(tmp_path / "hf", config | {"architectures": [architecture]}, tensors)
+    api.convert(source, tmp_path / "out")
+    assert read_manifest(tmp_path / "out").returns == returns
+    scores = np.asarray(tpuconv.load(tmp_path / "out")(jnp.array(IDS[:1])))
+    assert scores.shape == ((1, labels) if returns == SCORES else (1, len(IDS[0]), labels))
+    compared = api.compare(tmp_path / "out", source=source)
+    assert compared.passed
+    api.export(tmp_path / "out", tmp_path / "back")
+    back = read_tensors(tmp_path / "back")
+    assert back.keys() == tensors.keys()
+    assert all(same_bits(back[name], x) for name, x in tensors.items())
+    del tensors["score.0.bias"]
+    write_checkpoint(tmp_path / "broken", config | {"architectures": [architecture]}, tensors)
+    with pytest.raises(MappingError, match=r"score\.0\.bias"):
+        api.plan(tmp_path / "broken").plan.check()
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["layers", "scan"])
@@ -197,6 +229,8 @@ def test_scores_of_a_padded_batch(converted_headless: Any) -> None:
     [
         ("LlamaForCausalLM", (), LOGITS),
         ("LlamaForSequenceClassification", (), SCORES),
+        ("LlamaForTokenClassification", ("score.weight", "score.bias"), TOKEN_SCORES),
+        ("LlamaForTokenClassification", ("lm_head.weight", "score.weight"), TOKEN_SCORES),
         ("LlamaModel", (), HIDDEN),
         ("LlamaForCausalLM", ("layers.0.mlp.up_proj.weight",), HIDDEN),  # as Qwen3-Embedding
         ("LlamaForCausalLM", ("model.layers.0.mlp.up_proj.weight",), LOGITS),
@@ -261,7 +295,7 @@ def test_a_shared_matrix_under_the_name_of_the_head(tmp_path: Path) -> None:
 
 
 def test_architectures_of_other_tasks_are_refused() -> None:
-    for name in ("LlamaForTokenClassification", "MistralModel", "LlamaForQuestionAnswering"):
+    for name in ("MistralForTokenClassification", "MistralModel", "LlamaForQuestionAnswering"):
         with pytest.raises(UnsupportedConfig, match=f"not its architecture {name}"):
             find_family({"model_type": "llama", "architectures": [name]})
     assert find_family({"model_type": "gemma3_text", "architectures": ["Gemma3TextModel"]}).name == "gemma3_text"

@@ -1023,9 +1023,9 @@ def test_tensors_that_are_not_converted() -> None:
     [
         ({"model_type": "llama5"}, UnsupportedConfig, "(?s)no family reads model_type 'llama5'.*did you mean llama"),
         (
-            {"model_type": "llama", "architectures": ["LlamaForTokenClassification"]},
+            {"model_type": "llama", "architectures": ["LlamaForQuestionAnswering"]},
             UnsupportedConfig,
-            "(?s)llama reads model_type 'llama', but not its architecture LlamaForTok.*it reads LlamaForCausalLM",
+            "(?s)llama reads model_type 'llama', but not its architecture LlamaForQue.*it reads LlamaForCausalLM",
         ),
         ({"model_type": "llama", "architectures": ["MistralForCausalLM"]}, UnsupportedConfig, "MistralForCausalLM"),
         ({}, ConfigError, "model_type=None"),

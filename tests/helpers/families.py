@@ -285,6 +285,7 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
         AutoModelForCausalLM,
         AutoModelForMultimodalLM,
         AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
     )
 
     from helpers.released_code import class_of
@@ -293,7 +294,8 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
     # The text model alone would be saved under other names than those of the released checkpoints.
     is_inside = case.traits.vision_config is not None or case.family in READ_WITHIN
     language_model = AutoModelForMultimodalLM if is_inside else AutoModelForCausalLM
-    headless = {"scores": AutoModelForSequenceClassification, "hidden states": AutoModel}
+    classifiers = {"scores": AutoModelForSequenceClassification, "scores of tokens": AutoModelForTokenClassification}
+    headless = {**classifiers, "hidden states": AutoModel}
     auto = headless.get(returns, language_model).from_config
     if case.traits.thinker_of:
         config = case.hf_config().thinker_config
@@ -304,7 +306,7 @@ def hf_model(case: Case, seed: int = 0, returns: str = "") -> Any:
         kind = getattr(transformers, next(iter(get_family(case.family).architectures)))
     if kind is not None and not returns:
         auto = kind._from_config
-    if returns == "scores":
+    if returns in classifiers:
         config.num_labels = LABELS
     with warnings.catch_warnings():  # of no shared expert a matrix without elements is made
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")

@@ -105,7 +105,7 @@ class ModelRecipe(OneLine):
         summary: the models of the family.
         architecture, model_type: of config.json.
         encoding: the name of the encoding of the weights; None if they are not encoded.
-        returns: "logits", "scores" or "hidden states".
+        returns: "logits", "scores", "scores of tokens" or "hidden states".
         from_headers: whether the headers of the tensors were read; otherwise config.json alone.
         tensors, source_bytes: of the source.
         parameters: the number of parameters that are converted; tied ones count once.

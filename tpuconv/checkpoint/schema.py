@@ -65,7 +65,7 @@ CHECKPOINT_SCHEMA = {
             "forms": Optional(Each((str, Each([Size])))),
         }
     ),
-    "returns": Optional(OneOf("scores", "hidden states", "drafts")),
+    "returns": Optional(OneOf("scores", "scores of tokens", "hidden states", "drafts")),
     "parts": Optional([OneOf("vision", "video", "audio")]),
     "options": {
         "dtype": str,

@@ -175,7 +175,7 @@ class Family:
             config = self.config.from_hf(self.config.settled(raw, tensors) if tensors else raw)
             outer: Any = self.config.around_text(raw) if parts else raw
             towers = tuple(modality_of(self.modalities, part, outer).read(outer, config, tensors) for part in parts)
-            return replace(config, head=Head.from_hf(returns, raw), towers=towers)
+            return replace(config, head=Head.from_hf(returns, raw, tensors), towers=towers)
         except ConfigError as error:
             if error.hint is None:
                 error.hint = CORRECT

@@ -8,7 +8,7 @@ from typing import Any
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.heads import HIDDEN, LOGITS, SCORES, class_of
+from tpuconv.models.common.heads import HIDDEN, LOGITS, REWARD_MODELS, SCORES, TOKEN_SCORES, class_of
 from tpuconv.models.registry import find_family, type_of_family
 from tpuconv.models.tokenizer import added_token, tokenizer_file
 from tpuconv.models.towers.parakeet.released import NEMOTRON_OMNI_TYPES
@@ -134,6 +134,21 @@ def released_names(source: Path, tensors: Collection[str], *, sees: bool = True)
     return found | {re.escape(other): name for name, other in parts.items()} or None
 
 
+def reward_class(auto: Any, config: Any) -> Any:
+    """Returns transformers' class of classifiers for a config of Qwen2.5-Math's reward models, whose scores are of an
+    MLP: their own code has one."""
+    import torch
+
+    class RewardModel(auto._model_mapping[type(config)]):  # type: ignore[misc]
+        def __init__(self, config: Any):
+            _, config.num_labels = REWARD_MODELS[config.architectures[0]]
+            super().__init__(config)
+            layers = torch.nn.Linear(config.hidden_size, config.hidden_size), torch.nn.ReLU()
+            self.score = torch.nn.Sequential(*layers, torch.nn.Linear(config.hidden_size, config.num_labels))
+
+    return RewardModel
+
+
 def reference_class(config: Any, returns: str = LOGITS, *, sees: bool = False) -> Any:
     """Returns transformers' class of automatic models that has a model for a config that returns this
     (`tpuconv.models.common.heads`). For logits it is the class of causal models; of multimodal models it is mostly
@@ -146,10 +161,14 @@ def reference_class(config: Any, returns: str = LOGITS, *, sees: bool = False) -
         AutoModelForCausalLM,
         AutoModelForMultimodalLM,
         AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
     )
 
     if returns:
-        return {SCORES: AutoModelForSequenceClassification, HIDDEN: AutoModel}[returns]
+        classes = {SCORES: AutoModelForSequenceClassification, TOKEN_SCORES: AutoModelForTokenClassification}
+        found = {**classes, HIDDEN: AutoModel}[returns]
+        is_reward_model = any(name in REWARD_MODELS for name in config.architectures or ())
+        return reward_class(found, config) if is_reward_model else found
     if sees and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         return AutoModelForMultimodalLM
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in READ_WHOLE

@@ -268,6 +268,7 @@ class DecoderConfig:
             "F": self.intermediate_size,
             "V": self.vocab_size,
             **self.head.sizes,
+            **({"hidden_score": self.hidden_size} if self.head.is_mlp else {}),
         }
 
     @property

@@ -17,11 +17,11 @@ from tpuconv.models.common.cache import KV, Cache, StaticKV, has_scales, scaled_
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.explicit import call_on_explicit_mesh, is_explicit
 from tpuconv.models.common.handing import Handing
-from tpuconv.models.common.heads import SCORES
 from tpuconv.models.common.ids import Ids, checked_ids, checked_mask
 from tpuconv.models.common.layers import Einsum, Embed, Keys, RMSNorm, rope_cos_sin
 from tpuconv.models.common.placement import placed
 from tpuconv.models.common.rope import Rope
+from tpuconv.models.common.scores import Scores
 from tpuconv.models.common.seen import Seen, see
 from tpuconv.models.common.steps import Block, Entered, Step, Steps, windows_of
 from tpuconv.models.common.summary import Summarized
@@ -87,8 +87,7 @@ class Decoder(Handing, Summarized):
         self.norm = self.norm_type("D", config.sizes, config.rms_norm_eps, dtype=dtype)
         head = partial(Einsum, "BTD,DV->BTV", config.outer_sizes, bias=config.has_head_bias, dtype=dtype, keys=keys)
         self.lm_head = head() if config.has_lm_head else None
-        is_classifier = config.head.kind == SCORES
-        self.score = Einsum("BD,DO->BO", config.outer_sizes, dtype=dtype, keys=keys) if is_classifier else None
+        self.score = Scores(config, dtype=dtype, keys=keys) if config.head.labels else None
         for part, own in config.parts.items():
             setattr(self, part, own.encoder_class(own, dtype=dtype, keys=keys))
 
@@ -230,8 +229,8 @@ class Decoder(Handing, Summarized):
             Logits [B, T, V] in float32, of the columns from `first` on; with a cache (logits, cache). If `used` is
             traced and there are too few slots, the logits are NaN.
             Of a classifier the scores [B, O] in float32, of the last token of each text that is not padding, by the
-            mask and by `pad_token_id` of config.json; of a model without a head the hidden states [B, T, D] after the
-            last norm.
+            mask and by `pad_token_id` of config.json, or [B, T, O] of each token; of a model without a head the hidden
+            states [B, T, D] after the last norm.
 
         Raises:
             UsageError: the ids are no whole numbers [B, T], or the mask has another shape; or the cache has too few
@@ -421,15 +420,9 @@ class Decoder(Handing, Summarized):
         return jax.lax.scan(run_period, x_BTD, tuple(inputs))
 
     def _headless(self, x_BTD: jax.Array, ids_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
-        """Returns the hidden states [B, T, D], or the scores [B, O] of each text, as transformers'
-        GenericForSequenceClassification has them."""
+        """Returns the hidden states [B, T, D], or the scores that `Scores.of_texts` makes of them."""
         x_BTD = self.norm(placed(x_BTD, "B T D"))
-        if self.score is None:
-            return x_BTD
-        pad = self.config.head.pad
-        counts_BT = mask_BT if pad is None else mask_BT & (ids_BT != pad)
-        last_B1 = jnp.where(counts_BT, jnp.arange(ids_BT.shape[1]), 0).argmax(axis=1)[:, None, None]
-        return self.score(jnp.take_along_axis(x_BTD, last_B1, axis=1)[:, 0]).astype(jnp.float32)
+        return x_BTD if self.score is None else self.score.of_texts(x_BTD, ids_BT, mask_BT)
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         return self.head(self.norm(placed(x_BTD, "B T D")))

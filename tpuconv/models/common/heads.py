@@ -1,18 +1,20 @@
-"""The outputs of a model: logits, or scores of a text (`...ForSequenceClassification`), or hidden states (`...Model`).
+"""The outputs of a model: logits, or scores of a text (`...ForSequenceClassification`) or of each token
+(`...ForTokenClassification`), or hidden states (`...Model`).
 
-Every family has all three. `architectures` of config.json says which it is; where the tensors show another, they count.
+Every family has all four. `architectures` of config.json says which it is; where the tensors show another, they count.
 A model without logits has the family's table without the head: `headed` makes it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tpuconv.errors import ConfigError
 from tpuconv.jsonfile import short
+from tpuconv.notation.letters import Word, declare
 from tpuconv.notation.table import Map, MappingTable
 
-LOGITS, SCORES, HIDDEN = "", "scores", "hidden states"
+LOGITS, SCORES, TOKEN_SCORES, HIDDEN = "", "scores", "scores of tokens", "hidden states"
 AS_DRAFT = "drafts"
 """The outputs of models. A model that returns drafts runs with its target alone."""
 DRAFTS_AHEAD = 3
@@ -21,8 +23,13 @@ ANOTHER_DRAFT = "give a draft of this target, or generate without one, for the s
 """The hint of errors about a draft that does not fit its target."""
 
 CAUSAL_ENDS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-HEADLESS_ENDS = {"ForSequenceClassification": SCORES, "Model": HIDDEN}
+HEADLESS_ENDS = {"ForSequenceClassification": SCORES, "ForTokenClassification": TOKEN_SCORES, "Model": HIDDEN}
 """The ends of architectures' names, in place of `CAUSAL_ENDS`."""
+
+REWARD_MODELS = {"Qwen2ForRewardModel": (SCORES, 1), "Qwen2ForProcessRewardModel": (TOKEN_SCORES, 2)}
+"""Architectures of Qwen2.5-Math's reward models, whose scores are of an MLP: what they return, and how many scores."""
+
+declare(hidden_score=Word("width of the hidden layer of scores, which is D"))
 
 FSDP = "FSDP"
 """The prefix that FSDP2 gives the name of a model's class. transformers before 4.56 saved it in `architectures`."""
@@ -31,6 +38,8 @@ MOST_LABELS = 1 << 16
 TWO_LABELS = 2
 """The number of labels where config.json does not say it, as transformers has it."""
 
+SCORE_MODULES = ("score.", "classifier.")
+"""How the names of a matrix of scores begin."""
 HEAD_MODULES = ("lm_head.", "llm.unembed.", "output_layer.")
 """Parts of the names of heads, in releases with the names of transformers, of Inkling and of ChatGLM."""
 OWN_HEADS = ("head.weight", "output.weight")
@@ -46,23 +55,29 @@ class Head:
     """The head of a model.
 
     Attributes:
-        kind: `LOGITS`, `SCORES`, `HIDDEN` or `AS_DRAFT`.
+        kind: `LOGITS`, `SCORES`, `TOKEN_SCORES`, `HIDDEN` or `AS_DRAFT`.
         labels: number of scores; 0 of other kinds.
         pad: id of the token that fills batches, which is not scored; None if there is none.
+        has_bias: True if scores have a bias.
+        is_mlp: True if scores are of an MLP with ReLU.
+        is_classifier: True if the matrix of scores has the name `classifier` in the release, not `score`.
     """
 
     kind: str = LOGITS
     labels: int = 0
     pad: int | None = None
+    has_bias: bool = False
+    is_mlp: bool = False
+    is_classifier: bool = False
 
     @classmethod
-    def from_hf(cls, kind: str, raw: Mapping[str, Any]) -> "Head":
-        """Returns the head that a parsed config.json describes.
+    def from_hf(cls, kind: str, raw: Mapping[str, Any], tensors: Collection[str] = ()) -> "Head":
+        """Returns the head that a parsed config.json describes, and the names of tensors, if they are known.
 
         Raises:
             ConfigError: the labels or the id of padding are malformed.
         """
-        if kind != SCORES:
+        if kind not in (SCORES, TOKEN_SCORES):
             return cls(kind)
         named, text = raw.get("id2label"), raw.get("text_config")
         labels = len(named) if isinstance(named, Mapping) else raw.get("num_labels", TWO_LABELS)
@@ -71,12 +86,17 @@ class Head:
         pad = (text if isinstance(text, Mapping) else raw).get("pad_token_id")
         if pad is not None and type(pad) is not int:
             raise ConfigError(f"config.json: pad_token_id={short(pad)} is not an integer")
-        return cls(SCORES, labels, pad)
+        of_reward = [REWARD_MODELS[name] for name in raw.get("architectures") or () if name in REWARD_MODELS]
+        if of_reward:
+            return cls(kind, of_reward[0][1], pad, has_bias=True, is_mlp=True)
+        ends = {".".join(name.split(".")[-2:]) for name in tensors}
+        has_bias = bool(ends & {"score.bias", "classifier.bias"}) if ends else kind == TOKEN_SCORES
+        return cls(kind, labels, pad, has_bias, is_classifier="classifier.weight" in ends)
 
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the letters that only this head has."""
-        return {"O": self.labels} if self.kind == SCORES else {}
+        return {"O": self.labels} if self.labels else {}
 
 
 LANGUAGE_MODEL = Head()
@@ -100,6 +120,9 @@ def named_head(architecture: str, causal: Collection[str]) -> str | None:
     architecture = class_of(architecture)
     if architecture in causal:
         return LOGITS
+    kind, _ = REWARD_MODELS.get(architecture, (None, 0))
+    if kind and any(architecture.startswith(own.removesuffix("CausalLM")) for own in causal):
+        return kind
     for own in causal:
         stem = next((own.removesuffix(end) for end in CAUSAL_ENDS if own.endswith(end)), own)
         for end, kind in HEADLESS_ENDS.items():
@@ -131,11 +154,11 @@ def shown_head(named: str, tensors: Collection[str], embedding: str) -> str:
     """
     if not tensors:
         return named
-    has_scores = any(name.startswith("score.") for name in tensors)
+    has_scores = any(name.startswith(SCORE_MODULES) for name in tensors)
     if any(map(is_of_head, tensors)):
-        return named if named == SCORES and has_scores else LOGITS
+        return named if named in (SCORES, TOKEN_SCORES) and has_scores else LOGITS
     if has_scores:
-        return SCORES
+        return TOKEN_SCORES if named == TOKEN_SCORES else SCORES
     # A `...Model` of transformers does not write the prefix that language models and classifiers have. Releases with
     # names of their authors have none, nor has Cosmos.
     without_prefix = any(name.startswith(("layers.", "language_model.layers.")) for name in tensors)
@@ -144,19 +167,30 @@ def shown_head(named: str, tensors: Collection[str], embedding: str) -> str:
 
 
 def headed(table: MappingTable, kind: str) -> MappingTable:
-    """Returns the table of models that return `kind`, made of that of models that return logits."""
+    """Returns the table of models that return `kind`, from the table of models that return logits."""
     if kind == LOGITS:
         return table
     if kind == AS_DRAFT:
         return replace(table, returns=AS_DRAFT)
-    return _headless(table, kind, *[_score_row(table)] * (kind == SCORES))
+    return _headless(table, kind, *(_score_rows(table) if kind in (SCORES, TOKEN_SCORES) else ()))
 
 
-def _score_row(table: MappingTable) -> Map:
-    """The row of the matrix of scores, which is as wide as the embedding."""
+def _score_rows(table: MappingTable) -> Iterator[Map]:
+    """Yields the rows of scores. Their matrix is as wide as the embedding."""
     embeddings = (row.layout for row in table if row.jax_names == ("embed.embedding",))
     width = next(embeddings, "V D").split()[1]
-    return Map("score.weight", "score.kernel", f"O {width} -> {width} O")
+    matrix = f"{width} -> {width} O"
+    names = {"score": "not head.is_classifier and not head.is_mlp", "classifier": "head.is_classifier"}
+    for name, condition in names.items():
+        yield Map(f"{name}.weight", "score.kernel", f"O {matrix}", when=condition)
+        yield Map(f"{name}.bias", "score.bias", "O", when=f"{condition} and head.has_bias")
+    for hf, jax, layout in (
+        ("score.0.weight", "score.hidden.kernel", f"hidden_score {width} -> {width} hidden_score"),
+        ("score.0.bias", "score.hidden.bias", "hidden_score"),
+        ("score.2.weight", "score.kernel", "O hidden_score -> hidden_score O"),
+        ("score.2.bias", "score.bias", "O"),
+    ):
+        yield Map(hf, jax, layout, when="head.is_mlp")
 
 
 def _headless(table: MappingTable, kind: str, *rows: Map) -> MappingTable:
