@@ -531,7 +531,7 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
     assert config.windows == (getattr(hf, "sliding_window", None),) * hf.num_hidden_layers
     assert config.rope == Rope(theta=hf.rope_parameters["rope_theta"])
     derived = {"rope", "mrope", "towers", "head", "num_key_value_heads", "head_dim", "qk_head_dim", "sliding_window"}
-    derived |= {"layer_types"}
+    derived |= {"layer_types", "is_causal"}
     stated = {field.name for field in fields(config)} - derived
     if model_type == "mistral":
         stated -= {"attention_bias", "mlp_bias"}  # transformers has none
@@ -730,7 +730,7 @@ UNSUPPORTED = {
         r"(?s)attention_chunk_size=8.*per_layer_config=.*allow_config=\['attention_chunk_size', 'per_layer_config'\]",
     ),
     "activation": ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not implemented for llama, only 'silu'"),
-    "bidirectional": ("qwen3", {"is_causal": False}, "is_causal=False"),
+    "bidirectional": ("qwen3_moe", {"is_causal": False}, "is_causal=False"),
     "bias of tied logits": (
         "phi",
         {"tie_word_embeddings": True},

@@ -184,8 +184,8 @@ def test_every_row_reads_the_config_of_transformers(wrapper: Wrapper) -> None:
         assert own is not None
         alone = {key: value for key, value in raw["text_config"].items() if key not in wrapper.only}
         assert report.config.sizes == own.check_config({**alone, "architectures": []}).config.sizes
-        with pytest.raises(UnsupportedConfig, match="is_causal=False is not implemented"):
-            family.check_config(raw | {"text_config": raw["text_config"] | {"is_causal": False}})
+        with pytest.raises(UnsupportedConfig, match="chunk_size_feed_forward=8 is not implemented"):
+            family.check_config(raw | {"text_config": raw["text_config"] | {"chunk_size_feed_forward": 8}})
     del raw["text_config"]["model_type"]
     assert find_family(raw).name == f"{wrapper.model_type}.{wrapper.texts[0]}"
 

@@ -203,7 +203,7 @@ FAMILIES: Mapping[str, str] = {
     "emu3": "lineages.llama",
     "PanguEmbedded": "lineages.llama",
     "minicpm": "lineages.llama",
-    "nemotron-nas": "lineages.llama",
+    "nemotron-nas": "lineages.nemotron_nas",
     "plamo3": "lineages.plamo",
     "rnj1": "lineages.gemma",
     "domynedge": "lineages.domyn",

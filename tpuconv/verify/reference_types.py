@@ -8,7 +8,7 @@ from typing import Any
 
 from tpuconv.errors import ConfigError, UnsupportedConfig
 from tpuconv.models.common.config import DecoderConfig
-from tpuconv.models.common.heads import HIDDEN, LOGITS, REWARD_MODELS, SCORES, TOKEN_SCORES, class_of
+from tpuconv.models.common.heads import HIDDEN, LOGITS, POOLED_TYPES, REWARD_MODELS, SCORES, TOKEN_SCORES, class_of
 from tpuconv.models.registry import find_family, type_of_family
 from tpuconv.models.tokenizer import added_token, tokenizer_file
 from tpuconv.models.towers.parakeet.released import NEMOTRON_OMNI_TYPES
@@ -19,7 +19,7 @@ from tpuconv.sources.files import CONFIG_FILE
 
 LIKE_INTERNVL_CHAT = ("internvl_chat", "skywork_chat", "h2ovl_chat")
 READ_AS = {
-    **{"kimi_k2": "deepseek_v3", "mimo": "qwen2"},
+    **{"kimi_k2": "deepseek_v3", "mimo": "qwen2", "llama_bidirec": "llama"},
     **{"phi4mm": "phi4_multimodal", "deepseek_vl_v2": "deepseek_ocr2"},
     "deepseek_ocr": "unlimited_ocr",
     **dict.fromkeys(LIKE_INTERNVL_CHAT, "qianfan_ocr"),
@@ -28,6 +28,9 @@ READ_AS = {
 }
 """Model types for which transformers has no class of its own (it would need remote code), and the model type with the
 same mathematics that is used instead."""
+
+READ_WITH: Mapping[str, Mapping[str, Any]] = {"llama_bidirec": {"is_causal": False}}
+"""Keys of config.json that say to transformers what some of these types are."""
 
 READ_WITHOUT_WINDOW = frozenset({"deepseek_ocr"})
 """Types among them whose layers have no window, which layers of the other type have."""
@@ -116,7 +119,11 @@ def reference_config(source: Path, *, sees: bool = False) -> Any:
     around = {k: v for k, v in family.config.around_text(raw).items() if k not in ("model_type", "auto_map")}
     for token in (each.placeholder_token for each in family.modalities if each.placeholder_token):
         around["image_token_id"] = added_token(token, partial(tokenizer_file, source))
+    around |= READ_WITH.get(kind, {})
+    pooled = {"pooling": around.get("pooling", "avg"), "divided_by": around.get("temperature", 1.0)}
     config = AutoConfig.for_model(other, **{key: _read_as(part) for key, part in around.items()})
+    if kind in POOLED_TYPES:
+        config.update(pooled)  # transformers has another meaning of `temperature`
     if kind in READ_WITHOUT_WINDOW:
         config.text_config.layer_types = ["full_attention"] * config.text_config.num_hidden_layers
     return config
@@ -149,6 +156,20 @@ def reward_class(auto: Any, config: Any) -> Any:
     return RewardModel
 
 
+def pooling_class(auto: Any, config: Any) -> Any:
+    """Returns transformers' class of classifiers for a config of NVIDIA's rerankers, which score the mean of the hidden
+    states of a text, or one of them: their own code has one. It takes one text, without padding."""
+    from types import SimpleNamespace
+
+    class Reranker(auto._model_mapping[type(config)]):  # type: ignore[misc]
+        def forward(self, input_ids: Any) -> Any:
+            states = self.model(input_ids).last_hidden_state
+            pooled = {"avg": states.mean(dim=1), "cls": states[:, 0], "last": states[:, -1]}[self.config.pooling]
+            return SimpleNamespace(logits=self.score(pooled) / self.config.divided_by)
+
+    return Reranker
+
+
 def reference_class(config: Any, returns: str = LOGITS, *, sees: bool = False) -> Any:
     """Returns transformers' class of automatic models that has a model for a config that returns this
     (`tpuconv.models.common.heads`). For logits it is the class of causal models; of multimodal models it is mostly
@@ -168,7 +189,8 @@ def reference_class(config: Any, returns: str = LOGITS, *, sees: bool = False) -
         classes = {SCORES: AutoModelForSequenceClassification, TOKEN_SCORES: AutoModelForTokenClassification}
         found = {**classes, HIDDEN: AutoModel}[returns]
         is_reward_model = any(name in REWARD_MODELS for name in config.architectures or ())
-        return reward_class(found, config) if is_reward_model else found
+        is_pooled = returns == SCORES and hasattr(config, "divided_by")
+        return reward_class(found, config) if is_reward_model else pooling_class(found, config) if is_pooled else found
     if sees and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         return AutoModelForMultimodalLM
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in READ_WHOLE

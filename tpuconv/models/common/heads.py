@@ -29,6 +29,11 @@ HEADLESS_ENDS = {"ForSequenceClassification": SCORES, "ForTokenClassification": 
 REWARD_MODELS = {"Qwen2ForRewardModel": (SCORES, 1), "Qwen2ForProcessRewardModel": (TOKEN_SCORES, 2)}
 """Architectures of Qwen2.5-Math's reward models, whose scores are of an MLP: what they return, and how many scores."""
 
+POOLED_TYPES = ("llama_bidirec",)
+"""Model types whose texts are scored by the keys `pooling` and `temperature` of config.json."""
+SCORED_STATES = ("avg", "cls", "last")
+"""Which hidden state of a text is scored: the mean of all, or the one of the first or of the last token."""
+
 declare(hidden_score=Word("width of the hidden layer of scores, which is D"))
 
 FSDP = "FSDP"
@@ -60,6 +65,8 @@ class Head:
         pad: id of the token that fills batches, which is not scored; None if there is none.
         has_bias: True if scores have a bias.
         is_mlp: True if scores are of an MLP with ReLU.
+        pooling: the hidden state of a text that is scored, one of `SCORED_STATES`.
+        temperature: scores are divided by it.
         is_classifier: True if the matrix of scores has the name `classifier` in the release, not `score`.
     """
 
@@ -69,6 +76,8 @@ class Head:
     has_bias: bool = False
     is_mlp: bool = False
     is_classifier: bool = False
+    pooling: str = "last"
+    temperature: float = 1.0
 
     @classmethod
     def from_hf(cls, kind: str, raw: Mapping[str, Any], tensors: Collection[str] = ()) -> "Head":
@@ -91,7 +100,15 @@ class Head:
             return cls(kind, of_reward[0][1], pad, has_bias=True, is_mlp=True)
         ends = {".".join(name.split(".")[-2:]) for name in tensors}
         has_bias = bool(ends & {"score.bias", "classifier.bias"}) if ends else kind == TOKEN_SCORES
-        return cls(kind, labels, pad, has_bias, is_classifier="classifier.weight" in ends)
+        head = cls(kind, labels, pad, has_bias, is_classifier="classifier.weight" in ends)
+        if raw.get("model_type") not in POOLED_TYPES:
+            return head
+        pooling, temperature = raw.get("pooling", "avg"), raw.get("temperature", 1.0)
+        if pooling not in SCORED_STATES:
+            raise ConfigError(f"config.json: pooling={short(pooling)} is none of {', '.join(SCORED_STATES)}")
+        if type(temperature) not in (int, float) or not temperature > 0:
+            raise ConfigError(f"config.json: temperature={short(temperature)} is no positive number")
+        return replace(head, pad=None, pooling=pooling, temperature=float(temperature))
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -20,7 +20,7 @@ class Scores(Einsum):
         self.hidden = Einsum("BTD,Dh->BTh", inner, bias=True, dtype=dtype, keys=keys) if head.is_mlp else None
         sizes = with_letters(sizes, {"D": "hidden_score"}) if head.is_mlp else sizes
         super().__init__("BTD,DO->BTO", sizes, bias=head.has_bias, dtype=dtype, keys=keys)
-        self.pad, self.is_of_tokens = head.pad, head.kind == TOKEN_SCORES
+        self.head, self.is_of_tokens = head, head.kind == TOKEN_SCORES
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the scores of tokens."""
@@ -29,9 +29,17 @@ class Scores(Einsum):
 
     def of_texts(self, x_BTD: jax.Array, ids_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
         """Returns the scores [B, O] of texts, or [B, T, O] of tokens, as GenericForSequenceClassification and
-        GenericForTokenClassification of transformers have them. Those of a text are its last token's."""
+        GenericForTokenClassification of transformers have them. Those of a text are its last token's if config.json
+        does not say another pooling."""
         if self.is_of_tokens:
             return self(x_BTD)
-        counts_BT = mask_BT if self.pad is None else mask_BT & (ids_BT != self.pad)
-        last_B1 = jnp.where(counts_BT, jnp.arange(ids_BT.shape[1]), 0).argmax(axis=1)[:, None, None]
-        return self(jnp.take_along_axis(x_BTD, last_B1, axis=1))[:, 0]
+        counts_BT = mask_BT if self.head.pad is None else mask_BT & (ids_BT != self.head.pad)
+        return self(self.pooled(x_BTD, counts_BT))[:, 0] / self.head.temperature
+
+    def pooled(self, x_BTD: jax.Array, counts_BT: jax.Array) -> jax.Array:
+        """Returns the hidden state [B, 1, D] of each text that is scored."""
+        if self.head.pooling == "avg":
+            return (x_BTD * counts_BT[..., None]).sum(axis=1, keepdims=True) / counts_BT.sum(axis=1)[:, None, None]
+        places_T = jnp.arange(counts_BT.shape[1])
+        signed_BT = jnp.where(counts_BT, places_T if self.head.pooling == "last" else -places_T, -len(places_T))
+        return jnp.take_along_axis(x_BTD, signed_BT.argmax(axis=1)[:, None, None], axis=1)

@@ -41,6 +41,7 @@ class Config(QWEN3.config):  # type: ignore[name-defined,misc]  # a class that i
     """
 
     model_type: ClassVar[str] = "dflash"
+    sees_behind: ClassVar[bool] = False  # `both_ways` says it of each layer
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "sample_from_anchor": (False,),
         "markov_rank": (0, None),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Self
 
+from tpuconv.models.common.both_ways import EitherWay
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.growing import BETA, GrowingQueries
 from tpuconv.models.common.windows import OneWindow
@@ -18,7 +19,7 @@ MINISTRAL3 = decoder(
     Norms(),
     Attn(module="modules.mistral:GrowingAttention", keys=("sliding_window",)),
     Mlp(),
-    config=(OneWindow, GrowingQueries, DecoderConfig),
+    config=(EitherWay, OneWindow, GrowingQueries, DecoderConfig),
     keys={"llama_4_scaling_beta": float},
     defaults={"llama_4_scaling_beta": 0.1},
     derived=DecoderConfig.derived | {BETA},

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Self
 
+from tpuconv.models.common.both_ways import EitherWay
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.defaults import family_config
 from tpuconv.models.common.kinds import faults_of_kinds
@@ -47,7 +48,7 @@ QWEN2 = decoder(
     Norms(between=True),
     Attn(True, out_bias=False),
     Mlp(),
-    config=WindowedConfig,
+    config=(EitherWay, WindowedConfig),
 )
 
 
@@ -88,7 +89,7 @@ QWEN3 = decoder(
     Norms(between=True),
     Attn("attention_bias", norms="each head"),
     Mlp(),
-    config=WindowedConfig,
+    config=(EitherWay, WindowedConfig),
     keys={"head_dim": int},
 )
 
