@@ -190,6 +190,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_generate_writes_canvases(release: Path) -> None:
     generate = api.generator(release)
     first, again, other = (generate(["Once"], 10, seed=seed)[0].ids for seed in (1, 1, 2))

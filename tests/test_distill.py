@@ -83,11 +83,8 @@ def cases() -> list[object]:
     """A model of each family, and those whose layers read more than hidden states."""
     one_of_each = {case.id: case for case in ONE_OF_EACH.values()}
     found = one_of_each | {case.id: case for case in CASES if is_inseparable(case)}
-    fast = {ONE_OF_EACH["qwen3"].id}
     return [
-        pytest.param(case, id=name, marks=[] if name in fast else [pytest.mark.slow])
-        for name, case in found.items()
-        if not case.traits.looped
+        pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in found.items() if not case.traits.looped
     ]
 
 

@@ -94,6 +94,7 @@ def test_the_token_before_counts(name: str, sources: dict[str, Path]) -> None:
     assert found[0] != found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["deepspec", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != "deepspec")]
 )

@@ -31,7 +31,7 @@ def model(source: Path) -> Any:
     return tpuconv.load(source.parent / "out")
 
 
-@pytest.mark.parametrize("names", [(TORCHS,), (OURS, TORCHS)])
+@pytest.mark.parametrize("names", [pytest.param((TORCHS,), marks=pytest.mark.slow), (OURS, TORCHS)])
 def test_the_word_embedding_has_the_name_of_either_module(
     names: tuple[str, ...], source: Path, model: Any, tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ def of_part(part: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     return np.array([ids]), {name: features[name][:1] for name in ("audio_features", "audio_feature_lens")}
 
 
-@pytest.mark.parametrize("part", ["vision", "audio"])
+@pytest.mark.parametrize("part", ["vision", pytest.param("audio", marks=pytest.mark.slow)])
 def test_images_or_sounds_alone(part, model):
     ids_BT, features = of_part(part)
     mask_BT = np.ones(ids_BT.shape, bool)

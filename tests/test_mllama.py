@@ -99,6 +99,7 @@ def test_the_mask_of_a_processor_may_be_left_out(whole):
     assert all(map(np.array_equal, have, want))
 
 
+@pytest.mark.slow
 def test_text_is_generated_after_images(whole):
     """Prompts with other numbers of images one after the other, of other lengths, on a cache with static shapes."""
     case, model = made(NAME), tpuconv.load(whole(NAME)[1])

@@ -120,6 +120,7 @@ def test_a_server_of_another_model(server: Any, ckpt: Path) -> None:
     assert "first that differs: prompt 1, position 6" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_server_that_rounds_activations_otherwise(server: Any, ckpt: Path, tmp_path: Path) -> None:
     """This server does not round them at all; in float32 another rounding is the only reason to differ."""
     api.quantize(ckpt, tmp_path / "int8", config="int8_default")

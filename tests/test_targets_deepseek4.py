@@ -16,7 +16,9 @@ CASE = BY_ID["deepseek_v4-released"]
 PARTS = {"mhc_attention": "hc_attn_fn", "mhc_mlp": "hc_ffn_fn"}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["apart", "scanned"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(False, marks=pytest.mark.slow, id="apart"), pytest.param(True, id="scanned")]
+)
 def trained(request, hf, tmp_path_factory) -> tuple[Path, dict[str, np.ndarray]]:
     """A run whose norms of streams were trained, with tables as MaxText has them; and the norms by the tensor of the
     release that they are multiplied into."""

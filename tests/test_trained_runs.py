@@ -106,6 +106,7 @@ def test_two_models_one_of_which_is_a_run(run, known):
     assert [facts["folder"] for facts in both.to_json()["runs"]] == [str(run), str(run)]
 
 
+@pytest.mark.slow
 def test_benchmark_runs_the_model_of_the_run(run, known):
     sizes = {"prompt_length": [4], "new_tokens": [4], "repeats": 1}
     found, want = api.benchmark(run, config=EXAMPLE, **sizes), api.benchmark(known, **sizes)

@@ -24,6 +24,7 @@ def features(encoder: Any, values: np.ndarray) -> np.ndarray:
     return np.asarray(encoder(*prepared.arrays)[0]).reshape(-1, encoder.projector.acoustic.last.kernel.shape[-1])
 
 
+@pytest.mark.slow
 def test_features_of_chunks_are_those_of_whole_sounds(encoder, monkeypatch):
     values = np.random.default_rng(0).standard_normal((1, 1, 12 * 21), np.float32)
     want = features(encoder, values)[:21]
