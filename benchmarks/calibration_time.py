@@ -5,7 +5,8 @@ whole model.
 
 Makes a checkpoint of one layer with the widths of a released model, weights of N(0, 0.02) and a small vocabulary; of
 DeepSeek-R1 with an eighth of its experts. Quantizes it to int4 in groups of 32 with N samples of 512 tokens. The whole
-model takes that for its layers, and for 128 samples or for all experts, by what each part depends on. Prints also what
+model takes that for its layers, and for 128 samples or for all experts, by what each part depends on; of Qwen3.5-35B,
+whose layers have linear attention but for every fourth, one of those. Prints also what
 this machine multiplies, since most of the parts are products of matrices.
 """
 
@@ -60,7 +61,20 @@ R1 = {
     **{"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_attention_heads": 128, "num_key_value_heads": 128},
     **{"q_lora_rank": 1536, "kv_lora_rank": 512, "n_routed_experts": 32},
 }
-MODELS = {"Llama 3.3 70B": Model(LLAMA, 80), "DeepSeek-R1": Model(R1, 58, experts=8)}
+QWEN = {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "vocab_size": 1024,
+    "hidden_size": 2048, "num_hidden_layers": 1, "layer_types": ["linear_attention"], "num_attention_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 256,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 262_144, "hidden_act": "silu", "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+MODELS = {
+    "Llama 3.3 70B": Model(LLAMA, 80),
+    "DeepSeek-R1": Model(R1, 58, experts=8),
+    "Qwen3.5-35B-A3B": Model(QWEN, 40),
+}
 
 Parts = Mapping[str, tuple[Any, str]]
 PARTS: Parts = {

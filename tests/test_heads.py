@@ -150,6 +150,11 @@ def test_reward_models_whose_scores_are_of_an_mlp(
     back = read_tensors(tmp_path / "back")
     assert back.keys() == tensors.keys()
     assert all(same_bits(back[name], x) for name, x in tensors.items())
+    served = api.convert(source, tmp_path / "served", target="huggingface", quantize="int8_default").out
+    described = json.loads((served / "config.json").read_text())["quantization_config"]
+    assert described["ignore"] == ["score.0", "score.2", "lm_head", "re:^$"]  # vLLM gives these layers no name
+    with pytest.raises(UsageError, match="fp8 cannot exclude them"):
+        api.plan(source, target="huggingface", quantize="fp8_block", scheme="fp8").plan.check()
     del tensors["score.0.bias"]
     write_checkpoint(tmp_path / "broken", config | {"architectures": [architecture]}, tensors)
     with pytest.raises(MappingError, match=r"score\.0\.bias"):

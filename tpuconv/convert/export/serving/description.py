@@ -11,6 +11,10 @@ from tpuconv.encodings.scheme import is_head
 from tpuconv.errors import UsageError
 
 HEAD = "lm_head"
+SCORE_LAYERS = "score."
+"""How the names of the linear layers of scores begin, where there are several."""
+NAMELESS = "re:^$"
+"""The pattern of modules without a name: vLLM 0.32 gives `SCORE_LAYERS` none, and quantizes what is not excluded."""
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -65,6 +69,11 @@ def describe_encoding(scheme: str, groups: Groups, plain: Iterable[str], kv_cach
     if not any(map(is_head, module_group)) and not any(map(_is_named_head, plain)):
         plain.append(HEAD)  # to servers it is a linear layer of this name, tied or under another name in the release
     _check_fused(module_group, plain)
+    if any(module.startswith(SCORE_LAYERS) for module in plain) and scheme != IN_COMPRESSED:
+        raise UsageError(
+            f"the scores of this model have layers to which servers give no name, and {scheme} cannot exclude them",
+            hint='export with `scheme="compressed-tensors"`',
+        )
     described = DESCRIPTIONS[scheme](groups, list(dict.fromkeys(map(_in_server, plain))))
     return described if kv_cache is None else described | {"kv_cache_scheme": cache_scheme(kv_cache)}
 
@@ -84,7 +93,10 @@ def _compressed(groups: Groups, plain: list[str]) -> dict[str, Any]:
         "quantization_status": "compressed",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "config_groups": described,
-        "ignore": patterns(plain, [*plain, *every]),
+        "ignore": [
+            *patterns(plain, [*plain, *every]),
+            *([NAMELESS] if any(module.startswith(SCORE_LAYERS) for module in plain) else []),
+        ],
         "kv_cache_scheme": None,
     }
 
