@@ -46,11 +46,12 @@ def export(
     taken.
     """
     export_model = options.on_processes(api.export, given)
-    place = local_place(out, given, planned=dry_run)
+    place, there = local_place(out, given, planned=dry_run)
     assert place is not None
     with resumable(as_json) as progress:
         if not dry_run:
-            made = export_model(ckpt, place, progress=progress, **options.asked_of(api.export, given))
+            asked = options.asked_of(api.export, given)
+            made = export_model(ckpt, place, progress=progress, elsewhere=there, **asked)
             done = pushed(out, made, progress)
         else:
             plan = api.plan_export(ckpt, progress=progress, **options.asked_of(api.plan_export, given))
