@@ -57,12 +57,12 @@ class Run:
     Attributes:
         made: the fields of `Made`.
         total: the bytes of all work.
-        part_total: the bytes of this process's share; 0 if nothing was left to do.
+        part_total: the bytes of this process's share; None if the run did no share.
     """
 
     made: dict[str, Any]
     total: int
-    part_total: int
+    part_total: int | None
 
 
 def follow(
@@ -91,7 +91,8 @@ def follow(
     from tpuconv.convert.run.engine import ALREADY_THERE, PART_DONE, WORKING, RunProgress
 
     progress(Progress(stage))  # from here on a rerun continues
-    began, last, mine = time.monotonic(), RunProgress(0, 0, 0, ""), 0
+    began, last = time.monotonic(), RunProgress(0, 0, 0, "")
+    mine: int | None = None
     for last in _shown(steps, f"{stage}, {part}" if part else stage, progress):
         if last.stage == WORKING:
             mine = last.total

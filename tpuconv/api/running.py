@@ -128,7 +128,7 @@ def run_plan(
         ignored_config=plan.ignored_config,
         left_out=plan.left_out,
         quantization=report(raw) if raw and plan.quantization else None,
-        part_bytes=ended.part_total or plan.source_bytes,
+        part_bytes=plan.source_bytes if ended.part_total is None else ended.part_total,
         rounded=plan.rounded,
         differs=plan.differs,
         serve=serve_commands(plan.family, str(out)) if is_served else (),
