@@ -12,6 +12,7 @@ from helpers.commands import tpuconv
 from tpuconv import api
 from tpuconv.api import made as running
 from tpuconv.convert.run.engine import WORKING, RunProgress
+from tpuconv.errors import ResourceError
 from tpuconv.progress import Progress
 from tpuconv.storage import disk
 from tpuconv.storage.claim import Claim
@@ -120,3 +121,18 @@ def test_the_commands_say_it(source, tmp_path, monkeypatch):
         assert " from an earlier run" in said
         assert "/s)" not in said
         assert "exists already" in tpuconv(command, *args).stdout
+
+
+def test_an_output_that_is_there_is_found_where_nothing_may_be_written(run, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    run(out)
+
+    def refuse(path: Path) -> None:
+        raise ResourceError(f"{path} cannot be written")
+
+    monkeypatch.setattr(disk, "make_folder", refuse)
+    assert run(out).already_there
+    for changes in ({"overwrite": True}, {}):
+        (out / STAGED).touch()  # of a publication that was not finished
+        with pytest.raises(ResourceError, match="cannot be written"):
+            run(out, **changes)

@@ -157,7 +157,12 @@ def make(
             yield from work.check_made(out, elsewhere)
             yield RunProgress(total, total, total, ALREADY_THERE)
             return
-    with open_journal(out, work.fingerprint, work.facts, work.names, part, overwrite=overwrite) as journal:
+    journal = open_journal(out, work.fingerprint, work.facts, work.names, part, overwrite=overwrite)
+    if not overwrite and journal.is_over():  # perhaps where nothing can be written
+        yield from work.check_made(journal.out)
+        yield RunProgress(total, total, total, ALREADY_THERE)
+        return
+    with journal:
         state = journal.begin()
         if state in (State.PUBLISHED, State.FINISHED):
             yield from work.check_made(journal.out)
