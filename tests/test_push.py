@@ -316,12 +316,28 @@ def test_what_is_not_this_output_on_the_hub_is_made_and_pushed(fault, run, outpu
     assert run("convert", source, f"hf://{REPO}", *options)["already_there"]
 
 
+def test_an_output_with_other_options_that_was_not_pushed_is_not_pushed_by_this_command(run, outputs, hub, tmp_path):
+    """It stays, for the command that made it."""
+    command, place = ("convert", outputs / "hf", f"hf://{REPO}"), tmp_path / "home" / "tpuconv" / REPO
+    first = run(*command, "--quantize", "int8_weight_only")
+    pushed = dict(hub.pushed[REPO]["main"])
+    api.convert(outputs / "hf", place)
+    again = run(*command, "--quantize", "int8_weight_only")
+    assert again["already_there"]
+    assert again["quantization"] == first["quantization"]
+    assert hub.pushed[REPO]["main"] == pushed
+    assert files(place)
+    assert not run(*command)["already_there"]
+    assert not files(place)
+    assert hub.pushed[REPO]["main"] != pushed
+
+
 def test_files_of_a_run_that_was_killed_before_they_were_removed(run, outputs, hub, tmp_path):
     place = tmp_path / "work" / "tpuconv" / REPO
     command = ("convert", outputs / "hf", f"hf://{REPO}", "--workspace", tmp_path / "work")
     run(*command)
     api.convert(outputs / "hf", place)
-    run(*command)
+    assert run(*command)["already_there"]
     assert not files(place)
 
 

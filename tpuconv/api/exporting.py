@@ -155,7 +155,7 @@ def export(asked: ExportRequest) -> Export:
         sources = (what.checkpoint, asked.config, asked.with_skipped)
         work = what.work(Limits.of_this_machine(asked.jobs, asked.max_memory))
         ended = run_work(work, out, asked, "exporting", asked.progress, asked.part, sources, asked.elsewhere)
-    made = manifest_made(out, asked.elsewhere) if ended.made["published"] else None
+    made = manifest_made(ended, asked.elsewhere)
     return Export(
         **ended.made,
         family=what.family,

@@ -68,13 +68,13 @@ def run_work(
     return follow(steps, out, replacing, stage, progress, part)
 
 
-def manifest_made(out: Location, elsewhere: "Sealed | None") -> "Sealed":
-    """Returns the manifest of an output that was made, or that is only `elsewhere`."""
-    from tpuconv.names import MANIFEST
-    from tpuconv.storage.places import is_there
+def manifest_made(run: Run, elsewhere: "Sealed | None") -> "Sealed | None":
+    """Returns the manifest of the output of a run, which may be `elsewhere`; None if it is not published."""
     from tpuconv.storage.sealed import read_sealed
 
-    return elsewhere if elsewhere is not None and not is_there(out / MANIFEST) else read_sealed(out)
+    if not run.made["published"]:
+        return None
+    return elsewhere if run.made["is_elsewhere"] else read_sealed(run.made["out"])
 
 
 def _state_of(source: Mapping[str, Any]) -> str | None:
@@ -107,12 +107,12 @@ def run_plan(
     convert_plan = convert_to_safetensors if plan.target.is_safetensors else partial(run, workspace=workspace)
     steps = convert_plan(plan, out, limits, overwrite=replacing.overwrite, part=part, elsewhere=elsewhere)
     ended = follow(steps, out, replacing, stage, progress, part)
-    is_published = ended.made["published"]
-    raw: dict[str, Any] = dict(manifest_made(out, elsewhere).raw) if is_published else {}
+    manifest = manifest_made(ended, elsewhere)
+    raw: dict[str, Any] = dict(manifest.raw) if manifest else {}
     if raw and plan.target.is_safetensors:
         raw = described(plan, raw)
     skipped, carried = split_skipped(plan)
-    is_served = is_published and plan.target.is_safetensors and plan.quantization is not None
+    is_served = bool(raw) and plan.target.is_safetensors and plan.quantization is not None
     resumed = ended.made["resumed_bytes"] * plan.source_bytes // max(1, ended.total)
     return Conversion(
         **{**ended.made, "resumed_bytes": resumed},

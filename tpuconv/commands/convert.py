@@ -77,7 +77,7 @@ def convert(
         if not dry_run:
             asked = options.asked_of(api.convert, given)
             made = convert_model(src, place, progress=progress, elsewhere=there, **asked)
-            done = pushed(out, made, progress)
+            done = pushed(out, made, there, progress)
         else:
             plan = api.plan(src, progress=progress, **options.asked_of(api.plan, given))
     if dry_run:

@@ -52,7 +52,7 @@ def export(
         if not dry_run:
             asked = options.asked_of(api.export, given)
             made = export_model(ckpt, place, progress=progress, elsewhere=there, **asked)
-            done = pushed(out, made, progress)
+            done = pushed(out, made, there, progress)
         else:
             plan = api.plan_export(ckpt, progress=progress, **options.asked_of(api.plan_export, given))
     if dry_run:

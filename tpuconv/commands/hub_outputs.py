@@ -73,24 +73,25 @@ def local_place(
     return Path(work, "tpuconv", repo), None if given["overwrite"] or given["check"] else there
 
 
-def pushed(out: Location | None, done: "Made", progress: Listener) -> "Made":
-    """Pushes an output to the Hub if OUT is there, unless it was there before, and removes its local files: those that
-    its manifest names. Returns what was done, with this OUT."""
+def pushed(out: Location | None, done: "Made", there: "Sealed | None", progress: Listener) -> "Made":
+    """Pushes an output to the Hub if OUT is there, unless it was `there` before, and removes its local files: those
+    that its manifest names. Files of another output, which was not pushed yet, stay. Returns what was done, with this
+    OUT."""
     repo = _repository(out)
     if out is None or repo is None:
         return done
     from tpuconv.checkpoint.contents import contents_of
     from tpuconv.convert.run.card import serve_commands
-    from tpuconv.names import MANIFEST
     from tpuconv.storage.ownership import names_of, remove_known
+    from tpuconv.storage.sealed import identity
 
     folder = Path(str(done.out))
-    was_there = done.already_there and not (folder / MANIFEST).exists()
-    if not was_there:
+    if not done.is_elsewhere:
         progress(Progress(f"pushing to {repo}"))
         api.push(str(done.out), repo)
+    if not done.is_elsewhere or (there is not None and identity(folder) == there.identity):
         remove_known(folder, names_of(folder, contents_of).__contains__)
-    done = replace(done, out=out, already_there=was_there)
+    done = replace(done, out=out, already_there=done.is_elsewhere)
     if isinstance(done, api.Conversion) and done.serve:
         done = replace(done, serve=serve_commands(done.family, repo))
     return done

@@ -172,7 +172,7 @@ def _quantize(
     with resumable(as_json) as progress:
         asked = options.asked_of(api.quantize, given)
         made = quantize_model(chosen, place, progress=progress, elsewhere=there, **asked)
-        done = pushed(out, made, progress)
+        done = pushed(out, made, there, progress)
     show_conversion(done, given["check"], as_json)
 
 

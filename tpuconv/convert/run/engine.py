@@ -33,6 +33,8 @@ PUBLISHED = "published"
 """The last stage of a run that published the output, or finished its publication."""
 ALREADY_THERE = "already there"
 """The last stage where the output was complete before the run."""
+ALREADY_ELSEWHERE = "already elsewhere"
+"""The last stage where a complete output is not on this disk, but elsewhere."""
 PART_DONE = "part done"
 """The last stage of a process whose part is done, where another one is to publish the output."""
 
@@ -44,7 +46,8 @@ class RunProgress:
     Attributes:
         done, total: bytes that are made, and all.
         resumed: bytes of an earlier run.
-        stage: WORKING, then PUBLISHING; the last is PUBLISHED, ALREADY_THERE or PART_DONE. "calibrate" and "compare"
+        stage: WORKING, then PUBLISHING; the last is PUBLISHED, ALREADY_THERE, ALREADY_ELSEWHERE or
+            PART_DONE. "calibrate" and "compare"
             before them.
         layer: the layer that is being calibrated, before anything is made.
         fetching: of a source that is fetched, the bytes that have come, and all.
@@ -155,7 +158,7 @@ def make(
     if elsewhere is not None and elsewhere.raw["fingerprint"] == work.fingerprint:
         with suppress(OutputError):  # its source has changed since
             yield from work.check_made(out, elsewhere)
-            yield RunProgress(total, total, total, ALREADY_THERE)
+            yield RunProgress(total, total, total, ALREADY_ELSEWHERE)
             return
     journal = open_journal(out, work.fingerprint, work.facts, work.names, part, overwrite=overwrite)
     if not overwrite and journal.is_over():  # perhaps where nothing can be written
