@@ -371,7 +371,8 @@ def test_a_pushed_model_is_served_by_its_name(run, outputs, hub):
 
 def test_a_plan_asks_no_hub(run, outputs, hub):
     for command, source, options in OUTPUTS.values():
-        run(command, outputs / source, f"hf://{REPO}", *options, "--dry-run")
+        for scheme in ("hf", "HF"):  # as of buckets
+            run(command, outputs / source, f"{scheme}://{REPO}", *options, "--dry-run")
     assert not hub.requests
 
 

@@ -29,7 +29,7 @@ class OutputParam(LocationParam):
 
     def convert(self, value: "str | os.PathLike[str]", param: click.Parameter | None, ctx: click.Context | None) -> Any:
         scheme, _, repo = str(value).partition("://")
-        if scheme != SCHEME:
+        if scheme.lower() != SCHEME:
             return super().convert(value, param, ctx)
         from tpuconv.api.pushing import check_name
 
