@@ -12,7 +12,7 @@ from helpers.commands import tpuconv
 from tpuconv import api
 from tpuconv.api import made as running
 from tpuconv.convert.run.engine import WORKING, RunProgress
-from tpuconv.errors import ResourceError
+from tpuconv.errors import ResourceError, UsageError
 from tpuconv.progress import Progress
 from tpuconv.storage import disk
 from tpuconv.storage.claim import Claim
@@ -105,6 +105,9 @@ def test_in_a_bucket(run, monkeypatch):
             with pytest.raises(Killed):
                 run(f"{ROOT}/out")
             bucket.at = None
+            for read in (api.verify, api.inspect):
+                with pytest.raises(UsageError, match=r"out is not finished: the work on it is in .*/out\.tpuconv"):
+                    read(f"{ROOT}/out")
             patched.setattr(Claim, "is_dead", lambda *_: True)
             check_resumed(run(f"{ROOT}/out"), nbytes)
             assert objects(f"{ROOT}/out") == wanted

@@ -10,10 +10,10 @@ from tpuconv.location import BucketPath, Location
 from tpuconv.names import MANIFEST
 from tpuconv.storage import sealed
 from tpuconv.storage.ownership import REWRITTEN, ContentsOf, strangers
-from tpuconv.storage.places import WORK_SUFFIX, is_readable, is_work_name, work_folder
+from tpuconv.storage.places import CLAIM, WORK_SUFFIX, is_readable, is_work_name, work_folder
 
-WORK, CLAIM = "tpuconv.work", "claim"
-"""The marks of a work folder, on a disk and in a bucket."""
+WORK = "tpuconv.work"
+"""The mark of a work folder on a disk."""
 
 
 def unfinished(out: Location, work: Location, began: Mapping[str, Any], facts: Mapping[str, Any]) -> OutputError:
