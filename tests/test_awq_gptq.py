@@ -77,6 +77,36 @@ def test_every_value_with_every_zero_point_and_scale(bits, form, dtype, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("stated", "shift"),
+    [
+        ({"format": "gptq_v2"}, 0),
+        ({"format": "GPTQ"}, 1),
+        ({"format": "gptq", "checkpoint_format": "gptq_v2"}, 0),
+        ({"format": "gptq_v2", "checkpoint_format": None}, 0),
+    ],
+    ids=str,
+)
+def test_the_format_of_gptq_has_two_keys(stated, shift, tmp_path):
+    """transformers reads both, and the older one first."""
+    codes, zeros = np.arange(32)[:, None] % 16 + np.zeros((1, 32), int), np.arange(32)[None] % 15 + 1
+    packed = {"w.qweight": in_words(codes, 4, 0), "w.qzeros": in_words(zeros - shift, 4, 1)}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, **stated}
+    got = values_of(tmp_path, packed | {"w.scales": np.ones((1, 32), np.float16)}, config, np.dtype("f4"))
+    assert np.array_equal(got, codes - zeros)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [{"format": "gemv"}, {"version": "gemv"}, {"checkpoint_format": "gemv_fast"}, {"backend": "llm-awq"}],
+    ids=str,
+)
+def test_other_packings_of_awq_are_refused_by_every_key_that_names_them(stated):
+    with pytest.raises(UnsupportedConfig, match=f"AWQ with version='{next(iter(stated.values()))}' and bits=4"):
+        groups({"quant_method": "awq", "bits": 4, "group_size": 16, **stated})
+    assert groups({"quant_method": "awq", "bits": 4, "group_size": 16, "format": "gemm", "backend": "auto"})
+
+
+@pytest.mark.parametrize(
     ("form", "file", "content"),
     [
         ("gptq", "quantize_config.json", {"bits": 4, "group_size": 8, "desc_act": False, "sym": True}),

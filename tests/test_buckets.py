@@ -49,6 +49,21 @@ def test_urls():
     assert to_location(Path("a/b")) == Path("a/b")
 
 
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("gs://b//out", "a folder has no name"),
+        ("gs://b/../out", "'..' is no folder there"),
+        ("s3://b/a?b", "'?' cannot be in a name there"),
+        ("az://", "it names no bucket"),
+        ("gs://-b/out", "no bucket can be named '-b'"),
+    ],
+)
+def test_an_address_that_is_no_folder_says_why(url, why):
+    with pytest.raises(UsageError, match=re.escape(f"is not the URL of a folder in a bucket: {why}")):
+        to_location(url)
+
+
 @pytest.mark.parametrize("address", ["hdfs://host/x", "http://host/x", "gs:/b/out", "gs://", "gs:///x", "s3://b/../x"])
 def test_other_addresses_are_refused_by_name(address):
     with pytest.raises(UsageError, match=r"URL of a|scheme"):

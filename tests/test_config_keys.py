@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 
 import tpuconv
+from helpers.attacks import made
 from helpers.checkpoints import hollow_checkpoint, qwen3_config, random_checkpoint
 from helpers.commands import tpuconv as command
 from helpers.families import FIRST
 from tpuconv import api
 from tpuconv.checkpoint.manifest import read_manifest
+from tpuconv.encodings.unread import unread_keys
 from tpuconv.errors import UnsupportedConfig, UsageError
 from tpuconv.models.common.config_keys import keys_of_reference
 from tpuconv.models.registry import all_families, find_family, get_family
+from tpuconv.sources.config import encoding_of
 from tpuconv.verify.reference_types import READ_AS
 
 TOOL = Path(__file__).parent.parent / "tools" / "reference_keys.py"
@@ -183,6 +186,62 @@ def test_an_encoding_that_no_tensor_has_is_listed(tmp_path: Path) -> None:
     config = qwen3_config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     ignored = api.plan(hollow_checkpoint(tmp_path, config)).plan.ignored_config
     assert [(key.key, key.reason) for key in ignored] == [("quantization_config", "no tensor is stored as it says")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({}, []),
+        ({"activation_scheme": "dynamic", "kv_cache_scheme": {"num_bits": 8}}, []),
+        ({"rotation": "hadamard"}, ["quantization_config.rotation"]),
+        ({"rotation": None, "sparsity": False, "offsets": []}, []),
+    ],
+)
+def test_keys_of_an_encoding_that_are_not_read_are_listed(changes: Any, keys: list[str], tmp_path: Path) -> None:
+    folder = made.encoded_source(tmp_path / "fp8")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+    ignored = api.plan(folder).plan.ignored_config
+    assert [key.key for key in ignored] == keys
+    assert all(key.reason == "not read by tpuconv for fp8" and "may change" in key.warning for key in ignored)
+
+
+def test_keys_within_a_description_are_found_and_known_ones_are_not() -> None:
+    weights = {"num_bits": 4, "type": "int", "group_size": 32, "observer": "minmax", "codebook": "e8p"}
+    groups = {"a": {"weights": weights, "input_activations": {"num_bits": 8}}, "b": {"weights": weights}}
+    described = {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"]}
+    assert unread_keys(described) == {"config_groups.*.weights.codebook": "e8p"}
+    stages = {"weight": [{"dtype": "fp4", "is_dynamic": False}, {"dtype": "fp8_e4m3", "permuted": True}]}
+    assert unread_keys({"quant_method": "quark", "global_quant_config": stages}) == {
+        "global_quant_config.weight.permuted": True
+    }
+    assert not unread_keys({"quant_method": "mlx", "bits": 4, "group_size": 64, "lm_head": {"bits": 8}})
+    assert not unread_keys({"quant_method": "hqq", "rotation": True})  # refused elsewhere
+
+
+def test_files_of_the_libraries_have_no_unread_keys() -> None:
+    for file in (Path(__file__).parent / "data").glob("*/*/config.json"):
+        described = encoding_of(json.loads(file.read_text()))
+        assert described is None or not unread_keys(described), file
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_defaults_of_transformers_are_no_unread_keys() -> None:
+    from transformers.utils import quantization_config as theirs
+
+    made_of = [
+        theirs.FineGrainedFP8Config(weight_block_size=(128, 128)),
+        theirs.FbgemmFp8Config(),
+        theirs.Mxfp4Config(),
+        theirs.GPTQConfig(bits=4, dataset="c4", tokenizer="name"),
+        theirs.AwqConfig(),
+        theirs.AutoRoundConfig(),
+        theirs.BitNetQuantConfig(),
+    ]
+    for config in made_of:
+        described = json.loads(config.to_json_string(use_diff=False))
+        assert not unread_keys(described), described
 
 
 def test_a_user_lets_a_key_through() -> None:

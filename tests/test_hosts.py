@@ -344,3 +344,13 @@ def test_the_command_says_what_is_left(source, tmp_path):
     assert last["published"] is True
     assert last["process"]["index"] == 1
     assert last["process"]["bytes"] < last["process"]["of_bytes"]
+
+
+def test_a_process_without_a_share_says_so(source, tmp_path, monkeypatch):
+    """A small model is one unit of work, which is the second process's."""
+    monkeypatch.setattr(sizes, "UNIT_BYTES", 1 << 20)
+    done = api.convert(source, tmp_path / "out", part=ProcessPart(0, 2))
+    assert not done.published
+    assert done.to_json()["process"]["bytes"] == 0
+    last = api.convert(source, tmp_path / "out", part=ProcessPart(1, 2))
+    assert last.part_bytes == last.source_bytes

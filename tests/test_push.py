@@ -274,6 +274,73 @@ def test_an_output_that_was_not_pushed_is_pushed_by_the_same_command(run, output
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_that_is_on_the_hub_is_not_made_again(name, run, outputs, hub, tmp_path, monkeypatch):
+    command, source, options = OUTPUTS[name]
+    command = (command, outputs / source, f"hf://{REPO}", *options)
+    first = run(*command)
+    pushed = dict(hub.pushed[REPO]["main"])
+    hub.forget()
+    again = run(*command)
+    assert again["already_there"]
+    same = set(first) - {"already_there", "seconds", "peak_memory_bytes", "resumed_bytes", "serve"}
+    assert {key: first[key] for key in same} == {key: again[key] for key in same}
+    assert not [request for request in hub.requests if request.method in ("POST", "PUT")]
+    assert not files(tmp_path / "home")
+    for force in ("--overwrite", "--check"):
+        assert not run(*command, force)["already_there"]
+    assert hub.pushed[REPO]["main"] == pushed
+
+
+@pytest.mark.parametrize("fault", ["size", "missing", "seal", "options", "source"])
+def test_what_is_not_this_output_on_the_hub_is_made_and_pushed(fault, run, outputs, hub, tmp_path):
+    source = shutil.copytree(outputs / "hf", tmp_path / "hf")
+    run("convert", source, f"hf://{REPO}")
+    there = hub.pushed[REPO]["main"]
+    expected, options = dict(there), []
+    if fault == "size":
+        there["params/norm.scale/c.0"] += b"0"
+    elif fault == "missing":
+        del there["params/norm.scale/c.0"]
+    elif fault == "seal":
+        there["tpuconv.json"] = there["tpuconv.json"].replace(b"qwen3", b"qwen4")
+    elif fault == "options":
+        options = ["--dtype", "float32"]
+    else:
+        weights = source / "model.safetensors"
+        data = bytearray(weights.read_bytes())
+        data[-2:] = bytes(2)
+        weights.write_bytes(data)
+    assert not run("convert", source, f"hf://{REPO}", *options)["already_there"]
+    assert (hub.pushed[REPO]["main"] == expected) == (fault not in ("options", "source"))
+    assert run("convert", source, f"hf://{REPO}", *options)["already_there"]
+
+
+def test_an_output_with_other_options_that_was_not_pushed_is_not_pushed_by_this_command(run, outputs, hub, tmp_path):
+    """It stays, for the command that made it."""
+    command, place = ("convert", outputs / "hf", f"hf://{REPO}"), tmp_path / "home" / "tpuconv" / REPO
+    first = run(*command, "--quantize", "int8_weight_only")
+    pushed = dict(hub.pushed[REPO]["main"])
+    api.convert(outputs / "hf", place)
+    again = run(*command, "--quantize", "int8_weight_only")
+    assert again["already_there"]
+    assert again["quantization"] == first["quantization"]
+    assert hub.pushed[REPO]["main"] == pushed
+    assert files(place)
+    assert not run(*command)["already_there"]
+    assert not files(place)
+    assert hub.pushed[REPO]["main"] != pushed
+
+
+def test_files_of_a_run_that_was_killed_before_they_were_removed(run, outputs, hub, tmp_path):
+    place = tmp_path / "work" / "tpuconv" / REPO
+    command = ("convert", outputs / "hf", f"hf://{REPO}", "--workspace", tmp_path / "work")
+    run(*command)
+    api.convert(outputs / "hf", place)
+    assert run(*command)["already_there"]
+    assert not files(place)
+
+
 REFUSED = {
     "no token": ({"token": None}, [], HubError, "needs a token"),
     "an old token": ({"users": {}}, [], HubError, "does not accept your token"),
@@ -304,7 +371,8 @@ def test_a_pushed_model_is_served_by_its_name(run, outputs, hub):
 
 def test_a_plan_asks_no_hub(run, outputs, hub):
     for command, source, options in OUTPUTS.values():
-        run(command, outputs / source, f"hf://{REPO}", *options, "--dry-run")
+        for scheme in ("hf", "HF"):  # as of buckets
+            run(command, outputs / source, f"{scheme}://{REPO}", *options, "--dry-run")
     assert not hub.requests
 
 

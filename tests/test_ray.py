@@ -142,6 +142,24 @@ def test_the_first_driver_to_end_leaves_the_mark_of_another(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_marks_of_killed_drivers_are_removed_and_no_other_files(tmp_path):
+    killed, others = ".out.tpuconv-ray-0123456789abcdef", [".out.tpuconv-ray-mine", ".other.tpuconv-ray-" + 16 * "0"]
+    others += [".out.tpuconv-ray-" + 16 * "1"]
+    with ray_tasks._mark(tmp_path / "out") as running:
+        for name in (killed, *others):
+            (tmp_path / name).touch()
+        (tmp_path / others[-1]).write_text("of somebody")
+        with ray_tasks._mark(tmp_path / "out"):
+            assert not (tmp_path / killed).exists()
+            assert running.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
+
+
+def test_the_parents_of_an_output_are_made(tmp_path):
+    with ray_tasks._mark(tmp_path / "new" / "folder" / "out") as mark:
+        assert mark.exists()
+
+
 def test_what_does_not_go_with_ray(tmp_path):
     for words, message in (
         (["--ray", "--distributed"], "--ray starts the processes itself"),

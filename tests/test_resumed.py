@@ -1,6 +1,7 @@
 """A run that only publishes what an earlier one made says so, and does not take it for an output that was there."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from helpers.commands import tpuconv
 from tpuconv import api
 from tpuconv.api import made as running
 from tpuconv.convert.run.engine import WORKING, RunProgress
+from tpuconv.errors import OutputError, ResourceError, UsageError
 from tpuconv.progress import Progress
 from tpuconv.storage import disk
 from tpuconv.storage.claim import Claim
@@ -104,10 +106,41 @@ def test_in_a_bucket(run, monkeypatch):
             with pytest.raises(Killed):
                 run(f"{ROOT}/out")
             bucket.at = None
+            for read in (api.verify, api.inspect):
+                with pytest.raises(UsageError, match=r"out is not finished: the work on it is in .*/out\.tpuconv"):
+                    read(f"{ROOT}/out")
             patched.setattr(Claim, "is_dead", lambda *_: True)
             check_resumed(run(f"{ROOT}/out"), nbytes)
             assert objects(f"{ROOT}/out") == wanted
             assert run(f"{ROOT}/out").already_there
+
+
+FORMS = {
+    "converted": "a checkpoint",
+    "as safetensors": "safetensors",
+    "exported": "safetensors",
+    "resharded": "a checkpoint that is sharded for a mesh",
+}
+
+
+@pytest.mark.parametrize("there", ["converted", "exported", "resharded"])
+def test_an_output_of_another_form_is_called_that(there, request, run, source, ckpt, tmp_path, monkeypatch):
+    """Its other facts are not compared: all of them differ, and some only seem to be equal."""
+    form, others = FORMS[request.node.callspec.params["run"]], FORMS[there]
+    if form == others:
+        return
+    make = {"exported": partial(api.export, ckpt), "resharded": partial(api.reshard, ckpt, mesh={"tensor": 2})}
+    make_there = make.get(there, partial(api.convert, source))
+    make_there(tmp_path / "out")
+    with pytest.raises(OutputError, match="exists already") as info:
+        run(tmp_path / "out")
+    assert info.value.details == (f"output: made as {others}, now {form}",)
+    monkeypatch.setattr(Journal, "publish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_there(tmp_path / "killed")
+    with pytest.raises(OutputError, match="unfinished") as info:
+        run(tmp_path / "killed")
+    assert info.value.details == (f"output: began as {others}, now {form}",)
 
 
 def test_the_commands_say_it(source, tmp_path, monkeypatch):
@@ -120,3 +153,18 @@ def test_the_commands_say_it(source, tmp_path, monkeypatch):
         assert " from an earlier run" in said
         assert "/s)" not in said
         assert "exists already" in tpuconv(command, *args).stdout
+
+
+def test_an_output_that_is_there_is_found_where_nothing_may_be_written(run, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    run(out)
+
+    def refuse(path: Path) -> None:
+        raise ResourceError(f"{path} cannot be written")
+
+    monkeypatch.setattr(disk, "make_folder", refuse)
+    assert run(out).already_there
+    for changes in ({"overwrite": True}, {}):
+        (out / STAGED).touch()  # of a publication that was not finished
+        with pytest.raises(ResourceError, match="cannot be written"):
+            run(out, **changes)

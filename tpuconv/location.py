@@ -8,7 +8,7 @@ import difflib
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,11 +117,23 @@ def to_location(place: "str | Path | BucketPath") -> Location:
         raise UsageError(f"{place} is not the URL of a bucket: a slash is missing", hint=hint)
     bucket, _, key = rest.partition("/")
     parts = key.rstrip("/").split("/") if key.rstrip("/") else []
-    if not _BUCKET.fullmatch(bucket) or any(part in ("", ".", "..") or _NOT_IN_KEYS.search(part) for part in parts):
+    if why := _why_no_folder(bucket, parts):
         raise UsageError(
-            f"{str(place)!r} is not the URL of a folder in a bucket", hint=f"write {scheme}://BUCKET/FOLDER"
+            f"{str(place)!r} is not the URL of a folder in a bucket: {why}", hint=f"write {scheme}://BUCKET/FOLDER"
         )
     return BucketPath(scheme, bucket, "/".join(parts))
+
+
+def _why_no_folder(bucket: str, parts: Sequence[str]) -> str:
+    """Returns the reason why a bucket has no folder of these names; empty if it can have one."""
+    if not _BUCKET.fullmatch(bucket):
+        return f"no bucket can be named {bucket!r}" if bucket else "it names no bucket"
+    for part in parts:
+        if part in ("", ".", ".."):
+            return f"'{part}' is no folder there" if part else "a folder has no name"
+        if found := _NOT_IN_KEYS.search(part):
+            return f"{found[0]!r} cannot be in a name there"
+    return ""
 
 
 def path_problem(path: "str | os.PathLike[str]") -> str | None:

@@ -289,6 +289,9 @@ STORED_ARGUMENT = argument("A checkpoint of tpuconv; with `config` a trainer's."
 PART_ARGUMENT = argument(
     "The share of this process, if several convert one model, on this host or others. The last one publishes OUT."
 )
+ELSEWHERE_ARGUMENT = argument(
+    "The manifest of a complete output on the Hub: if it is of the same source and options, nothing is made."
+)
 PROGRESS_ARGUMENT = argument("Called with a `Progress` while long work runs; `Bar()` draws a bar.")
 
 

@@ -13,6 +13,7 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
 
 Fault = Callable[[str, str], int | None]
 """Of method and key: a status to answer with, -1 to cut the connection within the body, or None."""
@@ -156,11 +157,11 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(200, json.dumps({"items": items, "prefixes": sorted(deeper)}).encode())
             return
         rows = "".join(
-            f"<Contents><Key>{facts['name']}</Key><LastModified>{facts['updated']}</LastModified>"
+            f"<Contents><Key>{escape(facts['name'])}</Key><LastModified>{facts['updated']}</LastModified>"
             f'<ETag>"{facts["etag"]}"</ETag><Size>{facts["size"]}</Size></Contents>'
             for facts in (self.metadata(f"{bucket}/{name}") for name in names)
         )
-        rows += "".join(f"<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>" for name in sorted(deeper))
+        rows += "".join(f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in sorted(deeper))
         self.reply(200, f"<ListBucketResult>{rows}</ListBucketResult>".encode(), kind="application/xml")
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer

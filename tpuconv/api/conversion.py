@@ -2,6 +2,7 @@
 
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tpuconv.api.converted import Conversion, ConversionPlan
 from tpuconv.api.quantizers import find_rules, quantizer_by
@@ -10,8 +11,11 @@ from tpuconv.convert.plan.options import Fetching, Options
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
 from tpuconv.names import OWN_TARGET
-from tpuconv.options import PART_ARGUMENT, PROGRESS_ARGUMENT, Budget, Replacing, argument, takes
+from tpuconv.options import ELSEWHERE_ARGUMENT, PART_ARGUMENT, PROGRESS_ARGUMENT, Budget, Replacing, argument, takes
 from tpuconv.progress import Listener, ignore
+
+if TYPE_CHECKING:
+    from tpuconv.storage.sealed import Sealed
 
 SRC = argument("A Hub id, or a folder with safetensors, on a disk or in a bucket (`gs://`, `s3://`, `az://`).")
 
@@ -30,6 +34,7 @@ class ConvertRequest(Budget, Fetching, Replacing, Options):
     )
     _: KW_ONLY
     part: ProcessPart | None = field(default=None, metadata=PART_ARGUMENT)
+    elsewhere: "Sealed | None" = field(default=None, metadata=ELSEWHERE_ARGUMENT)
     progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
@@ -70,7 +75,7 @@ def convert(asked: ConvertRequest) -> Conversion:
             progress=progress,
         ) as planned:
             out = place or Path("-".join([planned.source.name, *kinds]))
-            return run_plan(planned, out, limits, asked, "converting", progress, asked.part)
+            return run_plan(planned, out, limits, asked, "converting", progress, asked.part, elsewhere=asked.elsewhere)
 
     return downloading_again(converted, progress)
 

@@ -5,17 +5,27 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tpuconv.api.made import Made
-from tpuconv.api.running import run_work
+from tpuconv.api.running import manifest_made, run_work
 from tpuconv.convert.export.options import ExportOptions
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
-from tpuconv.options import PART_ARGUMENT, PROGRESS_ARGUMENT, STORED_ARGUMENT, Budget, Replacing, argument, takes
+from tpuconv.options import (
+    ELSEWHERE_ARGUMENT,
+    PART_ARGUMENT,
+    PROGRESS_ARGUMENT,
+    STORED_ARGUMENT,
+    Budget,
+    Replacing,
+    argument,
+    takes,
+)
 from tpuconv.progress import Listener, ignore
 from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
     from tpuconv.convert.export.files import FileTensor
     from tpuconv.convert.plan.types import Skip
+    from tpuconv.storage.sealed import Sealed
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -110,6 +120,7 @@ class ExportRequest(Budget, Replacing, ExportOptions):
     out: str | Location = field(metadata=argument("The folder to write; it appears complete or not at all."))
     _: KW_ONLY
     part: ProcessPart | None = field(default=None, metadata=PART_ARGUMENT)
+    elsewhere: "Sealed | None" = field(default=None, metadata=ELSEWHERE_ARGUMENT)
     progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
@@ -138,20 +149,19 @@ def export(asked: ExportRequest) -> Export:
     """
     from tpuconv.convert.export.opening import opened_export
     from tpuconv.convert.run.sizing import Limits
-    from tpuconv.storage.sealed import read_sealed
 
     ckpt, out = to_location(asked.ckpt), to_location(asked.out)
     with opened_export(ckpt, asked, asked.progress) as what:
         sources = (what.checkpoint, asked.config, asked.with_skipped)
         work = what.work(Limits.of_this_machine(asked.jobs, asked.max_memory))
-        ended = run_work(work, out, asked, "exporting", asked.progress, asked.part, sources)
-    is_published = ended.made["published"]
+        ended = run_work(work, out, asked, "exporting", asked.progress, asked.part, sources, asked.elsewhere)
+    made = manifest_made(ended, asked.elsewhere)
     return Export(
         **ended.made,
         family=what.family,
         target=what.target,
         arrays=what.arrays,
         skipped=what.skipped,
-        files=sum(name.endswith(".safetensors") for name in read_sealed(out).files) if is_published else 0,
+        files=sum(name.endswith(".safetensors") for name in made.files) if made else 0,
         bytes=ended.total,
     )

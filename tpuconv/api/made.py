@@ -28,6 +28,7 @@ class Made(OneLine):
         peak_memory_bytes: peak resident memory of this process.
         part: the share of this process; None if there was only one process.
         published: whether OUT is complete. If not, the last of the other processes publishes it.
+        is_elsewhere: whether the complete output is only where the argument `elsewhere` says.
     """
 
     out: Location
@@ -37,6 +38,7 @@ class Made(OneLine):
     peak_memory_bytes: int
     part: ProcessPart | None
     published: bool
+    is_elsewhere: bool = False
 
     def run_to_json(self) -> dict[str, Any]:
         """Returns the keys of docs/json.md that all outputs have."""
@@ -57,12 +59,12 @@ class Run:
     Attributes:
         made: the fields of `Made`.
         total: the bytes of all work.
-        part_total: the bytes of this process's share; 0 if nothing was left to do.
+        part_total: the bytes of this process's share; None if the run did no share.
     """
 
     made: dict[str, Any]
     total: int
-    part_total: int
+    part_total: int | None
 
 
 def follow(
@@ -88,23 +90,25 @@ def follow(
         TpuconvError: as `tpuconv.convert.run.engine.make` and `tpuconv.api.verify` do.
     """
     from tpuconv.api.verification import verify
-    from tpuconv.convert.run.engine import ALREADY_THERE, PART_DONE, WORKING, RunProgress
+    from tpuconv.convert.run.engine import ALREADY_ELSEWHERE, ALREADY_THERE, PART_DONE, WORKING, RunProgress
 
     progress(Progress(stage))  # from here on a rerun continues
-    began, last, mine = time.monotonic(), RunProgress(0, 0, 0, ""), 0
+    began, last = time.monotonic(), RunProgress(0, 0, 0, "")
+    mine: int | None = None
     for last in _shown(steps, f"{stage}, {part}" if part else stage, progress):
         if last.stage == WORKING:
             mine = last.total
     made = {
         "out": out,
         "resumed_bytes": last.resumed,
-        "already_there": last.stage == ALREADY_THERE,
+        "already_there": last.stage in (ALREADY_THERE, ALREADY_ELSEWHERE),
         "seconds": time.monotonic() - began,
         "peak_memory_bytes": peak_memory(),
         "part": part,
         "published": last.stage != PART_DONE,
+        "is_elsewhere": last.stage == ALREADY_ELSEWHERE,
     }
-    if replacing.check and made["already_there"]:
+    if replacing.check and last.stage == ALREADY_THERE:
         verify(out, progress=progress).check()
     return Run(made, last.total, mine)
 

@@ -8,13 +8,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from tpuconv.errors import CorruptOutput, HubError, UsageError, shorten
+from tpuconv.errors import CorruptOutput, HubError, TpuconvError, UsageError, shorten
 from tpuconv.location import local_path
 from tpuconv.options import argument, option, takes
 from tpuconv.text import OneLine
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
+    from tpuconv.storage.sealed import Sealed
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf")
 """Ends of the names of files that programs read as weights, whatever lies beside them."""
@@ -179,8 +181,11 @@ def _complete(folder: Path) -> dict[str, int]:
     return dict(sorted(sizes.items()))
 
 
-def check_repository(repo: str) -> None:
+def check_repository(repo: str) -> "Sealed | None":
     """Checks before an output is made that it can be pushed.
+
+    Returns:
+        The manifest of a complete output of ours in the repository; None if there is none.
 
     Raises:
         UsageError: the repository holds weights of others.
@@ -200,8 +205,31 @@ def check_repository(repo: str) -> None:
             raise HubError(
                 f"{repo} is not of an account that you may write to", hint=f"give {' or '.join(names)} as ORG"
             )
-        if hub.repo_exists(repo):
-            _stale(hub, repo, "main", ())
+        if not hub.repo_exists(repo):
+            return None
+        _stale(hub, repo, "main", ())
+        return _output_on_hub(hub, repo)
+
+
+def _output_on_hub(hub: "HfApi", repo: str) -> "Sealed | None":
+    """Returns the manifest of an output of ours in a repository, if all its files are there with their sizes."""
+    from tpuconv.checkpoint.contents import contents_of
+    from tpuconv.names import MANIFEST
+    from tpuconv.storage.sealed import read_sealed
+
+    tree = hub.list_repo_tree(repo, recursive=True)
+    there = {each.path: each.size for each in tree if hasattr(each, "size")}  # folders have none
+    if MANIFEST not in there:
+        return None
+    with TemporaryDirectory() as temporary:
+        hub.hf_hub_download(repo, MANIFEST, local_dir=temporary)
+        try:
+            sealed = read_sealed(Path(temporary))
+            sizes = contents_of(Path(temporary), sealed).sizes
+        except TpuconvError:  # it was changed, or is of another version
+            return None
+    is_complete = sealed.is_sealed and all(there.get(name) == size for name, size in sizes.items())
+    return sealed if is_complete else None
 
 
 def check_name(repo: str) -> None:

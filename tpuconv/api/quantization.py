@@ -17,6 +17,7 @@ from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, named_path, to_location
 from tpuconv.options import (
     COMPRESS_OPTION,
+    ELSEWHERE_ARGUMENT,
     PART_ARGUMENT,
     PROGRESS_ARGUMENT,
     WORKSPACE_OPTION,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tpuconv.convert.plan.planning import Quantizer
     from tpuconv.convert.plan.types import Plan
     from tpuconv.quantize.config import QuantConfig
+    from tpuconv.storage.sealed import Sealed
 
 
 QUANTIZED = argument(
@@ -68,6 +70,7 @@ class QuantizeRequest(Budget, Replacing, QuantizationOptions):
     _: KW_ONLY
     workspace: str | Path | None = field(default=None, metadata=WORKSPACE_OPTION)
     part: ProcessPart | None = field(default=None, metadata=PART_ARGUMENT)
+    elsewhere: "Sealed | None" = field(default=None, metadata=ELSEWHERE_ARGUMENT)
     progress: Listener = field(default=ignore, metadata=PROGRESS_ARGUMENT)
 
 
@@ -136,7 +139,9 @@ def _quantized(asked: QuantizeRequest, rules: "QuantConfig", workspace: Path | N
         limits = Limits.of_this_machine(asked.jobs, asked.max_memory)
         if (text := _text_of(planned)) is not None:
             text.announce(asked.progress)
-        done = run_plan(planned, out, limits, asked, "quantizing", asked.progress, asked.part, workspace)
+        done = run_plan(
+            planned, out, limits, asked, "quantizing", asked.progress, asked.part, workspace, asked.elsewhere
+        )
         return replace(done, calibration=text)
 
 

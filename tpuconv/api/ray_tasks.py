@@ -5,7 +5,9 @@ Ray chooses the nodes, and runs a task again if its node or its process dies.
 """
 
 import os
+import re
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -153,18 +155,54 @@ def _cluster(address: str) -> Iterator[Any]:
 @contextmanager
 def _mark(out: Location) -> Iterator[Path | None]:
     """Yields an empty file with a random name beside an output on a disk while tasks run: a node that does not see it
-    has another disk there. None for a bucket."""
+    has another disk there. Its lock shows that this process lives; marks of killed ones are removed. None for a
+    bucket."""
     from tpuconv.storage import disk
 
     if not isinstance(out, Path):
         yield None
         return
-    path = out.parent / f".{out.name}.tpuconv-ray-{token_hex(8)}"
-    disk.replace_file(path, b"")
+    disk.make_folder(out.parent)
+    name = f".{out.name}.tpuconv-ray-"
+    for each in disk.entries(out.parent):
+        if re.fullmatch(rf"{re.escape(name)}[0-9a-f]{{16}}", each):
+            _remove_left(out.parent / each)
+    path, lock = _locked_mark(out.parent, name)
     try:
         yield path
     finally:
         disk.remove(path)
+        os.close(lock)
+
+
+def _locked_mark(folder: Path, name: str) -> tuple[Path, int]:
+    """Creates a mark, and returns its path and the descriptor that holds its lock."""
+    from tpuconv.storage import disk, locks
+
+    while True:
+        path = folder / f"{name}{token_hex(8)}"
+        lock = disk.open_lock(path)
+        if locks.lock(lock, path) and locks.same_file(lock, path):  # else another driver took it for a killed one's
+            return path, lock
+        os.close(lock)
+
+
+def _remove_left(path: Path) -> None:
+    """Removes a mark whose process was killed. A file with bytes in it is of others, whatever its name."""
+    from tpuconv.storage import disk, locks
+
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:  # another driver removed it
+        return
+    if status.st_size or not stat.S_ISREG(status.st_mode):
+        return
+    lock = disk.open_lock(path)
+    try:
+        if locks.lock(lock, path):
+            disk.remove(path)
+    finally:
+        os.close(lock)
 
 
 def _check_shared(out: Location, mark: Path | None) -> None:

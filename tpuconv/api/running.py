@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tpuconv.convert.plan.types import Plan
     from tpuconv.convert.run.engine import Work
     from tpuconv.convert.run.sizing import Limits
+    from tpuconv.storage.sealed import Sealed
 
 Outcome = TypeVar("Outcome")
 
@@ -45,6 +46,7 @@ def run_work(
     progress: Listener,
     part: ProcessPart | None,
     sources: Iterable[str | Location | None] = (),
+    elsewhere: "Sealed | None" = None,
 ) -> Run:
     """Does work that makes an output.
 
@@ -52,6 +54,7 @@ def run_work(
         work: what to do.
         out, replacing, stage, progress, part: as of `tpuconv.api.made.follow`.
         sources: places besides the work's own source that the output must lie outside of.
+        elsewhere: as of `tpuconv.convert.run.engine.make`.
 
     Raises:
         TpuconvError: as `tpuconv.convert.run.engine.make` does.
@@ -61,8 +64,17 @@ def run_work(
     for source in sources:
         if source is not None:
             check_outside(to_location(source), out)
-    steps = make(work, out, overwrite=replacing.overwrite, part=part)
+    steps = make(work, out, overwrite=replacing.overwrite, part=part, elsewhere=elsewhere)
     return follow(steps, out, replacing, stage, progress, part)
+
+
+def manifest_made(run: Run, elsewhere: "Sealed | None") -> "Sealed | None":
+    """Returns the manifest of the output of a run, which may be `elsewhere`; None if it is not published."""
+    from tpuconv.storage.sealed import read_sealed
+
+    if not run.made["published"]:
+        return None
+    return elsewhere if run.made["is_elsewhere"] else read_sealed(run.made["out"])
 
 
 def _state_of(source: Mapping[str, Any]) -> str | None:
@@ -82,25 +94,25 @@ def run_plan(
     progress: Listener,
     part: ProcessPart | None,
     workspace: Path | None = None,
+    elsewhere: "Sealed | None" = None,
 ) -> Conversion:
     """Runs a plan, and returns facts about its output. `stage` is the name of the work for `progress`, `workspace` the
-    folder of a calibration."""
+    folder of a calibration, `elsewhere` as of `tpuconv.convert.run.engine.make`."""
     from tpuconv.convert.export.carried import split_skipped
     from tpuconv.convert.export.export import convert_to_safetensors, described
     from tpuconv.convert.run.card import drafts_of, serve_commands
     from tpuconv.convert.run.conversion import run
     from tpuconv.quantize.report import report
-    from tpuconv.storage.sealed import read_sealed
 
     convert_plan = convert_to_safetensors if plan.target.is_safetensors else partial(run, workspace=workspace)
-    steps = convert_plan(plan, out, limits, overwrite=replacing.overwrite, part=part)
+    steps = convert_plan(plan, out, limits, overwrite=replacing.overwrite, part=part, elsewhere=elsewhere)
     ended = follow(steps, out, replacing, stage, progress, part)
-    is_published = ended.made["published"]
-    raw: dict[str, Any] = dict(read_sealed(out).raw) if is_published else {}
+    manifest = manifest_made(ended, elsewhere)
+    raw: dict[str, Any] = dict(manifest.raw) if manifest else {}
     if raw and plan.target.is_safetensors:
         raw = described(plan, raw)
     skipped, carried = split_skipped(plan)
-    is_served = is_published and plan.target.is_safetensors and plan.quantization is not None
+    is_served = bool(raw) and plan.target.is_safetensors and plan.quantization is not None
     drafts = drafts_of(plan.config)
     resumed = ended.made["resumed_bytes"] * plan.source_bytes // max(1, ended.total)
     return Conversion(
@@ -117,7 +129,7 @@ def run_plan(
         ignored_config=plan.ignored_config,
         left_out=plan.left_out,
         quantization=report(raw) if raw and plan.quantization else None,
-        part_bytes=ended.part_total or plan.source_bytes,
+        part_bytes=plan.source_bytes if ended.part_total is None else ended.part_total,
         rounded=plan.rounded,
         differs=plan.differs,
         serve=serve_commands(plan.family, str(out), drafts) if is_served else (),

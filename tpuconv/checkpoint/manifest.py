@@ -31,7 +31,7 @@ from tpuconv.notation.layout import Shape
 from tpuconv.notation.release import Release
 from tpuconv.storage.hashes import hash_bytes
 from tpuconv.storage.places import is_there, size_faults
-from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT, Sealed, check_current, read_sealed
+from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT, Sealed, check_current, raise_damage, read_sealed
 
 PARAMS = "params"
 """The folder of the Orbax checkpoint, unless the target has it elsewhere."""
@@ -346,6 +346,18 @@ def read_manifest(folder: Location) -> Manifest:
         CorruptOutput: the manifest cannot be understood, or does not match its seal.
     """
     return manifest_of(folder, read_sealed(folder))
+
+
+def check_checkpoint_files(folder: Location) -> Sealed:
+    """Returns the manifest of an existing checkpoint, whose files have the sizes that it lists.
+
+    Raises:
+        UsageError: the folder has none.
+        CorruptOutput: they have not, or the manifest cannot be read.
+    """
+    manifest = read_manifest(folder)
+    raise_damage(folder, manifest.size_faults())
+    return manifest.sealed
 
 
 def manifest_of(folder: Location, sealed: Sealed) -> Manifest:

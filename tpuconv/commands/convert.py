@@ -63,19 +63,21 @@ def convert(
     bucket is fetched during the conversion, and no copy of it stays; --dry-run shows the disk space that it needs.
 
     OUT may be hf://ORG/NAME: the output is made in a folder beside the Hub's cache, or in --workspace, and pushed as
-    `tpuconv push` does. Then its local files are removed.
+    `tpuconv push` does. Then its local files are removed. If the repository holds this output already, nothing is made;
+    --overwrite and --check make and push it again.
 
     With --distributed, or --process-index and --process-count, several processes convert one model together.
     """
     _check_order(src, out)
     convert_model = options.on_processes(api.convert, given)
-    place = local_place(out, given, planned=dry_run)
+    place, there = local_place(out, given, planned=dry_run)
     if given["quantize"]:
         check_address_space_for_jax()
     with resumable(as_json) as progress:
         if not dry_run:
-            made = convert_model(src, place, progress=progress, **options.asked_of(api.convert, given))
-            done = pushed(out, made, progress)
+            asked = options.asked_of(api.convert, given)
+            made = convert_model(src, place, progress=progress, elsewhere=there, **asked)
+            done = pushed(out, made, there, progress)
         else:
             plan = api.plan(src, progress=progress, **options.asked_of(api.plan, given))
     if dry_run:

@@ -46,12 +46,13 @@ def export(
     taken.
     """
     export_model = options.on_processes(api.export, given)
-    place = local_place(out, given, planned=dry_run)
+    place, there = local_place(out, given, planned=dry_run)
     assert place is not None
     with resumable(as_json) as progress:
         if not dry_run:
-            made = export_model(ckpt, place, progress=progress, **options.asked_of(api.export, given))
-            done = pushed(out, made, progress)
+            asked = options.asked_of(api.export, given)
+            made = export_model(ckpt, place, progress=progress, elsewhere=there, **asked)
+            done = pushed(out, made, there, progress)
         else:
             plan = api.plan_export(ckpt, progress=progress, **options.asked_of(api.plan_export, given))
     if dry_run:

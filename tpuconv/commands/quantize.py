@@ -158,7 +158,7 @@ def _quantize(
         options.require_mode("a config that has `calibration`", False, "samples", "length")
     chosen = chosen_checkpoint(ckpt, "Quantizing", quiet=as_json, own=True, quantized=False)
     check_address_space_for_jax()
-    place = local_place(out, given, planned=explain or dry_run)
+    place, there = local_place(out, given, planned=explain or dry_run)
     if explain or dry_run:
         checked_workspace(given["workspace"], place or chosen, config)  # as the quantization does
         plan = api.plan_quantization(chosen, **options.asked_of(api.plan_quantization, given))
@@ -170,8 +170,9 @@ def _quantize(
             show_plan(plan, as_json, place or chosen)
         return
     with resumable(as_json) as progress:
-        made = quantize_model(chosen, place, progress=progress, **options.asked_of(api.quantize, given))
-        done = pushed(out, made, progress)
+        asked = options.asked_of(api.quantize, given)
+        made = quantize_model(chosen, place, progress=progress, elsewhere=there, **asked)
+        done = pushed(out, made, there, progress)
     show_conversion(done, given["check"], as_json)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tpuconv.encodings.affine import Affine
-from tpuconv.encodings.groups import FLAG, NAMES, SchemeGroup, compiled_pattern, pattern_to_check
+from tpuconv.encodings.groups import FLAG, NAMES, TEXT, SchemeGroup, compiled_pattern, pattern_to_check
 from tpuconv.encodings.scheme import Scheme, is_head
 from tpuconv.encodings.words import WORD_BITS, Words
 from tpuconv.errors import UnsupportedConfig
@@ -19,7 +19,7 @@ from tpuconv.jsonfile import Each, Optional
 AWQ: Mapping[str, Any] = {
     "bits": Optional((int, None)),
     "group_size": Optional((int, None)),
-    "version": Optional((str, None)),
+    **dict.fromkeys(("checkpoint_format", "version", "format", "backend"), TEXT),
     "zero_point": FLAG,
     "modules_to_not_convert": NAMES,
 }
@@ -31,7 +31,7 @@ OVERRIDE: Mapping[str, Any] = {
 }
 GPTQ: Mapping[str, Any] = {
     **OVERRIDE,
-    "checkpoint_format": Optional((str, None)),
+    **dict.fromkeys(("checkpoint_format", "format"), TEXT),
     "is_marlin_format": FLAG,
     "lm_head": FLAG,
     "modules_in_block_to_quantize": Optional(([[str]], [str], None)),
@@ -41,6 +41,7 @@ GPTQ: Mapping[str, Any] = {
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The place of each nibble of a word, from the lowest, among eight outputs (AutoAWQ's `pack_intweight`)."""
+LLM_AWQ = "llm-awq"
 GPTQ_BITS = (2, 3, 4, 8)
 ZERO_SHIFTS = {None: 1, "gptq": 1, "gptq_v2": 0}
 """By `checkpoint_format`, how much less than the zero point is stored."""
@@ -52,10 +53,13 @@ def awq_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
     Raises:
         UnsupportedConfig: another packing than "gemm", or another number of bits than 4.
     """
-    version, bits = str(quantization.get("version") or "gemm").lower(), quantization.get("bits", 4)
-    if version != "gemm" or bits != 4:
+    stored_as = _stored_as(quantization, "checkpoint_format", "version", "format") or "gemm"
+    if quantization.get("backend") == LLM_AWQ:  # its kernels have a packing of their own
+        stored_as = LLM_AWQ
+    bits = quantization.get("bits", 4)
+    if stored_as != "gemm" or bits != 4:
         raise UnsupportedConfig(
-            f"AWQ with version={quantization.get('version')!r} and bits={bits!r} is not implemented",
+            f"AWQ with version={stored_as!r} and bits={bits!r} is not implemented",
             hint="known is version 'gemm' with 4 bits",
         )
     size, symmetric = quantization.get("group_size", 128), quantization.get("zero_point", True) is False
@@ -67,6 +71,12 @@ def awq_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
         return not is_head(module) and not any(name in module for name in left_out)
 
     return (SchemeGroup((scheme,), takes),)
+
+
+def _stored_as(quantization: Mapping[str, Any], *keys: str) -> str | None:
+    """Returns the format of the stored tensors in lower case: the value of the first of these keys that has one, in
+    the order of transformers. Releases differ in the key by the version of the program that wrote them."""
+    return next((str(quantization[key]).lower() for key in keys if quantization.get(key)), None)
 
 
 def gptq_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
@@ -101,7 +111,7 @@ def gptq_groups(quantization: Mapping[str, Any]) -> tuple[SchemeGroup, ...]:
 
 
 def _gptq(description: Mapping[str, Any]) -> tuple[Scheme, ...]:
-    bits, stored_as = description.get("bits", 4), description.get("checkpoint_format")
+    bits, stored_as = description.get("bits", 4), _stored_as(description, "checkpoint_format", "format")
     if description.get("is_marlin_format"):
         stored_as = "marlin"
     if bits not in GPTQ_BITS or stored_as not in ZERO_SHIFTS:

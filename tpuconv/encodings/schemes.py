@@ -104,7 +104,7 @@ def groups(quantization: Mapping[str, Any] | None) -> tuple[SchemeGroup, ...]:
         return ()
     where = "config.json, quantization_config"
     check(quantization, {"quant_method": Optional((str, None))}, where, ConfigError)
-    method = _method(quantization)
+    method = method_of(quantization)
     where = "hf_quant_config.json" if "quantization" in quantization else where
     check(quantization, METHOD_SCHEMAS.get(method, dict), where, ConfigError)
     if method == "fp8":
@@ -146,7 +146,7 @@ def quantizes_inputs(quantization: Mapping[str, Any] | None) -> bool:
     return rounded or bool(quantization.get("load_in_8bit")) or method == BITNET_METHOD
 
 
-def _method(quantization: Mapping[str, Any]) -> Any:
+def method_of(quantization: Mapping[str, Any]) -> Any:
     """Returns the `quant_method`. Older releases of ModelOpt only name themselves as the producer."""
     if is_bitsandbytes(quantization):
         return METHOD

@@ -14,7 +14,7 @@ from tpuconv.names import MANIFEST, collapse
 from tpuconv.sources.config import read_json
 from tpuconv.sources.files import ADAPTER_CONFIG, INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 from tpuconv.sources.ranks import ranked_files
-from tpuconv.storage.places import is_there, names_in
+from tpuconv.storage.places import check_finished, is_there, names_in
 from tpuconv.text import format_count, plain, some
 
 MAX_NAMES_TO_COLLAPSE = 10_000
@@ -49,6 +49,7 @@ def read_index(folder: Location) -> tuple[list[str], Mapping[str, str] | None, M
             what, todo = other
             raise UsageError(f"{folder} holds {what}", hint=_with_base(folder, todo) if "adapter" in what else todo)
         if not shards:
+            check_finished(folder)
             raise UsageError(
                 f"{folder} holds no {SINGLE_FILE}, no {INDEX_FILE} and no {MANIFEST}",
                 hint=_models_within(folder)

@@ -47,8 +47,8 @@ from tpuconv.storage.bucket_publishing import (
 from tpuconv.storage.claim import ANYBODY, Claim, ClaimLost, ClaimState, Held, is_running, this_machine
 from tpuconv.storage.entries import ENTRY_KEY, ENTRY_SCHEMAS, RunJournal, State
 from tpuconv.storage.ownership import ContentsOf, listed_files, objects_in, without_markers
-from tpuconv.storage.places import work_folder
-from tpuconv.storage.refusals import CLAIM, check_not_nested, exists_already, not_replaced, unfinished
+from tpuconv.storage.places import CLAIM, work_folder
+from tpuconv.storage.refusals import check_not_nested, exists_already, not_replaced, unfinished
 from tpuconv.storage.sinks import Staged, StagedSink
 
 POLL_SECONDS = 1.0

@@ -24,7 +24,7 @@ from tpuconv.buckets import ABSENT_OBJECT, ObjectFacts, Version
 from tpuconv.errors import BucketError, OutputError, TpuconvError
 from tpuconv.jsonfile import MIB, OneOf, Size, check, parse, short
 from tpuconv.location import BucketPath
-from tpuconv.storage.refusals import CLAIM
+from tpuconv.storage.places import CLAIM
 
 HEARTBEAT_SECONDS = 60
 RETRY_SECONDS = 5

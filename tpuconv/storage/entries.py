@@ -78,6 +78,10 @@ class RunJournal(ABC):
     def is_published(self) -> bool:
         """Returns True if `out` is a published output of this plan."""
 
+    def is_over(self) -> bool:
+        """Returns True if it is known without a lock that `out` is complete and no work on it is left."""
+        return False
+
     @abstractmethod
     def publish(self) -> None:
         """Makes what was written the output. It must be complete and hold its manifest."""

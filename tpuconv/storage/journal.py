@@ -335,6 +335,10 @@ class Journal(RunJournal):
         except TpuconvError:
             return False
 
+    def is_over(self) -> bool:
+        """See `RunJournal`."""
+        return self.is_published() and not any(map(os.path.lexists, (self.folder, self.out / STAGED)))
+
     def _check_out(self) -> None:
         with disk.writing(self.out):
             if not os.path.lexists(self.out) or _is_empty(self.out):

@@ -49,16 +49,18 @@ def is_work_name(out: Location) -> bool:
 
 
 WORK_SUFFIX = ".tpuconv"
+CLAIM = "claim"
+"""The mark of a work folder in a bucket."""
 
 
-def check_finished(out: Path) -> None:
-    """Checks that a folder to read is no unfinished output.
+def check_finished(out: Location) -> None:
+    """Checks that a folder to read, in a bucket one without a manifest, is no unfinished output.
 
     Raises:
         UsageError: its work folder is there alone.
     """
     work = work_folder(out)
-    if isinstance(work, Path) and work.is_dir() and not os.path.lexists(out):
+    if is_readable(work / CLAIM) if isinstance(work, BucketPath) else work.is_dir() and not is_there(out):
         raise UsageError(
             f"{out} is not finished: the work on it is in {work}",
             hint="wait for the command that makes it, or run it again: it continues",

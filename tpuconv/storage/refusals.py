@@ -10,10 +10,10 @@ from tpuconv.location import BucketPath, Location
 from tpuconv.names import MANIFEST
 from tpuconv.storage import sealed
 from tpuconv.storage.ownership import REWRITTEN, ContentsOf, strangers
-from tpuconv.storage.places import WORK_SUFFIX, is_readable, is_work_name, work_folder
+from tpuconv.storage.places import CLAIM, WORK_SUFFIX, is_readable, is_work_name, work_folder
 
-WORK, CLAIM = "tpuconv.work", "claim"
-"""The marks of a work folder, on a disk and in a bucket."""
+WORK = "tpuconv.work"
+"""The mark of a work folder on a disk."""
 
 
 def unfinished(out: Location, work: Location, began: Mapping[str, Any], facts: Mapping[str, Any]) -> OutputError:
@@ -89,6 +89,8 @@ def _made_with(out: Location, facts: Mapping[str, Any]) -> dict[str, Any]:
         raise
     except TpuconvError:
         return dict(facts)
+    if _form(raw) != _form(facts):
+        return dict(raw)
     made = {key: raw.get(key, value) for key, value in facts.items()}
     if "source" in facts:
         made["source"] = {key: raw["source"].get(key, value) for key, value in facts["source"].items()}
@@ -102,6 +104,8 @@ def _made_with(out: Location, facts: Mapping[str, Any]) -> dict[str, Any]:
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "", *, was: str = "began") -> list[str]:
     """Returns the differences between two mappings, one line per key: `options.dtype: began with 'auto', now
     'float32'`. For two hashes it only says that they differ."""
+    if not prefix and _form(old) != _form(new):
+        return [f"output: {was} as {_form(old)}, now {_form(new)}"]
     lines = []
     for key in dict.fromkeys([*old, *new]):
         before, now = old.get(key), new.get(key)
@@ -115,9 +119,16 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
     return lines
 
 
+def _form(facts: Mapping[str, Any]) -> str:
+    """Returns in words what an output is, by its manifest or the facts of its plan. Of two forms all else differs."""
+    if facts.get("kind") == sealed.SAFETENSORS:
+        return "safetensors"
+    return "a checkpoint that is sharded for a mesh" if "mesh" in facts else "a checkpoint"
+
+
 def _is_hash(value: Any) -> bool:
     """Returns True if a value is a hash, which tells a reader nothing. A commit id, of 40 digits, is not one."""
-    return isinstance(value, str) and re.fullmatch("([0-9a-f]{32}){1,2}", value) is not None
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{16}|([0-9a-f]{32}){1,2}", value) is not None
 
 
 def _value_text(value: Any) -> str:

@@ -129,6 +129,7 @@ def _read_manifest(path: Location) -> bytes:
             if isinstance(path, BucketPath):
                 with suppress(AccessRefused):
                     buckets.names(path.parent)  # raises if there is no bucket; the question for one object does not
+                check_finished(path.parent)
             raise UsageError(
                 f"{path.parent} is not a checkpoint made by tpuconv: it has no {MANIFEST}",
                 hint="make one with `tpuconv convert SRC`, or from a run with `tpuconv reshard RUN OUT --config SRC`",

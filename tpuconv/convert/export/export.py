@@ -49,7 +49,7 @@ from tpuconv.notation.layout import Ranges
 from tpuconv.progress import TICK_SECONDS
 from tpuconv.storage.entries import RunJournal
 from tpuconv.storage.hashes import hash_bytes
-from tpuconv.storage.sealed import MANIFEST_FORMAT, SAFETENSORS, check_file_sizes, seal
+from tpuconv.storage.sealed import MANIFEST_FORMAT, SAFETENSORS, Sealed, check_file_sizes, seal
 
 _Made = tuple[ExportTensor, np.ndarray, dict[str, Any], bool]
 """Values of a tensor, what was found about the parameters of its piece, and whether they are its last."""
@@ -123,9 +123,9 @@ class ExportWork(Work):
             [entry for name, entry in self._proofs.items() if name in changed],
         )
 
-    def check_made(self, out: Location) -> Iterator[RunProgress]:
+    def check_made(self, out: Location, elsewhere: Sealed | None = None) -> Iterator[RunProgress]:
         """See `Work`."""
-        yield from self.arrays.check_made(out, check_file_sizes(out))
+        yield from self.arrays.check_made(out, elsewhere or check_file_sizes(out))
 
     def opened(self, journal: RunJournal) -> AbstractContextManager[None]:
         """See `Work`: nothing."""
@@ -171,7 +171,13 @@ class ExportWork(Work):
 
 
 def convert_to_safetensors(
-    plan: Plan, out: Location, limits: Limits, *, overwrite: bool = False, part: ProcessPart | None = None
+    plan: Plan,
+    out: Location,
+    limits: Limits,
+    *,
+    overwrite: bool = False,
+    part: ProcessPart | None = None,
+    elsewhere: Sealed | None = None,
 ) -> Iterator[RunProgress]:
     """Converts a source to safetensors in one pass: cast, with adapters merged, or quantized. What the table leaves out
     and is not encoded, such as the towers of a multimodal model, is written as it is. Raises as `make` does.
@@ -180,7 +186,7 @@ def convert_to_safetensors(
         plan: of the conversion to a target that holds safetensors.
         out: the output folder.
         limits: jobs and memory.
-        overwrite, part: as of `make`.
+        overwrite, part, elsewhere: as of `make`.
     """
     plan.check()
     with closing(PlannedArrays(plan, part)) as arrays:
@@ -188,7 +194,8 @@ def convert_to_safetensors(
         layout = lay_out(arrays, what)
         streamed = arrays if plan.source.remote else None
         room = room_for_layout(plan.source.name, arrays, layout, limits)
-        yield from make(ExportWork(arrays, what, layout, room, streamed), out, overwrite=overwrite, part=part)
+        work = ExportWork(arrays, what, layout, room, streamed)
+        yield from make(work, out, overwrite=overwrite, part=part, elsewhere=elsewhere)
 
 
 @dataclass(frozen=True)

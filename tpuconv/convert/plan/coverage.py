@@ -22,6 +22,7 @@ from tpuconv.encodings.adapted import BY_ADAPTER, Adapted, adapt
 from tpuconv.encodings.decode import Tensor
 from tpuconv.encodings.reshaped import recut, shaped
 from tpuconv.encodings.tensors import decode_names, is_encoded, unused_reason
+from tpuconv.encodings.unread import unread_keys
 from tpuconv.errors import MappingError, TpuconvError, UnsupportedConfig, UsageError
 from tpuconv.models.common.ignored import IgnoredKey
 from tpuconv.models.common.saved import INPUTS_FIRST
@@ -74,10 +75,7 @@ def make_plan(
     tensors, faults = dict(decoded[0]), list(decoded[1])
     encoded = is_encoded(tensors, faults)
     _check_kept(source, options, encoded=encoded)
-    if source.encoding is not None and not encoded:
-        warning = "transformers may quantize the weights when it loads them"
-        key = IgnoredKey(ENCODING_KEYS[0], dict(source.encoding), "no tensor is stored as it says", warning)
-        ignored_config = (*ignored_config, key)
+    ignored_config = (*ignored_config, *_ignored_of_encoding(source, encoded=encoded))
     rows = _Rows.of(table, config, options, tensors)
     tensors = rows.shaped(tensors)
     elsewhere: Mapping[str, list[str]] = {}
@@ -125,6 +123,18 @@ def _check_kept(source: Source, options: Options, *, encoded: bool) -> None:
             "no zero points",
             hint="leave `encoding=` out; or quantize them again with `quantize=`",
         )
+
+
+def _ignored_of_encoding(source: Source, *, encoded: bool) -> tuple[IgnoredKey, ...]:
+    """Returns the keys of config.json about encoded weights that are not read."""
+    if source.encoding is None:
+        return ()
+    name = ENCODING_KEYS[0]
+    if not encoded:
+        warning = "transformers may quantize the weights when it loads them"
+        return (IgnoredKey(name, dict(source.encoding), "no tensor is stored as it says", warning),)
+    reason, warning = f"not read by tpuconv for {source.encoding.get('quant_method')}", "this may change the weights"
+    return tuple(IgnoredKey(f"{name}.{key}", x, reason, warning) for key, x in unread_keys(source.encoding).items())
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import PurePosixPath
 from typing import Any
 
-from tpuconv.checkpoint.manifest import LIBRARIES, PARAMS, read_manifest
+from tpuconv.checkpoint.manifest import LIBRARIES, PARAMS, check_checkpoint_files
 from tpuconv.convert.plan.quantization import REPORT
 from tpuconv.convert.plan.types import Skip
 from tpuconv.convert.reshard.plan import ReshardPlan, ReshardUnit
@@ -32,7 +32,7 @@ from tpuconv.sources.companions import CARD, SOURCE_CARD
 from tpuconv.storage.disk import page_buffer
 from tpuconv.storage.entries import RunJournal
 from tpuconv.storage.hashes import hash_bytes
-from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT, copy_file, raise_damage, seal
+from tpuconv.storage.sealed import CHECKPOINT, MANIFEST_FORMAT, Sealed, copy_file, seal
 
 
 class ReshardWork(Work):
@@ -93,11 +93,9 @@ class ReshardWork(Work):
         """See `Work`: all units."""
         return Stale([uid for uid in self.entries if journal.done(uid, UNIT_ENTRY)])
 
-    def check_made(self, out: Location) -> Iterator[RunProgress]:
+    def check_made(self, out: Location, elsewhere: Sealed | None = None) -> Iterator[RunProgress]:
         """See `Work`."""
-        published = read_manifest(out)
-        raise_damage(out, published.size_faults())
-        yield from self.plan.source.check_made(out, published.sealed)
+        yield from self.plan.source.check_made(out, elsewhere or check_checkpoint_files(out))
 
     def opened(self, journal: RunJournal) -> AbstractContextManager[None]:
         """See `Work`: nothing."""

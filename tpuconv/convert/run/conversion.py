@@ -36,7 +36,7 @@ from tpuconv.sources.damaged import hash_of
 from tpuconv.sources.origins import known_stamps, remember
 from tpuconv.storage.entries import RunJournal
 from tpuconv.storage.hashes import known_hash
-from tpuconv.storage.sealed import Sealed, raise_damage, seal
+from tpuconv.storage.sealed import Sealed, seal
 
 AHEAD_BYTES = 768 * MIB
 """Bytes of the source that are read while the rules of a quantization are resolved: what a disk delivers
@@ -125,11 +125,9 @@ class ConversionWork(Work):
         made = calibrated + [COMPARE_STEP] * bool(others) + units + [entries[name] for name in others]
         return Stale(made, [entries[name] for name in same])
 
-    def check_made(self, out: Location) -> Iterator[RunProgress]:
+    def check_made(self, out: Location, elsewhere: Sealed | None = None) -> Iterator[RunProgress]:
         """See `Work`."""
-        published = manifest.read_manifest(out)
-        raise_damage(out, published.size_faults())
-        yield from check_made_of(self.plan, out, published.sealed)
+        yield from check_made_of(self.plan, out, elsewhere or manifest.check_checkpoint_files(out))
 
     @contextmanager
     def opened(self, journal: RunJournal) -> Iterator[None]:
@@ -221,9 +219,11 @@ def run(
     overwrite: bool = False,
     part: ProcessPart | None = None,
     workspace: Path | None = None,
+    elsewhere: Sealed | None = None,
 ) -> Iterator[RunProgress]:
     """Converts, and yields progress; see `ConversionWork` and `make`."""
-    return make(ConversionWork(plan, limits, workspace), out, overwrite=overwrite, part=part)
+    work = ConversionWork(plan, limits, workspace)
+    return make(work, out, overwrite=overwrite, part=part, elsewhere=elsewhere)
 
 
 def check_made_of(plan: Plan, out: Location, made: Sealed) -> Iterator[RunProgress]:

@@ -6,14 +6,14 @@ What is made is a `Work`: the conversion of a plan (`tpuconv.convert.run.convers
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 from tpuconv.checkpoint.contents import contents_of
 from tpuconv.convert.run.stamps import Stale, check_same_files, forget_changed
-from tpuconv.errors import UsageError
+from tpuconv.errors import OutputError, UsageError
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import BucketPath, Location
 from tpuconv.progress import Progress
@@ -22,7 +22,7 @@ from tpuconv.storage.bucket_journal import BucketJournal
 from tpuconv.storage.entries import RunJournal, State
 from tpuconv.storage.journal import Journal
 from tpuconv.storage.places import real
-from tpuconv.storage.sealed import read_sealed
+from tpuconv.storage.sealed import Sealed, read_sealed
 from tpuconv.storage.shared_journal import SharedJournal
 
 WORKING = "work"
@@ -33,6 +33,8 @@ PUBLISHED = "published"
 """The last stage of a run that published the output, or finished its publication."""
 ALREADY_THERE = "already there"
 """The last stage where the output was complete before the run."""
+ALREADY_ELSEWHERE = "already elsewhere"
+"""The last stage where a complete output is not on this disk, but elsewhere."""
 PART_DONE = "part done"
 """The last stage of a process whose part is done, where another one is to publish the output."""
 
@@ -44,7 +46,8 @@ class RunProgress:
     Attributes:
         done, total: bytes that are made, and all.
         resumed: bytes of an earlier run.
-        stage: WORKING, then PUBLISHING; the last is PUBLISHED, ALREADY_THERE or PART_DONE. "calibrate" and "compare"
+        stage: WORKING, then PUBLISHING; the last is PUBLISHED, ALREADY_THERE, ALREADY_ELSEWHERE or
+            PART_DONE. "calibrate" and "compare"
             before them.
         layer: the layer that is being calibrated, before anything is made.
         fetching: of a source that is fetched, the bytes that have come, and all.
@@ -103,9 +106,10 @@ class Work(Protocol):
     def stale(self, journal: RunJournal, changed: set[str]) -> Stale:
         """Returns what was made from these files of the source."""
 
-    def check_made(self, out: Location) -> Iterator[RunProgress]:
+    def check_made(self, out: Location, elsewhere: Sealed | None = None) -> Iterator[RunProgress]:
         """Checks that a published output of this work is complete, and made of the source as it is now. Yields
-        progress before a file is read completely.
+        progress before a file is read completely. The files of an output `elsewhere`, which has this manifest, were
+        compared before.
 
         Raises:
             CorruptOutput: files are missing or have the wrong size.
@@ -123,7 +127,12 @@ class Work(Protocol):
 
 
 def make(
-    work: Work, out: Location, *, overwrite: bool = False, part: ProcessPart | None = None
+    work: Work,
+    out: Location,
+    *,
+    overwrite: bool = False,
+    part: ProcessPart | None = None,
+    elsewhere: Sealed | None = None,
 ) -> Iterator[RunProgress]:
     """Does the work, and yields progress. `out` appears complete or not at all, and an old one stays until it does. If
     the process is killed at any moment and run again, it resumes.
@@ -133,6 +142,8 @@ def make(
         out: the output folder.
         overwrite: replace an existing output of ours.
         part: which of several processes this is. Each does a part of the work; the last one publishes.
+        elsewhere: the manifest of a complete output that is not on this disk. If this work made it of the
+            source as it is now, nothing is done.
 
     Raises:
         SourceError: the source changed, cannot be read, or holds values that are not finite.
@@ -144,7 +155,17 @@ def make(
     """
     check_outside(work.source, out)
     total, stamps = work.nbytes, work.stamps_for_hosts
-    with open_journal(out, work.fingerprint, work.facts, work.names, part, overwrite=overwrite) as journal:
+    if elsewhere is not None and elsewhere.raw["fingerprint"] == work.fingerprint:
+        with suppress(OutputError):  # its source has changed since
+            yield from work.check_made(out, elsewhere)
+            yield RunProgress(total, total, total, ALREADY_ELSEWHERE)
+            return
+    journal = open_journal(out, work.fingerprint, work.facts, work.names, part, overwrite=overwrite)
+    if not overwrite and journal.is_over():  # perhaps where nothing can be written
+        yield from work.check_made(journal.out)
+        yield RunProgress(total, total, total, ALREADY_THERE)
+        return
+    with journal:
         state = journal.begin()
         if state in (State.PUBLISHED, State.FINISHED):
             yield from work.check_made(journal.out)

@@ -26,7 +26,7 @@ from tpuconv.notation.table import EXPERTS
 from tpuconv.sources.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tpuconv.storage.entries import RunJournal
 from tpuconv.storage.hashes import hash_bytes
-from tpuconv.storage.sealed import MANIFEST_FORMAT, SAFETENSORS, check_file_sizes, seal
+from tpuconv.storage.sealed import MANIFEST_FORMAT, SAFETENSORS, Sealed, check_file_sizes, seal
 
 WEIGHTS_ENTRY = "adapter"
 """The journal's entry of the file of weights."""
@@ -134,9 +134,9 @@ class AdapterWork(Work):
         """See `Work`."""
         return Stale([WEIGHTS_ENTRY] if journal.done(WEIGHTS_ENTRY) else [], [])
 
-    def check_made(self, out: Location) -> Iterator[RunProgress]:
+    def check_made(self, out: Location, elsewhere: Sealed | None = None) -> Iterator[RunProgress]:
         """See `Work`."""
-        made = check_file_sizes(out)
+        made = elsewhere or check_file_sizes(out)
         if self.stamps:
             yield from check_made_from(self.tree.folder, self.stamps, out, made)
 
