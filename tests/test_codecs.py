@@ -446,3 +446,12 @@ def test_a_short_last_block_is_no_smaller_block():
     assert scheme.has_blocks_of_rows((8, 64), (8,))
     assert not scheme.has_blocks_of_rows((6, 16), (2,))
     assert not scheme.has_blocks_of_rows((64, 96), (2,))
+
+
+def test_a_format_that_is_null_is_the_only_one(tmp_path):
+    folder = random_checkpoint(tmp_path / "hf", qwen3_config())
+    encode(folder, (8, 12))
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"]["fmt"] = None
+    (folder / "config.json").write_text(json.dumps(raw))
+    plan_for(folder).check()

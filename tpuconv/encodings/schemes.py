@@ -177,7 +177,7 @@ def _experts(quantization: Mapping[str, Any]) -> Scheme | None:
 
 def _fp8(quantization: Mapping[str, Any]) -> tuple[Scheme, ...]:
     block = quantization.get("weight_block_size")
-    if quantization.get("fmt", E4M3_NAMES[0]) not in E4M3_NAMES:
+    if (quantization.get("fmt") or E4M3_NAMES[0]) not in E4M3_NAMES:
         raise UnsupportedConfig(
             f"FP8 with fmt={quantization['fmt']!r} is not implemented, only {' or '.join(map(repr, E4M3_NAMES))}",
             hint=UNQUANTIZED,
