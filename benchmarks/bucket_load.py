@@ -1,12 +1,14 @@
 """Loads a release from a bucket, and compares the time with that of fetching its bytes.
 
     python benchmarks/bucket_load.py [--rate BYTES_A_SECOND] [--answer-rate BYTES_A_SECOND] [--devices N] [--rounds N]
+                                     [--decode]
 
 The release and the server are those of `benchmarks/streaming.py`. The server sends no more than RATE in all, and
 ANSWER-RATE of an answer, as a bucket limits a connection. In each round:
 
     fetch     every shard, in pieces of 8 MiB over CONNECTIONS connections, into memory
-    load      tpuconv.load("gs://bkt/src", encoding="keep"), on N devices that the processor stands for
+    load      tpuconv.load("gs://bkt/src", encoding="keep"), on N devices that the processor stands for; with --decode
+              without `encoding`
 
 Each runs in a process of its own, which takes the time after its imports. Prints the times, the rate, the bytes that
 were sent for each byte of the release, and the most answers at a time.
@@ -45,7 +47,7 @@ with ThreadPoolExecutor(connections) as pool:
     kept = list(pool.map(lambda x: buckets.read(BucketPath("gs", "bkt", f"src/{x[0]}"), x[1], x[2]), pieces))
 """,
     "load": """
-model = tpuconv.load("gs://bkt/src", mesh=mesh, encoding="keep")
+model = tpuconv.load("gs://bkt/src", mesh=mesh, encoding=sys.argv[3])
 jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
 """,
 }
@@ -60,6 +62,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--shards", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--decode", action="store_true")
     args = parser.parse_args()
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -80,16 +83,17 @@ def main() -> None:
             sizes = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
             for _ in range(args.rounds):
                 for step in STEPS:
-                    print(f"{step}: {run(step, sizes, args.connections, ours, total)}", flush=True)
+                    given = [repr(sizes), str(args.connections), "dequantize" if args.decode else "keep"]
+                    print(f"{step}: {run(step, given, ours, total)}", flush=True)
         finally:
             process.kill()
 
 
-def run(step: str, sizes: dict[str, int], connections: int, pipe: Any, total: int) -> str:
-    """Runs a step; returns what it took."""
+def run(step: str, given: list[str], pipe: Any, total: int) -> str:
+    """Runs a step with these arguments; returns what it took."""
     pipe.send(True)
     pipe.recv()
-    words = [sys.executable, "-c", FIRST + STEPS[step] + LAST, repr(sizes), str(connections)]
+    words = [sys.executable, "-c", FIRST + STEPS[step] + LAST, *given]
     seconds = float(subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout)
     pipe.send(True)
     sent, most = pipe.recv()

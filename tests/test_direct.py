@@ -51,6 +51,7 @@ from tpuconv.errors import SourceError, TpuconvError, UnsupportedConfig, UsageEr
 from tpuconv.location import to_location
 from tpuconv.notation.sharding import partition
 from tpuconv.quantize.config import parse_config
+from tpuconv.sources import reader
 from tpuconv.sources.hub import resolve
 from tpuconv.sources.reader import BUCKET_READS, SafetensorsReader
 
@@ -715,9 +716,9 @@ def test_jobs_of_a_bucket_are_as_many_as_their_memory_allows(tmp_path, monkeypat
     assert 2 * sizes.SLAB_BYTES * quantized <= direct.BUCKET_JOB_BYTES  # their values, and the quantized ones
 
 
-def test_experts_of_a_bucket_are_read_side_by_side(hf, monkeypatch):
-    """Of the slab of one job too, since a request of a small tensor waits most of its time."""
-    bucket, folder = in_memory(monkeypatch), hf(FIRST["qwen3_moe"], "bfloat16")
+def reads_at_a_time(folder, monkeypatch) -> int:
+    """How many requests one job makes at a time for a release in a bucket, which is loaded as from a disk."""
+    bucket = in_memory(monkeypatch)
     for path in folder.iterdir():
         bucket.put(f"hf/{path.name}", path.read_bytes())
     read, running, most, lock = buckets.read, [], [], threading.Lock()
@@ -733,9 +734,23 @@ def test_experts_of_a_bucket_are_read_side_by_side(hf, monkeypatch):
 
     monkeypatch.setattr(buckets, "read", slow)
     monkeypatch.setattr(direct, "jobs", lambda *_: 1)
-    model = tpuconv.load(f"{ROOT}/hf")
-    assert max(most) == BUCKET_READS
-    assert_same_model(model, tpuconv.load(folder))
+    assert_same_model(tpuconv.load(f"{ROOT}/hf"), tpuconv.load(folder))
+    return max(most)
+
+
+@pytest.mark.parametrize("encoding", [None, fp8])
+def test_experts_of_a_bucket_are_read_side_by_side(encoding, hf, tmp_path, monkeypatch):
+    """Of the slab of one job too, since a request of a small tensor waits most of its time."""
+    folder = hf(FIRST["qwen3_moe"], "bfloat16")
+    if encoding:
+        write_encoded(FIRST["qwen3_moe"], encoding, lambda _: folder, tmp_path / "hf")
+    folder = tmp_path / "hf" if encoding else folder
+    assert reads_at_a_time(folder, monkeypatch) == BUCKET_READS
+
+
+def test_a_large_tensor_of_a_bucket_is_read_in_pieces(hf, monkeypatch):
+    monkeypatch.setattr(reader, "PIECE_BYTES", 512)
+    assert reads_at_a_time(hf(FIRST["qwen3"], "bfloat16"), monkeypatch) == BUCKET_READS
 
 
 def test_a_release_on_the_hub(tmp_path, hub_cache, serve_hub):

@@ -27,7 +27,9 @@ from tpuconv.storage.hashes import HASHES, open_regular
 from tpuconv.storage.local_file import READ_BYTES, LocalFile
 
 BUCKET_READS = 4
-"""Reads of a slab of many small tensors, such as experts, that wait for a bucket at a time."""
+"""Reads of a slab of many tensors, such as experts, that wait for a bucket at a time; and pieces of a large read."""
+PIECE_BYTES = 8 << 20
+"""The most bytes of a request, whose answer a bucket sends at a limited rate."""
 
 
 class Reader(Protocol):
@@ -266,12 +268,15 @@ class SafetensorsReader(Reader):
             raise SourceError(f"{self.folder / name} became shorter while it was read", hint=CHANGED_HINT) from None
 
     def _fetch(self, name: str, offset: int, out: memoryview) -> None:
-        """Fills `out` from a bucket."""
+        """Fills `out` from a bucket, pieces side by side."""
         path = self.folder / name
         assert isinstance(path, BucketPath)
+        starts = range(0, len(out), PIECE_BYTES)
+        pieces = [(offset + start, out[start : start + PIECE_BYTES]) for start in starts]
+        buckets.for_each(lambda piece: self._fetch_piece(path, *piece), pieces, BUCKET_READS)
+
+    def _fetch_piece(self, path: BucketPath, offset: int, out: memoryview) -> None:
         self._check_cancelled()
-        if not out:
-            return
         try:
             data = buckets.read(path, offset, offset + len(out))
         except FileNotFoundError:

@@ -1,6 +1,7 @@
 """Reading the source of slabs, and what is checked of it while a plan runs."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from math import isfinite
 
 import numpy as np
@@ -50,15 +51,27 @@ def read_slab(reader: Reader, plan: Plan, slab: Slab, values: np.ndarray, raw: n
             used += reads[-1][2].nbytes
         sources.append(values[first:used].view(slab.dtype).reshape(shape))
 
-    def read(each: tuple[str, int, np.ndarray]) -> None:
-        name, start, out = each
+    def read(each: tuple[tuple[str, int, np.ndarray], np.ndarray]) -> None:
+        (name, start, out), own_raw = each
         with np.errstate(all="ignore"):  # what is not finite is found in the chunks, and named
-            plan.tensors[name].read(reader, start, raw, out)
+            plan.tensors[name].read(reader, start, own_raw, out)
 
-    # Bytes that are not yet values pass through `raw`, of one tensor after the other.
+    parts_of_raw = _divided(raw, [out.size for _, _, out in reads])
     is_direct = all(plan.tensors[name].is_stored_as(slab.dtype) for name in slab.names)
-    for_each(read, reads, reader.reads_at_a_time if is_direct else 1)
+    is_divided = is_direct or all(
+        part.size >= plan.tensors[name].stored_bytes(out.size)
+        for (name, _, out), part in zip(reads, parts_of_raw, strict=True)
+    )
+    each_raw = parts_of_raw if is_divided else [raw] * len(reads)
+    for_each(read, list(zip(reads, each_raw, strict=True)), reader.reads_at_a_time if is_divided else 1)
     return sources
+
+
+def _divided(raw: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+    """Returns the parts of the memory for stored bytes of tensors that are read side by side, by their numbers of
+    values."""
+    ends = [raw.size * done // max(1, sum(counts)) for done in accumulate(counts, initial=0)]
+    return [raw[begin:end] for begin, end in pairwise(ends)]
 
 
 def tensor_scales(reader: Reader, plan: Plan, slab: Slab) -> dict[str, float]:
