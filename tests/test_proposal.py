@@ -111,7 +111,7 @@ NEIGHBOURS: Mapping[str, Sequence[str]] = {
     "sarvam_mla": ("deepseek_v3",),
     "sarvam_moe": ("bailing_moe",),
     "zamba": ("zamba2",),
-    "zamba2": ("zamba",),
+    "zamba2": ("zamba", *HYBRIDS),
 }
 """The nearest families of a family that is taken out. recurrent_gemma is left out: it shares no name of a layer with
 Gemma; and inkling_text, which shares its names with the multimodal model around it alone."""
