@@ -84,7 +84,7 @@ class Head:
         """Returns the head that a parsed config.json describes, and the names of tensors, if they are known.
 
         Raises:
-            ConfigError: the labels or the id of padding are malformed.
+            ConfigError: the labels, the id of padding, the pooling or the temperature are malformed.
         """
         if kind not in (SCORES, TOKEN_SCORES):
             return cls(kind)
@@ -95,20 +95,22 @@ class Head:
         pad = (text if isinstance(text, Mapping) else raw).get("pad_token_id")
         if pad is not None and type(pad) is not int:
             raise ConfigError(f"config.json: pad_token_id={short(pad)} is not an integer")
-        of_reward = [REWARD_MODELS[name] for name in raw.get("architectures") or () if name in REWARD_MODELS]
-        if of_reward:
-            return cls(kind, of_reward[0][1], pad, has_bias=True, is_mlp=True)
+        for name in map(class_of, raw.get("architectures") or ()):
+            if name in REWARD_MODELS:
+                return cls(kind, REWARD_MODELS[name][1], pad, has_bias=True, is_mlp=True)
         ends = {".".join(name.split(".")[-2:]) for name in tensors}
         has_bias = bool(ends & {"score.bias", "classifier.bias"}) if ends else kind == TOKEN_SCORES
         head = cls(kind, labels, pad, has_bias, is_classifier="classifier.weight" in ends)
-        if raw.get("model_type") not in POOLED_TYPES:
-            return head
+        return head._pooled(raw) if raw.get("model_type") in POOLED_TYPES else head
+
+    def _pooled(self, raw: Mapping[str, Any]) -> "Head":
+        """Returns the head with `pooling` and `temperature` of a config.json."""
         pooling, temperature = raw.get("pooling", "avg"), raw.get("temperature", 1.0)
         if pooling not in SCORED_STATES:
             raise ConfigError(f"config.json: pooling={short(pooling)} is none of {', '.join(SCORED_STATES)}")
         if type(temperature) not in (int, float) or not temperature > 0:
             raise ConfigError(f"config.json: temperature={short(temperature)} is no positive number")
-        return replace(head, pad=None, pooling=pooling, temperature=float(temperature))
+        return replace(self, pad=None, pooling=pooling, temperature=float(temperature))
 
     @property
     def sizes(self) -> dict[str, int]:

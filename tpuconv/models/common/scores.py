@@ -39,7 +39,8 @@ class Scores(Einsum):
     def pooled(self, x_BTD: jax.Array, counts_BT: jax.Array) -> jax.Array:
         """Returns the hidden state [B, 1, D] of each text that is scored."""
         if self.head.pooling == "avg":
-            return (x_BTD * counts_BT[..., None]).sum(axis=1, keepdims=True) / counts_BT.sum(axis=1)[:, None, None]
+            sums_B1D = jnp.sum(x_BTD, axis=1, keepdims=True, where=counts_BT[..., None], dtype=jnp.float32)
+            return (sums_B1D / counts_BT.sum(axis=1)[:, None, None]).astype(x_BTD.dtype)
         places_T = jnp.arange(counts_BT.shape[1])
         signed_BT = jnp.where(counts_BT, places_T if self.head.pooling == "last" else -places_T, -len(places_T))
         return jnp.take_along_axis(x_BTD, signed_BT.argmax(axis=1)[:, None, None], axis=1)
