@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuconv.api.made import Made
 from tpuconv.api.running import run_work
-from tpuconv.convert.export.options import WITH_CONFIG
+from tpuconv.convert.export.options import WITH_CONFIG, refuse_options
 from tpuconv.errors import UsageError
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location, to_location
@@ -99,10 +99,8 @@ class ReshardOptions:
                 "nothing is to be changed",
                 hint="give `mesh=`, `scan_layers=`, `unscan_layers=` or `pathways=`; for a trainer's run `config=`",
             )
-        for name in ("target", "allow_nonfinite") if self.config is None else ():
-            if getattr(self, name):
-                why, hint = WITH_CONFIG[name]
-                raise UsageError(f"`{name}=` cannot be used here: it {why}", hint=hint)
+        if self.config is None:
+            refuse_options(self, WITH_CONFIG)
 
 
 @dataclass(eq=False, repr=False)

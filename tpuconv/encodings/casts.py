@@ -52,12 +52,13 @@ def cast(values: np.ndarray, dtype: "np.dtype[Any]") -> tuple[np.ndarray, bool]:
 
 
 def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
-    """Returns True if no element is infinite or NaN, from the bit patterns of floats of the dtype `dtype`.
+    """Returns True if no element is infinite or NaN, from the bit patterns of a dtype; those that are not in
+    `CAN_BE_NAN` are not searched.
 
     Such elements have the pattern of infinity (of NaN, if the dtype has no infinity) or a larger one, of either sign.
     So the largest signed and the largest unsigned pattern decide: two passes at the speed of memory, without a copy.
     """
-    if not bits.size:
+    if dtype.name not in CAN_BE_NAN or not bits.size:
         return True
     infinity = int(np.array(np.inf, dtype).view(bits.dtype))
     sign = 1 << (8 * dtype.itemsize - 1)
@@ -66,7 +67,7 @@ def all_finite(bits: np.ndarray, dtype: np.dtype[Any]) -> bool:
 
 def refuse_nonfinite(name: str, values: np.ndarray, box: Sequence[slice], hint: str) -> None:
     """Raises SourceError if a box of an array holds NaN or infinite values. It names the first one."""
-    if values.dtype.name not in CAN_BE_NAN or all_finite(values.view(f"u{values.itemsize}"), values.dtype):
+    if all_finite(values.view(f"u{values.itemsize}"), values.dtype):
         return
     first = tuple(int(i) for i in np.argwhere(~np.isfinite(values.astype(np.float64)))[0])
     place = [i + part.start for i, part in zip(first, box, strict=True)]

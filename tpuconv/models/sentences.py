@@ -14,6 +14,7 @@ from flax import nnx
 
 from tpuconv.errors import ConfigError, UnsupportedConfig, UsageError
 from tpuconv.jsonfile import Each, Optional, check, short
+from tpuconv.models.common.pooling import masked_mean, state_at, weighted_sums
 from tpuconv.models.tokenizer import check_ids, text_ids
 from tpuconv.sources.companions import MODULES, listed_modules
 from tpuconv.sources.config import read_json
@@ -28,30 +29,18 @@ Pool = Callable[[jax.Array, jax.Array], jax.Array]
 """Pools hidden states [B, T, D] by the mask [B, T] of their tokens to [B, D]."""
 
 
-def _sums(x_BTD: jax.Array, weights_BT: jax.Array) -> jax.Array:
-    return jnp.einsum("BTD,BT->BD", x_BTD, weights_BT, precision="highest")
-
-
-def _mean(x_BTD: jax.Array, mask_BT: jax.Array, power: float = 1.0) -> jax.Array:
-    return _sums(x_BTD, mask_BT) / jnp.maximum(mask_BT.sum(1, keepdims=True), 1e-9) ** power
-
-
 def _weighted_mean(x_BTD: jax.Array, mask_BT: jax.Array) -> jax.Array:
     weights_BT = mask_BT * jnp.arange(1, mask_BT.shape[1] + 1)
-    return _sums(x_BTD, weights_BT) / jnp.maximum(weights_BT.sum(1, keepdims=True), 1e-9)
-
-
-def _at(x_BTD: jax.Array, place_B: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(x_BTD, place_B[:, None, None], axis=1)[:, 0]
+    return weighted_sums(x_BTD, weights_BT) / jnp.maximum(weights_BT.sum(1, keepdims=True), 1e-9)
 
 
 POOLINGS: Mapping[str, Pool] = {
-    "cls": lambda x, mask: _at(x, jnp.argmax(mask, axis=1)),
+    "cls": lambda x, mask: state_at(x, jnp.argmax(mask, axis=1)),
     "max": lambda x, mask: jnp.where(mask[..., None] > 0, x, -jnp.inf).max(axis=1),
-    "mean": _mean,
-    "mean_sqrt_len_tokens": partial(_mean, power=0.5),
+    "mean": masked_mean,
+    "mean_sqrt_len_tokens": partial(masked_mean, power=0.5),
     "weightedmean": _weighted_mean,
-    "lasttoken": lambda x, mask: _at(x, mask.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)),
+    "lasttoken": lambda x, mask: state_at(x, mask.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)),
 }
 """By the name of a mode."""
 POOLING_SWITCHES = {

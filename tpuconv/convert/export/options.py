@@ -1,6 +1,8 @@
 """The options of an export."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tpuconv.errors import UsageError
 from tpuconv.location import Location
@@ -38,6 +40,14 @@ WITH_CONFIG = {
 """Options for a trainer's checkpoint alone."""
 
 
+def refuse_options(asked: Any, reasons: Mapping[str, tuple[str, str]]) -> None:
+    """Raises UsageError if one of these options is given that cannot be used here; `reasons` says why, and what to
+    do."""
+    for name, (why, hint) in reasons.items():
+        if getattr(asked, name, None):
+            raise UsageError(f"`{name}=` cannot be used here: it {why}", hint=hint)
+
+
 @dataclass(eq=False, repr=False, kw_only=True)
 class ExportOptions:
     """The options of `export` and `plan_export`."""
@@ -72,9 +82,7 @@ class ExportOptions:
 
     def check_together(self) -> None:
         """Raises UsageError for options that do not go together."""
-        for name, (why, hint) in (WITH_CONFIG if self.config is None else WITHOUT_CONFIG).items():
-            if getattr(self, name):
-                raise UsageError(f"`{name}=` cannot be used here: it {why}", hint=hint)
+        refuse_options(self, WITH_CONFIG if self.config is None else WITHOUT_CONFIG)
         if self.adapter and self.merge:
             raise UsageError(
                 "`adapter=` writes an adapter, and `merge=` a whole model", hint="give one of them, or run twice"

@@ -20,7 +20,7 @@ from tpuconv.convert.run.share import share_of
 from tpuconv.convert.run.sizing import QUANTIZE_MEMORY
 from tpuconv.convert.run.slabs import check_copy, check_promise, not_finite, read_slab
 from tpuconv.convert.run.stamps import stamps_for_hosts
-from tpuconv.encodings.casts import CAN_BE_NAN, all_finite
+from tpuconv.encodings.casts import all_finite
 from tpuconv.errors import ConfigError, SourceError
 from tpuconv.hosts import ProcessPart
 from tpuconv.location import Location
@@ -122,7 +122,7 @@ class PlannedArrays:
         bits = [source.view(f"u{slab.dtype.itemsize}") for source in sources]
         names = [stack.names[0] for stack in slab.binding.dst]
         is_plain = any(name not in plan.encoders for name in names)  # an encoder looks by itself
-        checked = is_plain and slab.dtype.name in CAN_BE_NAN and not plan.options.allow_nonfinite
+        checked = is_plain and not plan.options.allow_nonfinite
         if checked and not all(all_finite(values, slab.dtype) for values in bits):
             raise not_finite(plan, " or ".join(names))
         for name, target in zip(names, slab.binding.layout(bits, slab.sizes), strict=True):

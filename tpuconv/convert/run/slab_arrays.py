@@ -12,7 +12,7 @@ from tpuconv.convert.plan.types import OutputArray, Plan
 from tpuconv.convert.plan.units import Buffers, Slab
 from tpuconv.convert.run.calibrated import QVALUES, SCALES, VALUES, CalibratedValues
 from tpuconv.convert.run.slabs import not_finite, read_slab
-from tpuconv.encodings.casts import CAN_BE_NAN, all_finite, check_cast
+from tpuconv.encodings.casts import all_finite, check_cast
 from tpuconv.errors import SourceError
 from tpuconv.sources.reader import Reader
 from tpuconv.storage.disk import page_buffer
@@ -104,8 +104,7 @@ class SlabArrays:
     def _checked(self, name: str, slab: Slab, sources: Sequence[np.ndarray], made: MadeBox) -> MadeBox:
         """Returns a box of a parameter. Raises SourceError if a value is not finite."""
         array, _, values = made
-        is_checked = array.dtype.name in CAN_BE_NAN and not self.plan.options.allow_nonfinite
-        if is_checked and not all_finite(values, array.dtype):
+        if not self.plan.options.allow_nonfinite and not all_finite(values, array.dtype):
             raise self._not_finite(name, slab, sources)
         return made
 

@@ -1,7 +1,7 @@
 """Reading the source of slabs, and what is checked of it while a plan runs."""
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import isfinite
 
 import numpy as np
@@ -17,6 +17,9 @@ from tpuconv.sources.headers import DTYPES
 from tpuconv.sources.reader import Reader
 from tpuconv.sources.shard import SourceShard
 from tpuconv.sources.source import Source
+
+ALIGNED_TO = 8
+"""The bytes that the memory of a tensor begins at a multiple of, as values of any dtype need it."""
 
 
 def read_slab(reader: Reader, plan: Plan, slab: Slab, values: np.ndarray, raw: np.ndarray) -> list[np.ndarray]:
@@ -56,22 +59,21 @@ def read_slab(reader: Reader, plan: Plan, slab: Slab, values: np.ndarray, raw: n
         with np.errstate(all="ignore"):  # what is not finite is found in the chunks, and named
             plan.tensors[name].read(reader, start, own_raw, out)
 
-    parts_of_raw = _divided(raw, [out.size for _, _, out in reads])
-    is_direct = all(plan.tensors[name].is_stored_as(slab.dtype) for name in slab.names)
-    is_divided = is_direct or all(
-        part.size >= plan.tensors[name].stored_bytes(out.size)
-        for (name, _, out), part in zip(reads, parts_of_raw, strict=True)
-    )
-    each_raw = parts_of_raw if is_divided else [raw] * len(reads)
-    for_each(read, list(zip(reads, each_raw, strict=True)), reader.reads_at_a_time if is_divided else 1)
+    each_raw, at_a_time = [raw] * len(reads), reader.reads_at_a_time
+    if at_a_time > 1 and not all(plan.tensors[name].is_stored_as(slab.dtype) for name in slab.names):
+        divided = _divided(raw, [plan.tensors[name].stored_bytes(out.size) for name, _, out in reads])
+        each_raw, at_a_time = (divided, at_a_time) if divided else (each_raw, 1)
+    for_each(read, list(zip(reads, each_raw, strict=True)), at_a_time)
     return sources
 
 
-def _divided(raw: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
-    """Returns the parts of the memory for stored bytes of tensors that are read side by side, by their numbers of
-    values."""
-    ends = [raw.size * done // max(1, sum(counts)) for done in accumulate(counts, initial=0)]
-    return [raw[begin:end] for begin, end in pairwise(ends)]
+def _divided(raw: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Returns the memory for the stored bytes of tensors that are read side by side, from their sizes; empty if there
+    is not enough for all."""
+    starts = list(accumulate((-(-size // ALIGNED_TO) * ALIGNED_TO for size in sizes), initial=0))
+    if starts[-1] > raw.size:
+        return []
+    return [raw[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 def tensor_scales(reader: Reader, plan: Plan, slab: Slab) -> dict[str, float]:

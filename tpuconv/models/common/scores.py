@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from tpuconv.models.common.config import DecoderConfig
 from tpuconv.models.common.heads import TOKEN_SCORES
 from tpuconv.models.common.layers import Einsum, Keys
+from tpuconv.models.common.pooling import masked_mean, state_at
 from tpuconv.notation.letters import with_letters
 
 
@@ -20,7 +21,7 @@ class Scores(Einsum):
         self.hidden = Einsum("BTD,Dh->BTh", inner, bias=True, dtype=dtype, keys=keys) if head.is_mlp else None
         sizes = with_letters(sizes, {"D": "hidden_score"}) if head.is_mlp else sizes
         super().__init__("BTD,DO->BTO", sizes, bias=head.has_bias, dtype=dtype, keys=keys)
-        self.head, self.is_of_tokens = head, head.kind == TOKEN_SCORES
+        self.head = head
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the scores of tokens."""
@@ -31,16 +32,15 @@ class Scores(Einsum):
         """Returns the scores [B, O] of texts, or [B, T, O] of tokens, as GenericForSequenceClassification and
         GenericForTokenClassification of transformers have them. Those of a text are its last token's if config.json
         does not say another pooling."""
-        if self.is_of_tokens:
+        if self.head.kind == TOKEN_SCORES:
             return self(x_BTD)
         counts_BT = mask_BT if self.head.pad is None else mask_BT & (ids_BT != self.head.pad)
-        return self(self.pooled(x_BTD, counts_BT))[:, 0] / self.head.temperature
+        return self(self.pooled(x_BTD, counts_BT)[:, None])[:, 0] / self.head.temperature
 
     def pooled(self, x_BTD: jax.Array, counts_BT: jax.Array) -> jax.Array:
-        """Returns the hidden state [B, 1, D] of each text that is scored."""
+        """Returns the hidden state [B, D] of each text that is scored."""
         if self.head.pooling == "avg":
-            sums_B1D = jnp.sum(x_BTD, axis=1, keepdims=True, where=counts_BT[..., None], dtype=jnp.float32)
-            return (sums_B1D / counts_BT.sum(axis=1)[:, None, None]).astype(x_BTD.dtype)
-        places_T = jnp.arange(counts_BT.shape[1])
-        signed_BT = jnp.where(counts_BT, places_T if self.head.pooling == "last" else -places_T, -len(places_T))
-        return jnp.take_along_axis(x_BTD, signed_BT.argmax(axis=1)[:, None, None], axis=1)
+            return masked_mean(x_BTD, counts_BT.astype(jnp.float32)).astype(x_BTD.dtype)
+        is_last = self.head.pooling == "last"
+        place_B = (jnp.where(counts_BT, jnp.arange(counts_BT.shape[1]), 0) if is_last else counts_BT).argmax(axis=1)
+        return state_at(x_BTD, place_B)

@@ -69,13 +69,17 @@ def describe_encoding(scheme: str, groups: Groups, plain: Iterable[str], kv_cach
     if not any(map(is_head, module_group)) and not any(map(_is_named_head, plain)):
         plain.append(HEAD)  # to servers it is a linear layer of this name, tied or under another name in the release
     _check_fused(module_group, plain)
-    if any(module.startswith(SCORE_LAYERS) for module in plain) and scheme != IN_COMPRESSED:
+    if _has_score_layers(plain) and scheme != IN_COMPRESSED:
         raise UsageError(
             f"the scores of this model have layers to which servers give no name, and {scheme} cannot exclude them",
             hint='export with `scheme="compressed-tensors"`',
         )
     described = DESCRIPTIONS[scheme](groups, list(dict.fromkeys(map(_in_server, plain))))
     return described if kv_cache is None else described | {"kv_cache_scheme": cache_scheme(kv_cache)}
+
+
+def _has_score_layers(modules: Iterable[str]) -> bool:
+    return any(module.startswith(SCORE_LAYERS) for module in modules)
 
 
 def _compressed(groups: Groups, plain: list[str]) -> dict[str, Any]:
@@ -93,10 +97,7 @@ def _compressed(groups: Groups, plain: list[str]) -> dict[str, Any]:
         "quantization_status": "compressed",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "config_groups": described,
-        "ignore": [
-            *patterns(plain, [*plain, *every]),
-            *([NAMELESS] if any(module.startswith(SCORE_LAYERS) for module in plain) else []),
-        ],
+        "ignore": [*patterns(plain, [*plain, *every]), *([NAMELESS] if _has_score_layers(plain) else [])],
         "kv_cache_scheme": None,
     }
 
